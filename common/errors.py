@@ -1,0 +1,101 @@
+"""Every error that splitveil raises on purpose, each with the exit code it ends a process with.
+
+    SplitveilError                 1
+    |- SettingsError               2   the settings, or the two parties' contracts
+    |  `- ContractMismatch
+    |- DataError                   3   a party's own file
+    |- AlignmentError              3   the intersection of the two parties' ids
+    |- PeerError                   4   the other party
+    |  |- PeerUnreachable              it is silent or gone
+    |  |- PeerLeft                     it said that it stops
+    |  `- ProtocolError                it broke a rule of the protocol
+    |     |- InvalidMessage            a message that cannot be what it claims to be
+    |     |- OutOfStep                 a well-formed message at the wrong time
+    |     `- TooLarge                  a message beyond the agreed limits
+    |- StorageError                1   a checkpoint or a log could not be written
+    `- Interrupted            130, 143 a person or a supervisor stopped this party
+
+Messages are for the own user: what was expected and what came. What the *peer* is told of an error
+stands in ``common/wire/status.py``, and is a fixed sentence.
+"""
+
+import signal
+from collections.abc import Sequence
+
+
+class SplitveilError(Exception):
+    """Base of all errors that are raised on purpose."""
+
+    exit_code = 1
+
+
+class SettingsError(SplitveilError):
+    """The settings cannot be used; carries every problem found, not only the first."""
+
+    exit_code = 2
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class ContractMismatch(SettingsError):
+    """The two parties hold different contracts."""
+
+    def __init__(self, fields: Sequence[str]) -> None:
+        self.fields = tuple(fields)
+        super().__init__(f"the parties' contracts differ in: {', '.join(self.fields)}")
+
+
+class DataError(SplitveilError):
+    """A party's own data cannot be used."""
+
+    exit_code = 3
+
+
+class AlignmentError(SplitveilError):
+    """The parties' ids do not lead to an intersection that both can train on."""
+
+    exit_code = 3
+
+
+class PeerError(SplitveilError):
+    """The other party makes it impossible to go on."""
+
+    exit_code = 4
+
+
+class PeerUnreachable(PeerError):
+    """The other party is silent or gone."""
+
+
+class PeerLeft(PeerError):
+    """The other party said that it stops."""
+
+
+class ProtocolError(PeerError):
+    """The other party sent what the protocol does not allow."""
+
+
+class InvalidMessage(ProtocolError):
+    """A message is not what it claims to be: dtype, shape, length, values."""
+
+
+class OutOfStep(ProtocolError):
+    """A well-formed message came at the wrong time, or for other rows."""
+
+
+class TooLarge(ProtocolError):
+    """A message is beyond the limits that the contract sets."""
+
+
+class StorageError(SplitveilError):
+    """Something could not be written to disk."""
+
+
+class Interrupted(SplitveilError):
+    """A signal asked this party to stop."""
+
+    def __init__(self, signal_number: int = signal.SIGINT) -> None:
+        self.exit_code = 128 + signal_number
+        super().__init__(f"stopped by {signal.Signals(signal_number).name}")

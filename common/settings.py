@@ -1,0 +1,111 @@
+"""How settings are read: YAML files, overrides from the command line, every problem at once."""
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from common.errors import SettingsError
+
+SectionT = TypeVar("SectionT", bound="Section")
+
+
+class Section(BaseModel):
+    """A part of the settings: immutable, and a misspelt name is an error."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read one settings file into plain values.
+
+    Raises:
+        SettingsError: the file is missing, unreadable, not YAML, or not a mapping.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise SettingsError(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise SettingsError(f"{path}: expected names with values, got {type(values).__name__}")
+    return values
+
+
+def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Return a copy of ``values`` with each ``dotted.name=yaml`` put in its place.
+
+    Raises:
+        SettingsError: an override has no ``=``, is not YAML, or goes through a plain value.
+    """
+    result = _copy(values)
+    for override in overrides:
+        name, separator, text = override.partition("=")
+        if not separator or not name:
+            raise SettingsError(f"--set {override}: expected NAME=VALUE")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise SettingsError(f"--set {override}: the value is not valid YAML") from error
+        _put(result, name.split("."), value, override)
+    return result
+
+
+def validate(section: type[SectionT], values: Mapping[str, Any], source: str) -> SectionT:
+    """Build a section from plain values.
+
+    Raises:
+        SettingsError: with one line per problem: where, what was expected, what came.
+    """
+    try:
+        return section.model_validate(values)
+    except ValidationError as error:
+        raise SettingsError(list(_problems(section, error, source))) from error
+
+
+def _copy(values: dict[str, Any]) -> dict[str, Any]:
+    return {k: _copy(v) if isinstance(v, dict) else v for k, v in values.items()}
+
+
+def _put(values: dict[str, Any], path: list[str], value: Any, override: str) -> None:
+    for name in path[:-1]:
+        if not isinstance(values.setdefault(name, {}), dict):
+            raise SettingsError(f"--set {override}: {name!r} holds a plain value, not a section")
+        values = values[name]
+    values[path[-1]] = value
+
+
+def _problems(section: type[Section], error: ValidationError, source: str) -> Iterator[str]:
+    names = _field_names(section)
+    for problem in error.errors():
+        where = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            wrong = str(problem["loc"][-1])
+            close = difflib.get_close_matches(wrong, names, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            yield f"{source}: {where}: there is no such setting{hint}"
+        else:
+            came = "" if problem["type"] == "missing" else f" (got {problem['input']!r})"
+            yield f"{source}: {where}: {problem['msg']}{came}"
+
+
+def _field_names(annotation: Any, seen: set[Any] | None = None) -> set[str]:
+    """Collect the names of all fields reachable from a type, to suggest one for a typo."""
+    seen = set() if seen is None else seen
+    if annotation in seen:
+        return set()
+    seen.add(annotation)
+    names: set[str] = set()
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        for name, field in annotation.model_fields.items():
+            names |= {name} | _field_names(field.annotation, seen)
+    for argument in get_args(annotation):
+        if isinstance(argument, type) or get_args(argument):
+            names |= _field_names(argument, seen)
+    return names

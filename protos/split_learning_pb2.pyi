@@ -1,0 +1,178 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DTYPE_UNSPECIFIED: _ClassVar[DType]
+    DTYPE_FLOAT32: _ClassVar[DType]
+    DTYPE_FLOAT16: _ClassVar[DType]
+    DTYPE_BFLOAT16: _ClassVar[DType]
+
+class Split(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SPLIT_UNSPECIFIED: _ClassVar[Split]
+    SPLIT_TRAIN: _ClassVar[Split]
+    SPLIT_VALIDATION: _ClassVar[Split]
+    SPLIT_TEST: _ClassVar[Split]
+
+class Course(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    COURSE_UNSPECIFIED: _ClassVar[Course]
+    COURSE_CONTINUE: _ClassVar[Course]
+    COURSE_STOP: _ClassVar[Course]
+
+class LeaveReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    LEAVE_REASON_UNSPECIFIED: _ClassVar[LeaveReason]
+    LEAVE_REASON_FINISHED: _ClassVar[LeaveReason]
+    LEAVE_REASON_INTERRUPTED: _ClassVar[LeaveReason]
+    LEAVE_REASON_ALIGNMENT_FAILED: _ClassVar[LeaveReason]
+    LEAVE_REASON_FAILED: _ClassVar[LeaveReason]
+DTYPE_UNSPECIFIED: DType
+DTYPE_FLOAT32: DType
+DTYPE_FLOAT16: DType
+DTYPE_BFLOAT16: DType
+SPLIT_UNSPECIFIED: Split
+SPLIT_TRAIN: Split
+SPLIT_VALIDATION: Split
+SPLIT_TEST: Split
+COURSE_UNSPECIFIED: Course
+COURSE_CONTINUE: Course
+COURSE_STOP: Course
+LEAVE_REASON_UNSPECIFIED: LeaveReason
+LEAVE_REASON_FINISHED: LeaveReason
+LEAVE_REASON_INTERRUPTED: LeaveReason
+LEAVE_REASON_ALIGNMENT_FAILED: LeaveReason
+LEAVE_REASON_FAILED: LeaveReason
+
+class HandshakeRequest(_message.Message):
+    __slots__ = ("protocol_version", "party", "contract", "nonce_commitment")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PARTY_FIELD_NUMBER: _ClassVar[int]
+    CONTRACT_FIELD_NUMBER: _ClassVar[int]
+    NONCE_COMMITMENT_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    party: str
+    contract: str
+    nonce_commitment: bytes
+    def __init__(self, protocol_version: _Optional[int] = ..., party: _Optional[str] = ..., contract: _Optional[str] = ..., nonce_commitment: _Optional[bytes] = ...) -> None: ...
+
+class HandshakeReply(_message.Message):
+    __slots__ = ("run_id", "contract_digest", "nonce")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    CONTRACT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    contract_digest: bytes
+    nonce: bytes
+    def __init__(self, run_id: _Optional[str] = ..., contract_digest: _Optional[bytes] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+
+class AlignFrame(_message.Message):
+    __slots__ = ("hello", "points", "tags", "done")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    POINTS_FIELD_NUMBER: _ClassVar[int]
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    hello: AlignHello
+    points: MaskedPoints
+    tags: Tags
+    done: AlignDone
+    def __init__(self, hello: _Optional[_Union[AlignHello, _Mapping]] = ..., points: _Optional[_Union[MaskedPoints, _Mapping]] = ..., tags: _Optional[_Union[Tags, _Mapping]] = ..., done: _Optional[_Union[AlignDone, _Mapping]] = ...) -> None: ...
+
+class AlignHello(_message.Message):
+    __slots__ = ("engine", "version", "normalisation", "tag_bytes", "chunk_ids", "set_size", "nonce", "run_id")
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    NORMALISATION_FIELD_NUMBER: _ClassVar[int]
+    TAG_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_IDS_FIELD_NUMBER: _ClassVar[int]
+    SET_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    engine: str
+    version: int
+    normalisation: str
+    tag_bytes: int
+    chunk_ids: int
+    set_size: int
+    nonce: bytes
+    run_id: str
+    def __init__(self, engine: _Optional[str] = ..., version: _Optional[int] = ..., normalisation: _Optional[str] = ..., tag_bytes: _Optional[int] = ..., chunk_ids: _Optional[int] = ..., set_size: _Optional[int] = ..., nonce: _Optional[bytes] = ..., run_id: _Optional[str] = ...) -> None: ...
+
+class MaskedPoints(_message.Message):
+    __slots__ = ("chunk", "points")
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    POINTS_FIELD_NUMBER: _ClassVar[int]
+    chunk: int
+    points: bytes
+    def __init__(self, chunk: _Optional[int] = ..., points: _Optional[bytes] = ...) -> None: ...
+
+class Tags(_message.Message):
+    __slots__ = ("chunk", "tags")
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    chunk: int
+    tags: bytes
+    def __init__(self, chunk: _Optional[int] = ..., tags: _Optional[bytes] = ...) -> None: ...
+
+class AlignDone(_message.Message):
+    __slots__ = ("count", "digest")
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    count: int
+    digest: bytes
+    def __init__(self, count: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+
+class TensorFrame(_message.Message):
+    __slots__ = ("run_id", "epoch", "step", "rows", "positions_digest", "split", "dtype", "shape", "total_bytes", "offset", "data")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    epoch: int
+    step: int
+    rows: int
+    positions_digest: bytes
+    split: Split
+    dtype: DType
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    total_bytes: int
+    offset: int
+    data: bytes
+    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., rows: _Optional[int] = ..., positions_digest: _Optional[bytes] = ..., split: _Optional[_Union[Split, str]] = ..., dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., total_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class EvaluateReply(_message.Message):
+    __slots__ = ("epoch", "step", "course")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    COURSE_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    step: int
+    course: Course
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., course: _Optional[_Union[Course, str]] = ...) -> None: ...
+
+class LeaveRequest(_message.Message):
+    __slots__ = ("run_id", "reason")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    reason: LeaveReason
+    def __init__(self, run_id: _Optional[str] = ..., reason: _Optional[_Union[LeaveReason, str]] = ...) -> None: ...
+
+class LeaveReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,40 @@
+# Every target sets up .venv by itself, from pyproject.toml and constraints.txt.
+# PYTHON=python3.12 make demo   takes another interpreter for it.
+# PIP_EXTRA_INDEX_URL=... make demo   is how pip is told of an index with another build of torch.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: demo test lint protos bench
+.DELETE_ON_ERROR:
+
+demo: $(INSTALLED)
+	$(BIN)/splitveil-local deploy/examples/breast_cancer --defense none marvell
+
+test: $(INSTALLED)
+	$(BIN)/pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest -q tests/maths/test_house.py
+
+protos: $(INSTALLED)
+	$(BIN)/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. protos/split_learning.proto
+
+bench: $(INSTALLED)
+	@set -e; for benchmark in benchmarks/[a-z]*.py; do \
+	  echo "== $$benchmark"; $(BIN)/python "$$benchmark"; \
+	done
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' || { \
+	  echo "splitveil needs Python 3.11 or 3.12, and $(PYTHON) is $$($(PYTHON) --version 2>&1);" \
+	    "name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@

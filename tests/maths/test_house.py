@@ -1,0 +1,45 @@
+"""What holds for the repository as a whole, and no import contract can say."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from protos import split_learning_pb2 as pb
+
+ROOT = Path(__file__).parents[2]
+SERVICE = pb.DESCRIPTOR.services_by_name["SplitLearning"]
+TELLTALE = ("label", "target", "loss", "accuracy", "auc", "metric", "score")
+
+
+def fields_reachable_from(message_name: str, seen: set[str] | None = None) -> Iterator[str]:
+    seen = set() if seen is None else seen
+    if message_name in seen:
+        return
+    seen.add(message_name)
+    for field in pb.DESCRIPTOR.message_types_by_name[message_name].fields:
+        yield f"{message_name}.{field.name}"
+        if field.message_type is not None:
+            yield from fields_reachable_from(field.message_type.name, seen)
+
+
+def test_generated_wire_code_is_what_protoc_makes_of_the_file(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "grpc_tools.protoc", "--proto_path=."]
+    command += [f"--python_out={tmp_path}", f"--pyi_out={tmp_path}"]
+    subprocess.run([*command, "protos/split_learning.proto"], cwd=ROOT, check=True)
+    made = {path.name: path.read_text() for path in (tmp_path / "protos").iterdir()}
+    kept = {name: (ROOT / "protos" / name).read_text() for name in made}
+    assert sorted(made) == ["split_learning_pb2.py", "split_learning_pb2.pyi"]
+    assert kept == made, "run `make protos` and commit the result"
+
+
+@pytest.mark.parametrize("method", SERVICE.methods_by_name)
+def test_nothing_towards_the_passive_party_is_named_like_a_label_or_a_loss(method: str) -> None:
+    fields = list(fields_reachable_from(SERVICE.methods_by_name[method].output_type.name))
+    assert [name for name in fields if any(word in name.lower() for word in TELLTALE)] == []
+
+
+def test_the_search_for_telltale_fields_sees_nested_messages() -> None:
+    assert "MaskedPoints.points" in set(fields_reachable_from("AlignFrame"))

@@ -1,0 +1,67 @@
+"""The final figures of several runs of one example, side by side."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+Leak = Mapping[str, Mapping[str, Mapping[str, float]]]
+"""Layer -> attack -> figure -> value, as in ``summary.json``."""
+
+
+class RunResults(NamedTuple):
+    """What a run's two summaries say."""
+
+    active: Mapping[str, Any]
+    passive: Mapping[str, Any]
+
+    @property
+    def leak(self) -> Leak:
+        """What the gradients gave away, as the passive party measured it where it could."""
+        leak: Leak = self.passive.get("leak") or self.active.get("leak") or {}
+        return leak
+
+
+def read_results(run_dir: Path) -> RunResults:
+    """Read the summaries that both parties wrote at the end of a run."""
+    return RunResults(*(_read(run_dir / party / "summary.json") for party in ("active", "passive")))
+
+
+def comparison_table(title: str, results: Mapping[str, RunResults]) -> Table:
+    """Return a table with one column per run and one row per figure."""
+    table = Table(
+        title=title,
+        caption="leak AUC: mean over batches, 95 % quantile (of random scores on the same batches)",
+    )
+    table.add_column("")
+    for name in results:
+        table.add_column(name, justify="right")
+    table.add_row("aligned rows", *(f"{r.active['aligned_rows']:,}" for r in results.values()))
+    table.add_row("test AUC", *(f"{r.active['test_auc']:.4f}" for r in results.values()))
+    table.add_row(
+        "steps/s", *(f"{r.active['steps_per_s']:.1f}" for r in results.values()), end_section=True
+    )
+    for layer, attack in _measured(results):
+        cells = [_leak_cell(r.leak.get(layer, {}).get(attack)) for r in results.values()]
+        table.add_row(f"leak AUC, {attack}, {layer} layer", *cells)
+    return table
+
+
+def _read(path: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return summary
+
+
+def _measured(results: Mapping[str, RunResults]) -> list[tuple[str, str]]:
+    pairs = (
+        (layer, a) for r in results.values() for layer, attacks in r.leak.items() for a in attacks
+    )
+    return list(dict.fromkeys(pairs))
+
+
+def _leak_cell(figures: Mapping[str, float] | None) -> str:
+    if figures is None:
+        return "-"
+    return f"{figures['mean']:.3f}  {figures['q95']:.3f} ({figures['random_q95']:.3f})"

@@ -1,0 +1,199 @@
+"""The command ``splitveil-local``: both parties of an example as two processes on this machine.
+
+    splitveil-local EXAMPLE_DIR [--defense DEFENSE ...] [--set PARTY.NAME=VALUE ...] [--runs DIR]
+
+With several defenses it runs one after the other and sets the results side by side. Ends with the
+exit code of the first party that fails.
+"""
+
+import argparse
+import os
+import re
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from rich.console import Console
+
+from common.errors import SettingsError
+from common.settings import apply_overrides, read_yaml
+from deploy.comparison import comparison_table, read_results
+from deploy.party_processes import run_parties
+
+PARTIES = ("active", "passive")
+
+
+class NamedDefense(NamedTuple):
+    """A defense as the command line names it."""
+
+    title: str
+    settings: dict[str, Any]
+
+    def slug(self) -> str:
+        """Return the title as a part of a run's name."""
+        return re.sub(r"[^A-Za-z0-9_.-]+", "-", self.title).strip("-")
+
+
+class Overrides(NamedTuple):
+    """The ``NAME=VALUE`` of each party's own settings, those of the contract included."""
+
+    active: list[str]
+    passive: list[str]
+
+    def adding(self, *overrides: str) -> "Overrides":
+        """Return a copy with more, each routed by what stands before its first dot.
+
+        Raises:
+            SettingsError: it stands neither for a party nor for the contract.
+        """
+        active, passive = list(self.active), list(self.passive)
+        for override in overrides:
+            owner, _, own = override.partition(".")
+            match owner:
+                case "active":
+                    active.append(own)
+                case "passive":
+                    passive.append(own)
+                case "contract":
+                    active.append(override)
+                    passive.append(override)
+                case _:
+                    raise SettingsError(
+                        f"--set {override}: expected active.NAME=VALUE, passive.NAME=VALUE or "
+                        "contract.NAME=VALUE"
+                    )
+        return Overrides(active, passive)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run an example and return the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        return _run(options.example_dir, options.defense, options.overrides, options.runs)
+    except SettingsError as error:
+        sys.stderr.write(f"splitveil-local: {error}\n")
+        return error.exit_code
+
+
+def parse_defense(text: str) -> NamedDefense:
+    """Read a defense: a name, ``name:setting=value,...``, or YAML.
+
+    Raises:
+        SettingsError: it is none of these.
+    """
+    try:
+        values = yaml.safe_load(text) if text.lstrip().startswith("{") else None
+    except yaml.YAMLError as error:
+        raise SettingsError(f"--defense {text}: not valid YAML") from error
+    if values is None:
+        name, _, rest = text.partition(":")
+        settings = apply_overrides({"name": name}, rest.split(",") if rest else [])
+        return NamedDefense(f"{name} {rest}".strip(), settings)
+    if not isinstance(values, dict) or "name" not in values:
+        raise SettingsError(f"--defense {text}: expected a defense's settings, its name among them")
+    parts = [f"{key}={value}" for key, value in _flat(values).items() if key != "name"]
+    return NamedDefense(" ".join([str(values["name"]), *parts]), values)
+
+
+def _run(example_dir: Path, defenses: list[str], overrides: list[str], runs_dir: Path) -> int:
+    base = Overrides([], []).adding(*_defaults(), *overrides)
+    run_name = _run_name(example_dir, base.active)
+    chosen = [parse_defense(text) for text in defenses]
+    if len(chosen) < 2:
+        plan = {run_name: base.adding(*(_defense_override(defense) for defense in chosen))}
+    else:
+        plan = {
+            f"{run_name}-{defense.slug()}": base.adding(
+                f"contract.run_name={run_name}-{defense.slug()}", _defense_override(defense)
+            )
+            for defense in chosen
+        }
+    for name, own in plan.items():
+        if len(plan) > 1:
+            Console().rule(name)
+        if code := run_parties(_commands(example_dir, own, runs_dir)):
+            return code
+    titles = [defense.title for defense in chosen] or [run_name]
+    folders = [runs_dir / name for name in plan]
+    results = dict(zip(titles, map(read_results, folders), strict=True))
+    Console().print(comparison_table(run_name, results))
+    return 0
+
+
+def _commands(example_dir: Path, overrides: Overrides, runs_dir: Path) -> dict[str, list[str]]:
+    address = f"127.0.0.1:{_free_port()}"
+    own = overrides.adding(f"active.listen={address}", f"passive.connect={address}")
+    return {
+        party: [
+            *(sys.executable, "-m", f"{party}_party", "run", str(example_dir / f"{party}.yaml")),
+            *("--runs", str(runs_dir)),
+            *(argument for override in getattr(own, party) for argument in ("--set", override)),
+        ]
+        for party in PARTIES
+    }
+
+
+def _defaults() -> list[str]:
+    """Give each party half of the cores, which the example's own files know nothing of."""
+    threads = max(len(os.sched_getaffinity(0)) // len(PARTIES), 1)
+    return [f"{party}.torch_threads={threads}" for party in PARTIES]
+
+
+def _defense_override(defense: NamedDefense) -> str:
+    flow = yaml.safe_dump(defense.settings, default_flow_style=True, width=10**6)
+    return f"active.defense={flow.strip()}"
+
+
+def _run_name(example_dir: Path, active_overrides: list[str]) -> str:
+    settings = read_yaml(example_dir / "active.yaml")
+    contract = read_yaml(example_dir / str(settings.get("contract")))
+    own = [text for text in active_overrides if text.startswith("contract.")]
+    return str(apply_overrides({"contract": contract}, own)["contract"].get("run_name"))
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value) if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="splitveil-local",
+        description="Run both parties of an example as two processes on this machine.",
+    )
+    parser.add_argument("example_dir", type=Path, help="folder with active.yaml and passive.yaml")
+    parser.add_argument(
+        "--defense",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="DEFENSE",
+        help="a name (marvell), with settings (iso:noise_ratio=2), or YAML in braces; several run "
+        "one after the other and are compared",
+    )
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="PARTY.NAME=VALUE",
+        help="a setting to override: active.NAME=VALUE, passive.NAME=VALUE, contract.NAME=VALUE",
+    )
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all runs")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,132 @@
+"""Two parties as two processes of this machine: their output, their signals, their end."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import IO
+
+PEER_NOTICES_S = 10.0
+"""How long a party may go on after the other one has failed: enough to hear of it and to save."""
+
+STOP_S = 20.0
+"""How long a party may take to end after a signal: it finishes its step and writes its files."""
+
+_POLL_S = 0.05
+
+
+def run_parties(commands: Mapping[str, Sequence[str]]) -> int:
+    """Run the commands side by side until all have ended.
+
+    When one fails, the others get ``PEER_NOTICES_S`` to end by themselves. A SIGINT or SIGTERM that
+    comes meanwhile is passed on to each once.
+
+    Args:
+        commands: party name -> command line.
+
+    Returns:
+        0, or the exit code of the first party that failed.
+    """
+    processes = {name: _start(name, command) for name, command in commands.items()}
+    readers = [_copy_output(name, process) for name, process in processes.items()]
+    with _signals_passed_on(list(processes.values())) as signalled_at:
+        exit_code = _wait(list(processes.values()), signalled_at)
+    for reader in readers:
+        reader.join()
+    return exit_code
+
+
+def _start(name: str, command: Sequence[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": str(_columns(name))},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        # A group of its own: a terminal's Ctrl-C reaches this process only, which passes it on.
+        process_group=0,
+    )
+
+
+def _columns(name: str) -> int:
+    try:
+        width = os.get_terminal_size(sys.__stdout__.fileno()).columns if sys.__stdout__ else 100
+    except (OSError, ValueError):
+        width = 100
+    return max(width - len(_prefix(name)), 40)
+
+
+def _prefix(name: str) -> str:
+    return f"{name:<7} | "
+
+
+def _copy_output(name: str, process: subprocess.Popen[str]) -> threading.Thread:
+    reader = threading.Thread(target=_copy_lines, args=(_prefix(name), process.stdout), daemon=True)
+    reader.start()
+    return reader
+
+
+def _copy_lines(prefix: str, lines: IO[str]) -> None:
+    with lines:
+        for line in lines:
+            # One write per line, so that the two parties' lines do not run into each other.
+            sys.stdout.write(f"{prefix}{line.rstrip()}\n")
+            sys.stdout.flush()
+
+
+@contextmanager
+def _signals_passed_on(processes: Sequence[subprocess.Popen[str]]) -> Iterator[list[float]]:
+    """Pass the first SIGINT or SIGTERM on; yields a list that then holds the time it came."""
+    signalled_at: list[float] = []
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        if not signalled_at:
+            signalled_at.append(time.monotonic())
+            for process in processes:
+                process.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield signalled_at
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait(processes: Sequence[subprocess.Popen[str]], signalled_at: Sequence[float]) -> int:
+    exit_code = 0
+    deadline = math.inf
+    while running := [process for process in processes if process.poll() is None]:
+        exit_code = exit_code or _first_failure(processes)
+        if exit_code:
+            deadline = min(deadline, time.monotonic() + PEER_NOTICES_S)
+        if signalled_at:
+            deadline = min(deadline, signalled_at[0] + STOP_S)
+        if time.monotonic() > deadline:
+            _end(running)
+        time.sleep(_POLL_S)
+    return exit_code or _first_failure(processes)
+
+
+def _first_failure(processes: Sequence[subprocess.Popen[str]]) -> int:
+    code = next((process.returncode for process in processes if process.returncode), 0)
+    # Python gives the number of the signal that ended a process as negative, shells add 128 to it.
+    return code if code >= 0 else 128 - code
+
+
+def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()

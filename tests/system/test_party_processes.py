@@ -1,0 +1,80 @@
+"""Two processes side by side, with small programs in the place of the parties."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from deploy import party_processes
+from deploy.party_processes import run_parties
+
+WAIT = "import time; time.sleep(60)"
+
+
+def python(program: str) -> list[str]:
+    return [sys.executable, "-c", program]
+
+
+def test_two_that_end_well_give_zero_and_their_lines_are_named(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    commands = {"active": python("print('top')"), "passive": python("print('bottom')")}
+    assert run_parties(commands) == 0
+    assert sorted(capfd.readouterr().out.splitlines()) == ["active  | top", "passive | bottom"]
+
+
+def test_the_first_failure_gives_the_exit_code_and_the_other_has_time_to_notice() -> None:
+    failing = python("raise SystemExit(3)")
+    noticing = python("import time; time.sleep(0.7); raise SystemExit(4)")
+    assert run_parties({"active": noticing, "passive": failing}) == 3
+
+
+def test_a_party_that_does_not_notice_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(party_processes, "PEER_NOTICES_S", 0.2)
+    started = time.monotonic()
+    assert run_parties({"active": python("raise SystemExit(2)"), "passive": python(WAIT)}) == 2
+    assert time.monotonic() - started < 10
+
+
+def test_a_party_that_ignores_signals_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(party_processes, "PEER_NOTICES_S", 1.0)
+    monkeypatch.setattr(party_processes, "STOP_S", 0.2)
+    deaf = python(f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {WAIT}")
+    started = time.monotonic()
+    assert run_parties({"active": python("raise SystemExit(5)"), "passive": deaf}) == 5
+    assert time.monotonic() - started < 10
+
+
+def test_a_party_killed_by_a_signal_gives_the_shell_s_exit_code() -> None:
+    killed = python("import os; os.kill(os.getpid(), 9)")
+    assert run_parties({"active": killed, "passive": python("")}) == 128 + signal.SIGKILL
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_each_party_once(number: signal.Signals, tmp_path: Path) -> None:
+    program = f"""
+import pathlib, signal, sys, time
+seen = []
+signal.signal({int(number)}, lambda number, frame: seen.append(number))
+pathlib.Path(sys.argv[1]).touch()
+while not seen:
+    time.sleep(0.01)
+time.sleep(0.5)
+pathlib.Path(sys.argv[1]).write_text(str(len(seen)))
+raise SystemExit(128 + {int(number)})
+"""
+    ready = [tmp_path / "active", tmp_path / "passive"]
+
+    def interrupt_when_both_listen() -> None:
+        while not all(path.exists() for path in ready):
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=interrupt_when_both_listen, daemon=True).start()
+    commands = {path.name: [*python(program), str(path)] for path in ready}
+    assert run_parties(commands) == 128 + number
+    assert [path.read_text() for path in ready] == ["1", "1"]

@@ -1,0 +1,203 @@
+"""The group ristretto255 (RFC 9496), from libsodium: hash to the group, multiply, reject.
+
+libsodium is the system's library or, failing that, the copy inside the ``rbcl`` wheel; either must
+reproduce test vectors of the RFC before it is used. Run as a script, this file is a worker of
+``workers.py``. It therefore needs nothing outside the standard library, so that a worker starts in
+milliseconds and holds some ten megabytes instead of everything that the party has imported.
+"""
+
+import atexit
+import ctypes
+import functools
+import hashlib
+import signal
+import struct
+import sys
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+POINT_BYTES = 32
+SCALAR_BYTES = 32
+DIGEST_BYTES = 64
+
+# Ends in a byte that no name contains, so that no other domain can be this one plus an id's text.
+_DOMAIN = b"splitveil ecdh-ristretto255 id 1\x00"
+
+# 1.0.18, the first release with ristretto255, has the number 23.
+_SYSTEM_LIBRARIES = (
+    "libsodium.so.26",
+    "libsodium.so.23",
+    "libsodium.26.dylib",
+    "libsodium.23.dylib",
+)
+
+# RFC 9496, appendix A.1: the generator and its double. Appendix A.3: a label and its group element.
+_GENERATOR = bytes.fromhex("e2f2ae0a6abc4e71a884a961c500515f58e30b6aa582dd8db6a65945e08d2d76")
+_TWICE_GENERATOR = bytes.fromhex("6a493210f7499cd17fecb510ae0cea23a110e8d5b901f8acadd3095c73a3b919")
+_LABEL = b"Ristretto is traditionally a short shot of espresso coffee"
+_LABEL_ELEMENT = bytes.fromhex("3066f82a1a747d45120d1740f14358531a8f04bbffe6a819f86dfe50f44a0a46")
+
+
+class NotInGroupError(ValueError):
+    """Bytes that are no canonical encoding of a group element other than the identity."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+        super().__init__(f"element {position} is not in the group, or is its identity")
+
+
+class LibraryError(RuntimeError):
+    """No libsodium with a correct ristretto255 could be loaded."""
+
+
+def digest_ids(ids: Iterable[str]) -> bytes:
+    """Concatenate SHA-512(domain || id) over ids, each the uniform bytes that RFC 9496 asks for."""
+    prefix = hashlib.sha512(_DOMAIN)
+    digests = []
+    for text in ids:
+        state = prefix.copy()
+        state.update(text.encode())
+        digests.append(state.digest())
+    return b"".join(digests)
+
+
+class Ristretto:
+    """Batches of group operations, on concatenated encodings.
+
+    Multiplication is libsodium's, whose time does not depend on the scalar.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Load the library of this name or path.
+
+        Raises:
+            LibraryError: it is missing, too old, or fails a test vector.
+        """
+        self.name = name
+        try:
+            library = ctypes.CDLL(name)
+            status = library.sodium_init()
+            self._from_hash = library.crypto_core_ristretto255_from_hash
+            self._multiply = library.crypto_scalarmult_ristretto255
+            self._random_scalar = library.crypto_core_ristretto255_scalar_random
+        except (OSError, AttributeError) as error:
+            raise LibraryError(f"{name}: no libsodium with ristretto255: {error}") from error
+        if status < 0:
+            raise LibraryError(f"{name}: libsodium cannot be initialised")
+        self._from_hash.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        self._multiply.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+        self._random_scalar.argtypes = [ctypes.c_void_p]
+        self._random_scalar.restype = None
+        self._check_vectors()
+
+    def random_scalar(self) -> bytes:
+        """Draw a secret scalar, uniform and not zero, from the operating system's randomness."""
+        scalar = ctypes.create_string_buffer(SCALAR_BYTES)
+        self._random_scalar(ctypes.addressof(scalar))
+        return scalar.raw
+
+    def hash_to_group(self, digests: bytes) -> bytes:
+        """Map each 64-byte digest to a group element, one-way and uniformly."""
+        num_points = len(digests) // DIGEST_BYTES
+        points = ctypes.create_string_buffer(num_points * POINT_BYTES)
+        source = _address(digests)
+        target = ctypes.addressof(points)
+        from_hash = self._from_hash
+        for i in range(num_points):
+            from_hash(target + POINT_BYTES * i, source + DIGEST_BYTES * i)
+        return points.raw
+
+    def multiply(self, points: bytes, scalar: bytes) -> bytes:
+        """Multiply each point by the scalar.
+
+        Raises:
+            NotInGroupError: a point is not canonical, not in the group, or the identity.
+        """
+        products = ctypes.create_string_buffer(len(points))
+        source, target = _address(points), ctypes.addressof(products)
+        factor = _address(scalar)
+        multiply = self._multiply
+        for offset in range(0, len(points), POINT_BYTES):
+            if multiply(target + offset, factor, source + offset):
+                raise NotInGroupError(offset // POINT_BYTES)
+        return products.raw
+
+    def mask(self, digests: bytes, scalar: bytes) -> bytes:
+        """Hash each digest to the group and multiply it by the scalar."""
+        return self.multiply(self.hash_to_group(digests), scalar)
+
+    def close(self) -> None:
+        """Do nothing: this is the counterpart of a pool of workers that must be closed."""
+
+    def _check_vectors(self) -> None:
+        two = (2).to_bytes(SCALAR_BYTES, "little")
+        hashed = self.hash_to_group(hashlib.sha512(_LABEL).digest())
+        if (hashed, self.multiply(_GENERATOR, two)) != (_LABEL_ELEMENT, _TWICE_GENERATOR):
+            raise LibraryError(f"{self.name}: fails the test vectors of RFC 9496")
+
+
+def _address(data: bytes) -> int:
+    # The address of the bytes' own memory: nothing is copied, nothing may be written there.
+    return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+
+
+@functools.cache
+def load() -> Ristretto:
+    """Load libsodium once per process: the system's, else the one in the ``rbcl`` wheel.
+
+    Raises:
+        LibraryError: neither can be used; says why for each.
+    """
+    problems = []
+    for name in (*_SYSTEM_LIBRARIES, None):
+        try:
+            return Ristretto(name or find_in_wheel())
+        except LibraryError as error:
+            problems.append(str(error))
+    raise LibraryError("\n".join(problems))
+
+
+@functools.cache
+def find_in_wheel() -> str:
+    """Return the path of the copy that ``rbcl`` writes to a temporary file when it is imported.
+
+    Every import writes another 2.8 MB that nobody removes: imported once, here, removed at exit.
+    """
+    try:
+        with warnings.catch_warnings():
+            # It leaves that file open to the garbage collector.
+            warnings.simplefilter("ignore", ResourceWarning)
+            import rbcl  # noqa: PLC0415 - the import writes the file: only where it is needed
+    except ImportError as error:
+        raise LibraryError(f"rbcl: {error}") from error
+    path = str(rbcl._sodium._name)  # noqa: SLF001 - the only place where it keeps the path
+    atexit.register(Path(path).unlink, missing_ok=True)
+    return path
+
+
+# ---- the worker's side of workers.py: a request is this header and data, a reply likewise --------
+
+MASK, MULTIPLY = 1, 2
+REQUEST = struct.Struct(f"<B{SCALAR_BYTES}sI")  # operation, scalar, length of the data
+REPLY = struct.Struct("<qI")  # position of an element that is not in the group or -1, length
+
+
+def serve(group: Ristretto, requests: BinaryIO, replies: BinaryIO) -> None:
+    """Answer requests until the party closes the pipe, or dies, which closes it too."""
+    operations = {MASK: group.mask, MULTIPLY: group.multiply}
+    while header := requests.read(REQUEST.size):
+        operation, scalar, length = REQUEST.unpack(header)
+        try:
+            result, position = operations[operation](requests.read(length), scalar), -1
+        except NotInGroupError as error:
+            result, position = b"", error.position
+        replies.write(REPLY.pack(position, len(result)) + result)
+        replies.flush()
+
+
+if __name__ == "__main__":
+    # Ctrl-C reaches the whole process group; the party alone decides when its workers end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    serve(Ristretto(sys.argv[1]), sys.stdin.buffer, sys.stdout.buffer)

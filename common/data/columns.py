@@ -1,0 +1,212 @@
+"""Which of a file's columns are features, and the checks that turn raw values into usable ones.
+
+Row numbers in messages count from 1, without the header line.
+"""
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from common.data.settings import FeatureSettings
+from common.data.sources import ArrowColumn, list_rows, suggest
+from common.errors import DataError, SettingsError
+
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^[+-]?(?i:inf|infinity|nan)$"
+
+
+class CategoricalColumn(NamedTuple):
+    """A column of text with few different values."""
+
+    codes: NDArray[np.int32]  # per row, the place in ``categories``; -1 where there is no value
+    categories: Any  # pyarrow array of the different texts
+
+
+class _Numbers(NamedTuple):
+    values: NDArray[np.float64]  # NaN where there is no number
+    is_unreadable: NDArray[np.bool_]  # there is a text, but it is no number
+
+
+def select_features(
+    settings: FeatureSettings, names: Sequence[str], reserved: Sequence[str], source: str
+) -> tuple[list[str], list[str]]:
+    """Return the numeric and the categorical columns, each in the file's order.
+
+    Raises:
+        DataError: a name or pattern matches no column.
+        SettingsError: a column is asked for as both, or is the id or label.
+    """
+    candidates = [name for name in names if name not in reserved]
+    numeric, categorical, both = [], [], []
+    for name in candidates:
+        as_numeric = _closeness(name, settings.numeric, settings.exclude)
+        as_category = _closeness(name, settings.categorical, settings.exclude)
+        if as_numeric > as_category:
+            numeric.append(name)
+        elif as_category > as_numeric:
+            categorical.append(name)
+        elif as_numeric:
+            both.append(name)
+    asked = [*settings.numeric, *settings.categorical]
+    if wrong := [name for name in asked if name in reserved] + both:
+        raise SettingsError(
+            f"data.features: {', '.join(map(repr, wrong))}: a column is one of "
+            f"id, label, numeric and categorical"
+        )
+    unmatched = [name for name in asked if not _matches_any(name, candidates)]
+    check_columns_exist(unmatched, names, source)
+    return numeric, categorical
+
+
+def check_columns_exist(wanted: Sequence[str], names: Sequence[str], source: str) -> None:
+    """Check that each wanted column is there once.
+
+    Raises:
+        DataError: naming every column that is not, with the most similar one that is.
+    """
+    problems = [
+        f"{source}: there is no column {name!r}{suggest(name, names)}"
+        for name in wanted
+        if name not in names
+    ]
+    problems += [
+        f"{source}: there are {names.count(name)} columns {name!r}"
+        for name in wanted
+        if names.count(name) > 1
+    ]
+    if problems:
+        raise DataError("\n".join(problems))
+
+
+def read_ids(column: ArrowColumn, where: str) -> list[str]:
+    """Return ids as they stand in the file; a missing one is the empty text.
+
+    Raises:
+        DataError: the column holds neither text nor whole numbers.
+    """
+    texts: list[str] = pc.fill_null(_as_text(column, where), "").to_pylist()
+    return texts
+
+
+def read_labels(
+    column: ArrowColumn, positive_label: str | None, missing_texts: Sequence[str], where: str
+) -> NDArray[np.float32]:
+    """Return labels 0 and 1.
+
+    Raises:
+        DataError: a label is missing or is neither 0 nor 1, or all are of one class.
+    """
+    if positive_label is None:
+        labels = _read_numbers(column, missing_texts, where).values
+        is_wrong = ~np.isin(labels, (0.0, 1.0))
+        expected = "0 or 1 (data.positive_label names the text that stands for 1)"
+    else:
+        text = _clean_text(column, missing_texts, where)
+        labels = pc.fill_null(pc.equal(text, positive_label), False).to_numpy().astype(np.float64)
+        is_wrong = pc.is_null(text).to_numpy()
+        expected = "a label"
+    if is_wrong.any():
+        raise DataError(f"{where}: expected {expected} in {_rows(is_wrong)}")
+    if labels.min() == labels.max():
+        raise DataError(
+            f"{where}: all {len(labels)} labels are {labels[0]:.0f}: expected both classes"
+        )
+    return labels.astype(np.float32)
+
+
+def read_numeric(
+    columns: Mapping[str, ArrowColumn], settings: FeatureSettings, source: str
+) -> dict[str, NDArray[np.float64]]:
+    """Return finite numbers.
+
+    Raises:
+        DataError: with one line per kind of problem in each column.
+    """
+    problems: list[str] = []
+    result = {}
+    for name, column in columns.items():
+        where = f"{source}: column {name!r}"
+        values, is_unreadable = _read_numbers(column, settings.missing_texts, where)
+        is_missing = np.isnan(values) & ~is_unreadable
+        # Models compute in float32, where anything larger becomes infinite.
+        is_infinite = np.abs(values) > LARGEST_FLOAT32
+        if is_unreadable.any():
+            problems.append(f"{where}: expected numbers, found text in {_rows(is_unreadable)}")
+        if is_infinite.any():
+            problems.append(f"{where}: infinite or too large for float32 in {_rows(is_infinite)}")
+        if is_missing.any() and settings.missing_numeric == "error":
+            problems.append(
+                f"{where}: no number (empty or NaN) in {_rows(is_missing)}; "
+                f"data.features.missing_numeric: zero would read 0 there"
+            )
+        result[name] = np.where(is_missing, 0.0, values)
+    if problems:
+        raise DataError("\n".join(problems))
+    return result
+
+
+def read_categories(
+    column: ArrowColumn, missing_texts: Sequence[str], where: str
+) -> CategoricalColumn:
+    """Return a column's different texts and which of them each row has."""
+    text = _clean_text(column, missing_texts, where)
+    encoded = pc.dictionary_encode(text).unify_dictionaries().combine_chunks()
+    return CategoricalColumn(pc.fill_null(encoded.indices, -1).to_numpy(), encoded.dictionary)
+
+
+def _closeness(name: str, asked: Sequence[str], exclude: Sequence[str]) -> int:
+    """Say how directly a column is asked for: 3 by name, 2 by pattern, 1 by ``*``, 0 not at all."""
+    if name in asked:
+        return 3
+    if any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude):
+        return 0
+    matching = [pattern for pattern in asked if fnmatch.fnmatchcase(name, pattern)]
+    return max((1 if pattern == "*" else 2 for pattern in matching), default=0)
+
+
+def _matches_any(pattern: str, names: Sequence[str]) -> bool:
+    return pattern in names or any(fnmatch.fnmatchcase(name, pattern) for name in names)
+
+
+def _rows(is_wrong: NDArray[np.bool_]) -> str:
+    return list_rows(np.flatnonzero(is_wrong) + 1)
+
+
+def _as_text(column: ArrowColumn, where: str) -> ArrowColumn:
+    """Return a column as text: whole numbers in decimal, bytes as UTF-8."""
+    try:
+        if pa.types.is_floating(column.type):
+            raise pa.ArrowTypeError("a floating-point number has no one text that stands for it")
+        return pc.cast(column, pa.string())
+    except pa.ArrowException as error:
+        raise DataError(f"{where}: expected text or whole numbers, not {column.type}") from error
+
+
+def _clean_text(column: ArrowColumn, missing_texts: Sequence[str], where: str) -> ArrowColumn:
+    """Return text without blanks around it, null where there is no value."""
+    text = pc.utf8_trim_whitespace(_as_text(column, where))
+    is_missing = pc.is_in(text, value_set=pa.array(missing_texts, pa.string()))
+    return pc.if_else(is_missing, pa.scalar(None, pa.string()), text)
+
+
+def _read_numbers(column: ArrowColumn, missing_texts: Sequence[str], where: str) -> _Numbers:
+    is_unreadable = np.zeros(len(column), dtype=np.bool_)
+    if pa.types.is_dictionary(column.type):
+        column = pc.cast(column, column.type.value_type)
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        column = _clean_text(column, missing_texts, where)
+    try:
+        numbers = pc.cast(column, pa.float64(), safe=False)
+    except pa.ArrowNotImplementedError as error:
+        raise DataError(f"{where}: expected numbers, not {column.type}") from error
+    except pa.ArrowInvalid:
+        is_number = pc.match_substring_regex(column, NUMBER)
+        is_unreadable = ~pc.fill_null(is_number, True).to_numpy()
+        readable = pc.if_else(is_number, column, pa.scalar(None, pa.string()))
+        numbers = pc.cast(readable, pa.float64())
+    return _Numbers(numbers.to_numpy(), is_unreadable)

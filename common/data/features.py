@@ -1,0 +1,265 @@
+"""Tensors of features, and the encoder that makes them: scalers and vocabularies.
+
+The encoder is fitted on a party's own training rows only and saved with its model.
+
+- A number x becomes (x - shift) / scale, after sign(x) log(1 + |x|) where the settings say so.
+- A category becomes a slot: 0 for one that the training rows do not have (or too rarely), 1 for
+  "no value", 2 and up for the others in the order of their text.
+- Images stay as they are.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.data.columns import CategoricalColumn
+from common.data.settings import FeatureSettings
+from common.data.table import Table
+from common.errors import DataError
+from common.settings import Section, validate
+
+UNKNOWN_SLOT = 0
+MISSING_SLOT = 1
+FIRST_CATEGORY_SLOT = 2
+
+ImageDtype = Literal["uint8", "float32"]
+
+
+@dataclass(frozen=True, eq=False)
+class Features:
+    """What a party's model sees of some rows. At least one part is there."""
+
+    numeric: Tensor | None = None
+    """(rows, numeric columns), float32."""
+
+    categorical: Tensor | None = None
+    """(rows, categorical columns), int64 slots."""
+
+    image: Tensor | None = None
+    """(rows, channels, height, width), uint8 or float32 as in the file; see ``image_as_float``."""
+
+    def __len__(self) -> int:
+        return next((len(part) for part in self._parts() if part is not None), 0)
+
+    def rows(self, index: Tensor) -> "Features":
+        """Return the rows with these positions, (count,) int64, in this order."""
+        return Features(*(None if part is None else part[index] for part in self._parts()))
+
+    def to(self, device: torch.device) -> "Features":
+        """Return the same features on a device."""
+        return Features(*(None if part is None else part.to(device) for part in self._parts()))
+
+    def _parts(self) -> tuple[Tensor | None, ...]:
+        return self.numeric, self.categorical, self.image
+
+
+def image_as_float(image: Tensor) -> Tensor:
+    """Return an image as float32, bytes scaled to [0, 1]."""
+    return image.float() / 255 if image.dtype == torch.uint8 else image
+
+
+class FeatureShapes(NamedTuple):
+    """What a model has to know of the features it is built for."""
+
+    numeric_dim: int = 0
+    vocabulary_sizes: tuple[int, ...] = ()
+    image_shape: tuple[int, int, int] | None = None  # channels, height, width
+    image_dtype: ImageDtype = "uint8"
+
+    def zeros(self, num_rows: int) -> Features:
+        """Return features of these shapes that are all 0."""
+        image = None
+        if self.image_shape is not None:
+            dtype = torch.uint8 if self.image_dtype == "uint8" else torch.float32
+            image = torch.zeros(num_rows, *self.image_shape, dtype=dtype)
+        num_categorical = len(self.vocabulary_sizes)
+        return Features(
+            torch.zeros(num_rows, self.numeric_dim) if self.numeric_dim else None,
+            torch.zeros(num_rows, num_categorical, dtype=torch.int64) if num_categorical else None,
+            image,
+        )
+
+
+class NumericScaler(Section):
+    """How one column of numbers is scaled."""
+
+    name: str
+    """The column."""
+
+    shift: float
+    """Subtracted from each number."""
+
+    scale: float
+    """Divides what is left; never 0."""
+
+
+class Vocabulary(Section):
+    """The categories of one column."""
+
+    name: str
+    """The column."""
+
+    categories: tuple[str, ...]
+    """The texts of slots 2 and up."""
+
+
+class ImageInfo(Section):
+    """What images the encoder was fitted on."""
+
+    shape: tuple[int, int, int]
+    """Channels, height, width."""
+
+    dtype: ImageDtype
+    """Element type."""
+
+
+class FeatureEncoder(Section):
+    """Turns rows of a table into tensors, as it was fitted to."""
+
+    signed_log1p: bool
+    """Whether numbers become sign(x) log(1 + |x|) before scaling."""
+
+    numeric: tuple[NumericScaler, ...]
+    """Columns of numbers, in the order of the tensor's."""
+
+    categorical: tuple[Vocabulary, ...]
+    """Columns of categories, in the order of the tensor's."""
+
+    image: ImageInfo | None
+    """The images, where there are any."""
+
+    @classmethod
+    def fit(
+        cls, settings: FeatureSettings, table: Table, rows: NDArray[np.int64]
+    ) -> "FeatureEncoder":
+        """Fit scalers and vocabularies on some rows of the party's own table.
+
+        Args:
+            settings: how to scale, and which categories are too rare.
+            table: the party's table.
+            rows: the training rows' places in the table; no other row has an influence.
+
+        Raises:
+            DataError: there is no row to fit on.
+        """
+        if len(rows) == 0:
+            raise DataError(f"{table.source}: there are no training rows to fit scalers on")
+        return cls(
+            signed_log1p=settings.signed_log1p,
+            numeric=tuple(
+                _fit_scaler(
+                    name, _compress(values[rows], signed_log1p=settings.signed_log1p), settings
+                )
+                for name, values in table.numeric.items()
+            ),
+            categorical=tuple(
+                _fit_vocabulary(name, column, rows, settings.min_count)
+                for name, column in table.categorical.items()
+            ),
+            image=None if table.image is None else _image_info(table.image),
+        )
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> "FeatureEncoder":
+        """Build the encoder that ``state`` was taken from.
+
+        Raises:
+            SettingsError: this is no state of an encoder.
+        """
+        return validate(cls, state, "feature encoder")
+
+    def state(self) -> dict[str, Any]:
+        """Return everything that was fitted, as values that JSON can hold exactly."""
+        return self.model_dump(mode="json")
+
+    @property
+    def shapes(self) -> FeatureShapes:
+        """What a model has to know of the features that ``transform`` returns."""
+        sizes = tuple(FIRST_CATEGORY_SLOT + len(column.categories) for column in self.categorical)
+        if self.image is None:
+            return FeatureShapes(len(self.numeric), sizes)
+        return FeatureShapes(len(self.numeric), sizes, self.image.shape, self.image.dtype)
+
+    def transform(self, table: Table, rows: NDArray[np.int64]) -> Features:
+        """Return some rows of a table as tensors.
+
+        Raises:
+            DataError: the table lacks a column that the encoder was fitted on, or has other images.
+        """
+        self._check_same_columns(table)
+        numeric = np.empty((len(rows), len(self.numeric)), dtype=np.float32)
+        for j, scaler in enumerate(self.numeric):
+            values = _compress(table.numeric[scaler.name][rows], signed_log1p=self.signed_log1p)
+            numeric[:, j] = (values - scaler.shift) / scaler.scale
+        categorical = np.empty((len(rows), len(self.categorical)), dtype=np.int64)
+        for j, vocabulary in enumerate(self.categorical):
+            column = table.categorical[vocabulary.name]
+            # Code -1, no value, finds the last entry.
+            slots = np.append(_slots(vocabulary, column.categories), MISSING_SLOT)
+            categorical[:, j] = slots[column.codes[rows]]
+        image = None if table.image is None else np.ascontiguousarray(table.image[rows])
+        return Features(
+            torch.from_numpy(numeric) if self.numeric else None,
+            torch.from_numpy(categorical) if self.categorical else None,
+            None if image is None else torch.from_numpy(image),
+        )
+
+    def _check_same_columns(self, table: Table) -> None:
+        absent = [s.name for s in self.numeric if s.name not in table.numeric]
+        absent += [v.name for v in self.categorical if v.name not in table.categorical]
+        if absent:
+            raise DataError(
+                f"{table.source}: the model was trained with columns that are not here: "
+                f"{', '.join(absent)}"
+            )
+        image = None if table.image is None else _image_info(table.image)
+        if image != self.image:
+            raise DataError(
+                f"{table.source}: the model was trained with images {self.image}, here are {image}"
+            )
+
+
+def _compress(values: NDArray[np.float64], *, signed_log1p: bool) -> NDArray[np.float64]:
+    return np.sign(values) * np.log1p(np.abs(values)) if signed_log1p else values
+
+
+def _fit_scaler(name: str, values: NDArray[np.float64], settings: FeatureSettings) -> NumericScaler:
+    low, high = float(values.min()), float(values.max())
+    if settings.numeric_scaling == "none":
+        return NumericScaler(name=name, shift=0.0, scale=1.0)
+    if low == high:
+        # A standard deviation would be rounding errors here, and would blow up other values.
+        return NumericScaler(name=name, shift=low, scale=1.0)
+    if settings.numeric_scaling == "min_max":
+        return NumericScaler(name=name, shift=low, scale=high - low)
+    return NumericScaler(name=name, shift=float(values.mean()), scale=float(values.std()))
+
+
+def _fit_vocabulary(
+    name: str, column: CategoricalColumn, rows: NDArray[np.int64], min_count: int
+) -> Vocabulary:
+    codes = column.codes[rows]
+    counts = np.bincount(codes[codes >= 0], minlength=len(column.categories))
+    kept = np.flatnonzero(counts >= min_count)
+    return Vocabulary(name=name, categories=tuple(sorted(column.categories.take(kept).to_pylist())))
+
+
+def _slots(vocabulary: Vocabulary, categories: Any) -> NDArray[np.int64]:
+    """Return the slot of each of a table's different texts."""
+    place = pc.index_in(categories, value_set=pa.array(vocabulary.categories, pa.string()))
+    slots = pc.fill_null(pc.add(place, FIRST_CATEGORY_SLOT), UNKNOWN_SLOT).to_numpy()
+    return np.asarray(slots, dtype=np.int64)
+
+
+def _image_info(image: NDArray[Any]) -> ImageInfo:
+    _, channels, height, width = image.shape
+    return ImageInfo(
+        shape=(channels, height, width), dtype="uint8" if image.dtype == np.uint8 else "float32"
+    )

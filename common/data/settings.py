@@ -1,0 +1,183 @@
+"""Where a party's data lie, and which of its columns are ids, labels and features."""
+
+import os
+import string
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, StringConstraints, model_validator
+
+from common.errors import SettingsError
+from common.settings import Section
+
+ColumnName = Annotated[str, StringConstraints(min_length=1)]
+
+
+def _as_list(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+Columns = Annotated[tuple[ColumnName, ...], BeforeValidator(_as_list)]
+"""Names of columns, or patterns with shell wildcards such as ``x*``; one alone needs no list."""
+
+
+class FileSource(Section):
+    """A file of this party's own."""
+
+    path: ColumnName
+    """The file, relative to the settings file's folder. ``~`` and ``${NAME}`` (an environment
+    variable) are replaced."""
+
+    def resolve(self, base_dir: Path) -> Path:
+        """Return the file's place.
+
+        Raises:
+            SettingsError: the path names an environment variable that is not set.
+        """
+        try:
+            expanded = string.Template(self.path).substitute(os.environ)
+        except KeyError as error:
+            name = error.args[0]
+            raise SettingsError(
+                f"path: {self.path}: the environment variable {name} is not set; "
+                f"set {name}, or write the folder into the path"
+            ) from error
+        except ValueError as error:
+            raise SettingsError(
+                f"path: {self.path}: write ${{NAME}} for a variable, $$ for a dollar sign"
+            ) from error
+        return base_dir / Path(expanded).expanduser()
+
+
+class CsvSource(FileSource):
+    """A text file with one row per line; may be compressed (.gz, .bz2, .zst)."""
+
+    kind: Literal["csv"]
+
+    delimiter: Annotated[str, StringConstraints(pattern=r"^[^\r\n\"]$")] | None = None
+    """Character between two cells; by default a tab in files ending in .tsv, otherwise a comma."""
+
+    column_names: tuple[ColumnName, ...] | None = Field(default=None, min_length=1)
+    """The columns, for a file without a header line; by default the first line names them."""
+
+    def separator(self) -> str:
+        """Return the character between two cells."""
+        is_tsv = ".tsv" in Path(self.path).suffixes[-2:]
+        return self.delimiter or ("\t" if is_tsv else ",")
+
+
+class ParquetSource(FileSource):
+    """A Parquet file."""
+
+    kind: Literal["parquet"]
+
+
+class NpzSource(FileSource):
+    """A NumPy archive: each array with one dimension is a column, one with two is many columns."""
+
+    kind: Literal["npz"]
+
+
+class SklearnSource(Section):
+    """A real data set that comes with scikit-learn: nothing to download.
+
+    ``breast_cancer`` has 569 rows, the ids ``patient-0000`` and so on in column ``id``, its 30
+    features with ``_`` for each space (``mean_radius``), and the label ``malignant``: 1 for the
+    212 malignant tumours, so that 1 is the rarer class as in the other data sets (scikit-learn's
+    own target is its opposite).
+    """
+
+    kind: Literal["sklearn"]
+
+    dataset: Literal["breast_cancer"] = "breast_cancer"
+    """Which data set."""
+
+    shuffle_seed: int = Field(default=0, ge=0)
+    """Order of the rows. Two parties with different seeds hold their rows in different orders."""
+
+
+Source = Annotated[
+    CsvSource | ParquetSource | NpzSource | SklearnSource, Field(discriminator="kind")
+]
+
+
+class ImageSettings(Section):
+    """One image per row, from one array of an npz file, as bytes or floating-point numbers."""
+
+    array: ColumnName
+    """Name of the array: (rows, height, width, channels), or as ``layout`` says."""
+
+    layout: Literal["channels_last", "channels_first"] = "channels_last"
+    """Whether the channels are the array's last dimension or the one after the rows."""
+
+
+class FeatureSettings(Section):
+    """The columns that a party puts into its model.
+
+    A name goes before a pattern, and a pattern before ``*``: with ``categorical: C*`` and
+    ``numeric: "*"`` everything but the ``C`` columns is numeric. Id and label are never features.
+    """
+
+    numeric: Columns = ()
+    """Columns read as numbers."""
+
+    categorical: Columns = ()
+    """Columns read as text, each value a category."""
+
+    image: ImageSettings | None = None
+    """The image of each row."""
+
+    exclude: Columns = ()
+    """Columns that no pattern matches, such as one that gives the label away."""
+
+    missing_numeric: Literal["error", "zero"] = "error"
+    """What an empty cell in a numeric column is: an error, or the number 0."""
+
+    missing_texts: tuple[str, ...] = ("",)
+    """Cells that mean "no value", in features and label: ``["", "?"]`` for instance."""
+
+    signed_log1p: bool = False
+    """Whether numbers x become sign(x) log(1 + |x|) before scaling, as suits counts."""
+
+    numeric_scaling: Literal["standard", "min_max", "none"] = "standard"
+    """Scaling by mean and standard deviation, or by minimum and maximum, of the training rows."""
+
+    min_count: int = Field(default=1, ge=1)
+    """Categories in fewer training rows than this share the slot of unknown categories."""
+
+    @model_validator(mode="after")
+    def _selects_something(self) -> "FeatureSettings":
+        if not (self.numeric or self.categorical or self.image):
+            raise ValueError("name at least one of numeric, categorical and image")
+        return self
+
+
+class DataSettings(Section):
+    """A party's own table."""
+
+    source: Source
+    """Where the rows come from."""
+
+    id_column: ColumnName | None = None
+    """Column with each row's id, by which the parties align. Without it a row's number in the file,
+    from 1, is its id: only for two files whose rows already correspond, such as raw Criteo."""
+
+    label_column: ColumnName | None = None
+    """Column with the label, 0 or 1."""
+
+    positive_label: ColumnName | None = None
+    """The text that stands for label 1, every other then standing for 0; by default the column
+    must hold 0 and 1."""
+
+    features: FeatureSettings | None = None
+    """The columns that go into the model; none for a party that only holds labels."""
+
+    @model_validator(mode="after")
+    def _names_something_to_read(self) -> "DataSettings":
+        if self.label_column is None and self.features is None:
+            raise ValueError("name a label_column, features, or both")
+        if self.label_column is None and self.positive_label is not None:
+            raise ValueError("positive_label needs a label_column")
+        if self.features and self.features.image and self.source.kind != "npz":
+            raise ValueError(f"features.image needs a source of kind npz, not {self.source.kind}")
+        return self

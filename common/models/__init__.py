@@ -1,0 +1,1 @@
+"""Bottom and top models, their optimizers, and taps on their gradients."""

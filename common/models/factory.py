@@ -1,0 +1,169 @@
+"""Builds bottom and top models from settings, and tries each on two rows before it is used.
+
+Initial weights depend on the given seed alone; torch's own random numbers are left as they were.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.data.features import FeatureEncoder, FeatureShapes
+from common.errors import SettingsError
+from common.models.mlp import MlpBottom, MlpTop
+from common.models.settings import CustomModel, MlpModel, ModelSettings
+
+PROBE_ROWS = 2
+
+
+def build_bottom_model(
+    settings: ModelSettings,
+    encoder: FeatureEncoder | FeatureShapes,
+    cut_shape: Sequence[int],
+    *,
+    seed: int,
+) -> nn.Module:
+    """Return a model from features to the activation, on the CPU, in training mode.
+
+    Args:
+        settings: the party's ``bottom_model``.
+        encoder: of the party's features, or their shapes.
+        cut_shape: shape of one row's activation.
+        seed: of the initial weights.
+
+    Raises:
+        SettingsError: there are no features, or a class of the user's own cannot be loaded, built
+            or called, or returns another shape.
+    """
+    shapes = _shapes(encoder)
+    if not _has_features(shapes):
+        raise SettingsError("bottom_model: data.features selects no column: there is no input")
+
+    def build() -> nn.Module:
+        if isinstance(settings, CustomModel):
+            return _build_custom(settings, "bottom_model")
+        return MlpBottom(settings, shapes, cut_shape)
+
+    def probe(model: nn.Module) -> object:
+        return model(shapes.zeros(PROBE_ROWS))
+
+    return _build_and_probe(build, probe, (PROBE_ROWS, *cut_shape), seed, "bottom_model")
+
+
+def build_top_model(
+    settings: ModelSettings,
+    cut_shape: Sequence[int],
+    encoder: FeatureEncoder | FeatureShapes | None,
+    *,
+    seed: int,
+) -> nn.Module:
+    """Return a model from the activation (and own features) to logits, on the CPU, for training.
+
+    Args:
+        settings: the active party's ``top_model``.
+        cut_shape: shape of one row's activation.
+        encoder: of the active party's own features, or their shapes; None where it has none.
+        seed: of the initial weights.
+
+    Raises:
+        SettingsError: an output activation is set, or a class of the user's own cannot be loaded,
+            built or called, or returns another shape.
+    """
+    shapes = None if encoder is None else _shapes(encoder)
+    if shapes is not None and not _has_features(shapes):
+        raise SettingsError("top_model: data.features selects no column; leave it out")
+    if isinstance(settings, MlpModel) and settings.output_activation != "identity":
+        raise SettingsError(
+            f"top_model.output_activation: expected identity (the output is a logit), "
+            f"got {settings.output_activation}"
+        )
+
+    def build() -> nn.Module:
+        if isinstance(settings, CustomModel):
+            return _build_custom(settings, "top_model")
+        return MlpTop(settings, cut_shape, shapes)
+
+    def probe(model: nn.Module) -> object:
+        features = None if shapes is None else shapes.zeros(PROBE_ROWS)
+        return model(torch.zeros(PROBE_ROWS, *cut_shape), features)
+
+    return _build_and_probe(build, probe, (PROBE_ROWS,), seed, "top_model")
+
+
+def load_class(name: str) -> type[Any]:
+    """Return the class that ``package.module:Class`` names.
+
+    Raises:
+        SettingsError: it cannot be imported, or is no class.
+    """
+    module_name, separator, class_name = name.partition(":")
+    if not (separator and module_name and class_name):
+        raise SettingsError(f"{name}: expected package.module:Class")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever the user's own module raises while it is imported
+        raise SettingsError(
+            f"{name}: {module_name} cannot be imported: {_first_line(error)}"
+        ) from error
+    found = getattr(module, class_name, None)
+    if not isinstance(found, type):
+        raise SettingsError(f"{name}: {module_name} has no class {class_name}")
+    return found
+
+
+def _shapes(encoder: FeatureEncoder | FeatureShapes) -> FeatureShapes:
+    return encoder.shapes if isinstance(encoder, FeatureEncoder) else encoder
+
+
+def _has_features(shapes: FeatureShapes) -> bool:
+    return bool(shapes.numeric_dim or shapes.vocabulary_sizes or shapes.image_shape)
+
+
+def _build_custom(settings: CustomModel, role: str) -> nn.Module:
+    cls = load_class(settings.module)
+    if not issubclass(cls, nn.Module):
+        raise SettingsError(f"{role}.module: {settings.module} is not a torch.nn.Module")
+    try:
+        return cls(**settings.arguments)
+    except Exception as error:  # whatever the user's own class raises
+        raise SettingsError(
+            f"{role}.arguments: {settings.module} cannot be built: {_first_line(error)}"
+        ) from error
+
+
+def _build_and_probe(
+    build: Callable[[], nn.Module],
+    probe: Callable[[nn.Module], object],
+    expected_shape: tuple[int, ...],
+    seed: int,
+    role: str,
+) -> nn.Module:
+    # torch.manual_seed would also seed the GPUs, whose state fork_rng does not restore here.
+    with torch.random.fork_rng(devices=()):
+        torch.default_generator.manual_seed(seed)
+        model = build()
+        model.eval()  # batch statistics must not learn from the probe
+        try:
+            with torch.no_grad():
+                output = probe(model)
+        except Exception as error:  # whatever the user's own class raises
+            raise SettingsError(
+                f"{role}: {type(model).__name__} fails on a batch of {PROBE_ROWS} rows: "
+                f"{_first_line(error)}"
+            ) from error
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        came = output.dtype if isinstance(output, Tensor) else type(output).__name__
+        raise SettingsError(f"{role}: expected a floating-point tensor, got {came}")
+    if tuple(output.shape) != expected_shape:
+        raise SettingsError(
+            f"{role}: expected an output of shape {expected_shape} for {PROBE_ROWS} rows, "
+            f"got {tuple(output.shape)}"
+        )
+    return model.train()
+
+
+def _first_line(error: Exception) -> str:
+    text = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {text}"

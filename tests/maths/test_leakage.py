@@ -1,0 +1,110 @@
+"""The leak AUC against scikit-learn and against figures known in advance."""
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from scipy.stats import norm as normal
+from sklearn.metrics import roc_auc_score
+
+from common.privacy.leakage import OneClass, auc, leak_auc
+
+
+def _scores_and_labels(
+    seed: int, num_examples: int, pos_fraction: float, decimals: int | None = None
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    generator = np.random.default_rng(seed)
+    labels = (generator.random(num_examples) < pos_fraction).astype(np.int64)
+    labels[:2] = 0, 1
+    scores = generator.normal(size=num_examples) + 0.5 * labels
+    return scores if decimals is None else scores.round(decimals), labels
+
+
+@pytest.mark.parametrize("decimals", [None, 1, 0], ids=["no ties", "ties", "mostly ties"])
+@pytest.mark.parametrize("pos_fraction", [0.001, 0.2, 0.5, 0.99])
+@pytest.mark.parametrize("num_examples", [2, 3, 100, 5000])
+def test_auc_equals_scikit_learns(
+    num_examples: int, pos_fraction: float, decimals: int | None
+) -> None:
+    scores, labels = _scores_and_labels(num_examples, num_examples, pos_fraction, decimals)
+    expected = roc_auc_score(labels, scores)
+    assert auc(scores, labels) == pytest.approx(expected, abs=1e-12)
+    assert auc(torch.from_numpy(scores), torch.from_numpy(labels)) == auc(scores, labels)
+
+
+def test_auc_of_half_precision_scores_counts_their_ties() -> None:
+    scores, labels = _scores_and_labels(3, 2000, 0.3)
+    half = torch.from_numpy(scores).bfloat16()
+    expected = roc_auc_score(labels, half.double().numpy())
+    assert auc(half, torch.from_numpy(labels)) == pytest.approx(expected, abs=1e-12)
+    assert expected != roc_auc_score(labels, scores)
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.5, 2.0])
+def test_auc_of_shifted_normals_is_the_formulas(shift: float) -> None:
+    """AUC = Phi(shift / sqrt 2), to five standard errors; a shift 0.25 away is told apart."""
+    generator = np.random.default_rng(11)
+    labels = np.repeat([0, 1], 40_000)
+    scores = generator.normal(size=80_000) + shift * labels
+    tolerance = 5 * 0.5 / np.sqrt(40_000)
+    measured = auc(scores, labels)
+    assert abs(measured - normal.cdf(shift / np.sqrt(2))) < tolerance
+    assert abs(measured - normal.cdf((shift + 0.25) / np.sqrt(2))) > tolerance
+
+
+def test_constant_scores_tell_nothing() -> None:
+    assert auc(np.zeros(10), np.arange(10) % 2) == 0.5
+
+
+def test_infinite_scores_have_a_rank() -> None:
+    assert auc(np.array([-np.inf, 0.0, np.inf]), np.array([0, 0, 1])) == 1.0
+
+
+def test_an_inverted_score_is_a_leak() -> None:
+    scores, labels = _scores_and_labels(5, 300, 0.2)
+    assert auc(-scores, labels) == pytest.approx(1 - auc(scores, labels), abs=1e-15)
+    assert leak_auc(-scores, labels) == pytest.approx(leak_auc(scores, labels), abs=1e-15)
+    assert leak_auc(np.array([1.0, 0.0]), np.array([0, 1])) == 1.0
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.float64]
+)
+def test_label_shape_and_dtype_do_not_matter(dtype: torch.dtype) -> None:
+    scores, labels = _scores_and_labels(7, 100, 0.3)
+    typed = torch.from_numpy(labels).to(dtype)
+    assert leak_auc(scores, typed) == leak_auc(scores, labels)
+    assert leak_auc(scores[:, None], typed[:, None]) == leak_auc(scores, labels)
+    assert leak_auc(scores, typed.numpy()[:, None]) == leak_auc(scores, labels)
+
+
+def test_read_only_memory_is_scored_and_left_alone() -> None:
+    scores, labels = _scores_and_labels(8, 50, 0.3)
+    before = scores.copy()
+    scores.flags.writeable = labels.flags.writeable = False
+    assert leak_auc(scores, labels) == leak_auc(before, labels)
+    assert np.array_equal(scores, before)
+
+
+@pytest.mark.parametrize("label", [0, 1])
+def test_one_class_has_no_auc(label: int) -> None:
+    with pytest.raises(OneClass):
+        leak_auc(np.arange(4.0), np.full(4, label))
+
+
+@pytest.mark.parametrize(
+    ("scores", "labels", "message"),
+    [
+        ([0.0, np.nan], [0, 1], "NaN"),
+        ([0.0, 1.0, 2.0], [0, 1, 2], "labels in"),
+        ([0.0, 1.0], [0.0, np.nan], "labels in"),
+        ([0.0, 1.0], [0, 1, 1], "one label per score"),
+        ([[0.0, 1.0]], [0, 1], "scores of shape"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(
+    scores: list[float], labels: list[float], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        auc(np.array(scores), np.array(labels))
+    assert not isinstance(caught.value, OneClass)

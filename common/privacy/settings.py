@@ -1,0 +1,27 @@
+"""The settings of an audit: which attacks run, and how often."""
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from common.privacy.attacks import AttackName
+from common.settings import Section
+
+
+class AuditSettings(Section):
+    """Attacks that a party runs against the gradients it sends or receives."""
+
+    attacks: tuple[AttackName, ...] = Field(default=("norm", "cosine", "spectral"), min_length=1)
+    """Which attacks score every audited batch."""
+
+    queue_batches: int = Field(default=8, ge=1, le=1024)
+    """Batches that may wait for the audit; when it falls further behind, batches are left out."""
+
+    every_steps: int = Field(default=1, ge=1)
+    """Audit the steps of an epoch whose number is a multiple of this."""
+
+    @model_validator(mode="after")
+    def _names_each_attack_once(self) -> Self:
+        if len(set(self.attacks)) < len(self.attacks):
+            raise ValueError("each attack may be named once")
+        return self

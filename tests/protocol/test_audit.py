@@ -1,0 +1,276 @@
+"""The audit: what it measures and remembers, and that its worker never holds training up."""
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from sklearn.metrics import roc_auc_score
+
+from common.privacy.audit import (
+    AuditWorker,
+    BatchLeak,
+    LeakAudit,
+    Observation,
+    pick_reference_row,
+)
+from common.privacy.settings import AuditSettings
+from common.settings import validate
+
+_SEED = bytes(32)
+
+
+def _observation(epoch: int, step: int, num_rows: int = 64) -> Observation:
+    """One batch of noisy logistic gradients at two layers."""
+    generator = torch.Generator().manual_seed(1000 * epoch + step)
+    labels = (torch.rand(num_rows, generator=generator) < 0.3).float()
+    coefficients = (0.4 - labels)[:, None]
+    layers = {}
+    for layer, layer_dim in {"cut": 8, "first": 12}.items():
+        weight = torch.randn(layer_dim, generator=generator)
+        noise = torch.randn(num_rows, layer_dim, generator=generator)
+        layers[layer] = coefficients * weight + 0.5 * noise
+    row = pick_reference_row(labels, _SEED, epoch, step)
+    references = {} if row is None else {layer: layers[layer][row] for layer in layers}
+    return Observation(epoch, step, layers, labels, references, row)
+
+
+def _run(num_epochs: int = 2, num_steps: int = 5) -> Iterator[Observation]:
+    places = itertools.product(range(num_epochs), range(num_steps))
+    return (_observation(epoch, step) for epoch, step in places)
+
+
+class _GatedAudit(LeakAudit):
+    """Holds every observation up until the gate opens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.entered = threading.Event(), threading.Event()
+
+    def observe(self, observation: Observation) -> BatchLeak | None:
+        self.entered.set()
+        self.gate.wait(30)
+        return super().observe(observation)
+
+
+def test_a_batch_gets_scikit_learns_leak_aucs() -> None:
+    observation = _observation(0, 3)
+    measured = LeakAudit().observe(observation)
+    assert measured is not None
+    labels = observation.labels.numpy()
+    kept = np.arange(64) != observation.reference_row
+    for layer, gradients in observation.gradients.items():
+        rows = gradients.double().numpy()
+        lengths = np.sqrt((rows**2).sum(axis=1))
+        cosines = rows @ rows[observation.reference_row] / lengths
+        scores = {"norm": lengths, "spectral": rows @ np.linalg.svd(rows)[2][0]}
+        expected = {name: roc_auc_score(labels, values) for name, values in scores.items()}
+        expected["cosine"] = roc_auc_score(labels[kept], cosines[kept])
+        assert measured.leak[layer].keys() == expected.keys()
+        for name, value in expected.items():
+            leak = max(value, 1 - value)
+            assert measured.leak[layer][name] == pytest.approx(leak, abs=1e-12), name
+
+
+def test_the_reference_itself_is_left_out_of_the_cosines_auc() -> None:
+    """Three rows: the reference scores 1, the other positive below the negative."""
+    gradients = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    labels = torch.tensor([1, 1, 0])
+    counted = Observation(0, 0, {"cut": gradients}, labels, {"cut": gradients[0]})
+    left_out = Observation(0, 0, {"cut": gradients}, labels, {"cut": gradients[0]}, 0)
+    leaks = [LeakAudit(["cosine"]).observe(item) for item in (counted, left_out)]
+    assert [leak.leak["cut"]["cosine"] for leak in leaks if leak] == [0.5, 1.0]
+
+
+def test_cosine_is_measured_only_where_there_is_a_reference_and_another_positive() -> None:
+    observation = _observation(0, 0)
+    bare = Observation(0, 0, observation.gradients, observation.labels)
+    labels = (torch.arange(64) == 7).float()
+    references = {layer: rows[7] for layer, rows in observation.gradients.items()}
+    single = Observation(0, 1, observation.gradients, labels, references, 7)
+    audit = LeakAudit()
+    for item in (bare, single):
+        measured = audit.observe(item)
+        assert measured is not None
+        assert measured.leak["cut"].keys() == {"norm", "spectral"}
+    assert "cosine" not in audit.summary()["cut"]
+    audit.observe(_observation(0, 2))
+    assert audit.summary()["cut"]["cosine"]["mean"] == audit.summary()["cut"]["cosine"]["q95"]
+
+
+@pytest.mark.parametrize("labels", [torch.zeros(64), torch.ones(64)], ids=["negative", "positive"])
+def test_a_batch_of_one_class_is_skipped_and_counted(labels: torch.Tensor) -> None:
+    audit = LeakAudit()
+    observation = _observation(0, 0)
+    assert audit.observe(Observation(0, 0, observation.gradients, labels)) is None
+    assert audit.counts() == (0, 1, 0)
+    assert audit.summary() == {}
+    assert audit.latest() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_label_shape_and_dtype_change_nothing(dtype: torch.dtype) -> None:
+    plain = _observation(0, 0)
+    labels = plain.labels.to(dtype)[:, None]
+    assert pick_reference_row(labels, _SEED, 0, 0) == plain.reference_row
+    typed = Observation(0, 0, plain.gradients, labels, plain.references, plain.reference_row)
+    assert LeakAudit().observe(typed) == LeakAudit().observe(plain)
+
+
+def test_the_summary_is_that_of_the_batches() -> None:
+    audit = LeakAudit()
+    measured = [leak for leak in map(audit.observe, _run(num_epochs=3)) if leak]
+    summary = audit.summary()
+    assert {layer: set(attacks) for layer, attacks in summary.items()} == {
+        layer: {"norm", "cosine", "spectral"} for layer in ("cut", "first")
+    }
+    values = [leak.leak["first"]["norm"] for leak in measured]
+    assert summary["first"]["norm"] == pytest.approx(
+        {
+            "q95": np.quantile(values, 0.95),
+            "mean": np.mean(values),
+            "last_epoch": np.mean(values[-5:]),
+            "random_q95": np.quantile([leak.random for leak in measured], 0.95),
+        }
+    )
+    assert audit.epoch_means(1)["first"]["norm"] == pytest.approx(np.mean(values[5:10]))
+    assert audit.epoch_means(7) == {}
+    assert audit.latest() == measured[-1]
+    assert audit.counts() == (15, 0, 0)
+
+
+def test_random_scores_are_a_floor_not_a_leak() -> None:
+    """E|AUC - 1/2| of random scores is sqrt(2/pi) standard errors; a score that knows passes it."""
+    audit = LeakAudit(["norm"])
+    labels = (torch.arange(400) % 4 == 0).float()
+    knows = torch.randn(400, 4, generator=torch.Generator().manual_seed(1)) * (1 + labels)[:, None]
+    floors = []
+    for step in range(300):
+        measured = audit.observe(Observation(0, step, {"cut": knows}, labels))
+        assert measured is not None
+        floors.append(measured.random)
+    error = np.sqrt((400 + 1) / (12 * 100 * 300))
+    expected = 0.5 + np.sqrt(2 / np.pi) * error
+    assert abs(np.mean(floors) - expected) < 5 * 0.61 * error / np.sqrt(300)
+    assert len(set(floors)) > 250
+    assert audit.summary()["cut"]["norm"]["q95"] > audit.summary()["cut"]["norm"]["random_q95"]
+
+
+def test_both_parties_pick_the_same_positive_and_not_always_the_same_place() -> None:
+    labels = (torch.arange(100) % 3 == 0).int()
+    picked = [pick_reference_row(labels, _SEED, epoch, 5) for epoch in range(50)]
+    assert picked == [pick_reference_row(labels.bool(), _SEED, epoch, 5) for epoch in range(50)]
+    assert all(row is not None and labels[row] == 1 for row in picked)
+    assert len(set(picked)) > 20
+    assert picked != [pick_reference_row(labels, bytes(31) + b"1", e, 5) for e in range(50)]
+    assert pick_reference_row(torch.zeros(5), _SEED, 0, 0) is None
+
+
+def test_only_every_nth_step_is_audited() -> None:
+    audit = LeakAudit(["norm"], every_steps=2)
+    with AuditWorker(audit) as worker:
+        taken = [worker.submit(observation) for observation in _run(num_epochs=1)]
+    assert taken == [True, False, True, False, True]
+    assert audit.counts() == (3, 0, 0)
+    assert audit.observe(_observation(1, 1)) is None
+    assert audit.counts() == (3, 0, 0)
+
+
+def test_a_worker_that_keeps_up_equals_the_inline_audit() -> None:
+    inline, audit = LeakAudit(), LeakAudit()
+    expected = [inline.observe(observation) for observation in _run()]
+    results: list[BatchLeak] = []
+    with AuditWorker(audit, queue_batches=10, on_result=results.append) as worker:
+        assert all(worker.submit(observation) for observation in _run())
+    assert results == expected
+    assert audit.summary() == inline.summary()
+    assert audit.counts() == inline.counts() == (10, 0, 0)
+
+
+def test_a_worker_that_is_behind_leaves_batches_out_and_never_blocks() -> None:
+    audit = _GatedAudit()
+    worker = AuditWorker(audit, queue_batches=2)
+    assert worker.submit(_observation(0, 0))
+    assert audit.entered.wait(10)
+    observations = [_observation(0, step) for step in range(1, 50)]
+    start = time.monotonic()
+    taken = [worker.submit(observation) for observation in observations]
+    assert time.monotonic() - start < 1
+    assert taken == [True, True] + [False] * 47
+    audit.gate.set()
+    worker.close()
+    assert audit.counts() == (3, 0, 47)
+
+
+def test_what_cannot_be_audited_before_the_deadline_is_left_out() -> None:
+    audit = _GatedAudit()
+    worker = AuditWorker(audit, queue_batches=2)
+    for observation in _run(num_epochs=1, num_steps=1):
+        worker.submit(observation)
+    assert audit.entered.wait(10)
+    assert worker.submit(_observation(0, 1))
+    assert worker.submit(_observation(0, 2))
+    start = time.monotonic()
+    worker.close(timeout_s=0.1)
+    assert time.monotonic() - start < 5
+    assert audit.counts().left_out == 2
+    audit.gate.set()
+    worker._thread.join(10)
+    assert not worker._thread.is_alive()
+    assert audit.counts() == (1, 0, 2)
+
+
+def test_an_error_in_the_worker_surfaces_at_close_and_costs_one_batch() -> None:
+    audit = LeakAudit()
+    worker = AuditWorker(audit)
+    good = _observation(0, 0)
+    assert worker.submit(Observation(0, 1, good.gradients, torch.ones(3)[:, None] * 2))
+    assert worker.submit(good)
+    with pytest.raises(ValueError, match="labels in"):
+        worker.close()
+    assert audit.counts() == (1, 0, 1)
+    assert not worker.submit(good)
+    assert audit.counts().left_out == 2
+
+
+def test_the_worker_computes_on_one_thread_and_leaves_the_others_alone() -> None:
+    before = torch.get_num_threads()
+    counts: dict[str, int] = {}
+
+    def note(_: BatchLeak) -> None:
+        torch.ones(1_000_000).sin()  # torch would set the thread up here at the latest
+        counts["worker"] = torch.get_num_threads()
+
+    torch.set_num_threads(3)
+    try:
+        with AuditWorker(LeakAudit(), on_result=note) as worker:
+            worker.submit(_observation(0, 0))
+            later = threading.Thread(
+                target=lambda: counts.update(later=torch.get_num_threads()), daemon=True
+            )
+            later.start()
+            later.join()
+        counts["training"] = torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+    assert counts == {"worker": 1, "later": 3, "training": 3}
+
+
+def test_settings_have_the_documented_defaults_and_bounds() -> None:
+    settings = validate(AuditSettings, {}, "audit")
+    assert settings.attacks == ("norm", "cosine", "spectral")
+    assert (settings.queue_batches, settings.every_steps) == (8, 1)
+    wrongs: list[dict[str, object]] = [
+        {"attacks": ["norm", "norm"]},
+        {"attacks": []},
+        {"attacks": ["normal"]},
+        {"queue_batches": 0},
+        {"every_steps": 0},
+    ]
+    for wrong in wrongs:
+        with pytest.raises(ValidationError):
+            AuditSettings.model_validate(wrong)

@@ -1,0 +1,146 @@
+"""The order in which examples are trained on, derived by both parties and sent by neither.
+
+Everything here is a pure function of the joint seed and of the aligned ids. Only SHA-256, BLAKE2b
+and the raw output of Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
+2011) are used: numpy promises that a bit generator's output stays the same from version to version
+and machine to machine, but not that of `Generator.permutation`.
+"""
+
+import hashlib
+import math
+import struct
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Positions = npt.NDArray[np.int64]
+"""Places of examples in the common order, counted from 0."""
+
+_SEED_DOMAIN = b"splitveil joint seed v1"
+_EPOCH_DOMAIN = b"splitveil sample order v1"
+_ID_DOMAIN = b"splitveil id v1"
+
+
+class SampleOrder:
+    """The batches of every epoch: each position at most once per epoch, in a fresh order."""
+
+    def __init__(
+        self, seed: bytes, positions: Positions, batch_size: int, *, drop_last: bool = False
+    ) -> None:
+        """Fix the order.
+
+        Args:
+            seed: the joint seed, the same on both sides.
+            positions: the training positions in the common order, (examples,).
+            batch_size: rows of a batch; the last one of an epoch may be shorter.
+            drop_last: leave a shorter last batch out.
+
+        Raises:
+            ValueError: there is no whole batch to make, or a position comes twice.
+        """
+        if batch_size < 1:
+            raise ValueError(f"expected a batch size of at least 1, got {batch_size}")
+        if positions.ndim != 1 or len(np.unique(positions)) != len(positions):
+            raise ValueError("expected a row of positions, each at most once")
+        whole, rest = divmod(len(positions), batch_size)
+        self.batch_size = batch_size
+        self.steps_per_epoch = whole + (1 if rest and not drop_last else 0)
+        """Batches of an epoch."""
+        if not self.steps_per_epoch:
+            raise ValueError(f"{len(positions)} examples make no batch of {batch_size}")
+        self._seed = seed
+        self._positions = positions.astype(np.int64, copy=True)
+        self._shuffled: tuple[int, Positions] | None = None
+
+    def epoch(self, epoch: int) -> Iterator[Positions]:
+        """Yield the batches of one epoch."""
+        return (self.batch(epoch, step) for step in range(self.steps_per_epoch))
+
+    def batch(self, epoch: int, step: int) -> Positions:
+        """Return one batch of one epoch, at most (batch_size,).
+
+        Raises:
+            IndexError: an epoch has no such step.
+        """
+        if not 0 <= step < self.steps_per_epoch:
+            raise IndexError(f"expected a step below {self.steps_per_epoch}, got {step}")
+        start = step * self.batch_size
+        return self._shuffle(epoch)[start : start + self.batch_size]
+
+    def _shuffle(self, epoch: int) -> Positions:
+        if self._shuffled is None or self._shuffled[0] != epoch:
+            shuffled = self._positions[_permutation(self._seed, epoch, len(self._positions))]
+            shuffled.flags.writeable = False
+            self._shuffled = (epoch, shuffled)
+            return shuffled
+        return self._shuffled[1]
+
+
+def joint_seed(*nonces: bytes) -> bytes:
+    """Hash the parties' nonces, in the contract's order of parties, to the 32-byte joint seed."""
+    digest = hashlib.sha256(_SEED_DOMAIN)
+    for nonce in nonces:
+        digest.update(struct.pack("<Q", len(nonce)) + nonce)
+    return digest.digest()
+
+
+def positions_digest(positions: Positions) -> bytes:
+    """Return 16 bytes by which two parties see whether they are at the same rows."""
+    data = np.ascontiguousarray(positions, dtype="<i8")
+    return hashlib.blake2b(data.data, digest_size=16).digest()
+
+
+def keyed_id_digests(ids: Sequence[str], seed: bytes) -> npt.NDArray[np.uint8]:
+    """Return one keyed digest per id, (ids, 16), which nobody could choose before the joint seed.
+
+    Args:
+        ids: the normalised ids.
+        seed: the joint seed, at most 64 bytes.
+    """
+    keyed = hashlib.blake2b(digest_size=16, key=seed, person=_ID_DOMAIN)
+    digests = bytearray()
+    for name in ids:
+        digest = keyed.copy()
+        digest.update(name.encode())
+        digests += digest.digest()
+    return np.frombuffer(digests, dtype=np.uint8).reshape(len(ids), 16)
+
+
+def canonical_order(digests: npt.NDArray[np.uint8]) -> Positions:
+    """Return the rows of ``digests`` in ascending order: the common order of aligned ids."""
+    halves = np.ascontiguousarray(digests).view(">u8")
+    return np.lexsort((halves[:, 1], halves[:, 0])).astype(np.int64)
+
+
+def split_rows(
+    digests: npt.NDArray[np.uint8], train: float, validation: float, test: float
+) -> dict[str, Positions]:
+    """Assign rows to the splits by their ids' digests, whatever rows there are besides.
+
+    Args:
+        digests: of the aligned ids in the common order, (examples, 16).
+        train: fraction of the ids to train on.
+        validation: fraction to validate on.
+        test: fraction to test on; the three add up to 1.
+
+    Returns:
+        The positions of ``train``, ``validation`` and ``test``, ascending.
+
+    Raises:
+        ValueError: a fraction is negative, or they do not add up to 1.
+    """
+    fractions = {"train": train, "validation": validation, "test": test}
+    if min(fractions.values()) < 0 or not math.isclose(sum(fractions.values()), 1.0):
+        raise ValueError(f"expected fractions that add up to 1, got {fractions}")
+    leading = np.ascontiguousarray(digests[:, :8]).view(">u8")[:, 0]
+    places = (leading >> np.uint64(11)) * 2.0**-53  # in [0, 1), without rounding
+    # Counted from the end, so that test = 0 gives no row to test.
+    chosen = np.searchsorted([train, max(train, 1.0 - test)], places, side="right")
+    return {name: np.flatnonzero(chosen == number) for number, name in enumerate(fractions)}
+
+
+def _permutation(seed: bytes, epoch: int, length: int) -> Positions:
+    key = hashlib.sha256(_EPOCH_DOMAIN + struct.pack("<Q", epoch) + seed).digest()
+    philox = np.random.Philox(key=np.frombuffer(key, dtype="<u8", count=2))
+    return np.argsort(philox.random_raw(length), kind="stable").astype(np.int64, copy=False)

@@ -1,0 +1,106 @@
+"""Where a run's results lie, and how a file is written so that a crash leaves no half of it.
+
+runs/<run name>/<party>/                the newest run of that name
+runs/<run name>/<party>.previous-1/     the oldest one, -2 the next, ...
+"""
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from common.errors import SettingsError, StorageError
+
+_logger = logging.getLogger(__name__)
+
+
+def open_run_folder(runs_dir: Path, run_name: str, party: str) -> Path:
+    """Create the folder for one party's results; results already there are moved aside.
+
+    Raises:
+        SettingsError: the run's or the party's name cannot be the name of a folder.
+        StorageError: the folder cannot be made.
+    """
+    for name in (run_name, party):
+        if name in {"", ".", ".."} or set(name) & {"/", "\\", "\0"}:
+            raise SettingsError(f"expected a name that can name a folder, got {name!r}")
+    folder = runs_dir / run_name / party
+    try:
+        if folder.is_dir() and any(folder.iterdir()):
+            _move_aside(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{folder}: cannot be used for results: {error.strerror}") from error
+    return folder
+
+
+def write_bytes_atomically(path: Path, data: bytes) -> None:
+    """Replace a file as a whole: afterwards it holds the old content or the new, never a part.
+
+    Raises:
+        StorageError: it cannot be written; the old file stays.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Replace a text file as a whole, in UTF-8.
+
+    Raises:
+        StorageError: it cannot be written; the old file stays.
+    """
+    write_bytes_atomically(path, text.encode())
+
+
+def write_json_atomically(path: Path, value: object) -> None:
+    """Replace a JSON file as a whole; numbers that are not finite become null.
+
+    Raises:
+        StorageError: it cannot be written; the old file stays.
+    """
+    text = json.dumps(finite_or_null(value), indent=2, ensure_ascii=False, allow_nan=False)
+    write_text_atomically(path, text + "\n")
+
+
+def finite_or_null(value: object) -> Any:
+    """Return a value as JSON can hold it: NaN and infinities, for which it has no word, as None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: finite_or_null(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_or_null(item) for item in value]
+    return value
+
+
+def _move_aside(folder: Path) -> None:
+    prefix = f"{folder.name}.previous-"
+    endings = (path.name.removeprefix(prefix) for path in folder.parent.glob(f"{prefix}*"))
+    newest = max((int(ending) for ending in endings if ending.isdecimal()), default=0)
+    aside = folder.with_name(f"{prefix}{newest + 1}")
+    folder.rename(aside)
+    _logger.info("earlier results moved to %s", aside)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename survive a power failure too."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

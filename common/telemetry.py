@@ -1,0 +1,296 @@
+"""What a run tells its user: metrics files, progress, log lines and the final tables.
+
+Numbers here are about batches, epochs and runs, never about one example.
+"""
+
+import json
+import logging
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from common.errors import StorageError
+from common.run_folder import finite_or_null
+
+_logger = logging.getLogger(__name__)
+
+_OWN_PACKAGES = ("active_party", "passive_party", "common", "deploy")
+
+
+class MetricsLog:
+    """Writes ``metrics.jsonl``, one object per line, and the same numbers for TensorBoard.
+
+    A line has ``time_s`` since the start, ``kind``, ``epoch``, ``step`` and the named numbers, null
+    where one is not finite. Any thread may write.
+    """
+
+    def __init__(self, folder: Path, steps_per_epoch: int = 1) -> None:
+        """Open both files.
+
+        Args:
+            folder: an existing folder.
+            steps_per_epoch: places the epochs on TensorBoard's one axis; may be set later.
+
+        Raises:
+            StorageError: the files cannot be made.
+        """
+        self.steps_per_epoch = steps_per_epoch
+        self._path = folder / "metrics.jsonl"
+        self._lock = threading.Lock()
+        self._start = time.monotonic()
+        try:
+            # Line by line: a reader, or a crash, never sees a line later than it was written.
+            self._file = self._path.open("a", buffering=1, encoding="utf-8")
+            self._charts = _open_charts(folder)
+        except OSError as error:
+            raise self._storage_error(error) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write(
+        self,
+        kind: str,
+        numbers: Mapping[str, float | None],
+        *,
+        epoch: int | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Write one line; after `close` nothing more is written.
+
+        Args:
+            kind: what the line is about, for instance ``train`` or ``leak``.
+            numbers: named plain numbers; tensors and arrays are refused.
+            epoch: counted from 0.
+            step: within the epoch, from 0; None for a line about the whole epoch.
+
+        Raises:
+            TypeError: a value is not a plain number.
+            StorageError: the line cannot be written.
+        """
+        for name, number in numbers.items():
+            if not isinstance(number, int | float | None):
+                raise TypeError(f"{name}: expected a number, got {type(number).__name__}")
+        place = {"time_s": round(time.monotonic() - self._start, 6), "kind": kind}
+        place |= {"epoch": epoch, "step": step}
+        finite = {name: finite_or_null(number) for name, number in numbers.items()}
+        with self._lock:
+            if self._file.closed:
+                return
+            try:
+                self._file.write(json.dumps(place | finite, allow_nan=False) + "\n")
+                self._chart(kind, finite, self._chart_step(epoch, step))
+            except OSError as error:
+                raise self._storage_error(error) from error
+
+    def close(self) -> None:
+        """Write out what is pending; closing twice does nothing more.
+
+        Raises:
+            StorageError: something cannot be written.
+        """
+        with self._lock:
+            if self._file.closed:
+                return
+            try:
+                self._charts.close()
+                self._file.close()
+            except OSError as error:
+                raise self._storage_error(error) from error
+
+    def _chart(self, kind: str, numbers: Mapping[str, float | None], chart_step: int) -> None:
+        for name, number in numbers.items():
+            if number is not None:
+                self._charts.add_scalar(f"{kind}/{name}", number, chart_step)
+
+    def _chart_step(self, epoch: int | None, step: int | None) -> int:
+        if epoch is None:
+            return step or 0
+        within = self.steps_per_epoch - 1 if step is None else step
+        return epoch * self.steps_per_epoch + within
+
+    def _storage_error(self, error: OSError) -> StorageError:
+        return StorageError(f"{self._path}: cannot be written: {error.strerror}")
+
+
+class TrainingProgress:
+    """Shows how far training is: a bar on a terminal, a log line now and then elsewhere."""
+
+    def __init__(
+        self,
+        party: str,
+        total_steps: int,
+        *,
+        console: Console | None = None,
+        log_every_s: float = 10.0,
+    ) -> None:
+        """Prepare the display; it starts with the ``with`` block.
+
+        Args:
+            party: name before the bar.
+            total_steps: steps of the whole run.
+            console: where to show it; the standard error stream by default.
+            log_every_s: least seconds between two log lines where there is no terminal.
+        """
+        self.steps_done = 0
+        self._total_steps = total_steps
+        self._console = console or Console(stderr=True)
+        self._log_every_s = log_every_s
+        self._start = self._logged = time.monotonic()
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            _StepsPerSecondColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            refresh_per_second=4,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task(party, total=total_steps, numbers="")
+
+    def __enter__(self) -> Self:
+        self._start = self._logged = time.monotonic()
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+        if not self._console.is_terminal:
+            self._log("")
+
+    @property
+    def steps_per_s(self) -> float:
+        """Steps per second since the start."""
+        return self.steps_done / max(time.monotonic() - self._start, 1e-9)
+
+    def advance(self, steps: int = 1, **numbers: float | None) -> None:
+        """Count finished steps and show numbers such as ``loss``; None is not shown."""
+        self.steps_done += steps
+        now = time.monotonic()
+        if self._console.is_terminal:
+            self._bar.update(self._task, advance=steps, numbers=_in_words(numbers))
+        elif now - self._logged >= self._log_every_s:
+            self._logged = now
+            self._log(_in_words(numbers))
+
+    def _log(self, numbers: str) -> None:
+        _logger.info(
+            "step %d/%d, %.1f steps/s%s",
+            self.steps_done,
+            self._total_steps,
+            self.steps_per_s,
+            f", {numbers}" if numbers else "",
+        )
+
+
+class _StepsPerSecondColumn(ProgressColumn):
+    """The recent speed."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{speed:.1f} steps/s")
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to whatever the standard error stream is now: a progress bar puts itself there."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.flush()
+        except Exception:
+            self.handleError(record)
+
+
+def configure_logging(party: str, verbosity: int = 0) -> None:
+    """Log short lines with the party's name to the standard error stream.
+
+    Args:
+        party: for instance ``active``.
+        verbosity: below 0 warnings only, 0 the course of the run, above 0 everything.
+    """
+    handler = _StderrHandler()
+    form = f"%(asctime)s {party.replace('%', '%%')} %(levelname)s %(message)s"
+    handler.setFormatter(logging.Formatter(form, datefmt="%H:%M:%S"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    level = logging.INFO if verbosity == 0 else logging.DEBUG if verbosity > 0 else logging.WARNING
+    for package in _OWN_PACKAGES:
+        logging.getLogger(package).setLevel(level)
+
+
+def leak_table(
+    leak: Mapping[str, Mapping[str, Mapping[str, float]]], title: str = "Leak AUC"
+) -> Table:
+    """Return the table of a leak summary: one row per layer and attack.
+
+    Args:
+        leak: layer -> attack -> ``q95``, ``mean``, ``last_epoch``, ``random_q95``.
+        title: stands above it.
+    """
+    table = Table(title=title, title_justify="left")
+    table.add_column("layer")
+    table.add_column("attack")
+    columns = ("q95", "mean", "last_epoch", "random_q95")
+    for heading in ("95 % of batches", "mean", "last epoch", "random scores"):
+        table.add_column(heading, justify="right")
+    for layer, attacks in leak.items():
+        for attack, values in attacks.items():
+            table.add_row(layer, attack, *(f"{values[column]:.3f}" for column in columns))
+    return table
+
+
+def print_summary(
+    party: str, summary: Mapping[str, Any], *, console: Console | None = None
+) -> None:
+    """Print a run's summary to the standard output stream: its numbers, then its leak table.
+
+    Args:
+        party: stands above the table.
+        summary: as in ``summary.json``; ``leak`` may be absent.
+        console: prints elsewhere.
+    """
+    console = console or Console()
+    table = Table(title=f"{party}: summary", title_justify="left", show_header=False)
+    for name, value in summary.items():
+        if name != "leak":
+            table.add_row(name.replace("_", " "), _in_short(value))
+    console.print(table)
+    if summary.get("leak"):
+        console.print(leak_table(summary["leak"], f"{party}: leak AUC"))
+
+
+def _open_charts(folder: Path) -> Any:
+    # Importing it takes seconds, which no other command should pay.
+    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
+
+    return SummaryWriter(str(folder), flush_secs=1)
+
+
+def _in_words(numbers: Mapping[str, float | None]) -> str:
+    shown = {name: number for name, number in numbers.items() if number is not None}
+    return ", ".join(f"{name.replace('_', ' ')} {_in_short(n)}" for name, n in shown.items())
+
+
+def _in_short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

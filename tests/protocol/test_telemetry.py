@@ -1,0 +1,227 @@
+"""What a run writes and shows: metrics, progress, log lines, tables, and files whole or not."""
+
+import io
+import json
+import logging
+import math
+import resource
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
+    EventAccumulator,
+)
+
+from common.errors import SettingsError, StorageError
+from common.run_folder import (
+    open_run_folder,
+    write_bytes_atomically,
+    write_json_atomically,
+    write_text_atomically,
+)
+from common.telemetry import (
+    MetricsLog,
+    TrainingProgress,
+    configure_logging,
+    print_summary,
+)
+
+_LEAK = {"cut": {"norm": {"q95": 0.91, "mean": 0.8, "last_epoch": 0.75, "random_q95": 0.54321}}}
+
+
+@pytest.fixture
+def _own_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    for package in ("active_party", "passive_party", "common", "deploy"):
+        logging.getLogger(package).setLevel(logging.NOTSET)
+
+
+def _lines(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_metrics_are_lines_of_named_numbers(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path, steps_per_epoch=10) as log:
+        log.write("train", {"loss": 0.5, "rows": 3}, epoch=1, step=2)
+        log.write("test", {"auc": math.nan, "loss": math.inf, "gap": None}, epoch=1)
+        assert len(_lines(tmp_path)) == 2  # readable at once, not only at the end
+    first, second = _lines(tmp_path)
+    assert isinstance(first.pop("time_s"), float)
+    assert first == {"kind": "train", "epoch": 1, "step": 2, "loss": 0.5, "rows": 3}
+    assert {second[name] for name in ("auc", "loss", "gap", "step")} == {None}
+
+
+def test_metrics_reach_tensorboard_on_one_axis(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path, steps_per_epoch=10) as log:
+        log.write("train", {"loss": 0.5}, epoch=2, step=3)
+        log.write("test", {"auc": 0.75}, epoch=2)
+        log.write("test", {"auc": math.nan}, epoch=3)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    points = {
+        tag: [(point.step, point.value) for point in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
+    assert points == {"train/loss": [(23, 0.5)], "test/auc": [(29, 0.75)]}
+
+
+@pytest.mark.parametrize("value", [torch.ones(3), [1.0], "0.5"])
+def test_what_is_not_a_plain_number_is_not_logged(tmp_path: Path, value: object) -> None:
+    with MetricsLog(tmp_path) as log, pytest.raises(TypeError, match="scores: expected a number"):
+        log.write("train", {"scores": value})  # type: ignore[dict-item]
+    assert _lines(tmp_path) == []
+
+
+def test_metrics_from_many_threads_stay_whole_lines(tmp_path: Path) -> None:
+    def write(epoch: int) -> None:
+        for step in range(100):
+            log.write("train", {"loss": 1.0}, epoch=epoch, step=step)
+
+    with MetricsLog(tmp_path) as log:
+        threads = [threading.Thread(target=write, args=(epoch,)) for epoch in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    places = {(line["epoch"], line["step"]) for line in _lines(tmp_path)}
+    assert len(places) == 400
+
+
+def test_a_closed_log_writes_nothing_more(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path)
+    log.close()
+    log.close()
+    log.write("train", {"loss": 1.0})
+    assert _lines(tmp_path) == []
+
+
+def test_a_folder_that_is_not_there_is_a_storage_error(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"metrics\.jsonl: cannot be written: No such file"):
+        MetricsLog(tmp_path / "missing")
+
+
+def test_progress_on_a_terminal_is_a_bar() -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=120)
+    with TrainingProgress("active", 4, console=console) as progress:
+        progress.advance(loss=0.51234, leak_auc=None)
+        progress.advance(2, loss=0.25, leak_auc=0.75)
+    text = screen.getvalue()
+    assert "active" in text
+    assert "3/4" in text
+    assert "loss 0.25, leak auc 0.75" in text
+    assert progress.steps_done == 3
+
+
+def test_progress_elsewhere_is_a_log_line_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    screen = io.StringIO()
+    caplog.set_level(logging.INFO)
+    console = Console(file=screen, force_terminal=False)
+    with TrainingProgress("active", 4, console=console, log_every_s=0) as progress:
+        progress.advance(loss=0.25)
+    with TrainingProgress("active", 4, console=console, log_every_s=3600) as progress:
+        progress.advance(3)
+    messages = [record.getMessage() for record in caplog.records]
+    assert screen.getvalue().strip() == ""
+    assert [message.split(",")[0] for message in messages] == ["step 1/4", "step 1/4", "step 3/4"]
+    assert messages[0].endswith("steps/s, loss 0.25")
+
+
+@pytest.mark.usefixtures("_own_logging")
+@pytest.mark.parametrize(
+    ("verbosity", "expected"), [(-1, ["WARNING"]), (0, ["INFO", "WARNING"]), (1, None)]
+)
+def test_log_lines_are_short_and_name_the_party(
+    capsys: pytest.CaptureFixture[str], verbosity: int, expected: list[str] | None
+) -> None:
+    configure_logging("active", verbosity)
+    configure_logging("active", verbosity)  # a second call adds no second line
+    own = logging.getLogger("active_party.session")
+    own.debug("a")
+    own.info("b")
+    own.warning("c")
+    logging.getLogger("somewhere.else").info("d")
+    lines = [line.split(" ") for line in capsys.readouterr().err.splitlines()]
+    assert [line[2] for line in lines] == (expected or ["DEBUG", "INFO", "WARNING"])
+    assert {line[1] for line in lines} == {"active"}
+    assert lines[-1][3] == "c"
+
+
+def test_the_final_tables_show_the_numbers_and_the_leak() -> None:
+    screen = io.StringIO()
+    summary = {"aligned_rows": 569, "test_auc": 0.98765, "defense": "marvell", "leak": _LEAK}
+    print_summary("active", summary, console=Console(file=screen, width=80))
+    text = screen.getvalue()
+    for expected in ("aligned rows", "569", "0.9877", "marvell", "cut", "norm", "0.910", "0.543"):
+        assert expected in text
+    assert max(len(line) for line in text.splitlines()) <= 80
+    bare = io.StringIO()
+    print_summary("passive", {"steps": 3}, console=Console(file=bare, width=80))
+    assert "leak" not in bare.getvalue()
+
+
+def test_earlier_results_are_moved_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    for run in ("first", "second", "third"):
+        folder = open_run_folder(tmp_path, "demo", "active")
+        assert folder == tmp_path / "demo" / "active"
+        assert list(folder.iterdir()) == []
+        write_text_atomically(folder / "summary.json", run)
+    contents = {path.parent.name: path.read_text() for path in tmp_path.glob("*/*/summary.json")}
+    assert contents == {
+        "active": "third",
+        "active.previous-1": "first",
+        "active.previous-2": "second",
+    }
+    assert len(caplog.records) == 2
+    assert "active.previous-2" in caplog.records[-1].getMessage()
+
+
+def test_an_empty_folder_and_the_other_partys_are_left_where_they_are(tmp_path: Path) -> None:
+    write_text_atomically(open_run_folder(tmp_path, "demo", "passive") / "a", "kept")
+    open_run_folder(tmp_path, "demo", "active")
+    open_run_folder(tmp_path, "demo", "active")
+    assert sorted(path.name for path in (tmp_path / "demo").iterdir()) == ["active", "passive"]
+    assert (tmp_path / "demo" / "passive" / "a").read_text() == "kept"
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "/etc"])
+def test_a_run_name_cannot_lead_elsewhere(tmp_path: Path, name: str) -> None:
+    with pytest.raises(SettingsError, match="name a folder"):
+        open_run_folder(tmp_path, name, "active")
+
+
+def test_a_file_in_the_folders_place_is_a_storage_error(tmp_path: Path) -> None:
+    (tmp_path / "demo").write_text("in the way")
+    with pytest.raises(StorageError, match="cannot be used for results"):
+        open_run_folder(tmp_path, "demo", "active")
+
+
+def test_json_has_null_where_a_number_is_not_finite(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_json_atomically(path, {"auc": math.nan, "nested": [{"loss": -math.inf}, (1, 0.5)]})
+    assert json.loads(path.read_text()) == {"auc": None, "nested": [{"loss": None}, [1, 0.5]]}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_write_that_fails_half_way_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    write_bytes_atomically(path, b"old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(StorageError, match=r"checkpoint: cannot be written: File too large"):
+            write_bytes_atomically(path, bytes(100_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_bytes() == b"old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
+    with pytest.raises(StorageError, match="No such file"):
+        write_text_atomically(tmp_path / "missing" / "file", "text")

@@ -59,8 +59,9 @@ def open_source(
 
 def suggest(name: str, known: Iterable[str]) -> str:
     """Name the most similar of the known names, for messages; empty where none is similar."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    by_lower_case = {other.lower(): other for other in known}
+    close = difflib.get_close_matches(name.lower(), by_lower_case, n=1)
+    return f"; did you mean {by_lower_case[close[0]]!r}?" if close else ""
 
 
 def list_rows(rows: Sequence[int] | NDArray[np.int64], count: int | None = None) -> str:

@@ -124,9 +124,7 @@ def _read_image(source: TableSource, settings: ImageSettings) -> NDArray[Any]:
     if image.dtype == np.uint8:
         return image
     if image.dtype.kind != "f":
-        raise DataError(
-            f"{where}: expected uint8 or floating-point numbers, it holds {image.dtype}"
-        )
+        raise DataError(f"{where}: expected uint8 or floating-point numbers, not {image.dtype}")
     image = image.astype(np.float32)
     is_wrong = ~np.isfinite(image).all(axis=(1, 2, 3))
     if is_wrong.any():

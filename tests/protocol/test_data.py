@@ -1,0 +1,377 @@
+"""A party's file becomes checked columns, whatever kind of file it is; bad files are explained."""
+
+import gzip
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from common.data.settings import DataSettings
+from common.data.table import Table, read_table
+from common.errors import DataError, SettingsError
+from common.settings import validate
+
+ROWS = 'id,y,x0,x1,city\n007,1,1.5,-2,Rome\n"a,b",0,2.5,3e1,\nZoë,1, 4 ,0,Oslo\n'
+FEATURES = {"numeric": "x*", "categorical": "city"}
+NAMED = {"id_column": "id", "label_column": "y"}
+
+
+def data_settings(**values: Any) -> DataSettings:
+    return validate(DataSettings, values, "settings")
+
+
+def read_csv(folder: Path, text: str, name: str = "rows.csv", **values: Any) -> Table:
+    (folder / name).write_text(text, encoding="utf-8")
+    source = {"kind": "csv", "path": name, **values.pop("source", {})}
+    return read_table(data_settings(source=source, **values), folder)
+
+
+def categories(table: Table, name: str) -> list[str | None]:
+    codes, texts = table.categorical[name]
+    return [None if code < 0 else texts[int(code)].as_py() for code in codes]
+
+
+def test_csv_keeps_ids_as_written_and_reads_each_kind_of_column(tmp_path: Path) -> None:
+    table = read_csv(tmp_path, ROWS, **NAMED, features=FEATURES)
+    assert table.ids == ["007", "a,b", "Zoë"]
+    assert table.labels is not None
+    assert table.labels.tolist() == [1, 0, 1]
+    assert table.labels.dtype == np.float32
+    assert {name: values.tolist() for name, values in table.numeric.items()} == {
+        "x0": [1.5, 2.5, 4.0],
+        "x1": [-2.0, 30.0, 0.0],
+    }
+    assert categories(table, "city") == ["Rome", None, "Oslo"]
+
+
+def test_compressed_tab_separated_file_equals_the_plain_one(tmp_path: Path) -> None:
+    text = ROWS.replace("a,b", "a b").replace(",", "\t")
+    (tmp_path / "rows.tsv.gz").write_bytes(gzip.compress(text.encode()))
+    settings = data_settings(
+        source={"kind": "csv", "path": "rows.tsv.gz"}, **NAMED, features=FEATURES
+    )
+    table = read_table(settings, tmp_path)
+    plain = read_csv(tmp_path, ROWS.replace("a,b", "a b"), **NAMED, features=FEATURES)
+    assert table.ids == plain.ids
+    assert np.array_equal(table.numeric["x1"], plain.numeric["x1"])
+    assert categories(table, "city") == categories(plain, "city")
+
+
+def test_file_without_header_and_ids_is_numbered_from_one(tmp_path: Path) -> None:
+    table = read_csv(
+        tmp_path,
+        "0\t1\t\t68fd1e64\n1\t\t-3\t\n",
+        name="criteo.tsv",
+        source={"column_names": ["label", "I1", "I2", "C1"]},
+        label_column="label",
+        features={"numeric": "I*", "categorical": "C*", "missing_numeric": "zero"},
+    )
+    assert table.ids == ["1", "2"]
+    assert table.numeric["I1"].tolist() == [1, 0]
+    assert table.numeric["I2"].tolist() == [0, -3]
+    assert categories(table, "C1") == ["68fd1e64", None]
+
+
+def test_byte_order_mark_and_windows_line_ends_are_no_part_of_the_data(tmp_path: Path) -> None:
+    table = read_csv(tmp_path, "\ufeff" + ROWS.replace("\n", "\r\n"), **NAMED, features=FEATURES)
+    assert table.ids == ["007", "a,b", "Zoë"]
+    assert categories(table, "city") == ["Rome", None, "Oslo"]
+
+
+def test_parquet_of_each_type_equals_the_text_file(tmp_path: Path) -> None:
+    columns = {
+        "id": pa.array([7, 2**63 + 1, 9], pa.uint64()),
+        "y": pa.array([True, False, True]),
+        "x0": pa.array([1, 2, 3], pa.int8()),
+        "x1": pa.array(["1.5", "2", "-3"]).dictionary_encode(),
+        "city": pa.array(["Rome", None, "Oslo"]).dictionary_encode(),
+    }
+    parquet.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    settings = data_settings(
+        source={"kind": "parquet", "path": "rows.parquet"}, **NAMED, features=FEATURES
+    )
+    table = read_table(settings, tmp_path)
+    assert table.ids == ["7", "9223372036854775809", "9"]
+    assert table.labels is not None
+    assert table.labels.tolist() == [1, 0, 1]
+    assert table.numeric["x0"].tolist() == [1, 2, 3]
+    assert table.numeric["x1"].tolist() == [1.5, 2, -3]
+    assert categories(table, "city") == ["Rome", None, "Oslo"]
+
+
+def test_npz_arrays_are_columns_and_images(tmp_path: Path) -> None:
+    pixels = np.arange(2 * 4 * 5 * 3, dtype=np.uint8).reshape(2, 4, 5, 3)
+    np.savez(
+        tmp_path / "rows.npz",
+        key=np.array([b"p1", b"p2"]),
+        y=np.array([0, 1], dtype=np.uint8),
+        x=np.array([[1, 2], [3, 4]]),
+        pixels=pixels,
+        number_of_rows=np.array(2),
+    )
+    settings = data_settings(
+        source={"kind": "npz", "path": "rows.npz"},
+        id_column="key",
+        label_column="y",
+        features={"numeric": "*", "image": {"array": "pixels"}},
+    )
+    table = read_table(settings, tmp_path)
+    assert table.ids == ["p1", "p2"]
+    assert {name: values.tolist() for name, values in table.numeric.items()} == {
+        "x.0": [1, 3],
+        "x.1": [2, 4],
+    }
+    assert table.image is not None
+    assert table.image.shape == (2, 3, 4, 5)
+    assert table.image[1, 2, 3, 4] == pixels[1, 3, 4, 2]
+
+
+def test_scikit_learn_rows_differ_in_order_only(tmp_path: Path) -> None:
+    def read(seed: int) -> Table:
+        source = {"kind": "sklearn", "dataset": "breast_cancer", "shuffle_seed": seed}
+        features = {"numeric": ["mean_*", "worst_*"]}
+        named = {"id_column": "id", "label_column": "malignant"}
+        return read_table(data_settings(source=source, **named, features=features), tmp_path)
+
+    first, second = read(1), read(2)
+    assert first.ids != second.ids
+    assert sorted(first.ids) == [f"patient-{row:04d}" for row in range(569)]
+    assert len(first.numeric) == 20
+    assert first.labels is not None
+    assert first.labels.sum() == 212
+    place = {key: row for row, key in enumerate(second.ids)}
+    order = [place[key] for key in first.ids]
+    assert np.array_equal(first.numeric["mean_radius"], second.numeric["mean_radius"][order])
+    assert second.labels is not None
+    assert np.array_equal(first.labels, second.labels[order])
+
+
+def test_a_name_goes_before_a_pattern_and_a_pattern_before_the_star(tmp_path: Path) -> None:
+    table = read_csv(
+        tmp_path,
+        "id,y,C1,C2,I1,when\n1,0,5,a,3,x\n2,1,6,b,4,y\n",
+        **NAMED,
+        features={"numeric": ["*", "C1"], "categorical": "C*", "exclude": "when"},
+    )
+    assert list(table.numeric) == ["C1", "I1"]
+    assert list(table.categorical) == ["C2"]
+
+
+def test_unneeded_columns_are_neither_read_nor_checked(tmp_path: Path) -> None:
+    table = read_csv(tmp_path, ROWS, id_column="id", features={"numeric": "x0"})
+    assert table.labels is None
+    assert list(table.numeric) == ["x0"]
+    assert not table.categorical
+
+
+def test_positive_label_names_class_one(tmp_path: Path) -> None:
+    text = "y\n>50K\n <=50K\n>50K\n"
+    table = read_csv(tmp_path, text, label_column="y", positive_label=">50K")
+    assert table.labels is not None
+    assert table.labels.tolist() == [1, 0, 1]
+
+
+def test_path_takes_an_environment_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows.csv").write_text(ROWS, encoding="utf-8")
+    source = {"kind": "csv", "path": "${ROWS_FOLDER}/rows.csv"}
+    settings = data_settings(source=source, **NAMED)
+    monkeypatch.setenv("ROWS_FOLDER", str(tmp_path))
+    assert len(read_table(settings, Path("/elsewhere"))) == 3
+    monkeypatch.delenv("ROWS_FOLDER")
+    with pytest.raises(SettingsError, match="set ROWS_FOLDER"):
+        read_table(settings, tmp_path)
+
+
+def bad_rows(*lines: str) -> str:
+    return "id,y,x0,city\n" + "".join(f"{line}\n" for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        pytest.param("", ["empty"], id="empty file"),
+        pytest.param("id,y,x0,city\n", ["no rows"], id="header only"),
+        pytest.param(
+            bad_rows("1,0,1,a", "2,2,1,a", "3,1,1,a", "4,-1,1,a"),
+            ["column 'y'", "0 or 1", "rows 2, 4 (2 in all)"],
+            id="label outside 0 and 1",
+        ),
+        pytest.param(
+            bad_rows("1,0,1,a", "2,,1,a", "3,1,1,a"), ["column 'y'", "row 2"], id="label missing"
+        ),
+        pytest.param(
+            bad_rows("1,yes,1,a", "2,no,1,a"),
+            ["column 'y'", "positive_label", "rows 1, 2 (2 in all)"],
+            id="label is text",
+        ),
+        pytest.param(
+            bad_rows("1,1,1,a", "2,1,1,a"),
+            ["column 'y'", "all 2 labels are 1", "both classes"],
+            id="one class",
+        ),
+        pytest.param(
+            bad_rows(*["1,0,,a"] * 4, "1,1,1,a", *["1,0,nan,a"] * 3),
+            ["column 'x0'", "rows 1, 2, 3, 4, 6, ... (7 in all)", "missing_numeric"],
+            id="NaN in features",
+        ),
+        pytest.param(
+            bad_rows("1,0,inf,a", "2,1,1,a", "3,1,1e39,a"),
+            ["column 'x0'", "infinite", "rows 1, 3 (2 in all)"],
+            id="infinite feature",
+        ),
+        pytest.param(
+            bad_rows("1,0,1,a", "2,1,1_000,a", "3,1,x,a", "4,1,+1.,a", "5,1,.5e-3,a"),
+            ["column 'x0'", "expected numbers", "rows 2, 3 (2 in all)"],
+            id="text in a numeric column",
+        ),
+        pytest.param(
+            bad_rows("1,0,1,a", "2,1", "3,1,1,a,b", "4,1,1,a"),
+            ["4 cells", "rows 2, 3 (2 in all)"],
+            id="ragged rows",
+        ),
+        pytest.param("id,y,X0,city\n1,0,1,a\n", ["'x0'", "did you mean 'X0'"], id="misspelt"),
+        pytest.param("y,y,x0,city,id\n0,0,1,a,1\n", ["2 columns 'y'"], id="column twice"),
+    ],
+)
+def test_bad_file_is_explained(tmp_path: Path, text: str, parts: list[str]) -> None:
+    with pytest.raises(DataError) as raised:
+        read_csv(tmp_path, text, **NAMED, features={"numeric": "x0", "categorical": "city"})
+    assert raised.value.exit_code == 3
+    for part in ["rows.csv", *parts]:
+        assert part in str(raised.value)
+
+
+def test_every_bad_column_is_reported_at_once(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as raised:
+        read_csv(tmp_path, "x0,x1\n,a\n1,2\n", features={"numeric": "x*"})
+    lines = str(raised.value).splitlines()
+    assert ["'x0'" in line for line in lines] == [True, False]
+    assert ["'x1'" in line for line in lines] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "kind", "part"),
+    [
+        ("rows.csv", None, "csv", "no such file"),
+        ("rows.parquet", None, "parquet", "no such file"),
+        ("rows.npz", None, "npz", "no such file"),
+        ("rows.csv.gz", b"not gzip at all", "csv", "cannot be read"),
+        ("rows.csv.gz", gzip.compress(ROWS.encode() * 999)[:-9], "csv", "cannot be read"),
+        ("rows.csv", b"id,y\n\xff\xfe,1\n", "csv", "UTF-8"),
+        ("rows.csv", b"id,\xff\n1,1\n", "csv", "UTF-8"),
+        ("rows.parquet", b"PAR1 no", "parquet", "cannot be read"),
+        ("rows.npz", b"no archive", "npz", "not an npz archive"),
+        ("rows.npz", b"", "npz", "cannot be read"),
+    ],
+)
+def test_unreadable_file_is_named(
+    tmp_path: Path, name: str, content: bytes | None, kind: str, part: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    settings = data_settings(source={"kind": kind, "path": name}, **NAMED)
+    with pytest.raises(DataError) as raised:
+        read_table(settings, tmp_path)
+    assert name in str(raised.value)
+    assert part in str(raised.value)
+
+
+def read_npz(folder: Path, features: dict[str, Any], **arrays: Any) -> Table:
+    np.savez(folder / "rows.npz", **arrays)
+    source = {"kind": "npz", "path": "rows.npz"}
+    return read_table(data_settings(source=source, features=features), folder)
+
+
+def test_pickled_objects_are_never_loaded(tmp_path: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (pytest.fail, ("the pickle was loaded",))
+
+    objects = np.array([Bomb(), Bomb()], dtype=object)
+    with pytest.raises(DataError, match="never pickled"):
+        read_npz(tmp_path, {"numeric": "x"}, x=objects)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "part"),
+    [
+        ({"Images": np.zeros((2, 2, 2, 3))}, "no array 'image'; did you mean 'Images'?"),
+        ({"image": np.zeros((2, 2, 3))}, "four dimensions"),
+        ({"image": np.zeros((2, 2, 2, 3), dtype=np.int64)}, "not int64"),
+        ({"image": np.full((2, 2, 2, 3), [0, 0, np.nan])}, "rows 1, 2 (2 in all)"),
+        ({"image": np.zeros((3, 2, 2, 3))}, "differ in their numbers of rows"),
+    ],
+)
+def test_bad_image_is_explained(tmp_path: Path, arrays: dict[str, Any], part: str) -> None:
+    features = {"numeric": "x", "image": {"array": "image"}}
+    with pytest.raises(DataError) as raised:
+        read_npz(tmp_path, features, x=np.zeros(2), **arrays)
+    assert part in str(raised.value)
+
+
+def test_floating_point_ids_are_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "rows.npz", id=np.array([1.0, 2.0]), y=np.array([0, 1]))
+    settings = data_settings(source={"kind": "npz", "path": "rows.npz"}, **NAMED)
+    with pytest.raises(DataError, match=r"column 'id': expected text or whole numbers, not double"):
+        read_table(settings, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "part"),
+    [
+        ({"features": {"numeric": ["x0", "y"]}}, "'y': a column is one of"),
+        ({"features": {"numeric": "x*", "categorical": "*0"}}, "'x0': a column is one of"),
+        ({"features": {}}, "name at least one of"),
+        ({"features": {"numerik": "x0"}}, "did you mean 'numeric'"),
+        ({"features": {"image": {"array": "x"}}}, "source of kind npz"),
+        ({"label_column": None}, "name a label_column, features, or both"),
+        ({"source": {"kind": "excel", "path": "x"}}, "excel"),
+    ],
+)
+def test_impossible_settings_are_refused(tmp_path: Path, values: dict[str, Any], part: str) -> None:
+    with pytest.raises(SettingsError) as raised:
+        read_csv(tmp_path, ROWS, **{**NAMED, **values})
+    assert part in str(raised.value)
+
+
+DATA = os.environ.get("SPLITVEIL_DATA")
+needs_data = pytest.mark.skipif(DATA is None, reason="SPLITVEIL_DATA names no folder of data sets")
+
+
+@needs_data
+def test_default_credit_is_read_as_published() -> None:
+    def read(name: str, **values: Any) -> Table:
+        source = {"kind": "csv", "path": f"${{SPLITVEIL_DATA}}/default_credit/{name}.csv.gz"}
+        features = {"numeric": "x*"}
+        settings = data_settings(source=source, id_column="id", features=features, **values)
+        return read_table(settings, Path())
+
+    active, passive = read("guest", label_column="y"), read("host")
+    assert len(active) == len(passive) == len(set(active.ids)) == 24_000
+    assert active.ids == passive.ids
+    assert (len(active.numeric), len(passive.numeric)) == (13, 10)
+    assert active.labels is not None
+    assert round(100 * float(active.labels.mean()), 2) == 22.12
+
+
+@needs_data
+def test_criteo_is_read_as_published() -> None:
+    names = ["label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27))]
+    path = "${SPLITVEIL_DATA}/criteo/criteo.tsv.gz"
+    settings = data_settings(
+        source={"kind": "csv", "path": path, "column_names": names},
+        label_column="label",
+        features={"numeric": "I*", "categorical": "C*", "missing_numeric": "zero"},
+    )
+    table = read_table(settings, Path())
+    assert len(table) == 8000
+    assert table.labels is not None
+    assert round(100 * float(table.labels.mean()), 2) == 21.46
+    assert (len(table.numeric), len(table.categorical)) == (13, 26)
+    assert round(float((table.categorical["C22"].codes < 0).mean()), 1) == 0.8

@@ -1,0 +1,190 @@
+"""Features are scaled and encoded by what the training rows say, and by nothing else."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from common.data.columns import CategoricalColumn
+from common.data.features import FeatureEncoder, Features, FeatureShapes, image_as_float
+from common.data.settings import DataSettings, FeatureSettings
+from common.data.table import Table, read_table
+from common.errors import DataError, SettingsError
+from common.settings import validate
+
+
+def settings(**values: Any) -> FeatureSettings:
+    return validate(FeatureSettings, {"numeric": "*", **values}, "settings")
+
+
+def table(
+    numeric: dict[str, list[float]] | None = None,
+    categorical: dict[str, list[str | None]] | None = None,
+    image: np.ndarray[Any, Any] | None = None,
+) -> Table:
+    columns = {}
+    for name, texts in (categorical or {}).items():
+        different = sorted({text for text in texts if text is not None}, reverse=True)
+        codes = [-1 if text is None else different.index(text) for text in texts]
+        columns[name] = CategoricalColumn(np.array(codes, np.int32), pa.array(different))
+    numbers = {name: np.array(values) for name, values in (numeric or {}).items()}
+    parts = [*numbers.values(), *(column.codes for column in columns.values()), image]
+    num_rows = len(next(part for part in parts if part is not None))
+    return Table("rows.csv", [str(row) for row in range(num_rows)], None, numbers, columns, image)
+
+
+def fit(own: Table, rows: list[int], **values: Any) -> FeatureEncoder:
+    return FeatureEncoder.fit(settings(**values), own, np.array(rows, np.int64))
+
+
+def transform(encoder: FeatureEncoder, own: Table, rows: list[int] | None = None) -> Features:
+    return encoder.transform(own, np.array(range(len(own)) if rows is None else rows, np.int64))
+
+
+def test_standard_scaling_has_mean_zero_and_deviation_one_on_the_training_rows() -> None:
+    own = table({"a": [1e9, 1e9 + 1, 1e9 + 5, 7.0], "b": [0.0, 4.0, -1.0, 9.0]})
+    numeric = transform(fit(own, [0, 1, 2]), own, [0, 1, 2]).numeric
+    assert numeric is not None
+    assert numeric.dtype == torch.float32
+    torch.testing.assert_close(numeric.mean(dim=0), torch.zeros(2), atol=1e-6, rtol=0)
+    torch.testing.assert_close(numeric.std(dim=0, correction=0), torch.ones(2))
+
+
+def test_min_max_scaling_spans_zero_to_one_on_the_training_rows() -> None:
+    own = table({"a": [2.0, 4.0, 6.0, 8.0]})
+    numeric = transform(fit(own, [0, 1, 2], numeric_scaling="min_max"), own).numeric
+    assert numeric is not None
+    assert numeric[:, 0].tolist() == [0, 0.5, 1, 1.5]
+
+
+def test_signed_logarithm_comes_before_scaling() -> None:
+    own = table({"a": [np.e - 1, 0.0, 1 - np.e**2]})
+    encoder = fit(own, [0, 1, 2], signed_log1p=True, numeric_scaling="none")
+    numeric = transform(encoder, own).numeric
+    assert numeric is not None
+    torch.testing.assert_close(numeric[:, 0], torch.tensor([1.0, 0.0, -2.0]))
+
+
+@pytest.mark.parametrize("scaling", ["standard", "min_max"])
+def test_constant_column_is_finite_and_zero(scaling: str) -> None:
+    own = table({"a": [0.1] * 7 + [0.3]})
+    numeric = transform(fit(own, list(range(7)), numeric_scaling=scaling), own).numeric
+    assert numeric is not None
+    assert numeric[:7, 0].tolist() == [0.0] * 7
+    assert numeric[7, 0].item() == pytest.approx(0.2)
+
+
+def test_rows_outside_the_training_rows_have_no_influence() -> None:
+    inside = {"a": [1.0, 2.0, 4.0]}
+    first = fit(table({"a": [*inside["a"], 5.0]}, {"c": ["x", "y", "x", "z"]}), [0, 1, 2])
+    second = fit(table({"a": [*inside["a"], -1e6]}, {"c": ["x", "y", "x", None]}), [0, 1, 2])
+    assert first == second
+    trained_on_all = fit(
+        table({"a": [*inside["a"], 5.0]}, {"c": ["x", "y", "x", "z"]}), [0, 1, 2, 3]
+    )
+    assert trained_on_all.numeric != first.numeric
+    assert trained_on_all.categorical != first.categorical
+
+
+def test_unknown_missing_and_known_categories_have_their_slots() -> None:
+    own = table(categorical={"c": ["b", "a", None, "b", "new"], "d": ["p", None, "q", "r", "p"]})
+    encoder = fit(own, [0, 1, 2, 3])
+    slots = transform(encoder, own).categorical
+    assert slots is not None
+    assert slots.dtype == torch.int64
+    assert slots.tolist() == [[3, 2], [2, 1], [1, 3], [3, 4], [0, 2]]
+    assert encoder.shapes.vocabulary_sizes == (4, 5)
+
+
+def test_rare_categories_share_the_slot_of_unknown_ones() -> None:
+    own = table(categorical={"c": ["b", "a", "b", "c", "c", "c"]})
+    encoder = fit(own, [0, 1, 2, 3], min_count=2)
+    slots = transform(encoder, own).categorical
+    assert slots is not None
+    assert slots[:, 0].tolist() == [2, 0, 2, 0, 0, 0]
+    assert encoder.shapes.vocabulary_sizes == (3,)
+
+
+def test_slots_do_not_depend_on_the_order_of_the_rows() -> None:
+    texts: list[str | None] = ["b", "a", None, "c"]
+    forward = fit(table(categorical={"c": texts}), [0, 1, 2, 3])
+    backward = fit(table(categorical={"c": texts[::-1]}), [0, 1, 2, 3])
+    assert forward == backward
+
+
+def test_images_stay_bytes_until_a_model_asks() -> None:
+    image = np.arange(2 * 3 * 4 * 5, dtype=np.uint8).reshape(2, 4, 5, 3).transpose(0, 3, 1, 2)
+    own = table(image=image)
+    encoder = fit(own, [0])
+    found = transform(encoder, own, [1]).image
+    assert found is not None
+    assert np.array_equal(found.numpy(), image[1:])
+    assert encoder.shapes == FeatureShapes(0, (), (3, 4, 5), "uint8")
+    assert image_as_float(found).max().item() == pytest.approx(119 / 255)
+    floating = torch.rand(1, 2, 2)
+    assert image_as_float(floating) is floating
+
+
+def test_state_survives_json_with_equal_tensors() -> None:
+    generator = np.random.default_rng(3)
+    own = table(
+        {"a": generator.standard_normal(50).tolist(), "b": generator.exponential(9, 50).tolist()},
+        {"c": [None if i % 7 == 0 else f"ä{i % 5}" for i in range(50)]},
+        generator.random((50, 1, 2, 2)).astype(np.float32),
+    )
+    encoder = fit(own, list(range(30)), signed_log1p=True)
+    restored = FeatureEncoder.from_state(json.loads(json.dumps(encoder.state())))
+    before, after = transform(encoder, own), transform(restored, own)
+    for name in ("numeric", "categorical", "image"):
+        assert torch.equal(getattr(before, name), getattr(after, name))
+    with pytest.raises(SettingsError, match="feature encoder"):
+        FeatureEncoder.from_state({"numeric": []})
+
+
+def test_features_select_rows_of_every_part() -> None:
+    features = FeatureShapes(2, (3,), (1, 2, 2)).zeros(5)
+    assert features.numeric is not None
+    features.numeric[:, 0] = torch.arange(5)
+    picked = features.rows(torch.tensor([4, 0, 4])).to(torch.device("cpu"))
+    assert len(features) == 5
+    assert len(picked) == 3
+    assert picked.numeric is not None
+    assert picked.numeric[:, 0].tolist() == [4, 0, 4]
+    assert picked.image is not None
+    assert picked.image.shape == (3, 1, 2, 2)
+
+
+def test_table_without_the_trained_columns_is_refused() -> None:
+    encoder = fit(table({"a": [1.0, 2.0]}, {"c": ["x", "y"]}), [0, 1])
+    with pytest.raises(DataError, match=r"not here: a, c"):
+        transform(encoder, table({"b": [1.0]}))
+    with_image = table({"a": [1.0]}, {"c": ["x"]}, np.zeros((1, 1, 2, 2), np.uint8))
+    with pytest.raises(DataError, match="images None"):
+        transform(encoder, with_image)
+
+
+def test_no_training_rows_is_an_error() -> None:
+    with pytest.raises(DataError, match="no training rows"):
+        fit(table({"a": [1.0]}), [])
+
+
+def test_file_to_tensors(tmp_path: Path) -> None:
+    """Agrees with scikit-learn's scaler on every column of a real table."""
+    from sklearn.preprocessing import StandardScaler
+
+    values = {
+        "source": {"kind": "sklearn", "shuffle_seed": 5},
+        "id_column": "id",
+        "features": {"numeric": "*", "exclude": "malignant"},
+    }
+    own = read_table(validate(DataSettings, values, "settings"), tmp_path)
+    assert len(own.numeric) == 30
+    matrix = np.column_stack(list(own.numeric.values()))
+    expected = StandardScaler().fit(matrix[:400]).transform(matrix)
+    numeric = transform(fit(own, list(range(400))), own).numeric
+    assert numeric is not None
+    np.testing.assert_allclose(numeric.numpy(), expected, rtol=1e-5, atol=1e-6)

@@ -1,7 +1,8 @@
 """ristretto255 as RFC 9496 defines it, from either copy of libsodium."""
 
 import hashlib
-import io
+import os
+import signal
 import subprocess
 import sys
 
@@ -180,12 +181,26 @@ def test_a_killed_worker_is_an_error_and_not_a_hang() -> None:
         pool.close()
 
 
-def test_a_worker_ends_when_its_party_is_gone() -> None:
-    replies = io.BytesIO()
+def test_workers_end_when_their_party_is_killed() -> None:
+    program = (
+        "import os, signal; from common.alignment import ristretto; "
+        "from common.alignment.workers import WorkerPool; "
+        "pool = WorkerPool(2, ristretto.load().name); "
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    ends, start = os.pipe()
 
-    ristretto.serve(ristretto.load(), io.BytesIO(b""), replies)
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": ":".join(sys.path)},
+        stderr=start,
+    ) as party:
+        os.close(start)
+        assert party.wait(timeout=30) == -signal.SIGKILL
 
-    assert replies.getvalue() == b""
+    # The workers hold the other end of this pipe as their standard error for as long as they live.
+    with os.fdopen(ends, "rb") as pipe:
+        assert pipe.read() == b""
 
 
 def test_closing_the_pool_ends_every_worker() -> None:

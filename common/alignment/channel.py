@@ -1,0 +1,188 @@
+"""How alignment frames get from one party to the other: in one process, or over a stream.
+
+Both directions are bounded queues, so a fast party cannot fill a slow one's memory; and every wait
+has a deadline.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+
+from common.errors import PeerUnreachable
+from protos.split_learning_pb2 import AlignFrame
+
+DEFAULT_DEADLINE_S = 60.0
+
+# Frames hold at most one chunk, 128 KiB. One in the making and one under way hide each other; more
+# only costs memory.
+DEFAULT_QUEUE_FRAMES = 4
+
+
+class AlignChannel(Protocol):
+    """One party's end of the exchange. One thread may send while another receives."""
+
+    def send(self, frame: AlignFrame) -> None:
+        """Send a frame, waiting while the peer has not taken earlier ones.
+
+        Raises:
+            PeerUnreachable: the deadline passed, or one of the two ends is closed.
+        """
+
+    def receive(self) -> AlignFrame:
+        """Wait for the peer's next frame.
+
+        Raises:
+            PeerUnreachable: the deadline passed, or one of the two ends is closed.
+        """
+
+    def close(self) -> None:
+        """Stop: frames already sent still reach the peer, and waits on both ends finish."""
+
+
+class FrameQueue:
+    """Frames under way in one direction; never more than its capacity."""
+
+    def __init__(self, capacity: int) -> None:
+        self._frames: deque[AlignFrame] = deque()
+        self._capacity = capacity
+        self._closed = False
+        self._error: Exception | None = None
+        self._changed = threading.Condition()
+
+    def put(self, frame: AlignFrame, deadline_s: float | None) -> None:
+        """Add a frame, waiting for room; raises PeerUnreachable when closed or too late."""
+        with self._changed:
+            self._wait(lambda: len(self._frames) < self._capacity or self._closed, deadline_s)
+            if self._closed:
+                raise self._error or PeerUnreachable("the exchange of ids was ended")
+            self._frames.append(frame)
+            self._changed.notify_all()
+
+    def get(self, deadline_s: float | None) -> AlignFrame | None:
+        """Take the next frame, None after the last one of a closed queue.
+
+        Raises:
+            PeerUnreachable: none came before the deadline.
+            Exception: the one that the queue was closed with.
+        """
+        with self._changed:
+            self._wait(lambda: self._frames or self._closed, deadline_s)
+            if self._frames:
+                frame = self._frames.popleft()
+                self._changed.notify_all()
+                return frame
+            if self._error is not None:
+                raise self._error
+            return None
+
+    def close(self, error: Exception | None = None) -> None:
+        """Accept no more frames; those inside can still be taken. The first call counts."""
+        with self._changed:
+            if not self._closed:
+                self._closed, self._error = True, error
+                self._changed.notify_all()
+
+    def _wait(self, condition: Callable[[], object], deadline_s: float | None) -> None:
+        if not self._changed.wait_for(condition, deadline_s):
+            raise PeerUnreachable(f"the other party was silent for {deadline_s:g} s")
+
+
+class QueueChannel:
+    """A channel made of two queues, for instance to a peer in the same process."""
+
+    def __init__(self, outgoing: FrameQueue, incoming: FrameQueue, deadline_s: float) -> None:
+        self._outgoing = outgoing
+        self._incoming = incoming
+        self._deadline_s = deadline_s
+
+    def send(self, frame: AlignFrame) -> None:
+        """Send a frame; see ``AlignChannel``."""
+        self._outgoing.put(frame, self._deadline_s)
+
+    def receive(self) -> AlignFrame:
+        """Wait for the peer's next frame; see ``AlignChannel``."""
+        frame = self._incoming.get(self._deadline_s)
+        if frame is None:
+            raise PeerUnreachable(
+                "the other party ended the exchange of ids before it was complete"
+            )
+        return frame
+
+    def close(self) -> None:
+        """Stop; see ``AlignChannel``."""
+        self._outgoing.close()
+        self._incoming.close()
+
+
+def channel_pair(
+    *, deadline_s: float = DEFAULT_DEADLINE_S, queue_frames: int = DEFAULT_QUEUE_FRAMES
+) -> tuple[QueueChannel, QueueChannel]:
+    """Connect two parties that live in the same process."""
+    there, back = FrameQueue(queue_frames), FrameQueue(queue_frames)
+    return QueueChannel(there, back, deadline_s), QueueChannel(back, there, deadline_s)
+
+
+class StreamChannel(QueueChannel):
+    """A channel over a bidirectional stream, the same on both of its ends.
+
+    The client's end: ``StreamChannel(stub.Align)``. The server's end, in the handler::
+
+        channel = StreamChannel(lambda _outgoing: request_iterator)
+        future = executor.submit(align, engine, ids, channel, ...)
+        yield from channel.outgoing
+        future.result()
+
+    ``align`` closes the channel when it ends, and with it ``outgoing``, after the last frame.
+    """
+
+    outgoing: Iterator[AlignFrame]
+    """The frames to put on the stream; one consumer."""
+
+    def __init__(
+        self,
+        connect: Callable[[Iterator[AlignFrame]], Iterable[AlignFrame]],
+        *,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        queue_frames: int = DEFAULT_QUEUE_FRAMES,
+        translate: Callable[[Exception], Exception] | None = None,
+    ) -> None:
+        """Connect at once.
+
+        Args:
+            connect: is given the outgoing frames and returns the incoming ones.
+            deadline_s: longest wait for the peer to take a frame or to send one.
+            queue_frames: frames held in each direction.
+            translate: turns an error of the incoming frames into the one that ``receive`` raises;
+                without it, PeerUnreachable.
+        """
+        outgoing, incoming = FrameQueue(queue_frames), FrameQueue(queue_frames)
+        super().__init__(outgoing, incoming, deadline_s)
+        self.outgoing = iter(lambda: outgoing.get(None), None)
+        frames = connect(self.outgoing)
+        # A thread, because the next frame of a stream can only be waited for without a deadline. It
+        # ends with the stream, or at the first frame after `close`.
+        threading.Thread(
+            target=_pump,
+            args=(frames, incoming, translate or _unreachable),
+            name="align-receive",
+            daemon=True,
+        ).start()
+
+
+def _pump(
+    frames: Iterable[AlignFrame], queue: FrameQueue, translate: Callable[[Exception], Exception]
+) -> None:
+    try:
+        for frame in frames:
+            queue.put(frame, None)
+    except Exception as error:  # handed to the thread that receives
+        queue.close(translate(error))
+    else:
+        queue.close()
+
+
+def _unreachable(error: Exception) -> Exception:
+    unreachable = PeerUnreachable("the stream of ids broke off")
+    unreachable.__cause__ = error
+    return unreachable

@@ -156,6 +156,7 @@ class TrainingProgress:
         self._console = console or Console(stderr=True)
         self._log_every_s = log_every_s
         self._start = self._logged = time.monotonic()
+        self._end: float | None = None
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -175,16 +176,18 @@ class TrainingProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._end = time.monotonic()
         self._bar.stop()
         if not self._console.is_terminal:
             self._log("")
 
     @property
     def steps_per_s(self) -> float:
-        """Steps per second since the start."""
-        return self.steps_done / max(time.monotonic() - self._start, 1e-9)
+        """Steps per second from the start to now, or to the end of the ``with`` block."""
+        end = time.monotonic() if self._end is None else self._end
+        return self.steps_done / max(end - self._start, 1e-9)
 
-    def advance(self, steps: int = 1, **numbers: float | None) -> None:
+    def advance(self, steps: int = 1, /, **numbers: float | None) -> None:
         """Count finished steps and show numbers such as ``loss``; None is not shown."""
         self.steps_done += steps
         now = time.monotonic()

@@ -6,8 +6,10 @@ on what it sent.
 """
 
 import math
+import os
 import queue
 import struct
+import sys
 import threading
 import time
 from array import array
@@ -23,6 +25,9 @@ from torch import Tensor
 
 from common.privacy.attacks import ATTACKS, AttackName, Knowledge, SideInformation
 from common.privacy.leakage import OneClass, leak_auc
+
+_NICENESS = 10
+"""How far the worker stands back: about a tenth of the weight of a thread that trains."""
 
 LeakByAttack = dict[str, dict[str, float]]
 """Layer name -> attack name -> leak AUC."""
@@ -223,8 +228,9 @@ class AuditWorker:
     """Runs a `LeakAudit` in a thread of its own, behind a bounded queue.
 
     `submit` never blocks: what does not fit in the queue is left out and counted. An error while
-    auditing costs its batch, never the training, and is raised by `close`. The thread computes on
-    one core (and, for gradients on a GPU, on a stream of its own), so as not to slow the training.
+    auditing costs its batch, never the training, and is raised by `close`. So as not to slow the
+    training, the thread computes on one core, gives way where cores are short (there it falls
+    behind, instead of the training), and uses a stream of its own for gradients on a GPU.
     """
 
     def __init__(
@@ -295,9 +301,7 @@ class AuditWorker:
             raise self._error
 
     def _work(self, ready: threading.Event) -> None:
-        # Asking first makes torch set this thread up; otherwise it would undo the limit later.
-        torch.get_num_threads()
-        torch.set_num_threads(1)
+        _give_way()
         ready.set()
         streams: dict[torch.device, torch.cuda.Stream] = {}
         while (submitted := self._queue.get()) is not None:
@@ -326,6 +330,17 @@ class _Submitted(NamedTuple):
     observation: Observation
     computed: torch.cuda.Event | None
     """Passed once the gradients are there; None on the CPU, where they always are."""
+
+
+def _give_way() -> None:
+    """Leave the cores to other threads, as far as this thread can."""
+    # Asking first makes torch set this thread up; otherwise it would undo the limit later.
+    torch.get_num_threads()
+    torch.set_num_threads(1)
+    if sys.platform == "linux":  # elsewhere a priority belongs to the whole process
+        thread = threading.get_native_id()
+        niceness = os.getpriority(os.PRIO_PROCESS, thread)
+        os.setpriority(os.PRIO_PROCESS, thread, niceness + _NICENESS)
 
 
 def _gpu(observation: Observation) -> torch.device | None:

@@ -1,6 +1,7 @@
 """The audit: what it measures and remembers, and that its worker never holds training up."""
 
 import itertools
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -237,13 +238,15 @@ def test_an_error_in_the_worker_surfaces_at_close_and_costs_one_batch() -> None:
     assert audit.counts().left_out == 2
 
 
-def test_the_worker_computes_on_one_thread_and_leaves_the_others_alone() -> None:
+def test_the_worker_gives_way_and_leaves_the_other_threads_alone() -> None:
     before = torch.get_num_threads()
     counts: dict[str, int] = {}
+    niceness: list[int] = []
 
     def note(_: BatchLeak) -> None:
         torch.ones(1_000_000).sin()  # torch would set the thread up here at the latest
         counts["worker"] = torch.get_num_threads()
+        niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
     torch.set_num_threads(3)
     try:
@@ -258,6 +261,8 @@ def test_the_worker_computes_on_one_thread_and_leaves_the_others_alone() -> None
     finally:
         torch.set_num_threads(before)
     assert counts == {"worker": 1, "later": 3, "training": 3}
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert niceness == [min(own + 10, 19)]
 
 
 def test_settings_have_the_documented_defaults_and_bounds() -> None:

@@ -118,6 +118,7 @@ def test_progress_on_a_terminal_is_a_bar() -> None:
     assert "3/4" in text
     assert "loss 0.25, leak auc 0.75" in text
     assert progress.steps_done == 3
+    assert progress.steps_per_s == progress.steps_per_s > 0  # stands still after the end
 
 
 def test_progress_elsewhere_is_a_log_line_now_and_then(caplog: pytest.LogCaptureFixture) -> None:

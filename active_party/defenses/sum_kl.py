@@ -1,0 +1,333 @@
+"""The noise of a given power that leaves the classes the least symmetrised divergence (sumKL).
+
+The two classes' gradients are modelled as N(m0, u I) and N(m1, v I) in d dimensions, with
+c = |m1 - m0|^2 and a fraction p of them positive. Positives get noise with variance l11 along the
+gap m1 - m0 and l21 in each direction across it, negatives l10 and l20. Minimise (Li et al., "Label
+Leakage and Protection in Two-party Split Learning", ICLR 2022, section 4.2)
+
+    F = (d-1) [(l20+u)/(l21+v) + (l21+v)/(l20+u)] + (l10+u+c)/(l11+v) + (l11+v+c)/(l10+u)
+
+subject to  p l11 + p (d-1) l21 + (1-p) l10 + (1-p) (d-1) l20 = P  and  l1k >= l2k >= 0.
+Then sumKL = F/2 - d, which is written below as a sum of squares, so that nothing cancels.
+
+In the logarithms of the total variances (noise plus spread) this is a geometric program: F and the
+budget are posynomials, the other constraints are linear. It is convex, so its minimum is unique and
+one root of one derivative finds it. Only the class with the smaller variance, A, gets noise across
+the gap. Letters of the solver, where a and b are the classes' fractions:
+
+    x = l2A     noise across the gap, the one unknown       z = s_A + x     total variance across, A
+    r = P - a (d-1) x     budget left along the gap         C = r + a s_A + b s_B
+    X, Y        total variances along the gap, A and B      E = Y/X = sqrt((C + a c) / (C + b c))
+
+For a fixed x the best X is C / (a + b E), unless l1A >= x or l1B >= 0 says otherwise.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+_TINIEST = 1e-120
+"""Inputs below this share of the largest one, and class fractions below it, count as nothing.
+
+Their reciprocals' squares would overflow.
+"""
+
+
+class NoiseSolution(NamedTuple):
+    """Noise variances per direction, and the divergence that is left."""
+
+    neg_along: float
+    neg_across: float
+    pos_along: float
+    pos_across: float
+    sum_kl: float
+
+
+class _Spread(NamedTuple):
+    """The problem in units of its largest number: A has the smaller variance, B the larger."""
+
+    var_a: float
+    var_b: float
+    gap: float
+    across_dim: float
+    frac_a: float
+    frac_b: float
+    power: float
+
+
+class _Noise(NamedTuple):
+    """A point of the search: the noise of A and B, and the differences that sumKL is made of."""
+
+    across_a: float
+    along_a: float
+    along_b: float
+    across_difference: float  # s_B - z
+    along_difference: float  # X - Y
+
+
+def solve_noise(
+    neg_variance: float,
+    pos_variance: float,
+    gap_squared: float,
+    cut_dim: int,
+    pos_fraction: float,
+    noise_power: float,
+) -> NoiseSolution:
+    """Find the noise of the given power that leaves the least symmetrised divergence.
+
+    Args:
+        neg_variance: variance of the negatives' gradients per coordinate (u).
+        pos_variance: variance of the positives' gradients per coordinate (v).
+        gap_squared: squared distance of the class means (c).
+        cut_dim: width of the cut layer (d).
+        pos_fraction: share of positives (p), above 0 and below 1.
+        noise_power: mean expected squared noise norm per example (P).
+
+    Returns:
+        The solution. ``along`` is the total noise variance in the direction of the gap, ``across``
+        the variance in each other direction (0 where there is none). ``sum_kl`` is infinite where
+        the classes differ and one of them has neither spread nor noise. Classes that do not differ
+        at all need no noise and get none, whatever the power.
+
+    Raises:
+        ValueError: an argument is outside its range.
+    """
+    _check(
+        pos_fraction,
+        cut_dim,
+        neg_variance=neg_variance,
+        pos_variance=pos_variance,
+        gap_squared=gap_squared,
+        noise_power=noise_power,
+    )
+    exponent = math.frexp(max(neg_variance, pos_variance, gap_squared, noise_power))[1]
+    neg, pos, gap, power = (
+        scaled if (scaled := math.ldexp(value, -exponent)) > _TINIEST else 0.0
+        for value in (neg_variance, pos_variance, gap_squared, noise_power)
+    )
+    pos_fraction = max(pos_fraction, _TINIEST)
+    fractions = (1 - pos_fraction, pos_fraction)
+    pos_is_smaller = pos < neg
+    spread = _Spread(
+        var_a=min(neg, pos),
+        var_b=max(neg, pos),
+        gap=gap,
+        across_dim=float(cut_dim - 1),
+        frac_a=fractions[pos_is_smaller],
+        frac_b=fractions[not pos_is_smaller],
+        power=power,
+    )
+    noise = _best_noise(spread)
+    remaining = _divergence(spread, noise)
+    across_a, along_a, along_b = (_times_power_of_two(value, exponent) for value in noise[:3])
+    if pos_is_smaller:
+        return NoiseSolution(along_b, 0.0, along_a, across_a, remaining)
+    return NoiseSolution(along_a, across_a, along_b, 0.0, remaining)
+
+
+def leak_auc_bound(sum_kl: float) -> float:
+    """Bound the AUC of every attack on one answer by its divergence.
+
+    With total variation V: sumKL >= 2 V ln((1+V)/(1-V)) (Gilardoni, 2010), AUC <= 1/2 + V - V^2/2.
+    Never vacuous for a finite divergence, unlike 1/2 + sqrt(K)/2 - K/8, which holds below 4 only.
+    """
+    if sum_kl > 75:  # V = 1 to double precision
+        return 1.0
+    # With V = tanh(w) the inequality reads 4 w tanh(w) <= sumKL: convex, increasing, no pole.
+    w = max(math.sqrt(sum_kl) / 2, sum_kl / 4)
+    for _ in range(50):
+        tanh = math.tanh(w)
+        step = (4 * w * tanh - sum_kl) / (4 * (tanh + w * (1 - tanh * tanh))) if w else 0.0
+        w -= step
+        if abs(step) <= 1e-15 * w:
+            break
+    variation = math.tanh(w)
+    return 0.5 + variation - variation * variation / 2
+
+
+def _check(pos_fraction: float, cut_dim: int, **variances: float) -> None:
+    for name, value in variances.items():
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be finite and at least 0, got {value}")
+    if not 0 < pos_fraction < 1:
+        raise ValueError(f"pos_fraction must be above 0 and below 1, got {pos_fraction}")
+    if not 1 <= cut_dim < math.inf:
+        raise ValueError(f"cut_dim must be at least 1, got {cut_dim}")
+
+
+def _best_noise(spread: _Spread) -> _Noise:
+    var_a, var_b, gap, across_dim, frac_a, _, power = spread
+    variance_gap = var_b - var_a
+    if power == 0 or (gap == 0 and variance_gap == 0):
+        return _Noise(0.0, 0.0, 0.0, variance_gap, -variance_gap)
+    highest = min(variance_gap, power / (frac_a * (across_dim + 1)))
+    if across_dim == 0 or highest == 0:
+        return _split_along(spread, 0.0, variance_gap)
+    across = _best_across(spread, highest)
+    return _split_along(spread, across, _difference_across(spread, across))
+
+
+def _best_across(spread: _Spread, highest: float) -> float:
+    """Find x between 0 and ``highest``."""
+    var_a = spread.var_a
+    slope = _log_slope(spread)
+    if slope(highest) <= 0:
+        return highest
+    if var_a == 0:  # F is infinite at x = 0
+        lowest = highest / 1024
+        while slope(lowest) > 0:
+            highest, lowest = lowest, lowest / 1024
+        return math.exp(_root(lambda t: slope(math.exp(t)), math.log(lowest), math.log(highest)))
+    if slope(0.0) >= 0:
+        return 0.0
+    # x = s_A expm1(t) resolves both a tiny x and many orders of magnitude of z.
+    top = math.log1p(highest / var_a)
+    return min(highest, var_a * math.expm1(_root(lambda t: slope(var_a * math.expm1(t)), 0.0, top)))
+
+
+def _log_slope(spread: _Spread) -> Callable[[float], float]:
+    """Build log(gain/loss), where dF/dx = gain - loss: the sign of dF/dx, without its poles."""
+    var_a, var_b, gap, across_dim, frac_a, frac_b, power = spread
+    log = math.log
+    weight_b = frac_b * across_dim
+    weight_a = frac_a * (across_dim + 1)
+
+    def log_slope(across: float) -> float:
+        z = var_a + across
+        left = max(power - frac_a * across_dim * across, 0.0)
+        ratio, along_a, along_b, total = _unclamped(spread, left)
+        if along_a < across:
+            y = var_b + max(left - frac_a * across, 0.0) / frac_b
+            gain = frac_b / y + weight_b / var_b + weight_a * ((z + gap) / y / y)
+            loss = (weight_a + (weight_b * var_b + frac_b * (y + gap)) / z) / z
+        elif along_b < 0:
+            x = var_a + left / frac_a
+            gain = (var_b + gap) / x / x
+            loss = var_b / z / z
+        else:
+            gap_price = frac_a * gap * (1 + frac_b * ratio + frac_a / ratio) / total / total
+            gain = 1 / var_b + gap_price
+            loss = var_b / z / z
+        return log(gain / loss)
+
+    return log_slope
+
+
+def _unclamped(spread: _Spread, left: float) -> tuple[float, float, float, float]:
+    """Split the power ``left`` along the gap as if variances could be negative.
+
+    Returns:
+        E, l1A, l1B and C. Both variances are written so that a small noise on a wide spread does
+        not drown in rounding.
+    """
+    var_a, var_b, gap, _, frac_a, frac_b, _ = spread
+    total = left + frac_a * var_a + frac_b * var_b
+    ratio = math.sqrt((total + frac_a * gap) / (total + frac_b * gap))
+    excess = _ratio_excess(spread, total, ratio)
+    shift = var_b - var_a - var_a * excess
+    scale = frac_a + frac_b * ratio
+    return ratio, (left + frac_b * shift) / scale, (ratio * left - frac_a * shift) / scale, total
+
+
+def _ratio_excess(spread: _Spread, total: float, ratio: float) -> float:
+    """E - 1, exact also where E is nearly 1."""
+    gap = spread.gap
+    return (spread.frac_a - spread.frac_b) * gap / (total + spread.frac_b * gap) / (ratio + 1)
+
+
+def _difference_across(spread: _Spread, across: float) -> float:
+    """s_B - z at the optimum.
+
+    Where the power suffices to make both classes nearly equal, the difference is far below the
+    rounding of x; there the condition dF/dx = 0 itself gives it.
+    """
+    var_a, var_b, gap, across_dim, frac_a, frac_b, power = spread
+    difference = var_b - (var_a + across)
+    left = max(power - frac_a * across_dim * across, 0.0)
+    ratio, along_a, along_b, total = _unclamped(spread, left)
+    if difference > 1e-6 * var_b or along_a < across or along_b < 0:
+        return difference
+    gap_price = frac_a * gap * (1 + frac_b * ratio + frac_a / ratio) / total / total
+    excess = var_b * gap_price
+    return var_b * excess / math.sqrt(1 + excess) / (1 + math.sqrt(1 + excess))
+
+
+def _split_along(spread: _Spread, across: float, across_difference: float) -> _Noise:
+    """Divide what the noise across the gap leaves of the power between the two classes."""
+    var_a, var_b, _, across_dim, frac_a, frac_b, power = spread
+    left = max(power - frac_a * across_dim * across, 0.0)
+    ratio, along_a, along_b, total = _unclamped(spread, left)
+    if along_a < across:
+        along_a, along_b = across, max(left - frac_a * across, 0.0) / frac_b
+    elif along_b < 0:
+        along_a, along_b = max(left / frac_a, across), 0.0
+    else:
+        x = total / (frac_a + frac_b * ratio)
+        difference = -x * _ratio_excess(spread, total, ratio)
+        return _Noise(across, along_a, along_b, across_difference, difference)
+    return _Noise(across, along_a, along_b, across_difference, along_a - along_b + var_a - var_b)
+
+
+def _divergence(spread: _Spread, noise: _Noise) -> float:
+    """F/2 - d, as (d-1)/2 (s_B - z)^2/(s_B z) + (X - Y)^2/(2 X Y) + c/2 (1/X + 1/Y)."""
+    var_a, var_b, gap, across_dim, *_ = spread
+    z = var_a + noise.across_a
+    x = var_a + noise.along_a
+    y = var_b + noise.along_b
+    across = _relative(noise.across_difference, noise.across_difference, var_b, z)
+    along = _relative(noise.along_difference, noise.along_difference, x, y)
+    shift = _relative(gap, 1.0, x, 1.0) + _relative(gap, 1.0, y, 1.0)
+    return ((across_dim * across if across_dim else 0.0) + along + shift) / 2
+
+
+def _relative(first: float, second: float, variance: float, other: float) -> float:
+    """Divide first * second by variance * other, where 0/0 means no difference: 0."""
+    if first == 0 or second == 0:
+        return 0.0
+    if variance == 0 or other == 0:
+        return math.inf
+    return first / variance * (second / other)
+
+
+def _root(function: Callable[[float], float], low: float, high: float) -> float:
+    """Find the zero of a function that is negative at ``low`` and positive at ``high``.
+
+    Chandrupatla's method (1997): inverse quadratic interpolation where it is safe, else bisection.
+    """
+    new, old = high, low
+    f_new, f_old = function(new), function(old)
+    if f_new <= 0:  # rounding moved the end of the interval past the zero
+        return high
+    if f_old >= 0:
+        return low
+    third, f_third = old, f_old
+    share = 0.5
+    while True:
+        point = new + share * (old - new)
+        f_point = function(point)
+        if (f_point > 0) == (f_new > 0):
+            third, f_third = new, f_new
+        else:
+            third, f_third, old, f_old = old, f_old, new, f_new
+        new, f_new = point, f_point
+        width = abs(old - new)
+        tolerance = 1e-15 * abs(new) + 1e-300
+        if f_new == 0 or width <= 2 * tolerance:
+            return new if abs(f_new) < abs(f_old) else old
+        xi = (new - old) / (third - old)
+        phi = (f_new - f_old) / (f_third - f_old)
+        if phi * phi < xi and (1 - phi) * (1 - phi) < 1 - xi:
+            share = f_new / (f_old - f_new) * f_third / (f_old - f_third)
+            share += (
+                (third - new) / (old - new) * f_new / (f_third - f_new) * f_old / (f_third - f_old)
+            )
+        else:
+            share = 0.5
+        edge = tolerance / width
+        share = min(max(share, edge), 1 - edge)
+
+
+def _times_power_of_two(value: float, exponent: int) -> float:
+    """Like math.ldexp, but infinite where that raises."""
+    half = exponent // 2
+    return value * 2.0**half * 2.0 ** (exponent - half)

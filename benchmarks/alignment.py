@@ -1,0 +1,227 @@
+"""What does alignment cost per id, compared with the group operations that no one can save?
+
+Two processes align over a gRPC stream on the loopback interface; half of the ids are common. Each
+party reports the processor time per id, user and system, of its threads and workers together, and
+its peak resident memory. The floor is what libsodium alone needs for one hash to the group and two
+multiplications, measured by each party in turn right before and right after, since the clock of a
+shared machine is not steady.
+
+    python -m benchmarks.alignment --ids 100000 --workers 0
+"""
+
+import argparse
+import ctypes
+import multiprocessing
+import os
+import platform
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from queue import Queue
+from typing import NamedTuple
+
+import grpc
+
+from common.alignment import (
+    Alignment,
+    AlignmentResources,
+    EcdhAlignment,
+    StreamChannel,
+    align,
+    build_engine,
+    canonical_ids,
+    ristretto,
+)
+from protos.split_learning_pb2 import AlignFrame
+
+_METHOD = "/splitveil.v1.SplitLearning/Align"
+_FLOOR_IDS = 4096
+
+
+class PartyCost(NamedTuple):
+    """What one party's part took."""
+
+    cpu_s: float
+    wall_s: float
+    floor_s: float  # per id, processor time
+    party_mib: float
+    worker_mib: float  # of the largest
+    num_common: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ids", type=int, default=100_000, help="per party")
+    parser.add_argument("--workers", type=int, default=0, help="worker processes per party")
+    arguments = parser.parse_args()
+
+    context = multiprocessing.get_context("spawn")
+    results: multiprocessing.Queue[tuple[str, PartyCost]] = context.Queue()
+    ports: multiprocessing.Queue[int] = context.Queue()
+    barrier = context.Barrier(2)
+    parties = [
+        context.Process(
+            target=run, args=(arguments.ids, arguments.workers, barrier, ports, results)
+        )
+        for run in (_run_active, _run_passive)
+    ]
+    for party in parties:
+        party.start()
+    costs = dict(results.get() for _ in parties)
+    for party in parties:
+        party.join()
+    _print(arguments.ids, arguments.workers, costs)
+
+
+def _run_active(
+    num_ids: int,
+    workers: int,
+    barrier: Barrier,
+    ports: "multiprocessing.Queue[int]",
+    results: "multiprocessing.Queue[tuple[str, PartyCost]]",
+) -> None:
+    def exchange(run: Callable[[StreamChannel], Alignment]) -> Alignment:
+        outcome: Queue[Alignment] = Queue()
+
+        def handle(requests: Iterator[AlignFrame], _context: object) -> Iterator[AlignFrame]:
+            channel = StreamChannel(lambda _outgoing: requests)
+            with ThreadPoolExecutor(1) as executor:
+                future = executor.submit(run, channel)
+                yield from channel.outgoing
+                outcome.put(future.result())
+
+        server = grpc.server(ThreadPoolExecutor(2))
+        service, _, method = _METHOD[1:].partition("/")
+        handler = grpc.stream_stream_rpc_method_handler(
+            handle, AlignFrame.FromString, AlignFrame.SerializeToString
+        )
+        handlers = grpc.method_handlers_generic_handler(service, {method: handler})
+        server.add_generic_rpc_handlers((handlers,))
+        ports.put(server.add_insecure_port("127.0.0.1:0"))
+        server.start()
+        result = outcome.get()
+        server.stop(grace=5).wait()
+        return result
+
+    ids = [f"customer-{number:09d}" for number in range(num_ids)]
+    results.put(("active", _measure(ids, workers, barrier, exchange)))
+
+
+def _run_passive(
+    num_ids: int,
+    workers: int,
+    barrier: Barrier,
+    ports: "multiprocessing.Queue[int]",
+    results: "multiprocessing.Queue[tuple[str, PartyCost]]",
+) -> None:
+    def exchange(run: Callable[[StreamChannel], Alignment]) -> Alignment:
+        address = f"127.0.0.1:{ports.get()}"
+        with grpc.insecure_channel(address) as connection:
+            call = connection.stream_stream(
+                _METHOD, AlignFrame.SerializeToString, AlignFrame.FromString
+            )
+            return run(StreamChannel(call))
+
+    ids = [f"customer-{number:09d}" for number in range(num_ids // 2, num_ids // 2 + num_ids)]
+    results.put(("passive", _measure(ids, workers, barrier, exchange)))
+
+
+def _measure(
+    ids: list[str],
+    workers: int,
+    barrier: Barrier,
+    exchange: Callable[[Callable[[StreamChannel], Alignment]], Alignment],
+) -> PartyCost:
+    barrier.wait()
+    floors = [_floor_s() for _ in range(3)]
+    barrier.wait()
+    engine = build_engine(EcdhAlignment(), AlignmentResources(workers=workers))
+    started_cpu, started = _own_cpu_s(), time.perf_counter()
+
+    def run(channel: StreamChannel) -> Alignment:
+        checked = canonical_ids(ids, "generated ids")
+        return align(engine, checked, channel, nonce=os.urandom(32), run_id="benchmark")
+
+    alignment = exchange(run)
+    wall_s = time.perf_counter() - started
+    cpu_s = _own_cpu_s() - started_cpu
+    party_mib = _peak_mib("self")
+    worker_mib = max((_peak_mib(child) for child in _children()), default=0.0)
+    barrier.wait()
+    floors += [_floor_s() for _ in range(3)]
+    # Workers count once they have been waited for; their start-up counts too.
+    waited = resource.getrusage(resource.RUSAGE_CHILDREN)
+    engine.close()
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s += ended.ru_utime + ended.ru_stime - waited.ru_utime - waited.ru_stime
+    return PartyCost(
+        cpu_s, wall_s, statistics.median(floors), party_mib, worker_mib, len(alignment.rows)
+    )
+
+
+def _floor_s() -> float:
+    """Time one hash to the group and two multiplications, without anything around them."""
+    library = ctypes.CDLL(ristretto.load().name)
+    from_hash = library.crypto_core_ristretto255_from_hash
+    multiply = library.crypto_scalarmult_ristretto255
+    from_hash.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    multiply.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+    digest, scalar = os.urandom(64), ristretto.load().random_scalar()
+    buffers = [ctypes.create_string_buffer(data, len(data)) for data in (digest, scalar)]
+    points = [ctypes.create_string_buffer(32) for _ in range(3)]
+    source, factor = map(ctypes.addressof, buffers)
+    hashed, once, twice = map(ctypes.addressof, points)
+    started = time.thread_time()
+    for _ in range(_FLOOR_IDS):
+        from_hash(hashed, source)
+        multiply(once, factor, hashed)
+        multiply(twice, factor, once)
+    return (time.thread_time() - started) / _FLOOR_IDS
+
+
+def _own_cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _peak_mib(process: str) -> float:
+    # Not ru_maxrss: Linux carries the parent's peak over into a new program.
+    status = Path(f"/proc/{process}/status").read_text(encoding="ascii")
+    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
+
+
+def _children() -> list[str]:
+    tasks = Path("/proc/self/task").iterdir()
+    return [child for task in tasks for child in (task / "children").read_text().split()]
+
+
+def _print(num_ids: int, workers: int, costs: dict[str, PartyCost]) -> None:
+    model = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
+    print(f"{model}, {os.cpu_count()} cores; Python {platform.python_version()}, "
+          f"grpcio {metadata.version('grpcio')}, {ristretto.load().name}")  # fmt: skip
+    print(f"{num_ids} x {num_ids} ids, {workers} workers per party")
+    for party, cost in sorted(costs.items()):
+        rate, floor = num_ids / cost.cpu_s, 1 / cost.floor_s
+        print(
+            f"{party:8}{rate:8,.0f} ids/s/core = {rate / floor:.0%} of the floor {floor:,.0f}; "
+            f"{num_ids / cost.wall_s:8,.0f} ids/s wall; peak {cost.party_mib:.0f} MiB"
+            + (f" + {workers} x {cost.worker_mib:.0f} MiB" if workers else "")
+            + f"; {cost.num_common} common"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""The contract: what both parties must agree on before anything else happens.
+
+Both hold the same file. At the handshake its canonical form is compared field by field. Whatever is
+not in it is private to one party.
+"""
+
+import hashlib
+import json
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt, StringConstraints, model_validator
+
+from common.alignment import AlignmentSettings
+from common.settings import Section
+
+CutDtype = Literal["float32", "float16", "bfloat16"]
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+
+DTYPE_BYTES: dict[CutDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class HashSplit(Section):
+    """Rows are split by a hash of their id, keyed with the joint seed."""
+
+    kind: Literal["hash"] = "hash"
+
+    train: float = Field(default=0.8, gt=0, lt=1)
+    """Share of the aligned rows that are trained on."""
+
+    validation: float = Field(default=0.0, ge=0, lt=1)
+    """Share that early stopping looks at; 0 when nothing stops early."""
+
+    test: float = Field(default=0.2, gt=0, lt=1)
+    """Share that the final figures are measured on."""
+
+    @model_validator(mode="after")
+    def _shares_add_up(self) -> "HashSplit":
+        total = self.train + self.validation + self.test
+        if not math.isclose(total, 1.0, abs_tol=1e-9):
+            raise ValueError(f"train + validation + test must be 1, not {total:g}")
+        return self
+
+
+class LearningRateSchedule(Section):
+    """How both parties change their own learning rate over the run, in lockstep."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the learning rate rises linearly to its full value."""
+
+    decay: Literal["none", "cosine"] = "none"
+    """What it does afterwards, up to the last step of the contract's epochs."""
+
+    def factor(self, step: int, total_steps: int) -> float:
+        """Return the multiplier of the learning rate at a step counted over the run, from 0."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.decay == "none":
+            return 1.0
+        progress = (step - self.warmup_steps) / max(total_steps - self.warmup_steps, 1)
+        return 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+
+
+class WireLimits(Section):
+    """How tensors travel."""
+
+    unchunked_bytes: PositiveInt = 4 * 1024 * 1024
+    """Tensors up to this many bytes travel in one message."""
+
+    chunk_bytes: int = Field(default=1024 * 1024, ge=512 * 1024)
+    """Larger ones travel in chunks of this many bytes."""
+
+
+class Contract(Section):
+    """Everything that both parties hold in common."""
+
+    protocol_version: Literal[1] = 1
+    """Version of the rules in ``protos/split_learning.proto``."""
+
+    run_name: Name
+    """Name of the run, and of its folder on both sides."""
+
+    passive_parties: tuple[Name, ...] = Field(default=("passive",), min_length=1, max_length=1)
+    """The passive parties, in the order of their cut layers."""
+
+    cut_shape: tuple[PositiveInt, ...] = Field(min_length=1, max_length=4)
+    """Shape of one example's activation at the cut layer."""
+
+    cut_dtype: CutDtype = "float32"
+    """Element type in which activations and gradients travel."""
+
+    batch_size: int = Field(ge=1, le=1_048_576)
+    """Examples per training step."""
+
+    evaluation_batch_size: int = Field(default=4096, ge=1, le=1_048_576)
+    """Examples per message of an evaluation."""
+
+    epochs: int = Field(ge=1, le=100_000)
+    """Passes over the training rows."""
+
+    drop_last: bool = False
+    """Whether an epoch leaves out its last batch when that is smaller than ``batch_size``."""
+
+    split: HashSplit = HashSplit()
+    """How the aligned rows are divided into training, validation and test rows."""
+
+    schedule: LearningRateSchedule = LearningRateSchedule()
+    """How both learning rates change over the run."""
+
+    alignment: AlignmentSettings = AlignmentSettings()
+    """How the common ids are found."""
+
+    wire: WireLimits = WireLimits()
+    """How tensors travel."""
+
+    audits_allowed: bool = False
+    """Whether the passive party may ask the active party for the AUC of its scores."""
+
+    @property
+    def cut_dim(self) -> int:
+        """Number of values in one example's activation."""
+        return math.prod(self.cut_shape)
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows that one tensor on the wire may have."""
+        return max(self.batch_size, self.evaluation_batch_size)
+
+    @property
+    def max_message_bytes(self) -> int:
+        """Largest message that either party has a reason to send."""
+        tensor_bytes = self.max_rows * self.cut_dim * DTYPE_BYTES[self.cut_dtype]
+        return max(min(tensor_bytes, self.wire.unchunked_bytes), self.wire.chunk_bytes) + 65536
+
+    def canonical_json(self) -> str:
+        """Return the one text that stands for this contract on the wire."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+
+    def digest(self) -> bytes:
+        """Return the SHA-256 of the canonical form, 32 bytes."""
+        return hashlib.sha256(self.canonical_json().encode()).digest()
+
+    def fields_differing_from(self, canonical: str) -> list[str]:
+        """Name the fields in which another party's canonical form differs from this contract.
+
+        Only names of this contract's own fields come back; whatever else the text holds, or a text
+        that is no contract at all, is summed up as "(other fields)".
+        """
+        own = _flatten(self.model_dump(mode="json"))
+        try:
+            values = json.loads(canonical)
+            other = _flatten(values) if isinstance(values, dict) else {}
+        except (ValueError, RecursionError):
+            return ["(other fields)"]
+        differing = [name for name in own if name not in other or other[name] != own[name]]
+        if other.keys() - own.keys():
+            differing.append("(other fields)")
+        return differing
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat

@@ -1,0 +1,182 @@
+"""The settings that a party keeps to itself, as far as both kinds of party have them."""
+
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import torch
+from pydantic import Field, StringConstraints
+
+from common.contract import Contract
+from common.data.settings import DataSettings
+from common.errors import SettingsError
+from common.models.settings import OptimizerSettings
+from common.settings import Section, apply_overrides, read_yaml, validate
+
+Address = Annotated[str, StringConstraints(pattern=r"^\[?[A-Za-z0-9_.:-]+\]?:[0-9]{1,5}$")]
+
+
+class InsecureSecurity(Section):
+    """Plain text between the parties: for one machine or one private network, never beyond."""
+
+    mode: Literal["insecure"]
+    """There is no default: leaving the wire unprotected has to be asked for by name."""
+
+
+SecuritySettings = InsecureSecurity
+# Becomes a union discriminated by `mode` with the next mode that is added.
+
+
+class ReconnectSettings(Section):
+    """How long a party waits for a silent or absent peer."""
+
+    max_s: float = Field(default=300.0, gt=0, le=86_400)
+    """Seconds without the peer after which this party saves its model and gives up."""
+
+    first_wait_s: float = Field(default=0.2, gt=0, le=60)
+    """Seconds before the first new attempt; each further wait is twice as long."""
+
+    longest_wait_s: float = Field(default=5.0, gt=0, le=600)
+    """Longest wait between two attempts."""
+
+    deadline_s: float = Field(default=120.0, gt=0, le=86_400)
+    """Seconds that the peer has for the answer to one message."""
+
+
+class PartySettings(Section):
+    """What every party sets for itself."""
+
+    contract: Contract
+    """The shared contract: the path of its file, relative to this one."""
+
+    data: DataSettings
+    """This party's file and columns."""
+
+    security: SecuritySettings
+    """How the connection is protected."""
+
+    optimizer: OptimizerSettings
+    """How this party's half of the network learns."""
+
+    device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:[0-9]{1,2})?)$")] = "auto"
+    """``auto`` (the first GPU where there is one), ``cpu``, ``cuda`` or ``cuda:N``."""
+
+    model_seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed of the initial weights and of dropout. It has no influence on batches or noise."""
+
+    torch_threads: int | None = Field(default=None, ge=1, le=1024)
+    """Cores that this party computes on; by default all that the process may use."""
+
+    alignment_workers: int = Field(default=0, ge=0, le=1024)
+    """Worker processes for the alignment; 0 does its arithmetic in this process."""
+
+    reconnect: ReconnectSettings = ReconnectSettings()
+    """How long to wait for a silent or absent peer."""
+
+    runs_dir: Path = Path("runs")
+    """Folder of all runs, relative to where the command is started."""
+
+    insecure_nonce_seed: int | None = Field(default=None, ge=0)
+    """For tests only: makes this party's share of the joint seed predictable."""
+
+    base_dir: Path = Field(default=Path(), exclude=True)
+    """Folder of the settings file: relative paths in ``data`` start here."""
+
+    def torch_device(self) -> torch.device:
+        """Return the device to compute on.
+
+        Raises:
+            SettingsError: a GPU was asked for by name and there is none.
+        """
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = torch.device(self.device)
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise SettingsError(
+                f"device: {self.device} was asked for, but torch sees "
+                f"{torch.cuda.device_count()} CUDA device(s)"
+            )
+        return device
+
+    def cores(self) -> int:
+        """Return the number of cores that this party computes on."""
+        return self.torch_threads or len(os.sched_getaffinity(0))
+
+
+PartySettingsT = TypeVar("PartySettingsT", bound=PartySettings)
+
+
+def load_party_settings(
+    section: type[PartySettingsT], path: Path, overrides: Sequence[str] = ()
+) -> PartySettingsT:
+    """Read a party's settings file and the contract that it names.
+
+    Args:
+        section: the party's own kind of settings.
+        path: the settings file.
+        overrides: ``dotted.name=yaml`` each; ``contract.name=yaml`` changes the contract.
+
+    Raises:
+        SettingsError: with every problem of both files.
+    """
+    values = read_yaml(path)
+    problems: list[str] = []
+    own = [text for text in overrides if not text.startswith("contract.")]
+    values = apply_overrides(values, own)
+    contract, contract_problems = _load_contract(
+        values.get("contract"), path, [t[len("contract.") :] for t in overrides if t not in own]
+    )
+    problems += contract_problems
+    try:
+        placeholder = contract or Contract(
+            run_name="unreadable", cut_shape=(1,), batch_size=1, epochs=1
+        )
+        settings = validate(
+            section, {**values, "contract": placeholder, "base_dir": path.parent}, str(path)
+        )
+    except SettingsError as error:
+        problems += error.problems
+    if problems:
+        raise SettingsError(problems)
+    return settings
+
+
+def _load_contract(
+    value: Any, settings_path: Path, overrides: Sequence[str]
+) -> tuple[Contract | None, list[str]]:
+    try:
+        if isinstance(value, str):
+            path = settings_path.parent / value
+            return validate(Contract, apply_overrides(read_yaml(path), overrides), str(path)), []
+        if isinstance(value, dict):
+            values = apply_overrides(value, overrides)
+            return validate(Contract, values, f"{settings_path}: contract"), []
+    except SettingsError as error:
+        return None, list(error.problems)
+    return None, [f"{settings_path}: contract: expected the path of the contract's file"]
+
+
+def check_insecure_address(address: str, security: SecuritySettings, setting: str) -> None:
+    """Refuse a plain-text connection that could leave this machine or its private network.
+
+    Raises:
+        SettingsError: the host cannot be resolved, or one of its addresses is public or a wildcard.
+    """
+    if security.mode != "insecure":
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise SettingsError(f"{setting}: {host!r} cannot be resolved: {error}") from error
+    for *_, socket_address in found:
+        ip = ipaddress.ip_address(re.sub("%.*", "", str(socket_address[0])))
+        if ip.is_unspecified or not (ip.is_loopback or ip.is_private):
+            raise SettingsError(
+                f"{setting}: {address} is not on loopback or a private network, and "
+                f"security.mode is insecure: nothing would protect what travels there"
+            )

@@ -1,0 +1,47 @@
+"""The passive party's settings."""
+
+from pydantic import Field, model_validator
+
+from common.data.settings import DataSettings
+from common.models.settings import ModelSettings
+from common.party_settings import Address, PartySettings
+from common.privacy.settings import AuditSettings
+
+
+class AdversarySettings(AuditSettings):
+    """The attacks that this party runs on the gradients it receives, to measure what they leak."""
+
+    layers: tuple[str, ...] = Field(default=("cut", "first"), min_length=1)
+    """``cut`` (the gradients as received), ``first`` (the bottom model's first layer), or the name
+    of a submodule of the bottom model."""
+
+    labels: DataSettings | None = None
+    """File with evaluation labels that both sides know; without it there is no leak AUC here."""
+
+    @model_validator(mode="after")
+    def _labels_have_a_column(self) -> "AdversarySettings":
+        if self.labels is not None and self.labels.label_column is None:
+            raise ValueError("labels.label_column: name the column that holds the labels")
+        return self
+
+
+class PassiveSettings(PartySettings):
+    """What the feature owner sets, and shows to nobody."""
+
+    party: str = "passive"
+    """This party's name in the contract."""
+
+    connect: Address = "127.0.0.1:50051"
+    """Host and port of the active party."""
+
+    bottom_model: ModelSettings
+    """The half of the network below the cut layer."""
+
+    adversary: AdversarySettings | None = None
+    """Red team: measure what the received gradients leak; ``null`` for none."""
+
+    @model_validator(mode="after")
+    def _is_in_the_contract(self) -> "PassiveSettings":
+        if self.party not in self.contract.passive_parties:
+            raise ValueError(f"party: the contract lists {list(self.contract.passive_parties)}")
+        return self

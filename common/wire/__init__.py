@@ -1,0 +1,1 @@
+"""How messages look on the wire, and what of them is believed."""

@@ -1,0 +1,238 @@
+"""Tensors on the wire: how they are written, and the one place where the peer's bytes are checked.
+
+A tensor travels as one ``TensorFrame``, or, beyond ``unchunked_bytes``, as several with rising
+offsets. The frames are legal protobuf messages. They are written and read here rather than by the
+generated class only because that class copies the payload twice more on each side.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from google.protobuf.message import DecodeError
+from torch import Tensor
+
+from common.contract import DTYPE_BYTES, Contract, CutDtype
+from common.errors import InvalidMessage, TooLarge
+from protos import split_learning_pb2 as pb
+
+TORCH_DTYPES: dict[CutDtype, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+_WIRE_DTYPES: dict[CutDtype, pb.DType] = {
+    "float32": pb.DTYPE_FLOAT32,
+    "float16": pb.DTYPE_FLOAT16,
+    "bfloat16": pb.DTYPE_BFLOAT16,
+}
+
+_DATA_TAG = b"\x7a"  # field 15, wire type 2 (length-delimited)
+_VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
+
+
+@dataclass(frozen=True)
+class BatchHeader:
+    """Which rows of which step a tensor belongs to."""
+
+    run_id: str
+    epoch: int
+    step: int
+    split: pb.Split
+    positions_digest: bytes
+
+
+@dataclass(frozen=True)
+class TensorMessage:
+    """A tensor with the rows that it belongs to."""
+
+    header: BatchHeader
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class TensorLimits:
+    """What a tensor from the peer may look like."""
+
+    cut_shape: tuple[int, ...]
+    dtype: CutDtype
+    max_rows: int
+    unchunked_bytes: int
+    chunk_bytes: int
+
+    @classmethod
+    def of(cls, contract: Contract) -> "TensorLimits":
+        """Take the limits from the contract."""
+        return cls(
+            contract.cut_shape,
+            contract.cut_dtype,
+            contract.max_rows,
+            contract.wire.unchunked_bytes,
+            contract.wire.chunk_bytes,
+        )
+
+
+def encode_tensor(message: TensorMessage, limits: TensorLimits) -> Iterator[bytes]:
+    """Write a tensor as serialised ``TensorFrame`` messages.
+
+    Args:
+        message: values of shape (rows, *cut_shape), of any float dtype and on any device.
+        limits: gives the wire's dtype and the chunk size.
+    """
+    values = message.values.detach().to("cpu", TORCH_DTYPES[limits.dtype]).contiguous()
+    payload = values.view(torch.uint8).numpy().reshape(-1).data
+    header = message.header
+    size = len(payload) if len(payload) <= limits.unchunked_bytes else limits.chunk_bytes
+    for offset in range(0, max(len(payload), 1), max(size, 1)):
+        fields = pb.TensorFrame(
+            run_id=header.run_id,
+            epoch=header.epoch,
+            step=header.step,
+            rows=values.shape[0],
+            positions_digest=header.positions_digest,
+            split=header.split,
+            dtype=_WIRE_DTYPES[limits.dtype],
+            shape=values.shape,
+            total_bytes=len(payload),
+            offset=offset,
+        )
+        chunk = payload[offset : offset + size]
+        yield b"".join((fields.SerializeToString(), _DATA_TAG, _varint(len(chunk)), chunk))
+
+
+class TensorAssembler:
+    """Reads the frames of one stream and gives back whole, checked tensors.
+
+    Holds at most one tensor of the size that the contract allows, whatever the peer sends.
+    """
+
+    def __init__(self, limits: TensorLimits) -> None:
+        self._limits = limits
+        self._begun: pb.TensorFrame | None = None
+        self._buffer = bytearray()
+        self._received = 0
+
+    def add(self, frame: bytes) -> TensorMessage | None:
+        """Take one serialised frame; return the tensor if this was its last.
+
+        Raises:
+            InvalidMessage: the frame is no legal frame, or not the next one, or has wrong values.
+            TooLarge: it announces more rows than the contract allows.
+        """
+        fields, data = _split_frame(frame)
+        begun, self._begun = self._begun, None  # an error below drops what was begun
+        if begun is None:
+            self._check_first(fields)
+            if len(data) == fields.total_bytes:
+                return self._finish(fields, data)
+            self._buffer, self._received = bytearray(fields.total_bytes), 0
+            begun = fields
+        self._check_chunk(begun, fields, len(data))
+        self._buffer[self._received : self._received + len(data)] = data
+        self._received += len(data)
+        if self._received == begun.total_bytes:
+            return self._finish(begun, memoryview(self._buffer))
+        self._begun = begun
+        return None
+
+    def _check_first(self, fields: pb.TensorFrame) -> None:
+        limits = self._limits
+        shape = (fields.rows, *limits.cut_shape)
+        if fields.dtype != _WIRE_DTYPES[limits.dtype]:
+            raise InvalidMessage(f"dtype: expected {limits.dtype}, got {fields.dtype}")
+        if fields.rows > limits.max_rows:
+            raise TooLarge(f"rows: at most {limits.max_rows}, got {fields.rows}")
+        if fields.rows == 0 or tuple(fields.shape) != shape:
+            raise InvalidMessage(f"shape: expected {shape}, got {tuple(fields.shape)[:8]}")
+        expected = math.prod(shape) * DTYPE_BYTES[limits.dtype]
+        if fields.total_bytes != expected:
+            raise InvalidMessage(f"length: expected {expected} bytes, got {fields.total_bytes}")
+        if fields.offset != 0:
+            raise InvalidMessage(f"offset: a tensor starts at 0, got {fields.offset}")
+
+    def _check_chunk(self, begun: pb.TensorFrame, fields: pb.TensorFrame, size: int) -> None:
+        if _identity(fields) != _identity(begun):
+            raise InvalidMessage("chunk: belongs to another tensor than the one begun")
+        expected = min(self._limits.chunk_bytes, begun.total_bytes - self._received)
+        if fields.offset != self._received or size != expected:
+            raise InvalidMessage(
+                f"chunk: expected {expected} bytes at {self._received}, "
+                f"got {size} at {fields.offset}"
+            )
+
+    def _finish(self, fields: pb.TensorFrame, data: memoryview) -> TensorMessage:
+        dtype = TORCH_DTYPES[self._limits.dtype]
+        # The copy makes the tensor writable and free of the message's memory.
+        flat = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy()).view(dtype)
+        values = flat.view(fields.rows, *self._limits.cut_shape)
+        if not bool(torch.isfinite(values).all()):
+            raise InvalidMessage("values: expected finite numbers, got NaN or infinity")
+        header = BatchHeader(
+            fields.run_id, fields.epoch, fields.step, fields.split, fields.positions_digest
+        )
+        return TensorMessage(header, values)
+
+
+def _identity(fields: pb.TensorFrame) -> tuple[object, ...]:
+    return (fields.run_id, fields.epoch, fields.step, fields.split, fields.positions_digest)
+
+
+def _split_frame(frame: bytes) -> tuple[pb.TensorFrame, memoryview]:
+    """Part a frame into its small fields and its payload, without copying the payload."""
+    try:
+        start, end = _find_data(frame)
+        if end == len(frame):
+            fields = pb.TensorFrame.FromString(frame[: start[0]])
+            return fields, memoryview(frame)[start[1] :]
+        fields = pb.TensorFrame.FromString(frame)
+    except (DecodeError, IndexError, ValueError) as error:
+        raise InvalidMessage("not a TensorFrame message") from error
+    data = memoryview(fields.data)
+    fields.ClearField("data")
+    return fields, data
+
+
+def _find_data(frame: bytes) -> tuple[tuple[int, int], int]:
+    """Find the payload field: (where its tag is, where its bytes start), where they end."""
+    at = 0
+    while at < len(frame):
+        tag_at = at
+        tag, at = _read_varint(frame, at)
+        if tag == _DATA_TAG[0]:
+            length, at = _read_varint(frame, at)
+            return (tag_at, at), at + length
+        kind = tag & 7
+        if kind == _VARINT:
+            _, at = _read_varint(frame, at)
+        elif kind == _LENGTH_DELIMITED:
+            length, at = _read_varint(frame, at)
+            at += length
+        elif kind in (_FIXED32, _FIXED64):
+            at += 4 if kind == _FIXED32 else 8
+        else:
+            raise ValueError("wire type")
+    return (at, at), -1
+
+
+def _read_varint(frame: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = frame[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+        if shift > 63:
+            raise ValueError("varint")
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)

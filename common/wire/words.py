@@ -1,0 +1,10 @@
+"""The enumerations of the wire in the project's own words."""
+
+from common.run_course import SplitName
+from protos import split_learning_pb2 as pb
+
+SPLIT_ON_WIRE: dict[SplitName, pb.Split] = {
+    "train": pb.SPLIT_TRAIN,
+    "validation": pb.SPLIT_VALIDATION,
+    "test": pb.SPLIT_TEST,
+}

@@ -1,0 +1,180 @@
+"""Tensors on the wire: legal protobuf both ways, and nothing wrong gets through."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import InvalidMessage, ProtocolError, TooLarge
+from common.wire.tensor_codec import (
+    BatchHeader,
+    TensorAssembler,
+    TensorLimits,
+    TensorMessage,
+    encode_tensor,
+)
+from protos import split_learning_pb2 as pb
+
+HEADER = BatchHeader("run", 2, 7, pb.SPLIT_TRAIN, b"digest-of-rows--")
+
+
+def limits(**changes: object) -> TensorLimits:
+    values: dict[str, object] = {
+        "cut_shape": (3, 2),
+        "dtype": "float32",
+        "max_rows": 64,
+        "unchunked_bytes": 1024,
+        "chunk_bytes": 256,
+    }
+    return TensorLimits(**(values | changes))  # type: ignore[arg-type]
+
+
+def values(rows: int = 5) -> torch.Tensor:
+    return torch.randn(rows, 3, 2, generator=torch.Generator().manual_seed(rows))
+
+
+def frame(**changes: object) -> bytes:
+    """One correct frame, with some fields changed."""
+    fields = pb.TensorFrame.FromString(
+        next(encode_tensor(TensorMessage(HEADER, values()), limits()))
+    )
+    for name, value in changes.items():
+        if name == "shape":
+            del fields.shape[:]
+            fields.shape.extend(value)  # type: ignore[arg-type]
+        else:
+            setattr(fields, name, value)
+    return fields.SerializeToString()
+
+
+def assemble(frames: list[bytes], **changes: object) -> TensorMessage | None:
+    assembler = TensorAssembler(limits(**changes))
+    result = None
+    for part in frames:
+        result = assembler.add(part)
+    return result
+
+
+@pytest.mark.parametrize("rows", [1, 5, 42, 43, 64])  # 24 bytes a row: 43 rows need chunks
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_tensor_comes_back_bit_for_bit(rows: int, dtype: str) -> None:
+    sent = values(rows).to(getattr(torch, dtype))
+    frames = list(encode_tensor(TensorMessage(HEADER, sent), limits(dtype=dtype)))
+    received = assemble(frames, dtype=dtype)
+    assert received is not None
+    assert received.header == HEADER
+    assert torch.equal(received.values, sent)
+
+
+def test_the_frames_are_what_the_generated_class_reads_and_writes() -> None:
+    message = TensorMessage(HEADER, values())
+    (ours,) = encode_tensor(message, limits())
+    generated = pb.TensorFrame.FromString(ours)
+    assert generated.data == values().numpy().tobytes()
+    assert list(generated.shape) == [5, 3, 2]
+    again = assemble([generated.SerializeToString()])
+    assert again is not None
+    assert torch.equal(again.values, message.values)
+
+
+def test_a_peer_that_writes_the_payload_first_is_understood() -> None:
+    fields = pb.TensorFrame.FromString(frame())
+    payload = pb.TensorFrame(data=fields.data).SerializeToString()
+    fields.ClearField("data")
+    received = assemble([payload + fields.SerializeToString()])
+    assert received is not None
+    assert torch.equal(received.values, values())
+
+
+def test_the_received_tensor_can_be_written_to() -> None:
+    received = assemble([frame()])
+    assert received is not None
+    received.values.add_(1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"dtype": pb.DTYPE_FLOAT16}, InvalidMessage),
+        ({"dtype": 0}, InvalidMessage),
+        ({"rows": 0}, InvalidMessage),
+        ({"rows": 4}, InvalidMessage),
+        ({"rows": 65}, TooLarge),
+        ({"rows": 2**32 - 1}, TooLarge),
+        ({"shape": [5, 6]}, InvalidMessage),
+        ({"shape": [5, 2, 3]}, InvalidMessage),
+        ({"shape": []}, InvalidMessage),
+        ({"total_bytes": 119}, InvalidMessage),
+        ({"total_bytes": 2**63}, InvalidMessage),
+        ({"offset": 4}, InvalidMessage),
+        ({"data": b"\0" * 119}, InvalidMessage),
+        ({"data": b"\0" * 121}, InvalidMessage),
+        ({"data": b""}, InvalidMessage),
+        ({"data": torch.full((30,), float("nan")).numpy().tobytes()}, InvalidMessage),
+        ({"data": torch.full((30,), float("-inf")).numpy().tobytes()}, InvalidMessage),
+    ],
+)
+def test_a_wrong_frame_is_refused_and_the_next_right_one_is_not(
+    changes: dict[str, object], error: type[ProtocolError]
+) -> None:
+    assembler = TensorAssembler(limits())
+    with pytest.raises(error):
+        assembler.add(frame(**changes))
+    after = assembler.add(frame())
+    assert after is not None
+    assert torch.equal(after.values, values())
+
+
+def chunked() -> list[bytes]:
+    return list(encode_tensor(TensorMessage(HEADER, values(64)), limits()))
+
+
+def test_chunks_must_come_in_order_and_belong_together() -> None:
+    frames = chunked()
+    other = pb.TensorFrame.FromString(frames[1])
+    other.step += 1
+    for wrong in ([frames[0], frames[2]], [frames[0], frames[0]], [frames[1]]):
+        with pytest.raises(InvalidMessage):
+            assemble(wrong)
+    with pytest.raises(InvalidMessage, match="another tensor"):
+        assemble([frames[0], other.SerializeToString()])
+
+
+def test_a_stream_of_first_chunks_holds_one_tensor_at_most() -> None:
+    assembler = TensorAssembler(limits())
+    for _ in range(100):
+        assert assembler.add(chunked()[0]) is None
+        with pytest.raises(InvalidMessage):
+            assembler.add(chunked()[0])
+    for part in chunked()[:-1]:
+        assert assembler.add(part) is None
+    whole = assembler.add(chunked()[-1])
+    assert whole is not None
+    assert torch.equal(whole.values, values(64))
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.binary(max_size=300))
+def test_random_bytes_are_refused_not_believed(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        TensorAssembler(limits()).add(data)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.integers(0, 10**6), st.integers(0, 255), st.integers(0, 3))
+def test_a_mutated_frame_is_refused_or_still_a_legal_tensor(at: int, byte: int, how: int) -> None:
+    right = frame()
+    place = at % len(right)
+    mutated = (
+        right[:place] + bytes([byte]) + right[place + 1 :],
+        right[:place],
+        right + bytes([byte]),
+        right[:place] + bytes([byte]) + right[place:],
+    )[how]
+    try:
+        received = TensorAssembler(limits()).add(mutated)
+    except ProtocolError:
+        return
+    assert received is None or (
+        received.values.shape[1:] == (3, 2) and bool(torch.isfinite(received.values).all())
+    )

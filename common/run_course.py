@@ -1,0 +1,127 @@
+"""The course of a run: which rows are handled when. Both parties derive it, neither receives it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from common.contract import Contract
+from common.errors import AlignmentError
+from common.sample_order import (
+    Positions,
+    SampleOrder,
+    canonical_order,
+    keyed_id_digests,
+    positions_digest,
+    split_rows,
+)
+
+SplitName = Literal["train", "validation", "test"]
+HELD_OUT: tuple[SplitName, ...] = ("validation", "test")
+
+
+@dataclass(frozen=True)
+class AlignedRows:
+    """The common rows of both parties, in the common order.
+
+    A *position* is a place in this order and means the same example on both sides.
+    """
+
+    file_rows: Positions
+    """Row of this party's own file at each position, (aligned,)."""
+
+    splits: dict[SplitName, Positions]
+    """Positions of each split, disjoint, together all."""
+
+    order: SampleOrder
+    """The order in which the training positions are handled in each epoch."""
+
+    @classmethod
+    def derive(
+        cls, contract: Contract, joint_seed: bytes, ids: Sequence[str], file_rows: Positions
+    ) -> "AlignedRows":
+        """Put the rows of the intersection into the common order and split them.
+
+        The order is that of the ids' hashes under the joint seed: independent of both files, and
+        known to neither party before both nonces are.
+
+        Args:
+            contract: gives split shares and batch size.
+            joint_seed: made of both parties' nonces.
+            ids: this party's canonical ids, all of them.
+            file_rows: indices into ``ids`` of the common ones, in any order, (aligned,).
+
+        Raises:
+            AlignmentError: there are too few common rows for a training and a test split.
+        """
+        digests = keyed_id_digests([ids[row] for row in file_rows], joint_seed)
+        order = canonical_order(digests)
+        shares = contract.split
+        parts = split_rows(digests[order], shares.train, shares.validation, shares.test)
+        splits: dict[SplitName, Positions] = {
+            "train": parts["train"],
+            "validation": parts["validation"],
+            "test": parts["test"],
+        }
+        empty = [name for name in splits if getattr(shares, name) and not len(splits[name])]
+        if empty:
+            raise AlignmentError(f"{len(order)} common ids leave no row for: {', '.join(empty)}")
+        if contract.drop_last and len(splits["train"]) < contract.batch_size:
+            raise AlignmentError(
+                f"{len(splits['train'])} training rows make no batch of {contract.batch_size}, "
+                f"and drop_last is on"
+            )
+        samples = SampleOrder(
+            joint_seed, splits["train"], contract.batch_size, drop_last=contract.drop_last
+        )
+        return cls(file_rows[order], splits, samples)
+
+    def total_steps(self, contract: Contract) -> int:
+        """Return the training steps of the whole run, if nothing stops it early."""
+        return self.order.steps_per_epoch * contract.epochs
+
+    def __len__(self) -> int:
+        return len(self.file_rows)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One message's worth of rows."""
+
+    epoch: int
+    split: SplitName
+    step: int
+    """Number of the batch within the epoch's split, from 0."""
+
+    positions: Positions
+    digest: bytes
+    closes_split: bool
+    """Whether it is the last batch of its split in this epoch."""
+
+    closes_epoch: bool
+    """Whether it is the last batch of its epoch."""
+
+    @property
+    def key(self) -> tuple[int, SplitName, int]:
+        """What names the batch within the run."""
+        return (self.epoch, self.split, self.step)
+
+
+def run_course(contract: Contract, rows: AlignedRows) -> Iterator[Batch]:
+    """Yield every batch of a run: each epoch's training rows, then its held-out rows."""
+    held_out = [name for name in HELD_OUT if len(rows.splits[name])]
+    for epoch in range(contract.epochs):
+        yield from _batches(epoch, "train", list(rows.order.epoch(epoch)), closes_epoch=False)
+        for name in held_out:
+            positions = rows.splits[name]
+            size = contract.evaluation_batch_size
+            parts = [positions[i : i + size] for i in range(0, len(positions), size)]
+            yield from _batches(epoch, name, parts, closes_epoch=name == held_out[-1])
+
+
+def _batches(
+    epoch: int, split: SplitName, parts: Sequence[Positions], *, closes_epoch: bool
+) -> Iterator[Batch]:
+    for step, positions in enumerate(parts):
+        last = step == len(parts) - 1
+        digest = positions_digest(positions)
+        yield Batch(epoch, split, step, positions, digest, last, last and closes_epoch)

@@ -1,0 +1,1 @@
+"""The label owner: top model, defenses, session, gRPC service."""

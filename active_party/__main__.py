@@ -1,0 +1,136 @@
+"""The ``active-party`` command."""
+
+import argparse
+import logging
+import socket
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from active_party.assembly import TrainerBuilder, build_session
+from active_party.recorder import ActiveRecorder
+from active_party.service import ActiveService, start_server
+from active_party.session import ActiveSession, Stage
+from active_party.settings import ActiveSettings
+from common.alignment import AlignmentResources, build_engine
+from common.checkpoint import save_model
+from common.command_line import (
+    Interruption,
+    draw_nonce,
+    exit_code_of,
+    overrides_of,
+    parse_arguments,
+    prepare,
+    report_check,
+    save_resolved,
+)
+from common.errors import Interrupted, PeerUnreachable, SettingsError
+from common.models.factory import build_top_model
+from common.party_data import PartyData
+from common.party_settings import check_insecure_address, load_party_settings
+from common.run_folder import open_run_folder, write_json_atomically
+from common.telemetry import configure_logging, print_summary
+
+logger = logging.getLogger("active_party")
+
+FAREWELL_S = 10.0
+GRACE_S = 5.0
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command and exit with its code."""
+    parsed = parse_arguments("active-party", arguments)
+    configure_logging("active", parsed.verbose - parsed.quiet)
+    actions = {"run": _run, "check": _check}
+    sys.exit(exit_code_of(partial(actions[parsed.command], parsed)))
+
+
+def _load(parsed: argparse.Namespace) -> ActiveSettings:
+    return load_party_settings(ActiveSettings, parsed.settings, overrides_of(parsed, "active"))
+
+
+def _run(parsed: argparse.Namespace) -> None:
+    interruption = Interruption()
+    interruption.install()
+    settings = _load(parsed)
+    check_insecure_address(settings.listen, settings.security, "listen")
+    logger.warning("security.mode is insecure: what travels is not encrypted")
+    device = prepare(settings)
+    data = PartyData.load(settings.data, settings.base_dir)
+    logger.info("%d rows read from %s", len(data.ids), data.table.source)
+    folder = open_run_folder(settings.runs_dir, settings.contract.run_name, "active")
+    save_resolved(settings, folder)
+    engine = build_engine(
+        settings.contract.alignment, AlignmentResources(workers=settings.alignment_workers)
+    )
+    build_trainer = TrainerBuilder(settings, data, device)
+    with ActiveRecorder(settings, folder) as recorder:
+        session = build_session(settings, data, build_trainer, recorder, draw_nonce(settings))
+        service = ActiveService(session, engine, settings.reconnect.deadline_s)
+        server = start_server(service, settings.contract, settings.listen)
+        logger.info("waiting for the passive party at %s", settings.listen)
+        try:
+            _wait_for_end(session, service, settings, interruption)
+        finally:
+            server.stop(GRACE_S).wait()
+            engine.close()
+            if session.trainer is not None:
+                saved = save_model(folder, session.trainer.model, build_trainer.encoder)
+                logger.info("model saved in %s", saved)
+    if session.error is not None:
+        raise session.error
+    summary = recorder.summary(dict(service.refused))
+    write_json_atomically(folder / "summary.json", summary)
+    print_summary("active party", summary)
+
+
+def _wait_for_end(
+    session: ActiveSession,
+    service: ActiveService,
+    settings: ActiveSettings,
+    interruption: Interruption,
+) -> None:
+    while not session.wait(0.2):
+        patience_s = (
+            settings.first_contact_s if session.stage is Stage.WAITING else settings.reconnect.max_s
+        )
+        if interruption.signal_number is not None:
+            session.end(Interrupted(interruption.signal_number))
+        elif service.silent_s() > patience_s:
+            session.end(
+                PeerUnreachable(f"nothing came from the passive party for {patience_s:g} s")
+            )
+    if session.error is None:
+        session.wait_for_farewell(FAREWELL_S)
+
+
+def _check(parsed: argparse.Namespace) -> None:
+    settings = _load(parsed)
+
+    def address() -> str:
+        check_insecure_address(settings.listen, settings.security, "listen")
+        host, _, port = settings.listen.rpartition(":")
+        try:
+            with socket.create_server((host.strip("[]"), int(port))):
+                return f"listen: {settings.listen} is free"
+        except OSError as error:
+            raise SettingsError(f"listen: cannot serve at {settings.listen}: {error}") from error
+
+    def data_and_model() -> str:
+        data = PartyData.load(settings.data, settings.base_dir)
+        encoder = data.fit(np.arange(len(data.ids)))
+        build_top_model(
+            settings.top_model,
+            settings.contract.cut_shape,
+            encoder,
+            seed=settings.model_seed,
+        )
+        return f"data: {len(data.ids)} rows in {data.table.source}; the top model fits them"
+
+    report_check(settings, [address, lambda: f"device: {settings.torch_device()}", data_and_model])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Builds the active party's objects from its settings."""
+
+from collections.abc import Callable
+
+import torch
+
+from active_party.defenses import build_defense
+from active_party.early_stopping import EarlyStop
+from active_party.session import ActiveSession, SessionObserver
+from active_party.settings import ActiveSettings
+from active_party.top_trainer import TopTrainer
+from common.data.features import FeatureEncoder
+from common.errors import DataError
+from common.models.factory import build_top_model
+from common.models.optimizers import build_optimizer
+from common.party_data import PartyData
+from common.run_course import AlignedRows
+
+
+class TrainerBuilder:
+    """Makes the trainer once the common rows are known, and keeps the encoder fitted on them."""
+
+    def __init__(self, settings: ActiveSettings, data: PartyData, device: torch.device) -> None:
+        self.encoder: FeatureEncoder | None = None
+        self._settings = settings
+        self._data = data
+        self._device = device
+
+    def __call__(self, rows: AlignedRows) -> TopTrainer:
+        """Build the trainer.
+
+        Raises:
+            DataError: a split has rows of one class only.
+        """
+        settings, contract = self._settings, self._settings.contract
+        labels = self._data.labels_of([self._data.ids[row] for row in rows.file_rows])
+        for name, positions in rows.splits.items():
+            positives = int(labels[positions].sum())
+            if len(positions) and positives in (0, len(positions)):
+                raise DataError(
+                    f"{self._data.table.source}: the {len(positions)} aligned {name} rows "
+                    f"hold only one class"
+                )
+        self.encoder, features = self._data.encode(rows)
+        model = build_top_model(
+            settings.top_model,
+            contract.cut_shape,
+            self.encoder,
+            seed=settings.model_seed,
+        )
+        model.to(self._device)
+        return TopTrainer(
+            model=model,
+            optimizer=build_optimizer(settings.optimizer, model.parameters()),
+            schedule=contract.schedule,
+            total_steps=rows.total_steps(contract),
+            defense=build_defense(settings.defense),
+            features=features,
+            labels=labels,
+            device=self._device,
+        )
+
+
+def build_session(
+    settings: ActiveSettings,
+    data: PartyData,
+    build_trainer: Callable[[AlignedRows], TopTrainer],
+    observer: SessionObserver,
+    nonce: bytes,
+) -> ActiveSession:
+    """Build the session of one run."""
+    stopping = settings.early_stopping
+    return ActiveSession(
+        settings.contract,
+        data.ids,
+        build_trainer,
+        observer,
+        nonce,
+        None if stopping is None else EarlyStop(stopping),
+    )

@@ -1,0 +1,129 @@
+"""What the active party writes down of a run: metrics, leak monitor, progress, summary."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from active_party.session import Evaluation
+from active_party.settings import ActiveSettings
+from active_party.top_trainer import StepResult
+from common.privacy.audit import (
+    AuditWorker,
+    BatchLeak,
+    LeakAudit,
+    Observation,
+    pick_reference_row,
+)
+from common.run_course import AlignedRows, Batch
+from common.telemetry import MetricsLog, TrainingProgress
+
+
+class ActiveRecorder:
+    """Observes a session. Its numbers are about batches and epochs, never about one example."""
+
+    def __init__(self, settings: ActiveSettings, folder: Path) -> None:
+        self.aligned_rows = 0
+        self._settings = settings
+        self._resources = ExitStack()
+        self._metrics = self._resources.enter_context(MetricsLog(folder))
+        self._progress: TrainingProgress | None = None
+        self._seed = b""
+        self._steps = 0
+        self._epoch_losses: list[float] = []
+        self._train_loss = float("nan")
+        self._evaluations: dict[str, Evaluation] = {}
+        self._audit: LeakAudit | None = None
+        self._monitor: AuditWorker | None = None
+        if settings.leak_monitor is not None:
+            self._audit = LeakAudit(
+                settings.leak_monitor.attacks, settings.leak_monitor.every_steps
+            )
+            self._monitor = AuditWorker(
+                self._audit, settings.leak_monitor.queue_batches, self._on_leak
+            )
+            self._resources.callback(self._monitor.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._resources.close()
+
+    def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
+        """Start the progress bar."""
+        self.aligned_rows = len(rows)
+        self._seed = seed
+        self._metrics.steps_per_epoch = rows.order.steps_per_epoch
+        self._metrics.write("alignment", {"aligned_rows": len(rows)})
+        total = rows.total_steps(self._settings.contract)
+        self._progress = self._resources.enter_context(TrainingProgress("active", total))
+
+    def on_step(self, batch: Batch, result: StepResult) -> None:
+        """Note the loss, and hand the gradients to the leak monitor."""
+        loss = float(result.loss.detach())
+        if batch.step == 0:
+            self._epoch_losses.clear()
+        self._epoch_losses.append(loss)
+        self._steps += 1
+        numbers = {"loss": loss, "noise_power": result.report.noise_power}
+        self._metrics.write("train", numbers, epoch=batch.epoch, step=batch.step)
+        self._watch(batch, result)
+        if self._progress is not None:
+            self._progress.advance(loss=loss, **self._shown_leak())
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        """Note loss and AUC of a split."""
+        self._train_loss = sum(self._epoch_losses) / len(self._epoch_losses)
+        self._evaluations[evaluation.split] = evaluation
+        numbers = {"loss": evaluation.loss, "auc": evaluation.auc, "train_loss": self._train_loss}
+        self._metrics.write(evaluation.split, numbers, epoch=evaluation.epoch)
+        if self._audit is not None:
+            means = self._audit.epoch_means(evaluation.epoch)
+            numbers = {f"{k}/{a}": v for k, attacks in means.items() for a, v in attacks.items()}
+            self._metrics.write("epoch_leak", numbers, epoch=evaluation.epoch)
+
+    def summary(self, refused: dict[str, int]) -> dict[str, Any]:
+        """Return what ``summary.json`` holds; call it after the recorder was closed."""
+        test = self._evaluations["test"]
+        summary: dict[str, Any] = {
+            "aligned_rows": self.aligned_rows,
+            "epochs": test.epoch + 1,
+            "steps": self._steps,
+            "test_auc": test.auc,
+            "test_loss": test.loss,
+            "train_loss": self._train_loss,
+            "steps_per_s": self._progress.steps_per_s if self._progress else None,
+            "defense": self._settings.defense.model_dump(mode="json"),
+            "refused_messages": refused,
+        }
+        if self._audit is not None:
+            summary["leak"] = self._audit.summary()
+            summary["leak_batches"] = self._audit.counts()._asdict()
+        return summary
+
+    def _watch(self, batch: Batch, result: StepResult) -> None:
+        if self._monitor is None:
+            return
+        row = pick_reference_row(result.labels, self._seed, batch.epoch, batch.step)
+        # The oracle's reference is the clean gradient: the strongest reading of the attack.
+        references = {} if row is None else {"cut": result.raw[row]}
+        self._monitor.submit(
+            Observation(
+                batch.epoch, batch.step, {"cut": result.defended}, result.labels, references, row
+            )
+        )
+
+    def _shown_leak(self) -> dict[str, float]:
+        latest = self._audit.latest() if self._audit is not None else None
+        if latest is None:
+            return {}
+        return {f"{name}_leak_auc": value for name, value in latest.leak["cut"].items()}
+
+    def _on_leak(self, measured: BatchLeak) -> None:
+        self._metrics.write("leak", measured.numbers(), epoch=measured.epoch, step=measured.step)

@@ -1,0 +1,184 @@
+"""The active party's gRPC service: translates between wire and session, no more."""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from active_party.session import ActiveSession
+from common.alignment import AlignmentEngine, StreamChannel, align
+from common.contract import Contract
+from common.errors import OutOfStep, ProtocolError, SettingsError, SplitveilError
+from common.wire.endpoint import SERVICE, channel_options
+from common.wire.error_interceptor import ErrorInterceptor
+from common.wire.tensor_codec import TensorAssembler, TensorLimits, encode_tensor
+from protos import split_learning_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+SERVER_THREADS = 8  # Train, Evaluate, Align, Leave, Handshake and health, with some to spare
+GOODBYE_WAIT_S = 5.0
+
+
+class ActiveService:
+    """Serves one session.
+
+    Args:
+        session: holds the rules.
+        engine: this side of the alignment.
+        deadline_s: how long the peer may be silent within the alignment.
+    """
+
+    def __init__(self, session: ActiveSession, engine: AlignmentEngine, deadline_s: float) -> None:
+        self.refused: Counter[str] = Counter()
+        """How many messages were refused, by the kind of error."""
+        self._session = session
+        self._engine = engine
+        self._deadline_s = deadline_s
+        self._limits = TensorLimits.of(session.contract)
+        self._heard_at = time.monotonic()
+        self._aligning = threading.Lock()
+
+    def silent_s(self) -> float:
+        """Return the seconds since the peer's last message."""
+        return time.monotonic() - self._heard_at
+
+    def handshake(self, request: pb.HandshakeRequest, _: grpc.ServicerContext) -> pb.HandshakeReply:
+        """Open the run."""
+        self._hear()
+        run_id = self._session.handshake(request.party, request.contract, request.nonce_commitment)
+        logger.info("handshake done: run %s with party %s", run_id, request.party)
+        digest = self._session.contract.digest()
+        return pb.HandshakeReply(run_id=run_id, contract_digest=digest, nonce=self._session.nonce)
+
+    def align(
+        self, requests: Iterator[pb.AlignFrame], _: grpc.ServicerContext
+    ) -> Iterator[pb.AlignFrame]:
+        """Run this side of the alignment over one stream, which ends when this side is ready."""
+        if not self._aligning.acquire(blocking=False):
+            raise OutOfStep("a second alignment at the same time")
+        try:
+            self._session.begin_alignment()
+            channel = StreamChannel(lambda _: self._heard(requests), deadline_s=self._deadline_s)
+            with ThreadPoolExecutor(1, thread_name_prefix="align") as executor:
+                ready = executor.submit(self._align_over, channel)
+                yield from channel.outgoing
+                ready.result()
+        finally:
+            self._aligning.release()
+
+    def _align_over(self, channel: StreamChannel) -> None:
+        session = self._session
+        alignment = align(
+            self._engine, session.ids, channel, nonce=session.nonce, run_id=session.run_id
+        )
+        session.aligned(alignment.rows, alignment.peer_nonce)
+
+    def train(self, requests: Iterator[bytes], _: grpc.ServicerContext) -> Iterator[bytes]:
+        """Answer activations with defended gradients; learn only after the answer has left."""
+        assembler = TensorAssembler(self._limits)
+        for frame in self._heard(requests):
+            message = assembler.add(frame)
+            if message is not None:
+                yield from encode_tensor(self._session.exchange(message), self._limits)
+                self._session.finish_step()
+
+    def evaluate(
+        self, requests: Iterator[bytes], _: grpc.ServicerContext
+    ) -> Iterator[pb.EvaluateReply]:
+        """Score held-out activations."""
+        assembler = TensorAssembler(self._limits)
+        for frame in self._heard(requests):
+            message = assembler.add(frame)
+            if message is not None:
+                course = self._session.evaluate(message)
+                header = message.header
+                yield pb.EvaluateReply(epoch=header.epoch, step=header.step, course=course)
+
+    def leave(self, request: pb.LeaveRequest, _: grpc.ServicerContext) -> pb.LeaveReply:
+        """Take note of the peer's goodbye."""
+        self._hear()
+        # A failing alignment fails on both sides: what this side found says more than the goodbye.
+        finished = self._aligning.acquire(timeout=GOODBYE_WAIT_S)
+        if finished:
+            self._aligning.release()
+        self._session.leave(request.run_id, request.reason)
+        return pb.LeaveReply()
+
+    def on_error(self, error: Exception) -> None:
+        """Log and count an error; one that is not the peer's fault ends the run."""
+        if isinstance(error, ProtocolError):
+            self.refused[type(error).__name__] += 1
+            logger.warning("refused a message: %s", error)
+        elif isinstance(error, SplitveilError):
+            self._session.end(error)
+        else:
+            logger.error("fault in a handler", exc_info=error)
+            self._session.end(SplitveilError(f"fault in a handler: {error!r}"))
+
+    def _hear(self) -> None:
+        self._heard_at = time.monotonic()
+
+    def _heard(self, requests: Iterator[Any]) -> Iterator[Any]:
+        """Pass a stream's messages on; one that breaks just ends, and the peer may come again."""
+        while True:
+            try:
+                message = next(requests)
+            except StopIteration:
+                return
+            except grpc.RpcError:
+                if not self._session.over:
+                    logger.warning("the peer's stream broke off; waiting for it to come back")
+                return
+            self._hear()
+            yield message
+
+
+def start_server(service: ActiveService, contract: Contract, address: str) -> grpc.Server:
+    """Serve at an address, together with the standard health service.
+
+    Raises:
+        SettingsError: the address is taken or not this machine's.
+    """
+    server = grpc.server(
+        ThreadPoolExecutor(SERVER_THREADS, thread_name_prefix="grpc"),
+        interceptors=[ErrorInterceptor(service.on_error)],
+        options=channel_options(contract),
+        maximum_concurrent_rpcs=4 * SERVER_THREADS,
+    )
+    handlers = {
+        "Handshake": _unary(service.handshake, pb.HandshakeRequest, pb.HandshakeReply),
+        "Leave": _unary(service.leave, pb.LeaveRequest, pb.LeaveReply),
+        "Align": grpc.stream_stream_rpc_method_handler(
+            service.align, pb.AlignFrame.FromString, pb.AlignFrame.SerializeToString
+        ),
+        # Tensors come and go as raw bytes: tensor_codec reads and writes them.
+        "Train": grpc.stream_stream_rpc_method_handler(service.train),
+        "Evaluate": grpc.stream_stream_rpc_method_handler(
+            service.evaluate, None, pb.EvaluateReply.SerializeToString
+        ),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    health_servicer = health.HealthServicer()
+    health_servicer.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    try:
+        server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise SettingsError(f"listen: cannot serve at {address}: {error}") from error
+    server.start()
+    return server
+
+
+def _unary(
+    behaviour: Callable[[Any, grpc.ServicerContext], Any], request: Any, reply: Any
+) -> "grpc.RpcMethodHandler[Any, Any]":
+    return grpc.unary_unary_rpc_method_handler(
+        behaviour, request.FromString, reply.SerializeToString
+    )

@@ -1,0 +1,358 @@
+"""The rules of one run, as the active party holds them. No I/O: gRPC and tests use the same object.
+
+waiting -> handshaken -> training -> finished
+              any state -> ended, by an error of this party or by the peer leaving
+"""
+
+import hashlib
+import hmac
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from active_party.early_stopping import EarlyStop
+from active_party.top_trainer import StepResult, TopTrainer
+from common.contract import Contract
+from common.errors import (
+    AlignmentError,
+    ContractMismatch,
+    OutOfStep,
+    PeerLeft,
+    SplitveilError,
+)
+from common.privacy.leakage import auc
+from common.run_course import AlignedRows, Batch, SplitName, run_course
+from common.sample_order import Positions, joint_seed
+from common.wire.tensor_codec import BatchHeader, TensorMessage
+from common.wire.words import SPLIT_ON_WIRE
+from protos import split_learning_pb2 as pb
+
+
+class Stage(Enum):
+    """Where a run is."""
+
+    WAITING = "waiting for the peer"
+    HANDSHAKEN = "aligning"
+    TRAINING = "training"
+    FINISHED = "finished"
+    ENDED = "ended early"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Figures of one split after one epoch. They stay on this side."""
+
+    epoch: int
+    split: SplitName
+    loss: float
+    auc: float
+
+
+class SessionObserver(Protocol):
+    """Who is told what happens. Called under the session's lock, off the peer's waiting time."""
+
+    def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
+        """Both parties hold the same rows."""
+
+    def on_step(self, batch: Batch, result: StepResult) -> None:
+        """A training step was answered and learned from."""
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        """A split was evaluated."""
+
+
+TrainerFactory = Callable[[AlignedRows], TopTrainer]
+
+
+class ActiveSession:
+    """One run with one passive party.
+
+    Args:
+        contract: what both parties hold.
+        ids: this party's canonical ids, by row of its file.
+        build_trainer: makes the trainer once the common rows are known.
+        observer: is told of steps and evaluations.
+        nonce: this party's share of the joint seed, 32 bytes.
+        early_stop: decides after each epoch whether to go on, or None for never stopping early.
+    """
+
+    def __init__(
+        self,
+        contract: Contract,
+        ids: Sequence[str],
+        build_trainer: TrainerFactory,
+        observer: SessionObserver,
+        nonce: bytes,
+        early_stop: EarlyStop | None = None,
+    ) -> None:
+        self.contract = contract
+        self.run_id = secrets.token_hex(8)
+        self.ids = ids
+        self.nonce = nonce
+        self.trainer: TopTrainer | None = None
+        self.error: SplitveilError | None = None
+        self._build_trainer = build_trainer
+        self._observer = observer
+        self._early_stop = early_stop
+        self._stage = Stage.WAITING
+        self._commitment = b""
+        self._course: Iterator[Batch] = iter(())
+        self._expected: Batch | None = None
+        self._answered: _Answered | None = None
+        self._unobserved: tuple[Batch, StepResult] | None = None
+        self._scores: list[tuple[Tensor, Tensor]] = []
+        self._validation_auc: float | None = None
+        self._peer_has_left = False
+        self._changed = threading.Condition(threading.RLock())
+
+    @property
+    def stage(self) -> Stage:
+        """Where the run is."""
+        return self._stage
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will be answered."""
+        return self._stage in (Stage.FINISHED, Stage.ENDED)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the run is over and say whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.over, timeout_s)
+
+    def wait_for_farewell(self, timeout_s: float) -> bool:
+        """Wait until the peer has taken its last answer and said goodbye."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._peer_has_left, timeout_s)
+
+    # ---- opening ----
+
+    def handshake(self, party: str, canonical_contract: str, commitment: bytes) -> str:
+        """Open the run and return its id. The same request again gets the same answer.
+
+        Raises:
+            ContractMismatch: naming the fields that differ; the run then ends on both sides.
+            OutOfStep: another peer, or a restarted one, asks for a run that has begun.
+        """
+        with self._changed:
+            self._refuse_if_ended()
+            differing = self.contract.fields_differing_from(canonical_contract)
+            if not differing and party not in self.contract.passive_parties:
+                differing = ["passive_parties"]
+            if differing:
+                error = ContractMismatch(differing)
+                if self._stage is Stage.WAITING:
+                    self.end(error)
+                raise error
+            if self._stage is Stage.WAITING:
+                self._commitment = commitment
+                self._move_to(Stage.HANDSHAKEN)
+            elif not hmac.compare_digest(self._commitment, commitment):
+                raise OutOfStep("a handshake for a run that has begun with another peer")
+            return self.run_id
+
+    def begin_alignment(self) -> None:
+        """Make sure that it is time to align.
+
+        Raises:
+            OutOfStep: it is not.
+        """
+        with self._changed:
+            self._refuse_if_ended()
+            if self._stage is not Stage.HANDSHAKEN:
+                raise OutOfStep(f"an alignment while {self._stage.value}")
+
+    def aligned(self, file_rows: Positions, peer_nonce: bytes) -> None:
+        """Take the common rows, in any order, and get ready to train.
+
+        Args:
+            file_rows: this party's rows of the common ids, (aligned,).
+            peer_nonce: the peer's share of the joint seed, opened in its hello.
+
+        Raises:
+            OutOfStep: the nonce is not the one that the handshake committed to.
+            AlignmentError: too few rows for the splits.
+            DataError: the common rows cannot be trained on, for instance for want of a class.
+        """
+        with self._changed:
+            self.begin_alignment()
+            committed = hashlib.sha256(peer_nonce).digest()
+            if len(peer_nonce) != 32 or not hmac.compare_digest(committed, self._commitment):
+                raise OutOfStep("the peer's nonce is not the one it committed to")
+            seed = joint_seed(self.nonce, peer_nonce)
+            rows = AlignedRows.derive(self.contract, seed, self.ids, file_rows)
+            self.trainer = self._build_trainer(rows)
+            self._course = run_course(self.contract, rows)
+            self._expected = next(self._course)
+            self._observer.on_aligned(rows, seed)
+            self._move_to(Stage.TRAINING)
+
+    # ---- training ----
+
+    def exchange(self, message: TensorMessage) -> TensorMessage:
+        """Answer a training activation with its defended gradient.
+
+        Asked again with the same bytes, the stored answer comes back: fresh noise on a repeated
+        step could be averaged away.
+
+        Raises:
+            OutOfStep: any other message than the one expected now, or a repeat with other bytes.
+        """
+        with self._changed:
+            self.finish_step()
+            stored = self._stored_answer(message)
+            if isinstance(stored, TensorMessage):
+                return stored
+            batch, trainer = self._take(message, training=True)
+            result = trainer.gradient(batch.positions, message.values)
+            reply = TensorMessage(message.header, result.defended)
+            self._answer(message, reply)
+            self._unobserved = (batch, result)
+            return reply
+
+    def finish_step(self) -> None:
+        """Do what the peer need not wait for: the top model's update, figures, leak monitor."""
+        with self._changed:
+            if self._unobserved is None or self.trainer is None:
+                return
+            (batch, result), self._unobserved = self._unobserved, None
+            self.trainer.learn()
+            self._observer.on_step(batch, result)
+
+    def evaluate(self, message: TensorMessage) -> "pb.Course":
+        """Score held-out rows; tell the peer only whether the run goes on.
+
+        Raises:
+            OutOfStep: as for ``exchange``.
+        """
+        with self._changed:
+            self.finish_step()
+            stored = self._stored_answer(message)
+            if stored is not None and not isinstance(stored, TensorMessage):
+                return stored
+            batch, trainer = self._take(message, training=False)
+            self._scores.append(trainer.predict(batch.positions, message.values))
+            if batch.closes_split:
+                self._close_split(batch)
+            course = self._course_after(batch)
+            self._answer(message, course)
+            if course == pb.COURSE_STOP or self._expected is None:
+                self._expected = None
+                self._move_to(Stage.FINISHED)
+            return course
+
+    # ---- ending ----
+
+    def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
+        """Take note that the peer ends its part.
+
+        Raises:
+            OutOfStep: it speaks of another run.
+        """
+        with self._changed:
+            if run_id != self.run_id:
+                raise OutOfStep("a peer leaves another run than this one")
+            self._peer_has_left = True
+            self._changed.notify_all()
+            if self.over:
+                return
+            if reason == pb.LEAVE_REASON_ALIGNMENT_FAILED:
+                self.end(AlignmentError("the peer found no usable intersection of the ids"))
+            elif reason == pb.LEAVE_REASON_INTERRUPTED:
+                self.end(PeerLeft("the peer was stopped by a person or a supervisor"))
+            else:
+                self.end(PeerLeft("the peer ended the run before its last step"))
+
+    def end(self, error: SplitveilError) -> None:
+        """End the run early; every later call of the peer gets this error's status."""
+        with self._changed:
+            if not self.over:
+                self.finish_step()
+                self.error = error
+                self._move_to(Stage.ENDED)
+
+    # ---- inside ----
+
+    def _move_to(self, stage: Stage) -> None:
+        self._stage = stage
+        self._changed.notify_all()
+
+    def _refuse_if_ended(self) -> None:
+        if self._stage is Stage.ENDED and self.error is not None:
+            raise self.error
+
+    def _stored_answer(self, message: TensorMessage) -> "TensorMessage | pb.Course | None":
+        self._refuse_if_ended()
+        answered = self._answered
+        if answered is None or message.header != answered.header:
+            return None
+        if not _same_bytes(message.values, answered.values):
+            raise OutOfStep("a repeated step came with other bytes")
+        return answered.reply
+
+    def _take(self, message: TensorMessage, *, training: bool) -> tuple[Batch, TopTrainer]:
+        expected, header = self._expected, message.header
+        if self._stage is not Stage.TRAINING or expected is None or self.trainer is None:
+            raise OutOfStep(f"a tensor while {self._stage.value}")
+        if (expected.split == "train") is not training:
+            raise OutOfStep(f"expected the {expected.split} rows now")
+        wanted = BatchHeader(
+            self.run_id,
+            expected.epoch,
+            expected.step,
+            SPLIT_ON_WIRE[expected.split],
+            expected.digest,
+        )
+        if header != wanted or len(message.values) != len(expected.positions):
+            raise OutOfStep(
+                f"expected epoch {wanted.epoch} step {wanted.step} with "
+                f"{len(expected.positions)} {expected.split} rows, got epoch {header.epoch} "
+                f"step {header.step} with {len(message.values)} rows"
+                + ("" if header.positions_digest == wanted.positions_digest else ", other rows")
+            )
+        return expected, self.trainer
+
+    def _answer(self, message: TensorMessage, reply: "TensorMessage | pb.Course") -> None:
+        self._answered = _Answered(message.header, message.values, reply)
+        self._expected = next(self._course, None)
+
+    def _close_split(self, batch: Batch) -> None:
+        logits = torch.cat([logits for logits, _ in self._scores])
+        labels = torch.cat([labels for _, labels in self._scores])
+        self._scores.clear()
+        loss = float(binary_cross_entropy_with_logits(logits, labels))
+        evaluation = Evaluation(batch.epoch, batch.split, loss, auc(logits, labels))
+        if batch.split == "validation":
+            self._validation_auc = evaluation.auc
+        self._observer.on_evaluation(evaluation)
+
+    def _course_after(self, batch: Batch) -> "pb.Course":
+        if (
+            batch.closes_epoch
+            and self._early_stop is not None
+            and self._validation_auc is not None
+            and self._early_stop.should_stop(self._validation_auc)
+        ):
+            return pb.COURSE_STOP
+        return pb.COURSE_CONTINUE
+
+
+@dataclass(frozen=True)
+class _Answered:
+    """The last question of the peer, and what it was told."""
+
+    header: BatchHeader
+    values: Tensor
+    reply: "TensorMessage | pb.Course"
+
+
+def _same_bytes(one: Tensor, other: Tensor) -> bool:
+    # By bits, not by value: 0.0 and -0.0 are different bytes.
+    return one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))

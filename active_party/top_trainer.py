@@ -1,0 +1,110 @@
+"""The active party's half of the network: what it computes, without any rule of the protocol."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from active_party.defenses import DefendedGradient, Defense, DefenseReport
+from common.contract import LearningRateSchedule
+from common.data.features import Features
+from common.sample_order import Positions
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one training step gave, before the top model has learned from it."""
+
+    raw: Tensor
+    """Gradient of the loss at the cut layer, (batch, *cut_shape). Never leaves this party."""
+
+    defended: DefendedGradient
+    """What is sent in its place, same shape."""
+
+    report: DefenseReport
+    labels: Tensor
+    """(batch,), float."""
+
+    loss: Tensor
+    """Mean over the batch, a scalar with its graph."""
+
+
+class TopTrainer:
+    """Top model, optimiser, labels and defense.
+
+    Args:
+        model: maps (activation, own features or None) to logits (batch,).
+        optimizer: over the model's parameters.
+        schedule: how the learning rate changes.
+        total_steps: training steps of the whole run.
+        defense: applied to every gradient before it is returned.
+        features: this party's own features in the common order, or None.
+        labels: 0 or 1 in the common order, (aligned,).
+        device: where the model is.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer,
+        schedule: LearningRateSchedule,
+        total_steps: int,
+        defense: Defense,
+        features: Features | None,
+        labels: Tensor,
+        device: torch.device,
+    ) -> None:
+        self.model = model.to(device)
+        self.defense = defense
+        self._optimizer = optimizer
+        self._schedule = LambdaLR(optimizer, lambda step: schedule.factor(step, total_steps))
+        self._features = None if features is None else features.to(device)
+        self._labels = labels.to(device, torch.float32)
+        self._device = device
+        self._unlearned: StepResult | None = None
+
+    def gradient(self, positions: Positions, activation: Tensor) -> StepResult:
+        """Compute the gradient at the cut layer and defend it, and no more than that.
+
+        The top model's own gradients follow in ``learn``, so that the peer need not wait for them.
+        """
+        self.learn()
+        self.model.train()
+        rows = torch.from_numpy(positions.copy()).to(self._device)
+        cut = activation.to(self._device, torch.float32).requires_grad_()
+        logits = self.model(cut, self._own(rows))
+        labels = self._labels[rows]
+        loss = binary_cross_entropy_with_logits(logits, labels)
+        (raw,) = torch.autograd.grad(loss, cut, retain_graph=True)
+        defended, report = self.defense.defend(raw, labels)
+        self._unlearned = StepResult(raw, defended, report, labels, loss)
+        return self._unlearned
+
+    def learn(self) -> None:
+        """Let the top model learn from the last step, if it has not yet."""
+        if self._unlearned is None:
+            return
+        loss, self._unlearned = self._unlearned.loss, None
+        self._optimizer.zero_grad(set_to_none=True)
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self._optimizer.step()
+        self._schedule.step()
+
+    def predict(self, positions: Positions, activation: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits and labels of some rows, (batch,) each, on the CPU, without learning."""
+        self.learn()
+        self.model.eval()
+        rows = torch.from_numpy(positions.copy()).to(self._device)
+        with torch.no_grad():
+            logits = self.model(activation.to(self._device, torch.float32), self._own(rows))
+        return logits.cpu(), self._labels[rows].cpu()
+
+    def _own(self, rows: Tensor) -> Features | None:
+        return None if self._features is None else self._features.rows(rows)

@@ -1,0 +1,1 @@
+"""The feature owner: bottom model, adversary, gRPC client."""

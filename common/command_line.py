@@ -1,0 +1,150 @@
+"""The command lines of both parties: arguments, signals, exit codes."""
+
+import argparse
+import hashlib
+import logging
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+
+import torch
+import yaml
+from rich.console import Console
+
+from common.errors import SplitveilError
+from common.party_settings import PartySettings
+from common.run_folder import write_text_atomically
+
+logger = logging.getLogger(__name__)
+
+
+def parse_arguments(program: str, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read a party's command line."""
+    parser = argparse.ArgumentParser(prog=program)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, purpose in (
+        ("run", "train with the other party"),
+        ("check", "check settings and data without training; print the resolved settings"),
+    ):
+        command = commands.add_parser(name, help=purpose, description=purpose)
+        command.add_argument("settings", type=Path, help="this party's settings file")
+        command.add_argument(
+            "--set",
+            dest="overrides",
+            metavar="NAME=VALUE",
+            action="append",
+            default=[],
+            help="override one setting, for instance contract.epochs=3 (may be repeated)",
+        )
+        command.add_argument("--runs", type=Path, help="folder of all runs (default: runs)")
+        command.add_argument("-v", "--verbose", action="count", default=0)
+        command.add_argument("-q", "--quiet", action="count", default=0)
+    return parser.parse_args(arguments)
+
+
+def overrides_of(arguments: argparse.Namespace, party: str) -> list[str]:
+    """Return the overrides, ``--runs`` among them; a leading name of the own party is dropped."""
+    overrides = [text.removeprefix(f"{party}.") for text in arguments.overrides]
+    if arguments.runs is not None:
+        overrides.append(f"runs_dir={arguments.runs}")
+    return overrides
+
+
+def exit_code_of(action: Callable[[], None]) -> int:
+    """Do something and return the exit code that its outcome deserves; say what went wrong."""
+    try:
+        action()
+    except SplitveilError as error:
+        for line in str(error).splitlines() or [type(error).__name__]:
+            logger.error("%s", line)
+        return error.exit_code
+    except KeyboardInterrupt:
+        logger.error("stopped at once; nothing more was saved")
+        return 130
+    return 0
+
+
+class Interruption:
+    """Remembers that SIGINT or SIGTERM came, so that the step at hand can be finished first.
+
+    The second signal ends the process at once.
+    """
+
+    def __init__(self) -> None:
+        self.signal_number: int | None = None
+
+    def install(self) -> None:
+        """Take the two signals; only in the main thread."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._remember)
+
+    def __call__(self) -> int | None:
+        """Return the signal that came, if one did."""
+        return self.signal_number
+
+    def _remember(self, number: int, _: FrameType | None) -> None:
+        if self.signal_number is not None:
+            raise KeyboardInterrupt
+        self.signal_number = number
+        # No logging here: the signal may have come in the middle of a log line.
+        os.write(2, b"stopping after this step; once more to stop at once\n")
+
+
+def prepare(settings: PartySettings) -> torch.device:
+    """Set threads, seeds and where modules are found; return the device to compute on."""
+    # A model class of the user's own may lie beside the settings file.
+    sys.path.append(str(settings.base_dir.resolve()))
+    device = settings.torch_device()
+    torch.set_num_threads(settings.cores())
+    torch.manual_seed(settings.model_seed)
+    return device
+
+
+def draw_nonce(settings: PartySettings) -> bytes:
+    """Return this party's share of the joint seed, 32 bytes."""
+    if settings.insecure_nonce_seed is None:
+        return secrets.token_bytes(32)
+    logger.warning(
+        "insecure_nonce_seed is set: whoever knows it knows this party's share of the joint seed. "
+        "For tests only"
+    )
+    return hashlib.sha256(b"splitveil test nonce %d" % settings.insecure_nonce_seed).digest()
+
+
+def resolved_yaml(settings: PartySettings) -> str:
+    """Return the settings with every default filled in, as YAML."""
+    return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def save_resolved(settings: PartySettings, folder: Path) -> None:
+    """Write the resolved settings into the run's folder."""
+    write_text_atomically(folder / "settings.yaml", resolved_yaml(settings))
+
+
+def report_check(settings: PartySettings, checks: Sequence[Callable[[], str]]) -> None:
+    """Print the resolved settings, then the outcome of every check, failed or not.
+
+    Raises:
+        SplitveilError: the failure with the smallest exit code, after all have been printed.
+    """
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    console.print(resolved_yaml(settings), markup=False)
+    failures: list[SplitveilError] = []
+    for check in checks:
+        try:
+            console.print(f"ok: {check()}", markup=False)
+        except SplitveilError as error:
+            failures.append(error)
+    if failures:
+        worst = min(failures, key=lambda failure: failure.exit_code)
+        raise _AllFailures(failures, worst.exit_code)
+
+
+class _AllFailures(SplitveilError):
+    def __init__(self, failures: Sequence[SplitveilError], exit_code: int) -> None:
+        super().__init__("\n".join(str(failure) for failure in failures))
+        self.exit_code = exit_code

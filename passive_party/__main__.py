@@ -1,0 +1,142 @@
+"""The ``passive-party`` command."""
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+import grpc
+import numpy as np
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from common.alignment import AlignmentResources, build_engine
+from common.checkpoint import save_model
+from common.command_line import (
+    Interruption,
+    draw_nonce,
+    exit_code_of,
+    overrides_of,
+    parse_arguments,
+    prepare,
+    report_check,
+    save_resolved,
+)
+from common.errors import SettingsError
+from common.models.factory import build_bottom_model
+from common.party_data import PartyData
+from common.party_settings import check_insecure_address, load_party_settings
+from common.run_folder import open_run_folder, write_json_atomically
+from common.telemetry import configure_logging, print_summary
+from common.wire.endpoint import SERVICE
+from passive_party.assembly import TrainerBuilder
+from passive_party.grpc_peer import GrpcPeer
+from passive_party.recorder import PassiveRecorder
+from passive_party.run import PassiveRun
+from passive_party.settings import PassiveSettings
+
+logger = logging.getLogger("passive_party")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command and exit with its code."""
+    parsed = parse_arguments("passive-party", arguments)
+    configure_logging("passive", parsed.verbose - parsed.quiet)
+    actions = {"run": _run, "check": _check}
+    sys.exit(exit_code_of(partial(actions[parsed.command], parsed)))
+
+
+def _load(parsed: argparse.Namespace) -> PassiveSettings:
+    return load_party_settings(PassiveSettings, parsed.settings, overrides_of(parsed, "passive"))
+
+
+def _run(parsed: argparse.Namespace) -> None:
+    interruption = Interruption()
+    interruption.install()
+    settings = _load(parsed)
+    check_insecure_address(settings.connect, settings.security, "connect")
+    logger.warning("security.mode is insecure: what travels is not encrypted")
+    device = prepare(settings)
+    data = PartyData.load(settings.data, settings.base_dir)
+    logger.info("%d rows read from %s", len(data.ids), data.table.source)
+    labels = _evaluation_labels(settings)
+    folder = open_run_folder(settings.runs_dir, settings.contract.run_name, "passive")
+    save_resolved(settings, folder)
+    engine = build_engine(
+        settings.contract.alignment, AlignmentResources(workers=settings.alignment_workers)
+    )
+    build_trainer = TrainerBuilder(settings, data, device)
+    with PassiveRecorder(settings, folder, data.ids, labels) as recorder:
+        run = PassiveRun(
+            settings.contract,
+            settings.party,
+            data.ids,
+            engine,
+            build_trainer,
+            recorder,
+            draw_nonce(settings),
+            interruption,
+        )
+        try:
+            with GrpcPeer(
+                settings.connect, settings.contract, settings.reconnect, interruption
+            ) as peer:
+                run.run(peer)
+        finally:
+            engine.close()
+            if run.trainer is not None:
+                saved = save_model(folder, run.trainer.model, build_trainer.encoder)
+                logger.info("model saved in %s", saved)
+    summary = recorder.summary()
+    write_json_atomically(folder / "summary.json", summary)
+    print_summary("passive party", summary)
+
+
+def _evaluation_labels(settings: PassiveSettings) -> PartyData | None:
+    if settings.adversary is None or settings.adversary.labels is None:
+        return None
+    return PartyData.load(settings.adversary.labels, settings.base_dir)
+
+
+def _check(parsed: argparse.Namespace) -> None:
+    settings = _load(parsed)
+
+    def address() -> str:
+        check_insecure_address(settings.connect, settings.security, "connect")
+        return f"connect: {_peer_state(settings)}"
+
+    def data_and_model() -> str:
+        data = PartyData.load(settings.data, settings.base_dir)
+        encoder = data.fit(np.arange(len(data.ids)))
+        if encoder is None:
+            raise SettingsError("data.features: the passive party needs features")
+        build_bottom_model(
+            settings.bottom_model,
+            encoder,
+            settings.contract.cut_shape,
+            seed=settings.model_seed,
+        )
+        return f"data: {len(data.ids)} rows in {data.table.source}; the bottom model fits them"
+
+    def labels() -> str:
+        found = _evaluation_labels(settings)
+        return f"evaluation labels: {'none' if found is None else found.table.source}"
+
+    report_check(
+        settings, [address, lambda: f"device: {settings.torch_device()}", data_and_model, labels]
+    )
+
+
+def _peer_state(settings: PassiveSettings) -> str:
+    with grpc.insecure_channel(settings.connect) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        try:
+            reply = health.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=3)
+        except grpc.RpcError:
+            return f"no active party answers at {settings.connect} now; a run would wait for it"
+    serving = reply.status == health_pb2.HealthCheckResponse.SERVING
+    return f"the active party at {settings.connect} is {'ready' if serving else 'not ready'}"
+
+
+if __name__ == "__main__":
+    main()

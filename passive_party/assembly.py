@@ -1,0 +1,52 @@
+"""Builds the passive party's objects from its settings."""
+
+import torch
+
+from common.data.features import FeatureEncoder
+from common.errors import SettingsError
+from common.models.factory import build_bottom_model
+from common.models.layers import LayerTap, named_layer
+from common.models.optimizers import build_optimizer
+from common.party_data import PartyData
+from common.run_course import AlignedRows
+from passive_party.bottom_trainer import BottomTrainer
+from passive_party.settings import PassiveSettings
+
+
+class TrainerBuilder:
+    """Makes the trainer once the common rows are known, and keeps the encoder fitted on them."""
+
+    def __init__(self, settings: PassiveSettings, data: PartyData, device: torch.device) -> None:
+        self.encoder: FeatureEncoder | None = None
+        self._settings = settings
+        self._data = data
+        self._device = device
+
+    def __call__(self, rows: AlignedRows) -> BottomTrainer:
+        """Build the trainer."""
+        settings, contract = self._settings, self._settings.contract
+        encoder, features = self._data.encode(rows)
+        if encoder is None or features is None:
+            raise SettingsError("data.features: the passive party needs features")
+        self.encoder = encoder
+        model = build_bottom_model(
+            settings.bottom_model, encoder, contract.cut_shape, seed=settings.model_seed
+        )
+        model.to(self._device)
+        return BottomTrainer(
+            model=model,
+            optimizer=build_optimizer(settings.optimizer, model.parameters()),
+            schedule=contract.schedule,
+            total_steps=rows.total_steps(contract),
+            features=features,
+            taps=_taps(settings, model),
+            device=self._device,
+        )
+
+
+def _taps(settings: PassiveSettings, model: torch.nn.Module) -> dict[str, LayerTap]:
+    """Tap the layers before the cut that the adversary looks at; the cut itself needs none."""
+    if settings.adversary is None or settings.adversary.labels is None:
+        return {}
+    layers = [name for name in settings.adversary.layers if name != "cut"]
+    return {name: LayerTap(named_layer(model, name)) for name in layers}

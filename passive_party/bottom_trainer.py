@@ -1,0 +1,80 @@
+"""The passive party's half of the network: what it computes, without any rule of the protocol."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from common.contract import LearningRateSchedule
+from common.data.features import Features
+from common.models.layers import LayerTap
+from common.sample_order import Positions
+
+
+class BottomTrainer:
+    """Bottom model, optimiser and features.
+
+    Args:
+        model: maps features to activations (batch, *cut_shape).
+        optimizer: over the model's parameters.
+        schedule: how the learning rate changes.
+        total_steps: training steps of the whole run.
+        features: this party's features in the common order.
+        taps: layers whose gradients the adversary wants to see, by name.
+        device: where the model is.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer,
+        schedule: LearningRateSchedule,
+        total_steps: int,
+        features: Features,
+        taps: Mapping[str, LayerTap],
+        device: torch.device,
+    ) -> None:
+        self.model = model.to(device)
+        self._optimizer = optimizer
+        self._schedule = LambdaLR(optimizer, lambda step: schedule.factor(step, total_steps))
+        self._features = features.to(device)
+        self._taps = taps
+        self._device = device
+        self._activation: Tensor | None = None
+
+    def rows(self, positions: Positions) -> Features:
+        """Gather the features of some rows; worth doing while waiting for the peer."""
+        return self._features.rows(torch.from_numpy(positions.copy()).to(self._device))
+
+    def forward(self, features: Features) -> Tensor:
+        """Return the activation of a training batch, (batch, *cut_shape), and keep its graph."""
+        self.model.train()
+        activation: Tensor = self.model(features)
+        self._activation = activation
+        return activation.detach()
+
+    def backward(self, gradient: Tensor) -> dict[str, Tensor]:
+        """Learn from the gradient that came back for the last activation.
+
+        Returns:
+            The gradients at the tapped layers, (batch, ...) each.
+        """
+        if self._activation is None:
+            raise RuntimeError("backward without a forward")
+        activation, self._activation = self._activation, None
+        self._optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(activation, gradient.to(activation.device, activation.dtype))
+        self._optimizer.step()
+        self._schedule.step()
+        taken = {name: tap.take() for name, tap in self._taps.items()}
+        return {name: gradient for name, gradient in taken.items() if gradient is not None}
+
+    def embed(self, features: Features) -> Tensor:
+        """Return activations of held-out rows, without a graph."""
+        self.model.eval()
+        with torch.no_grad():
+            activation: Tensor = self.model(features)
+        return activation

@@ -1,0 +1,288 @@
+"""The active party at the other end of a gRPC channel: calls, deadlines, retries."""
+
+import logging
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import grpc
+
+from common.alignment import AlignChannel, StreamChannel
+from common.contract import Contract
+from common.errors import Interrupted, InvalidMessage, PeerUnreachable, SplitveilError
+from common.party_settings import ReconnectSettings
+from common.wire.endpoint import HANDSHAKE_TIMEOUT_S, channel_options, method_path
+from common.wire.status import error_from
+from common.wire.tensor_codec import TensorAssembler, TensorLimits, TensorMessage, encode_tensor
+from passive_party.peer import Opening
+from protos import split_learning_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+FAREWELL_S = 2.0
+
+ResultT = TypeVar("ResultT")
+Interruption = Callable[[], int | None]
+
+
+class GrpcPeer:
+    """Speaks to the active party, and again after the connection was lost.
+
+    Args:
+        address: host and port of the active party.
+        contract: gives limits and formats.
+        reconnect: how long to try, and how long one answer may take.
+        interruption: returns the signal that asks this party to stop, once there is one.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        contract: Contract,
+        reconnect: ReconnectSettings,
+        interruption: Interruption = lambda: None,
+    ) -> None:
+        self._address = address
+        self._limits = TensorLimits.of(contract)
+        self._reconnect = reconnect
+        self._interruption = interruption
+        self._channel = grpc.insecure_channel(address, channel_options(contract))
+        self._train: _Stream | None = None
+        self._evaluate: _Stream | None = None
+        self._align: Any = None
+        self._last_activation: TensorMessage | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close every stream and the connection."""
+        for stream in (self._train, self._evaluate):
+            if stream is not None:
+                stream.finish()
+        if self._align is not None:
+            self._align.cancel()
+        self._channel.close()
+
+    def handshake(self, party: str, canonical_contract: str, commitment: bytes) -> Opening:
+        """Open the run, waiting for an active party that is not there yet."""
+        request = pb.HandshakeRequest(
+            protocol_version=1,
+            party=party,
+            contract=canonical_contract,
+            nonce_commitment=commitment,
+        )
+        reply = self._retrying(
+            lambda: self._unary("Handshake", request, pb.HandshakeReply, HANDSHAKE_TIMEOUT_S)
+        )
+        if not 0 < len(reply.run_id) <= 64:
+            raise InvalidMessage("the handshake's reply names no run")
+        return Opening(reply.run_id, reply.contract_digest, reply.nonce)
+
+    def open_alignment(self) -> AlignChannel:
+        """Open the alignment stream."""
+        method = self._channel.stream_stream(
+            method_path("Align"), pb.AlignFrame.SerializeToString, pb.AlignFrame.FromString
+        )
+        return StreamChannel(
+            self._start_alignment(method),
+            deadline_s=self._reconnect.deadline_s,
+            translate=_error_of,
+        )
+
+    def _start_alignment(self, method: Any) -> Callable[[Iterator[pb.AlignFrame]], Any]:
+        def connect(outgoing: Iterator[pb.AlignFrame]) -> Any:
+            self._align = method(outgoing)
+            return self._align
+
+        return connect
+
+    def close_alignment(self) -> None:
+        """Wait until the peer has its own result, and is ready to train."""
+        call, self._align = self._align, None
+        ended = threading.Event()
+        if call.add_callback(ended.set) and not ended.wait(self._reconnect.deadline_s):
+            call.cancel()
+            raise PeerUnreachable("the peer did not get ready to train in time")
+        if call.code() is not grpc.StatusCode.OK:
+            raise error_from(call.code(), call.details())
+
+    def send_activation(self, message: TensorMessage) -> None:
+        """Send the activation of a training batch, without waiting for anything."""
+        self._last_activation = message
+        if self._train is not None:
+            self._train.send_all(encode_tensor(message, self._limits))
+
+    def receive_gradient(self) -> TensorMessage:
+        """Wait for the gradient of the last activation, asking again where the stream broke."""
+        return self._retrying(self._gradient_of_last_activation)
+
+    def evaluate(self, message: TensorMessage) -> "pb.Course":
+        """Send the activation of held-out rows, and learn whether the run goes on."""
+
+        def ask() -> "pb.Course":
+            if self._evaluate is None:
+                self._evaluate = self._open("Evaluate", None, pb.EvaluateReply.FromString)
+            stream = self._evaluate
+            stream.send_all(encode_tensor(message, self._limits))
+            try:
+                reply = stream.receive()
+            except SplitveilError:
+                self._evaluate = None
+                stream.drop()
+                raise
+            if (reply.epoch, reply.step) != (message.header.epoch, message.header.step):
+                raise InvalidMessage("the reply to an evaluation is for another batch")
+            course: pb.Course = reply.course
+            return course
+
+        return self._retrying(ask)
+
+    def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
+        """Say goodbye, once, without insisting."""
+        request = pb.LeaveRequest(run_id=run_id, reason=reason)
+        self._unary("Leave", request, pb.LeaveReply, timeout_s=5.0)
+
+    def _gradient_of_last_activation(self) -> TensorMessage:
+        if self._last_activation is None:
+            raise RuntimeError("no activation was sent")
+        if self._train is None:
+            self._train = self._open("Train", None, None)
+            self._train.send_all(encode_tensor(self._last_activation, self._limits))
+        stream, assembler = self._train, TensorAssembler(self._limits)
+        try:
+            while True:
+                message = assembler.add(stream.receive())
+                if message is not None:
+                    return message
+        except SplitveilError:
+            self._train = None
+            stream.drop()
+            raise
+
+    def _retrying(self, ask: Callable[[], ResultT]) -> ResultT:
+        """Ask until an answer comes, ``reconnect.max_s`` have passed, or a signal says stop."""
+        wait_s = self._reconnect.first_wait_s
+        lost_at: float | None = None
+        while True:
+            try:
+                return ask()
+            except PeerUnreachable as error:
+                now = time.monotonic()
+                if lost_at is None:
+                    lost_at = now
+                    logger.warning(
+                        "%s at %s; trying for up to %g s",
+                        error,
+                        self._address,
+                        self._reconnect.max_s,
+                    )
+                if now - lost_at + wait_s > self._reconnect.max_s:
+                    raise PeerUnreachable(
+                        f"{self._address} has not answered for {self._reconnect.max_s:g} s "
+                        f"(reconnect.max_s)"
+                    ) from error
+            self._sleep(wait_s * random.uniform(0.5, 1.0))
+            wait_s = min(2 * wait_s, self._reconnect.longest_wait_s)
+
+    def _sleep(self, wait_s: float) -> None:
+        until = time.monotonic() + wait_s
+        while (left := until - time.monotonic()) > 0:
+            signal_number = self._interruption()
+            if signal_number is not None:
+                raise Interrupted(signal_number)
+            time.sleep(min(left, 0.1))
+
+    def _unary(self, method: str, request: Any, reply: type[ResultT], timeout_s: float) -> ResultT:
+        call = self._channel.unary_unary(
+            method_path(method),
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=reply.FromString,  # type: ignore[attr-defined]
+        )
+        try:
+            answer: ResultT = call(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise _error_of(error) from error
+        return answer
+
+    def _open(
+        self,
+        method: str,
+        serialise: Callable[[Any], bytes] | None,
+        parse: Callable[[bytes], Any] | None,
+    ) -> "_Stream":
+        call = self._channel.stream_stream(
+            method_path(method), request_serializer=serialise, response_deserializer=parse
+        )
+        return _Stream(call, self._reconnect.deadline_s, self._interruption)
+
+
+class _Stream:
+    """One bidirectional stream, with a deadline for every answer instead of one for the stream."""
+
+    def __init__(self, method: Any, deadline_s: float, interruption: Interruption) -> None:
+        self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._call = method(iter(self._outgoing.get, None))
+        self._deadline_s = deadline_s
+        self._interruption = interruption
+        self._waiting_since: float | None = None
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="stream-deadline", daemon=True).start()
+
+    def send_all(self, messages: Iterable[Any]) -> None:
+        """Queue several messages."""
+        for message in messages:
+            self._outgoing.put(message)
+
+    def receive(self) -> Any:
+        """Wait for one message."""
+        self._waiting_since = time.monotonic()
+        try:
+            return next(self._call)
+        except StopIteration as error:
+            raise PeerUnreachable("the peer closed the stream") from error
+        except grpc.RpcError as error:
+            raise _error_of(error) from error
+        finally:
+            self._waiting_since = None
+
+    def finish(self) -> None:
+        """Close this side, and give the other a moment to close its own."""
+        self._outgoing.put(None)
+        ended = threading.Event()
+        if self._call.add_callback(ended.set):
+            ended.wait(FAREWELL_S)
+        self.drop()
+
+    def drop(self) -> None:
+        """Abandon the stream; what was not received is lost."""
+        self._closed.set()
+        self._outgoing.put(None)
+        self._call.cancel()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(0.5):
+            since = self._waiting_since
+            if since is None:
+                continue
+            patience = 5.0 if self._interruption() is not None else self._deadline_s
+            if time.monotonic() - since > patience:
+                self._call.cancel()
+
+
+def _error_of(error: Exception) -> SplitveilError:
+    code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
+    details = error.details() if isinstance(error, grpc.Call) else None
+    return error_from(code, details)

@@ -1,0 +1,43 @@
+"""The active party, as the passive party sees it: over gRPC, or in the same process in tests."""
+
+from typing import NamedTuple, Protocol
+
+from common.alignment import AlignChannel
+from common.wire.tensor_codec import TensorMessage
+from protos import split_learning_pb2 as pb
+
+
+class Opening(NamedTuple):
+    """The active party's answer to a handshake."""
+
+    run_id: str
+    contract_digest: bytes
+    nonce: bytes
+
+
+class Peer(Protocol):
+    """What the active party can be asked. Any call may raise a ``PeerError``.
+
+    Training has two halves, so that this party can use the time in between.
+    """
+
+    def handshake(self, party: str, canonical_contract: str, commitment: bytes) -> Opening:
+        """Open the run."""
+
+    def open_alignment(self) -> AlignChannel:
+        """Open the channel on which the two alignment engines talk."""
+
+    def close_alignment(self) -> None:
+        """Wait until the peer has taken the alignment's result, too."""
+
+    def send_activation(self, message: TensorMessage) -> None:
+        """Send the activation of a training batch."""
+
+    def receive_gradient(self) -> TensorMessage:
+        """Wait for the defended gradient of the activation sent last."""
+
+    def evaluate(self, message: TensorMessage) -> "pb.Course":
+        """Send the activation of held-out rows, and learn whether the run goes on."""
+
+    def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
+        """Say goodbye, and why."""

@@ -1,0 +1,80 @@
+"""Stand-ins for the other party."""
+
+import threading
+from collections.abc import Callable
+
+from active_party.session import ActiveSession
+from common.alignment import AlignChannel, AlignmentEngine, align, channel_pair
+from common.errors import SplitveilError
+from common.wire.tensor_codec import TensorMessage
+from passive_party.peer import Opening
+from protos import split_learning_pb2 as pb
+
+
+class InProcessPeer:
+    """The active party in the same process: the session itself, without a wire."""
+
+    def __init__(self, session: ActiveSession, engine: AlignmentEngine) -> None:
+        self._session = session
+        self._engine = engine
+        self._aligning: threading.Thread | None = None
+        self._failure: SplitveilError | None = None
+        self._sent: TensorMessage | None = None
+
+    def handshake(self, party: str, canonical_contract: str, commitment: bytes) -> Opening:
+        run_id = self._session.handshake(party, canonical_contract, commitment)
+        return Opening(run_id, self._session.contract.digest(), self._session.nonce)
+
+    def open_alignment(self) -> AlignChannel:
+        own, other = channel_pair()
+        self._aligning = threading.Thread(target=self._align, args=(other,))
+        self._aligning.start()
+        return own
+
+    def _align(self, channel: AlignChannel) -> None:
+        session = self._session
+        try:
+            session.begin_alignment()
+            alignment = align(
+                self._engine, session.ids, channel, nonce=session.nonce, run_id=session.run_id
+            )
+            session.aligned(alignment.rows, alignment.peer_nonce)
+        except SplitveilError as error:
+            self._failure = error
+
+    def close_alignment(self) -> None:
+        if self._aligning is not None:
+            self._aligning.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def send_activation(self, message: TensorMessage) -> None:
+        self._sent = message
+
+    def receive_gradient(self) -> TensorMessage:
+        assert self._sent is not None
+        reply = self._session.exchange(self._sent)
+        self._session.finish_step()
+        return reply
+
+    def evaluate(self, message: TensorMessage) -> "pb.Course":
+        return self._session.evaluate(message)
+
+    def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
+        self._session.leave(run_id, reason)
+
+
+class FaultyPeer(InProcessPeer):
+    """Loses messages: the session sees some steps twice, as after a broken connection."""
+
+    def __init__(
+        self, session: ActiveSession, engine: AlignmentEngine, loses: Callable[[int], bool]
+    ) -> None:
+        super().__init__(session, engine)
+        self._loses = loses
+        self._count = 0
+
+    def receive_gradient(self) -> TensorMessage:
+        self._count += 1
+        first = super().receive_gradient()
+        return super().receive_gradient() if self._loses(self._count) else first

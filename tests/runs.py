@@ -1,0 +1,236 @@
+"""Small whole runs for tests: files, settings, and both parties in one process or over a wire."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+from torch import Tensor
+
+from active_party.assembly import TrainerBuilder as TopBuilder
+from active_party.assembly import build_session
+from active_party.service import ActiveService, start_server
+from active_party.session import ActiveSession, Evaluation
+from active_party.settings import ActiveSettings
+from active_party.top_trainer import StepResult
+from common.alignment import AlignmentEngine, AlignmentResources, build_engine
+from common.command_line import draw_nonce
+from common.party_data import PartyData
+from common.party_settings import load_party_settings
+from common.run_course import AlignedRows, Batch
+from passive_party.assembly import TrainerBuilder as BottomBuilder
+from passive_party.grpc_peer import GrpcPeer
+from passive_party.peer import Peer
+from passive_party.run import PassiveRun
+from passive_party.settings import PassiveSettings
+from tests.peers import InProcessPeer
+
+CPU = torch.device("cpu")
+
+CONTRACT = {
+    "run_name": "small",
+    "cut_shape": [4],
+    "batch_size": 64,
+    "evaluation_batch_size": 50,
+    "epochs": 2,
+    "split": {"kind": "hash", "train": 0.6, "validation": 0.2, "test": 0.2},
+    "alignment": {"min_aligned": 20},
+}
+ACTIVE = {
+    "contract": "contract.yaml",
+    "listen": "127.0.0.1:0",
+    "security": {"mode": "insecure"},
+    "data": {
+        "source": {"kind": "csv", "path": "active.csv"},
+        "id_column": "id",
+        "label_column": "label",
+        "features": {"numeric": "own*"},
+    },
+    "top_model": {"kind": "mlp", "hidden": [8]},
+    "defense": {"name": "none"},
+    "optimizer": {"kind": "adam", "learning_rate": 0.01},
+    "device": "cpu",
+    "torch_threads": 1,
+    "insecure_nonce_seed": 1,
+    "reconnect": {"max_s": 20, "deadline_s": 20},
+}
+PASSIVE = {
+    "contract": "contract.yaml",
+    "connect": "127.0.0.1:1",
+    "security": {"mode": "insecure"},
+    "data": {
+        "source": {"kind": "csv", "path": "passive.csv"},
+        "id_column": "id",
+        "features": {"numeric": "x*"},
+    },
+    "bottom_model": {"kind": "mlp", "hidden": [8]},
+    "adversary": {
+        "labels": {
+            "source": {"kind": "csv", "path": "active.csv"},
+            "id_column": "id",
+            "label_column": "label",
+        }
+    },
+    "optimizer": {"kind": "adam", "learning_rate": 0.01},
+    "device": "cpu",
+    "torch_threads": 1,
+    "insecure_nonce_seed": 2,
+    "reconnect": {"max_s": 20, "deadline_s": 20},
+}
+
+
+def write_example(folder: Path, rows: int = 400, seed: int = 3) -> None:
+    """Write data of two parties (9 in 10 rows common, in different orders) and their settings."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = np.random.default_rng(seed)
+    x, own = generator.normal(size=(rows, 5)), generator.normal(size=(rows, 2))
+    score = x[:, 0] - x[:, 1] + own[:, 0] + generator.normal(scale=0.5, size=rows)
+    labels = (score > 1.0).astype(int)
+    ids = [f"person-{number:05d}" for number in range(rows)]
+    cut = rows // 20
+    active, passive = generator.permutation(rows - cut), cut + generator.permutation(rows - cut)
+    (folder / "active.csv").write_text(
+        "id,label,own1,own2\n"
+        + "".join(f"{ids[i]},{labels[i]},{own[i, 0]},{own[i, 1]}\n" for i in active)
+    )
+    (folder / "passive.csv").write_text(
+        "id,x1,x2,x3,x4,x5\n"
+        + "".join(f"{ids[i]},{','.join(str(v) for v in x[i])}\n" for i in passive)
+    )
+    for name, values in (("contract", CONTRACT), ("active", ACTIVE), ("passive", PASSIVE)):
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
+
+
+@dataclass
+class Recording:
+    """What an observer of either side saw."""
+
+    rows: AlignedRows | None = None
+    losses: list[float] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    sent: list[Tensor] = field(default_factory=list)
+    received: list[Tensor] = field(default_factory=list)
+    layers: list[dict[str, Tensor]] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
+
+    def on_alignment_progress(self, done_ids: int, total_ids: int) -> None:
+        assert done_ids <= total_ids
+
+    def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
+        self.rows = rows
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        self.evaluations.append(evaluation)
+
+    def on_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+class ActiveRecording(Recording):
+    def on_step(self, batch: Batch, result: StepResult) -> None:
+        self.losses.append(float(result.loss.detach()))
+        self.sent.append(result.defended.clone())
+
+
+class PassiveRecording(Recording):
+    def on_step(self, batch: Batch, received: Tensor, layers: dict[str, Tensor]) -> None:
+        self.received.append(received.clone())
+        self.layers.append({name: gradient.clone() for name, gradient in layers.items()})
+
+
+@dataclass
+class Parties:
+    """Both parties, built from the settings in a folder, ready to meet."""
+
+    session: ActiveSession
+    run: PassiveRun
+    active: ActiveRecording
+    passive: PassiveRecording
+    active_settings: ActiveSettings
+    passive_settings: PassiveSettings
+    engine: AlignmentEngine
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return both models' weights by name."""
+        assert self.session.trainer is not None
+        assert self.run.trainer is not None
+        top = self.session.trainer.model.state_dict()
+        bottom = self.run.trainer.model.state_dict()
+        return {f"top.{k}": v for k, v in top.items()} | {
+            f"bottom.{k}": v for k, v in bottom.items()
+        }
+
+
+def build_parties(folder: Path, active: Sequence[str] = (), passive: Sequence[str] = ()) -> Parties:
+    """Build both parties with overrides of their settings; ``contract.`` ones may differ, too."""
+    active_settings = load_party_settings(ActiveSettings, folder / "active.yaml", active)
+    passive_settings = load_party_settings(PassiveSettings, folder / "passive.yaml", passive)
+    active_data = PartyData.load(active_settings.data, folder)
+    passive_data = PartyData.load(passive_settings.data, folder)
+    active_recording, passive_recording = ActiveRecording(), PassiveRecording()
+    session = build_session(
+        active_settings,
+        active_data,
+        TopBuilder(active_settings, active_data, CPU),
+        active_recording,
+        draw_nonce(active_settings),
+    )
+    engine = build_engine(passive_settings.contract.alignment, AlignmentResources())
+    run = PassiveRun(
+        passive_settings.contract,
+        passive_settings.party,
+        passive_data.ids,
+        engine,
+        BottomBuilder(passive_settings, passive_data, CPU),
+        passive_recording,
+        draw_nonce(passive_settings),
+    )
+    return Parties(
+        session,
+        run,
+        active_recording,
+        passive_recording,
+        active_settings,
+        passive_settings,
+        build_engine(active_settings.contract.alignment, AlignmentResources()),
+    )
+
+
+def run_in_process(
+    parties: Parties,
+    connect: Callable[[ActiveSession, AlignmentEngine], Peer] = InProcessPeer,
+) -> None:
+    """Let the parties meet in this process."""
+    parties.run.run(connect(parties.session, parties.engine))
+
+
+@contextmanager
+def serving(parties: Parties, port: int) -> Iterator[ActiveService]:
+    """Serve the active party at a port of localhost."""
+    service = ActiveService(parties.session, parties.engine, deadline_s=20)
+    server = start_server(service, parties.active_settings.contract, f"127.0.0.1:{port}")
+    try:
+        yield service
+    finally:
+        server.stop(0).wait()
+
+
+def run_over_grpc(parties: Parties, port: int) -> None:
+    """Let the parties meet over localhost."""
+    settings = parties.passive_settings
+    with (
+        serving(parties, port),
+        GrpcPeer(f"127.0.0.1:{port}", settings.contract, settings.reconnect) as peer,
+    ):
+        parties.run.run(peer)
+
+
+def in_background(action: Callable[[], None]) -> threading.Thread:
+    """Start something beside the test."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    return thread

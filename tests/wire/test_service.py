@@ -1,0 +1,355 @@
+"""The real wire over localhost: the same results as without it, and what a bad peer gets."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from active_party.service import ActiveService
+from active_party.session import Stage
+from common.errors import (
+    AlignmentError,
+    ContractMismatch,
+    Interrupted,
+    PeerError,
+    PeerLeft,
+    PeerUnreachable,
+    SettingsError,
+)
+from common.wire.endpoint import SERVICE, channel_options, method_path
+from common.wire.tensor_codec import TensorLimits, TensorMessage, encode_tensor
+from passive_party.grpc_peer import GrpcPeer
+from passive_party.peer import Opening
+from protos import split_learning_pb2 as pb
+from tests.runs import (
+    Parties,
+    build_parties,
+    in_background,
+    run_in_process,
+    run_over_grpc,
+    serving,
+    write_example,
+)
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("example")
+    write_example(folder)
+    return folder
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def assert_same_weights(one: Parties, other: Parties) -> None:
+    expected, found = one.weights(), other.weights()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_a_run_over_grpc_is_bit_equal_to_one_in_process(example: Path, port: int) -> None:
+    there, here = build_parties(example), build_parties(example)
+    run_over_grpc(there, port)
+    run_in_process(here)
+    assert_same_weights(there, here)
+    assert there.active.evaluations == here.active.evaluations
+    assert there.active.losses == here.active.losses
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(there.passive.received, here.passive.received, strict=True)
+    )
+
+
+def test_the_comparison_would_notice_another_model(example: Path) -> None:
+    one, other = build_parties(example), build_parties(example, ["model_seed=9"])
+    run_in_process(one)
+    run_in_process(other)
+    assert not torch.equal(one.passive.received[-1], other.passive.received[-1])
+
+
+def test_chunked_tensors_change_nothing(example: Path, port: int) -> None:
+    overrides = [
+        "contract.cut_shape=[512, 16]",
+        "contract.wire={unchunked_bytes: 1000000, chunk_bytes: 524288}",
+        "contract.epochs=1",
+    ]
+    there = build_parties(example, overrides, overrides)
+    here = build_parties(example, overrides, overrides)
+    run_over_grpc(there, port)
+    run_in_process(here)
+    assert_same_weights(there, here)
+
+
+class BreakingPeer(GrpcPeer):
+    """Loses its streams every few steps."""
+
+    count = 0
+
+    def receive_gradient(self) -> TensorMessage:
+        self.count += 1
+        if self.count % 3 == 0 and self._train is not None:
+            self._train._call.cancel()
+        if self.count % 4 == 0 and self._evaluate is not None:
+            self._evaluate._call.cancel()
+        return super().receive_gradient()
+
+
+def test_broken_streams_are_opened_again_and_change_no_bit(example: Path, port: int) -> None:
+    broken, whole = build_parties(example, ["defense.name=none"]), build_parties(example)
+    contract, reconnect = broken.run.contract, broken.passive_settings.reconnect
+    with (
+        serving(broken, port),
+        BreakingPeer(f"127.0.0.1:{port}", contract, reconnect) as peer,
+    ):
+        broken.run.run(peer)
+    run_in_process(whole)
+    assert_same_weights(broken, whole)
+
+
+def test_the_passive_party_waits_for_an_active_one_that_comes_later(
+    example: Path, port: int
+) -> None:
+    parties = build_parties(example)
+    contract, reconnect = parties.run.contract, parties.passive_settings.reconnect
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with GrpcPeer(f"127.0.0.1:{port}", contract, reconnect) as peer:
+                parties.run.run(peer)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = in_background(run)
+    thread.join(1.0)
+    assert thread.is_alive()
+    with serving(parties, port):
+        thread.join(30)
+    assert not errors
+    assert parties.session.stage is Stage.FINISHED
+
+
+def test_a_peer_that_never_comes_is_given_up_after_max_s(example: Path, port: int) -> None:
+    parties = build_parties(example, [], ["reconnect={max_s: 1, first_wait_s: 0.1}"])
+    contract, reconnect = parties.run.contract, parties.passive_settings.reconnect
+    with (
+        GrpcPeer(f"127.0.0.1:{port}", contract, reconnect) as peer,
+        pytest.raises(PeerUnreachable, match="1 s"),
+    ):
+        parties.run.run(peer)
+
+
+def test_a_peer_that_takes_messages_and_never_answers_is_given_up(example: Path, port: int) -> None:
+    """A connection that stands and says nothing: deadlines, not only keepalive."""
+    overrides = ["reconnect={max_s: 1, first_wait_s: 0.1, deadline_s: 1}"]
+    parties = build_parties(example, [], overrides)
+    stuck = threading.Event()
+    parties.session.exchange = lambda message: stuck.wait(30)  # type: ignore[method-assign, assignment, return-value]
+    contract, reconnect = parties.run.contract, parties.passive_settings.reconnect
+    with (
+        serving(parties, port),
+        GrpcPeer(f"127.0.0.1:{port}", contract, reconnect) as peer,
+    ):
+        with pytest.raises(PeerUnreachable):
+            parties.run.run(peer)
+        stuck.set()
+
+
+def test_waiting_can_be_interrupted(example: Path, port: int) -> None:
+    parties = build_parties(example)
+    contract, reconnect = parties.run.contract, parties.passive_settings.reconnect
+    with (
+        GrpcPeer(f"127.0.0.1:{port}", contract, reconnect, lambda: 15) as peer,
+        pytest.raises(Interrupted) as caught,
+    ):
+        parties.run.run(peer)
+    assert caught.value.exit_code == 143
+
+
+def test_different_contracts_are_named_on_both_sides(example: Path, port: int) -> None:
+    parties = build_parties(example, ["contract.epochs=3", "contract.cut_shape=[5]"])
+    with pytest.raises(ContractMismatch) as caught:
+        run_over_grpc(parties, port)
+    assert caught.value.fields == ("cut_shape", "epochs")
+    assert isinstance(parties.session.error, ContractMismatch)
+    assert caught.value.exit_code == parties.session.error.exit_code == 2
+
+
+def test_too_small_an_intersection_is_found_by_both_with_the_counts(
+    example: Path, port: int
+) -> None:
+    overrides = ["contract.alignment.min_aligned=361"]
+    parties = build_parties(example, overrides, overrides)
+    with pytest.raises(AlignmentError, match="360"):
+        run_over_grpc(parties, port)
+    assert isinstance(parties.session.error, AlignmentError)
+    assert "360" in str(parties.session.error)
+
+
+def test_an_interrupted_active_party_says_so(example: Path, port: int) -> None:
+    parties = build_parties(example, ["contract.epochs=1000"], ["contract.epochs=1000"])
+    steps = threading.Event()
+    parties.passive.on_epoch = lambda epoch: steps.set()  # type: ignore[method-assign]
+
+    def interrupt() -> None:
+        steps.wait(30)
+        parties.session.end(Interrupted())
+
+    in_background(interrupt)
+    with pytest.raises(PeerLeft, match="stopped by a person"):
+        run_over_grpc(parties, port)
+
+
+def test_a_port_that_is_taken_is_a_settings_error(example: Path, port: int) -> None:
+    parties = build_parties(example)
+    with serving(parties, port), pytest.raises(SettingsError, match="cannot serve"):
+        serving(parties, port).__enter__()
+
+
+def test_the_standard_health_service_answers(example: Path, port: int) -> None:
+    parties = build_parties(example)
+    with serving(parties, port), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        for name in ("", SERVICE):
+            request = health_pb2.HealthCheckRequest(service=name)
+            reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+# ---- a peer that breaks the rules, over the real wire ----
+
+
+class AtFirstStep(GrpcPeer):
+    """Stops at the first training step and keeps its message."""
+
+    kept: TensorMessage
+
+    def handshake(self, party: str, canonical_contract: str, commitment: bytes) -> Opening:
+        self.opening = super().handshake(party, canonical_contract, commitment)
+        return self.opening
+
+    def send_activation(self, message: TensorMessage) -> None:
+        self.kept = message
+        raise KeyboardInterrupt
+
+    def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
+        """Leave without a word, so that the session stays open."""
+
+
+@pytest.fixture
+def at_first_step(
+    example: Path, port: int
+) -> Iterator[tuple[Parties, ActiveService, TensorMessage, grpc.Channel]]:
+    parties = build_parties(example)
+    contract, reconnect = parties.run.contract, parties.passive_settings.reconnect
+    options = channel_options(contract)
+    with (
+        serving(parties, port) as service,
+        AtFirstStep(f"127.0.0.1:{port}", contract, reconnect) as peer,
+        grpc.insecure_channel(f"127.0.0.1:{port}", options) as channel,
+    ):
+        with pytest.raises(KeyboardInterrupt):
+            parties.run.run(peer)
+        yield parties, service, peer.kept, channel
+
+
+def call(channel: grpc.Channel, method: str, frames: list[bytes]) -> list[bytes]:
+    stub: Any = channel.stream_stream(method_path(method))
+    return list(stub(iter(frames), timeout=10))
+
+
+def changed(frame: bytes, **changes: object) -> bytes:
+    fields = pb.TensorFrame.FromString(frame)
+    for name, value in changes.items():
+        setattr(fields, name, value)
+    return fields.SerializeToString()
+
+
+BAD_FRAMES: list[tuple[Callable[[bytes], bytes], grpc.StatusCode]] = [
+    (lambda frame: b"\xff" * 40, grpc.StatusCode.INVALID_ARGUMENT),
+    (lambda frame: changed(frame, dtype=2), grpc.StatusCode.INVALID_ARGUMENT),
+    (lambda frame: changed(frame, rows=3), grpc.StatusCode.INVALID_ARGUMENT),
+    (lambda frame: changed(frame, data=b""), grpc.StatusCode.INVALID_ARGUMENT),
+    (
+        lambda frame: changed(frame, data=b"\0\0\xc0\x7f" * (64 * 4)),
+        grpc.StatusCode.INVALID_ARGUMENT,
+    ),
+    (
+        lambda frame: changed(frame, data=b"\0\0\x80\x7f" * (64 * 4)),
+        grpc.StatusCode.INVALID_ARGUMENT,
+    ),
+    (lambda frame: changed(frame, rows=10**6), grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (lambda frame: b"\0" * (2 * 1024 * 1024), grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (lambda frame: changed(frame, step=5), grpc.StatusCode.FAILED_PRECONDITION),
+    (lambda frame: changed(frame, epoch=1), grpc.StatusCode.FAILED_PRECONDITION),
+    (lambda frame: changed(frame, run_id="x"), grpc.StatusCode.FAILED_PRECONDITION),
+    (
+        lambda frame: changed(frame, positions_digest=b"0" * 16),
+        grpc.StatusCode.FAILED_PRECONDITION,
+    ),
+]
+
+
+@pytest.mark.parametrize(("spoil", "code"), BAD_FRAMES)
+def test_a_bad_message_gets_its_status_and_leaves_the_session_unharmed(
+    at_first_step: tuple[Parties, ActiveService, TensorMessage, grpc.Channel],
+    spoil: Callable[[bytes], bytes],
+    code: grpc.StatusCode,
+) -> None:
+    parties, service, message, channel = at_first_step
+    (frame,) = encode_tensor(message, TensorLimits.of(parties.run.contract))
+    if len(spoil(frame)) > 1_200_000:
+        with grpc.insecure_channel(f"127.0.0.1:{service_port(channel)}") as wide:
+            refuse(wide, spoil(frame), code)
+    else:
+        refuse(channel, spoil(frame), code)
+        assert sum(service.refused.values()) == 1
+    assert parties.session.error is None
+    (answer,) = call(channel, "Train", [frame])
+    assert pb.TensorFrame.FromString(answer).rows == 64
+
+
+def refuse(channel: grpc.Channel, frame: bytes, code: grpc.StatusCode) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        call(channel, "Train", [frame])
+    assert caught.value.code() is code
+
+
+def service_port(channel: grpc.Channel) -> int:
+    target: str = channel._channel.target().decode()  # type: ignore[attr-defined]
+    return int(target.rpartition(":")[2])
+
+
+def test_the_peer_reads_fixed_sentences_only(
+    at_first_step: tuple[Parties, ActiveService, TensorMessage, grpc.Channel],
+) -> None:
+    parties, _, message, channel = at_first_step
+    (frame,) = encode_tensor(message, TensorLimits.of(parties.run.contract))
+    sentences = set()
+    for step in (5, 6):
+        with pytest.raises(grpc.RpcError) as caught:
+            call(channel, "Train", [changed(frame, step=step)])
+        sentences.add(caught.value.details())
+    assert len(sentences) == 1
+
+
+def test_a_fault_of_this_party_is_not_described_to_the_peer(example: Path, port: int) -> None:
+    parties = build_parties(example)
+
+    def break_down(message: TensorMessage) -> TensorMessage:
+        raise ValueError("secret detail")
+
+    parties.session.exchange = break_down  # type: ignore[method-assign]
+    with pytest.raises(PeerError, match="fault of its own") as caught:
+        run_over_grpc(parties, port)
+    assert "secret" not in str(caught.value)
+    assert parties.session.stage is Stage.ENDED

@@ -1,0 +1,165 @@
+"""What does a training step through localhost gRPC cost more than the same step in one process?
+
+    OMP_NUM_THREADS=1 python -m benchmarks.step
+
+Both run the same settings on the same synthetic rows, batch 1024 and cut 128 in float32, without
+TLS, leak monitor or adversary; rounds of the two alternate. The time of a step is that between two
+gradients learned from, as the passive party sees it. Aim: a difference of at most 2 ms.
+"""
+
+import argparse
+import multiprocessing
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+from torch import Tensor
+
+from benchmarks.environment import print_environment, spread
+from common.run_course import Batch
+from passive_party.grpc_peer import GrpcPeer
+from tests.runs import (
+    ACTIVE,
+    CONTRACT,
+    PASSIVE,
+    PassiveRecording,
+    build_parties,
+    run_in_process,
+    serving,
+)
+
+WARM_UP_STEPS = 20
+
+
+class StepTimes(PassiveRecording):
+    """Keeps the moment of every step instead of its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moments: list[float] = []
+
+    def on_step(self, batch: Batch, received: Tensor, layers: dict[str, Tensor]) -> None:
+        self.moments.append(time.perf_counter())
+
+    def step_ms(self) -> list[float]:
+        """Return the times of the steps of one epoch, the first ones left out."""
+        return [1e3 * float(gap) for gap in np.diff(self.moments)[WARM_UP_STEPS:]]
+
+
+def write_example(folder: Path, steps: int, batch: int, cut: int, width: int) -> None:
+    """Write synthetic rows and settings for both parties."""
+    rows = batch * (steps + 1) * 10 // 9
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(rows, 64)).astype(np.float32)
+    ids = np.array([f"{i:09d}" for i in range(rows)])
+    label = (x[:, 0] + generator.normal(size=rows) > 1).astype(np.int64)
+    np.savez(folder / "active.npz", id=ids, label=label)
+    np.savez(folder / "passive.npz", id=ids, x=x)
+    contract = CONTRACT | {
+        "cut_shape": [cut],
+        "batch_size": batch,
+        "evaluation_batch_size": batch,
+        "epochs": 1,
+        "split": {"train": 0.9, "test": 0.1},
+    }
+    source = {"kind": "npz", "path": "active.npz"}
+    active = ACTIVE | {
+        "data": {"source": source, "id_column": "id", "label_column": "label"},
+        "top_model": {"kind": "mlp", "hidden": [width]},
+    }
+    passive = PASSIVE | {
+        "data": {
+            "source": {"kind": "npz", "path": "passive.npz"},
+            "id_column": "id",
+            "features": {"numeric": "x*"},
+        },
+        "bottom_model": {"kind": "mlp", "hidden": [width]},
+        "adversary": None,
+    }
+    for name, values in (("contract", contract), ("active", active), ("passive", passive)):
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
+
+
+def serve(folder: Path, port: int, defense: str) -> None:
+    torch.set_num_threads(1)
+    parties = build_parties(folder, [f"defense={{name: {defense}}}"])
+    parties.active.on_step = lambda batch, result: None  # type: ignore[method-assign]
+    with serving(parties, port):
+        parties.session.wait(600)
+        parties.session.wait_for_farewell(10)
+
+
+@contextmanager
+def active_process(folder: Path, defense: str) -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    process = multiprocessing.get_context("spawn").Process(
+        target=serve, args=(folder, port, defense)
+    )
+    process.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.join(30)
+        process.kill()
+
+
+def over_grpc(folder: Path, defense: str) -> list[float]:
+    parties = build_parties(folder)
+    times = StepTimes()
+    parties.run._observer = times  # noqa: SLF001
+    settings = parties.passive_settings
+    with (
+        active_process(folder, defense) as address,
+        GrpcPeer(address, settings.contract, settings.reconnect) as peer,
+    ):
+        parties.run.run(peer)
+    return times.step_ms()
+
+
+def in_one_process(folder: Path, defense: str) -> list[float]:
+    parties = build_parties(folder, [f"defense={{name: {defense}}}"])
+    times = StepTimes()
+    parties.run._observer = times  # noqa: SLF001
+    parties.active.on_step = lambda batch, result: None  # type: ignore[method-assign]
+    run_in_process(parties)
+    return times.step_ms()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batch", type=int, default=1024)
+    parser.add_argument("--cut", type=int, default=128)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--defense", default="none")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    print_environment("grpcio", "protobuf")
+    shape = f"({arguments.batch}, {arguments.cut}) float32, defense {arguments.defense}"
+    print(f"step time in ms at {shape}: median (5 % .. 95 %)")
+    differences = []
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = Path(folder_name)
+        write_example(folder, arguments.steps, arguments.batch, arguments.cut, arguments.width)
+        for number in range(arguments.rounds):
+            here = in_one_process(folder, arguments.defense)
+            there = over_grpc(folder, arguments.defense)
+            differences.append(statistics.median(there) - statistics.median(here))
+            print(
+                f"round {number + 1}: one process {spread(here)}, two processes over gRPC "
+                f"{spread(there)}, difference {differences[-1]:+.3f}"
+            )
+    print(f"median difference over the rounds: {statistics.median(differences):+.3f} ms")
+
+
+if __name__ == "__main__":
+    main()

@@ -155,8 +155,9 @@ class TrainingProgress:
         self._total_steps = total_steps
         self._console = console or Console(stderr=True)
         self._log_every_s = log_every_s
-        self._start = self._logged = time.monotonic()
+        self._logged = time.monotonic()
         self._end: float | None = None
+        self._first_step: float | None = None
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -171,7 +172,7 @@ class TrainingProgress:
         self._task = self._bar.add_task(party, total=total_steps, numbers="")
 
     def __enter__(self) -> Self:
-        self._start = self._logged = time.monotonic()
+        self._logged = time.monotonic()
         self._bar.start()
         return self
 
@@ -183,14 +184,21 @@ class TrainingProgress:
 
     @property
     def steps_per_s(self) -> float:
-        """Steps per second from the start to now, or to the end of the ``with`` block."""
+        """Steps per second after the first one, to now or to the end of the ``with`` block.
+
+        The first step is left out: it waits for the peer to get ready.
+        """
+        if self._first_step is None or self.steps_done < 2:
+            return 0.0
         end = time.monotonic() if self._end is None else self._end
-        return self.steps_done / max(end - self._start, 1e-9)
+        return (self.steps_done - 1) / max(end - self._first_step, 1e-9)
 
     def advance(self, steps: int = 1, /, **numbers: float | None) -> None:
         """Count finished steps and show numbers such as ``loss``; None is not shown."""
         self.steps_done += steps
         now = time.monotonic()
+        if self._first_step is None:
+            self._first_step = now
         if self._console.is_terminal:
             self._bar.update(self._task, advance=steps, numbers=_in_words(numbers))
         elif now - self._logged >= self._log_every_s:

@@ -1,0 +1,15 @@
+"""No defense: the identity, for measuring the leak."""
+
+from torch import Tensor
+
+from active_party.defenses.report import DefendedGradient, DefenseReport, Stateless
+from active_party.defenses.rows import as_positive, as_rows
+
+
+class Undefended(Stateless):
+    """Sends the raw gradient as it is."""
+
+    def defend(self, gradients: Tensor, labels: Tensor) -> tuple[DefendedGradient, DefenseReport]:
+        """Return the values unchanged."""
+        as_positive(labels, as_rows(gradients))
+        return DefendedGradient(gradients.detach()), DefenseReport(noise_power=0.0)

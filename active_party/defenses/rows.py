@@ -1,0 +1,64 @@
+"""A batch of gradients as the mathematics sees it: one row per example, sizes in float64."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+def as_rows(gradients: Tensor) -> Tensor:
+    """View a raw gradient as (batch, cut_dim).
+
+    Raises:
+        ValueError: it has no rows or no columns, is not float32 or float64, or is not finite.
+    """
+    if gradients.dtype not in {torch.float32, torch.float64}:
+        raise ValueError(f"gradients must be float32 or float64, got {gradients.dtype}")
+    if gradients.ndim < 2 or gradients.numel() == 0:
+        raise ValueError(f"expected (batch, *cut_shape) gradients, got {tuple(gradients.shape)}")
+    rows = gradients.detach().flatten(start_dim=1)
+    if not torch.isfinite(largest_size(rows)):
+        raise ValueError("the raw gradient holds NaN or infinity: training has diverged")
+    return rows
+
+
+def as_positive(labels: Tensor, rows: Tensor) -> Tensor:
+    """Turn labels into a (batch,) bool tensor on the rows' device.
+
+    Raises:
+        ValueError: their number is not the batch's, or one is neither 0 nor 1.
+    """
+    batch = rows.shape[0]
+    if labels.shape not in {(batch,), (batch, 1)}:
+        raise ValueError(f"expected {batch} labels, got shape {tuple(labels.shape)}")
+    labels = labels.detach().to(rows.device).reshape(batch)
+    positive = labels == 1
+    if not bool((positive | (labels == 0)).all()):
+        raise ValueError("labels must be 0 or 1")
+    return positive
+
+
+def largest_size(rows: Tensor) -> Tensor:
+    """Return the largest absolute value, as a float64 scalar on the same device."""
+    low, high = rows.aminmax()
+    return torch.maximum(-low, high).double()
+
+
+def in_chunks(rows: Tensor, unit: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield slices of the batch with their rows in float64, divided by ``unit``.
+
+    A piece at a time: a float64 copy of a whole large batch would leave the processor's cache.
+    """
+    elements = 2**24 if rows.is_cuda else 2**17
+    step = max(1, elements // rows.shape[1])
+    for start in range(0, rows.shape[0], step):
+        part = slice(start, start + step)
+        yield part, rows[part].double().div_(unit)
+
+
+def row_norms(rows: Tensor) -> Tensor:
+    """Return the Euclidean norms, (batch,) float64, exact for values of any size."""
+    largest = largest_size(rows)
+    unit = torch.where(largest > 0, largest, 1.0)
+    norms = [torch.linalg.vector_norm(chunk, dim=1) for _, chunk in in_chunks(rows, unit)]
+    return torch.cat(norms).mul_(unit)

@@ -217,8 +217,9 @@ class LeakAudit:
             for layer, values in measured.leak.items()
             for attack, value in values.items()
         }
-        for key in found.keys() - self._series.keys():
-            self._series[key] = array("d", [math.nan]) * num_before
+        for key in found:
+            if key not in self._series:
+                self._series[key] = array("d", [math.nan]) * num_before
         for key, values in self._series.items():
             values.append(found.get(key, math.nan))
         self._latest = measured

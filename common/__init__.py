@@ -1,0 +1,1 @@
+"""What both parties use, and nothing that only one of them does."""

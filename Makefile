@@ -31,9 +31,10 @@ bench: $(INSTALLED)
 	done
 
 $(INSTALLED): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' || { \
-	  echo "splitveil needs Python 3.11 or 3.12, and $(PYTHON) is $$($(PYTHON) --version 2>&1);" \
-	    "name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null || { \
+	  echo "splitveil needs Python 3.11 or 3.12, and $(PYTHON) is neither:" \
+	    "make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@echo "Setting up .venv: minutes the first time, most of them for torch"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -c constraints.txt torch
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'

@@ -33,9 +33,9 @@ def comparison_table(title: str, results: Mapping[str, RunResults]) -> Table:
     """Return a table with one column per run and one row per figure."""
     table = Table(
         title=title,
-        caption="leak AUC: mean over batches, 95 % quantile (of random scores on the same batches)",
+        caption="leak AUC at a layer: mean over batches, 95 % quantile (that of random scores)",
     )
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for name in results:
         table.add_column(name, justify="right")
     table.add_row("aligned rows", *(f"{r.active['aligned_rows']:,}" for r in results.values()))
@@ -45,7 +45,7 @@ def comparison_table(title: str, results: Mapping[str, RunResults]) -> Table:
     )
     for layer, attack in _measured(results):
         cells = [_leak_cell(r.leak.get(layer, {}).get(attack)) for r in results.values()]
-        table.add_row(f"leak AUC, {attack}, {layer} layer", *cells)
+        table.add_row(f"{layer}: {attack} leak AUC", *cells)
     return table
 
 

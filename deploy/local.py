@@ -11,7 +11,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,18 +84,31 @@ def parse_defense(text: str) -> NamedDefense:
     Raises:
         SettingsError: it is none of these.
     """
-    try:
-        values = yaml.safe_load(text) if text.lstrip().startswith("{") else None
-    except yaml.YAMLError as error:
-        raise SettingsError(f"--defense {text}: not valid YAML") from error
-    if values is None:
+    if text.lstrip().startswith("{"):
+        settings = _read_mapping(text)
+    else:
         name, _, rest = text.partition(":")
         settings = apply_overrides({"name": name}, rest.split(",") if rest else [])
-        return NamedDefense(f"{name} {rest}".strip(), settings)
+    return NamedDefense(" ".join(_title_parts(settings)), settings)
+
+
+def _read_mapping(text: str) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SettingsError(f"--defense {text}: not valid YAML") from error
     if not isinstance(values, dict) or "name" not in values:
         raise SettingsError(f"--defense {text}: expected a defense's settings, its name among them")
-    parts = [f"{key}={value}" for key, value in _flat(values).items() if key != "name"]
-    return NamedDefense(" ".join([str(values["name"]), *parts]), values)
+    return values
+
+
+def _title_parts(settings: dict[str, Any]) -> Iterator[str]:
+    """Yield the values with their innermost names: ``marvell``, ``power_ratio=4``."""
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from _title_parts(value)
+        else:
+            yield str(value) if name == "name" else f"{name}={value}"
 
 
 def _run(example_dir: Path, defenses: list[str], overrides: list[str], runs_dir: Path) -> int:
@@ -158,13 +171,6 @@ def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
-
-
-def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= _flat(value) if isinstance(value, dict) else {name: value}
-    return flat
 
 
 def _parser() -> argparse.ArgumentParser:

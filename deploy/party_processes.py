@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import IO
 
-PEER_NOTICES_S = 10.0
+PEER_NOTICES_S = 5.0
 """How long a party may go on after the other one has failed: enough to hear of it and to save."""
 
 STOP_S = 20.0

@@ -1,0 +1,51 @@
+"""Runs of the real processes that several tests look at."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+class LocalRun(NamedTuple):
+    """What one call of the local launcher left behind."""
+
+    exit_code: int
+    output: str
+    runs_dir: Path
+
+    def summary(self, run_name: str, party: str) -> Mapping[str, Any]:
+        text = (self.runs_dir / run_name / party / "summary.json").read_text(encoding="utf-8")
+        summary: Mapping[str, Any] = json.loads(text)
+        return summary
+
+
+def run_locally(runs_dir: Path, example: str, *options: str) -> LocalRun:
+    """Run an example as a user would, two processes and all."""
+    command = [sys.executable, "-m", "deploy.local", f"deploy/examples/{example}"]
+    done = subprocess.run(
+        [*command, "--runs", str(runs_dir), *options],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    return LocalRun(done.returncode, done.stdout, runs_dir)
+
+
+@pytest.fixture(scope="session")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> LocalRun:
+    """Return breast_cancer without defense and with marvell, six epochs each."""
+    return run_locally(
+        tmp_path_factory.mktemp("runs"),
+        "breast_cancer",
+        *("--set", "contract.epochs=6"),
+        *("--defense", "none", "marvell:strength.power_ratio=4"),
+    )

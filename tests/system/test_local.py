@@ -1,0 +1,145 @@
+"""The local launcher and the shipped examples: real processes, real data, real gradients."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from common.errors import SettingsError
+from deploy.local import Overrides, parse_defense
+from tests.system.conftest import LocalRun, run_locally
+
+ATTACKS = {"norm", "cosine", "spectral"}
+FIGURES = {"q95", "mean", "last_epoch", "random_q95"}
+RUNS = ("breast_cancer-none", "breast_cancer-marvell-power_ratio-4")
+
+needs_data = pytest.mark.skipif(
+    "SPLITVEIL_DATA" not in os.environ, reason="SPLITVEIL_DATA names no folder with data sets"
+)
+
+
+def test_two_defenses_are_run_and_set_side_by_side(compared: LocalRun) -> None:
+    assert compared.exit_code == 0, compared.output
+    table = compared.output[compared.output.rindex("┏") :]
+    assert "none" in table
+    assert "marvell" in table
+    assert "cut: cosine leak AUC" in table
+
+
+@pytest.mark.parametrize("run_name", RUNS)
+def test_both_summaries_hold_what_later_checks_read(compared: LocalRun, run_name: str) -> None:
+    active = compared.summary(run_name, "active")
+    passive = compared.summary(run_name, "passive")
+    assert active["aligned_rows"] == passive["aligned_rows"] == 569
+    assert active["epochs"] == passive["epochs"] == 6
+    assert active["steps"] == passive["steps"] > 6 * 12
+    assert active["test_auc"] > 0.9
+    assert active["test_loss"] > 0
+    assert active["train_loss"] > 0
+    assert active["steps_per_s"] > 0
+    assert active["defense"]["name"] in run_name
+    assert set(active["leak"]) == {"cut"}
+    assert set(passive["leak"]) == {"cut", "first"}
+    for attacks in (*active["leak"].values(), *passive["leak"].values()):
+        assert set(attacks) == ATTACKS
+        assert all(set(figures) == FIGURES for figures in attacks.values())
+    assert active["leak_batches"]["left_out"] == passive["leak_batches"]["left_out"] == 0
+
+
+def test_marvell_takes_away_what_the_oracle_reads_without_it(compared: LocalRun) -> None:
+    """Holds for the active party's monitor, which knows a clean gradient, and for the peer."""
+    for party in ("active", "passive"):
+        without, defended = (
+            compared.summary(name, party)["leak"]["cut"]["cosine"]["mean"] for name in RUNS
+        )
+        assert without > 0.95
+        assert without - defended >= 0.25
+
+
+def test_files_of_both_parties_lie_in_their_own_folders(compared: LocalRun) -> None:
+    for party in ("active", "passive"):
+        folder = compared.runs_dir / RUNS[0] / party
+        assert (folder / "settings.yaml").is_file()
+        assert (folder / "metrics.jsonl").is_file()
+        assert list(folder.glob("events.out.tfevents.*"))
+        assert list(folder.glob("checkpoint*"))
+
+
+def test_the_passive_party_s_files_say_nothing_of_the_other_s_loss(compared: LocalRun) -> None:
+    folder = compared.runs_dir / RUNS[0] / "passive"
+    text = (folder / "metrics.jsonl").read_text() + (folder / "summary.json").read_text()
+    assert "loss" not in text
+    assert "test_auc" not in text
+
+
+def test_contracts_that_differ_end_both_with_exit_code_2(tmp_path: Path) -> None:
+    run = run_locally(tmp_path, "breast_cancer", "--set", "passive.contract.batch_size=64")
+    assert run.exit_code == 2, run.output
+    for party in ("active", "passive"):
+        lines = [line for line in run.output.splitlines() if line.startswith(party)]
+        assert any("batch_size" in line for line in lines), run.output
+
+
+def test_a_misspelt_setting_is_named_and_ends_with_exit_code_2(tmp_path: Path) -> None:
+    run = run_locally(tmp_path, "breast_cancer", "--set", "active.optimizer.learning_rat=0.1")
+    assert run.exit_code == 2, run.output
+    assert "learning_rate" in run.output
+
+
+@needs_data
+def test_default_credit_is_aligned_and_learnt(tmp_path: Path) -> None:
+    run = run_locally(tmp_path, "default_credit", "--set", "contract.epochs=10")
+    assert run.exit_code == 0, run.output
+    summary = run.summary("default_credit", "active")
+    assert summary["aligned_rows"] == 24_000
+    assert summary["test_auc"] >= 0.755
+    assert summary["leak"]["cut"]["cosine"]["mean"] > 0.95
+
+
+@needs_data
+def test_raw_criteo_is_learnt_through_embeddings(tmp_path: Path) -> None:
+    run = run_locally(tmp_path, "criteo", "--set", "contract.epochs=2")
+    assert run.exit_code == 0, run.output
+    summary = run.summary("criteo", "active")
+    assert summary["aligned_rows"] == 8_000
+    assert summary["test_auc"] > 0.62
+
+
+@pytest.mark.parametrize(
+    ("text", "title", "settings"),
+    [
+        ("marvell", "marvell", {"name": "marvell"}),
+        ("iso:noise_ratio=2", "iso noise_ratio=2", {"name": "iso", "noise_ratio": 2}),
+        (
+            "marvell:strength.power_ratio=4",
+            "marvell power_ratio=4",
+            {"name": "marvell", "strength": {"power_ratio": 4}},
+        ),
+        (
+            "{name: marvell, strength: {power_ratio: 4}}",
+            "marvell power_ratio=4",
+            {"name": "marvell", "strength": {"power_ratio": 4}},
+        ),
+    ],
+)
+def test_a_defense_is_a_name_with_settings_or_yaml(
+    text: str, title: str, settings: dict[str, object]
+) -> None:
+    assert parse_defense(text) == (title, settings)
+
+
+@pytest.mark.parametrize("text", ["{name: marvell", "{strength: 4}", "marvell:power_ratio"])
+def test_a_defense_that_is_neither_is_refused(text: str) -> None:
+    with pytest.raises(SettingsError, match="--"):
+        parse_defense(text)
+
+
+def test_overrides_reach_the_party_they_name_and_the_contract_both() -> None:
+    routed = Overrides([], []).adding("active.device=cpu", "passive.party=p", "contract.epochs=2")
+    assert routed.active == ["device=cpu", "contract.epochs=2"]
+    assert routed.passive == ["party=p", "contract.epochs=2"]
+
+
+def test_an_override_for_nobody_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"expected active\.NAME=VALUE"):
+        Overrides([], []).adding("epochs=2")

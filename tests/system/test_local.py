@@ -98,11 +98,11 @@ def test_default_credit_is_aligned_and_learnt(tmp_path: Path) -> None:
 
 @needs_data
 def test_raw_criteo_is_learnt_through_embeddings(tmp_path: Path) -> None:
-    run = run_locally(tmp_path, "criteo", "--set", "contract.epochs=2")
+    run = run_locally(tmp_path, "criteo", "--set", "contract.epochs=4")
     assert run.exit_code == 0, run.output
     summary = run.summary("criteo", "active")
     assert summary["aligned_rows"] == 8_000
-    assert summary["test_auc"] > 0.62
+    assert summary["test_auc"] > 0.65
 
 
 @pytest.mark.parametrize(

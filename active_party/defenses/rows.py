@@ -53,7 +53,7 @@ def in_chunks(rows: Tensor, unit: Tensor) -> Iterator[tuple[slice, Tensor]]:
     step = max(1, elements // rows.shape[1])
     for start in range(0, rows.shape[0], step):
         part = slice(start, start + step)
-        yield part, rows[part].double().div_(unit)
+        yield part, rows[part].to(torch.float64, copy=True).div_(unit)
 
 
 def row_norms(rows: Tensor) -> Tensor:

@@ -1,0 +1,547 @@
+"""What every defense promises: unbiased, finite, unpredictable, of the stated power, protective."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+
+from active_party.defenses import DefenseSettings, NoiseSolution, build_defense
+from active_party.defenses.class_statistics import RunningClasses, measure_classes
+from active_party.defenses.noise import EntropyNoise, fill_state
+from active_party.defenses.settings import (
+    IsoDefense,
+    MarvellDefense,
+    MaxNormDefense,
+    NoDefense,
+    PowerRatio,
+)
+from common.privacy.attacks import cosine, norm
+from common.privacy.leakage import leak_auc
+
+NOISY = ["iso", "max_norm", "marvell"]
+
+
+def settings_of(name: str, seed: int | None = None, power_ratio: float = 4.0) -> DefenseSettings:
+    match name:
+        case "iso":
+            return IsoDefense(insecure_noise_seed=seed)
+        case "max_norm":
+            return MaxNormDefense(insecure_noise_seed=seed)
+        case "marvell":
+            strength = PowerRatio(power_ratio=power_ratio)
+            return MarvellDefense(insecure_noise_seed=seed, strength=strength)
+        case _:
+            return NoDefense()
+
+
+def binary_batch(
+    batch: int = 512, cut_dim: int = 16, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Make gradients as a binary cross entropy does: (p - y) times a direction, and some spread."""
+    generator = torch.Generator().manual_seed(5)
+    labels = (torch.rand(batch, generator=generator) < 0.2).long()
+    direction = torch.randn(cut_dim, generator=generator, dtype=dtype)
+    probability = 0.1 + 0.2 * torch.rand(batch, generator=generator, dtype=dtype)
+    spread = 0.2 * torch.randn(batch, cut_dim, generator=generator, dtype=dtype)
+    return (probability - labels)[:, None] * (direction + spread), labels
+
+
+def repeated(name: str, gradients: Tensor, labels: Tensor, times: int) -> Tensor:
+    """Defend the same batch many times: (times, batch, cut_dim)."""
+    defense = build_defense(settings_of(name, seed=1))
+    return torch.stack([defense.defend(gradients, labels)[0] for _ in range(times)]).double()
+
+
+def bias_score(samples: Tensor, expected: Tensor) -> float:
+    """Largest |mean - expected| of a coordinate, in standard errors of the mean."""
+    error = samples.std(dim=0) / samples.shape[0] ** 0.5
+    moved = error > 1e-6 * expected.abs().max()
+    return float(((samples.mean(dim=0) - expected).abs() / error)[moved].max())
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_noise_is_unbiased(name: str) -> None:
+    """Accepts the raw gradient as the mean, and rejects one that is shrunk by 30 %.
+
+    128 coordinates, so that 5 standard errors are exceeded by chance once in 10,000 seeds.
+    """
+    gradients, labels = binary_batch(batch=16, cut_dim=8)
+    labels[:3] = 1
+    samples = repeated(name, gradients, labels, times=8000)
+    assert bias_score(samples, gradients.double()) < 5
+    assert bias_score(samples, 0.7 * gradients.double()) > 5
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_power_spent_is_the_power_reported(name: str) -> None:
+    """Accepts the report, and rejects one that is 5 % off."""
+    gradients, labels = binary_batch(batch=256)
+    defense = build_defense(settings_of(name, seed=1))
+    _, report = defense.defend(gradients, labels)
+    samples = repeated(name, gradients, labels, times=2000)
+    measured = float((samples - gradients).square().sum(dim=2).mean())
+    assert measured == pytest.approx(report.noise_power, rel=0.02)
+    assert measured != pytest.approx(1.05 * report.noise_power, rel=0.02)
+
+
+def test_powers_are_the_documented_ones() -> None:
+    gradients, labels = binary_batch(dtype=torch.float64)
+    positive = labels == 1
+    norms = gradients.norm(dim=1)
+    gap = gradients[positive].mean(dim=0) - gradients[~positive].mean(dim=0)
+    reports = {
+        name: build_defense(settings_of(name)).defend(gradients, labels)[1] for name in NOISY
+    }
+    assert reports["iso"].noise_power == pytest.approx(float(norms.max() ** 2))
+    assert reports["max_norm"].noise_power == pytest.approx(
+        float((norms.max() ** 2 - norms**2).mean())
+    )
+    assert reports["marvell"].noise_power == pytest.approx(4 * float(gap @ gap))
+
+
+def test_iso_takes_the_amplitude_ratio() -> None:
+    """t = r^2: twice the ratio is four times the power."""
+    gradients, labels = binary_batch()
+    once, twice = (
+        build_defense(IsoDefense(noise_ratio=ratio)).defend(gradients, labels)[1].noise_power
+        for ratio in (1.0, 2.0)
+    )
+    assert twice == pytest.approx(4 * once)
+
+
+def test_none_changes_no_bit() -> None:
+    gradients, labels = binary_batch()
+    defended, report = build_defense(NoDefense()).defend(gradients, labels)
+    assert torch.equal(defended, gradients)
+    assert report.noise_power == 0
+
+
+# ---- max_norm
+
+
+def varied_norms() -> tuple[Tensor, Tensor]:
+    """Rows whose norms tell the label: positives 1, negatives 0.2 to 0.3."""
+    generator = torch.Generator().manual_seed(3)
+    labels = torch.arange(400) % 4 == 0
+    directions = torch.nn.functional.normalize(torch.randn(400, 16, generator=generator), dim=1)
+    sizes = torch.where(labels, 1.0, 0.2 + 0.1 * torch.rand(400, generator=generator))
+    return sizes[:, None] * directions, labels
+
+
+def whole_batch_norm_noise(gradients: Tensor, generator: torch.Generator) -> Tensor:
+    """The variant that is published and wrong: isotropic, up to the norm of the whole batch."""
+    sigma = (gradients.norm() ** 2 / gradients.norm(dim=1) ** 2 - 1).clamp(min=0).sqrt()
+    noise: Tensor = sigma[:, None] * torch.randn(gradients.shape, generator=generator)
+    return gradients + noise
+
+
+def row_powers_differ(samples: Tensor, powers: Tensor) -> bool:
+    """Say whether some row's mean squared norm is not the given one, at 5 standard errors."""
+    squares = samples.square().sum(dim=2)
+    error = squares.std(dim=0) / squares.shape[0] ** 0.5 + 1e-5 * powers
+    return bool(((squares.mean(dim=0) - powers).abs() > 5 * error).any())
+
+
+def test_max_norm_brings_every_row_to_the_largest_norm() -> None:
+    """Accepts ours, rejects the whole-batch variant, which the norm attack reads perfectly."""
+    gradients, labels = varied_norms()
+    target = gradients.norm(dim=1).max().double() ** 2
+    ours = repeated("max_norm", gradients, labels, times=5000)
+    generator = torch.Generator().manual_seed(9)
+    wrong = torch.stack([whole_batch_norm_noise(gradients, generator) for _ in range(500)])
+    assert not row_powers_differ(ours, target.expand(400))
+    assert row_powers_differ(wrong.double(), target.expand(400))
+    assert leak_auc(norm(wrong[0]), labels) > 0.99
+    assert leak_auc(norm(ours[0]), labels) < 0.9
+
+
+def test_max_norm_keeps_to_each_rows_line() -> None:
+    gradients, labels = binary_batch()
+    defended, _ = build_defense(MaxNormDefense()).defend(gradients, labels)
+    aligned = torch.cosine_similarity(defended, gradients).abs()
+    assert torch.allclose(aligned, torch.ones(len(labels)), atol=1e-5)
+
+
+@pytest.mark.parametrize("tiny", [0.0, 1e-44])
+def test_max_norm_hides_rows_without_a_direction(tiny: float) -> None:
+    gradients, labels = binary_batch()
+    gradients[::2] = tiny
+    defended, _ = build_defense(MaxNormDefense()).defend(gradients, labels)
+    hidden = defended[::2]
+    assert torch.allclose(hidden.norm(dim=1), gradients.norm(dim=1).max(), rtol=1e-5)
+    assert float(torch.cosine_similarity(hidden[:-1], hidden[1:]).abs().max()) < 0.99
+
+
+# ---- marvell
+
+
+def covariance_along_and_across(noise: Tensor, gap: Tensor) -> tuple[float, float]:
+    """Variance along the gap and per direction across it, of (samples, cut_dim) noise."""
+    along = (noise @ gap) / gap.norm()
+    total = noise.square().sum(dim=1).mean()
+    power_along = along.square().mean()
+    return float(power_along), float((total - power_along) / (noise.shape[1] - 1))
+
+
+def test_marvell_noise_has_the_covariance_of_the_solution() -> None:
+    """Accepts the solution, and rejects the two classes exchanged."""
+    gradients, labels = binary_batch(batch=128, cut_dim=8)
+    defense = build_defense(settings_of("marvell", seed=1))
+    solution = defense.defend(gradients, labels)[1].solution
+    assert solution is not None
+    noise = repeated("marvell", gradients, labels, times=4000) - gradients
+    positive = labels == 1
+    gap = (gradients[positive].mean(dim=0) - gradients[~positive].mean(dim=0)).double()
+    neg = covariance_along_and_across(noise[:, ~positive].flatten(0, 1), gap)
+    pos = covariance_along_and_across(noise[:, positive].flatten(0, 1), gap)
+    measured = (*neg, *pos)
+    assert measured == pytest.approx(solution[:4], rel=0.02, abs=1e-6)
+    assert measured != pytest.approx((*solution[2:4], *solution[:2]), rel=0.02, abs=1e-6)
+    assert solution.neg_across > 0  # otherwise half of this test would be empty
+
+
+def test_marvell_statistics_are_those_of_numpy() -> None:
+    gradients, labels = binary_batch(batch=3000, cut_dim=70)  # more than one chunk
+    batch = measure_classes(gradients, labels == 1)
+    assert batch.neg is not None
+    assert batch.pos is not None
+    for moments, label in ((batch.neg, 0), (batch.pos, 1)):
+        rows = gradients[labels == label].double().numpy()
+        np.testing.assert_allclose(moments.mean.numpy(), rows.mean(axis=0), rtol=1e-12, atol=1e-14)
+        assert moments.deviation == pytest.approx(float(rows.var(axis=0).mean() ** 0.5), rel=1e-12)
+
+
+def empirical_sum_kl(rows: Tensor, labels: Tensor, gap: Tensor) -> float:
+    """Divergence of two Gaussians fitted to the rows: one variance along the gap, one across."""
+    positive = labels == 1
+    direction = gap / gap.norm()
+    total = 0.0
+    along = rows @ direction
+    neg, pos = along[~positive], along[positive]
+    shift = (pos.mean() - neg.mean()) ** 2
+    total += float((neg.var() + shift) / pos.var() + (pos.var() + shift) / neg.var() - 2) / 2
+    across = rows - along[:, None] * direction
+    ratio = float(across[positive].var(dim=0).sum() / across[~positive].var(dim=0).sum())
+    return total + (rows.shape[1] - 1) * (ratio + 1 / ratio - 2) / 2
+
+
+def test_marvell_leaves_about_the_divergence_that_it_reports() -> None:
+    gradients, labels = binary_batch(batch=20_000)
+    defended, report = build_defense(settings_of("marvell", seed=1)).defend(gradients, labels)
+    positive = labels == 1
+    gap = gradients[positive].mean(dim=0) - gradients[~positive].mean(dim=0)
+    before = empirical_sum_kl(gradients, labels, gap)
+    after = empirical_sum_kl(defended, labels, gap)
+    assert report.sum_kl_before is not None
+    assert report.sum_kl_after is not None
+    assert before > 100
+    assert report.sum_kl_before > 10
+    assert after < 0.6
+    assert report.sum_kl_after < 0.6
+
+
+@pytest.mark.parametrize("attack", ["norm", "cosine"])
+def test_marvell_stops_the_attacks_that_succeed_without_it(attack: str) -> None:
+    gradients, labels = binary_batch(batch=4000)
+    reference = gradients[labels == 1][0]
+
+    def leak(rows: Tensor) -> float:
+        return leak_auc(norm(rows) if attack == "norm" else cosine(rows, reference), labels)
+
+    defended, report = build_defense(settings_of("marvell", seed=1)).defend(gradients, labels)
+    assert leak(gradients) > 0.99
+    assert leak(defended) < 0.72
+    assert report.leak_auc_bound is not None
+    assert leak(defended) <= report.leak_auc_bound
+
+
+def test_stronger_marvell_leaks_less() -> None:
+    gradients, labels = binary_batch()
+    bounds = (
+        build_defense(settings_of("marvell", power_ratio=ratio)).defend(gradients, labels)[1]
+        for ratio in (1.0, 4.0, 16.0)
+    )
+    weak, middle, strong = (report.leak_auc_bound or 1.0 for report in bounds)
+    assert weak > middle > strong > 0.5
+
+
+# ---- batches with one class
+
+
+def one_class_rows(batch: int = 4000) -> tuple[Tensor, Tensor]:
+    gradients, labels = binary_batch(batch=batch)
+    rows = gradients[labels == 0]
+    return rows, torch.zeros(len(rows))
+
+
+def test_one_class_before_any_statistics_gets_noise_without_signal() -> None:
+    rows, labels = one_class_rows()
+    defended, report = build_defense(settings_of("marvell", seed=1)).defend(rows, labels)
+    largest = float(rows.norm(dim=1).max())
+    assert report.noise_power == pytest.approx(largest**2, rel=1e-6)
+    assert float(defended.square().sum(dim=1).mean()) == pytest.approx(largest**2, rel=0.05)
+    direction = rows.mean(dim=0) / rows.mean(dim=0).norm()
+    error = largest / (len(rows) * rows.shape[1]) ** 0.5
+    assert abs(float((defended @ direction).mean())) < 5 * error
+    assert abs(float((rows @ direction).mean())) > 5 * error
+
+
+def test_one_class_borrows_the_other_from_earlier_batches() -> None:
+    gradients, both_labels = binary_batch(batch=4000)
+    rows, labels = one_class_rows(batch=4000)  # the same rows, the positives left out
+    defense = build_defense(settings_of("marvell", seed=1))
+    _, both = defense.defend(gradients, both_labels)
+    defended, report = defense.defend(rows, labels)
+    assert report.solution is not None
+    assert report.sum_kl_before == pytest.approx(both.sum_kl_before)
+    noise = defended - rows
+    assert float(noise.square().sum(dim=1).mean()) == pytest.approx(report.noise_power, rel=0.1)
+    assert report.noise_power > 0
+
+
+def test_one_class_first_then_the_other_is_enough() -> None:
+    gradients, labels = binary_batch()
+    defense = build_defense(settings_of("marvell"))
+    _, first = defense.defend(gradients[labels == 0], labels[labels == 0])
+    _, second = defense.defend(gradients[labels == 1], labels[labels == 1])
+    assert first.solution is None
+    assert second.solution is not None
+
+
+def test_class_statistics_survive_a_checkpoint() -> None:
+    rows, labels = one_class_rows()
+    before, after = (build_defense(settings_of("marvell", seed=seed)) for seed in (1, 2))
+    before.defend(*binary_batch())
+    after.load_state_dict(before.state_dict())
+    assert before.defend(rows, labels)[1] == after.defend(rows, labels)[1]
+    with pytest.raises(ValueError, match="expected class statistics"):
+        after.load_state_dict({"pos_mean": torch.zeros(16)})
+    with pytest.raises(ValueError, match="no state"):
+        build_defense(NoDefense()).load_state_dict(before.state_dict())
+
+
+def test_running_statistics_follow_the_gradients() -> None:
+    classes = RunningClasses()
+    gradients, labels = binary_batch()
+    for _ in range(100):
+        classes.take_in(measure_classes(gradients, labels == 1))
+    for _ in range(100):
+        classes.take_in(measure_classes(0.01 * gradients, labels == 1))
+    rows = 0.01 * gradients[labels == 0]
+    borrowed = classes.take_in(measure_classes(rows, torch.zeros(len(rows), dtype=torch.bool)))
+    own = classes.take_in(measure_classes(0.01 * gradients, labels == 1))
+    assert borrowed is not None
+    assert own is not None
+    assert borrowed.unit**2 * borrowed.gap_squared == pytest.approx(
+        own.unit**2 * own.gap_squared, rel=0.01
+    )
+
+
+# ---- what holds for all
+
+
+AWKWARD = {
+    "zeros": torch.zeros(8, 4),
+    "one row": torch.ones(1, 4),
+    "one column": torch.tensor([[1.0], [2.0], [-1.0], [0.5]]),
+    "equal rows": torch.ones(8, 4),
+    "zero rows among others": torch.eye(8)[:, :4],
+    "many orders of magnitude": torch.logspace(-30, 30, 32).reshape(8, 4),
+    "tiny": 1e-30 * torch.randn(8, 4, generator=torch.Generator().manual_seed(1)),
+    "huge": 1e30 * torch.randn(8, 4, generator=torch.Generator().manual_seed(1)),
+    "subnormal": torch.full((8, 4), 1e-45),
+    "largest": torch.full((8, 4), 3.4e38) * torch.tensor([1.0, -1.0] * 2),
+    "one positive at zero": torch.cat([torch.zeros(1, 4), torch.ones(7, 4)]),
+    "gap of zero": torch.cat([torch.zeros(4, 4), torch.tensor([[1.0] * 4, [-1.0] * 4] * 2)]),
+}
+
+
+@pytest.mark.parametrize("name", ["none", *NOISY])
+@pytest.mark.parametrize("labels", ["mixed", "positive", "negative"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", AWKWARD)
+def test_every_finite_gradient_gets_a_finite_answer(
+    name: str, labels: str, dtype: torch.dtype, kind: str
+) -> None:
+    gradients = AWKWARD[kind].to(dtype)
+    ones = torch.ones(len(gradients))
+    choices = {"mixed": (torch.arange(len(gradients)) < 4).float(), "positive": ones}
+    defense = build_defense(settings_of(name))
+    for _ in range(3):
+        chosen = choices.get(labels, 0 * ones)
+        defended, report = defense.defend(gradients, chosen)
+        assert torch.isfinite(defended).all()
+        assert math.isfinite(report.noise_power)
+        assert defended.dtype == dtype
+        assert defended.shape == gradients.shape
+
+
+def test_a_batch_without_a_gap_is_not_sent_bare() -> None:
+    """Positives +-g around zero, negatives zero: the norm gives them away, the gap says 0 power."""
+    gradients = AWKWARD["gap of zero"]
+    labels = torch.arange(8) >= 4
+    defended, report = build_defense(settings_of("marvell")).defend(gradients, labels)
+    assert report.noise_power == pytest.approx(4.0)
+    assert float(defended[:4].norm(dim=1).min()) > 0
+
+
+@pytest.mark.parametrize("name", NOISY)
+@pytest.mark.parametrize("exponent", [-99, -40, 7, 99])
+def test_defense_scales_with_the_gradient_bit_for_bit(name: str, exponent: int) -> None:
+    gradients, labels = binary_batch()
+    factor = 2.0**exponent
+    plain, _ = build_defense(settings_of(name, seed=1)).defend(gradients, labels)
+    scaled, _ = build_defense(settings_of(name, seed=1)).defend(factor * gradients, labels)
+    assert torch.equal(scaled, factor * plain)
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_two_builds_of_the_same_settings_send_different_noise(name: str) -> None:
+    gradients, labels = binary_batch()
+    first, second = (
+        build_defense(settings_of(name)).defend(gradients, labels)[0] for _ in range(2)
+    )
+    differing = (first != second).any(dim=1).float().mean()
+    assert differing > 0.99
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_an_insecure_seed_repeats_the_noise_and_warns(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    gradients, labels = binary_batch()
+    first, second = (
+        build_defense(settings_of(name, seed=3)).defend(gradients, labels)[0] for _ in range(2)
+    )
+    assert torch.equal(first, second)
+    assert "INSECURE" in caplog.text
+    caplog.clear()
+    build_defense(settings_of(name))
+    assert not caplog.text
+
+
+def test_torchs_own_seed_would_be_guessable_and_ours_is_not() -> None:
+    """torch's CPU generator drops all but 32 bits of its seed; every bit of ours counts."""
+
+    def seeded(seed: int) -> Tensor:
+        return torch.randn(64, generator=torch.Generator().manual_seed(seed))
+
+    def filled(entropy: bytes) -> Tensor:
+        generator = torch.Generator()
+        fill_state(generator, entropy)
+        return torch.randn(3000, generator=generator, dtype=torch.float64)
+
+    assert torch.equal(seeded(5), seeded(5 + 2**32))
+    entropy = bytes(range(256)) * 9 + bytes(192)
+    assert torch.equal(filled(entropy), filled(entropy))
+    for position in (3, 4, 1000, 2495):  # the first bytes hold the one unused part, 31 bits
+        changed = bytearray(entropy)
+        changed[position] ^= 0x80
+        assert not torch.equal(filled(entropy), filled(bytes(changed)))
+
+
+def test_entropy_noise_is_standard_normal_and_never_repeats() -> None:
+    noise = EntropyNoise()
+    first, second = (noise.standard_normal((200_000,), torch.empty(0)) for _ in range(2))
+    for numbers in (first, second):
+        assert abs(float(numbers.mean())) < 0.015
+        assert float(numbers.std()) == pytest.approx(1, abs=0.015)
+        assert float((numbers.abs() < 1).float().mean()) == pytest.approx(0.6827, abs=0.01)
+    assert float((first == second).float().mean()) < 0.001
+
+
+@pytest.mark.parametrize("name", ["none", *NOISY])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8, torch.float32])
+@pytest.mark.parametrize("shape", [(-1,), (-1, 1)])
+def test_labels_may_come_in_any_dtype_and_as_a_column(
+    name: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    gradients, labels = binary_batch()
+    expected, _ = build_defense(settings_of(name, seed=1)).defend(gradients, labels)
+    other = labels.to(dtype).reshape(shape)
+    defended, _ = build_defense(settings_of(name, seed=1)).defend(gradients, other)
+    assert torch.equal(defended, expected)
+
+
+@pytest.mark.parametrize("name", ["none", *NOISY])
+def test_a_cut_of_any_shape_is_defended_as_rows(name: str) -> None:
+    gradients, labels = binary_batch()
+    flat, _ = build_defense(settings_of(name, seed=1)).defend(gradients, labels)
+    shaped, _ = build_defense(settings_of(name, seed=1)).defend(
+        gradients.reshape(-1, 2, 4, 2), labels
+    )
+    assert shaped.shape == (len(labels), 2, 4, 2)
+    assert torch.equal(shaped.flatten(1), flat)
+
+
+@pytest.mark.parametrize("name", ["none", *NOISY])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_raw_gradient_is_left_as_it_was(name: str, dtype: torch.dtype) -> None:
+    gradients, labels = binary_batch(dtype=dtype)
+    copy = gradients.clone()
+    build_defense(settings_of(name)).defend(gradients, labels)
+    assert torch.equal(gradients, copy)
+
+
+@pytest.mark.parametrize("name", ["none", *NOISY])
+@pytest.mark.parametrize(
+    ("gradients", "labels", "complaint"),
+    [
+        (torch.full((2, 3), math.nan), torch.tensor([0, 1]), "NaN"),
+        (torch.full((2, 3), math.inf), torch.tensor([0, 1]), "infinity"),
+        (torch.ones(2, 3), torch.tensor([0, 2]), "0 or 1"),
+        (torch.ones(2, 3), torch.tensor([0.0, math.nan]), "0 or 1"),
+        (torch.ones(2, 3), torch.tensor([0, 1, 1]), "labels"),
+        (torch.ones(2), torch.tensor([0, 1]), "cut_shape"),
+        (torch.ones(0, 3), torch.zeros(0), "cut_shape"),
+        (torch.ones(2, 3).half(), torch.tensor([0, 1]), "float32"),
+    ],
+)
+def test_what_cannot_be_defended_is_refused(
+    name: str, gradients: Tensor, labels: Tensor, complaint: str
+) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        build_defense(settings_of(name)).defend(gradients, labels)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", NOISY)
+def test_noise_on_a_gpu_has_the_power_reported(name: str) -> None:
+    gradients, labels = (tensor.cuda() for tensor in binary_batch(batch=20_000))
+    defended, report = build_defense(settings_of(name)).defend(gradients, labels)
+    assert defended.is_cuda
+    measured = float((defended - gradients).square().sum(dim=1).mean())
+    assert measured == pytest.approx(report.noise_power, rel=0.05)
+
+
+# ---- settings
+
+
+def test_settings_are_chosen_by_name_and_a_typo_is_an_error() -> None:
+    adapter: TypeAdapter[DefenseSettings] = TypeAdapter(DefenseSettings)
+    marvell = adapter.validate_python({"name": "marvell", "strength": {"power_ratio": 9.0}})
+    assert marvell == MarvellDefense(strength=PowerRatio(power_ratio=9.0))
+    assert adapter.validate_python({"name": "marvell"}) == settings_of("marvell")
+    assert adapter.validate_json(adapter.dump_json(marvell)) == marvell
+    for wrong in (
+        {"name": "marvel"},
+        {"name": "marvell", "strength": {"power_ration": 9.0}},
+        {"name": "marvell", "strength": {"power_ratio": 0.0}},
+        {"name": "iso", "noise_ratio": -1.0},
+        {"name": "none", "insecure_noise_seed": 1},
+    ):
+        with pytest.raises(ValidationError):
+            adapter.validate_python(wrong)
+
+
+def test_solution_names_are_the_ones_that_other_parts_rely_on() -> None:
+    assert NoiseSolution._fields == (
+        "neg_along",
+        "neg_across",
+        "pos_along",
+        "pos_across",
+        "sum_kl",
+    )

@@ -6,8 +6,6 @@ One thread on the CPU; the GPU too where there is one.
 """
 
 import argparse
-import platform
-import statistics
 import time
 from collections.abc import Callable
 
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from active_party.defenses import DefenseSettings, build_defense
 from active_party.defenses.settings import IsoDefense, MarvellDefense, MaxNormDefense, NoDefense
+from benchmarks.environment import print_environment, spread
 
 SHAPES = ((128, 1600), (1024, 128), (32768, 128))
 SETTINGS: tuple[DefenseSettings, ...] = (
@@ -32,10 +31,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=50)
     repeats = parser.parse_args().repeats
     torch.set_num_threads(1)
-    print(
-        f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, "
-        f"torch {torch.__version__}, 1 thread"
-    )
+    print_environment()
     devices = [torch.device("cpu")]
     if torch.cuda.is_available():
         devices.append(torch.device("cuda"))
@@ -83,11 +79,7 @@ def time_ms(work: Callable[[], object], device: torch.device, repeats: int) -> l
 
 def print_times(name: str, times_ms: list[float]) -> None:
     """Print median and spread."""
-    quantiles = statistics.quantiles(times_ms, n=20)
-    print(
-        f"{name:32s} median {statistics.median(times_ms):8.3f} ms, "
-        f"5 % {quantiles[0]:8.3f}, 95 % {quantiles[-1]:8.3f}"
-    )
+    print(f"{name:32s} {spread(times_ms)} ms")
 
 
 if __name__ == "__main__":

@@ -9,16 +9,14 @@ constraint), and the largest relative deviation of the divergence from a brute-f
 
 import argparse
 import math
-import platform
 import random
-import statistics
 import time
 
 import numpy as np
-import scipy
 from scipy import optimize
 
 from active_party.defenses.sum_kl import NoiseSolution, solve_noise
+from benchmarks.environment import print_environment, spread
 
 Instance = tuple[float, float, float, int, float, float]
 """neg_variance, pos_variance, gap_squared, cut_dim, pos_fraction, noise_power."""
@@ -33,17 +31,10 @@ def main() -> None:
     parser.add_argument("--oracle-sample", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    print(
-        f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, "
-        f"numpy {np.__version__}, scipy {scipy.__version__}"
-    )
+    print_environment("scipy")
     for log_scale in LOG_SCALES:
         times_us = time_solver(random.Random(arguments.seed), log_scale)
-        quantiles = statistics.quantiles(times_us, n=100)
-        print(
-            f"d = 128, scale 1e{log_scale:+03d}: median {statistics.median(times_us):6.1f} us, "
-            f"5 % {quantiles[4]:6.1f}, 95 % {quantiles[94]:6.1f}"
-        )
+        print(f"d = 128, scale 1e{log_scale:+03d}: {spread(times_us, digits=1)} us")
     failures = count_failures(random.Random(arguments.seed), arguments.instances)
     print(f"failures: {failures} of {arguments.instances}")
     worst = worst_deviation(random.Random(arguments.seed), arguments.oracle_sample)

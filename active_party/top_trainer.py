@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from active_party.defenses import DefendedGradient, Defense, DefenseReport
 from common.contract import LearningRateSchedule
 from common.data.features import Features
+from common.errors import SplitveilError
 from common.sample_order import Positions
 
 
@@ -44,6 +45,10 @@ class TopTrainer:
         features: this party's own features in the common order, or None.
         labels: 0 or 1 in the common order, (aligned,).
         device: where the model is.
+        example_keys: secret bits of each id in the common order, (aligned, 2) int64, for persistent
+            noise; None where the defense needs none.
+        noisy_labels: what the gradients sent are computed from instead of the labels, (aligned,).
+        top_learns_noisy: whether the top model learns from the noisy labels, too.
     """
 
     def __init__(
@@ -57,6 +62,9 @@ class TopTrainer:
         features: Features | None,
         labels: Tensor,
         device: torch.device,
+        example_keys: Tensor | None = None,
+        noisy_labels: Tensor | None = None,
+        top_learns_noisy: bool = True,
     ) -> None:
         self.model = model.to(device)
         self.defense = defense
@@ -65,6 +73,9 @@ class TopTrainer:
         self._features = None if features is None else features.to(device)
         self._labels = labels.to(device, torch.float32)
         self._device = device
+        self._example_keys = example_keys
+        self._noisy = None if noisy_labels is None else noisy_labels.to(device, torch.float32)
+        self._top_learns_noisy = top_learns_noisy
         self._unlearned: StepResult | None = None
 
     def gradient(self, positions: Positions, activation: Tensor) -> StepResult:
@@ -78,11 +89,28 @@ class TopTrainer:
         cut = activation.to(self._device, torch.float32).requires_grad_()
         logits = self.model(cut, self._own(rows))
         labels = self._labels[rows]
-        loss = binary_cross_entropy_with_logits(logits, labels)
+        sent_from = labels if self._noisy is None else self._noisy[rows]
+        loss = binary_cross_entropy_with_logits(logits, sent_from)
         (raw,) = torch.autograd.grad(loss, cut, retain_graph=True)
-        defended, report = self.defense.defend(raw, labels)
+        defended, report = self._defend(raw, labels, logits.detach(), positions)
+        if self._noisy is not None and not self._top_learns_noisy:
+            loss = binary_cross_entropy_with_logits(logits, labels)
         self._unlearned = StepResult(raw, defended, report, labels, loss)
         return self._unlearned
+
+    def _defend(
+        self, raw: Tensor, labels: Tensor, logits: Tensor, positions: Positions
+    ) -> tuple[DefendedGradient, DefenseReport]:
+        keys = self._example_keys
+        try:
+            return self.defense.defend(
+                raw,
+                labels,
+                example_keys=None if keys is None else keys[torch.from_numpy(positions.copy())],
+                probabilities=torch.sigmoid(logits),
+            )
+        except ValueError as error:
+            raise SplitveilError(f"a gradient cannot be defended: {error}") from error
 
     def learn(self) -> None:
         """Let the top model learn from the last step, if it has not yet."""

@@ -19,7 +19,14 @@ class Isotropic(Stateless):
         self._noise_ratio = noise_ratio
         self._noise = noise
 
-    def defend(self, gradients: Tensor, labels: Tensor) -> tuple[DefendedGradient, DefenseReport]:
+    def defend(
+        self,
+        gradients: Tensor,
+        labels: Tensor,
+        *,
+        example_keys: Tensor | None = None,  # noqa: ARG002
+        probabilities: Tensor | None = None,  # noqa: ARG002
+    ) -> tuple[DefendedGradient, DefenseReport]:
         """Add noise. The labels' values are checked and not used."""
         rows = as_rows(gradients)
         as_positive(labels, rows)

@@ -41,7 +41,14 @@ class Marvell:
         self._noise = noise
         self._classes = RunningClasses()
 
-    def defend(self, gradients: Tensor, labels: Tensor) -> tuple[DefendedGradient, DefenseReport]:
+    def defend(
+        self,
+        gradients: Tensor,
+        labels: Tensor,
+        *,
+        example_keys: Tensor | None = None,  # noqa: ARG002
+        probabilities: Tensor | None = None,  # noqa: ARG002
+    ) -> tuple[DefendedGradient, DefenseReport]:
         """Add noise; unbiased, save where there is no signal in the answer at all."""
         rows = as_rows(gradients)
         positive = as_positive(labels, rows)

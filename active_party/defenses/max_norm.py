@@ -24,7 +24,14 @@ class MaxNorm(Stateless):
     def __init__(self, noise: NoiseSource) -> None:
         self._noise = noise
 
-    def defend(self, gradients: Tensor, labels: Tensor) -> tuple[DefendedGradient, DefenseReport]:
+    def defend(
+        self,
+        gradients: Tensor,
+        labels: Tensor,
+        *,
+        example_keys: Tensor | None = None,  # noqa: ARG002
+        probabilities: Tensor | None = None,  # noqa: ARG002
+    ) -> tuple[DefendedGradient, DefenseReport]:
         """Add noise. The labels' values are checked and not used."""
         rows = as_rows(gradients)
         as_positive(labels, rows)

@@ -9,7 +9,14 @@ from active_party.defenses.rows import as_positive, as_rows
 class Undefended(Stateless):
     """Sends the raw gradient as it is."""
 
-    def defend(self, gradients: Tensor, labels: Tensor) -> tuple[DefendedGradient, DefenseReport]:
+    def defend(
+        self,
+        gradients: Tensor,
+        labels: Tensor,
+        *,
+        example_keys: Tensor | None = None,  # noqa: ARG002
+        probabilities: Tensor | None = None,  # noqa: ARG002
+    ) -> tuple[DefendedGradient, DefenseReport]:
         """Return the values unchanged."""
         as_positive(labels, as_rows(gradients))
         return DefendedGradient(gradients.detach()), DefenseReport(noise_power=0.0)

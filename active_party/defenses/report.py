@@ -1,5 +1,6 @@
 """What a defense is: raw gradients and labels in, defended gradients and a report out."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NewType, Protocol
@@ -11,6 +12,22 @@ from active_party.defenses.sum_kl import NoiseSolution
 
 DefendedGradient = NewType("DefendedGradient", Tensor)
 """A gradient that may leave the active party. Only defenses create it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeakCharge:
+    """What an answer adds to what the peer may come to know of each example in it."""
+
+    sum_kl: float
+    """Divergence of the classes along their gap, counted as if they had no spread of their own: the
+    peer may predict the spread from its own activations. Infinite for a bare gradient."""
+
+    noise_identity: str | None = None
+    """None for fresh noise, whose charges add up. Answers with the same identity repeat the same
+    noise of each example: of those the largest charge counts, not the sum."""
+
+    epsilon: float | None = None
+    """Label differential privacy that holds for all answers of this identity together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +49,29 @@ class DefenseReport:
     solution: NoiseSolution | None = None
     """The noise of each class, where a solver chose it."""
 
+    charge: LeakCharge = LeakCharge(math.inf)
+    """What the leak ledger notes for each example of the batch."""
+
 
 class Defense(Protocol):
     """Turns raw gradients into gradients that may be sent."""
 
-    def defend(self, gradients: Tensor, labels: Tensor) -> tuple[DefendedGradient, DefenseReport]:
+    def defend(
+        self,
+        gradients: Tensor,
+        labels: Tensor,
+        *,
+        example_keys: Tensor | None = None,
+        probabilities: Tensor | None = None,
+    ) -> tuple[DefendedGradient, DefenseReport]:
         """Defend the gradients of one batch.
 
         Args:
             gradients: raw loss gradient at the cut layer, (batch, *cut_shape), float32 or float64.
             labels: (batch,) or (batch, 1), any dtype, values 0 and 1.
+            example_keys: (batch, 2) int64 on the CPU, secret bits of each example's id; persistent
+                noise is drawn from them.
+            probabilities: (batch,), what the model predicts; for defenses that use it.
 
         Returns:
             The defended gradient, of the same shape, dtype and device, and the report.

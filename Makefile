@@ -5,6 +5,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+BENCHMARKS := $(filter-out __init__ environment,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
 .PHONY: demo test lint protos bench
 .DELETE_ON_ERROR:
@@ -26,8 +27,8 @@ protos: $(INSTALLED)
 	$(BIN)/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. protos/split_learning.proto
 
 bench: $(INSTALLED)
-	@set -e; for benchmark in benchmarks/[a-z]*.py; do \
-	  echo "== $$benchmark"; $(BIN)/python "$$benchmark"; \
+	@set -e; for benchmark in $(BENCHMARKS); do \
+	  echo "== $$benchmark"; $(BIN)/python -m benchmarks.$$benchmark; \
 	done
 
 $(INSTALLED): pyproject.toml constraints.txt

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-Leak = Mapping[str, Mapping[str, Mapping[str, float]]]
+Leak = Mapping[str, Mapping[str, Mapping[str, float | None]]]
 """Layer -> attack -> figure -> value, as in ``summary.json``."""
 
 
@@ -39,10 +39,9 @@ def comparison_table(title: str, results: Mapping[str, RunResults]) -> Table:
     for name in results:
         table.add_column(name, justify="right")
     table.add_row("aligned rows", *(f"{r.active['aligned_rows']:,}" for r in results.values()))
-    table.add_row("test AUC", *(f"{r.active['test_auc']:.4f}" for r in results.values()))
-    table.add_row(
-        "steps/s", *(f"{r.active['steps_per_s']:.1f}" for r in results.values()), end_section=True
-    )
+    for label, name, digits in (("test AUC", "test_auc", 4), ("steps/s", "steps_per_s", 1)):
+        table.add_row(label, *(_number(r.active[name], digits) for r in results.values()))
+    table.add_section()
     for layer, attack in _measured(results):
         cells = [_leak_cell(r.leak.get(layer, {}).get(attack)) for r in results.values()]
         table.add_row(f"{layer}: {attack} leak AUC", *cells)
@@ -61,7 +60,13 @@ def _measured(results: Mapping[str, RunResults]) -> list[tuple[str, str]]:
     return list(dict.fromkeys(pairs))
 
 
-def _leak_cell(figures: Mapping[str, float] | None) -> str:
+def _leak_cell(figures: Mapping[str, float | None] | None) -> str:
     if figures is None:
         return "-"
-    return f"{figures['mean']:.3f}  {figures['q95']:.3f} ({figures['random_q95']:.3f})"
+    mean, q95, floor = (_number(figures[name], 3) for name in ("mean", "q95", "random_q95"))
+    return f"{mean}  {q95} ({floor})"
+
+
+def _number(value: float | None, digits: int) -> str:
+    """Format a figure; JSON has null for one that could not be measured."""
+    return "-" if value is None else f"{value:.{digits}f}"

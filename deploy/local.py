@@ -68,6 +68,13 @@ class Overrides(NamedTuple):
         return Overrides(active, passive)
 
 
+class PlannedRun(NamedTuple):
+    """One run of the example."""
+
+    name: str
+    overrides: Overrides
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run an example and return the exit code."""
     options = _parser().parse_args(arguments)
@@ -113,27 +120,27 @@ def _title_parts(settings: dict[str, Any]) -> Iterator[str]:
 
 def _run(example_dir: Path, defenses: list[str], overrides: list[str], runs_dir: Path) -> int:
     base = Overrides([], []).adding(*_defaults(), *overrides)
-    run_name = _run_name(example_dir, base.active)
-    chosen = [parse_defense(text) for text in defenses]
-    if len(chosen) < 2:
-        plan = {run_name: base.adding(*(_defense_override(defense) for defense in chosen))}
-    else:
-        plan = {
-            f"{run_name}-{defense.slug()}": base.adding(
-                f"contract.run_name={run_name}-{defense.slug()}", _defense_override(defense)
-            )
-            for defense in chosen
-        }
-    for name, own in plan.items():
-        if len(plan) > 1:
-            Console().rule(name)
-        if code := run_parties(_commands(example_dir, own, runs_dir)):
+    name = _run_name(example_dir, base.active)
+    results = {}
+    for title, run in _plan(name, base, [parse_defense(text) for text in defenses]).items():
+        Console().rule(run.name)
+        if code := run_parties(_commands(example_dir, run.overrides, runs_dir)):
             return code
-    titles = [defense.title for defense in chosen] or [run_name]
-    folders = [runs_dir / name for name in plan]
-    results = dict(zip(titles, map(read_results, folders), strict=True))
-    Console().print(comparison_table(run_name, results))
+        results[title] = read_results(runs_dir / run.name)
+    Console().print(comparison_table(name, results))
     return 0
+
+
+def _plan(name: str, base: Overrides, defenses: Sequence[NamedDefense]) -> dict[str, PlannedRun]:
+    """Return the runs by the titles of their columns; several get names of their own."""
+    if not defenses:
+        return {name: PlannedRun(name, base)}
+    runs = {}
+    for defense in defenses:
+        own_name = name if len(defenses) == 1 else f"{name}-{defense.slug()}"
+        overrides = base.adding(f"contract.run_name={own_name}", _defense_override(defense))
+        runs[defense.title] = PlannedRun(own_name, overrides)
+    return runs
 
 
 def _commands(example_dir: Path, overrides: Overrides, runs_dir: Path) -> dict[str, list[str]]:

@@ -1,11 +1,14 @@
 """The local launcher and the shipped examples: real processes, real data, real gradients."""
 
+import io
 import os
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from common.errors import SettingsError
+from deploy.comparison import RunResults, comparison_table
 from deploy.local import Overrides, parse_defense
 from tests.system.conftest import LocalRun, run_locally
 
@@ -143,3 +146,12 @@ def test_overrides_reach_the_party_they_name_and_the_contract_both() -> None:
 def test_an_override_for_nobody_is_refused() -> None:
     with pytest.raises(SettingsError, match=r"expected active\.NAME=VALUE"):
         Overrides([], []).adding("epochs=2")
+
+
+def test_a_leak_that_was_never_measured_is_a_dash_in_the_table() -> None:
+    figures = {"mean": None, "q95": None, "last_epoch": None, "random_q95": 0.7}
+    active = {"aligned_rows": 9, "test_auc": None, "steps_per_s": 2.0}
+    results = RunResults(active, {"leak": {"cut": {"norm": figures}}})
+    console = Console(width=100, file=io.StringIO(), record=True)
+    console.print(comparison_table("run", {"none": results}))
+    assert "-  - (0.700)" in console.export_text()

@@ -1,14 +1,26 @@
 """Where noise comes from: standard normal numbers that the peer cannot predict.
 
-A seed that torch is given is not enough: of the 64 bits, its CPU generator uses 32, which a peer
-can try one by one. Here the generator's whole state comes from the operating system's entropy, anew
-for every draw, so that a state recovered from one answer says nothing about the next.
+``SecureNoise`` turns the keystream of a cipher into normal numbers by the method of Box and Muller:
+of two words, one gives the radius sqrt(-2 ln u), the other the angle, and both coordinates are
+used. The radius's word has 31 bits for float32 and 63 for float64, and the smallest u is half a
+step, so no number is beyond sqrt(2 ln 2^32) = 6.66 or sqrt(2 ln 2^64) = 9.42; of true normal
+numbers one in 3.6e10 or 4.4e20 is.
+
+``EntropyNoise`` uses torch's generators. A seed is not enough for them: of the 64 bits, the one for
+the CPU uses 32, which a peer can try one by one. Here the generator's whole state comes from the
+operating system's entropy. Its numbers are still the image of a linear recurrence (Mersenne
+Twister) or of a counter (Philox) that was never meant to withstand an adversary.
+
+Both start anew for every draw, so that a state recovered from one answer says nothing about the
+next.
 """
 
+import math
 import secrets
 from typing import Protocol
 
 import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from torch import Tensor
 
 _MT_WORDS = 624
@@ -16,6 +28,9 @@ _MT_WORDS = 624
 
 _MT_OFFSET = 24
 """Bytes before those words in torch's CPU generator state, which holds each in 8 bytes."""
+
+_CHUNK_PAIRS = 2**15
+"""Pairs of numbers made at a time: few enough to stay in the processor's cache."""
 
 
 class NoiseSource(Protocol):
@@ -26,8 +41,17 @@ class NoiseSource(Protocol):
         ...
 
 
+class SecureNoise:
+    """Noise from the keystream of ChaCha20, drawn on the CPU and copied where it is needed."""
+
+    def standard_normal(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Draw numbers with the dtype and on the device of ``like``."""
+        numbers = secure_normal(math.prod(shape), like.dtype, secrets.token_bytes(32))
+        return numbers.reshape(shape).to(like.device)
+
+
 class EntropyNoise:
-    """Noise from the operating system's entropy."""
+    """Noise from the device's own generator, filled with the operating system's entropy."""
 
     def standard_normal(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Draw numbers with the dtype and on the device of ``like``."""
@@ -37,6 +61,19 @@ class EntropyNoise:
         else:
             generator.manual_seed(secrets.randbits(63))
         return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)
+
+
+class DefaultNoise:
+    """Secure noise on the CPU; elsewhere the device's own, which a copy would take longer than."""
+
+    def __init__(self) -> None:
+        self._secure = SecureNoise()
+        self._fast = EntropyNoise()
+
+    def standard_normal(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Draw numbers with the dtype and on the device of ``like``."""
+        source: NoiseSource = self._secure if like.device.type == "cpu" else self._fast
+        return source.standard_normal(shape, like)
 
 
 class InsecureSeededNoise:
@@ -53,6 +90,54 @@ class InsecureSeededNoise:
             generator = torch.Generator(like.device).manual_seed(self._seed)
             self._generators[like.device] = generator
         return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)
+
+
+def secure_normal(count: int, dtype: torch.dtype, key: bytes) -> Tensor:
+    """Turn the ChaCha20 keystream of a key into standard normal numbers.
+
+    Args:
+        count: how many.
+        dtype: float32 or float64.
+        key: 32 secret bytes, used for nothing else.
+
+    Returns:
+        (count,), on the CPU.
+    """
+    words = torch.int32 if dtype == torch.float32 else torch.int64
+    cipher = Cipher(algorithms.ChaCha20(key, nonce=bytes(16)), mode=None).encryptor()
+    numbers = torch.empty(count + count % 2, dtype=dtype)
+    for pairs in numbers.split(2 * _CHUNK_PAIRS):
+        keystream = bytearray(pairs.numel() * words.itemsize)
+        cipher.update_into(keystream, keystream)
+        radius, angle = torch.frombuffer(keystream, dtype=words).chunk(2)
+        box_muller(radius, angle, out=pairs)
+    return numbers[:count]
+
+
+def box_muller(radius_bits: Tensor, angle_bits: Tensor, out: Tensor) -> None:
+    """Turn pairs of uniform words into pairs of standard normal numbers.
+
+    Args:
+        radius_bits: (pairs,) int32 or int64; the sign bit is not used.
+        angle_bits: (pairs,) of the same dtype.
+        out: (2 * pairs,) float32 or float64, filled with the pairs' first, then second numbers.
+    """
+    bits = 8 * radius_bits.dtype.itemsize - 1
+    radius = open_uniform(radius_bits, out.dtype).log_().mul_(-2).sqrt_()
+    angle = angle_bits.to(out.dtype).mul_(math.pi * 2.0**-bits)
+    first, second = out.chunk(2)
+    torch.cos(angle, out=first).mul_(radius)
+    torch.sin(angle, out=second).mul_(radius)
+
+
+def open_uniform(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """Turn int32 or int64 words into uniform numbers above 0 and at most 1; no sign bit is used.
+
+    Relative precision is the dtype's down to the smallest, 2^-32 or 2^-64: a logarithm's tail is
+    fine where the numbers themselves would be coarse near 1.
+    """
+    limits = torch.iinfo(words.dtype)
+    return words.bitwise_and(limits.max).to(dtype).add_(0.5).mul_(2.0 ** -(limits.bits - 1))
 
 
 def fill_state(generator: torch.Generator, entropy: bytes) -> None:

@@ -9,7 +9,14 @@ import logging
 from active_party.defenses.iso import Isotropic
 from active_party.defenses.marvell import Marvell
 from active_party.defenses.max_norm import MaxNorm
-from active_party.defenses.noise import EntropyNoise, InsecureSeededNoise, NoiseSource
+from active_party.defenses.max_norm_positive import MaxNormPositive
+from active_party.defenses.noise import (
+    DefaultNoise,
+    EntropyNoise,
+    InsecureSeededNoise,
+    NoiseSource,
+    SecureNoise,
+)
 from active_party.defenses.none import Undefended
 from active_party.defenses.report import DefendedGradient, Defense, DefenseReport
 from active_party.defenses.settings import (
@@ -17,9 +24,11 @@ from active_party.defenses.settings import (
     IsoDefense,
     MarvellDefense,
     MaxNormDefense,
+    MaxNormPositiveDefense,
     NoDefense,
     NoisyDefense,
 )
+from active_party.defenses.strength import power_rule
 from active_party.defenses.sum_kl import NoiseSolution
 
 __all__ = [
@@ -38,16 +47,24 @@ def build_defense(settings: DefenseSettings) -> Defense:
         case NoDefense():
             return Undefended()
         case IsoDefense():
-            return Isotropic(settings.noise_ratio, _noise_source(settings))
+            return Isotropic(settings.amplitude, _noise_source(settings))
         case MaxNormDefense():
             return MaxNorm(_noise_source(settings))
+        case MaxNormPositiveDefense():
+            return MaxNormPositive(_noise_source(settings))
         case MarvellDefense():
-            return Marvell(settings.strength.power_ratio, _noise_source(settings))
+            return Marvell(
+                power_rule(settings.strength),
+                _noise_source(settings),
+                from_earlier=settings.statistics == "running",
+            )
 
 
 def _noise_source(settings: NoisyDefense) -> NoiseSource:
     if settings.insecure_noise_seed is None:
-        return EntropyNoise()
+        if settings.secure_noise is None:
+            return DefaultNoise()
+        return SecureNoise() if settings.secure_noise else EntropyNoise()
     logging.getLogger(__name__).warning(
         "INSECURE: insecure_noise_seed is set; whoever knows it subtracts the noise and reads the "
         "labels. It is for tests only."

@@ -1,7 +1,7 @@
 """What the two classes' gradients look like: means and spreads of a batch, and of earlier ones."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Self
 
 import torch
@@ -20,6 +20,10 @@ class ClassMoments(NamedTuple):
     deviation: (
         float  # root-mean-square deviation per coordinate; unlike its square, never overflows
     )
+
+    def to(self, device: torch.device) -> Self:
+        """Move the mean to a device."""
+        return self._replace(mean=self.mean.to(device))
 
 
 class BatchClasses(NamedTuple):
@@ -41,6 +45,11 @@ class ClassEstimate(NamedTuple):
     pos_fraction: float
     unit: float
 
+    @property
+    def gap_length(self) -> float:
+        """Distance of the class means, no longer in units of ``unit``."""
+        return math.sqrt(self.gap_squared) * self.unit
+
     @classmethod
     def between(cls, neg: ClassMoments, pos: ClassMoments, pos_fraction: float) -> Self:
         """Compare two classes."""
@@ -57,21 +66,33 @@ class ClassEstimate(NamedTuple):
         )
 
 
-def measure_classes(rows: Tensor, positive: Tensor) -> BatchClasses:
-    """Estimate the classes of one batch, in two passes and float64."""
-    largest = largest_size(rows)
+def measure_classes(
+    rows: Tensor, positive: Tensor, reduce: Callable[[Tensor], Tensor] | None = None
+) -> BatchClasses:
+    """Estimate the classes of one batch, in two passes and float64.
+
+    Args:
+        rows: raw gradients, (batch, cut_dim).
+        positive: (batch,) bool.
+        reduce: adds up a tensor over all workers and gives each the sum, for a batch of which each
+            worker holds a part. Every worker then gets the estimate of the whole batch.
+    """
+    shards = _identity if reduce is None else reduce
+    largest = shards(largest_size(rows))
     unit = torch.where(largest > 0, largest, 1.0)
-    shares = torch.stack((~positive, positive)).double()
-    counts = shares.sum(dim=1)
-    shares = shares / counts.clamp(min=1)[:, None]
+    members = torch.stack((~positive, positive)).double()
+    counts = shards(members.sum(dim=1))
+    shares = members.div_(counts.clamp(min=1)[:, None])
     classes = positive.long()
     means = torch.zeros(2, rows.shape[1], dtype=torch.float64, device=rows.device)
     for part, chunk in in_chunks(rows, unit):
         means.addmm_(shares[:, part], chunk)
+    means = shards(means)
     squares = torch.zeros(2, dtype=torch.float64, device=rows.device)
     for part, chunk in in_chunks(rows, unit):
         distances = torch.linalg.vector_norm(chunk.sub_(means[classes[part]]), dim=1)
         squares.addmv_(shares[:, part], distances.square_())
+    squares = shards(squares)
     # One transfer, because each makes the processor wait for the device.
     neg_rows, pos_rows, neg_square, pos_square, size = torch.cat(
         (counts, squares, unit[None])
@@ -85,16 +106,52 @@ def measure_classes(rows: Tensor, positive: Tensor) -> BatchClasses:
     )
 
 
+def measure_means(rows: Tensor, positive: Tensor) -> tuple[BatchClasses, Tensor]:
+    """Estimate the means alone, as of classes without spread, in one pass and float64.
+
+    Returns:
+        The classes, and the norms of the rows, (batch,) float64.
+    """
+    largest = largest_size(rows)
+    unit = torch.where(largest > 0, largest, 1.0)
+    members = torch.stack((~positive, positive)).double()
+    sums = torch.zeros(2, rows.shape[1], dtype=torch.float64, device=rows.device)
+    norms = []
+    for part, chunk in in_chunks(rows, unit):
+        sums.addmm_(members[:, part], chunk)
+        norms.append(torch.linalg.vector_norm(chunk, dim=1))
+    counts = members.sum(dim=1)
+    means = (sums / counts.clamp(min=1)[:, None]).mul_(unit)
+    neg_rows, pos_rows = (int(count) for count in counts.tolist())
+    classes = BatchClasses(
+        neg=ClassMoments(means[0], 0.0) if neg_rows else None,
+        pos=ClassMoments(means[1], 0.0) if pos_rows else None,
+        neg_rows=neg_rows,
+        pos_rows=pos_rows,
+    )
+    return classes, torch.cat(norms).mul_(unit)
+
+
+def _identity(sums: Tensor) -> Tensor:
+    return sums
+
+
 def _deviation(mean_squared_distance: float, rows: Tensor) -> float:
     return math.sqrt(mean_squared_distance / rows.shape[1])
 
 
 class RunningClasses:
-    """The classes of earlier batches, for a batch that lacks one. Private to the active party."""
+    """The classes of earlier batches. Private to the active party."""
 
     def __init__(self) -> None:
         self._moments: dict[str, ClassMoments] = {}
         self._rows = {"neg": 0, "pos": 0}
+
+    def earlier(self, device: torch.device) -> ClassEstimate | None:
+        """Estimate both classes from the batches taken in so far; None before both were seen."""
+        return self._estimate(
+            self._moments.get("neg"), self._moments.get("pos"), self._rows, device
+        )
 
     def take_in(self, batch: BatchClasses) -> ClassEstimate | None:
         """Remember a batch, and estimate both classes.
@@ -103,18 +160,28 @@ class RunningClasses:
             The batch's own estimate if it has both classes. If one is missing, the running
             statistics stand in for it; None if it has never been seen.
         """
-        self._rows["neg"] += batch.neg_rows
-        self._rows["pos"] += batch.pos_rows
+        own_rows = {"neg": batch.neg_rows, "pos": batch.pos_rows}
+        for name, count in own_rows.items():
+            self._rows[name] += count
+        present = batch.neg or batch.pos
+        if present is None:
+            raise ValueError("a batch without rows has no classes")
         neg = self._remember("neg", batch.neg)
         pos = self._remember("pos", batch.pos)
+        rows = own_rows if batch.neg and batch.pos else self._rows
+        return self._estimate(neg, pos, rows, present.mean.device)
+
+    @staticmethod
+    def _estimate(
+        neg: ClassMoments | None,
+        pos: ClassMoments | None,
+        rows: Mapping[str, int],
+        device: torch.device,
+    ) -> ClassEstimate | None:
         if neg is None or pos is None:
             return None
-        rows = (
-            (batch.neg_rows, batch.pos_rows)
-            if batch.neg_rows and batch.pos_rows
-            else (self._rows["neg"], self._rows["pos"])
-        )
-        return ClassEstimate.between(neg, pos, rows[1] / sum(rows))
+        pos_fraction = rows["pos"] / (rows["neg"] + rows["pos"])
+        return ClassEstimate.between(neg.to(device), pos.to(device), pos_fraction)
 
     def _remember(self, name: str, new: ClassMoments | None) -> ClassMoments | None:
         old = self._moments.get(name)
@@ -155,6 +222,6 @@ class RunningClasses:
 
 
 def _blend(old: ClassMoments, new: ClassMoments) -> ClassMoments:
-    mean = old.mean.to(new.mean.device).lerp(new.mean, 1 - _KEPT_SHARE)
+    mean = old.to(new.mean.device).mean.lerp(new.mean, 1 - _KEPT_SHARE)
     deviation = _KEPT_SHARE * old.deviation + (1 - _KEPT_SHARE) * new.deviation
     return ClassMoments(mean, deviation)

@@ -1,14 +1,26 @@
 """Isotropic noise: every row gets N(0, (t/d) max|g|^2 I), whatever its label, with t = r^2."""
 
+import math
+
 from torch import Tensor
 
+from active_party.defenses.class_statistics import ClassEstimate, measure_means
 from active_party.defenses.noise import NoiseSource
-from active_party.defenses.report import DefendedGradient, DefenseReport, Stateless, release
-from active_party.defenses.rows import as_positive, as_rows, row_norms
+from active_party.defenses.report import (
+    ClassMemory,
+    DefendedGradient,
+    DefenseReport,
+    LeakCharge,
+    release,
+)
+from active_party.defenses.rows import as_positive, as_rows
+from active_party.defenses.sum_kl import sum_kl_along_gap
 
 
-class Isotropic(Stateless):
+class Isotropic(ClassMemory):
     """Adds the same amount of Gaussian noise to every example.
+
+    The labels decide what is charged for an answer, and nothing in it.
 
     Args:
         noise_ratio: root-mean-square noise norm r in units of the batch's largest gradient norm.
@@ -16,6 +28,7 @@ class Isotropic(Stateless):
     """
 
     def __init__(self, noise_ratio: float, noise: NoiseSource) -> None:
+        super().__init__()
         self._noise_ratio = noise_ratio
         self._noise = noise
 
@@ -27,12 +40,28 @@ class Isotropic(Stateless):
         example_keys: Tensor | None = None,  # noqa: ARG002
         probabilities: Tensor | None = None,  # noqa: ARG002
     ) -> tuple[DefendedGradient, DefenseReport]:
-        """Add noise. The labels' values are checked and not used."""
+        """Add noise."""
         rows = as_rows(gradients)
-        as_positive(labels, rows)
-        noise_norm = self._noise_ratio * float(row_norms(rows).max())
+        batch, norms = measure_means(rows, as_positive(labels, rows))
+        largest = float(norms.max())
+        noise_norm = self._noise_ratio * largest
         defended = isotropic_noise(rows, noise_norm, self._noise).add_(rows)
-        return release(defended, gradients), DefenseReport(noise_power=noise_norm * noise_norm)
+        return release(defended, gradients), DefenseReport(
+            noise_power=noise_norm * noise_norm,
+            charge=self._charge(self.classes.take_in(batch), largest, rows.shape[1]),
+        )
+
+    def _charge(self, estimate: ClassEstimate | None, largest: float, cut_dim: int) -> LeakCharge:
+        """Charge the gap against the noise on it.
+
+        A class that has never been seen leaves the gap unknown, and the charge infinite.
+        """
+        if largest == 0:
+            return LeakCharge(0.0)
+        if estimate is None:
+            return LeakCharge(math.inf)
+        deviation = self._noise_ratio * largest / math.sqrt(cut_dim)
+        return LeakCharge(sum_kl_along_gap(deviation, deviation, estimate.gap_length))
 
 
 def isotropic_noise(rows: Tensor, noise_norm: float, noise: NoiseSource) -> Tensor:

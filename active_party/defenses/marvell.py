@@ -5,24 +5,32 @@ and c = |D|^2. It is sampled as one scalar along D and, where l2k > 0, an isotro
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from active_party.defenses.class_statistics import (
-    ClassEstimate,
-    RunningClasses,
-    measure_classes,
-)
+from active_party.defenses.class_statistics import ClassEstimate, measure_classes
 from active_party.defenses.iso import isotropic_noise
 from active_party.defenses.noise import NoiseSource
-from active_party.defenses.report import DefendedGradient, DefenseReport, release
+from active_party.defenses.report import (
+    ClassMemory,
+    DefendedGradient,
+    DefenseReport,
+    LeakCharge,
+    release,
+)
 from active_party.defenses.rows import as_positive, as_rows, row_norms
-from active_party.defenses.sum_kl import NoiseSolution, leak_auc_bound, solve_noise
+from active_party.defenses.strength import PowerRule
+from active_party.defenses.sum_kl import (
+    NoiseSolution,
+    leak_auc_bound,
+    solve_noise,
+    sum_kl_along_gap,
+)
 
 
-class Marvell:
+class Marvell(ClassMemory):
     """Adds to each class the noise that a solver chose for the batch.
 
     A batch of one class borrows the other from earlier batches. Where there is none yet, or where
@@ -32,14 +40,27 @@ class Marvell:
     has no scale at all: with both classes, or before any statistics, it is answered by zeros.
 
     Args:
-        power_ratio: noise power in units of the squared gap of the class means.
+        power: how much noise the classes call for.
         noise: the only source of randomness.
+        from_earlier: fit the noise to the batches before this one, so that this one's share of
+            positives does not show in its scale. The first batches, until both classes have been
+            seen, get noise without signal.
+        reduce: adds up a tensor over all workers that hold parts of the same batch.
     """
 
-    def __init__(self, power_ratio: float, noise: NoiseSource) -> None:
-        self._power_ratio = power_ratio
+    def __init__(
+        self,
+        power: PowerRule,
+        noise: NoiseSource,
+        *,
+        from_earlier: bool = False,
+        reduce: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self._power = power
         self._noise = noise
-        self._classes = RunningClasses()
+        self._from_earlier = from_earlier
+        self._reduce = reduce
 
     def defend(
         self,
@@ -52,43 +73,27 @@ class Marvell:
         """Add noise; unbiased, save where there is no signal in the answer at all."""
         rows = as_rows(gradients)
         positive = as_positive(labels, rows)
-        batch = measure_classes(rows, positive)
-        estimate = self._classes.take_in(batch)
-        if estimate is None:
+        batch = measure_classes(rows, positive, self._reduce)
+        earlier = self.classes.earlier(rows.device) if self._from_earlier else None
+        current = self.classes.take_in(batch)
+        estimate = earlier if self._from_earlier else current
+        if estimate is None or current is None:
             return self._noise_alone(rows, gradients)
-        solution = self._solve(estimate, rows.shape[1], self._power_ratio * estimate.gap_squared)
+        cut_dim = rows.shape[1]
+        solution = self._solve(estimate, cut_dim, self._power(estimate, cut_dim))
         if math.isinf(solution.sum_kl):
             return self._noise_alone(rows, gradients)
-        before = self._solve(estimate, rows.shape[1], 0.0).sum_kl
-        pos_share = batch.pos_rows / (batch.pos_rows + batch.neg_rows)
+        before = self._solve(estimate, cut_dim, 0.0).sum_kl
         defended = self._draw(solution, estimate, rows, positive).add_(rows)
-        area = estimate.unit * estimate.unit
-        across_dim = rows.shape[1] - 1
+        pos_share = batch.pos_rows / (batch.pos_rows + batch.neg_rows)
         return release(defended, gradients), DefenseReport(
-            noise_power=area
-            * (
-                pos_share * (solution.pos_along + across_dim * solution.pos_across)
-                + (1 - pos_share) * (solution.neg_along + across_dim * solution.neg_across)
-            ),
+            noise_power=_mean_power(solution, pos_share, cut_dim) * estimate.unit * estimate.unit,
             sum_kl_before=before,
             sum_kl_after=solution.sum_kl,
             leak_auc_bound=leak_auc_bound(solution.sum_kl),
-            solution=NoiseSolution(
-                neg_along=area * solution.neg_along,
-                neg_across=area * solution.neg_across,
-                pos_along=area * solution.pos_along,
-                pos_across=area * solution.pos_across,
-                sum_kl=solution.sum_kl,
-            ),
+            solution=_in_units_of_one(solution, estimate.unit),
+            charge=_charge(solution, estimate, current),
         )
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the running class statistics."""
-        return self._classes.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replace the running class statistics."""
-        self._classes.load_state_dict(state)
 
     @staticmethod
     def _solve(estimate: ClassEstimate, cut_dim: int, noise_power: float) -> NoiseSolution:
@@ -130,8 +135,46 @@ class Marvell:
         self, rows: Tensor, gradients: Tensor
     ) -> tuple[DefendedGradient, DefenseReport]:
         largest = float(row_norms(rows).max())
-        report = DefenseReport(noise_power=largest * largest, sum_kl_after=0.0, leak_auc_bound=0.5)
+        report = DefenseReport(
+            noise_power=largest * largest,
+            sum_kl_after=0.0,
+            leak_auc_bound=0.5,
+            charge=LeakCharge(0.0),
+        )
         return release(isotropic_noise(rows, largest, self._noise), gradients), report
+
+
+def _charge(solution: NoiseSolution, estimate: ClassEstimate, current: ClassEstimate) -> LeakCharge:
+    """Charge the gap against the noise on it.
+
+    Where the noise was fitted to earlier batches, this one's gap counts if it is the longer one.
+    """
+    if not any((current.gap_squared, current.neg_variance, current.pos_variance)):
+        return LeakCharge(0.0)
+    return LeakCharge(
+        sum_kl_along_gap(
+            math.sqrt(solution.neg_along),
+            math.sqrt(solution.pos_along),
+            max(estimate.gap_length, current.gap_length) / estimate.unit,
+        )
+    )
+
+
+def _mean_power(solution: NoiseSolution, pos_share: float, cut_dim: int) -> float:
+    pos = solution.pos_along + (cut_dim - 1) * solution.pos_across
+    neg = solution.neg_along + (cut_dim - 1) * solution.neg_across
+    return pos_share * pos + (1 - pos_share) * neg
+
+
+def _in_units_of_one(solution: NoiseSolution, unit: float) -> NoiseSolution:
+    area = unit * unit
+    return NoiseSolution(
+        neg_along=area * solution.neg_along,
+        neg_across=area * solution.neg_across,
+        pos_along=area * solution.pos_along,
+        pos_across=area * solution.pos_across,
+        sum_kl=solution.sum_kl,
+    )
 
 
 def _per_row(positive: Tensor, pos: float, neg: float, rows: Tensor) -> Tensor:

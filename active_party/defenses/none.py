@@ -1,8 +1,10 @@
 """No defense: the identity, for measuring the leak."""
 
+import math
+
 from torch import Tensor
 
-from active_party.defenses.report import DefendedGradient, DefenseReport, Stateless
+from active_party.defenses.report import DefendedGradient, DefenseReport, LeakCharge, Stateless
 from active_party.defenses.rows import as_positive, as_rows
 
 
@@ -19,4 +21,6 @@ class Undefended(Stateless):
     ) -> tuple[DefendedGradient, DefenseReport]:
         """Return the values unchanged."""
         as_positive(labels, as_rows(gradients))
-        return DefendedGradient(gradients.detach()), DefenseReport(noise_power=0.0)
+        return DefendedGradient(gradients.detach()), DefenseReport(
+            noise_power=0.0, charge=LeakCharge(math.inf)
+        )

@@ -8,6 +8,7 @@ from typing import NewType, Protocol
 import torch
 from torch import Tensor
 
+from active_party.defenses.class_statistics import RunningClasses
 from active_party.defenses.sum_kl import NoiseSolution
 
 DefendedGradient = NewType("DefendedGradient", Tensor)
@@ -105,6 +106,25 @@ class Stateless:
         """
         if state:
             raise ValueError(f"this defense keeps no state, got {sorted(state)}")
+
+
+class ClassMemory:
+    """The part of a defense that remembers what the classes of earlier batches were like."""
+
+    def __init__(self) -> None:
+        self.classes = RunningClasses()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the running class statistics."""
+        return self.classes.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Replace the running class statistics.
+
+        Raises:
+            ValueError: the state is another defense's.
+        """
+        self.classes.load_state_dict(state)
 
 
 def release(rows: Tensor, gradients: Tensor) -> DefendedGradient:

@@ -1,8 +1,9 @@
 """The settings of the defenses: which one, and how strong."""
 
-from typing import Annotated, Literal
+import math
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from common.settings import Section
 
@@ -19,23 +20,62 @@ class NoisyDefense(Section):
     insecure_noise_seed: int | None = Field(default=None, ge=0, lt=2**63)
     """For tests only: whoever knows the seed subtracts the noise. Absent: unpredictable noise."""
 
+    noise: Literal["fresh", "persistent"] = "fresh"
+    """``fresh`` noise is drawn anew for every answer; what the answers tell adds up over epochs.
+
+    ``persistent`` noise belongs to the example for the whole run. For ``marvell`` and ``iso`` it
+    repeats one answer however long the run; for ``max_norm`` it protects only from a peer that adds
+    answers up, and the leak ledger gives no bound. It is drawn from the key at ``noise_key_path``.
+    """
+
+    secure_noise: bool | None = None
+    """Where fresh noise comes from.
+
+    ``true``: from a cipher's keystream, on the CPU, and copied to a GPU (about 6 ns per number and
+    the copy). ``false``: from the device's own generator, filled with the operating system's
+    entropy, but never meant to withstand an adversary. Absent: secure on the CPU, the device's own
+    generator on a GPU. Persistent noise is always cryptographic.
+    """
+
 
 class IsoDefense(NoisyDefense):
     """The same Gaussian noise on every example, whatever its label."""
 
     name: Literal["iso"] = "iso"
 
-    noise_ratio: float = Field(default=1.0, ge=0, le=1e6)
+    noise_ratio: float | None = Field(default=None, ge=0, le=1e6)
     """Root-mean-square noise norm r, in units of the batch's largest gradient norm.
 
-    The papers' power ratio t is its square: t = r^2.
+    Either this or ``power_ratio``; 1 where neither is given.
     """
+
+    power_ratio: float | None = Field(default=None, ge=0, le=1e12)
+    """The same as power, the papers' t: t = r^2."""
+
+    @model_validator(mode="after")
+    def _have_one_ratio(self) -> Self:
+        if self.noise_ratio is not None and self.power_ratio is not None:
+            raise ValueError("expected noise_ratio or power_ratio (its square), got both")
+        return self
+
+    @property
+    def amplitude(self) -> float:
+        """The noise ratio r, however it was given."""
+        if self.power_ratio is not None:
+            return math.sqrt(self.power_ratio)
+        return 1.0 if self.noise_ratio is None else self.noise_ratio
 
 
 class MaxNormDefense(NoisyDefense):
     """Noise along each gradient that brings it to the batch's largest norm."""
 
     name: Literal["max_norm"] = "max_norm"
+
+
+class MaxNormPositiveDefense(NoisyDefense):
+    """Noise along each gradient that brings it to the norm of the least expected positive."""
+
+    name: Literal["max_norm_positive"] = "max_norm_positive"
 
 
 class PowerRatio(Section):
@@ -45,7 +85,45 @@ class PowerRatio(Section):
     """Noise power in units of the squared distance of the class means (the s of ICLR 2022)."""
 
 
-Strength = PowerRatio
+class SumKl(Section):
+    """Strength given as what may be left: the least power that leaves no more divergence."""
+
+    sum_kl: float = Field(gt=0, le=1e6)
+    """Symmetrised divergence of the classes in one answer; 0.16 to 0.64 in the technical report."""
+
+
+class DetectionError(Section):
+    """Strength given as the least error of any detector on one answer: sum_kl = (2 - 4L)^2."""
+
+    detection_error: float = Field(gt=0, lt=0.5)
+    """Mean of false positive and false negative rate, L; 0.5 is guessing."""
+
+
+class LeakAuc(Section):
+    """Strength given as the guarantee: the least power at which no attack's AUC can be higher."""
+
+    leak_auc: float = Field(gt=0.5, lt=1)
+    """Largest AUC that any attack on one answer may reach; 0.5 is guessing."""
+
+
+def _strength_key(value: object) -> str | None:
+    """Name the one key of a strength; None, which is an error, for another number of keys."""
+    keys = list(value) if isinstance(value, dict) else list(getattr(value, "model_fields_set", ()))
+    return str(keys[0]) if len(keys) == 1 else None
+
+
+Strength = Annotated[
+    Annotated[PowerRatio, Tag("power_ratio")]
+    | Annotated[SumKl, Tag("sum_kl")]
+    | Annotated[DetectionError, Tag("detection_error")]
+    | Annotated[LeakAuc, Tag("leak_auc")],
+    Discriminator(
+        _strength_key,
+        custom_error_type="strength_key",
+        custom_error_message="expected exactly one of power_ratio, sum_kl, detection_error, "
+        "leak_auc; to replace another one, set the whole: strength={power_ratio: 4}",
+    ),
+]
 """How strong marvell is; the key that is present says in which unit."""
 
 
@@ -57,7 +135,15 @@ class MarvellDefense(NoisyDefense):
     strength: Strength = PowerRatio(power_ratio=4.0)
     """How much noise."""
 
+    statistics: Literal["batch", "running"] = "batch"
+    """What the noise is fitted to: this batch, or averages over the batches before it.
+
+    The scale of noise that is fitted to a batch tells something of the batch's share of positives.
+    Choose ``running`` where a batch holds few of them, and the peer might count.
+    """
+
 
 DefenseSettings = Annotated[
-    NoDefense | IsoDefense | MaxNormDefense | MarvellDefense, Field(discriminator="name")
+    NoDefense | IsoDefense | MaxNormDefense | MaxNormPositiveDefense | MarvellDefense,
+    Field(discriminator="name"),
 ]

@@ -33,6 +33,10 @@ Their reciprocals' squares would overflow.
 """
 
 
+_LARGEST = 1e250
+"""A power above this, in units of the largest input, is infinite."""
+
+
 class NoiseSolution(NamedTuple):
     """Noise variances per direction, and the divergence that is left."""
 
@@ -125,6 +129,64 @@ def solve_noise(
     return NoiseSolution(along_a, across_a, along_b, 0.0, remaining)
 
 
+def power_for_sum_kl(
+    neg_variance: float,
+    pos_variance: float,
+    gap_squared: float,
+    cut_dim: int,
+    pos_fraction: float,
+    sum_kl: float,
+) -> float:
+    """Find the least noise power that leaves no more than ``sum_kl``: the inverse of the solver.
+
+    Args:
+        neg_variance: variance of the negatives' gradients per coordinate (u).
+        pos_variance: variance of the positives' gradients per coordinate (v).
+        gap_squared: squared distance of the class means (c).
+        cut_dim: width of the cut layer (d).
+        pos_fraction: share of positives (p), above 0 and below 1.
+        sum_kl: divergence that may be left, above 0.
+
+    Returns:
+        The power, to a relative 1e-7 and never too small: ``solve_noise`` leaves at most ``sum_kl``
+        with it. 0 where nothing is needed, infinite where it is too large for a float.
+
+    Raises:
+        ValueError: an argument is outside its range.
+    """
+    if not sum_kl > 0:
+        raise ValueError(f"sum_kl must be above 0, got {sum_kl}")
+    bare = solve_noise(neg_variance, pos_variance, gap_squared, cut_dim, pos_fraction, 0.0)
+    if bare.sum_kl <= sum_kl:
+        return 0.0
+    exponent = math.frexp(max(neg_variance, pos_variance, gap_squared))[1]
+    neg, pos, gap = (
+        math.ldexp(value, -exponent) for value in (neg_variance, pos_variance, gap_squared)
+    )
+    spread = (1 - pos_fraction) * neg + pos_fraction * pos
+    # sumKL >= c/2 (1/X + 1/Y), which is least, for a mean of X and Y, at c (sqrt a + sqrt b)^2/2.
+    least = gap * (0.5 + math.sqrt(pos_fraction * (1 - pos_fraction))) / sum_kl - spread
+    # Noise that makes the classes alike, and then the same along the gap for both, is enough.
+    frac_a = pos_fraction if pos < neg else 1 - pos_fraction
+    enough = frac_a * cut_dim * abs(pos - neg) + max(gap / sum_kl - max(neg, pos), 0.0)
+    if enough > _LARGEST:
+        return math.inf
+
+    def log_excess(t: float) -> float:
+        left = solve_noise(neg, pos, gap, cut_dim, pos_fraction, unit * math.expm1(t)).sum_kl
+        return math.log(sum_kl) - math.log(min(max(left, 1e-300), 1e300))
+
+    # P = unit expm1(t): small powers are resolved, and large ones spread over their logarithms.
+    unit = spread + gap
+    low, high = (math.log1p(max(power, 0.0) / unit) for power in (least, enough))
+    power = unit * math.expm1(_root(log_excess, low, high, tolerance=1e-10))
+    step = 1e-9 * power
+    while solve_noise(neg, pos, gap, cut_dim, pos_fraction, power).sum_kl > sum_kl:
+        power += step
+        step *= 2
+    return _times_power_of_two(power, exponent)
+
+
 def leak_auc_bound(sum_kl: float) -> float:
     """Bound the AUC of every attack on one answer by its divergence.
 
@@ -143,6 +205,26 @@ def leak_auc_bound(sum_kl: float) -> float:
             break
     variation = math.tanh(w)
     return 0.5 + variation - variation * variation / 2
+
+
+def sum_kl_along_gap(neg_deviation: float, pos_deviation: float, gap: float) -> float:
+    """Return the divergence of N(0, neg_deviation^2) and N(gap, pos_deviation^2).
+
+    What one answer tells a peer who already knows what the classes' own spreads would hide: the
+    noise along the gap is all that counts. Infinite where a class has none. The gap's sign does
+    not matter, and neither does a common scale.
+    """
+    if not (0 < neg_deviation < math.inf and 0 < pos_deviation < math.inf):
+        return math.inf
+    ratio = neg_deviation / pos_deviation - pos_deviation / neg_deviation
+    shifts = gap / neg_deviation, gap / pos_deviation
+    return (ratio * ratio + shifts[0] * shifts[0] + shifts[1] * shifts[1]) / 2
+
+
+def sum_kl_for_leak_auc(leak_auc: float) -> float:
+    """Return the divergence at which ``leak_auc_bound`` is the given AUC, above 0.5 and below 1."""
+    variation = 1 - math.sqrt(2 * (1 - leak_auc))
+    return 4 * variation * math.atanh(variation)
 
 
 def _check(pos_fraction: float, cut_dim: int, **variances: float) -> None:
@@ -289,7 +371,9 @@ def _relative(first: float, second: float, variance: float, other: float) -> flo
     return first / variance * (second / other)
 
 
-def _root(function: Callable[[float], float], low: float, high: float) -> float:
+def _root(
+    function: Callable[[float], float], low: float, high: float, tolerance: float = 1e-15
+) -> float:
     """Find the zero of a function that is negative at ``low`` and positive at ``high``.
 
     Chandrupatla's method (1997): inverse quadratic interpolation where it is safe, else bisection.
@@ -311,8 +395,8 @@ def _root(function: Callable[[float], float], low: float, high: float) -> float:
             third, f_third, old, f_old = old, f_old, new, f_new
         new, f_new = point, f_point
         width = abs(old - new)
-        tolerance = 1e-15 * abs(new) + 1e-300
-        if f_new == 0 or width <= 2 * tolerance:
+        margin = tolerance * abs(new) + 1e-300
+        if f_new == 0 or width <= 2 * margin:
             return new if abs(f_new) < abs(f_old) else old
         xi = (new - old) / (third - old)
         phi = (f_new - f_old) / (f_third - f_old)
@@ -323,7 +407,7 @@ def _root(function: Callable[[float], float], low: float, high: float) -> float:
             )
         else:
             share = 0.5
-        edge = tolerance / width
+        edge = margin / width
         share = min(max(share, edge), 1 - edge)
 
 

@@ -1,0 +1,82 @@
+"""Noise along each gradient that brings it to the norm of the least expected positive.
+
+Like ``max_norm``, with the target and the norms taken from the predicted probabilities p: for a
+binary cross entropy on |w|, a positive's gradient is (1-p)|w| long and a negative's p|w|. With q
+the smallest p of a positive (Sun et al., "Label Leakage and Protection in Two-party Split
+Learning", technical report, Algorithm 5), the row g becomes g (1 + s n) with n ~ N(0, 1) and
+
+    positives  s^2 = ((1-q)/(1-p))^2 - 1        negatives  s^2 = max(((1-q)/p)^2 - 1, 0)
+
+A batch without positives has no q; there it is the smallest p of all, the least expected that any
+positive could have been, so that the negatives are as long as beside such a one.
+"""
+
+import torch
+from torch import Tensor
+
+from active_party.defenses.class_statistics import measure_means
+from active_party.defenses.max_norm import charge_rows, stretch_rows
+from active_party.defenses.noise import NoiseSource
+from active_party.defenses.report import ClassMemory, DefendedGradient, DefenseReport, release
+from active_party.defenses.rows import as_positive, as_rows
+
+
+class MaxNormPositive(ClassMemory):
+    """Aligns every row to the norm that the least expected positive of the batch has.
+
+    A row without a direction of its own is answered as ``max_norm`` does.
+    """
+
+    def __init__(self, noise: NoiseSource) -> None:
+        super().__init__()
+        self._noise = noise
+
+    def defend(
+        self,
+        gradients: Tensor,
+        labels: Tensor,
+        *,
+        example_keys: Tensor | None = None,  # noqa: ARG002
+        probabilities: Tensor | None = None,
+    ) -> tuple[DefendedGradient, DefenseReport]:
+        """Add noise.
+
+        Raises:
+            ValueError: there are no probabilities, or they are not between 0 and 1.
+        """
+        rows = as_rows(gradients)
+        positive = as_positive(labels, rows)
+        predicted = _as_probabilities(probabilities, rows)
+        batch, norms = measure_means(rows, positive)
+        noise = stretch_rows(rows, norms, norms * _deviations(predicted, positive), self._noise)
+        charge = charge_rows(noise, norms, positive, batch, self.classes.take_in(batch))
+        defended = noise.directions.mul_(noise.scalars).add_(rows)
+        return release(defended, gradients), DefenseReport(
+            noise_power=float(noise.norms.square().mean()), charge=charge
+        )
+
+
+def _deviations(predicted: Tensor, positive: Tensor) -> Tensor:
+    """Return s of each row, (batch,) float64."""
+    of_positives = torch.where(positive, predicted, 1.0)
+    has_positive = positive.any()
+    smallest = torch.where(has_positive, of_positives.min(), predicted.min())
+    own = torch.where(positive, 1 - predicted, predicted)
+    ratios = (1 - smallest) / own
+    return ((ratios - 1) * (ratios + 1)).clamp_(min=0).sqrt_()
+
+
+def _as_probabilities(probabilities: Tensor | None, rows: Tensor) -> Tensor:
+    """Turn what the model predicts into (batch,) float64, a hair away from 0 and 1.
+
+    A row that is predicted without any doubt has no gradient, and no ratio to it either.
+    """
+    if probabilities is None:
+        raise ValueError("max_norm_positive needs the predicted probabilities, got none")
+    batch = rows.shape[0]
+    if probabilities.numel() != batch:
+        raise ValueError(f"expected {batch} probabilities, got {tuple(probabilities.shape)}")
+    predicted = probabilities.detach().to(rows.device, torch.float64).reshape(batch)
+    if not bool(((predicted >= 0) & (predicted <= 1)).all()):
+        raise ValueError("probabilities must be between 0 and 1")
+    return predicted.clamp(1e-30, 1 - 1e-15)

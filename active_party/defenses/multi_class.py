@@ -1,0 +1,102 @@
+"""The shared noise covariance that tells C classes apart the least (square-root water-filling).
+
+The classes' gradients are modelled as N(m_k, w I) with priors q_k. All get the same noise, so that
+its covariance tells nothing, and the total covariance S = w I + noise. With m the mean of the m_k,
+
+    B = sum_k q_k (m_k - m)(m_k - m)^T      rank at most C - 1, eigenvalues b_k > 0
+
+minimise tr(S^-1 B), the sum over pairs of classes of the pair's symmetrised divergence weighted by
+the product of their priors, subject to tr(S - w I) = P and S >= w I. The best S has B's
+eigenvectors, and S_k = max(w, h sqrt(b_k)) along them: the level h spends the power, and a
+direction whose sqrt(b_k) is under water gets no noise. For two equally frequent classes this is
+Marvell's solution with u = v. For unequal ones Marvell's two covariances leave a little less.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from active_party.defenses.noise import NoiseSource
+
+
+class SharedNoise(NamedTuple):
+    """Noise that is the same for all classes."""
+
+    directions: Tensor  # (rank, cut_dim) float64, orthonormal, by falling variance
+    variances: Tensor  # (rank,) float64, noise along each direction; none in all others
+    separation: float  # tr(S^-1 B), what the noise leaves; infinite where the classes stay bare
+
+
+def solve_shared_noise(
+    class_means: Tensor, priors: Tensor, residual_variance: float, noise_power: float
+) -> SharedNoise:
+    """Find the noise of the given power that separates the classes the least.
+
+    Args:
+        class_means: (classes, cut_dim).
+        priors: share of each class, (classes,), not negative, with a sum of one.
+        residual_variance: variance within the classes per coordinate (w).
+        noise_power: expected squared noise norm per example (P).
+
+    Raises:
+        ValueError: an argument is outside its range.
+    """
+    _check(class_means, priors, residual_variance, noise_power)
+    priors = priors.double()
+    largest = float(class_means.abs().max())
+    unit = max(largest, math.sqrt(residual_variance), math.sqrt(noise_power)) or 1.0
+    scaled = class_means.double() / unit
+    offsets = scaled - priors @ scaled
+    _, roots, directions = torch.linalg.svd(priors.sqrt()[:, None] * offsets, full_matrices=False)
+    # B has rank C - 1: rounding alone gives the last direction a length.
+    rank = int((roots > 1e-12 * roots[0]).sum()) if roots[0] > 1e-14 * largest / unit else 0
+    rank = min(rank, len(priors) - 1)
+    residual = residual_variance / unit / unit
+    totals = _water_levels(roots[:rank].tolist(), residual, noise_power / unit / unit)
+    return SharedNoise(
+        directions=directions[:rank],
+        variances=torch.tensor(
+            [(total - residual) * unit * unit for total in totals],
+            dtype=torch.float64,
+            device=class_means.device,
+        ),
+        separation=math.fsum(
+            root * root / total if total else math.inf
+            for root, total in zip(roots[:rank].tolist(), totals, strict=True)
+        ),
+    )
+
+
+def draw_shared_noise(solution: SharedNoise, like: Tensor, noise: NoiseSource) -> Tensor:
+    """Draw noise of the shape of ``like``, (batch, cut_dim), from one number per direction."""
+    scalars = noise.standard_normal((like.shape[0], len(solution.variances)), like)
+    axes = solution.variances.sqrt()[:, None] * solution.directions
+    return scalars @ axes.to(like.dtype)
+
+
+def _water_levels(roots: list[float], residual: float, power: float) -> list[float]:
+    """Return S_k for falling ``roots`` = sqrt(b_k)."""
+    level = 0.0
+    for active in range(len(roots), 0, -1):
+        level = (power + active * residual) / math.fsum(roots[:active])
+        if level * roots[active - 1] >= residual:
+            break
+    return [max(residual, level * root) for root in roots]
+
+
+def _check(
+    class_means: Tensor, priors: Tensor, residual_variance: float, noise_power: float
+) -> None:
+    if class_means.ndim != 2 or class_means.shape[0] < 2 or class_means.shape[1] < 1:
+        raise ValueError(f"expected (classes, cut_dim) means, got {tuple(class_means.shape)}")
+    if not bool(torch.isfinite(class_means).all()):
+        raise ValueError("class_means must be finite")
+    if priors.shape != class_means.shape[:1]:
+        raise ValueError(f"expected {class_means.shape[0]} priors, got {tuple(priors.shape)}")
+    if not bool((priors >= 0).all()) or abs(float(priors.double().sum()) - 1) > 1e-6:
+        raise ValueError("priors must not be negative and have a sum of one")
+    for name, value in (("residual_variance", residual_variance), ("noise_power", noise_power)):
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be finite and at least 0, got {value}")

@@ -10,7 +10,7 @@ from rich.console import Console
 from common.errors import SettingsError
 from deploy.comparison import RunResults, comparison_table
 from deploy.local import Overrides, parse_defense
-from tests.system.conftest import LocalRun, run_locally
+from tests.system.conftest import SAME_SPLIT, LocalRun, run_locally
 
 ATTACKS = {"norm", "cosine", "spectral"}
 FIGURES = {"q95", "mean", "last_epoch", "random_q95"}
@@ -91,7 +91,7 @@ def test_a_misspelt_setting_is_named_and_ends_with_exit_code_2(tmp_path: Path) -
 
 @needs_data
 def test_default_credit_is_aligned_and_learnt(tmp_path: Path) -> None:
-    run = run_locally(tmp_path, "default_credit", "--set", "contract.epochs=10")
+    run = run_locally(tmp_path, "default_credit", "--set", "contract.epochs=10", *SAME_SPLIT)
     assert run.exit_code == 0, run.output
     summary = run.summary("default_credit", "active")
     assert summary["aligned_rows"] == 24_000
@@ -101,7 +101,7 @@ def test_default_credit_is_aligned_and_learnt(tmp_path: Path) -> None:
 
 @needs_data
 def test_raw_criteo_is_learnt_through_embeddings(tmp_path: Path) -> None:
-    run = run_locally(tmp_path, "criteo", "--set", "contract.epochs=4")
+    run = run_locally(tmp_path, "criteo", "--set", "contract.epochs=4", *SAME_SPLIT)
     assert run.exit_code == 0, run.output
     summary = run.summary("criteo", "active")
     assert summary["aligned_rows"] == 8_000

@@ -5,7 +5,7 @@ import difflib
 import io
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -112,35 +112,49 @@ class CsvFile:
         """Return the named columns as text."""
         if not names:
             return {}  # to pyarrow, an empty list of columns means all of them
-        bad_rows: list[int | None] = []
-        table = self._read(names, bad_rows, use_threads=True)
-        if bad_rows:
-            bad_rows.clear()  # threads do not know their rows' numbers; one alone does
-            self._read(names, bad_rows, use_threads=False)
-            header_lines = self._names is None
-            rows = [number - header_lines for number in bad_rows if number is not None]
-            raise DataError(
-                f"{self.name}: expected {len(self.column_names())} cells in every row, "
-                f"other numbers in {list_rows(rows)}"
-            )
+        try:
+            table = self._read(names)
+        except DataError:
+            self._report_bad_rows(names)
+            raise
         return {name: table.column(name) for name in names}
 
-    def _read(self, names: Sequence[str], bad_rows: list[int | None], *, use_threads: bool) -> Any:
+    def _report_bad_rows(self, names: Sequence[str]) -> None:
+        bad_rows: list[int] = []
+        with suppress(DataError):
+            self._read(names, bad_rows)
+        if bad_rows:
+            header_lines = self._names is None
+            raise DataError(
+                f"{self.name}: expected {len(self.column_names())} cells in every row, "
+                f"other numbers in {list_rows([number - header_lines for number in bad_rows])}"
+            )
+
+    def _read(self, names: Sequence[str], bad_rows: list[int] | None = None) -> Any:
+        """Read the columns; rows with a wrong number of cells are listed, or else an error."""
+
         def skip(row: Any) -> str:
-            bad_rows.append(row.number)
+            if bad_rows is not None:
+                bad_rows.append(row.number)
             return "skip"
 
+        # A handler of bad rows goes with one thread only. Threads do not know their rows' numbers,
+        # and the last of them may still hold the handler when the interpreter ends: then the
+        # process aborts instead of ending with its exit code.
+        one_thread = bad_rows is not None
         # Everything is text here, so that an id keeps its leading zeros, and so that a cell that is
         # no number can be reported with its row.
         with _unreadable_is_data_error(self._path):
             return arrow_csv.read_csv(
                 self._path,
                 arrow_csv.ReadOptions(
-                    use_threads=use_threads,
+                    use_threads=not one_thread,
                     column_names=self._names,
                     block_size=16 * 1024 * 1024,
                 ),
-                arrow_csv.ParseOptions(delimiter=self._separator, invalid_row_handler=skip),
+                arrow_csv.ParseOptions(
+                    delimiter=self._separator, invalid_row_handler=skip if one_thread else None
+                ),
                 arrow_csv.ConvertOptions(
                     include_columns=list(names),
                     column_types=dict.fromkeys(names, pa.string()),

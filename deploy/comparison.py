@@ -19,9 +19,13 @@ class RunResults(NamedTuple):
 
     @property
     def leak(self) -> Leak:
-        """What the gradients gave away, as the passive party measured it where it could."""
-        leak: Leak = self.passive.get("leak") or self.active.get("leak") or {}
-        return leak
+        """What the gradients gave away at each layer.
+
+        At the cut layer the active party's figures, whose oracle attacks know a clean gradient; at
+        earlier layers the passive party's, who alone sees those.
+        """
+        leak: dict[str, Mapping[str, Mapping[str, float]]] = dict(self.passive.get("leak") or {})
+        return leak | dict(self.active.get("leak") or {})
 
 
 def read_results(run_dir: Path) -> RunResults:

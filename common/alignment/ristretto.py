@@ -170,7 +170,7 @@ def find_in_wheel() -> str:
             # It leaves that file open to the garbage collector.
             warnings.simplefilter("ignore", ResourceWarning)
             import rbcl  # noqa: PLC0415 - the import writes the file: only where it is needed
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         raise LibraryError(f"rbcl: {error}") from error
     path = str(rbcl._sodium._name)  # noqa: SLF001 - the only place where it keeps the path
     atexit.register(Path(path).unlink, missing_ok=True)

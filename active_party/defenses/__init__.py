@@ -5,8 +5,16 @@ gradient: k g is answered as k times the answer to g.
 """
 
 import logging
+from pathlib import Path
 
+from active_party.defenses.example_keys import (
+    NoiseKey,
+    key_from_insecure_seed,
+    key_name,
+    load_or_create_key,
+)
 from active_party.defenses.iso import Isotropic
+from active_party.defenses.label_noise import NoisyLabel
 from active_party.defenses.marvell import Marvell
 from active_party.defenses.max_norm import MaxNorm
 from active_party.defenses.max_norm_positive import MaxNormPositive
@@ -18,6 +26,13 @@ from active_party.defenses.noise import (
     SecureNoise,
 )
 from active_party.defenses.none import Undefended
+from active_party.defenses.persistent import (
+    KeyedScalars,
+    PersistentIsotropic,
+    PersistentMarvell,
+    PersistentMaxNorm,
+    repeated_sum_kl,
+)
 from active_party.defenses.report import DefendedGradient, Defense, DefenseReport
 from active_party.defenses.settings import (
     DefenseSettings,
@@ -27,6 +42,7 @@ from active_party.defenses.settings import (
     MaxNormPositiveDefense,
     NoDefense,
     NoisyDefense,
+    NoisyLabelDefense,
 )
 from active_party.defenses.strength import power_rule
 from active_party.defenses.sum_kl import NoiseSolution
@@ -36,16 +52,61 @@ __all__ = [
     "Defense",
     "DefenseReport",
     "DefenseSettings",
+    "NoiseKey",
     "NoiseSolution",
     "build_defense",
+    "open_noise_key",
 ]
 
+_AddsNoise = IsoDefense | MaxNormDefense | MaxNormPositiveDefense | MarvellDefense
 
-def build_defense(settings: DefenseSettings) -> Defense:
-    """Build the defense that the settings name, with a noise source of its own."""
+
+def build_defense(settings: DefenseSettings, noise_key: NoiseKey | None = None) -> Defense:
+    """Build the defense that the settings name, with a noise source of its own.
+
+    Args:
+        settings: which defense, and how strong.
+        noise_key: what persistent noise and noisy labels are drawn from.
+
+    Raises:
+        ValueError: the defense needs a noise key and there is none.
+    """
     match settings:
         case NoDefense():
             return Undefended()
+        case NoisyLabelDefense():
+            return NoisyLabel(settings, _present(noise_key, settings.name))
+        case _ if settings.noise == "persistent":
+            return _build_persistent(settings, _present(noise_key, settings.name))
+        case _:
+            return _build_fresh(settings)
+
+
+def open_noise_key(settings: DefenseSettings, path: Path) -> NoiseKey | None:
+    """Return the noise key at a path, made if there is none; None if the defense needs none.
+
+    Raises:
+        SettingsError: the file is not a key, or others may know it.
+        StorageError: there is none, and none can be written.
+    """
+    if isinstance(settings, NoDefense):
+        return None
+    if not isinstance(settings, NoisyLabelDefense) and settings.noise == "fresh":
+        return None
+    if settings.insecure_noise_seed is None:
+        return load_or_create_key(path)
+    _warn_of_seed()
+    return key_from_insecure_seed(settings.insecure_noise_seed)
+
+
+def _present(noise_key: NoiseKey | None, name: str) -> NoiseKey:
+    if noise_key is None:
+        raise ValueError(f"{name} as it is set needs a noise key")
+    return noise_key
+
+
+def _build_fresh(settings: _AddsNoise) -> Defense:
+    match settings:
         case IsoDefense():
             return Isotropic(settings.amplitude, _noise_source(settings))
         case MaxNormDefense():
@@ -60,13 +121,32 @@ def build_defense(settings: DefenseSettings) -> Defense:
             )
 
 
+def _build_persistent(settings: _AddsNoise, noise_key: NoiseKey) -> Defense:
+    match settings:
+        case IsoDefense():
+            noise = _noise_source(settings)
+            return PersistentIsotropic(settings.amplitude, noise, key_name(noise_key))
+        case MaxNormDefense():
+            keyed = KeyedScalars(_noise_source(settings))
+            return PersistentMaxNorm(MaxNorm(keyed), keyed)
+        case MaxNormPositiveDefense():
+            keyed = KeyedScalars(_noise_source(settings))
+            return PersistentMaxNorm(MaxNormPositive(keyed), keyed)
+        case MarvellDefense():
+            return PersistentMarvell(repeated_sum_kl(settings.strength), key_name(noise_key))
+
+
 def _noise_source(settings: NoisyDefense) -> NoiseSource:
     if settings.insecure_noise_seed is None:
         if settings.secure_noise is None:
             return DefaultNoise()
         return SecureNoise() if settings.secure_noise else EntropyNoise()
+    _warn_of_seed()
+    return InsecureSeededNoise(settings.insecure_noise_seed)
+
+
+def _warn_of_seed() -> None:
     logging.getLogger(__name__).warning(
         "INSECURE: insecure_noise_seed is set; whoever knows it subtracts the noise and reads the "
         "labels. It is for tests only."
     )
-    return InsecureSeededNoise(settings.insecure_noise_seed)

@@ -106,7 +106,8 @@ def secure_normal(count: int, dtype: torch.dtype, key: bytes) -> Tensor:
     words = torch.int32 if dtype == torch.float32 else torch.int64
     cipher = Cipher(algorithms.ChaCha20(key, nonce=bytes(16)), mode=None).encryptor()
     numbers = torch.empty(count + count % 2, dtype=dtype)
-    for pairs in numbers.split(2 * _CHUNK_PAIRS):
+    for start in range(0, count, 2 * _CHUNK_PAIRS):
+        pairs = numbers[start : start + 2 * _CHUNK_PAIRS]
         keystream = bytearray(pairs.numel() * words.itemsize)
         cipher.update_into(keystream, keystream)
         radius, angle = torch.frombuffer(keystream, dtype=words).chunk(2)

@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from common.settings import Section
 
@@ -143,7 +143,70 @@ class MarvellDefense(NoisyDefense):
     """
 
 
+class GaussianLabels(Section):
+    """y plus Gaussian noise."""
+
+    kind: Literal["gaussian"]
+
+    noise_ratio: float = Field(default=2.0, ge=0.01, le=100)
+    """Standard deviation k of the noise; no attack exceeds AUC Phi(1/(k sqrt 2))."""
+
+
+class LaplaceLabels(Section):
+    """y plus Laplace noise of scale 1/epsilon."""
+
+    kind: Literal["laplace"]
+
+    epsilon: float = Field(ge=0.01, le=20)
+    """Label differential privacy of the whole run."""
+
+
+class RandomizedResponse(Section):
+    """y, or its opposite with probability 1/(1 + exp(epsilon))."""
+
+    kind: Literal["randomized_response"]
+
+    epsilon: float = Field(ge=0.01, le=20)
+    """Label differential privacy of the whole run."""
+
+
+LabelMechanism = Annotated[
+    GaussianLabels | LaplaceLabels | RandomizedResponse, Field(discriminator="kind")
+]
+"""How a noisy label is made of a label."""
+
+
+def _word_of_true(value: object) -> object:
+    """Give YAML's ``true`` back as the word that was written."""
+    return "true" if value is True else value
+
+
+class NoisyLabelDefense(Section):
+    """Send the gradients of labels to which noise was added once per example."""
+
+    name: Literal["noisy_label"] = "noisy_label"
+
+    mechanism: LabelMechanism = GaussianLabels(kind="gaussian")
+    """What noise. It is drawn from the key at ``noise_key_path``."""
+
+    top_labels: Annotated[Literal["noisy", "true"], BeforeValidator(_word_of_true)] = "noisy"
+    """What the top model learns from.
+
+    ``noisy``: nothing but the noisy labels shapes what is sent, and their guarantee is exact.
+    ``true``: the model serves better, and what it has learned of the labels shows in later
+    gradients: there is no proof, only the leak monitor.
+    """
+
+    insecure_noise_seed: int | None = Field(default=None, ge=0, lt=2**63)
+    """For tests only: whoever knows the seed knows the noise. Absent: a secret key."""
+
+
 DefenseSettings = Annotated[
-    NoDefense | IsoDefense | MaxNormDefense | MaxNormPositiveDefense | MarvellDefense,
+    NoDefense
+    | IsoDefense
+    | MaxNormDefense
+    | MaxNormPositiveDefense
+    | MarvellDefense
+    | NoisyLabelDefense,
     Field(discriminator="name"),
 ]

@@ -1,0 +1,136 @@
+"""The secret noise key, and the bits that each example has from it for the whole run.
+
+An example's bits are BLAKE2b of its canonical id, keyed with the noise key and separated by
+purpose. They need no table: a restarted party, a second worker, another epoch or another batch
+finds the same ones. Whoever knows the key subtracts the noise, so its file is readable by its owner
+alone and the key appears in no log or message.
+"""
+
+import hashlib
+import os
+import secrets
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NewType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from active_party.defenses.noise import box_muller
+from common.errors import SettingsError, StorageError
+
+NoiseKey = NewType("NoiseKey", bytes)
+"""32 secret bytes."""
+
+GRADIENT_NOISE = b"gradient noise"
+LABEL_NOISE = b"label noise"
+
+_KEY_BYTES = 32
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+def load_or_create_key(path: Path) -> NoiseKey:
+    """Read the noise key, or make one where there is none. Safe for workers that start together.
+
+    Raises:
+        SettingsError: the file is not a key, or others than this process's user own it or may read
+            or write it.
+        StorageError: there is none, and none can be written.
+    """
+    if not path.exists():
+        _create(path)
+    return _load(path)
+
+
+def key_from_insecure_seed(seed: int) -> NoiseKey:
+    """Make a key for tests: whoever knows the seed knows it."""
+    return NoiseKey(hashlib.blake2b(b"%d" % seed, digest_size=_KEY_BYTES).digest())
+
+
+def key_name(key: NoiseKey) -> str:
+    """Return a name that tells keys apart and says nothing of them."""
+    return hashlib.blake2b(digest_size=8, key=key, person=b"name of the key").hexdigest()
+
+
+def example_keys(key: NoiseKey, ids: Sequence[str], purpose: bytes) -> Tensor:
+    """Derive each example's secret bits.
+
+    Args:
+        key: the noise key.
+        ids: canonical ids.
+        purpose: keeps draws for different ends independent.
+
+    Returns:
+        (ids, 2) int64, on the CPU.
+    """
+    keyed = hashlib.blake2b(digest_size=16, key=key, person=purpose)
+    bits = bytearray()
+    for text in ids:
+        digest = keyed.copy()
+        digest.update(text.encode())
+        bits += digest.digest()
+    return torch.from_numpy(np.frombuffer(bits, dtype="<i8").astype(np.int64).reshape(-1, 2))
+
+
+def scalars(keys: Tensor) -> Tensor:
+    """Turn secret bits into one standard normal number per example, (batch,) float64.
+
+    A function of the bits alone: no size of batch or place in it changes a bit of the number.
+    """
+    numbers = torch.empty(2 * len(keys), dtype=torch.float64)
+    box_muller(keys[:, 0], keys[:, 1], out=numbers)
+    return numbers[: len(keys)]
+
+
+def _load(path: Path) -> NoiseKey:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise SettingsError(f"{path}: the noise key cannot be read: {error.strerror}") from error
+    with os.fdopen(descriptor, "rb") as file:
+        _refuse_if_shared(path, os.fstat(descriptor))
+        key = file.read(_KEY_BYTES + 1)
+    if len(key) != _KEY_BYTES:
+        raise SettingsError(f"{path}: expected a noise key of {_KEY_BYTES} bytes, got another size")
+    return NoiseKey(key)
+
+
+def _refuse_if_shared(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise SettingsError(f"{path}: expected a file with the noise key, got something else")
+    if status.st_uid != os.geteuid():
+        raise SettingsError(
+            f"{path}: the noise key belongs to user {status.st_uid}, who may read it; this party "
+            f"runs as user {os.geteuid()}"
+        )
+    if status.st_mode & _OTHERS:
+        raise SettingsError(
+            f"{path}: the noise key has mode {stat.S_IMODE(status.st_mode):04o}, so others may "
+            f"know it; expected 0600. Whoever has read it subtracts the noise: delete it and start "
+            f"a new run, unless you are sure that nobody has"
+        )
+
+
+def _create(path: Path) -> None:
+    # Written whole under another name first, so that a crash leaves no part of a key, and given
+    # its own name by a link, which fails where another worker was faster.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(
+            temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+        )
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(secrets.token_bytes(_KEY_BYTES))
+                file.flush()
+                os.fsync(descriptor)
+            path.hardlink_to(temporary)
+        except FileExistsError:
+            pass
+        finally:
+            temporary.unlink()
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written: {error.strerror}") from error

@@ -1,0 +1,70 @@
+"""What does the leak ledger cost a training step, at ten million aligned rows?
+
+    OMP_NUM_THREADS=1 python -m benchmarks.ledger
+
+The time of ``after`` and ``charge`` for one batch of random positions, as a step asks for them, and
+that of an epoch's bounds, by the number of steps of the epoch. Aim: together at most 1 % of a step
+of the same shape between two processes (`python -m benchmarks.step`).
+"""
+
+import argparse
+import time
+
+import numpy as np
+import torch
+
+from active_party.defenses.report import LeakCharge
+from active_party.ledger import LeakLedger
+from benchmarks.environment import print_environment, spread
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=10_000_000)
+    parser.add_argument("--batch", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--train-share", type=float, default=0.8)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    print_environment()
+    print(f"{arguments.rows} aligned rows, batch {arguments.batch}: median (5 % .. 95 %)")
+    training = np.sort(
+        np.random.default_rng(1).permutation(arguments.rows)[
+            : int(arguments.train_share * arguments.rows)
+        ]
+    )
+    for name, charge in (
+        ("fresh noise", LeakCharge(0.0625)),
+        ("persistent noise", LeakCharge(0.0625, "identity", 1.0)),
+    ):
+        ledger = LeakLedger(arguments.rows)
+        step_us = time_steps(ledger, charge, training, arguments.batch, arguments.steps)
+        print(f"{name}: after and charge {spread(step_us, 1)} us per step")
+        start = time.perf_counter()
+        ledger.bounds(training)
+        bounds_s = time.perf_counter() - start
+        per_step_us = 1e6 * bounds_s / (len(training) / arguments.batch)
+        print(f"{name}: bounds {bounds_s:.2f} s per epoch, {per_step_us:.1f} us per step of it")
+
+
+def time_steps(
+    ledger: LeakLedger,
+    charge: LeakCharge,
+    training: "np.typing.NDArray[np.int64]",
+    batch: int,
+    steps: int,
+) -> list[float]:
+    """Time the steps of one epoch in a fresh order, in microseconds."""
+    order = np.random.default_rng(2).permutation(training)
+    times_us = []
+    for step in range(min(steps, len(order) // batch)):
+        positions = order[step * batch : (step + 1) * batch]
+        start = time.perf_counter()
+        if ledger.after(positions, charge) < 1.0:
+            ledger.charge(positions, charge)
+        times_us.append(1e6 * (time.perf_counter() - start))
+    return times_us
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""The leak ledger: what it adds up, and that nobody who adds up answers measures more.
+
+In the simulations an example's answers are one-dimensional, the classes' means one apart: a score
+that adds them up is the best there is (the likelihood ratio), so that its AUC is the leak.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from active_party.defenses.report import LeakCharge
+from active_party.defenses.sum_kl import leak_auc_bound
+from active_party.leak_alarm import MIN_BATCHES, LeakAlarm
+from active_party.ledger import LeakBounds, LeakLedger, estimated_auc
+from common.privacy.audit import BatchLeak
+from common.privacy.leakage import auc, leak_auc
+from common.sample_order import Positions
+
+EXAMPLES = 40_000
+BATCH = 1000
+ALL = np.arange(EXAMPLES, dtype=np.int64)
+SAMPLING = 0.01
+"""Four standard errors of an AUC on these numbers of positives and negatives."""
+
+
+class ForgetfulLedger(LeakLedger):
+    """Takes the largest charge of fresh noise, too, as if its answers repeated each other."""
+
+    def charge(self, positions: Positions, charge: LeakCharge) -> None:
+        super().charge(positions, LeakCharge(charge.sum_kl, "always the same"))
+
+
+class Simulation:
+    """A run: each epoch answers once about every example, in batches of changing noise."""
+
+    def __init__(self, ledger: LeakLedger, *, persistent: bool, epochs: int) -> None:
+        generator = np.random.default_rng(epochs)
+        self.labels = torch.from_numpy((generator.random(EXAMPLES) < 0.2).astype(np.float32))
+        gap = self.labels.numpy().astype(np.float64)
+        own_noise = generator.normal(size=EXAMPLES)
+        power_ratio = 16.0
+        self.score = np.zeros(EXAMPLES)
+        for _ in range(epochs):
+            order = generator.permutation(ALL)
+            for batch in order.reshape(-1, BATCH):
+                if persistent:
+                    charge = LeakCharge(1 / power_ratio, "one key and ratio")
+                    self.score[batch] += gap[batch] + power_ratio**0.5 * own_noise[batch]
+                else:
+                    variance = generator.uniform(8.0, 24.0)
+                    charge = LeakCharge(1 / variance)
+                    noise = variance**0.5 * generator.normal(size=BATCH)
+                    self.score[batch] += (gap[batch] + noise) / variance
+                ledger.charge(batch, charge)
+        self.bounds = ledger.bounds(ALL)
+
+    @property
+    def measured(self) -> float:
+        return auc(torch.from_numpy(self.score), self.labels)
+
+
+def holds(simulation: Simulation) -> bool:
+    bounds, measured = simulation.bounds, simulation.measured
+    return measured < bounds.estimate.max + SAMPLING and measured < bounds.guarantee.max + SAMPLING
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("epochs", [1, 5, 30])
+def test_whoever_adds_up_the_answers_measures_no_more_than_the_ledger_says(
+    epochs: int,
+    persistent: bool,  # noqa: FBT001
+) -> None:
+    simulation = Simulation(LeakLedger(EXAMPLES), persistent=persistent, epochs=epochs)
+    assert holds(simulation)
+    assert simulation.bounds.guarantee.max > simulation.bounds.estimate.max
+    # Nor much less: the estimate is that very attack's.
+    assert simulation.measured > simulation.bounds.estimate.mean - SAMPLING
+
+
+@pytest.mark.parametrize("epochs", [5, 30])
+def test_a_ledger_that_forgets_fresh_noise_is_found_out(epochs: int) -> None:
+    assert not holds(Simulation(ForgetfulLedger(EXAMPLES), persistent=False, epochs=epochs))
+
+
+def account(*charges: LeakCharge) -> float:
+    ledger = LeakLedger(3)
+    one = np.array([1])
+    for charge in charges:
+        announced = ledger.after(one, charge)
+        ledger.charge(one, charge)
+        assert announced == ledger.bounds(one).sum_kl.max
+    assert ledger.bounds(np.array([0, 2])).sum_kl.max == 0
+    return ledger.bounds(one).sum_kl.max
+
+
+def test_fresh_charges_add_up_and_of_repeated_noise_the_largest_counts() -> None:
+    a, b = LeakCharge(0.5, "a"), LeakCharge(0.25, "b")
+    assert account(LeakCharge(0.5), LeakCharge(0.25)) == 0.75
+    assert account(a, LeakCharge(0.125, "a"), a) == 0.5
+    assert account(LeakCharge(0.125, "a"), a) == 0.5
+    assert account(a, LeakCharge(1.0), a) == 1.5
+    assert account(a, b, LeakCharge(0.5, "b")) == 1.0
+    assert account(a, b, a) == 1.25  # what comes back after another is never charged too little
+    assert account(LeakCharge(math.inf)) == math.inf
+
+
+def test_what_an_answer_would_reach_is_known_before_and_charges_nothing() -> None:
+    ledger = LeakLedger(4)
+    ledger.charge(np.array([0, 1]), LeakCharge(0.5))
+    ledger.charge(np.array([1, 2]), LeakCharge(0.25, "a"))
+    batch = np.array([0, 1, 2, 3])
+    assert ledger.after(batch, LeakCharge(1.0)) == 1.75
+    assert ledger.after(batch, LeakCharge(0.5, "a")) == 1.0
+    assert ledger.after(batch, LeakCharge(0.5, "b")) == 1.25
+    assert ledger.bounds(batch).sum_kl.max == 0.75
+
+
+def test_bounds_are_those_of_the_accounts_one_by_one() -> None:
+    ledger = LeakLedger(1000)
+    charges = np.random.default_rng(3).gamma(2.0, 0.4, size=1000)
+    for position, charge in enumerate(charges):
+        ledger.charge(np.array([position]), LeakCharge(float(charge)))
+    bounds = ledger.bounds(np.arange(1000))
+    for found, values in (
+        (bounds.sum_kl, charges),
+        (bounds.estimate, np.array([estimated_auc(k) for k in charges])),
+        (bounds.guarantee, np.array([leak_auc_bound(k) for k in charges])),
+    ):
+        assert found.max == pytest.approx(values.max(), rel=1e-12)
+        assert np.mean(values <= found.q95) == pytest.approx(0.95, abs=0.0011)
+        assert values.mean() - 1e-12 <= found.mean <= values.mean() + 1 / 4096
+    assert bounds.numbers()["guarantee_q95"] == bounds.guarantee.q95
+
+
+def test_a_bare_gradient_leaves_no_bound_but_one() -> None:
+    ledger = LeakLedger(2)
+    ledger.charge(np.array([0]), LeakCharge(math.inf))
+    bounds = ledger.bounds(np.array([0, 1]))
+    assert bounds.sum_kl.max == math.inf
+    assert bounds.estimate.max == bounds.guarantee.max == 1
+    assert bounds.guarantee.mean == pytest.approx(0.75, abs=1e-3)
+
+
+def test_epsilons_add_up_over_identities_and_are_lost_with_any_other_answer() -> None:
+    ledger, batch = LeakLedger(2), np.array([0, 1])
+
+    def epsilon_after(charge: LeakCharge) -> float | None:
+        ledger.charge(batch, charge)
+        return ledger.bounds(batch).epsilon
+
+    assert epsilon_after(LeakCharge(1.0, "a", epsilon=1.0)) == 1.0
+    assert epsilon_after(LeakCharge(1.0, "a", epsilon=1.0)) == 1.0
+    assert epsilon_after(LeakCharge(1.0, "b", epsilon=0.5)) == 1.5
+    assert epsilon_after(LeakCharge(1.0)) is None
+
+
+def test_a_restored_ledger_goes_on_where_the_saved_one_was() -> None:
+    ledger, batch = LeakLedger(5), np.array([1, 3])
+    ledger.charge(batch, LeakCharge(0.25))
+    ledger.charge(batch, LeakCharge(0.5, "key a", epsilon=1.0))
+    stored = save({name: value.contiguous() for name, value in ledger.state_dict().items()})
+    assert b"key a" not in stored
+    restored = LeakLedger(5)
+    restored.load_state_dict(load(stored))
+    for same in (ledger, restored):
+        same.charge(batch, LeakCharge(0.5, "key a", epsilon=1.0))
+    everything = np.arange(5)
+    assert restored.bounds(everything) == ledger.bounds(everything)
+    assert restored.bounds(everything).sum_kl.max == 0.75
+
+
+def without_identity(state: dict[str, Tensor]) -> Mapping[str, Tensor]:
+    del state["identity"]
+    return state
+
+
+def with_a_negative(state: dict[str, Tensor]) -> Mapping[str, Tensor]:
+    return state | {"settled": torch.full((5,), -1.0, dtype=torch.float64)}
+
+
+def with_a_nan(state: dict[str, Tensor]) -> Mapping[str, Tensor]:
+    return state | {"current": torch.full((5,), math.nan, dtype=torch.float64)}
+
+
+@pytest.mark.parametrize(
+    "change", [without_identity, with_a_negative, with_a_nan, lambda _: LeakLedger(4).state_dict()]
+)
+def test_a_state_that_cannot_be_this_ledgers_is_refused(
+    change: Callable[[dict[str, Tensor]], Mapping[str, Tensor]],
+) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        LeakLedger(5).load_state_dict(change(LeakLedger(5).state_dict()))
+
+
+def alarms_for(true_auc: float, charge: float, positives: int, batches: int, seed: int) -> int:
+    """Let an attack of a known AUC look at batches with 20 % positives, and judge the epoch."""
+    generator, alarm = np.random.default_rng(seed), LeakAlarm()
+    shift = math.sqrt(2) * torch.special.ndtri(torch.tensor(true_auc, dtype=torch.float64)).item()
+    labels = torch.tensor([1.0] * positives + [0.0] * 4 * positives)
+    for step in range(batches):
+        alarm.note_charge(0, charge)
+        scores = torch.from_numpy(generator.normal(size=len(labels)))
+        random = torch.from_numpy(generator.normal(size=len(labels)))
+        leak = {"cut": {"norm": leak_auc(scores + shift * labels, labels)}}
+        alarm.note_leak(BatchLeak(0, step, leak, leak_auc(random, labels)))
+    return len(alarm.judge(0))
+
+
+def test_the_alarm_is_silent_at_the_bound_however_small_the_batches_and_loud_above_it() -> None:
+    charge = 0.0625
+    bound = leak_auc_bound(charge)
+    for positives in (2, 6, 50):
+        silent = (alarms_for(bound, charge, positives, 40, seed) for seed in range(60))
+        assert sum(silent) == 0
+    assert all(alarms_for(bound + 0.15, charge, 50, 40, seed) for seed in range(20))
+    assert alarms_for(0.99, charge, 50, MIN_BATCHES - 1, seed=1) == 0
+    assert alarms_for(0.99, math.inf, 50, 40, seed=1) == 0
+
+
+def test_bounds_have_flat_names_and_leave_out_an_epsilon_that_is_none() -> None:
+    bounds: LeakBounds = LeakLedger(1).bounds(np.array([0]))
+    assert bounds.numbers()["epsilon"] == 0.0
+    assert bounds.numbers().keys() >= {"sum_kl_max", "estimate_mean", "guarantee_q95"}
+    assert "epsilon" not in bounds._replace(epsilon=None).numbers()

@@ -1,10 +1,13 @@
 """What the active party writes down of a run: metrics, leak monitor, progress, summary."""
 
+import logging
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from active_party.leak_alarm import LeakAlarm
+from active_party.ledger import LeakBounds
 from active_party.session import Evaluation
 from active_party.settings import ActiveSettings
 from active_party.top_trainer import StepResult
@@ -17,6 +20,8 @@ from common.privacy.audit import (
 )
 from common.run_course import AlignedRows, Batch
 from common.telemetry import MetricsLog, TrainingProgress
+
+logger = logging.getLogger(__name__)
 
 
 class ActiveRecorder:
@@ -33,6 +38,10 @@ class ActiveRecorder:
         self._epoch_losses: list[float] = []
         self._train_loss = float("nan")
         self._evaluations: dict[str, Evaluation] = {}
+        self._bounds: LeakBounds | None = None
+        self._alarm = LeakAlarm()
+        self._alarms = 0
+        self._judged_epoch = 0
         self._audit: LeakAudit | None = None
         self._monitor: AuditWorker | None = None
         if settings.leak_monitor is not None:
@@ -73,9 +82,23 @@ class ActiveRecorder:
         self._steps += 1
         numbers = {"loss": loss, "noise_power": result.report.noise_power}
         self._metrics.write("train", numbers, epoch=batch.epoch, step=batch.step)
+        self._alarm.note_charge(batch.epoch, result.report.charge.sum_kl)
         self._watch(batch, result)
         if self._progress is not None:
             self._progress.advance(loss=loss, **self._shown_leak())
+
+    def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
+        """Note what the run so far may have told."""
+        self._bounds = bounds
+        self._metrics.write("ledger", bounds.numbers(), epoch=epoch)
+        logger.info(
+            "epoch %d: leak ledger: sum_kl %.4g, leak AUC estimated %.3f, guaranteed below %.3f "
+            "(largest of all examples)",
+            epoch,
+            bounds.sum_kl.max,
+            bounds.estimate.max,
+            bounds.guarantee.max,
+        )
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """Note loss and AUC of a split."""
@@ -90,19 +113,22 @@ class ActiveRecorder:
 
     def summary(self, refused: dict[str, int]) -> dict[str, Any]:
         """Return what ``summary.json`` holds; call it after the recorder was closed."""
-        test = self._evaluations["test"]
+        self._judge_before(None)
+        test = self._evaluations.get("test")
         summary: dict[str, Any] = {
             "aligned_rows": self.aligned_rows,
-            "epochs": test.epoch + 1,
+            "epochs": 0 if test is None else test.epoch + 1,
             "steps": self._steps,
-            "test_auc": test.auc,
-            "test_loss": test.loss,
+            "test_auc": None if test is None else test.auc,
+            "test_loss": None if test is None else test.loss,
             "train_loss": self._train_loss,
             "steps_per_s": self._progress.steps_per_s if self._progress else None,
             "defense": self._settings.defense.model_dump(mode="json"),
+            "ledger": None if self._bounds is None else self._bounds.numbers(),
             "refused_messages": refused,
         }
         if self._audit is not None:
+            summary["leak_alarms"] = self._alarms
             summary["leak"] = self._audit.summary()
             summary["leak_batches"] = self._audit.counts()._asdict()
         return summary
@@ -120,10 +146,28 @@ class ActiveRecorder:
         )
 
     def _shown_leak(self) -> dict[str, float]:
+        shown = {} if self._bounds is None else {"ledger_leak_auc": self._bounds.guarantee.max}
         latest = self._audit.latest() if self._audit is not None else None
         if latest is None:
-            return {}
-        return {f"{name}_leak_auc": value for name, value in latest.leak["cut"].items()}
+            return shown
+        return shown | {f"{name}_leak_auc": value for name, value in latest.leak["cut"].items()}
 
     def _on_leak(self, measured: BatchLeak) -> None:
         self._metrics.write("leak", measured.numbers(), epoch=measured.epoch, step=measured.step)
+        self._judge_before(measured.epoch)
+        self._alarm.note_leak(measured)
+
+    def _judge_before(self, epoch: int | None) -> None:
+        """Judge an epoch once all of its batches are measured: the monitor may lag behind."""
+        if self._judged_epoch == epoch:
+            return
+        for alarm in self._alarm.judge(self._judged_epoch):
+            self._alarms += 1
+            logger.error(
+                "LEAK ALARM: epoch %d: %s at %s measures a leak AUC of %.3f (+- %.3f), above the "
+                "%.3f that the ledger guarantees for one answer: the charges of this defense do "
+                "not describe these gradients",
+                self._judged_epoch,
+                *alarm,
+            )
+        self._judged_epoch = self._judged_epoch + 1 if epoch is None else epoch

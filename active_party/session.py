@@ -6,6 +6,7 @@ waiting -> handshaken -> training -> finished
 
 import hashlib
 import hmac
+import math
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -13,15 +14,20 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from active_party.defenses.report import LeakCharge
+from active_party.defenses.sum_kl import leak_auc_bound
 from active_party.early_stopping import EarlyStop
+from active_party.ledger import ROUNDING, LeakBounds, LeakLedger
 from active_party.top_trainer import StepResult, TopTrainer
 from common.contract import Contract
 from common.errors import (
     AlignmentError,
+    BudgetExhausted,
     ContractMismatch,
     OutOfStep,
     PeerLeft,
@@ -64,6 +70,9 @@ class SessionObserver(Protocol):
     def on_step(self, batch: Batch, result: StepResult) -> None:
         """A training step was answered and learned from."""
 
+    def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
+        """An epoch's training rows are through, or the run's budget is used up."""
+
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """A split was evaluated."""
 
@@ -81,6 +90,7 @@ class ActiveSession:
         observer: is told of steps and evaluations.
         nonce: this party's share of the joint seed, 32 bytes.
         early_stop: decides after each epoch whether to go on, or None for never stopping early.
+        max_sum_kl: divergence that no example may pass over the whole run.
     """
 
     def __init__(
@@ -91,16 +101,20 @@ class ActiveSession:
         observer: SessionObserver,
         nonce: bytes,
         early_stop: EarlyStop | None = None,
+        max_sum_kl: float = math.inf,
     ) -> None:
         self.contract = contract
         self.run_id = secrets.token_hex(8)
         self.ids = ids
         self.nonce = nonce
         self.trainer: TopTrainer | None = None
+        self.ledger = LeakLedger(0)
         self.error: SplitveilError | None = None
         self._build_trainer = build_trainer
         self._observer = observer
         self._early_stop = early_stop
+        self._max_sum_kl = max_sum_kl
+        self._training_positions = np.empty(0, dtype=np.int64)
         self._stage = Stage.WAITING
         self._commitment = b""
         self._course: Iterator[Batch] = iter(())
@@ -189,6 +203,8 @@ class ActiveSession:
             seed = joint_seed(self.nonce, peer_nonce)
             rows = AlignedRows.derive(self.contract, seed, self.ids, file_rows)
             self.trainer = self._build_trainer(rows)
+            self.ledger = LeakLedger(len(rows))
+            self._training_positions = rows.splits["train"]
             self._course = run_course(self.contract, rows)
             self._expected = next(self._course)
             self._observer.on_aligned(rows, seed)
@@ -204,6 +220,7 @@ class ActiveSession:
 
         Raises:
             OutOfStep: any other message than the one expected now, or a repeat with other bytes.
+            BudgetExhausted: the answer would tell too much; it is not given, and the run is over.
         """
         with self._changed:
             self.finish_step()
@@ -212,6 +229,7 @@ class ActiveSession:
                 return stored
             batch, trainer = self._take(message, training=True)
             result = trainer.gradient(batch.positions, message.values)
+            self._charge(batch, result.report.charge)
             reply = TensorMessage(message.header, result.defended)
             self._answer(message, reply)
             self._unobserved = (batch, result)
@@ -225,6 +243,13 @@ class ActiveSession:
             (batch, result), self._unobserved = self._unobserved, None
             self.trainer.learn()
             self._observer.on_step(batch, result)
+            if batch.closes_split:
+                self._observer.on_ledger(batch.epoch, self.leak_bounds())
+
+    def leak_bounds(self) -> LeakBounds:
+        """Bound what the answers so far may have told of the training examples."""
+        with self._changed:
+            return self.ledger.bounds(self._training_positions)
 
     def evaluate(self, message: TensorMessage) -> "pb.Course":
         """Score held-out rows; tell the peer only whether the run goes on.
@@ -318,6 +343,22 @@ class ActiveSession:
                 + ("" if header.positions_digest == wanted.positions_digest else ", other rows")
             )
         return expected, self.trainer
+
+    def _charge(self, batch: Batch, charge: LeakCharge) -> None:
+        """Enter an answer in the ledger before it leaves, or end the run instead."""
+        budget = self._max_sum_kl
+        reached = self.ledger.after(batch.positions, charge)
+        if reached <= budget * (1 + ROUNDING):
+            self.ledger.charge(batch.positions, charge)
+            return
+        self._observer.on_ledger(batch.epoch, self.leak_bounds())
+        error = BudgetExhausted(
+            f"run_budget: epoch {batch.epoch} step {batch.step} would take an example to sum_kl "
+            f"{reached:.4g}, a guaranteed leak AUC of {leak_auc_bound(reached):.4f}; the budget "
+            f"is sum_kl {budget:.4g}, a guaranteed leak AUC of {leak_auc_bound(budget):.4f}"
+        )
+        self.end(error)
+        raise error
 
     def _answer(self, message: TensorMessage, reply: "TensorMessage | pb.Course") -> None:
         self._answered = _Answered(message.header, message.values, reply)

@@ -13,6 +13,7 @@
     |     |- OutOfStep                 a well-formed message at the wrong time
     |     `- TooLarge                  a message beyond the agreed limits
     |- StorageError                1   a checkpoint or a log could not be written
+    |- BudgetExhausted             5   the next answer would tell more than the run may
     `- Interrupted            130, 143 a person or a supervisor stopped this party
 
 Messages are for the own user: what was expected and what came. What the *peer* is told of an error
@@ -91,6 +92,12 @@ class TooLarge(ProtocolError):
 
 class StorageError(SplitveilError):
     """Something could not be written to disk."""
+
+
+class BudgetExhausted(SplitveilError):
+    """The next answer would take an example past what the run may tell of its label."""
+
+    exit_code = 5
 
 
 class Interrupted(SplitveilError):

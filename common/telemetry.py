@@ -271,6 +271,29 @@ def leak_table(
     return table
 
 
+def ledger_table(ledger: Mapping[str, float | None], title: str = "Leak ledger") -> Table:
+    """Return the table of a ledger: what all answers together may have told of one example.
+
+    Args:
+        ledger: ``sum_kl_max``, ``estimate_q95``, ``guarantee_mean`` and so on, ``epsilon``.
+        title: stands above it.
+    """
+    table = Table(title=title, title_justify="left")
+    table.add_column("over all answers")
+    for heading in ("largest", "95 % of examples", "mean"):
+        table.add_column(heading, justify="right")
+    for name, meaning in (
+        ("sum_kl", "sum_kl"),
+        ("estimate", "leak AUC, estimated"),
+        ("guarantee", "leak AUC, guaranteed"),
+    ):
+        numbers = (ledger[f"{name}_{part}"] for part in ("max", "q95", "mean"))
+        table.add_row(meaning, *(_in_short(number) for number in numbers))
+    if ledger.get("epsilon") is not None:
+        table.add_row("epsilon", _in_short(ledger["epsilon"]))
+    return table
+
+
 def print_summary(
     party: str, summary: Mapping[str, Any], *, console: Console | None = None
 ) -> None:
@@ -278,15 +301,17 @@ def print_summary(
 
     Args:
         party: stands above the table.
-        summary: as in ``summary.json``; ``leak`` may be absent.
+        summary: as in ``summary.json``; ``leak`` and ``ledger`` may be absent.
         console: prints elsewhere.
     """
     console = console or Console()
     table = Table(title=f"{party}: summary", title_justify="left", show_header=False)
     for name, value in summary.items():
-        if name != "leak":
+        if name not in {"leak", "ledger"}:
             table.add_row(name.replace("_", " "), _in_short(value))
     console.print(table)
+    if summary.get("ledger"):
+        console.print(ledger_table(summary["ledger"], f"{party}: leak ledger"))
     if summary.get("leak"):
         console.print(leak_table(summary["leak"], f"{party}: leak AUC"))
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from active_party.assembly import TrainerBuilder as TopBuilder
 from active_party.assembly import build_session
+from active_party.ledger import LeakBounds
 from active_party.service import ActiveService, start_server
 from active_party.session import ActiveSession, Evaluation
 from active_party.settings import ActiveSettings
@@ -116,6 +117,7 @@ class Recording:
     received: list[Tensor] = field(default_factory=list)
     layers: list[dict[str, Tensor]] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
+    ledger: list[tuple[int, LeakBounds]] = field(default_factory=list)
 
     def on_alignment_progress(self, done_ids: int, total_ids: int) -> None:
         assert done_ids <= total_ids
@@ -134,6 +136,9 @@ class ActiveRecording(Recording):
     def on_step(self, batch: Batch, result: StepResult) -> None:
         self.losses.append(float(result.loss.detach()))
         self.sent.append(result.defended.clone())
+
+    def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
+        self.ledger.append((epoch, bounds))
 
 
 class PassiveRecording(Recording):

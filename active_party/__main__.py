@@ -26,7 +26,7 @@ from common.command_line import (
     report_check,
     save_resolved,
 )
-from common.errors import Interrupted, PeerUnreachable, SettingsError
+from common.errors import Interrupted, PeerError, PeerUnreachable, SettingsError
 from common.models.factory import build_top_model
 from common.party_data import PartyData
 from common.party_settings import check_insecure_address, load_party_settings
@@ -55,11 +55,12 @@ def _run(parsed: argparse.Namespace) -> None:
     interruption = Interruption()
     interruption.install()
     settings = _load(parsed)
-    check_insecure_address(settings.listen, settings.security, "listen")
+    _check_listen(settings)
     logger.warning("security.mode is insecure: what travels is not encrypted")
     device = prepare(settings)
     data = PartyData.load(settings.data, settings.base_dir)
     logger.info("%d rows read from %s", len(data.ids), data.table.source)
+    interruption.check()
     folder = open_run_folder(settings.runs_dir, settings.contract.run_name, "active")
     save_resolved(settings, folder)
     engine = build_engine(
@@ -79,8 +80,6 @@ def _run(parsed: argparse.Namespace) -> None:
             if session.trainer is not None:
                 saved = save_model(folder, session.trainer.model, build_trainer.encoder)
                 logger.info("model saved in %s", saved)
-    if session.error is not None:
-        raise session.error
     summary = recorder.summary(dict(service.refused))
     write_json_atomically(folder / "summary.json", summary)
     print_summary("active party", summary)
@@ -104,19 +103,19 @@ def _wait_for_end(
             )
     if session.error is None:
         session.wait_for_farewell(FAREWELL_S)
+        return
+    # A terminal's Ctrl-C reaches both parties: then the peer's goodbye may come first.
+    if isinstance(session.error, PeerError):
+        interruption.check()
+    raise session.error
 
 
 def _check(parsed: argparse.Namespace) -> None:
     settings = _load(parsed)
 
     def address() -> str:
-        check_insecure_address(settings.listen, settings.security, "listen")
-        host, _, port = settings.listen.rpartition(":")
-        try:
-            with socket.create_server((host.strip("[]"), int(port))):
-                return f"listen: {settings.listen} is free"
-        except OSError as error:
-            raise SettingsError(f"listen: cannot serve at {settings.listen}: {error}") from error
+        _check_listen(settings)
+        return f"listen: {settings.listen} is free"
 
     def data_and_model() -> str:
         data = PartyData.load(settings.data, settings.base_dir)
@@ -130,6 +129,17 @@ def _check(parsed: argparse.Namespace) -> None:
         return f"data: {len(data.ids)} rows in {data.table.source}; the top model fits them"
 
     report_check(settings, [address, lambda: f"device: {settings.torch_device()}", data_and_model])
+
+
+def _check_listen(settings: ActiveSettings) -> None:
+    # Before the run's folder is opened: a second start must not move a running one's results aside.
+    check_insecure_address(settings.listen, settings.security, "listen")
+    host, _, port = settings.listen.rpartition(":")
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        socket.create_server((host.strip("[]"), int(port)), family=family).close()
+    except (OSError, OverflowError) as error:
+        raise SettingsError(f"listen: cannot serve at {settings.listen}: {error}") from error
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from active_party.session import ActiveSession
 from common.alignment import AlignmentEngine, StreamChannel, align
 from common.contract import Contract
-from common.errors import OutOfStep, ProtocolError, SettingsError, SplitveilError
+from common.errors import AlignmentError, OutOfStep, ProtocolError, SettingsError, SplitveilError
 from common.wire.endpoint import SERVICE, channel_options
 from common.wire.error_interceptor import ErrorInterceptor
 from common.wire.tensor_codec import TensorAssembler, TensorLimits, encode_tensor
@@ -75,9 +75,19 @@ class ActiveService:
 
     def _align_over(self, channel: StreamChannel) -> None:
         session = self._session
-        alignment = align(
-            self._engine, session.ids, channel, nonce=session.nonce, run_id=session.run_id
-        )
+        try:
+            alignment = align(
+                self._engine,
+                session.ids,
+                channel,
+                nonce=session.nonce,
+                run_id=session.run_id,
+                # An interrupted session says so now, and not only when all ids are through.
+                progress=lambda _done_ids, _total_ids: session.begin_alignment(),
+            )
+        except AlignmentError as error:
+            session.end(error)  # now, before the peer's goodbye that comes for the same reason
+            raise
         session.aligned(alignment.rows, alignment.peer_nonce)
 
     def train(self, requests: Iterator[bytes], _: grpc.ServicerContext) -> Iterator[bytes]:

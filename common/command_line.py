@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -15,11 +15,13 @@ import torch
 import yaml
 from rich.console import Console
 
-from common.errors import SplitveilError
+from common.errors import Interrupted, PeerError, SplitveilError, StorageError
 from common.party_settings import PartySettings
 from common.run_folder import write_text_atomically
 
 logger = logging.getLogger(__name__)
+
+_SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it
 
 
 def parse_arguments(program: str, arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -59,19 +61,31 @@ def exit_code_of(action: Callable[[], None]) -> int:
     try:
         action()
     except SplitveilError as error:
-        for line in str(error).splitlines() or [type(error).__name__]:
-            logger.error("%s", line)
+        for told in _with_earlier(error):
+            for line in str(told).splitlines() or [type(told).__name__]:
+                logger.error("%s", line)
         return error.exit_code
     except KeyboardInterrupt:
-        logger.error("stopped at once; nothing more was saved")
+        logger.error("stopped at once; nothing was saved")
         return 130
     return 0
+
+
+def _with_earlier(error: SplitveilError) -> Iterator[SplitveilError]:
+    """Yield an error, and first what a full disk would hide: why the run had ended before."""
+    earlier: BaseException | None = error
+    while isinstance(error, StorageError) and earlier is not None:
+        earlier = earlier.__context__
+        if isinstance(earlier, PeerError | Interrupted):
+            yield earlier
+            break
+    yield error
 
 
 class Interruption:
     """Remembers that SIGINT or SIGTERM came, so that the step at hand can be finished first.
 
-    The second signal ends the process at once.
+    The second signal ends the process at once: what is written atomically stays whole.
     """
 
     def __init__(self) -> None:
@@ -86,9 +100,20 @@ class Interruption:
         """Return the signal that came, if one did."""
         return self.signal_number
 
+    def check(self) -> None:
+        """Do nothing while no signal has come.
+
+        Raises:
+            Interrupted: one has.
+        """
+        if self.signal_number is not None:
+            raise Interrupted(self.signal_number)
+
     def _remember(self, number: int, _: FrameType | None) -> None:
         if self.signal_number is not None:
-            raise KeyboardInterrupt
+            os.write(2, _SHOW_CURSOR * os.isatty(2) + b"stopped at once; nothing more is saved\n")
+            # An exception would still wait for the peer, for other threads, and for the disk.
+            os._exit(128 + number)
         self.signal_number = number
         # No logging here: the signal may have come in the middle of a log line.
         os.write(2, b"stopping after this step; once more to stop at once\n")

@@ -60,6 +60,7 @@ def _run(parsed: argparse.Namespace) -> None:
     data = PartyData.load(settings.data, settings.base_dir)
     logger.info("%d rows read from %s", len(data.ids), data.table.source)
     labels = _evaluation_labels(settings)
+    interruption.check()
     folder = open_run_folder(settings.runs_dir, settings.contract.run_name, "passive")
     save_resolved(settings, folder)
     engine = build_engine(

@@ -16,6 +16,8 @@ from common.errors import (
     Interrupted,
     InvalidMessage,
     PeerError,
+    PeerLeft,
+    PeerUnreachable,
     SplitveilError,
 )
 from common.run_course import AlignedRows, Batch, run_course
@@ -86,13 +88,16 @@ class PassiveRun:
         """Go through the whole run, and tell the peer how it ended.
 
         Raises:
-            SplitveilError: whatever ended the run before its last step. The trainer, if there is
-                one by then, holds the model as far as it got.
+            SplitveilError: whatever ended the run before its last step; Interrupted goes before
+                what the peer says meanwhile. The trainer, if there is one by then, holds the
+                model as far as it got.
         """
         try:
             rows, trainer = self._open(peer)
             self._train(peer, rows, trainer)
-        except (PeerError, ContractMismatch):
+        except (PeerUnreachable, PeerLeft, ContractMismatch):
+            # A terminal's Ctrl-C reaches both parties: then either may hear of the other's first.
+            self._stop_if_interrupted()
             raise
         except SplitveilError as error:
             self._say_goodbye(peer, _reason(error))
@@ -117,7 +122,7 @@ class PassiveRun:
             peer.open_alignment(),
             nonce=self._nonce,
             run_id=self.run_id,
-            progress=self._observer.on_alignment_progress,
+            progress=self._on_alignment_progress,
         )
         peer.close_alignment()
         if alignment.peer_nonce != opening.nonce:
@@ -132,9 +137,7 @@ class PassiveRun:
         batch = next(course, None)
         features = trainer.rows(batch.positions) if batch else None
         while batch is not None and features is not None:
-            signal_number = self._interruption()
-            if signal_number is not None:
-                raise Interrupted(signal_number)
+            self._stop_if_interrupted()
             if batch.split == "train":
                 activation = trainer.forward(features)
                 peer.send_activation(TensorMessage(self._header(batch), activation))
@@ -153,6 +156,15 @@ class PassiveRun:
                     self._observer.on_epoch(batch.epoch)
             batch = following
 
+    def _on_alignment_progress(self, done_ids: int, total_ids: int) -> None:
+        self._stop_if_interrupted()
+        self._observer.on_alignment_progress(done_ids, total_ids)
+
+    def _stop_if_interrupted(self) -> None:
+        signal_number = self._interruption()
+        if signal_number is not None:
+            raise Interrupted(signal_number)
+
     def _header(self, batch: Batch) -> BatchHeader:
         return BatchHeader(
             self.run_id, batch.epoch, batch.step, SPLIT_ON_WIRE[batch.split], batch.digest
@@ -165,6 +177,8 @@ class PassiveRun:
             )
 
     def _say_goodbye(self, peer: Peer, reason: "pb.LeaveReason") -> None:
+        if not self.run_id:
+            return  # there is no run that the peer could end
         # A goodbye that does not arrive changes nothing here: the peer notices the silence.
         with contextlib.suppress(PeerError):
             peer.leave(self.run_id, reason)

@@ -1,0 +1,46 @@
+"""What a command says of how it ended, and with which exit code."""
+
+import logging
+
+import pytest
+
+from common.command_line import exit_code_of
+from common.errors import PeerLeft, PeerUnreachable, StorageError
+
+
+def lose_the_peer() -> None:
+    try:
+        raise PeerUnreachable("one attempt failed")
+    except PeerUnreachable as error:
+        raise PeerUnreachable("the peer is gone") from error
+
+
+def lose_the_peer_and_fill_the_disk() -> None:
+    try:
+        lose_the_peer()
+    finally:
+        try:
+            raise OSError("disk full")
+        except OSError as error:
+            raise StorageError("the model cannot be written") from error
+
+
+def test_the_exit_code_is_the_error_s_and_its_cause_is_not_told_twice(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert exit_code_of(lose_the_peer) == 4
+    assert caplog.messages == ["the peer is gone"]
+
+
+def test_a_full_disk_does_not_hide_why_the_run_ended(caplog: pytest.LogCaptureFixture) -> None:
+    assert exit_code_of(lose_the_peer_and_fill_the_disk) == 1
+    assert caplog.messages == ["the peer is gone", "the model cannot be written"]
+
+
+def test_each_line_of_an_error_is_a_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise PeerLeft("first\nsecond")
+
+    with caplog.at_level(logging.ERROR):
+        assert exit_code_of(fail) == 4
+    assert caplog.messages == ["first", "second"]

@@ -1,0 +1,177 @@
+"""The two parties as real processes: started, limited, signalled, and what they left behind."""
+
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeVar
+
+ROOT = Path(__file__).parents[2]
+
+START_S = 60.0
+"""How long a party may take to start, on a machine that others use as well."""
+
+PartyName = Literal["active", "passive"]
+ResultT = TypeVar("ResultT")
+
+
+class Party:
+    """One process of a party, with its log in a file."""
+
+    def __init__(
+        self,
+        party: PartyName,
+        folder: Path,
+        *overrides: str,
+        command: Literal["run", "check"] = "run",
+    ) -> None:
+        """Start it.
+
+        Args:
+            party: which settings file of the folder, and which program.
+            folder: as ``write_example`` leaves it; results go to its subfolder ``runs``.
+            overrides: of settings, as after ``--set``.
+            command: what the program is to do.
+        """
+        self.party = party
+        self.runs = folder / "runs"
+        self._log = folder / f"{party}.{command}.log"
+        settings = [str(folder / f"{party}.yaml"), "--runs", str(self.runs)]
+        options = [text for override in overrides for text in ("--set", override)]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", f"{party}_party", command, *settings, *options],
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    @property
+    def output(self) -> str:
+        """What it has printed so far."""
+        return self._log.read_text(encoding="utf-8")
+
+    def results(self, run_name: str = "small") -> Path:
+        """Return the folder of its results."""
+        return self.runs / run_name / self.party
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether it has saved its half of the model, encoder and all."""
+        folder = self.results() / "checkpoint"
+        return all((folder / name).is_file() for name in ("model.safetensors", "encoder.json"))
+
+    def wait(self, timeout_s: float = START_S) -> int:
+        """Wait for its end and return its exit code, negative for a signal that it did not take."""
+        return self._process.wait(timeout_s)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        self._process.send_signal(number)
+
+    def limit_files(self, max_bytes: int) -> None:
+        """Let every write beyond this size of a file fail from now on, as on a full disk."""
+        resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, (max_bytes, max_bytes))
+
+    def kill(self) -> None:
+        """End it as a power failure would; also after its end."""
+        self._process.kill()
+        self._process.wait()
+
+    def wait_until_says(self, text: str) -> None:
+        """Wait for a text in its output."""
+        self.wait_until(lambda: text in self.output, f"{text!r} in its output")
+
+    def wait_until_training(self, steps: int = 3) -> None:
+        """Wait until it has written down some training steps."""
+        metrics = self.results() / "metrics.jsonl"
+        self.wait_until(
+            lambda: metrics.is_file() and len(metrics.read_bytes().splitlines()) > steps,
+            f"{steps} steps in its metrics",
+        )
+
+    def wait_until(self, condition: Callable[[], bool], meaning: str) -> None:
+        """Wait for something that it is to do before its end."""
+        deadline = time.monotonic() + START_S
+        while not condition():
+            ended = self._process.poll() is not None
+            if (ended and not condition()) or time.monotonic() > deadline:
+                raise AssertionError(f"{self.party}: expected {meaning}:\n{self.output}")
+            time.sleep(0.02)
+
+
+class Pair(NamedTuple):
+    """Both parties."""
+
+    active: Party
+    passive: Party
+
+    def wait(self) -> tuple[int, int]:
+        """Wait for both ends and return the exit codes, the active party's first."""
+        return self.active.wait(), self.passive.wait()
+
+    def wait_until_training(self) -> None:
+        """Wait until both have written down some training steps."""
+        for party in self:
+            party.wait_until_training()
+
+    @property
+    def outputs(self) -> str:
+        """What both have printed, for the message of a failed test."""
+        return "\n".join(f"--- {party.party}\n{party.output}" for party in self)
+
+
+@contextmanager
+def started(
+    folder: Path, *both: str, active: Sequence[str] = (), passive: Sequence[str] = ()
+) -> Iterator[Pair]:
+    """Start both parties on a free port; whoever still runs in the end is killed.
+
+    Args:
+        folder: as ``write_example`` leaves it.
+        both: overrides for both parties.
+        active: further overrides for the active party.
+        passive: further overrides for the passive party.
+    """
+    address = free_address()
+    pair = Pair(
+        Party("active", folder, f"listen={address}", *both, *active),
+        Party("passive", folder, f"connect={address}", *both, *passive),
+    )
+    try:
+        yield pair
+    finally:
+        for party in pair:
+            party.kill()
+
+
+@contextmanager
+def alone(party: PartyName, folder: Path, *overrides: str) -> Iterator[Party]:
+    """Start one party, at a free port where nobody else is; kill it in the end."""
+    setting = "listen" if party == "active" else "connect"
+    process = Party(party, folder, f"{setting}={free_address()}", *overrides)
+    try:
+        yield process
+    finally:
+        process.kill()
+
+
+def free_address() -> str:
+    """Return an address of this machine at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def side_by_side(*actions: Callable[[], ResultT]) -> list[ResultT]:
+    """Do independent things at the same time: starting a process takes seconds."""
+    with ThreadPoolExecutor(len(actions)) as pool:
+        return [future.result() for future in [pool.submit(action) for action in actions]]

@@ -1,0 +1,527 @@
+"""What each kind of bad input gets: exit codes and messages of both parties' real processes."""
+
+import csv
+import json
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+
+from tests.runs import write_example
+from tests.system.processes import Pair, Party, PartyName, alone, side_by_side, started
+
+ENDLESS = "contract.epochs=100000"
+IMPATIENT = "reconnect={max_s: 3, first_wait_s: 0.1, deadline_s: 20}"
+
+Rows = list[list[str]]
+
+
+class Ended(NamedTuple):
+    """How one process ended."""
+
+    exit_code: int
+    output: str
+    folder: Path
+
+
+def example(folder: Path, rows: int = 400) -> Path:
+    write_example(folder, rows)
+    return folder
+
+
+def rewrite(path: Path, change: Callable[[Rows], None]) -> None:
+    """Change the data rows of a CSV file."""
+    with path.open(newline="") as file:
+        header, *rows = csv.reader(file)
+    change(rows)
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([header, *rows])
+
+
+# ---- a party's own data ----
+
+
+class Refusal(NamedTuple):
+    """A spoilt file, and what its owner reads of it."""
+
+    party: PartyName
+    spoil: Callable[[Path], None]
+    reads: Sequence[str]
+    never_reads: Sequence[str] = ("person-",)
+
+
+def spoil_ids(folder: Path) -> None:
+    def change(rows: Rows) -> None:
+        rows[2][0] = rows[0][0]
+        rows[3][0] = "  "
+        rows[5][0] = f" {rows[4][0]}\t"
+        rows[6][0], rows[7][0] = "Zo\u00eb", "Zoe\u0308"
+
+    rewrite(folder / "passive.csv", change)
+
+
+def spoil_labels(folder: Path) -> None:
+    def change(rows: Rows) -> None:
+        rows[1][1], rows[8][1] = "41.25", ""
+
+    rewrite(folder / "active.csv", change)
+
+
+def make_all_positive(folder: Path) -> None:
+    def change(rows: Rows) -> None:
+        for row in rows:
+            row[1] = "1"
+
+    rewrite(folder / "active.csv", change)
+
+
+def spoil_features(folder: Path) -> None:
+    def change(rows: Rows) -> None:
+        rows[2][2], rows[3][2], rows[4][3], rows[5][4] = "NaN", "", "a lot", "-inf"
+
+    rewrite(folder / "passive.csv", change)
+
+
+def lose_cells(folder: Path) -> None:
+    def change(rows: Rows) -> None:
+        del rows[6][-1]
+
+    rewrite(folder / "passive.csv", change)
+
+
+def spoil_encoding(folder: Path) -> None:
+    path = folder / "active.csv"
+    path.write_bytes(path.read_bytes().replace(b"person-00100", b"person-\xff0100"))
+
+
+REFUSALS = {
+    "ids that are no ids": Refusal(
+        "passive",
+        spoil_ids,
+        [
+            "passive.csv: column 'id': 1 missing or empty ids: data rows 4\n",
+            "passive.csv: column 'id': 1 duplicate ids: data rows 3 (as 1)\n",
+            "passive.csv: column 'id': 2 ids equal to another one once normalised: data rows",
+            " 6 (as 5, differs in white space), 8 (as 7, differs in Unicode form)\n",
+        ],
+        ["person-", "Zo"],
+    ),
+    "a missing file": Refusal(
+        "active",
+        lambda folder: (folder / "active.csv").unlink(),
+        ["active.csv: there is no such file"],
+    ),
+    "labels that are no labels": Refusal(
+        "active",
+        spoil_labels,
+        ["active.csv: column 'label': expected 0 or 1", "in rows 2, 9 (2 in all)\n"],
+        ["person-", "41.25"],
+    ),
+    "one class": Refusal(
+        "active",
+        make_all_positive,
+        ["active.csv: column 'label': all 380 labels are 1: expected both classes\n"],
+    ),
+    "features that are no numbers": Refusal(
+        "passive",
+        spoil_features,
+        [
+            "passive.csv: column 'x2': no number (empty or NaN) in rows 3, 4 (2 in all)",
+            "passive.csv: column 'x3': expected numbers, found text in row 5\n",
+            "passive.csv: column 'x4': infinite or too large for float32 in row 6\n",
+        ],
+        ["person-", "a lot"],
+    ),
+    "a row that lost a cell": Refusal(
+        "passive",
+        lose_cells,
+        ["passive.csv: expected 6 cells in every row, other numbers in row 7\n"],
+    ),
+    "bytes that are no text": Refusal("active", spoil_encoding, ["active.csv: cannot be read: "]),
+}
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Ended]:
+    """Let every spoilt file be read by its owner, each in a process of its own."""
+
+    def run(refusal: Refusal) -> Ended:
+        folder = example(tmp_path_factory.mktemp("refused"))
+        refusal.spoil(folder)
+        with socket.create_server(("127.0.0.1", 0)) as peer:
+            peer.setblocking(False)
+            address = f"127.0.0.1:{peer.getsockname()[1]}"
+            overrides = [f"connect={address}"] if refusal.party == "passive" else []
+            with alone(refusal.party, folder, *overrides) as party:
+                ended = Ended(party.wait(), party.output, folder)
+            with pytest.raises(BlockingIOError):
+                peer.accept()  # nobody has tried to connect
+        return ended
+
+    found = side_by_side(*(lambda refusal=refusal: run(refusal) for refusal in REFUSALS.values()))
+    return dict(zip(REFUSALS, found, strict=True))
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_data_that_cannot_be_used_are_refused_before_anything_is_sent(
+    refused: Mapping[str, Ended], what: str
+) -> None:
+    """With file, column, row numbers and count, and without any value of the file."""
+    ended = refused[what]
+    assert ended.exit_code == 3, ended.output
+    for text in REFUSALS[what].reads:
+        assert text in ended.output, ended.output
+    for text in REFUSALS[what].never_reads:
+        assert text not in ended.output, ended.output
+    assert "waiting for" not in ended.output
+    assert not (ended.folder / "runs").exists()
+
+
+def test_evaluation_labels_that_lack_ids_end_both(tmp_path: Path) -> None:
+    """The active party cannot know the passive party's file: it is told, and does not wait."""
+    folder = example(tmp_path)
+    rows = (folder / "active.csv").read_text().splitlines()
+    (folder / "labels.csv").write_text("\n".join(rows[:200]))
+    with started(folder, passive=["adversary.labels.source.path=labels.csv"]) as pair:
+        assert pair.wait() == (4, 3), pair.outputs
+    assert "labels.csv: " in pair.passive.output
+    assert "of the 360 aligned ids have no label here" in pair.passive.output
+    assert "the peer ended the run before its last step" in pair.active.output
+    assert "person-" not in pair.outputs
+
+
+# ---- settings ----
+
+
+def test_settings_that_cannot_be_used_are_named_all_at_once(tmp_path: Path) -> None:
+    folder = example(tmp_path)
+    (folder / "bare").mkdir()
+    bare = example(folder / "bare")
+    settings = yaml.safe_load((bare / "active.yaml").read_text())
+    del settings["security"]
+    (bare / "active.yaml").write_text(yaml.safe_dump(settings))
+    typos = ("optimizer.learning_rat=1", "contract.batch_sise=9", "contract.epochs=0")
+
+    def run(party: PartyName, folder: Path, *overrides: str) -> Ended:
+        with alone(party, folder, *overrides) as process:
+            return Ended(process.wait(), process.output, folder)
+
+    misspelt, unprotected, public, everywhere = side_by_side(
+        lambda: run("active", example(folder / "typos"), *typos),
+        lambda: run("active", bare),
+        lambda: run("passive", example(folder / "public"), "connect=8.8.8.8:1"),
+        lambda: run("active", example(folder / "everywhere"), "listen=0.0.0.0:1"),
+    )
+    for ended, texts in (
+        (
+            misspelt,
+            [
+                "active.yaml: optimizer.adam.learning_rat: there is no such setting",
+                "did you mean 'learning_rate'?",
+                "contract.yaml: batch_sise: there is no such setting; did you mean 'batch_size'?",
+                "contract.yaml: epochs: Input should be greater than or equal to 1 (got 0)",
+            ],
+        ),
+        (unprotected, ["active.yaml: security: Field required"]),
+        (public, ["connect: 8.8.8.8:1 is not on loopback or a private network"]),
+        (everywhere, ["listen: 0.0.0.0:1 is not on loopback or a private network"]),
+    ):
+        assert ended.exit_code == 2, ended.output
+        assert all(text in ended.output for text in texts), ended.output
+        assert not (ended.folder / "runs").exists()
+
+
+def test_check_prints_the_resolved_settings_and_every_problem(tmp_path: Path) -> None:
+    def check(party: PartyName, *overrides: str) -> Ended:
+        process = Party(party, example(tmp_path / party), *overrides, command="check")
+        return Ended(process.wait(), process.output, tmp_path)
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        wrong, right = side_by_side(
+            lambda: check(
+                "active",
+                f"listen=127.0.0.1:{port}",
+                "device=cuda:98",
+                "data.source.path=nowhere.csv",
+            ),
+            lambda: check("passive"),
+        )
+    assert wrong.exit_code == 2, wrong.output
+    assert "first_contact_s: 3600.0\n" in wrong.output
+    assert f"listen: cannot serve at 127.0.0.1:{port}: " in wrong.output
+    assert "device: cuda:98 was asked for" in wrong.output
+    assert "nowhere.csv: there is no such file" in wrong.output
+    assert right.exit_code == 0, right.output
+    assert "longest_wait_s: 5.0\n" in right.output
+    assert "ok: connect: no active party answers at 127.0.0.1:1 now" in right.output
+    assert "ok: data: 380 rows" in right.output
+
+
+def test_a_second_start_on_a_taken_port_leaves_the_first_run_s_results_alone(
+    tmp_path: Path,
+) -> None:
+    folder = example(tmp_path)
+    results = folder / "runs" / "small" / "active"
+    results.mkdir(parents=True)
+    (results / "metrics.jsonl").write_text("{}\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with alone("active", folder, f"listen={address}") as party:
+            assert party.wait() == 2, party.output
+    assert f"listen: cannot serve at {address}: " in party.output
+    assert [path.name for path in results.parent.iterdir()] == ["active"]
+    assert [path.name for path in results.iterdir()] == ["metrics.jsonl"]
+
+
+# ---- what the parties find out about each other ----
+
+
+def test_contracts_that_differ_are_named_field_by_field_on_both_sides(tmp_path: Path) -> None:
+    differing = ["contract.batch_size=32", "contract.split={train: 0.7, test: 0.3}"]
+    with started(example(tmp_path), active=differing) as pair:
+        assert pair.wait() == (2, 2), pair.outputs
+    fields = "batch_size, split.train, split.validation, split.test"
+    for party in pair:
+        assert f"the parties' contracts differ in: {fields}\n" in party.output, pair.outputs
+        assert not party.has_checkpoint
+
+
+def test_an_empty_and_a_tiny_intersection_end_both_with_the_counts(tmp_path: Path) -> None:
+    def rename(rows: Rows) -> None:
+        for number, row in enumerate(rows):
+            row[0] = f"company-{number}"
+
+    def run(folder: Path, *both: str) -> tuple[tuple[int, int], Pair]:
+        with started(folder, *both) as pair:
+            return pair.wait(), pair
+
+    strangers = example(tmp_path / "strangers")
+    rewrite(strangers / "passive.csv", rename)
+    (empty, strange), (tiny, few) = side_by_side(
+        lambda: run(strangers),
+        lambda: run(example(tmp_path / "few"), "contract.alignment.min_aligned=361"),
+    )
+    for exit_codes, pair, counts in (
+        (empty, strange, "0 in common, needed 20\n"),
+        (tiny, few, "360 in common, needed 361\n"),
+    ):
+        assert exit_codes == (3, 3), pair.outputs
+        for party in pair:
+            assert f"380 own ids, 380 of the other party, {counts}" in party.output, pair.outputs
+            assert not party.has_checkpoint
+        assert "person-" not in pair.outputs
+
+
+# ---- a peer that is gone ----
+
+
+def test_a_killed_peer_is_given_up_after_max_s_and_the_own_model_saved(tmp_path: Path) -> None:
+    def kill(victim: PartyName) -> tuple[Party, tuple[int, int], float]:
+        with started(example(tmp_path / victim), ENDLESS, IMPATIENT) as pair:
+            pair.wait_until_training()
+            killed, left = pair if victim == "active" else (pair.passive, pair.active)
+            killed.kill()
+            killed_at = time.monotonic()
+            exit_codes = pair.wait()
+            return left, exit_codes, time.monotonic() - killed_at
+
+    (passive, without_active, waited_s), (active, without_passive, also_waited_s) = side_by_side(
+        lambda: kill("active"), lambda: kill("passive")
+    )
+    assert without_active == (-signal.SIGKILL, 4), passive.output
+    assert "has not answered for 3 s (reconnect.max_s)" in passive.output
+    assert without_passive == (4, -signal.SIGKILL), active.output
+    assert "nothing came from the passive party for 3 s" in active.output
+    assert passive.has_checkpoint
+    assert active.has_checkpoint
+    assert waited_s > 2
+    assert also_waited_s > 2
+
+
+def test_a_party_that_stays_alone_gives_up(tmp_path: Path) -> None:
+    def wait_alone(party: PartyName, override: str) -> Ended:
+        with alone(party, example(tmp_path / party), override) as process:
+            return Ended(process.wait(), process.output, tmp_path)
+
+    active, passive = side_by_side(
+        lambda: wait_alone("active", "first_contact_s=1"),
+        lambda: wait_alone("passive", "reconnect.max_s=1"),
+    )
+    assert active.exit_code == passive.exit_code == 4
+    assert "nothing came from the passive party for 1 s" in active.output
+    assert "has not answered for 1 s (reconnect.max_s)" in passive.output
+
+
+# ---- signals ----
+
+
+def test_a_signal_in_training_saves_both_models_and_the_peer_is_told(tmp_path: Path) -> None:
+    cases: list[tuple[PartyName, signal.Signals]] = [
+        ("active", signal.SIGINT),
+        ("passive", signal.SIGTERM),
+    ]
+
+    def interrupt(party: PartyName, number: signal.Signals) -> tuple[tuple[int, int], Pair]:
+        with started(example(tmp_path / f"{party}{number}"), ENDLESS) as pair:
+            pair.wait_until_training()
+            getattr(pair, party).signal(number)
+            return pair.wait(), pair
+
+    found = side_by_side(*(lambda case=case: interrupt(*case) for case in cases))
+    for (party, number), (exit_codes, pair) in zip(cases, found, strict=True):
+        stopped, told = pair if party == "active" else (pair.passive, pair.active)
+        expected = (128 + number, 4) if party == "active" else (4, 128 + number)
+        assert exit_codes == expected, pair.outputs
+        assert f"stopped by {number.name}\n" in stopped.output, pair.outputs
+        assert "the peer was stopped by a person or a supervisor\n" in told.output, pair.outputs
+        assert stopped.has_checkpoint
+        assert told.has_checkpoint
+
+
+def test_a_signal_while_aligning_does_not_wait_for_the_last_id(tmp_path: Path) -> None:
+    """There is no model yet, and so no checkpoint: it would be there after the last id."""
+
+    def interrupt(party: PartyName, number: signal.Signals) -> tuple[tuple[int, int], Pair]:
+        with started(example(tmp_path / party, rows=30_000)) as pair:
+            pair.active.wait_until_says("handshake done")
+            getattr(pair, party).signal(number)
+            return pair.wait(), pair
+
+    (by_active, told), (by_passive, left) = side_by_side(
+        lambda: interrupt("active", signal.SIGTERM), lambda: interrupt("passive", signal.SIGINT)
+    )
+    assert by_active == (143, 4), told.outputs
+    assert "the peer was stopped by a person or a supervisor\n" in told.passive.output
+    assert by_passive == (4, 130), left.outputs
+    assert "the other party ended the exchange of ids" in left.active.output
+    assert not any(party.has_checkpoint for pair in (told, left) for party in pair)
+
+
+def test_a_signal_to_both_stops_both_whoever_hears_of_the_other_first(tmp_path: Path) -> None:
+    """As from Ctrl-C in a terminal, which reaches every process started there."""
+    with started(example(tmp_path), ENDLESS) as pair:
+        pair.wait_until_training()
+        for party in pair:
+            party.signal(signal.SIGINT)
+        assert pair.wait() == (130, 130), pair.outputs
+    assert all(party.has_checkpoint for party in pair)
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    """With a peer that is frozen: after one signal, a party gives it some seconds to answer."""
+
+    def interrupt_twice(party: PartyName) -> tuple[Party, int, float]:
+        with started(example(tmp_path / party), ENDLESS) as pair:
+            pair.wait_until_training()
+            stopped, frozen = pair if party == "active" else (pair.passive, pair.active)
+            frozen.signal(signal.SIGSTOP)
+            time.sleep(0.2)  # an answer that is under way would let the party go on and end
+            stopped.signal(signal.SIGINT)
+            stopped.wait_until_says("once more to stop at once")
+            signalled_at = time.monotonic()
+            stopped.signal(signal.SIGINT)
+            return stopped, stopped.wait(), time.monotonic() - signalled_at
+
+    for party, exit_code, took_s in side_by_side(
+        lambda: interrupt_twice("active"), lambda: interrupt_twice("passive")
+    ):
+        assert exit_code == 130, party.output
+        assert "stopped at once; nothing more is saved\n" in party.output, party.output
+        assert not party.has_checkpoint
+        assert took_s < 2
+
+
+# ---- a whole run, and full disks ----
+
+
+class WholeRun(NamedTuple):
+    """A run that went well."""
+
+    folder: Path
+    outputs: str
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
+    folder = example(tmp_path_factory.mktemp("whole"))
+    with started(folder) as pair:
+        assert pair.wait() == (0, 0), pair.outputs
+    return WholeRun(folder, pair.outputs)
+
+
+def test_no_id_and_no_number_of_one_example_is_written_anywhere(whole_run: WholeRun) -> None:
+    values: set[bytes] = set()
+    for name in ("active.csv", "passive.csv"):
+        for line in (whole_run.folder / name).read_text().splitlines()[1:]:
+            values |= {cell[:12].encode() for cell in line.split(",") if len(cell) > 1}
+    assert b"person-00100" in values
+    files = [path for path in (whole_run.folder / "runs").rglob("*") if path.is_file()]
+    assert len(files) >= 2 * 6
+    for text in [path.read_bytes() for path in files] + [whole_run.outputs.encode()]:
+        assert b"person-" not in text
+        assert not [value for value in values if value in text]
+
+
+def test_metrics_have_one_line_per_batch_and_kind_and_plain_numbers_only(
+    whole_run: WholeRun,
+) -> None:
+    for party in ("active", "passive"):
+        path = whole_run.folder / "runs" / "small" / party / "metrics.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        steps = [(line["kind"], line["epoch"], line["step"]) for line in lines if line["step"]]
+        assert len(steps) == len(set(steps))
+        assert 0 < max(step for _, _, step in steps) < 4  # batches of 64 of about 216 rows
+        assert len(lines) < 30
+        numbers = [value for line in lines for name, value in line.items() if name != "kind"]
+        assert all(isinstance(number, int | float | None) for number in numbers)
+
+
+def test_a_full_disk_at_the_checkpoint_leaves_the_last_good_one(
+    whole_run: WholeRun, tmp_path: Path
+) -> None:
+    """Models of megabytes, and files that may only grow to half of one."""
+    shutil.copytree(whole_run.folder, tmp_path, dirs_exist_ok=True)
+    runs = tmp_path / "runs" / "small"
+    good = {
+        party: (runs / party / "checkpoint" / "model.safetensors").read_bytes()
+        for party in ("active", "passive")
+    }
+    wide = {"active": ["top_model.hidden=[90000]"], "passive": ["bottom_model.hidden=[60000]"]}
+    with started(tmp_path, active=wide["active"], passive=wide["passive"]) as pair:
+        for party in pair:
+            party.limit_files(500_000)
+        assert pair.wait() == (1, 1), pair.outputs
+    for party in pair:
+        folder = party.results() / "checkpoint"
+        assert f"{folder}/model.safetensors: cannot be written: File too large" in party.output
+        assert [path.name for path in folder.iterdir()] == ["encoder.json"]
+        before = runs / f"{party.party}.previous-1" / "checkpoint" / "model.safetensors"
+        assert before.read_bytes() == good[party.party]
+
+
+def test_a_disk_that_fills_up_in_training_ends_both_with_their_models_saved(
+    tmp_path: Path,
+) -> None:
+    def fill(party: PartyName) -> tuple[tuple[int, int], Pair]:
+        with started(example(tmp_path / party), ENDLESS) as pair:
+            pair.wait_until_training()
+            getattr(pair, party).limit_files(30_000)
+            return pair.wait(), pair
+
+    (by_active, one), (by_passive, other) = side_by_side(
+        lambda: fill("active"), lambda: fill("passive")
+    )
+    assert by_active == (1, 4), one.outputs
+    assert "active/metrics.jsonl: cannot be written: File too large\n" in one.active.output
+    assert "the peer cannot go on; its own log says why\n" in one.passive.output
+    assert by_passive == (4, 1), other.outputs
+    assert "passive/metrics.jsonl: cannot be written: File too large\n" in other.passive.output
+    assert "the peer ended the run before its last step\n" in other.active.output
+    assert all(party.has_checkpoint for pair in (one, other) for party in pair)

@@ -15,13 +15,14 @@ from active_party.defenses.settings import (
     IsoDefense,
     MarvellDefense,
     MaxNormDefense,
+    MaxNormPositiveDefense,
     NoDefense,
     PowerRatio,
 )
 from common.privacy.attacks import cosine, norm
 from common.privacy.leakage import leak_auc
 
-NOISY = ["iso", "max_norm", "marvell"]
+NOISY = ["iso", "max_norm", "max_norm_positive", "marvell"]
 
 
 def settings_of(name: str, seed: int | None = None, power_ratio: float = 4.0) -> DefenseSettings:
@@ -30,6 +31,8 @@ def settings_of(name: str, seed: int | None = None, power_ratio: float = 4.0) ->
             return IsoDefense(insecure_noise_seed=seed)
         case "max_norm":
             return MaxNormDefense(insecure_noise_seed=seed)
+        case "max_norm_positive":
+            return MaxNormPositiveDefense(insecure_noise_seed=seed)
         case "marvell":
             strength = PowerRatio(power_ratio=power_ratio)
             return MarvellDefense(insecure_noise_seed=seed, strength=strength)
@@ -49,10 +52,20 @@ def binary_batch(
     return (probability - labels)[:, None] * (direction + spread), labels
 
 
+def predicted(labels: Tensor) -> Tensor:
+    """Make some probabilities for defenses that use them."""
+    generator = torch.Generator().manual_seed(8)
+    return 0.1 + 0.8 * torch.rand(len(labels), generator=generator)
+
+
 def repeated(name: str, gradients: Tensor, labels: Tensor, times: int) -> Tensor:
     """Defend the same batch many times: (times, batch, cut_dim)."""
     defense = build_defense(settings_of(name, seed=1))
-    return torch.stack([defense.defend(gradients, labels)[0] for _ in range(times)]).double()
+    probabilities = predicted(labels)
+    answers: list[Tensor] = [
+        defense.defend(gradients, labels, probabilities=probabilities)[0] for _ in range(times)
+    ]
+    return torch.stack(answers).double()
 
 
 def bias_score(samples: Tensor, expected: Tensor) -> float:
@@ -80,7 +93,7 @@ def test_power_spent_is_the_power_reported(name: str) -> None:
     """Accepts the report, and rejects one that is 5 % off."""
     gradients, labels = binary_batch(batch=256)
     defense = build_defense(settings_of(name, seed=1))
-    _, report = defense.defend(gradients, labels)
+    _, report = defense.defend(gradients, labels, probabilities=predicted(labels))
     samples = repeated(name, gradients, labels, times=2000)
     measured = float((samples - gradients).square().sum(dim=2).mean())
     assert measured == pytest.approx(report.noise_power, rel=0.02)
@@ -93,7 +106,8 @@ def test_powers_are_the_documented_ones() -> None:
     norms = gradients.norm(dim=1)
     gap = gradients[positive].mean(dim=0) - gradients[~positive].mean(dim=0)
     reports = {
-        name: build_defense(settings_of(name)).defend(gradients, labels)[1] for name in NOISY
+        name: build_defense(settings_of(name)).defend(gradients, labels)[1]
+        for name in ("iso", "max_norm", "marvell")
     }
     assert reports["iso"].noise_power == pytest.approx(float(norms.max() ** 2))
     assert reports["max_norm"].noise_power == pytest.approx(
@@ -173,6 +187,92 @@ def test_max_norm_hides_rows_without_a_direction(tiny: float) -> None:
     hidden = defended[::2]
     assert torch.allclose(hidden.norm(dim=1), gradients.norm(dim=1).max(), rtol=1e-5)
     assert float(torch.cosine_similarity(hidden[:-1], hidden[1:]).abs().max()) < 0.99
+
+
+# ---- max_norm_positive
+
+
+def sigmoid_batch() -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (p - y) w with |w| = 2, so that the norms are those the defense counts on."""
+    generator = torch.Generator().manual_seed(4)
+    probabilities = 0.05 + 0.9 * torch.rand(60, generator=generator)
+    labels = (torch.rand(60, generator=generator) < 0.3).long()
+    weights = torch.nn.functional.normalize(torch.randn(60, 8, generator=generator), dim=1)
+    return (probabilities - labels)[:, None] * 2 * weights, labels, probabilities
+
+
+def powers_by_hand(labels: Tensor, probabilities: Tensor, smallest: float) -> Tensor:
+    """Work out |g|^2 (1 + s^2), row by row, as the technical report has it."""
+    powers = []
+    for label, p in zip(labels.tolist(), probabilities.tolist(), strict=True):
+        own = 1 - p if label else p
+        variance = max(((1 - smallest) / own) ** 2 - 1, 0.0)
+        powers.append((2 * own) ** 2 * (1 + variance))
+    return torch.tensor(powers, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("positives", [True, False], ids=["positives", "none"])
+def test_max_norm_positive_brings_rows_to_the_least_expected_positive(
+    positives: bool,  # noqa: FBT001
+) -> None:
+    """Accepts the report's formula, with the least p of all where no row is positive."""
+    gradients, labels, probabilities = sigmoid_batch()
+    if not positives:
+        gradients, probabilities = gradients[labels == 0], probabilities[labels == 0]
+        labels = labels[labels == 0]
+    smallest = float(probabilities[labels == 1].min() if positives else probabilities.min())
+    defense = build_defense(MaxNormPositiveDefense(insecure_noise_seed=1))
+    answers: list[Tensor] = [
+        defense.defend(gradients, labels, probabilities=probabilities)[0] for _ in range(5000)
+    ]
+    samples = torch.stack(answers).double()
+    powers = powers_by_hand(labels, probabilities, smallest)
+    assert not row_powers_differ(samples, powers)
+    assert row_powers_differ(samples, 1.2 * powers)
+    assert bias_score(samples, gradients.double()) < 5
+    assert bias_score(samples, 0.7 * gradients.double()) > 5
+
+
+def test_max_norm_positive_hides_the_norm_of_every_row_below_its_target() -> None:
+    """With |w| the same, all rows are (1 - q)|w| long on average, save longer negatives."""
+    gradients, labels, probabilities = sigmoid_batch()
+    smallest = float(probabilities[labels == 1].min())
+    powers = powers_by_hand(labels, probabilities, smallest)
+    short = (labels == 1) | (probabilities < 1 - smallest)
+    assert torch.allclose(powers[short], powers[short][0].expand(int(short.sum())))
+    _, report = build_defense(MaxNormPositiveDefense()).defend(
+        gradients, labels, probabilities=probabilities
+    )
+    expected = float(powers.mean() - gradients.double().square().sum(dim=1).mean())
+    assert report.noise_power == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "complaint"),
+    [
+        (None, "needs the predicted probabilities"),
+        (torch.full((3,), 0.5), "expected 60 probabilities"),
+        (torch.full((60,), math.nan), "between 0 and 1"),
+        (torch.full((60,), 1.5), "between 0 and 1"),
+    ],
+)
+def test_max_norm_positive_needs_probabilities(
+    probabilities: Tensor | None, complaint: str
+) -> None:
+    gradients, labels, _ = sigmoid_batch()
+    with pytest.raises(ValueError, match=complaint):
+        build_defense(MaxNormPositiveDefense()).defend(
+            gradients, labels, probabilities=probabilities
+        )
+
+
+def test_max_norm_positive_stands_predictions_without_doubt() -> None:
+    gradients, labels, _ = sigmoid_batch()
+    for certain in (labels.float(), 1 - labels.float(), torch.zeros(60), torch.ones(60)):
+        defended, _ = build_defense(MaxNormPositiveDefense()).defend(
+            gradients, labels, probabilities=certain
+        )
+        assert torch.isfinite(defended).all()
 
 
 # ---- marvell
@@ -372,7 +472,7 @@ def test_every_finite_gradient_gets_a_finite_answer(
     defense = build_defense(settings_of(name))
     for _ in range(3):
         chosen = choices.get(labels, 0 * ones)
-        defended, report = defense.defend(gradients, chosen)
+        defended, report = defense.defend(gradients, chosen, probabilities=predicted(chosen))
         assert torch.isfinite(defended).all()
         assert math.isfinite(report.noise_power)
         assert defended.dtype == dtype
@@ -393,8 +493,12 @@ def test_a_batch_without_a_gap_is_not_sent_bare() -> None:
 def test_defense_scales_with_the_gradient_bit_for_bit(name: str, exponent: int) -> None:
     gradients, labels = binary_batch()
     factor = 2.0**exponent
-    plain, _ = build_defense(settings_of(name, seed=1)).defend(gradients, labels)
-    scaled, _ = build_defense(settings_of(name, seed=1)).defend(factor * gradients, labels)
+    plain, _ = build_defense(settings_of(name, seed=1)).defend(
+        gradients, labels, probabilities=predicted(labels)
+    )
+    scaled, _ = build_defense(settings_of(name, seed=1)).defend(
+        factor * gradients, labels, probabilities=predicted(labels)
+    )
     assert torch.equal(scaled, factor * plain)
 
 
@@ -402,7 +506,10 @@ def test_defense_scales_with_the_gradient_bit_for_bit(name: str, exponent: int) 
 def test_two_builds_of_the_same_settings_send_different_noise(name: str) -> None:
     gradients, labels = binary_batch()
     first, second = (
-        build_defense(settings_of(name)).defend(gradients, labels)[0] for _ in range(2)
+        build_defense(settings_of(name)).defend(gradients, labels, probabilities=predicted(labels))[
+            0
+        ]
+        for _ in range(2)
     )
     differing = (first != second).any(dim=1).float().mean()
     assert differing > 0.99
@@ -414,7 +521,10 @@ def test_an_insecure_seed_repeats_the_noise_and_warns(
 ) -> None:
     gradients, labels = binary_batch()
     first, second = (
-        build_defense(settings_of(name, seed=3)).defend(gradients, labels)[0] for _ in range(2)
+        build_defense(settings_of(name, seed=3)).defend(
+            gradients, labels, probabilities=predicted(labels)
+        )[0]
+        for _ in range(2)
     )
     assert torch.equal(first, second)
     assert "INSECURE" in caplog.text
@@ -460,18 +570,24 @@ def test_labels_may_come_in_any_dtype_and_as_a_column(
     name: str, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     gradients, labels = binary_batch()
-    expected, _ = build_defense(settings_of(name, seed=1)).defend(gradients, labels)
+    expected, _ = build_defense(settings_of(name, seed=1)).defend(
+        gradients, labels, probabilities=predicted(labels)
+    )
     other = labels.to(dtype).reshape(shape)
-    defended, _ = build_defense(settings_of(name, seed=1)).defend(gradients, other)
+    defended, _ = build_defense(settings_of(name, seed=1)).defend(
+        gradients, other, probabilities=predicted(other)
+    )
     assert torch.equal(defended, expected)
 
 
 @pytest.mark.parametrize("name", ["none", *NOISY])
 def test_a_cut_of_any_shape_is_defended_as_rows(name: str) -> None:
     gradients, labels = binary_batch()
-    flat, _ = build_defense(settings_of(name, seed=1)).defend(gradients, labels)
+    flat, _ = build_defense(settings_of(name, seed=1)).defend(
+        gradients, labels, probabilities=predicted(labels)
+    )
     shaped, _ = build_defense(settings_of(name, seed=1)).defend(
-        gradients.reshape(-1, 2, 4, 2), labels
+        gradients.reshape(-1, 2, 4, 2), labels, probabilities=predicted(labels)
     )
     assert shaped.shape == (len(labels), 2, 4, 2)
     assert torch.equal(shaped.flatten(1), flat)
@@ -482,7 +598,7 @@ def test_a_cut_of_any_shape_is_defended_as_rows(name: str) -> None:
 def test_the_raw_gradient_is_left_as_it_was(name: str, dtype: torch.dtype) -> None:
     gradients, labels = binary_batch(dtype=dtype)
     copy = gradients.clone()
-    build_defense(settings_of(name)).defend(gradients, labels)
+    build_defense(settings_of(name)).defend(gradients, labels, probabilities=predicted(labels))
     assert torch.equal(gradients, copy)
 
 
@@ -504,14 +620,16 @@ def test_what_cannot_be_defended_is_refused(
     name: str, gradients: Tensor, labels: Tensor, complaint: str
 ) -> None:
     with pytest.raises(ValueError, match=complaint):
-        build_defense(settings_of(name)).defend(gradients, labels)
+        build_defense(settings_of(name)).defend(gradients, labels, probabilities=predicted(labels))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", NOISY)
 def test_noise_on_a_gpu_has_the_power_reported(name: str) -> None:
     gradients, labels = (tensor.cuda() for tensor in binary_batch(batch=20_000))
-    defended, report = build_defense(settings_of(name)).defend(gradients, labels)
+    defended, report = build_defense(settings_of(name)).defend(
+        gradients, labels, probabilities=predicted(labels)
+    )
     assert defended.is_cuda
     measured = float((defended - gradients).square().sum(dim=1).mean())
     assert measured == pytest.approx(report.noise_power, rel=0.05)

@@ -44,13 +44,13 @@ def solve_shared_noise(
         ValueError: an argument is outside its range.
     """
     _check(class_means, priors, residual_variance, noise_power)
-    priors = priors.double()
+    priors = priors.double() / priors.double().sum()
     largest = float(class_means.abs().max())
     unit = max(largest, math.sqrt(residual_variance), math.sqrt(noise_power)) or 1.0
     scaled = class_means.double() / unit
     offsets = scaled - priors @ scaled
     _, roots, directions = torch.linalg.svd(priors.sqrt()[:, None] * offsets, full_matrices=False)
-    # B has rank C - 1: rounding alone gives the last direction a length.
+    # Rounding alone gives a length to directions that B does not have.
     rank = int((roots > 1e-12 * roots[0]).sum()) if roots[0] > 1e-14 * largest / unit else 0
     rank = min(rank, len(priors) - 1)
     residual = residual_variance / unit / unit

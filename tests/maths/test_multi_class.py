@@ -1,0 +1,221 @@
+"""The shared covariance for many classes against a brute-force search, and against Marvell's."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import optimize
+from torch import Tensor
+
+from active_party.defenses.multi_class import SharedNoise, draw_shared_noise, solve_shared_noise
+from active_party.defenses.noise import InsecureSeededNoise
+from active_party.defenses.sum_kl import solve_noise
+
+
+def random_problem(seed: int, classes: int, cut_dim: int) -> tuple[Tensor, Tensor, float, float]:
+    """Make class means, priors, residual variance and power, over some orders of magnitude."""
+    generator = np.random.default_rng(seed)
+    means = generator.normal(size=(classes, cut_dim)) * 10 ** generator.uniform(-1, 1, cut_dim)
+    priors = generator.dirichlet(np.ones(classes))
+    residual, power = 10 ** generator.uniform(-3, 1), 10 ** generator.uniform(-2, 2)
+    return torch.from_numpy(means), torch.from_numpy(priors), float(residual), float(power)
+
+
+def between_classes(means: Tensor, priors: Tensor) -> np.ndarray:
+    """B, from its definition."""
+    points, shares = means.numpy(), priors.numpy()
+    mean = sum(q * m for q, m in zip(shares, points, strict=True))
+    return np.asarray(
+        sum(q * np.outer(m - mean, m - mean) for q, m in zip(shares, points, strict=True))
+    )
+
+
+def covariance(solution: SharedNoise) -> np.ndarray:
+    axes = solution.directions.numpy()
+    return np.asarray(axes.T @ np.diag(solution.variances.numpy()) @ axes)
+
+
+def separation(noise: np.ndarray, between: np.ndarray, residual: float) -> float:
+    total = noise + residual * np.eye(len(noise))
+    return float(np.trace(np.linalg.solve(total, between)))
+
+
+def brute_force(between: np.ndarray, residual: float, power: float, seed: int) -> float:
+    """Search all covariances L L^T of the given power, from several starts."""
+    cut_dim = len(between)
+    lower = np.tril_indices(cut_dim)
+
+    def noise_of(free: np.ndarray) -> np.ndarray:
+        root = np.zeros((cut_dim, cut_dim))
+        root[lower] = free
+        product = root @ root.T
+        return np.asarray(power * product / np.trace(product))
+
+    generator = np.random.default_rng(seed)
+    found = [
+        optimize.minimize(
+            lambda free: separation(noise_of(free), between, residual),
+            generator.normal(size=len(lower[0])),
+            method="BFGS",
+            options={"gtol": 1e-10, "maxiter": 3000},
+        ).fun
+        for _ in range(4)
+    ]
+    return float(min(found))
+
+
+@pytest.mark.parametrize(("classes", "cut_dim"), [(2, 4), (3, 4), (4, 2), (5, 4), (3, 1)])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_no_covariance_of_the_same_power_separates_less(
+    seed: int, classes: int, cut_dim: int
+) -> None:
+    means, priors, residual, power = random_problem(seed, classes, cut_dim)
+    between = between_classes(means, priors)
+    solution = solve_shared_noise(means, priors, residual, power)
+    assert solution.separation == pytest.approx(
+        separation(covariance(solution), between, residual), rel=1e-9
+    )
+    assert solution.separation == pytest.approx(
+        brute_force(between, residual, power, seed), rel=1e-6
+    )
+    isotropic = separation(power / cut_dim * np.eye(cut_dim), between, residual)
+    if cut_dim > 1:
+        assert solution.separation < 0.99 * isotropic
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_power_is_used_up_on_no_more_directions_than_there_are_gaps(seed: int) -> None:
+    means, priors, residual, power = random_problem(seed, classes=6, cut_dim=32)
+    solution = solve_shared_noise(means, priors, residual, power)
+    axes = solution.directions
+    assert len(solution.variances) <= 5
+    assert float(solution.variances.sum()) == pytest.approx(power, rel=1e-12)
+    assert float(solution.variances.min()) >= 0
+    assert torch.allclose(axes @ axes.T, torch.eye(len(axes), dtype=axes.dtype), atol=1e-12)
+
+
+def test_gaps_under_water_get_no_noise_until_there_is_power_to_spare() -> None:
+    """Two gaps, of size 1 and 1/10: noise first only along the longer one."""
+    means = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 0.1], [0.0, -0.1]])
+    priors = torch.full((4,), 0.25)
+    little = solve_shared_noise(means, priors, 1.0, 2.0).variances
+    much = solve_shared_noise(means, priors, 1.0, 20.0).variances
+    assert little.tolist() == pytest.approx([2.0, 0.0])
+    assert much.tolist() == pytest.approx([19.0, 1.0])  # levels in the ratio 10: 20 and 2
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1, 3.0])
+@pytest.mark.parametrize("power", [0.1, 4.0, 100.0])
+def test_two_equally_frequent_classes_get_marvells_noise(spread: float, power: float) -> None:
+    gap = torch.tensor([3.0, 0.0, 4.0], dtype=torch.float64)
+    means = torch.stack((torch.zeros_like(gap), gap))
+    ours = solve_shared_noise(means, torch.tensor([0.5, 0.5]), spread, power)
+    marvell = solve_noise(spread, spread, 25.0, 3, 0.5, power)
+    assert marvell.neg_across == marvell.pos_across == 0
+    assert ours.variances.tolist() == pytest.approx([marvell.neg_along], rel=1e-9)
+    assert marvell.neg_along == pytest.approx(marvell.pos_along, rel=1e-9)
+    assert float((ours.directions[0] @ gap).abs()) == pytest.approx(5.0, rel=1e-12)
+    # tr(S^-1 B) weighs the one pair by 1/2 * 1/2.
+    assert 4 * ours.separation == pytest.approx(marvell.sum_kl, rel=1e-9)
+
+
+@pytest.mark.parametrize("pos_fraction", [0.05, 0.3])
+def test_two_rare_classes_lose_little_by_sharing(pos_fraction: float) -> None:
+    """Marvell may give each class its own noise; at K = 1/16 that saves under 2 %."""
+    means = torch.tensor([[0.0, 0.0], [1.0, 0.0]])
+    priors = torch.tensor([1 - pos_fraction, pos_fraction])
+    ours = solve_shared_noise(means, priors, 0.01, 16.0)
+    marvell = solve_noise(0.01, 0.01, 1.0, 2, pos_fraction, 16.0).sum_kl
+    shared = ours.separation / (pos_fraction * (1 - pos_fraction))
+    assert marvell < shared < 1.02 * marvell
+
+
+@pytest.mark.parametrize("factor", [2.0**-100, 2.0**90])
+def test_solution_scales_with_the_gradient(factor: float) -> None:
+    means, priors, residual, power = random_problem(7, classes=4, cut_dim=8)
+    plain = solve_shared_noise(means, priors, residual, power)
+    scaled = solve_shared_noise(factor * means, priors, factor**2 * residual, factor**2 * power)
+    assert scaled.separation == pytest.approx(plain.separation, rel=1e-12)
+    assert (scaled.variances / factor**2).tolist() == pytest.approx(
+        plain.variances.tolist(), rel=1e-9
+    )
+
+
+def test_noise_that_is_drawn_is_unbiased_and_has_the_covariance_of_the_solution() -> None:
+    """Accepts the solution at 5 standard errors, and rejects twice its least variance."""
+    means, priors, residual, power = random_problem(2, classes=4, cut_dim=6)
+    solution = solve_shared_noise(means, priors, residual, power)
+    rows = 200_000
+    noise = draw_shared_noise(
+        solution, torch.empty(rows, 6, dtype=torch.float64), InsecureSeededNoise(77)
+    ).numpy()
+    expected = covariance(solution)
+    error = np.sqrt(np.diag(expected) / rows)
+    assert (np.abs(noise.mean(axis=0)) < 5 * error).all()
+    assert (np.abs(noise.mean(axis=0) + 0.1 * np.sqrt(np.diag(expected))) > 5 * error).all()
+    along = (noise @ solution.directions.numpy().T).var(axis=0)
+    assert along == pytest.approx(solution.variances.numpy(), rel=5 * math.sqrt(2 / rows))
+    assert np.allclose(np.cov(noise.T), expected, atol=0.02 * power)
+    assert along * 1.1 != pytest.approx(solution.variances.numpy(), rel=5 * math.sqrt(2 / rows))
+
+
+def test_a_sampler_draws_one_number_per_direction() -> None:
+    shapes = []
+
+    class Counted(InsecureSeededNoise):
+        def standard_normal(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+            shapes.append(shape)
+            return super().standard_normal(shape, like)
+
+    solution = solve_shared_noise(*random_problem(2, classes=3, cut_dim=50))
+    draw_shared_noise(solution, torch.empty(7, 50), Counted(1))
+    assert shapes == [(7, 2)]
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        (torch.zeros(3, 4), torch.full((3,), 1 / 3), 1.0, 2.0),
+        (torch.ones(3, 4), torch.full((3,), 1 / 3), 0.0, 0.0),
+        (torch.eye(3), torch.tensor([1.0, 0.0, 0.0]), 0.0, 1.0),
+    ],
+    ids=["zeros", "one point", "one class"],
+)
+def test_classes_that_do_not_differ_get_no_noise(problem: tuple[Any, ...]) -> None:
+    solution = solve_shared_noise(*problem)
+    assert solution.separation == 0
+    assert float(solution.variances.sum()) == 0
+    drawn = draw_shared_noise(solution, torch.empty(5, problem[0].shape[1]), InsecureSeededNoise(1))
+    assert torch.equal(drawn, torch.zeros(5, problem[0].shape[1]))
+
+
+def test_bare_classes_are_separated_infinitely() -> None:
+    assert solve_shared_noise(torch.eye(3), torch.full((3,), 1 / 3), 0.0, 0.0).separation == (
+        math.inf
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"class_means": torch.ones(3)}, "classes, cut_dim"),
+        ({"class_means": torch.full((2, 3), math.nan)}, "finite"),
+        ({"priors": torch.full((3,), 1 / 3)}, "2 priors"),
+        ({"priors": torch.tensor([0.5, 0.6])}, "sum of one"),
+        ({"priors": torch.tensor([1.5, -0.5])}, "negative"),
+        ({"residual_variance": -1.0}, "residual_variance"),
+        ({"noise_power": math.inf}, "noise_power"),
+    ],
+)
+def test_impossible_arguments_are_refused(change: dict[str, Any], complaint: str) -> None:
+    arguments: dict[str, Any] = {
+        "class_means": torch.eye(2),
+        "priors": torch.tensor([0.5, 0.5]),
+        "residual_variance": 1.0,
+        "noise_power": 1.0,
+    }
+    solve_shared_noise(**arguments)
+    with pytest.raises(ValueError, match=complaint):
+        solve_shared_noise(**(arguments | change))

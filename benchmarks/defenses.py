@@ -13,16 +13,25 @@ import torch
 from torch import Tensor
 
 from active_party.defenses import DefenseSettings, build_defense
-from active_party.defenses.settings import IsoDefense, MarvellDefense, MaxNormDefense, NoDefense
+from active_party.defenses.settings import (
+    IsoDefense,
+    LeakAuc,
+    MarvellDefense,
+    MaxNormDefense,
+    MaxNormPositiveDefense,
+    NoDefense,
+)
 from benchmarks.environment import print_environment, spread
 
 SHAPES = ((128, 1600), (1024, 128), (32768, 128))
-SETTINGS: tuple[DefenseSettings, ...] = (
-    NoDefense(),
-    IsoDefense(),
-    MaxNormDefense(),
-    MarvellDefense(),
-)
+SETTINGS: dict[str, DefenseSettings] = {
+    "none": NoDefense(),
+    "iso": IsoDefense(),
+    "max_norm": MaxNormDefense(),
+    "max_norm_positive": MaxNormPositiveDefense(),
+    "marvell": MarvellDefense(),
+    "marvell, leak_auc": MarvellDefense(strength=LeakAuc(leak_auc=0.6)),
+}
 
 
 def main() -> None:
@@ -40,9 +49,9 @@ def main() -> None:
         for shape in SHAPES:
             gradients, labels = make_batch(shape, device)
             print_times(f"{device.type} {shape} clone", time_ms(gradients.clone, device, repeats))
-            for settings in SETTINGS:
+            for name, settings in SETTINGS.items():
                 times_ms = time_defense(settings, gradients, labels, repeats)
-                print_times(f"{device.type} {shape} {settings.name}", times_ms)
+                print_times(f"{device.type} {shape} {name}", times_ms)
 
 
 def make_batch(shape: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -59,9 +68,14 @@ def make_batch(shape: tuple[int, int], device: torch.device) -> tuple[Tensor, Te
 def time_defense(
     settings: DefenseSettings, gradients: Tensor, labels: Tensor, repeats: int
 ) -> list[float]:
-    """Time a defense whole: checks, statistics, solver, noise and report."""
+    """Time a defense whole: checks, statistics, solver, noise, charge and report."""
     defense = build_defense(settings)
-    return time_ms(lambda: defense.defend(gradients, labels), gradients.device, repeats)
+    probabilities = torch.full_like(labels, 0.2)
+    return time_ms(
+        lambda: defense.defend(gradients, labels, probabilities=probabilities),
+        gradients.device,
+        repeats,
+    )
 
 
 def time_ms(work: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
@@ -79,7 +93,7 @@ def time_ms(work: Callable[[], object], device: torch.device, repeats: int) -> l
 
 def print_times(name: str, times_ms: list[float]) -> None:
     """Print median and spread."""
-    print(f"{name:32s} {spread(times_ms)} ms")
+    print(f"{name:36s} {spread(times_ms)} ms")
 
 
 if __name__ == "__main__":

@@ -10,14 +10,17 @@ from functools import partial
 import numpy as np
 
 from active_party.assembly import TrainerBuilder, build_session
+from active_party.plan import print_plan
 from active_party.recorder import ActiveRecorder
 from active_party.service import ActiveService, start_server
 from active_party.session import ActiveSession, Stage
 from active_party.settings import ActiveSettings
 from common.alignment import AlignmentResources, build_engine
-from common.checkpoint import save_model
+from common.checkpoint import save_model, save_tensors
 from common.command_line import (
+    Commands,
     Interruption,
+    add_command,
     draw_nonce,
     exit_code_of,
     overrides_of,
@@ -26,7 +29,7 @@ from common.command_line import (
     report_check,
     save_resolved,
 )
-from common.errors import Interrupted, PeerError, PeerUnreachable, SettingsError
+from common.errors import BudgetExhausted, Interrupted, PeerError, PeerUnreachable, SettingsError
 from common.models.factory import build_top_model
 from common.party_data import PartyData
 from common.party_settings import check_insecure_address, load_party_settings
@@ -41,10 +44,22 @@ GRACE_S = 5.0
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command and exit with its code."""
-    parsed = parse_arguments("active-party", arguments)
+    parsed = parse_arguments("active-party", arguments, _add_plan)
     configure_logging("active", parsed.verbose - parsed.quiet)
-    actions = {"run": _run, "check": _check}
+    actions = {"run": _run, "check": _check, "plan": _plan}
     sys.exit(exit_code_of(partial(actions[parsed.command], parsed)))
+
+
+def _add_plan(commands: Commands) -> None:
+    command = add_command(
+        commands, "plan", "print what a run would tell of the labels, before any training"
+    )
+    command.add_argument(
+        "--target-leak-auc",
+        type=float,
+        metavar="AUC",
+        help="also print the power ratio at which the whole run stays below it",
+    )
 
 
 def _load(parsed: argparse.Namespace) -> ActiveSettings:
@@ -72,17 +87,23 @@ def _run(parsed: argparse.Namespace) -> None:
         service = ActiveService(session, engine, settings.reconnect.deadline_s)
         server = start_server(service, settings.contract, settings.listen)
         logger.info("waiting for the passive party at %s", settings.listen)
+        stopped: BudgetExhausted | None = None
         try:
             _wait_for_end(session, service, settings, interruption)
+        except BudgetExhausted as error:
+            stopped = error  # as it was asked for: it ends with a summary, like any other run
         finally:
             server.stop(GRACE_S).wait()
             engine.close()
             if session.trainer is not None:
                 saved = save_model(folder, session.trainer.model, build_trainer.encoder)
+                save_tensors(folder, "ledger.safetensors", session.ledger.state_dict())
                 logger.info("model saved in %s", saved)
     summary = recorder.summary(dict(service.refused))
     write_json_atomically(folder / "summary.json", summary)
     print_summary("active party", summary)
+    if stopped is not None:
+        raise stopped
 
 
 def _wait_for_end(
@@ -129,6 +150,14 @@ def _check(parsed: argparse.Namespace) -> None:
         return f"data: {len(data.ids)} rows in {data.table.source}; the top model fits them"
 
     report_check(settings, [address, lambda: f"device: {settings.torch_device()}", data_and_model])
+
+
+def _plan(parsed: argparse.Namespace) -> None:
+    settings = _load(parsed)
+    target = parsed.target_leak_auc
+    if target is not None and not 0.5 < target < 1:
+        raise SettingsError(f"--target-leak-auc: expected an AUC between 0.5 and 1, got {target}")
+    print_plan(settings, PartyData.load(settings.data, settings.base_dir), target)
 
 
 def _check_listen(settings: ActiveSettings) -> None:

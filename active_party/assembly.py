@@ -1,5 +1,6 @@
 """Builds the active party's objects from its settings."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -77,4 +78,5 @@ def build_session(
         observer,
         nonce,
         None if stopping is None else EarlyStop(stopping),
+        math.inf if settings.run_budget is None else settings.run_budget.max_sum_kl,
     )

@@ -1,12 +1,11 @@
 """The leak alarm: notices when an attack measures more than an answer can have told.
 
 A bound on the AUC is about the mean over many draws, and a batch's AUC strays from its mean, the
-more so the fewer positives the batch holds. Therefore a whole epoch is judged at once: the mean
-over its batches of an attack's leak AUC, less what random scores gained on the same batches by
-being turned around, and less ``STANDARD_ERRORS`` of that mean, is compared with the guarantee of
-the epoch's largest single charge. It is the single answer that counts here, not the run: an attack
-of the monitor sees one answer. Epochs of fewer than ``MIN_BATCHES`` measured batches are not
-judged.
+more so the fewer positives the batch holds. Therefore whole epochs are judged, several at once
+where one has fewer than ``MIN_BATCHES`` measured batches: the mean over the batches of an attack's
+leak AUC, less what random scores gained on the same batches by being turned around, and less
+``STANDARD_ERRORS`` of that mean, is compared with the guarantee of the largest single charge among
+them. It is the single answer that counts here, not the run: an attack of the monitor sees one.
 
 An alarm means that the charge does not describe the gradients sent: an error in a defense, or
 gradients that its model of two classes does not fit.
@@ -14,7 +13,6 @@ gradients that its model of two classes does not fit.
 
 import math
 import statistics
-from collections import defaultdict
 from typing import NamedTuple
 
 from active_party.defenses.sum_kl import leak_auc_bound
@@ -30,38 +28,48 @@ class Alarm(NamedTuple):
     attack: str
     layer: str
     measured: float
-    """Mean leak AUC over the epoch's batches, less the gain of random scores."""
+    """Mean leak AUC over the batches, less the gain of random scores."""
     margin: float
     """What chance may account for."""
     guarantee: float
-    """AUC that no score on one of the epoch's answers can pass."""
+    """AUC that no score on one of the answers can pass."""
 
 
 class LeakAlarm:
-    """Judges one epoch after the other."""
+    """Judges some epochs after the other."""
 
     def __init__(self) -> None:
-        self._largest: dict[int, float] = defaultdict(float)
-        self._gains: dict[int, dict[tuple[str, str], list[float]]] = defaultdict(
-            lambda: defaultdict(list)
-        )
+        self._largest: dict[int, float] = {}
+        self._gains: dict[tuple[str, str], list[float]] = {}
 
     def note_charge(self, epoch: int, sum_kl: float) -> None:
         """Note what an answer of an epoch was charged."""
-        self._largest[epoch] = max(self._largest[epoch], sum_kl)
+        self._largest[epoch] = max(self._largest.get(epoch, 0.0), sum_kl)
 
     def note_leak(self, measured: BatchLeak) -> None:
-        """Note what the attacks found in an answer of an epoch."""
-        series = self._gains[measured.epoch]
+        """Note what the attacks found in an answer."""
         for layer, attacks in measured.leak.items():
             for attack, value in attacks.items():
-                series[layer, attack].append(value - measured.random)
+                self._gains.setdefault((attack, layer), []).append(value - measured.random)
 
-    def judge(self, epoch: int) -> list[Alarm]:
-        """Return the alarms of an epoch, and forget it."""
-        guarantee = leak_auc_bound(self._largest.pop(epoch, 0.0))
+    def judge(self, last_epoch: int) -> list[Alarm]:
+        """Return the alarms of the epochs not yet judged, of which all batches are noted.
+
+        Args:
+            last_epoch: the last of them. Charges of later ones may be noted already.
+
+        Returns:
+            None, while all is kept for the next time, where there are too few batches.
+        """
+        if max(map(len, self._gains.values()), default=0) < MIN_BATCHES:
+            return []
+        charges = [
+            self._largest.pop(epoch) for epoch in sorted(self._largest) if epoch <= last_epoch
+        ]
+        guarantee = leak_auc_bound(max(charges, default=0.0))
+        series, self._gains = self._gains, {}
         found = []
-        for (layer, attack), gains in self._gains.pop(epoch, {}).items():
+        for (attack, layer), gains in series.items():
             if len(gains) < MIN_BATCHES:
                 continue
             measured = 0.5 + statistics.fmean(gains)

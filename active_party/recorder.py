@@ -41,7 +41,7 @@ class ActiveRecorder:
         self._bounds: LeakBounds | None = None
         self._alarm = LeakAlarm()
         self._alarms = 0
-        self._judged_epoch = 0
+        self._measured_epoch = 0
         self._audit: LeakAudit | None = None
         self._monitor: AuditWorker | None = None
         if settings.leak_monitor is not None:
@@ -113,7 +113,7 @@ class ActiveRecorder:
 
     def summary(self, refused: dict[str, int]) -> dict[str, Any]:
         """Return what ``summary.json`` holds; call it after the recorder was closed."""
-        self._judge_before(None)
+        self._judge(self._measured_epoch)
         test = self._evaluations.get("test")
         summary: dict[str, Any] = {
             "aligned_rows": self.aligned_rows,
@@ -154,20 +154,18 @@ class ActiveRecorder:
 
     def _on_leak(self, measured: BatchLeak) -> None:
         self._metrics.write("leak", measured.numbers(), epoch=measured.epoch, step=measured.step)
-        self._judge_before(measured.epoch)
+        if measured.epoch > self._measured_epoch:  # the monitor may lag behind the training
+            self._judge(self._measured_epoch)
+            self._measured_epoch = measured.epoch
         self._alarm.note_leak(measured)
 
-    def _judge_before(self, epoch: int | None) -> None:
-        """Judge an epoch once all of its batches are measured: the monitor may lag behind."""
-        if self._judged_epoch == epoch:
-            return
-        for alarm in self._alarm.judge(self._judged_epoch):
+    def _judge(self, last_epoch: int) -> None:
+        for alarm in self._alarm.judge(last_epoch):
             self._alarms += 1
             logger.error(
-                "LEAK ALARM: epoch %d: %s at %s measures a leak AUC of %.3f (+- %.3f), above the "
-                "%.3f that the ledger guarantees for one answer: the charges of this defense do "
-                "not describe these gradients",
-                self._judged_epoch,
+                "LEAK ALARM: up to epoch %d: %s at %s measures a leak AUC of %.3f (+- %.3f), above "
+                "the %.3f that the ledger guarantees for one answer: the charges of this defense "
+                "do not describe these gradients",
+                last_epoch,
                 *alarm,
             )
-        self._judged_epoch = self._judged_epoch + 1 if epoch is None else epoch

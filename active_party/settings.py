@@ -1,8 +1,11 @@
 """The active party's settings."""
 
-from pydantic import Field, model_validator
+from typing import Annotated
+
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from active_party.defenses import DefenseSettings
+from active_party.defenses.sum_kl import sum_kl_for_leak_auc
 from common.models.settings import ModelSettings
 from common.party_settings import Address, PartySettings
 from common.privacy.settings import AuditSettings
@@ -17,6 +20,50 @@ class EarlyStopping(Section):
 
     min_gain: float = Field(default=0.0, ge=0, lt=1)
     """Smallest rise of the AUC that counts as better."""
+
+
+class LeakAucBudget(Section):
+    """What a run may tell, as an AUC."""
+
+    leak_auc: float = Field(gt=0.5, lt=1)
+    """No score on all answers together may be able to reach a higher AUC about any example.
+
+    Counted with the ledger's guarantee, which holds for every score, and not with its estimate,
+    which is lower.
+    """
+
+    @property
+    def max_sum_kl(self) -> float:
+        """The same as divergence."""
+        return sum_kl_for_leak_auc(self.leak_auc)
+
+
+class SumKlBudget(Section):
+    """What a run may tell, as symmetrised divergence."""
+
+    sum_kl: float = Field(gt=0, le=1e6)
+    """Largest divergence of the classes in all answers about one example together."""
+
+    @property
+    def max_sum_kl(self) -> float:
+        """The divergence as it is."""
+        return self.sum_kl
+
+
+def _only_key(value: object) -> str | None:
+    keys = list(value) if isinstance(value, dict) else list(getattr(value, "model_fields_set", ()))
+    return str(keys[0]) if len(keys) == 1 else None
+
+
+RunBudget = Annotated[
+    Annotated[LeakAucBudget, Tag("leak_auc")] | Annotated[SumKlBudget, Tag("sum_kl")],
+    Discriminator(
+        _only_key,
+        custom_error_type="run_budget_key",
+        custom_error_message="expected exactly one of leak_auc, sum_kl",
+    ),
+]
+"""What a run may tell of each label in all; the key that is present says in which unit."""
 
 
 class ActiveSettings(PartySettings):
@@ -37,6 +84,13 @@ class ActiveSettings(PartySettings):
     leak_monitor: AuditSettings | None = AuditSettings()
     """Attacks that this party runs on its own defended gradients; ``null`` for none."""
 
+    run_budget: RunBudget | None = None
+    """What the run may tell of each label in all; ``null`` for no limit.
+
+    Before an answer would pass it the run ends with a checkpoint and exit code 5. The peer then
+    learns when the run ends, and not why.
+    """
+
     early_stopping: EarlyStopping | None = None
     """When to stop before the contract's last epoch. The peer then learns when the run ends."""
 
@@ -46,4 +100,9 @@ class ActiveSettings(PartySettings):
             raise ValueError("data.label_column: the active party's data need a label column")
         if self.early_stopping is not None and self.contract.split.validation == 0:
             raise ValueError("early_stopping needs contract.split.validation > 0")
+        if self.run_budget is not None and self.defense.name == "none":
+            raise ValueError(
+                "run_budget: the first answer without a defense would pass every budget; "
+                "set a defense, or run_budget to null"
+            )
         return self

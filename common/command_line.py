@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TypeAlias
 
 import torch
 import yaml
@@ -21,31 +22,50 @@ from common.run_folder import write_text_atomically
 
 logger = logging.getLogger(__name__)
 
+# What add_subparsers returns has no public name.
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # noqa: SLF001
+
 _SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it
 
 
-def parse_arguments(program: str, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read a party's command line."""
+def parse_arguments(
+    program: str,
+    arguments: Sequence[str] | None,
+    add_own_commands: Callable[[Commands], None] = lambda _: None,
+) -> argparse.Namespace:
+    """Read a party's command line.
+
+    Args:
+        program: the party's program.
+        arguments: the words after it; those of this process by default.
+        add_own_commands: adds the commands that only this kind of party has.
+    """
     parser = argparse.ArgumentParser(prog=program)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, purpose in (
-        ("run", "train with the other party"),
-        ("check", "check settings and data without training; print the resolved settings"),
-    ):
-        command = commands.add_parser(name, help=purpose, description=purpose)
-        command.add_argument("settings", type=Path, help="this party's settings file")
-        command.add_argument(
-            "--set",
-            dest="overrides",
-            metavar="NAME=VALUE",
-            action="append",
-            default=[],
-            help="override one setting, for instance contract.epochs=3 (may be repeated)",
-        )
-        command.add_argument("--runs", type=Path, help="folder of all runs (default: runs)")
-        command.add_argument("-v", "--verbose", action="count", default=0)
-        command.add_argument("-q", "--quiet", action="count", default=0)
+    add_command(commands, "run", "train with the other party")
+    add_command(
+        commands, "check", "check settings and data without training; print the resolved settings"
+    )
+    add_own_commands(commands)
     return parser.parse_args(arguments)
+
+
+def add_command(commands: Commands, name: str, purpose: str) -> argparse.ArgumentParser:
+    """Add a command with the arguments that all of them have."""
+    command = commands.add_parser(name, help=purpose, description=purpose)
+    command.add_argument("settings", type=Path, help="this party's settings file")
+    command.add_argument(
+        "--set",
+        dest="overrides",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="override one setting, for instance contract.epochs=3 (may be repeated)",
+    )
+    command.add_argument("--runs", type=Path, help="folder of all runs (default: runs)")
+    command.add_argument("-v", "--verbose", action="count", default=0)
+    command.add_argument("-q", "--quiet", action="count", default=0)
+    return command
 
 
 def overrides_of(arguments: argparse.Namespace, party: str) -> list[str]:

@@ -219,7 +219,19 @@ def test_the_alarm_is_silent_at_the_bound_however_small_the_batches_and_loud_abo
         assert sum(silent) == 0
     assert all(alarms_for(bound + 0.15, charge, 50, 40, seed) for seed in range(20))
     assert alarms_for(0.99, charge, 50, MIN_BATCHES - 1, seed=1) == 0
+    assert alarms_for(0.99, charge, 50, MIN_BATCHES, seed=1) == 1
     assert alarms_for(0.99, math.inf, 50, 40, seed=1) == 0
+
+
+def test_short_epochs_are_judged_together_and_by_their_own_charges() -> None:
+    alarm = LeakAlarm()
+    for epoch in range(4):
+        alarm.note_charge(epoch, 0.01 if epoch < 3 else math.inf)
+        for step in range(MIN_BATCHES // 3 + 1):
+            alarm.note_leak(BatchLeak(epoch, step, {"cut": {"norm": 0.9 + step / 1000}}, 0.5))
+        alarm.note_charge(epoch + 1, math.inf if epoch == 3 else 0.01)
+        found = alarm.judge(epoch)
+        assert [(one.attack, one.layer) for one in found] == ([("norm", "cut")] * (epoch == 2))
 
 
 def test_bounds_have_flat_names_and_leave_out_an_epsilon_that_is_none() -> None:

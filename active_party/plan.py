@@ -1,0 +1,272 @@
+"""The plan of a run: what it would tell of the labels, before any training.
+
+It knows the defense, the epochs and the labels, and not yet the gradients. For ``marvell`` that is
+enough up to the spread of the classes: the ledger gives spread no credit, so that an answer is
+charged at least what the solution for classes without any leaves (u = v = 0). The solver, which
+plans for the spreads that are there, may move noise away from the gap, shift it from one class to
+the other, or count on the spread instead of it. What that adds to a charge K is of the order of K^2
+as long as the spreads are not larger than the squared gap; the plan shows the range from K to
+K (1 + K).
+"""
+
+import math
+import sys
+from statistics import NormalDist
+from typing import Literal, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from active_party.defenses import DefenseSettings
+from active_party.defenses.label_noise import label_leak
+from active_party.defenses.persistent import repeated_sum_kl
+from active_party.defenses.settings import (
+    DetectionError,
+    IsoDefense,
+    LeakAuc,
+    MarvellDefense,
+    NoDefense,
+    NoisyLabelDefense,
+    PowerRatio,
+    SumKl,
+)
+from active_party.defenses.strength import allowed_sum_kl
+from active_party.defenses.sum_kl import (
+    leak_auc_bound,
+    power_for_sum_kl,
+    solve_noise,
+    sum_kl_for_leak_auc,
+)
+from active_party.ledger import ROUNDING, estimated_auc
+from active_party.settings import ActiveSettings
+from common.party_data import PartyData
+
+NoiseKind = Literal["fresh", "persistent"]
+
+
+class Charge(NamedTuple):
+    """Between what bounds a divergence will lie."""
+
+    low: float
+    high: float
+
+    def times(self, answers: int) -> "Charge":
+        """Return what some answers with noise of their own add up to."""
+        return Charge(self.low * answers, self.high * answers)
+
+
+def fresh_charge(defense: DefenseSettings, cut_dim: int, pos_fraction: float) -> Charge:
+    """Foretell the charge of one answer with noise of its own.
+
+    Args:
+        defense: which one, and how strong.
+        cut_dim: width of the cut layer.
+        pos_fraction: share of positives among the training rows, above 0 and below 1.
+    """
+    match defense:
+        case NoDefense():
+            return Charge(math.inf, math.inf)
+        case MarvellDefense(strength=PowerRatio() as strength):
+            ratio = strength.power_ratio
+            charge = solve_noise(0.0, 0.0, 1.0, cut_dim, pos_fraction, ratio).sum_kl
+        case MarvellDefense(strength=(SumKl() | DetectionError() | LeakAuc()) as strength):
+            charge = allowed_sum_kl(strength)
+        case IsoDefense():
+            # A batch's class means are at most twice its largest norm apart: c/(t/d max|g|^2)
+            # <= 4 d/t.
+            ratio = defense.amplitude**2
+            return Charge(0.0, 4 * cut_dim / ratio if ratio else math.inf)
+        case _:
+            return Charge(0.0, math.inf)
+    return Charge(charge, charge * (1 + charge))
+
+
+def repeated_charge(defense: DefenseSettings, cut_dim: int) -> Charge:
+    """Foretell the charge of noise that is drawn once per example, and of all its repeats."""
+    match defense:
+        case MarvellDefense():
+            charge = repeated_sum_kl(defense.strength)
+        case IsoDefense():
+            charge = cut_dim / defense.amplitude**2 if defense.amplitude else math.inf
+        case NoisyLabelDefense():
+            charge, _ = label_leak(defense.mechanism)
+        case _:
+            charge = math.inf
+    return Charge(charge, charge)
+
+
+def power_ratio_for(sum_kl: float, answers: int, cut_dim: int, pos_fraction: float) -> float:
+    """Return marvell's power ratio at which some fresh answers together leave this divergence."""
+    return power_for_sum_kl(0.0, 0.0, 1.0, cut_dim, pos_fraction, sum_kl / answers)
+
+
+def stop_epoch(charge: float, epochs: int, max_sum_kl: float) -> int | None:
+    """Return the epoch, from 0, in which a budget ends a run with fresh noise; None if it does not.
+
+    Each epoch answers once about every training example. The first answer too many comes in the
+    epoch after the last one that fits whole.
+    """
+    whole = math.inf if charge == 0 else max_sum_kl * (1 + ROUNDING) // charge
+    return None if whole >= epochs else int(whole)
+
+
+def print_plan(
+    settings: ActiveSettings,
+    data: PartyData,
+    target_leak_auc: float | None = None,
+    console: Console | None = None,
+) -> None:
+    """Print what a run with these settings would tell, and what a target would take.
+
+    Args:
+        settings: with the contract.
+        data: the label file, aligned with nobody's yet.
+        target_leak_auc: AUC that the whole run shall stay below.
+        console: prints elsewhere.
+    """
+    console = console or Console(file=sys.stdout, highlight=False)
+    contract, defense = settings.contract, settings.defense
+    pos_fraction = float(data.labels_of(data.ids).double().mean())
+    training_rows = round(contract.split.train * len(data.ids))
+    steps = training_rows / contract.batch_size
+    console.print(
+        f"{data.table.source}: {len(data.ids)} rows, {pos_fraction:.2%} positive; if all of them "
+        f"are aligned, about {training_rows} are trained on, in "
+        f"{math.floor(steps) if contract.drop_last else math.ceil(steps)} steps of "
+        f"{contract.batch_size} per epoch, {contract.epochs} epochs",
+        markup=False,
+        soft_wrap=True,
+    )
+    charges = _charges(defense, contract.cut_dim, pos_fraction)
+    console.print(_forecast_table(settings, charges))
+    for line in _remarks(settings, charges):
+        console.print(line, markup=False, soft_wrap=True)
+    if target_leak_auc is not None:
+        console.print(
+            _target_table(target_leak_auc, contract.epochs, contract.cut_dim, pos_fraction)
+        )
+
+
+def _charges(
+    defense: DefenseSettings, cut_dim: int, pos_fraction: float
+) -> dict[NoiseKind, Charge]:
+    charges: dict[NoiseKind, Charge] = {}
+    if not isinstance(defense, NoisyLabelDefense):
+        charges["fresh"] = fresh_charge(defense, cut_dim, pos_fraction)
+    if not isinstance(defense, NoDefense):
+        charges["persistent"] = repeated_charge(defense, cut_dim)
+    return charges
+
+
+def _forecast_table(settings: ActiveSettings, charges: dict[NoiseKind, Charge]) -> Table:
+    epochs, configured = settings.contract.epochs, _configured_noise(settings.defense)
+    table = Table(
+        title=f"defense {settings.defense.name}: what the peer may learn of one example",
+        title_justify="left",
+    )
+    for heading in ("noise", "answers", "sum_kl", "leak AUC, estimated", "leak AUC, guaranteed"):
+        table.add_column(heading, justify="right" if heading != "noise" else "left")
+    for noise, charge in charges.items():
+        name = f"{noise} (configured)" if noise == configured else noise
+        whole_run = charge.times(epochs) if noise == "fresh" else charge
+        for answers, of_all in ((1, charge), (epochs, whole_run)):
+            table.add_row(name, str(answers), *_in_words(of_all))
+            name = ""
+    return table
+
+
+def _remarks(settings: ActiveSettings, charges: dict[NoiseKind, Charge]) -> list[str]:
+    remarks = [_honesty(settings.defense)]
+    if settings.run_budget is None:
+        return [*remarks, "run_budget: none is set"]
+    budget, epochs = settings.run_budget.max_sum_kl, settings.contract.epochs
+    noise = _configured_noise(settings.defense)
+    if noise == "fresh":
+        first, last = (stop_epoch(charge, epochs, budget) for charge in reversed(charges["fresh"]))
+    else:
+        first, last = (
+            0 if charge > budget * (1 + ROUNDING) else None
+            for charge in reversed(charges["persistent"])
+        )
+    return [
+        *remarks,
+        f"run_budget: sum_kl {budget:.4g}, guaranteed leak AUC {leak_auc_bound(budget):.4f}: "
+        + _end_in_words(first, last, epochs),
+    ]
+
+
+def _honesty(defense: DefenseSettings) -> str:
+    match defense:
+        case NoDefense():
+            return "Raw gradients tell the label outright."
+        case NoisyLabelDefense():
+            return (
+                "Exact, whatever the gradients."
+                if defense.top_labels == "noisy"
+                else "Of the noisy labels alone: with top_labels true there is no proof."
+            )
+        case _ if defense.noise == "persistent":
+            return "Persistent charges depend on the strength alone."
+        case MarvellDefense():
+            return (
+                "The lower figure is that of classes without any spread, the least there can be. "
+                "Where their spreads differ the charges are higher, most of all late in training; "
+                "the upper figure allows for spreads about as large as the squared gap. At power "
+                "ratios near 1 a batch that the model fits well may even be charged without bound."
+            )
+        case IsoDefense():
+            return (
+                "The charge of fresh noise depends on the gradients. The figure holds for every "
+                "batch of both classes, and is far too high for most."
+            )
+        case _:
+            return (
+                f"The charge of {defense.name} depends on the gradients alone: nothing can be said "
+                "before the run. Its ledger tells after each epoch."
+            )
+
+
+def _end_in_words(first: int | None, last: int | None, epochs: int) -> str:
+    fits = f"all {epochs} epochs fit" if last is None else f"the run ends in epoch {last}"
+    sooner = "" if first == last else f", or at the higher charges from epoch {first} on"
+    return f"{fits}{sooner} (epochs are counted from 0)"
+
+
+def _target_table(target: float, epochs: int, cut_dim: int, pos_fraction: float) -> Table:
+    table = Table(
+        title=f"marvell's power ratio for a leak AUC of {target:g} over the whole run",
+        title_justify="left",
+    )
+    for heading in ("noise", "answers", "by the estimate", "by the guarantee"):
+        table.add_column(heading, justify="right" if heading != "noise" else "left")
+    allowed = (2 * NormalDist().inv_cdf(target) ** 2, sum_kl_for_leak_auc(target))
+    fresh = (power_ratio_for(sum_kl, epochs, cut_dim, pos_fraction) for sum_kl in allowed)
+    table.add_row("fresh", str(epochs), *(f"{ratio:.4g}" for ratio in fresh))
+    table.add_row("persistent", str(epochs), *(f"{1 / sum_kl:.4g}" for sum_kl in allowed))
+    return table
+
+
+def _configured_noise(defense: DefenseSettings) -> NoiseKind:
+    match defense:
+        case NoDefense():
+            return "fresh"
+        case NoisyLabelDefense():
+            return "persistent"
+        case _:
+            return defense.noise
+
+
+def _in_words(charge: Charge) -> list[str]:
+    if charge.low == 0:
+        unknown = "not known before"
+        if math.isinf(charge.high):
+            return [unknown] * 3
+        return [f"at most {value}" for value in _in_words(Charge(charge.high, charge.high))]
+    return [
+        low if low == high else f"{low} .. {high}"
+        for low, high in (
+            (f"{charge.low:.4g}", f"{charge.high:.4g}"),
+            (f"{estimated_auc(charge.low):.3f}", f"{estimated_auc(charge.high):.3f}"),
+            (f"{leak_auc_bound(charge.low):.3f}", f"{leak_auc_bound(charge.high):.3f}"),
+        )
+    ]

@@ -1,0 +1,302 @@
+"""The leak ledger and the run's budget, on the session itself: what is charged, and what stops."""
+
+import dataclasses
+import io
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from active_party.defenses.report import LeakCharge
+from active_party.defenses.sum_kl import leak_auc_bound, power_for_sum_kl, sum_kl_for_leak_auc
+from active_party.plan import print_plan, stop_epoch
+from active_party.recorder import ActiveRecorder
+from active_party.session import Stage
+from active_party.settings import ActiveSettings
+from active_party.top_trainer import StepResult
+from common.errors import BudgetExhausted, Interrupted, PeerLeft, SettingsError
+from common.party_data import PartyData
+from common.party_settings import load_party_settings
+from common.run_course import Batch
+from common.telemetry import print_summary
+from common.wire.status import error_from, status_for
+from common.wire.tensor_codec import TensorMessage
+from protos import split_learning_pb2 as pb
+from tests.peers import FaultyPeer, InProcessPeer
+from tests.runs import Parties, build_parties, run_in_process, write_example
+
+MARVELL = "defense={name: marvell, strength: {power_ratio: 16}}"
+REPEATABLE = "defense={name: marvell, strength: {power_ratio: 16}, insecure_noise_seed: 1}"
+LONGER = "contract.epochs=5"
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("example")
+    write_example(folder)
+    return folder
+
+
+def parties_with(folder: Path, *active: str) -> Parties:
+    return build_parties(folder, active, [o for o in active if o.startswith("contract.")])
+
+
+class StopsAtFirstStep(InProcessPeer):
+    """Keeps the first training message instead of sending it."""
+
+    def receive_gradient(self) -> TensorMessage:
+        raise Interrupted
+
+    @property
+    def kept(self) -> TensorMessage:
+        assert self._sent is not None
+        return self._sent
+
+    def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
+        """Leave without a word: the session stays open for the test."""
+
+
+def test_each_epoch_charges_every_training_example_once_and_no_other(example: Path) -> None:
+    parties = parties_with(example, MARVELL)
+    run_in_process(parties)
+    rows, ledger = parties.active.rows, parties.session.ledger
+    assert rows is not None
+    bounds = parties.session.leak_bounds()
+    assert bounds.sum_kl.max == pytest.approx(2 / 16, rel=0.02)
+    assert bounds.sum_kl.mean == pytest.approx(2 / 16, rel=0.02)
+    held_out = np.concatenate([rows.splits["validation"], rows.splits["test"]])
+    assert ledger.bounds(held_out).sum_kl.max == 0
+    assert [epoch for epoch, _ in parties.active.ledger] == [0, 1]
+    assert parties.active.ledger[1][1] == bounds
+    assert parties.active.ledger[0][1].sum_kl.max < bounds.sum_kl.max
+
+
+def test_replays_are_charged_nothing(example: Path) -> None:
+    quiet, faulty = parties_with(example, REPEATABLE), parties_with(example, REPEATABLE)
+    run_in_process(quiet)
+    run_in_process(faulty, lambda s, e: FaultyPeer(s, e, loses=lambda count: count % 2 == 0))
+    assert faulty.session.leak_bounds() == quiet.session.leak_bounds()
+
+
+def test_a_repeated_step_is_not_charged_again(example: Path) -> None:
+    parties = parties_with(example, MARVELL)
+    peer = StopsAtFirstStep(parties.session, parties.engine)
+    with pytest.raises(Interrupted):
+        parties.run.run(peer)
+    assert parties.session.leak_bounds().sum_kl.max == 0
+    parties.session.exchange(peer.kept)
+    once = parties.session.leak_bounds()
+    parties.session.exchange(peer.kept)
+    assert parties.session.leak_bounds() == once
+    assert once.sum_kl.max > 0
+
+
+def test_repeated_noise_costs_a_run_no_more_than_an_epoch(example: Path) -> None:
+    persistent = "defense={name: marvell, noise: persistent, insecure_noise_seed: 1}"
+    parties = parties_with(example, persistent, LONGER)
+    run_in_process(parties)
+    assert {bounds.sum_kl.max for _, bounds in parties.active.ledger} == {0.25}
+
+
+def test_without_a_defense_the_ledger_promises_nothing(example: Path) -> None:
+    parties = parties_with(example)
+    run_in_process(parties)
+    assert parties.session.leak_bounds().sum_kl.max == math.inf
+    assert parties.session.leak_bounds().guarantee.mean == pytest.approx(1)
+
+
+@pytest.mark.parametrize("budget", ["{leak_auc: 0.7}", f"{{sum_kl: {sum_kl_for_leak_auc(0.7)}}}"])
+def test_the_answer_that_would_pass_the_budget_is_never_given(example: Path, budget: str) -> None:
+    parties = parties_with(example, REPEATABLE, LONGER, f"run_budget={budget}")
+    free = parties_with(example, REPEATABLE, LONGER)
+    with pytest.raises(BudgetExhausted) as caught:
+        run_in_process(parties)
+    run_in_process(free)
+    session, rows = parties.session, parties.active.rows
+    assert rows is not None
+    assert session.stage is Stage.ENDED
+    assert session.error is caught.value
+    steps = rows.order.steps_per_epoch
+    assert "epoch 3 step 0" in str(caught.value)
+    assert len(parties.active.sent) == len(parties.passive.received) == 3 * steps
+    bounds = session.leak_bounds()
+    assert bounds.guarantee.max <= 0.7
+    assert parties.active.ledger[-1] == (3, bounds)
+    # The free run's ledger names the step, too: one epoch more passes.
+    assert free.active.ledger[2][1] == bounds
+    assert free.active.ledger[3][1].guarantee.max > 0.7
+    # What was given until then is what a run without a budget would have got.
+    sent = zip(parties.active.sent, free.active.sent, strict=False)
+    assert all(torch.equal(one, other) for one, other in sent)
+
+
+def test_a_stopped_run_stays_stopped_and_learns_nothing_from_the_refused_step(
+    example: Path,
+) -> None:
+    parties = parties_with(example, MARVELL, "run_budget={sum_kl: 0.01}")
+    peer = StopsAtFirstStep(parties.session, parties.engine)
+    with pytest.raises(Interrupted):
+        parties.run.run(peer)
+    before = {name: value.clone() for name, value in trainer_state(parties).items()}
+    for _ in range(2):
+        with pytest.raises(BudgetExhausted, match=r"epoch 0 step 0 .* 0\.062"):
+            parties.session.exchange(peer.kept)
+    parties.session.finish_step()
+    assert all(torch.equal(value, before[name]) for name, value in trainer_state(parties).items())
+    assert parties.session.leak_bounds().sum_kl.max == 0
+    assert parties.active.sent == []
+
+
+def trainer_state(parties: Parties) -> dict[str, torch.Tensor]:
+    assert parties.session.trainer is not None
+    return parties.session.trainer.model.state_dict()
+
+
+def test_a_budget_of_whole_answers_is_used_up_to_the_last(example: Path) -> None:
+    free = parties_with(example, REPEATABLE)
+    run_in_process(free)
+    used = free.session.leak_bounds().sum_kl.max
+    for budget, stage in ((used, Stage.FINISHED), (0.999 * used, Stage.ENDED)):
+        parties = parties_with(example, REPEATABLE, f"run_budget={{sum_kl: {budget}}}")
+        if stage is Stage.ENDED:
+            with pytest.raises(BudgetExhausted):
+                run_in_process(parties)
+        else:
+            run_in_process(parties)
+        assert parties.session.stage is stage
+
+
+def test_the_peer_is_told_nothing_of_ledger_or_budget() -> None:
+    status = status_for(BudgetExhausted("epoch 3 step 1: sum_kl 0.25, budget 0.2067"))
+    assert status.details == "stopped: this party cannot go on"
+    assert isinstance(error_from(status.code, status.details), PeerLeft)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["run_budget={leak_auc: 0.7}"], "without a defense"),
+        ([MARVELL, "run_budget={leak_auc: 0.7, sum_kl: 1}"], "exactly one of leak_auc, sum_kl"),
+        ([MARVELL, "run_budget={}"], "exactly one of leak_auc, sum_kl"),
+        ([MARVELL, "run_budget={leak_auc: 0.5}"], "greater than 0.5"),
+        ([MARVELL, "run_budget={sum_kl: 0}"], "greater than 0"),
+        ([MARVELL, "run_budget={leak: 0.7}"], "exactly one of leak_auc, sum_kl"),
+    ],
+)
+def test_budgets_that_cannot_be_meant_are_refused(
+    example: Path, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message) as caught:
+        load_party_settings(ActiveSettings, example / "active.yaml", overrides)
+    assert caught.value.exit_code == 2
+
+
+class LyingRecorder(ActiveRecorder):
+    """Is told of a small charge, whatever was sent."""
+
+    def on_step(self, batch: Batch, result: StepResult) -> None:
+        report = dataclasses.replace(result.report, charge=LeakCharge(0.0625))
+        super().on_step(batch, dataclasses.replace(result, report=report))
+
+
+@pytest.mark.parametrize("recorder_class", [ActiveRecorder, LyingRecorder])
+def test_gradients_that_leak_more_than_they_were_charged_raise_an_alarm(
+    example: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    recorder_class: type[ActiveRecorder],
+) -> None:
+    parties = parties_with(example, "contract.epochs=8", "leak_monitor={queue_batches: 512}")
+    with recorder_class(parties.active_settings, tmp_path) as recorder:
+        parties.session._observer = recorder
+        run_in_process(parties)
+    summary = recorder.summary({})
+    lies = recorder_class is LyingRecorder
+    assert (summary["leak_alarms"] > 0) is lies
+    assert ("LEAK ALARM" in caplog.text) is lies
+
+
+def test_a_run_that_stops_before_its_first_evaluation_has_a_summary_all_the_same(
+    example: Path, tmp_path: Path
+) -> None:
+    parties = parties_with(example, MARVELL, "run_budget={sum_kl: 0.01}")
+    with ActiveRecorder(parties.active_settings, tmp_path) as recorder:
+        parties.session._observer = recorder
+        with pytest.raises(BudgetExhausted):
+            run_in_process(parties)
+    summary = recorder.summary({})
+    assert (summary["epochs"], summary["steps"], summary["test_auc"]) == (0, 0, None)
+    assert summary["ledger"]["guarantee_max"] == 0.5
+    print_summary("active party", summary, console=Console(file=io.StringIO()))
+
+
+def plan_of(folder: Path, *overrides: str, target: float | None = None) -> str:
+    settings = load_party_settings(ActiveSettings, folder / "active.yaml", overrides)
+    console = Console(file=io.StringIO(), width=200)
+    print_plan(settings, PartyData.load(settings.data, folder), target, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("power_ratio", [4, 9, 16, 40])
+def test_the_plan_names_the_epoch_in_which_the_run_then_stops(
+    example: Path, power_ratio: int
+) -> None:
+    overrides = [
+        f"defense={{name: marvell, strength: {{power_ratio: {power_ratio}}}}}",
+        "run_budget={leak_auc: 0.8}",
+        "contract.epochs=25",
+    ]
+    parties = parties_with(example, *overrides)
+    with pytest.raises(BudgetExhausted):
+        run_in_process(parties)
+    stopped_in = parties.active.ledger[-1][0]
+    assert f"the run ends in epoch {stopped_in}" in plan_of(example, *overrides)
+
+
+def test_the_plan_says_when_everything_fits(example: Path) -> None:
+    fits = plan_of(example, MARVELL, "run_budget={leak_auc: 0.7}")
+    assert "all 2 epochs fit" in fits
+    assert "none is set" in plan_of(example, MARVELL)
+    persistent = "defense={name: marvell, noise: persistent, strength: {power_ratio: 16}}"
+    assert "all 500 epochs fit" in plan_of(
+        example, persistent, "run_budget={leak_auc: 0.7}", "contract.epochs=500"
+    )
+
+
+def test_the_plan_admits_what_it_cannot_know(example: Path) -> None:
+    assert "not known before" in plan_of(example, "defense={name: max_norm}")
+    iso = plan_of(example, "defense={name: iso, noise_ratio: 4}")
+    assert "at most 1" in iso  # 4 d/t with d = 4, t = 16
+    assert "tell the label outright" in plan_of(example)
+
+
+def test_the_plan_s_power_ratio_keeps_a_run_below_its_target(example: Path) -> None:
+    text = plan_of(example, MARVELL, "contract.epochs=5", target=0.75)
+    positive = labels_of(example).mean()
+    ratio = power_for_sum_kl(0, 0, 1, 4, positive, sum_kl_for_leak_auc(0.75) / 5)
+    assert f"{ratio:.4g}" in text
+    strength = f"defense={{name: marvell, strength: {{power_ratio: {ratio}}}}}"
+    parties = parties_with(example, strength, "contract.epochs=5")
+    run_in_process(parties)
+    reached = parties.session.leak_bounds().guarantee.max
+    assert reached == pytest.approx(0.75, abs=0.003)
+    assert reached == leak_auc_bound(parties.session.leak_bounds().sum_kl.max)
+
+
+def labels_of(folder: Path) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    lines = (folder / "active.csv").read_text().splitlines()[1:]
+    return np.array([float(line.split(",")[1]) for line in lines])
+
+
+def test_the_epoch_of_the_end_is_the_one_after_the_last_that_fits() -> None:
+    assert stop_epoch(0.25, epochs=10, max_sum_kl=0.9) == 3
+    assert stop_epoch(0.25, epochs=10, max_sum_kl=1.0) == 4
+    assert stop_epoch(0.25, epochs=3, max_sum_kl=1.0) is None
+    assert stop_epoch(0.25, epochs=4, max_sum_kl=1.0) is None
+    assert stop_epoch(2.0, epochs=4, max_sum_kl=1.0) == 0
+    assert stop_epoch(math.inf, epochs=4, max_sum_kl=1.0) == 0
+    assert stop_epoch(0.0, epochs=4, max_sum_kl=1.0) is None

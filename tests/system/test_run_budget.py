@@ -1,0 +1,136 @@
+"""A budget ends a real run of two processes where plan and ledger say."""
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from active_party.ledger import LeakLedger
+from active_party.plan import print_plan
+from active_party.settings import ActiveSettings
+from common.party_data import PartyData
+from common.party_settings import load_party_settings
+from tests.runs import write_example
+from tests.system.processes import ROOT, Pair, started
+
+BUDGET = [
+    "defense={name: marvell, strength: {power_ratio: 16}}",
+    "run_budget={leak_auc: 0.7}",
+]
+EPOCHS = "contract.epochs=10"
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pair, tuple[int, int]]:
+    folder = tmp_path_factory.mktemp("stopped")
+    write_example(folder)
+    with started(folder, EPOCHS, active=BUDGET) as pair:
+        return folder, pair, pair.wait()
+
+
+def metrics(pair: Pair, kind: str) -> list[dict[str, Any]]:
+    lines = (pair.active.results() / "metrics.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if line["kind"] == kind]
+
+
+def planned(folder: Path, overrides: Sequence[str]) -> str:
+    settings = load_party_settings(ActiveSettings, folder / "active.yaml", overrides)
+    console = Console(file=(text := io.StringIO()), width=200)
+    print_plan(settings, PartyData.load(settings.data, folder), console=console)
+    return text.getvalue()
+
+
+def test_the_run_stops_in_the_epoch_that_the_plan_names_with_an_exit_code_of_its_own(
+    stopped: tuple[Path, Pair, tuple[int, int]],
+) -> None:
+    folder, pair, exit_codes = stopped
+    assert exit_codes == (5, 4), pair.outputs
+    assert "the run ends in epoch 3 " in planned(folder, [*BUDGET, EPOCHS])
+    assert "run_budget: epoch 3 step 0 would take an example to sum_kl 0.2" in pair.active.output
+    assert "the budget is sum_kl 0.2068, a guaranteed leak AUC of 0.7000" in pair.active.output
+
+
+def test_the_last_answer_is_the_last_that_the_ledger_allows(
+    stopped: tuple[Path, Pair, tuple[int, int]],
+) -> None:
+    _, pair, _ = stopped
+    assert {(line["epoch"], line["step"]) for line in metrics(pair, "train")} == {
+        (epoch, step) for epoch in range(3) for step in range(4)
+    }
+    ledger = metrics(pair, "ledger")
+    assert [line["epoch"] for line in ledger] == [0, 1, 2, 3]
+    assert ledger[2]["guarantee_max"] <= 0.7
+    # One more epoch like the others would not have fitted.
+    per_epoch = ledger[2]["sum_kl_max"] / 3
+    assert ledger[2]["sum_kl_max"] + per_epoch > 0.2068
+    assert ledger[3] | {"epoch": 2, "time_s": 0} == ledger[2] | {"time_s": 0}
+
+
+def test_checkpoint_summary_and_ledger_are_left(
+    stopped: tuple[Path, Pair, tuple[int, int]],
+) -> None:
+    _, pair, _ = stopped
+    assert pair.active.has_checkpoint
+    assert pair.passive.has_checkpoint
+    summary = json.loads((pair.active.results() / "summary.json").read_text())
+    assert summary["epochs"] == 3
+    assert summary["test_auc"] > 0.5
+    assert summary["leak_alarms"] == 0
+    assert 0.6 < summary["ledger"]["guarantee_max"] <= 0.7
+    stored = load_file(pair.active.results() / "checkpoint" / "ledger.safetensors")
+    ledger = LeakLedger(360)
+    ledger.load_state_dict(stored)
+    charged = torch.nonzero(stored["settled"]).reshape(-1).numpy()
+    assert 0 < len(charged) < 360
+    assert ledger.bounds(charged).sum_kl.max == summary["ledger"]["sum_kl_max"]
+    assert ledger.bounds(np.arange(360)).guarantee.max == summary["ledger"]["guarantee_max"]
+
+
+def test_the_peer_learns_that_the_run_has_ended_and_nothing_else(
+    stopped: tuple[Path, Pair, tuple[int, int]],
+) -> None:
+    _, pair, _ = stopped
+    assert "the peer cannot go on; its own log says why" in pair.passive.output
+    for word in ("budget", "ledger", "sum_kl"):
+        assert word not in pair.passive.output
+
+
+def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "active_party", "plan", str(folder / "active.yaml"), *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_plan_is_a_command_that_trains_nothing(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    overrides = [text for override in (*BUDGET, EPOCHS) for text in ("--set", override)]
+    done = command(tmp_path, *overrides, "--target-leak-auc", "0.7")
+    assert done.returncode == 0, done.stderr
+    assert "the run ends in epoch 3 " in done.stdout
+    assert "48.3" in done.stdout  # 10 epochs at sum_kl 0.2068: the power ratio by the guarantee
+    assert not (tmp_path / "runs").exists()
+    refused = command(tmp_path, *overrides, "--target-leak-auc", "1.5")
+    assert refused.returncode == 2
+    assert "--target-leak-auc" in refused.stderr
+
+
+def test_a_budget_without_a_defense_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    (tmp_path / "active.csv").unlink()
+    done = command(tmp_path, "--set", "run_budget={leak_auc: 0.7}")
+    assert done.returncode == 2
+    assert "run_budget" in done.stderr

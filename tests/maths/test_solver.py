@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from benchmarks.solver import (
     Instance,
     brute_force,
     count_failures,
+    is_feasible,
     objective,
     random_instance,
     simplex_grid,
@@ -42,6 +44,54 @@ def test_no_point_of_a_grid_over_all_four_variances_is_better() -> None:
         instance = moderate_instance(generator)
         best = float(objective(instance, grid).min())
         assert solve_noise(*instance).sum_kl <= best * (1 + 1e-12)
+
+
+EDGES: dict[str, dict[str, float]] = {
+    "one column": {"cut_dim": 1},
+    "rare positives": {"pos_fraction": 1e-6},
+    "rare negatives": {"pos_fraction": 1 - 1e-6},
+    "bare negatives": {"neg_variance": 0.0},
+    "bare positives": {"pos_variance": 0.0},
+    "bare classes": {"neg_variance": 0.0, "pos_variance": 0.0},
+    "like spreads": {"neg_variance": 0.125, "pos_variance": 0.125},
+    "no gap": {"gap_squared": 0.0},
+}
+
+
+def edge_instances(edge: dict[str, float], scale: float, seed: int) -> Iterator[Instance]:
+    generator = random.Random(seed)
+    for _ in range(15):
+        u, v, c, d, p, power = moderate_instance(generator)
+        sizes = {"neg_variance": u / c, "pos_variance": v / c, "gap_squared": 1.0} | edge
+        yield (
+            scale * sizes["neg_variance"],
+            scale * sizes["pos_variance"],
+            scale * sizes["gap_squared"],
+            int(edge.get("cut_dim", d)),
+            edge.get("pos_fraction", p),
+            scale * power / c,
+        )
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1.0, 1e8])
+@pytest.mark.parametrize("edge", EDGES.values(), ids=EDGES)
+def test_no_point_of_the_grid_is_better_at_the_edges(edge: dict[str, float], scale: float) -> None:
+    grid = simplex_grid(steps=16)
+    for instance in edge_instances(edge, scale, seed=9):
+        with np.errstate(divide="ignore", invalid="ignore"):  # some points leave a class bare
+            best = float(np.nanmin(objective(instance, grid)))
+        solution = solve_noise(*instance)
+        assert solution.sum_kl <= best * (1 + 1e-12)
+        assert is_feasible(instance, solution)
+
+
+@pytest.mark.parametrize("edge", [name for name in EDGES if not name.startswith("bare")])
+def test_divergence_at_the_edges_is_that_of_the_noise_returned(edge: str) -> None:
+    for instance in edge_instances(EDGES[edge], scale=1.0, seed=10):
+        solution = solve_noise(*instance)
+        literal = divergence(instance, solution)
+        rounding = 1e-12 * (literal + instance[3])
+        assert abs(literal - solution.sum_kl) <= 1e-9 * solution.sum_kl + rounding
 
 
 def test_divergence_is_that_of_a_polished_search() -> None:

@@ -85,13 +85,17 @@ def scalars(keys: Tensor) -> Tensor:
 
 
 def _load(path: Path) -> NoiseKey:
+    # Not blocking, for a pipe in the file's place would be waited for.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(path, flags)
     except OSError as error:
         raise SettingsError(f"{path}: the noise key cannot be read: {error.strerror}") from error
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         _refuse_if_shared(path, os.fstat(descriptor))
-        key = file.read(_KEY_BYTES + 1)
+        key = os.read(descriptor, _KEY_BYTES + 1)
+    finally:
+        os.close(descriptor)
     if len(key) != _KEY_BYTES:
         raise SettingsError(f"{path}: expected a noise key of {_KEY_BYTES} bytes, got another size")
     return NoiseKey(key)

@@ -212,13 +212,15 @@ def label_moves(rows: Tensor, positive: Tensor, probabilities: Tensor | None) ->
         ValueError: the probabilities are missing, of another number, or outside [0, 1].
     """
     residuals = _checked(probabilities, rows).double() - positive.double()
-    common = _common_move(rows, residuals)
+    row_lengths, common = _lengths_and_common_move(rows, residuals)
     small = residuals.abs() < _SMALLEST_RESIDUAL
     divisors = torch.where(small, 1.0, residuals)
     values = (rows / divisors[:, None].to(rows.dtype)).nan_to_num_()
-    values = torch.where(small[:, None], common.to(rows.dtype), values)
-    lengths = row_norms(rows) / divisors.abs()
-    return LabelMoves(values, torch.where(small, row_norms(common[None]), lengths))
+    lengths = row_lengths / divisors.abs()
+    sure = small.nonzero().squeeze(1)
+    values[sure] = common.to(rows.dtype)
+    lengths[sure] = row_norms(common[None])
+    return LabelMoves(values, lengths)
 
 
 def own_scalars(example_keys: Tensor | None, rows: Tensor) -> Tensor:
@@ -243,16 +245,21 @@ def _checked(probabilities: Tensor | None, rows: Tensor) -> Tensor:
     return probabilities
 
 
-def _common_move(rows: Tensor, residuals: Tensor) -> Tensor:
-    """Return the J that explains (p - y) J best over the batch, (cut_dim,) float64."""
+def _lengths_and_common_move(rows: Tensor, residuals: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows' norms, (batch,), and the J that explains (p - y) J best, (cut_dim,).
+
+    Both float64, in one pass.
+    """
     largest = largest_size(rows)
     unit = torch.where(largest > 0, largest, 1.0)
-    weights = residuals / torch.linalg.vector_norm(residuals).clamp(min=1e-300)
+    size = torch.linalg.vector_norm(residuals).clamp(min=1e-200)
+    weights = residuals / size
     move = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
+    lengths = []
     for part, chunk in in_chunks(rows, unit):
-        move += weights[part] @ chunk
-    size = torch.linalg.vector_norm(residuals)
-    return torch.where(size > 0, move * unit / size.clamp(min=1e-300), 0.0)
+        lengths.append(torch.linalg.vector_norm(chunk, dim=1))
+        move.addmv_(chunk.T, weights[part])
+    return torch.cat(lengths).mul_(unit), move * (unit / size)
 
 
 def _report(moves: LabelMoves, noise_ratio: float, charge: LeakCharge) -> DefenseReport:

@@ -5,7 +5,10 @@ from collections.abc import Callable
 
 import torch
 
-from active_party.defenses import build_defense
+from active_party.defenses import build_defense, open_noise_key
+from active_party.defenses.example_keys import GRADIENT_NOISE, example_keys
+from active_party.defenses.label_noise import draw_noisy_labels
+from active_party.defenses.settings import NoisyLabelDefense
 from active_party.early_stopping import EarlyStop
 from active_party.session import ActiveSession, SessionObserver
 from active_party.settings import ActiveSettings
@@ -19,13 +22,20 @@ from common.run_course import AlignedRows
 
 
 class TrainerBuilder:
-    """Makes the trainer once the common rows are known, and keeps the encoder fitted on them."""
+    """Makes the trainer once the common rows are known, and keeps the encoder fitted on them.
+
+    Raises:
+        SettingsError: there is a noise key that cannot be used.
+        StorageError: one is needed and cannot be written.
+    """
 
     def __init__(self, settings: ActiveSettings, data: PartyData, device: torch.device) -> None:
         self.encoder: FeatureEncoder | None = None
         self._settings = settings
         self._data = data
         self._device = device
+        # Now rather than at the first step: a key that others can read ends a run before it begins.
+        self._noise_key = open_noise_key(settings.defense, settings.noise_key_file())
 
     def __call__(self, rows: AlignedRows) -> TopTrainer:
         """Build the trainer.
@@ -34,7 +44,8 @@ class TrainerBuilder:
             DataError: a split has rows of one class only.
         """
         settings, contract = self._settings, self._settings.contract
-        labels = self._data.labels_of([self._data.ids[row] for row in rows.file_rows])
+        ids = [self._data.ids[row] for row in rows.file_rows]
+        labels = self._data.labels_of(ids)
         for name, positions in rows.splits.items():
             positives = int(labels[positions].sum())
             if len(positions) and positives in (0, len(positions)):
@@ -50,15 +61,24 @@ class TrainerBuilder:
             seed=settings.model_seed,
         )
         model.to(self._device)
+        defense, key, keys, noisy_labels = settings.defense, self._noise_key, None, None
+        if key is not None and isinstance(defense, NoisyLabelDefense):
+            noisy_labels = draw_noisy_labels(defense.mechanism, labels, key, ids)
+        elif key is not None:
+            keys = example_keys(key, ids, GRADIENT_NOISE)
         return TopTrainer(
             model=model,
             optimizer=build_optimizer(settings.optimizer, model.parameters()),
             schedule=contract.schedule,
             total_steps=rows.total_steps(contract),
-            defense=build_defense(settings.defense),
+            defense=build_defense(defense, key),
             features=features,
             labels=labels,
             device=self._device,
+            example_keys=keys,
+            noisy_labels=noisy_labels,
+            top_learns_noisy=not isinstance(defense, NoisyLabelDefense)
+            or defense.top_labels == "noisy",
         )
 
 

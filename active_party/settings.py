@@ -1,5 +1,6 @@
 """The active party's settings."""
 
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -81,6 +82,15 @@ class ActiveSettings(PartySettings):
     defense: DefenseSettings
     """What is done to each gradient before it is sent. Private: the peer never learns it."""
 
+    noise_key_path: Path | None = None
+    """File of the secret key of persistent noise and noisy labels, made with mode 0600.
+
+    Relative to this settings file. By default it lies beside the checkpoint: a run that goes on
+    keeps its noise, and a new run draws its own. Give a path to keep the noise over several runs on
+    the same labels, which then tell together what the first one tells. Whoever reads this file
+    subtracts the noise.
+    """
+
     leak_monitor: AuditSettings | None = AuditSettings()
     """Attacks that this party runs on its own defended gradients; ``null`` for none."""
 
@@ -93,6 +103,12 @@ class ActiveSettings(PartySettings):
 
     early_stopping: EarlyStopping | None = None
     """When to stop before the contract's last epoch. The peer then learns when the run ends."""
+
+    def noise_key_file(self) -> Path:
+        """Return where the noise key lies."""
+        if self.noise_key_path is not None:
+            return self.base_dir / self.noise_key_path
+        return self.runs_dir / self.contract.run_name / "active" / "checkpoint" / "noise.key"
 
     @model_validator(mode="after")
     def _needs_what_it_uses(self) -> "ActiveSettings":

@@ -1,0 +1,284 @@
+"""The noise key on disk, and whole runs whose noise is drawn from it."""
+
+import logging
+import os
+import re
+import stat
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from active_party import assembly
+from active_party.defenses.example_keys import load_or_create_key
+from active_party.defenses.settings import LabelMechanism
+from common.errors import SettingsError, StorageError
+from common.run_folder import open_run_folder
+from tests.peers import FaultyPeer
+from tests.runs import Parties, build_parties, run_in_process, write_example
+
+PERSISTENT = ["iso", "max_norm", "max_norm_positive", "marvell"]
+MECHANISMS = [
+    "{kind: gaussian, noise_ratio: 2.0}",
+    "{kind: laplace, epsilon: 1.0}",
+    "{kind: randomized_response, epsilon: 1.0}",
+]
+KEYED = [f"{{name: {name}, noise: persistent}}" for name in PERSISTENT] + [
+    f"{{name: noisy_label, mechanism: {mechanism}}}" for mechanism in MECHANISMS
+]
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("example")
+    write_example(folder)
+    return folder
+
+
+# ---- the file
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_key_is_made_for_its_owner_alone_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        key = load_or_create_key(tmp_path / "checkpoint" / "noise.key")
+    finally:
+        os.umask(before)
+    assert mode_of(tmp_path / "checkpoint" / "noise.key") == 0o600
+    assert len(key) == 32
+    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["noise.key"]
+
+
+def test_it_is_never_open_to_others_not_even_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file is born with its final mode and under a name that did not exist."""
+    created: list[tuple[int, int]] = []
+    real = os.open
+
+    def watching(path: Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_CREAT:
+            created.append((flags, mode))
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", watching)
+    load_or_create_key(tmp_path / "noise.key")
+    assert len(created) == 1
+    assert created[0][0] & os.O_EXCL
+    assert created[0][1] == 0o600
+
+
+def test_a_key_is_kept_and_another_file_holds_another(tmp_path: Path) -> None:
+    first = load_or_create_key(tmp_path / "noise.key")
+    assert load_or_create_key(tmp_path / "noise.key") == first
+    assert load_or_create_key(tmp_path / "other.key") != first
+
+
+def test_workers_that_start_together_agree_on_a_key(tmp_path: Path) -> None:
+    keys: list[bytes] = []
+    barrier = threading.Barrier(8)
+
+    def start() -> None:
+        barrier.wait()
+        keys.append(load_or_create_key(tmp_path / "noise.key"))
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(keys) == 8
+    assert len(set(keys)) == 1
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o644, 0o610])
+def test_a_key_that_others_may_read_or_write_is_refused(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "noise.key"
+    load_or_create_key(path)
+    path.chmod(mode)
+    with pytest.raises(SettingsError, match=f"mode {mode:04o}.*expected 0600"):
+        load_or_create_key(path)
+    path.chmod(0o600)
+    load_or_create_key(path)
+
+
+def test_a_key_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load_or_create_key(tmp_path / "noise.key")
+    monkeypatch.setattr(os, "geteuid", lambda: 4_000_000)
+    with pytest.raises(SettingsError, match="belongs to user"):
+        load_or_create_key(tmp_path / "noise.key")
+
+
+def _link(path: Path) -> None:
+    load_or_create_key(path.with_name("real.key"))
+    path.symlink_to(path.with_name("real.key"))
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda path: path.write_bytes(b""), "32 bytes"),
+        (lambda path: path.write_bytes(bytes(31)), "32 bytes"),
+        (lambda path: path.write_bytes(bytes(33)), "32 bytes"),
+        (lambda path: path.mkdir(), "something else"),
+        (os.mkfifo, "something else"),
+        (_link, "cannot be read"),
+        (lambda path: path.symlink_to(path.with_name("nothing")), "cannot be read"),
+    ],
+)
+def test_what_is_no_key_is_refused(
+    tmp_path: Path, make: Callable[[Path], object], complaint: str
+) -> None:
+    path = tmp_path / "noise.key"
+    make(path)
+    if not path.is_symlink():
+        path.chmod(0o600)
+    with pytest.raises(SettingsError, match=complaint):
+        load_or_create_key(path)
+
+
+def test_a_folder_that_cannot_be_made_is_a_storage_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot be written"):
+        load_or_create_key(tmp_path / "file" / "noise.key")
+
+
+# ---- whole runs
+
+
+def parties_of(example: Path, runs: Path, defense: str, more: Sequence[str] = ()) -> Parties:
+    return build_parties(example, [f"defense={defense}", f"runs_dir={runs}", *more])
+
+
+def key_path(runs: Path) -> Path:
+    return runs / "small" / "active" / "checkpoint" / "noise.key"
+
+
+def noise_of(parties: Parties) -> Tensor:
+    """Return what a trainer draws its noise from: secret bits, or noisy less true labels."""
+    trainer = parties.session.trainer
+    assert trainer is not None
+    if trainer._noisy is not None:
+        return trainer._noisy - trainer._labels
+    assert trainer._example_keys is not None
+    return trainer._example_keys
+
+
+@pytest.mark.parametrize("defense", KEYED)
+def test_a_run_trains_with_noise_from_its_key_and_names_it_nowhere(
+    example: Path, tmp_path: Path, defense: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    parties = parties_of(example, tmp_path, defense)
+    assert mode_of(key_path(tmp_path)) == 0o600  # before anything is trained
+    run_in_process(parties)
+    assert len(parties.active.evaluations) == 4
+    for sent, received in zip(parties.active.sent, parties.passive.received, strict=True):
+        assert torch.equal(sent, received)
+        assert torch.isfinite(received).all()
+    key = key_path(tmp_path).read_bytes()
+    assert key.hex() not in caplog.text
+    assert repr(key) not in caplog.text
+
+
+@pytest.mark.parametrize("defense", ["none", "marvell"])
+def test_a_run_that_needs_no_key_makes_none(example: Path, tmp_path: Path, defense: str) -> None:
+    run_in_process(parties_of(example, tmp_path, f"{{name: {defense}}}"))
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("defense", [KEYED[3], KEYED[4], KEYED[6]])
+def test_a_run_that_goes_on_keeps_its_noise_and_a_new_one_draws_its_own(
+    example: Path, tmp_path: Path, defense: str
+) -> None:
+    def run() -> Tensor:
+        parties = parties_of(example, tmp_path, defense)
+        run_in_process(parties)
+        return noise_of(parties)
+
+    first, resumed = run(), run()
+    open_run_folder(tmp_path, "small", "active")  # what a new start does with an old run's results
+    fresh = run()
+    assert torch.equal(first, resumed)
+    assert (first != fresh).float().mean() > (0.3 if "randomized" in defense else 0.99)
+
+
+def test_a_key_at_a_path_of_its_own_is_used_there(example: Path, tmp_path: Path) -> None:
+    path = tmp_path / "keys" / "mine.key"
+    parties = parties_of(example, tmp_path, KEYED[3], [f"noise_key_path={path}"])
+    assert mode_of(path) == 0o600
+    assert not key_path(tmp_path).exists()
+    assert parties.active_settings.noise_key_file() == path
+    path.chmod(0o644)
+    with pytest.raises(SettingsError, match="expected 0600"):
+        parties_of(example, tmp_path, KEYED[3], [f"noise_key_path={path}"])
+
+
+def test_an_insecure_seed_makes_no_file_and_warns(
+    example: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    noises = []
+    for _ in range(2):
+        parties = parties_of(
+            example, tmp_path, "{name: marvell, noise: persistent, insecure_noise_seed: 3}"
+        )
+        run_in_process(parties)
+        noises.append(noise_of(parties))
+    assert torch.equal(*noises)
+    assert "INSECURE" in caplog.text
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("defense", KEYED)
+def test_lost_replies_change_no_bit(example: Path, tmp_path: Path, defense: str) -> None:
+    seeded = re.sub(r"\}$", ", insecure_noise_seed: 1}", defense)
+    quiet, faulty = (parties_of(example, tmp_path, seeded) for _ in range(2))
+    run_in_process(quiet)
+    run_in_process(faulty, lambda s, e: FaultyPeer(s, e, loses=lambda count: count % 2 == 0))
+    weights = quiet.weights()
+    assert all(torch.equal(weights[name], value) for name, value in faulty.weights().items())
+
+
+def with_other_labels(example: Path, folder: Path) -> Path:
+    """Copy the example with every third label turned round."""
+    write_example(folder)
+    lines = (example / "active.csv").read_text().splitlines()
+    for number in range(1, len(lines), 3):
+        name, label, rest = lines[number].split(",", 2)
+        lines[number] = f"{name},{1 - int(label)},{rest}"
+    (folder / "active.csv").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize("top_labels", ["noisy", "true"])
+def test_with_noisy_top_labels_the_true_ones_change_no_bit_of_what_the_peer_gets(
+    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, top_labels: str
+) -> None:
+    """The same noisy labels, other true ones. With true top labels the same test finds the leak."""
+    noisy: dict[str, float] = {}
+
+    def draw_once(mechanism: LabelMechanism, labels: Tensor, key: bytes, ids: list[str]) -> Tensor:
+        generator = torch.Generator().manual_seed(1)
+        for name, label in zip(ids, labels.tolist(), strict=True):
+            noisy.setdefault(name, label + float(torch.randn((), generator=generator)))
+        return torch.tensor([noisy[name] for name in ids])
+
+    monkeypatch.setattr(assembly, "draw_noisy_labels", draw_once)
+    defense = f"{{name: noisy_label, top_labels: {top_labels}}}"
+    received, weights = [], []
+    for folder in (example, with_other_labels(example, tmp_path / "other")):
+        parties = parties_of(folder, tmp_path, defense)
+        run_in_process(parties)
+        received.append(torch.cat(parties.passive.received))
+        weights.append(parties.weights())
+    same = torch.equal(received[0], received[1])
+    assert same is (top_labels == "noisy")
+    assert all(torch.equal(weights[1][n], v) for n, v in weights[0].items()) is same

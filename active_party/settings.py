@@ -87,8 +87,8 @@ class ActiveSettings(PartySettings):
 
     Relative to this settings file. By default it lies beside the checkpoint: a run that goes on
     keeps its noise, and a new run draws its own. Give a path to keep the noise over several runs on
-    the same labels, which then tell together what the first one tells. Whoever reads this file
-    subtracts the noise.
+    the same labels with the same defense, which then tell together what the first one tells. With
+    another strength, what they tell adds up. Whoever reads this file subtracts the noise.
     """
 
     leak_monitor: AuditSettings | None = AuditSettings()

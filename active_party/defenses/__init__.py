@@ -9,6 +9,7 @@ from pathlib import Path
 
 from active_party.defenses.example_keys import (
     NoiseKey,
+    key_for,
     key_from_insecure_seed,
     key_name,
     load_or_create_key,
@@ -82,21 +83,36 @@ def build_defense(settings: DefenseSettings, noise_key: NoiseKey | None = None) 
             return _build_fresh(settings)
 
 
-def open_noise_key(settings: DefenseSettings, path: Path) -> NoiseKey | None:
-    """Return the noise key at a path, made if there is none; None if the defense needs none.
+def open_noise_key(settings: DefenseSettings, cut_dim: int, path: Path) -> NoiseKey | None:
+    """Return the key that a defense draws its noise from; None if the defense needs none.
+
+    The file at ``path``, made if there is none, gives every strength a key of its own. The same
+    noise at two strengths would be two equations for noise and label; so another strength draws
+    other noise, of which no more is known than of fresh noise.
 
     Raises:
         SettingsError: the file is not a key, or others may know it.
         StorageError: there is none, and none can be written.
     """
-    if isinstance(settings, NoDefense):
-        return None
-    if not isinstance(settings, NoisyLabelDefense) and settings.noise == "fresh":
-        return None
+    match settings:
+        case NoDefense():
+            return None
+        case NoisyLabelDefense():
+            strength = f"{settings.mechanism!r}"
+        case _ if settings.noise == "fresh":
+            return None
+        case IsoDefense():
+            strength = f"{settings.amplitude!r} in {cut_dim}"
+        case MarvellDefense():
+            strength = f"{repeated_sum_kl(settings.strength)!r}"
+        case _:
+            strength = "to the largest norm"
     if settings.insecure_noise_seed is None:
-        return load_or_create_key(path)
-    _warn_of_seed()
-    return key_from_insecure_seed(settings.insecure_noise_seed)
+        key = load_or_create_key(path)
+    else:
+        _warn_of_seed()
+        key = key_from_insecure_seed(settings.insecure_noise_seed)
+    return key_for(key, f"{settings.name} {strength}")
 
 
 def _present(noise_key: NoiseKey | None, name: str) -> NoiseKey:

@@ -49,6 +49,17 @@ def key_from_insecure_seed(seed: int) -> NoiseKey:
     return NoiseKey(hashlib.blake2b(b"%d" % seed, digest_size=_KEY_BYTES).digest())
 
 
+def key_for(key: NoiseKey, strength: str) -> NoiseKey:
+    """Derive the key of one strength of one defense: noise of two strengths has nothing in common.
+
+    Two answers with the same noise at different strengths could be solved for it.
+    """
+    digest = hashlib.blake2b(
+        strength.encode(), digest_size=_KEY_BYTES, key=key, person=b"strength's key"
+    )
+    return NoiseKey(digest.digest())
+
+
 def key_name(key: NoiseKey) -> str:
     """Return a name that tells keys apart and says nothing of them."""
     return hashlib.blake2b(digest_size=8, key=key, person=b"name of the key").hexdigest()

@@ -3,6 +3,7 @@
 import math
 import multiprocessing
 from collections.abc import Callable
+from pathlib import Path
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from active_party.defenses import Defense, DefenseSettings, build_defense
+from active_party.defenses import Defense, DefenseSettings, build_defense, open_noise_key
 from active_party.defenses.example_keys import (
     GRADIENT_NOISE,
     LABEL_NOISE,
@@ -235,6 +236,62 @@ def test_a_power_that_alternates_between_1_and_4_is_solved_for() -> None:
     scales = [torch.full((len(IDS),), ratio, dtype=torch.float64) for ratio in ratios]
     assert leak_auc(answers[0].measured(), labels) == pytest.approx(formula(1), abs=0.025)
     assert leak_auc(solved(answers, scales), labels) > 0.999
+
+
+def test_another_strength_draws_other_noise_from_the_same_file(tmp_path: Path) -> None:
+    """The same attack on keys as a run takes them: the two charges add up, and no more."""
+    epochs = epochs_of_a_run(2)
+    answers, charge = [], 0.0
+    for epoch, ratio in zip(epochs, (1.0, 2.0), strict=True):
+        settings = MarvellDefense(noise="persistent", strength=PowerRatio(power_ratio=ratio**2))
+        key = open_noise_key(settings, CUT_DIM, tmp_path / "noise.key")
+        assert key is not None
+        sent, report = build_defense(settings, key).defend(
+            epoch.raw,
+            epoch.labels,
+            example_keys=keys_of(IDS, key),
+            probabilities=epoch.probabilities,
+        )
+        answers.append(epoch.sends(sent))
+        charge += report.charge.sum_kl
+    labels = epochs[0].labels
+    bound = NormalDist().cdf(math.sqrt(charge / 2))
+    best = 4 * answers[0].measured() + answers[1].measured()  # weighed by 1/k^2
+    scales = [torch.full((len(IDS),), ratio, dtype=torch.float64) for ratio in (1.0, 2.0)]
+    assert leak_auc(best, labels) == pytest.approx(bound, abs=0.025)
+    assert leak_auc(solved(answers, scales), labels) < bound
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (IsoDefense(noise_ratio=1.0), IsoDefense(noise_ratio=2.0)),
+        (MarvellDefense(), MarvellDefense(strength=SumKl(sum_kl=0.2))),
+        (IsoDefense(), MarvellDefense()),
+        (MaxNormDefense(), MarvellDefense()),
+    ],
+)
+def test_a_file_gives_every_strength_a_key_and_keeps_it(
+    tmp_path: Path, first: DefenseSettings, second: DefenseSettings
+) -> None:
+    def key_of(settings: DefenseSettings, cut_dim: int = CUT_DIM) -> NoiseKey | None:
+        chosen = settings.model_copy(update={"noise": "persistent"})
+        return open_noise_key(chosen, cut_dim, tmp_path / "noise.key")
+
+    assert key_of(first) == key_of(first)
+    assert key_of(first) != key_of(second)
+    assert (key_of(first) != key_of(first, 9)) is isinstance(first, IsoDefense)
+
+
+def test_the_same_strength_in_another_unit_is_the_same_noise(tmp_path: Path) -> None:
+    strengths: list[Strength] = [PowerRatio(power_ratio=4), SumKl(sum_kl=0.25)]
+    keys = {
+        open_noise_key(
+            MarvellDefense(noise="persistent", strength=strength), 8, tmp_path / "noise.key"
+        )
+        for strength in strengths
+    }
+    assert len(keys) == 1
 
 
 def test_a_fixed_vector_scaled_by_the_largest_norm_is_solved_for() -> None:

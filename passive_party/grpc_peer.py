@@ -189,12 +189,13 @@ class GrpcPeer:
                         self._address,
                         self._reconnect.max_s,
                     )
-                if now - lost_at + wait_s > self._reconnect.max_s:
+                left_s = lost_at + self._reconnect.max_s - now
+                if left_s <= 0:
                     raise PeerUnreachable(
                         f"{self._address} has not answered for {self._reconnect.max_s:g} s "
                         f"(reconnect.max_s)"
                     ) from error
-            self._sleep(wait_s * random.uniform(0.5, 1.0))
+            self._sleep(min(wait_s * random.uniform(0.5, 1.0), left_s))
             wait_s = min(2 * wait_s, self._reconnect.longest_wait_s)
 
     def _sleep(self, wait_s: float) -> None:

@@ -9,14 +9,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 ROOT = Path(__file__).parents[2]
 
-START_S = 60.0
+START_S = 120.0
 """How long a party may take to start, on a machine that others use as well."""
+
+AT_ONCE = 4
+"""Independent things that are done at the same time."""
 
 PartyName = Literal["active", "passive"]
 ResultT = TypeVar("ResultT")
@@ -132,7 +135,11 @@ class Pair(NamedTuple):
 
 @contextmanager
 def started(
-    folder: Path, *both: str, active: Sequence[str] = (), passive: Sequence[str] = ()
+    folder: Path,
+    *both: str,
+    active: Sequence[str] = (),
+    passive: Sequence[str] = (),
+    in_turn: bool = False,
 ) -> Iterator[Pair]:
     """Start both parties on a free port; whoever still runs in the end is killed.
 
@@ -141,17 +148,17 @@ def started(
         both: overrides for both parties.
         active: further overrides for the active party.
         passive: further overrides for the passive party.
+        in_turn: start the passive party when the active party waits for it.
     """
     address = free_address()
-    pair = Pair(
-        Party("active", folder, f"listen={address}", *both, *active),
-        Party("passive", folder, f"connect={address}", *both, *passive),
-    )
-    try:
-        yield pair
-    finally:
-        for party in pair:
-            party.kill()
+    with ExitStack() as stack:
+        active_party = Party("active", folder, f"listen={address}", *both, *active)
+        stack.callback(active_party.kill)
+        if in_turn:
+            active_party.wait_until_says("waiting for the passive party")
+        passive_party = Party("passive", folder, f"connect={address}", *both, *passive)
+        stack.callback(passive_party.kill)
+        yield Pair(active_party, passive_party)
 
 
 @contextmanager
@@ -173,5 +180,5 @@ def free_address() -> str:
 
 def side_by_side(*actions: Callable[[], ResultT]) -> list[ResultT]:
     """Do independent things at the same time: starting a process takes seconds."""
-    with ThreadPoolExecutor(len(actions)) as pool:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
         return [future.result() for future in [pool.submit(action) for action in actions]]

@@ -45,7 +45,9 @@ class Marvell(ClassMemory):
         from_earlier: fit the noise to the batches before this one, so that this one's share of
             positives does not show in its scale. The first batches, until both classes have been
             seen, get noise without signal.
-        reduce: adds up a tensor over all workers that hold parts of the same batch.
+        reduce: adds up a tensor over all workers that hold parts of the same batch, so that they
+            add the noise that one worker with all of it would. Only an answer without signal goes
+            by the worker's own part.
     """
 
     def __init__(

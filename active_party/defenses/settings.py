@@ -88,7 +88,7 @@ class PowerRatio(Section):
 class SumKl(Section):
     """Strength given as what may be left: the least power that leaves no more divergence."""
 
-    sum_kl: float = Field(gt=0, le=1e6)
+    sum_kl: float = Field(ge=1e-9, le=1e6)
     """Symmetrised divergence of the classes in one answer; 0.16 to 0.64 in the technical report."""
 
 

@@ -5,15 +5,17 @@ import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from active_party.defenses import DefenseSettings, build_defense
-from active_party.defenses.class_statistics import BatchClasses, measure_classes
+from active_party.defenses import DefenseReport, DefenseSettings, build_defense
+from active_party.defenses.class_statistics import measure_classes
+from active_party.defenses.marvell import Marvell
+from active_party.defenses.noise import InsecureSeededNoise
 from active_party.defenses.settings import (
     DetectionError,
     IsoDefense,
@@ -23,7 +25,7 @@ from active_party.defenses.settings import (
     Strength,
     SumKl,
 )
-from active_party.defenses.strength import allowed_sum_kl
+from active_party.defenses.strength import allowed_sum_kl, power_rule
 from active_party.defenses.sum_kl import (
     leak_auc_bound,
     power_for_sum_kl,
@@ -247,7 +249,7 @@ def test_a_strength_is_chosen_by_its_key() -> None:
         ("defense.strength={leak_auc: 0.5}", "greater than 0.5"),
         ("defense.strength={leak_auc: 1}", "less than 1"),
         ("defense.strength={detection_error: 0.5}", "less than 0.5"),
-        ("defense.strength={sum_kl: 0}", "greater than 0"),
+        ("defense.strength={sum_kl: 0}", "greater than or equal to 1e-09"),
         ("defense.strength={sum_kl: .inf}", "finite number"),
     ],
 )
@@ -324,12 +326,17 @@ def test_running_statistics_leave_the_answer_unbiased() -> None:
 # ---- several workers
 
 
-def all_reduced(shards: list[tuple[Tensor, Tensor]]) -> list[BatchClasses]:
-    """Measure each shard in a thread of its own, with sums over all of them."""
+Shard = tuple[Tensor, Tensor]
+Reduce = Callable[[Tensor], Tensor]
+Result = TypeVar("Result")
+
+
+def on_workers(work: Callable[[Shard, Reduce], Result], shards: list[Shard]) -> list[Result]:
+    """Do the work for each shard in a thread of its own, with sums over all of them."""
     barrier = Barrier(len(shards))
     slots: list[Tensor] = [torch.empty(0)] * len(shards)
 
-    def reducer(rank: int) -> Callable[[Tensor], Tensor]:
+    def reducer(rank: int) -> Reduce:
         def reduce(part: Tensor) -> Tensor:
             slots[rank] = part
             barrier.wait(timeout=30)
@@ -340,11 +347,8 @@ def all_reduced(shards: list[tuple[Tensor, Tensor]]) -> list[BatchClasses]:
         return reduce
 
     with ThreadPoolExecutor(len(shards)) as pool:
-        work = [
-            pool.submit(measure_classes, rows, positive, reducer(rank))
-            for rank, (rows, positive) in enumerate(shards)
-        ]
-        return [future.result() for future in work]
+        futures = [pool.submit(work, shard, reducer(rank)) for rank, shard in enumerate(shards)]
+        return [future.result() for future in futures]
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
@@ -356,7 +360,7 @@ def test_workers_with_parts_of_a_batch_measure_the_whole(workers: int, scale: fl
     whole = measure_classes(rows, positive)
     parts = list(zip(rows.tensor_split(workers), positive.tensor_split(workers), strict=True))
     assert any(part.all() or not part.any() for _, part in parts)
-    for measured in all_reduced(parts):
+    for measured in on_workers(lambda shard, reduce: measure_classes(*shard, reduce), parts):
         assert (measured.neg_rows, measured.pos_rows) == (whole.neg_rows, whole.pos_rows)
         for moments, expected in ((measured.neg, whole.neg), (measured.pos, whole.pos)):
             assert moments is not None
@@ -367,3 +371,22 @@ def test_workers_with_parts_of_a_batch_measure_the_whole(workers: int, scale: fl
     assert alone is not None
     assert whole.neg is not None
     assert not torch.allclose(alone.mean, whole.neg.mean, rtol=1e-3, atol=0)
+
+
+def test_workers_with_parts_of_a_batch_add_the_noise_of_one() -> None:
+    gradients, labels = gaussian_batch(101, seed=5)
+    power = power_rule(LeakAuc(leak_auc=0.6))
+    noise = InsecureSeededNoise(77)
+    _, whole = Marvell(power, noise).defend(gradients, labels)
+
+    def defend(shard: Shard, reduce: Reduce) -> DefenseReport:
+        return Marvell(power, noise, reduce=reduce).defend(*shard)[1]
+
+    parts = list(zip(gradients.tensor_split(3), labels.tensor_split(3), strict=True))
+    assert whole.solution is not None
+    for report in on_workers(defend, parts):
+        assert report.solution == pytest.approx(whole.solution, rel=1e-9)
+        assert report.noise_power == pytest.approx(whole.noise_power, rel=1e-9)
+        assert report.charge.sum_kl == pytest.approx(whole.charge.sum_kl, rel=1e-9)
+    _, alone = Marvell(power, noise).defend(*parts[0])
+    assert alone.noise_power != pytest.approx(whole.noise_power, rel=0.01)

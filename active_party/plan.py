@@ -181,55 +181,58 @@ def _remarks(settings: ActiveSettings, charges: dict[NoiseKind, Charge]) -> list
         return [*remarks, "run_budget: none is set"]
     budget, epochs = settings.run_budget.max_sum_kl, settings.contract.epochs
     noise = _configured_noise(settings.defense)
-    if noise == "fresh":
-        first, last = (stop_epoch(charge, epochs, budget) for charge in reversed(charges["fresh"]))
-    else:
-        first, last = (
-            0 if charge > budget * (1 + ROUNDING) else None
-            for charge in reversed(charges["persistent"])
-        )
+    # Repeated noise either passes the budget with its first answer or never.
+    epochs_charged = epochs if noise == "fresh" else 1
+    last, first = (stop_epoch(charge, epochs_charged, budget) for charge in charges[noise])
+    known = charges[noise].low > 0
     return [
         *remarks,
         f"run_budget: sum_kl {budget:.4g}, guaranteed leak AUC {leak_auc_bound(budget):.4f}: "
-        + _end_in_words(first, last, epochs),
+        + _end_in_words(first, last, epochs, known=known),
     ]
 
 
 def _honesty(defense: DefenseSettings) -> str:
+    """Say how far the forecast can be relied on."""
     match defense:
         case NoDefense():
-            return "Raw gradients tell the label outright."
+            said = "Raw gradients tell the label outright."
+        case NoisyLabelDefense(top_labels="noisy"):
+            said = "Exact, whatever the gradients."
         case NoisyLabelDefense():
-            return (
-                "Exact, whatever the gradients."
-                if defense.top_labels == "noisy"
-                else "Of the noisy labels alone: with top_labels true there is no proof."
-            )
-        case _ if defense.noise == "persistent":
-            return "Persistent charges depend on the strength alone."
+            said = "Of the noisy labels alone: with top_labels true there is no proof."
+        case MarvellDefense(noise="persistent") | IsoDefense(noise="persistent"):
+            said = "Charges of persistent noise depend on the strength alone."
         case MarvellDefense():
-            return (
+            said = (
                 "The lower figure is that of classes without any spread, the least there can be. "
                 "Where their spreads differ the charges are higher, most of all late in training; "
                 "the upper figure allows for spreads about as large as the squared gap. At power "
                 "ratios near 1 a batch that the model fits well may even be charged without bound."
             )
         case IsoDefense():
-            return (
+            said = (
                 "The charge of fresh noise depends on the gradients. The figure holds for every "
                 "batch of both classes, and is far too high for most."
             )
+        case _ if defense.noise == "persistent":
+            said = f"The ledger gives persistent {defense.name} no credit."
         case _:
-            return (
+            said = (
                 f"The charge of {defense.name} depends on the gradients alone: nothing can be said "
                 "before the run. Its ledger tells after each epoch."
             )
+    return said
 
 
-def _end_in_words(first: int | None, last: int | None, epochs: int) -> str:
-    fits = f"all {epochs} epochs fit" if last is None else f"the run ends in epoch {last}"
-    sooner = "" if first == last else f", or at the higher charges from epoch {first} on"
-    return f"{fits}{sooner} (epochs are counted from 0)"
+def _end_in_words(first: int | None, last: int | None, epochs: int, *, known: bool) -> str:
+    if first is None:
+        return f"all {epochs} epochs fit"
+    if not known:
+        return f"it may end the run in any epoch from {first} on (epochs are counted from 0)"
+    expected = f"all {epochs} epochs fit" if last is None else f"the run ends in epoch {last}"
+    sooner = "" if first == last else f"; at the highest charges it ends in epoch {first}"
+    return f"{expected}{sooner} (epochs are counted from 0)"
 
 
 def _target_table(target: float, epochs: int, cut_dim: int, pos_fraction: float) -> Table:

@@ -262,15 +262,20 @@ def test_the_plan_says_when_everything_fits(example: Path) -> None:
     assert "all 2 epochs fit" in fits
     assert "none is set" in plan_of(example, MARVELL)
     persistent = "defense={name: marvell, noise: persistent, strength: {power_ratio: 16}}"
-    assert "all 500 epochs fit" in plan_of(
-        example, persistent, "run_budget={leak_auc: 0.7}", "contract.epochs=500"
-    )
+    for budget, outcome in ((0.7, "all 500 epochs fit"), (0.6, "the run ends in epoch 0 ")):
+        assert outcome in plan_of(
+            example, persistent, f"run_budget={{leak_auc: {budget}}}", "contract.epochs=500"
+        )
 
 
 def test_the_plan_admits_what_it_cannot_know(example: Path) -> None:
-    assert "not known before" in plan_of(example, "defense={name: max_norm}")
-    iso = plan_of(example, "defense={name: iso, noise_ratio: 4}")
-    assert "at most 1" in iso  # 4 d/t with d = 4, t = 16
+    unknown = plan_of(example, "defense={name: max_norm}", "run_budget={leak_auc: 0.7}")
+    assert "not known before" in unknown
+    assert "it may end the run in any epoch from 0 on" in unknown
+    iso = plan_of(example, "defense={name: iso, noise_ratio: 8}", "run_budget={sum_kl: 0.3}")
+    assert "at most 0.25" in iso  # 4 d/t with d = 4, t = 64
+    assert "it may end the run in any epoch from 1 on" in iso
+    assert "no credit" in plan_of(example, "defense={name: max_norm, noise: persistent}")
     assert "tell the label outright" in plan_of(example)
 
 

@@ -82,7 +82,10 @@ def _unreadable_is_data_error(path: Path) -> Iterator[None]:
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: the text is not UTF-8") from error
     except (OSError, EOFError, pa.ArrowException, csv.Error, zipfile.BadZipFile) as error:
-        raise DataError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
+        # The library's own text may quote a row.
+        damaged = f"damaged, or not such a file ({type(error).__name__})"
+        reason = getattr(error, "strerror", None) or damaged
+        raise DataError(f"{path}: cannot be read: {reason}") from error
 
 
 class CsvFile:

@@ -138,6 +138,7 @@ class ActiveService:
     def _heard(self, requests: Iterator[Any]) -> Iterator[Any]:
         """Pass a stream's messages on; one that breaks just ends, and the peer may come again."""
         while True:
+            self._hear()  # the peer's silence begins when this party is ready for its next message
             try:
                 message = next(requests)
             except StopIteration:

@@ -249,7 +249,7 @@ def test_a_strength_is_chosen_by_its_key() -> None:
         ("defense.strength={leak_auc: 0.5}", "greater than 0.5"),
         ("defense.strength={leak_auc: 1}", "less than 1"),
         ("defense.strength={detection_error: 0.5}", "less than 0.5"),
-        ("defense.strength={sum_kl: 0}", "greater than or equal to 1e-09"),
+        ("defense.strength={sum_kl: 0}", "greater than or equal to"),
         ("defense.strength={sum_kl: .inf}", "finite number"),
     ],
 )

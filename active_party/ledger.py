@@ -13,8 +13,11 @@ Two bounds on the AUC of whoever has seen answers of divergence K about each exa
     guarantee   1/2 + V - V^2/2 with 4 V artanh V = K   every score, whatever the distributions
                                                         (Gilardoni 2010 for the total variation V)
 
-Both hold as far as the charges do: these are of the classes' means in a batch, and an example whose
-gradient would change more with its label than the means differ is less protected than they say.
+Both hold as far as the charges do. Those of fresh noise compare the classes' means in a batch. A
+peer that can tell what the model predicts for an example may ask instead how much its own label moves
+its own gradient: the same at first, twice as much (squared) where the model has learned something,
+and many times as much once it fits the data nearly perfectly. Against such a peer neither bound
+holds late in training; charges of persistent noise and noisy labels do not depend on this.
 """
 
 import hashlib

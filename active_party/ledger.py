@@ -14,10 +14,11 @@ Two bounds on the AUC of whoever has seen answers of divergence K about each exa
                                                         (Gilardoni 2010 for the total variation V)
 
 Both hold as far as the charges do. Those of fresh noise compare the classes' means in a batch. A
-peer that can tell what the model predicts for an example may ask instead how much its own label moves
-its own gradient: the same at first, twice as much (squared) where the model has learned something,
-and many times as much once it fits the data nearly perfectly. Against such a peer neither bound
-holds late in training; charges of persistent noise and noisy labels do not depend on this.
+peer that can tell what the model predicts for an example may ask instead how much its own label
+moves its own gradient: the same at first, twice as much (squared) where the model has learned
+something, and many times as much once it fits the data nearly perfectly. Against such a peer
+neither bound holds late in training; charges of persistent noise and noisy labels do not depend on
+this.
 """
 
 import hashlib

@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from active_party.defenses.rows import in_chunks, largest_size
+from active_party.defenses.rows import as_unit, in_chunks, largest_size
 
 _KEPT_SHARE = 0.9
 """Weight of the past in the running statistics: about the last ten batches count."""
@@ -78,8 +78,7 @@ def measure_classes(
             worker holds a part. Every worker then gets the estimate of the whole batch.
     """
     shards = _identity if reduce is None else reduce
-    largest = shards(largest_size(rows))
-    unit = torch.where(largest > 0, largest, 1.0)
+    unit = as_unit(shards(largest_size(rows)))
     members = torch.stack((~positive, positive)).double()
     counts = shards(members.sum(dim=1))
     shares = members.div_(counts.clamp(min=1)[:, None])
@@ -112,8 +111,7 @@ def measure_means(rows: Tensor, positive: Tensor) -> tuple[BatchClasses, Tensor]
     Returns:
         The classes, and the norms of the rows, (batch,) float64.
     """
-    largest = largest_size(rows)
-    unit = torch.where(largest > 0, largest, 1.0)
+    unit = as_unit(largest_size(rows))
     members = torch.stack((~positive, positive)).double()
     sums = torch.zeros(2, rows.shape[1], dtype=torch.float64, device=rows.device)
     norms = []

@@ -29,6 +29,9 @@ class StepResult:
     labels: Tensor
     """(batch,), float."""
 
+    probabilities: Tensor
+    """What the model predicted, (batch,)."""
+
     loss: Tensor
     """Mean over the batch, a scalar with its graph."""
 
@@ -92,14 +95,15 @@ class TopTrainer:
         sent_from = labels if self._noisy is None else self._noisy[rows]
         loss = binary_cross_entropy_with_logits(logits, sent_from)
         (raw,) = torch.autograd.grad(loss, cut, retain_graph=True)
-        defended, report = self._defend(raw, labels, logits.detach(), positions)
+        probabilities = torch.sigmoid(logits.detach())
+        defended, report = self._defend(raw, labels, probabilities, positions)
         if self._noisy is not None and not self._top_learns_noisy:
             loss = binary_cross_entropy_with_logits(logits, labels)
-        self._unlearned = StepResult(raw, defended, report, labels, loss)
+        self._unlearned = StepResult(raw, defended, report, labels, probabilities, loss)
         return self._unlearned
 
     def _defend(
-        self, raw: Tensor, labels: Tensor, logits: Tensor, positions: Positions
+        self, raw: Tensor, labels: Tensor, probabilities: Tensor, positions: Positions
     ) -> tuple[DefendedGradient, DefenseReport]:
         keys = self._example_keys
         try:
@@ -107,7 +111,7 @@ class TopTrainer:
                 raw,
                 labels,
                 example_keys=None if keys is None else keys[torch.from_numpy(positions.copy())],
-                probabilities=torch.sigmoid(logits),
+                probabilities=probabilities,
             )
         except ValueError as error:
             raise SplitveilError(f"a gradient cannot be defended: {error}") from error

@@ -10,7 +10,7 @@ from active_party.defenses.sum_kl import sum_kl_for_leak_auc
 from common.models.settings import ModelSettings
 from common.party_settings import Address, PartySettings
 from common.privacy.settings import AuditSettings
-from common.settings import Section
+from common.settings import Section, only_key
 
 
 class EarlyStopping(Section):
@@ -51,15 +51,10 @@ class SumKlBudget(Section):
         return self.sum_kl
 
 
-def _only_key(value: object) -> str | None:
-    keys = list(value) if isinstance(value, dict) else list(getattr(value, "model_fields_set", ()))
-    return str(keys[0]) if len(keys) == 1 else None
-
-
 RunBudget = Annotated[
     Annotated[LeakAucBudget, Tag("leak_auc")] | Annotated[SumKlBudget, Tag("sum_kl")],
     Discriminator(
-        _only_key,
+        only_key,
         custom_error_type="run_budget_key",
         custom_error_message="expected exactly one of leak_auc, sum_kl",
     ),

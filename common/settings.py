@@ -69,6 +69,15 @@ def validate(section: type[SectionT], values: Mapping[str, Any], source: str) ->
         raise SettingsError(list(_problems(section, error, source))) from error
 
 
+def only_key(value: object) -> str | None:
+    """Name the one key of a section whose kind is the key that is present.
+
+    For a union's ``Discriminator``: None, which is an error, for another number of keys.
+    """
+    keys = list(value) if isinstance(value, dict) else list(getattr(value, "model_fields_set", ()))
+    return str(keys[0]) if len(keys) == 1 else None
+
+
 def _copy(values: dict[str, Any]) -> dict[str, Any]:
     return {k: _copy(v) if isinstance(v, dict) else v for k, v in values.items()}
 
@@ -91,8 +100,11 @@ def _problems(section: type[Section], error: ValidationError, source: str) -> It
             hint = f"; did you mean {close[0]!r}?" if close else ""
             yield f"{source}: {where}: there is no such setting{hint}"
         else:
-            came = "" if problem["type"] == "missing" else f" (got {problem['input']!r})"
-            yield f"{source}: {where}: {problem['msg']}{came}"
+            # A problem of a whole section would repeat all of it.
+            whole = problem["type"] == "missing" or isinstance(problem["input"], dict)
+            came = "" if whole else f" (got {problem['input']!r})"
+            message = problem["msg"].removeprefix("Value error, ")
+            yield f"{source}: {where + ': ' if where else ''}{message}{came}"
 
 
 def _field_names(annotation: Any, seen: set[Any] | None = None) -> set[str]:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from common.settings import Section
+from common.settings import Section, only_key
 
 
 class NoDefense(Section):
@@ -106,19 +106,13 @@ class LeakAuc(Section):
     """Largest AUC that any attack on one answer may reach; 0.5 is guessing."""
 
 
-def _strength_key(value: object) -> str | None:
-    """Name the one key of a strength; None, which is an error, for another number of keys."""
-    keys = list(value) if isinstance(value, dict) else list(getattr(value, "model_fields_set", ()))
-    return str(keys[0]) if len(keys) == 1 else None
-
-
 Strength = Annotated[
     Annotated[PowerRatio, Tag("power_ratio")]
     | Annotated[SumKl, Tag("sum_kl")]
     | Annotated[DetectionError, Tag("detection_error")]
     | Annotated[LeakAuc, Tag("leak_auc")],
     Discriminator(
-        _strength_key,
+        only_key,
         custom_error_type="strength_key",
         custom_error_message="expected exactly one of power_ratio, sum_kl, detection_error, "
         "leak_auc; to replace another one, set the whole: strength={power_ratio: 4}",

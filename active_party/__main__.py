@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 
 from active_party.assembly import TrainerBuilder, build_session
+from active_party.defenses import open_noise_key
 from active_party.plan import print_plan
 from active_party.recorder import ActiveRecorder
 from active_party.service import ActiveService, start_server
@@ -72,6 +73,7 @@ def _run(parsed: argparse.Namespace) -> None:
     settings = _load(parsed)
     _check_listen(settings)
     logger.warning("security.mode is insecure: what travels is not encrypted")
+    _check_noise_key(settings)
     device = prepare(settings)
     data = PartyData.load(settings.data, settings.base_dir)
     logger.info("%d rows read from %s", len(data.ids), data.table.source)
@@ -138,6 +140,10 @@ def _check(parsed: argparse.Namespace) -> None:
         _check_listen(settings)
         return f"listen: {settings.listen} is free"
 
+    def noise_key() -> str:
+        _check_noise_key(settings)
+        return f"noise key: {settings.noise_key_path or 'a fresh one for each run, if needed'}"
+
     def data_and_model() -> str:
         data = PartyData.load(settings.data, settings.base_dir)
         encoder = data.fit(np.arange(len(data.ids)))
@@ -149,7 +155,16 @@ def _check(parsed: argparse.Namespace) -> None:
         )
         return f"data: {len(data.ids)} rows in {data.table.source}; the top model fits them"
 
-    report_check(settings, [address, lambda: f"device: {settings.torch_device()}", data_and_model])
+    report_check(
+        settings, [address, lambda: f"device: {settings.torch_device()}", noise_key, data_and_model]
+    )
+
+
+def _check_noise_key(settings: ActiveSettings) -> None:
+    # Before the run's folder is opened, for the same reason as above. A key in that folder is new.
+    path = settings.noise_key_file()
+    if settings.noise_key_path is not None and path.exists():
+        open_noise_key(settings.defense, settings.contract.cut_dim, path)
 
 
 def _plan(parsed: argparse.Namespace) -> None:

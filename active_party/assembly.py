@@ -36,7 +36,7 @@ class TrainerBuilder:
         self._device = device
         # Now rather than at the first step: a key that others can read ends a run before it begins.
         self._noise_key = open_noise_key(
-            settings.defense, math.prod(settings.contract.cut_shape), settings.noise_key_file()
+            settings.defense, settings.contract.cut_dim, settings.noise_key_file()
         )
 
     def __call__(self, rows: AlignedRows) -> TopTrainer:

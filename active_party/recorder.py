@@ -11,13 +11,8 @@ from active_party.ledger import LeakBounds
 from active_party.session import Evaluation
 from active_party.settings import ActiveSettings
 from active_party.top_trainer import StepResult
-from common.privacy.audit import (
-    AuditWorker,
-    BatchLeak,
-    LeakAudit,
-    Observation,
-    pick_reference_row,
-)
+from common.leak_recorder import LeakRecorder
+from common.privacy.audit import BatchLeak
 from common.run_course import AlignedRows, Batch
 from common.telemetry import MetricsLog, TrainingProgress
 
@@ -33,7 +28,6 @@ class ActiveRecorder:
         self._resources = ExitStack()
         self._metrics = self._resources.enter_context(MetricsLog(folder))
         self._progress: TrainingProgress | None = None
-        self._seed = b""
         self._steps = 0
         self._epoch_losses: list[float] = []
         self._train_loss = float("nan")
@@ -42,16 +36,7 @@ class ActiveRecorder:
         self._alarm = LeakAlarm()
         self._alarms = 0
         self._measured_epoch = 0
-        self._audit: LeakAudit | None = None
-        self._monitor: AuditWorker | None = None
-        if settings.leak_monitor is not None:
-            self._audit = LeakAudit(
-                settings.leak_monitor.attacks, settings.leak_monitor.every_steps
-            )
-            self._monitor = AuditWorker(
-                self._audit, settings.leak_monitor.queue_batches, self._on_leak
-            )
-            self._resources.callback(self._monitor.close)
+        self._leaks: LeakRecorder | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -65,11 +50,14 @@ class ActiveRecorder:
         self._resources.close()
 
     def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
-        """Start the progress bar."""
+        """Start the progress bar and the leak monitor."""
         self.aligned_rows = len(rows)
-        self._seed = seed
         self._metrics.steps_per_epoch = rows.order.steps_per_epoch
         self._metrics.write("alignment", {"aligned_rows": len(rows)})
+        if self._settings.leak_monitor is not None:
+            self._leaks = self._resources.enter_context(
+                LeakRecorder(self._settings.leak_monitor, self._metrics, seed, self._on_leak)
+            )
         total = rows.total_steps(self._settings.contract)
         self._progress = self._resources.enter_context(TrainingProgress("active", total))
 
@@ -83,7 +71,10 @@ class ActiveRecorder:
         numbers = {"loss": loss, "noise_power": result.report.noise_power}
         self._metrics.write("train", numbers, epoch=batch.epoch, step=batch.step)
         self._alarm.note_charge(batch.epoch, result.report.charge.sum_kl)
-        self._watch(batch, result)
+        if self._leaks is not None:
+            # The oracle's reference is the clean gradient: the strongest reading of the attack.
+            sent, clean = {"cut": result.defended}, {"cut": result.raw}
+            self._leaks.submit(batch, sent, result.labels, clean)
         if self._progress is not None:
             self._progress.advance(loss=loss, **self._shown_leak())
 
@@ -106,10 +97,8 @@ class ActiveRecorder:
         self._evaluations[evaluation.split] = evaluation
         numbers = {"loss": evaluation.loss, "auc": evaluation.auc, "train_loss": self._train_loss}
         self._metrics.write(evaluation.split, numbers, epoch=evaluation.epoch)
-        if self._audit is not None:
-            means = self._audit.epoch_means(evaluation.epoch)
-            numbers = {f"{k}/{a}": v for k, attacks in means.items() for a, v in attacks.items()}
-            self._metrics.write("epoch_leak", numbers, epoch=evaluation.epoch)
+        if evaluation.split == "test" and self._leaks is not None:  # the epoch's last split
+            self._leaks.end_epoch(evaluation.epoch)
 
     def summary(self, refused: dict[str, int]) -> dict[str, Any]:
         """Return what ``summary.json`` holds; call it after the recorder was closed."""
@@ -127,33 +116,15 @@ class ActiveRecorder:
             "ledger": None if self._bounds is None else self._bounds.numbers(),
             "refused_messages": refused,
         }
-        if self._audit is not None:
-            summary["leak_alarms"] = self._alarms
-            summary["leak"] = self._audit.summary()
-            summary["leak_batches"] = self._audit.counts()._asdict()
+        if self._leaks is not None:
+            summary |= {"leak_alarms": self._alarms} | self._leaks.summary()
         return summary
-
-    def _watch(self, batch: Batch, result: StepResult) -> None:
-        if self._monitor is None:
-            return
-        row = pick_reference_row(result.labels, self._seed, batch.epoch, batch.step)
-        # The oracle's reference is the clean gradient: the strongest reading of the attack.
-        references = {} if row is None else {"cut": result.raw[row]}
-        self._monitor.submit(
-            Observation(
-                batch.epoch, batch.step, {"cut": result.defended}, result.labels, references, row
-            )
-        )
 
     def _shown_leak(self) -> dict[str, float]:
         shown = {} if self._bounds is None else {"ledger_leak_auc": self._bounds.guarantee.max}
-        latest = self._audit.latest() if self._audit is not None else None
-        if latest is None:
-            return shown
-        return shown | {f"{name}_leak_auc": value for name, value in latest.leak["cut"].items()}
+        return shown if self._leaks is None else shown | self._leaks.shown()
 
     def _on_leak(self, measured: BatchLeak) -> None:
-        self._metrics.write("leak", measured.numbers(), epoch=measured.epoch, step=measured.step)
         if measured.epoch > self._measured_epoch:  # the monitor may lag behind the training
             self._judge(self._measured_epoch)
             self._measured_epoch = measured.epoch

@@ -8,14 +8,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from common.leak_recorder import LeakRecorder
 from common.party_data import PartyData
-from common.privacy.audit import (
-    AuditWorker,
-    BatchLeak,
-    LeakAudit,
-    Observation,
-    pick_reference_row,
-)
 from common.run_course import AlignedRows, Batch
 from common.telemetry import MetricsLog, TrainingProgress
 from passive_party.settings import PassiveSettings
@@ -46,17 +40,9 @@ class PassiveRecorder:
         self._metrics = self._resources.enter_context(MetricsLog(folder))
         self._progress: TrainingProgress | None = None
         self._labels: Tensor | None = None
-        self._seed = b""
         self._steps = 0
         self._epochs = 0
-        self._audit: LeakAudit | None = None
-        self._adversary: AuditWorker | None = None
-        if settings.adversary is not None and evaluation_labels is not None:
-            self._audit = LeakAudit(settings.adversary.attacks, settings.adversary.every_steps)
-            self._adversary = AuditWorker(
-                self._audit, settings.adversary.queue_batches, self._on_leak
-            )
-            self._resources.callback(self._adversary.close)
+        self._leaks: LeakRecorder | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -73,14 +59,17 @@ class PassiveRecorder:
         """Show nothing yet: small sets are through before a bar would be drawn."""
 
     def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
-        """Look up the evaluation labels and start the progress bar."""
+        """Look up the evaluation labels, start the progress bar and the adversary."""
         self.aligned_rows = len(rows)
-        self._seed = seed
         self._metrics.steps_per_epoch = rows.order.steps_per_epoch
         self._metrics.write("alignment", {"aligned_rows": len(rows)})
         if self._evaluation_labels is not None:
             ids = [self._ids[row] for row in rows.file_rows]
             self._labels = self._evaluation_labels.labels_of(ids)
+        if self._settings.adversary is not None and self._labels is not None:
+            self._leaks = self._resources.enter_context(
+                LeakRecorder(self._settings.adversary, self._metrics, seed)
+            )
         total = rows.total_steps(self._settings.contract)
         self._progress = self._resources.enter_context(TrainingProgress("passive", total))
 
@@ -89,15 +78,13 @@ class PassiveRecorder:
         self._steps += 1
         self._attack(batch, received, layers)
         if self._progress is not None:
-            self._progress.advance(**self._shown_leak())
+            self._progress.advance(**(self._leaks.shown() if self._leaks is not None else {}))
 
     def on_epoch(self, epoch: int) -> None:
         """Note the epoch's mean leak."""
         self._epochs = epoch + 1
-        if self._audit is not None:
-            means = self._audit.epoch_means(epoch)
-            numbers = {f"{k}/{a}": v for k, attacks in means.items() for a, v in attacks.items()}
-            self._metrics.write("epoch_leak", numbers, epoch=epoch)
+        if self._leaks is not None:
+            self._leaks.end_epoch(epoch)
 
     def summary(self) -> dict[str, Any]:
         """Return what ``summary.json`` holds; call it after the recorder was closed."""
@@ -107,29 +94,13 @@ class PassiveRecorder:
             "steps": self._steps,
             "steps_per_s": self._progress.steps_per_s if self._progress else None,
         }
-        if self._audit is not None:
-            summary["leak"] = self._audit.summary()
-            summary["leak_batches"] = self._audit.counts()._asdict()
-        return summary
+        return summary if self._leaks is None else summary | self._leaks.summary()
 
     def _attack(self, batch: Batch, received: Tensor, layers: dict[str, Tensor]) -> None:
-        adversary, labels = self._adversary, self._labels
-        if adversary is None or labels is None or self._settings.adversary is None:
+        if self._leaks is None or self._labels is None or self._settings.adversary is None:
             return
         chosen = self._settings.adversary.layers
         gradients = {name: received if name == "cut" else layers[name] for name in chosen}
-        labels = labels[torch.from_numpy(batch.positions.copy())]
-        row = pick_reference_row(labels, self._seed, batch.epoch, batch.step)
+        labels = self._labels[torch.from_numpy(batch.positions.copy())]
         # This side has no clean gradient: its reference is a positive's gradient as received.
-        references = {} if row is None else {name: g[row] for name, g in gradients.items()}
-        adversary.submit(Observation(batch.epoch, batch.step, gradients, labels, references, row))
-
-    def _shown_leak(self) -> dict[str, float]:
-        latest = self._audit.latest() if self._audit is not None else None
-        if latest is None:
-            return {}
-        layer = next(iter(latest.leak))
-        return {f"{name}_leak_auc": value for name, value in latest.leak[layer].items()}
-
-    def _on_leak(self, measured: BatchLeak) -> None:
-        self._metrics.write("leak", measured.numbers(), epoch=measured.epoch, step=measured.step)
+        self._leaks.submit(batch, gradients, labels)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 Values: TypeAlias = Tensor | npt.NDArray[Any]
 
@@ -31,22 +32,61 @@ def auc(scores: Values, labels: Values) -> float:
         OneClass: there is no positive, or no negative.
         ValueError: the shapes differ, a score is NaN, or a label is neither 0 nor 1.
     """
-    values = _one_per_example(scores, "scores").double()
+    values = _one_per_example(scores, "scores")
+    classes = _one_per_example(labels, "labels")
+    return float(auc_many(values[None], classes)[0])
+
+
+def auc_many(scores: Tensor, labels: Tensor, kept: Tensor | None = None) -> Tensor:
+    """Return the AUC of several scores of the same examples at once, on the scores' device.
+
+    Args:
+        scores: (scores, batch); infinities are allowed.
+        labels: 0 or 1 per example in any dtype, (batch,) or (batch, 1).
+        kept: which examples count for which score, (scores, batch) of booleans; all by default.
+
+    Returns:
+        (scores,) in float64; NaN where the examples kept are of one class, which has no AUC.
+
+    Raises:
+        OneClass: the labels hold no positive, or no negative.
+        ValueError: the shapes differ, a score is NaN, or a label is neither 0 nor 1.
+    """
+    values = scores.detach().double()
     classes = _one_per_example(labels, "labels").to(values.device)
-    if len(values) != len(classes):
-        raise ValueError(f"expected one label per score, got {len(classes)} for {len(values)}")
+    if values.shape[1] != len(classes):
+        raise ValueError(f"expected one label per score, got {len(classes)} for {values.shape[1]}")
+    positive, negative = classes == 1, classes == 0
+    num_positives, num_negatives = int(positive.sum()), int(negative.sum())
+    if num_positives + num_negatives != len(classes):
+        raise ValueError("expected labels in {0, 1}")
     if bool(values.isnan().any()):
         raise ValueError("expected scores without NaN")
-    positives, negatives = values[classes == 1], values[classes == 0]
-    if len(positives) + len(negatives) != len(values):
-        raise ValueError("expected labels in {0, 1}")
-    if not len(positives) or not len(negatives):
-        raise OneClass(f"{len(positives)} positives and {len(negatives)} negatives have no AUC")
-    ranked = negatives.sort().values
+    if not num_positives or not num_negatives:
+        raise OneClass(f"{num_positives} positives and {num_negatives} negatives have no AUC")
+    ranked, order = values.sort(dim=1)
+    positive, negative = positive[order], negative[order]
+    if kept is not None:
+        counts = kept.to(values.device).gather(1, order)
+        positive, negative = positive & counts, negative & counts
+    first, last = _ends_of_ties(ranked)
+    up_to_here = negative.cumsum(dim=1)
     # Negatives below a positive count twice here, its ties once: the average rank, in integers.
-    below = torch.searchsorted(ranked, positives, right=False)
-    below_or_tied = torch.searchsorted(ranked, positives, right=True)
-    return int((below + below_or_tied).sum()) / (2 * len(positives) * len(negatives))
+    below = (up_to_here - negative.long()).gather(1, first)
+    below_or_tied = up_to_here.gather(1, last)
+    twice = ((below + below_or_tied) * positive).sum(dim=1)
+    return twice.double() / (2.0 * positive.sum(dim=1) * negative.sum(dim=1))
+
+
+def leak_auc_many(scores: Tensor, labels: Tensor, kept: Tensor | None = None) -> Tensor:
+    """Return ``max(auc, 1 - auc)`` for each row of scores.
+
+    Raises:
+        OneClass: the labels hold no positive, or no negative.
+        ValueError: as for `auc_many`.
+    """
+    areas = auc_many(scores, labels, kept)
+    return torch.maximum(areas, 1.0 - areas)
 
 
 def leak_auc(scores: Values, labels: Values) -> float:
@@ -58,6 +98,17 @@ def leak_auc(scores: Values, labels: Values) -> float:
     """
     area = auc(scores, labels)
     return max(area, 1.0 - area)
+
+
+def _ends_of_ties(ranked: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for each place of sorted rows the first and the last place of the same value."""
+    num_columns = ranked.shape[1]
+    place = torch.arange(num_columns, device=ranked.device)
+    differs = ranked[:, 1:] != ranked[:, :-1]
+    starts, ends = pad(differs, (1, 0), value=True), pad(differs, (0, 1), value=True)
+    first = torch.where(starts, place, 0).cummax(dim=1).values
+    last = torch.where(ends, place, num_columns - 1).flip(1).cummin(dim=1).values.flip(1)
+    return first, last
 
 
 def _one_per_example(values: Values, name: str) -> Tensor:

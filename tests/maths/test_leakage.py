@@ -7,7 +7,7 @@ import torch
 from scipy.stats import norm as normal
 from sklearn.metrics import roc_auc_score
 
-from common.privacy.leakage import OneClass, auc, leak_auc
+from common.privacy.leakage import OneClass, auc, auc_many, leak_auc, leak_auc_many
 
 
 def _scores_and_labels(
@@ -30,6 +30,46 @@ def test_auc_equals_scikit_learns(
     expected = roc_auc_score(labels, scores)
     assert auc(scores, labels) == pytest.approx(expected, abs=1e-12)
     assert auc(torch.from_numpy(scores), torch.from_numpy(labels)) == auc(scores, labels)
+
+
+@pytest.mark.parametrize("num_examples", [2, 3, 100, 5000])
+def test_many_aucs_at_once_equal_scikit_learns(num_examples: int) -> None:
+    """Continuous, tied, constant and infinite scores side by side, each with rows of its own."""
+    drawn = [_scores_and_labels(num_examples, num_examples, 0.2, n) for n in (None, 1, 0)]
+    labels = drawn[0][1]
+    infinite = np.where(drawn[0][0] > 0.3, np.inf, drawn[0][0])
+    constant = np.zeros(num_examples)
+    scores = np.stack([*(values for values, _ in drawn), infinite, constant])
+    kept = np.random.default_rng(1).random(scores.shape) < 0.7
+    kept[:, :2] = True
+    finite = np.nan_to_num(scores, posinf=1e9)
+    expected = [roc_auc_score(labels, row) for row in finite]
+    of_kept = [roc_auc_score(labels[use], row[use]) for row, use in zip(finite, kept, strict=True)]
+    tensors = torch.from_numpy(scores), torch.from_numpy(labels)
+    assert auc_many(*tensors).numpy() == pytest.approx(expected, abs=1e-12)
+    assert auc_many(*tensors, torch.from_numpy(kept)).numpy() == pytest.approx(of_kept, abs=1e-12)
+    leaks = [max(value, 1 - value) for value in of_kept]
+    assert leak_auc_many(*tensors, torch.from_numpy(kept)).numpy() == pytest.approx(
+        leaks, abs=1e-12
+    )
+
+
+def test_a_score_whose_kept_examples_are_of_one_class_has_no_auc() -> None:
+    scores = torch.arange(8.0).reshape(2, 4)
+    kept = torch.tensor([[True, True, True, True], [True, False, True, False]])
+    found = auc_many(scores, torch.tensor([0, 1, 0, 1]), kept)
+    assert found[0] == 0.75
+    assert bool(found[1].isnan())
+    with pytest.raises(OneClass):
+        auc_many(scores, torch.ones(4))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_aucs_on_a_gpu_are_those_on_the_cpu() -> None:
+    scores, labels = map(torch.from_numpy, _scores_and_labels(9, 5000, 0.2, 1))
+    on_gpu = auc_many(scores[None].cuda(), labels.cuda())
+    assert on_gpu.device.type == "cuda"
+    assert torch.equal(on_gpu.cpu(), auc_many(scores[None], labels))
 
 
 def test_auc_of_half_precision_scores_counts_their_ties() -> None:

@@ -7,7 +7,8 @@ direction of the gap between the classes in every batch (an oracle, as in the pa
 one answer is the gradient's place along that gap, and its score of an example after some epochs is
 the sum of that example's scores. The leak of single batches is that of the same score on one batch,
 averaged. A second attack also knows what the model predicts for every example, and how far its
-label moves its gradient: it adds up log-likelihood ratios of the two labels along the gap.
+label moves its gradient: it adds up log-likelihood ratios of the two labels along the gap. From
+gradients of noisy labels he reads exactly those.
 
 Prints a table, then the best test AUC of fresh and of persistent noise among the settings whose
 accumulated leak stays below 0.65 and 0.75; `--plot FILE.svg` draws the course of the leak.
@@ -87,6 +88,7 @@ class Accumulator(ActiveRecording):
         self._sums: Tensor | None = None
         self._ratios: Tensor | None = None
         self._labels: Tensor | None = None
+        self.noisy_labels: Callable[[], Tensor | None] = lambda: None
 
     def on_step(self, batch: Batch, result: StepResult) -> None:
         assert self.rows is not None  # noqa: S101 (set by on_aligned)
@@ -112,7 +114,9 @@ class Accumulator(ActiveRecording):
         seen = self._labels >= 0
         self.accumulated.append(leak_auc(self._sums[seen], self._labels[seen]))
         assert self._ratios is not None  # noqa: S101
-        self.informed = leak_auc(self._ratios[seen], self._labels[seen])
+        noisy = self.noisy_labels()
+        known = self._ratios if noisy is None else noisy
+        self.informed = leak_auc(known[seen], self._labels[seen])
 
 
 def log_likelihood_ratios(result: StepResult, answers: Tensor, raw: Tensor) -> Tensor:
@@ -139,6 +143,8 @@ def run(task: tuple[str, str, int, int]) -> Outcome:
     parties = build_parties(EXAMPLES / example, active, passive)
     accumulator = Accumulator()
     parties.session._observer = accumulator  # noqa: SLF001
+    session = parties.session
+    accumulator.noisy_labels = lambda: session.trainer and session.trainer._noisy  # noqa: SLF001
     parties.passive.on_epoch = lambda epoch: accumulator.close_epoch()  # type: ignore[method-assign]
     parties.passive.on_step = lambda *_: None  # type: ignore[method-assign]
     run_in_process(parties)

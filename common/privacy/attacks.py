@@ -1,29 +1,74 @@
 """Attacks: from the gradients of one batch to one score per example, higher meaning "positive".
 
-    norm       |g|
-    cosine     cos(g, g+), g+ the clean gradient of one random positive       (oracle)
-    spectral   <g, v>, v the batch's top right-singular vector, turned so that the scores' long
-               tail points up: positives are the minority
+    norm                   |g|
+    cosine                 cos(g, g+), g+ the clean gradient of one random positive       (oracle)
+    cosine_majority        minus the fraction of the batch with a positive cosine to g
+    hint_inner_product_k   largest <g, h> to any of k known positives' gradients h
+    hint_distance_k        minus the smallest |g - h| to any of them
+    mean                   |g - m0| - |g - m1|, m0 and m1 the classes' means              (oracle)
+    median                 the same with coordinate-wise medians                         (oracle)
+    lda                    <g, S^-1 (m1 - m0)>, S the classes' pooled covariance          (oracle)
+    spectral               <g, v>, v the batch's top right-singular vector, turned so that the
+                           scores' long tail points up: positives are the minority
+    regress_out            spectral, on what the party's own activations leave of g
+    activation_spectral    spectral, on the activations instead of the gradients
 
 No attack reads labels: what it needs to know besides the gradients is an explicit argument, and
 `ATTACKS` names it. Scores are float64 on the gradients' device, and finite for finite gradients.
+The attacks that gather over a run stand in `common.privacy.accumulation`.
 
 ``spectral`` does not centre the batch. With a logistic loss g = (p - y) w: centring takes away the
 part of w that the mean carries, which costs most where the classes are unbalanced and noise
 covers the gradients (Li et al., "Label Leakage and Protection in Two-Party Split Learning", ICLR
 2022, for the norm and cosine attacks; Sun et al., "Label Leakage and Protection from Forward
 Embedding in Vertical Federated Learning", 2022, for the spectral one).
+
+The oracles' classes are other examples than those scored: a class's mean that holds the example
+itself finds a leak in pure noise.
 """
 
 from collections.abc import Callable, Mapping
 from enum import StrEnum
+from functools import partial
 from types import MappingProxyType
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
+import scipy.linalg
 import torch
 from torch import Tensor
 
-AttackName: TypeAlias = Literal["norm", "cosine", "spectral"]
+BatchAttackName: TypeAlias = Literal[
+    "norm",
+    "cosine",
+    "cosine_majority",
+    "hint_inner_product_1",
+    "hint_inner_product_3",
+    "hint_inner_product_5",
+    "hint_distance_1",
+    "hint_distance_3",
+    "hint_distance_5",
+    "mean",
+    "median",
+    "lda",
+    "spectral",
+    "regress_out",
+    "activation_spectral",
+]
+
+KnowledgeT = TypeVar("KnowledgeT")
+
+RunAttackName: TypeAlias = Literal[
+    "accumulated_spectral", "accumulated_cosine", "hint_combiner_50", "hint_combiner_200"
+]
+
+AttackName: TypeAlias = Literal[BatchAttackName, RunAttackName]
+
+MAX_HINTS = 5
+"""Most positives that an attack on one batch is told."""
+
+_MAX_VOTERS = 2048
+_NEGLIGIBLE = 1e-10
+"""What is left of a gradient below this part of the batch's largest entry is rounding."""
 
 
 class SideInformation(StrEnum):
@@ -31,12 +76,31 @@ class SideInformation(StrEnum):
 
     POSITIVE_GRADIENT = "one clean gradient of a positive per batch (evaluation only)"
     POSITIVES_ARE_FEWER = "positives are the minority"
+    HINTS = "some positives of each batch"
+    CLASSES = "other gradients with their labels (evaluation only)"
+    ACTIVATIONS = "the party's own activations"
+
+
+class KnownClasses(NamedTuple):
+    """Gradients with their labels, of other examples than those to be scored."""
+
+    negatives: Tensor
+    """(negatives, ...), at least one."""
+
+    positives: Tensor
+    """(positives, ...), at least one."""
 
 
 class Knowledge(NamedTuple):
     """The side information at hand for one batch; None where there is none."""
 
     positive_gradient: Tensor | None = None
+    hints: Tensor | None = None
+    """Gradients of known positives, (hints, ...)."""
+
+    classes: KnownClasses | None = None
+    activations: Tensor | None = None
+    """(batch, ...)."""
 
 
 class Attack(NamedTuple):
@@ -44,6 +108,17 @@ class Attack(NamedTuple):
 
     score: Callable[[Tensor, Knowledge], Tensor]
     needs: frozenset[SideInformation]
+    num_hints: int = 0
+
+
+class TopDirection(NamedTuple):
+    """The direction in which a batch of gradients stretches most; its sign is arbitrary."""
+
+    projections: Tensor
+    """The gradients' coordinates along it, (batch,), in the gradients' unit."""
+
+    direction: Tensor
+    """A unit vector, (row_dim,), or zero where all gradients are."""
 
 
 def norm(gradients: Tensor) -> Tensor:
@@ -73,6 +148,91 @@ def cosine(gradients: Tensor, reference: Tensor) -> Tensor:
     return torch.where(lengths > 0, inner / lengths, 0.0).clamp(-1.0, 1.0)
 
 
+def cosine_majority(gradients: Tensor) -> Tensor:
+    """Score each example by how few of the batch's gradients point its way.
+
+    Every example votes in a batch of at most 2,048, and evenly spaced ones in a larger batch.
+
+    Args:
+        gradients: (batch, ...).
+
+    Returns:
+        Values in [-1, 0]; -1/2 where the gradient is zero.
+    """
+    rows, _ = _rows(gradients)
+    voters = rows[:: -(-len(rows) // _MAX_VOTERS)]
+    agrees = (rows @ voters.T > 0).sum(dim=1)
+    share = -agrees.double() / max(len(voters), 1)
+    return torch.where((rows != 0).any(dim=1), share, -0.5)
+
+
+def hint_inner_product(gradients: Tensor, hints: Tensor) -> Tensor:
+    """Score each example by its largest inner product with a known positive's gradient.
+
+    Args:
+        gradients: (batch, ...).
+        hints: (hints, ...), at least one.
+    """
+    (rows, known), unit = _rows_together(gradients, hints)
+    return _in_unit(_in_unit((rows @ known.T).amax(dim=1), unit), unit)
+
+
+def hint_distance(gradients: Tensor, hints: Tensor) -> Tensor:
+    """Score each example by minus its smallest distance to a known positive's gradient.
+
+    Args:
+        gradients: (batch, ...).
+        hints: (hints, ...), at least one.
+    """
+    (rows, known), unit = _rows_together(gradients, hints)
+    return _in_unit(-torch.stack([_distances(rows, hint) for hint in known]).amin(dim=0), unit)
+
+
+def mean(gradients: Tensor, classes: KnownClasses) -> Tensor:
+    """Score each example by how much nearer it is to the positives' mean than the negatives'.
+
+    Args:
+        gradients: (batch, ...).
+        classes: other gradients of the batch.
+    """
+    (rows, negatives, positives), unit = _rows_together(gradients, *classes)
+    nearer = _distances(rows, negatives.mean(dim=0)) - _distances(rows, positives.mean(dim=0))
+    return _in_unit(nearer, unit)
+
+
+def median(gradients: Tensor, classes: KnownClasses) -> Tensor:
+    """Score as `mean` does, with the classes' coordinate-wise medians.
+
+    Args:
+        gradients: (batch, ...).
+        classes: other gradients of the batch.
+    """
+    (rows, negatives, positives), unit = _rows_together(gradients, *classes)
+    nearer = _distances(rows, _medians(negatives)) - _distances(rows, _medians(positives))
+    return _in_unit(nearer, unit)
+
+
+def lda(gradients: Tensor, classes: KnownClasses) -> Tensor:
+    """Score each example by Fisher's linear discriminant: the best direction for normal noise.
+
+    The pooled covariance S is shrunk towards its mean variance, by d / (n + d) for n gradients of
+    dimension d, so that few gradients, or gradients all of one direction, have a discriminant.
+
+    Args:
+        gradients: (batch, ...).
+        classes: other gradients of the batch.
+
+    Returns:
+        Scores in a unit of their own.
+    """
+    (rows, negatives, positives), _ = _rows_together(gradients, *classes)
+    centre_0, centre_1 = negatives.mean(dim=0), positives.mean(dim=0)
+    within, _ = _scaled(torch.cat([negatives - centre_0, positives - centre_1]))
+    between, _ = _scaled(centre_1 - centre_0)
+    largest = torch.finfo(torch.float64).max
+    return (rows @ _discriminant(within, between)).clamp(-largest, largest)
+
+
 def spectral(gradients: Tensor) -> Tensor:
     """Score each example by its projection on the batch's top right-singular vector.
 
@@ -81,29 +241,98 @@ def spectral(gradients: Tensor) -> Tensor:
     Args:
         gradients: (batch, ...).
     """
+    return turned_by_skewness(top_direction(gradients).projections)
+
+
+def regress_out(gradients: Tensor, activations: Tensor) -> Tensor:
+    """Score each example by `spectral`, on what its activation does not explain of its gradient.
+
+    What a model of the activations alone predicts is the same for both labels of an example; the
+    label is in the rest.
+
+    Args:
+        gradients: (batch, ...).
+        activations: the party's own, (batch, ...).
+
+    Returns:
+        Zeros where the activations, with a constant, explain everything.
+    """
     rows, unit = _rows(gradients)
-    projections = _top_projections(rows)
-    centred = projections - projections.mean()
-    turned = torch.where(centred.pow(3).sum() < 0, -projections, projections)
-    return _in_unit(turned, unit)
+    known, _ = _scaled(activations.detach().flatten(start_dim=1).to(rows))
+    known = torch.cat([known, known.new_ones(len(known), 1)], dim=1)
+    basis, strengths, _ = torch.linalg.svd(known, full_matrices=False)
+    rounding = strengths.amax() * max(known.shape) * torch.finfo(known.dtype).eps
+    basis = basis * (strengths > rounding)
+    rest = rows - basis @ (basis.T @ rows)
+    rest = torch.where(rest.abs() > _NEGLIGIBLE * rows.abs().amax(), rest, 0.0)
+    return _in_unit(spectral(rest), unit)
 
 
-def _top_projections(rows: Tensor) -> Tensor:
-    """Return the rows' coordinates along their top right-singular vector, of arbitrary sign.
+def top_direction(gradients: Tensor) -> TopDirection:
+    """Return the batch's top right-singular vector, and the gradients' projections on it.
 
     Through the smaller of the two Gram matrices: what is read off is the leading direction, which
     loses nothing by squaring, and the cost is that of one product instead of a full SVD.
+
+    Args:
+        gradients: (batch, ...).
     """
+    rows, unit = _rows(gradients)
     num_rows, row_dim = rows.shape
     if num_rows >= row_dim:
-        return rows @ _top_eigenpair(rows.T @ rows)[1]
-    power, direction = _top_eigenpair(rows @ rows.T)
-    return direction * power.clamp(min=0.0).sqrt()
+        _, direction = _top_eigenpair(rows.T @ rows)
+        return TopDirection(_in_unit(rows @ direction, unit), direction)
+    power, left = _top_eigenpair(rows @ rows.T)
+    length = power.clamp(min=0.0).sqrt()
+    direction = torch.where(length > 0, (left @ rows) / length, 0.0)
+    return TopDirection(_in_unit(left * length, unit), direction)
+
+
+def turned_by_skewness(projections: Tensor) -> Tensor:
+    """Turn scores so that their long tail points up."""
+    # In a unit of their own: cubes leave the range of float64 early.
+    centred, _ = _scaled(projections)
+    skewness = (centred - centred.mean()).pow(3).sum()
+    return torch.where(skewness < 0, -projections, projections)
 
 
 def _top_eigenpair(gram: Tensor) -> tuple[Tensor, Tensor]:
+    if gram.device.type == "cpu":
+        # Only the pair that is wanted: a third of the time of all of them.
+        last = len(gram) - 1
+        values, vectors = scipy.linalg.eigh(
+            gram.numpy(), subset_by_index=[last, last], check_finite=False
+        )
+        return torch.from_numpy(values)[0], torch.from_numpy(vectors)[:, 0]
     values, vectors = torch.linalg.eigh(gram)
     return values[-1], vectors[:, -1]
+
+
+def _discriminant(within: Tensor, between: Tensor) -> Tensor:
+    """Return the direction x of (W'W + r I) x = b, from the smaller of the two Gram matrices."""
+    num_rows, row_dim = within.shape
+    ridge = within.square().sum() / num_rows
+    if not ridge > 0:
+        return between
+    if row_dim <= num_rows:
+        gram = within.T @ within
+        gram.diagonal().add_(ridge)
+        direction: Tensor = torch.linalg.solve(gram, between)
+        return direction
+    gram = within @ within.T
+    gram.diagonal().add_(ridge)
+    weights: Tensor = torch.linalg.solve(gram, within @ between)
+    return (between - within.T @ weights) / ridge
+
+
+def _distances(rows: Tensor, centre: Tensor) -> Tensor:
+    distances: Tensor = torch.linalg.vector_norm(rows - centre, dim=1)
+    return distances
+
+
+def _medians(rows: Tensor) -> Tensor:
+    # torch's median is the lower one of an even number of values.
+    return (rows.median(dim=0).values - (-rows).median(dim=0).values) / 2
 
 
 def _rows(gradients: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,12 +341,26 @@ def _rows(gradients: Tensor) -> tuple[Tensor, Tensor]:
     Gradients of a smaller dtype are safe as they are, and spared the pass over the batch.
     """
     rows = gradients.detach().flatten(start_dim=1).double()
-    unit = rows.new_ones(())
-    if gradients.dtype == torch.float64 and rows.numel():
-        largest = rows.abs().amax()
+    if gradients.dtype == torch.float64:
+        return _scaled(rows)
+    return rows, rows.new_ones(())
+
+
+def _rows_together(gradients: Tensor, *others: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Flatten several batches to float64 rows of one unit."""
+    every = [gradients, *(known.to(gradients.device) for known in others)]
+    sizes = [len(known) for known in every]
+    rows, unit = _rows(torch.cat([known.detach().flatten(start_dim=1) for known in every]))
+    return list(torch.split(rows, sizes)), unit
+
+
+def _scaled(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return values with a largest magnitude of 1, and their unit; zeros stay as they are."""
+    unit = values.new_ones(())
+    if values.numel():
+        largest = values.abs().amax()
         unit = torch.where(largest > 0, largest, unit)
-        rows = rows / unit
-    return rows, unit
+    return values / unit, unit
 
 
 def _in_unit(scores: Tensor, unit: Tensor) -> Tensor:
@@ -125,19 +368,71 @@ def _in_unit(scores: Tensor, unit: Tensor) -> Tensor:
     return (scores * unit).clamp(-largest, largest)
 
 
+def _needed(value: KnowledgeT | None, what: SideInformation, attack: str) -> KnowledgeT:
+    if value is None:
+        raise ValueError(f"{attack} needs {what}")
+    return value
+
+
 def _score_cosine(gradients: Tensor, knowledge: Knowledge) -> Tensor:
-    if knowledge.positive_gradient is None:
-        raise ValueError(f"cosine needs {SideInformation.POSITIVE_GRADIENT}")
-    return cosine(gradients, knowledge.positive_gradient)
+    known = _needed(knowledge.positive_gradient, SideInformation.POSITIVE_GRADIENT, "cosine")
+    return cosine(gradients, known)
 
 
-ATTACKS: Mapping[AttackName, Attack] = MappingProxyType(
+def _score_with_hints(
+    score: Callable[[Tensor, Tensor], Tensor], num_hints: int, gradients: Tensor, known: Knowledge
+) -> Tensor:
+    hints = _needed(known.hints, SideInformation.HINTS, score.__name__)
+    if len(hints) < num_hints:
+        raise ValueError(f"{score.__name__} needs {num_hints} hints, got {len(hints)}")
+    return score(gradients, hints[:num_hints])
+
+
+def _score_with_classes(
+    score: Callable[[Tensor, KnownClasses], Tensor], gradients: Tensor, known: Knowledge
+) -> Tensor:
+    return score(gradients, _needed(known.classes, SideInformation.CLASSES, score.__name__))
+
+
+def _score_regress_out(gradients: Tensor, knowledge: Knowledge) -> Tensor:
+    known = _needed(knowledge.activations, SideInformation.ACTIVATIONS, "regress_out")
+    return regress_out(gradients, known)
+
+
+def _score_activations(_: Tensor, knowledge: Knowledge) -> Tensor:
+    known = _needed(knowledge.activations, SideInformation.ACTIVATIONS, "activation_spectral")
+    return spectral(known)
+
+
+def _hinted(score: Callable[[Tensor, Tensor], Tensor], num_hints: int) -> Attack:
+    scored = partial(_score_with_hints, score, num_hints)
+    return Attack(scored, frozenset({SideInformation.HINTS}), num_hints)
+
+
+def _classed(score: Callable[[Tensor, KnownClasses], Tensor]) -> Attack:
+    return Attack(partial(_score_with_classes, score), frozenset({SideInformation.CLASSES}))
+
+
+_MINORITY = frozenset({SideInformation.POSITIVES_ARE_FEWER})
+
+ATTACKS: Mapping[BatchAttackName, Attack] = MappingProxyType(
     {
         "norm": Attack(lambda gradients, _: norm(gradients), frozenset()),
         "cosine": Attack(_score_cosine, frozenset({SideInformation.POSITIVE_GRADIENT})),
-        "spectral": Attack(
-            lambda gradients, _: spectral(gradients),
-            frozenset({SideInformation.POSITIVES_ARE_FEWER}),
+        "cosine_majority": Attack(lambda gradients, _: cosine_majority(gradients), _MINORITY),
+        "hint_inner_product_1": _hinted(hint_inner_product, 1),
+        "hint_inner_product_3": _hinted(hint_inner_product, 3),
+        "hint_inner_product_5": _hinted(hint_inner_product, 5),
+        "hint_distance_1": _hinted(hint_distance, 1),
+        "hint_distance_3": _hinted(hint_distance, 3),
+        "hint_distance_5": _hinted(hint_distance, 5),
+        "mean": _classed(mean),
+        "median": _classed(median),
+        "lda": _classed(lda),
+        "spectral": Attack(lambda gradients, _: spectral(gradients), _MINORITY),
+        "regress_out": Attack(_score_regress_out, _MINORITY | {SideInformation.ACTIVATIONS}),
+        "activation_spectral": Attack(
+            _score_activations, _MINORITY | {SideInformation.ACTIVATIONS}
         ),
     }
 )

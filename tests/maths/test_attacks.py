@@ -1,7 +1,8 @@
 """Every attack on gradients whose leak is known in advance, and on hostile ones."""
 
 import itertools
-from typing import get_args
+from collections.abc import Callable
+from typing import NamedTuple, cast, get_args
 
 import numpy as np
 import pytest
@@ -11,52 +12,211 @@ from torch import Tensor
 
 from common.privacy.attacks import (
     ATTACKS,
-    AttackName,
+    BatchAttackName,
     Knowledge,
+    KnownClasses,
     SideInformation,
     cosine,
+    cosine_majority,
+    hint_distance,
+    hint_inner_product,
+    lda,
+    mean,
+    median,
     norm,
+    regress_out,
     spectral,
+    top_direction,
 )
 from common.privacy.leakage import auc, leak_auc
+
+
+class Example(NamedTuple):
+    """A batch to score, and what an attacker may be told."""
+
+    gradients: Tensor
+    labels: Tensor
+    knowledge: Knowledge
+
+    def scores(self) -> dict[BatchAttackName, Tensor]:
+        return {
+            name: attack.score(self.gradients, self.knowledge) for name, attack in ATTACKS.items()
+        }
+
+
+def _logistic_example(
+    pos_fraction: float = 0.1, num_rows: int = 2000, noise_ratio: float = 0.0, seed: int = 1
+) -> Example:
+    """Gradients (p - y) w of a logistic loss, the knowledge from as many rows of the same law."""
+    cut_dim = 32
+    generator = torch.Generator().manual_seed(seed)
+    labels = (torch.rand(2 * num_rows, generator=generator) < pos_fraction).float()
+    bias = float(torch.logit(torch.tensor(pos_fraction)))
+    activations = torch.randn(2 * num_rows, 16, generator=generator)
+    activations[:, 1] = 3 * activations[:, 1] + 4 * labels
+    logits = bias + 0.5 * activations[:, 0]
+    weight = torch.randn(cut_dim, generator=generator)
+    gradients = (torch.sigmoid(logits) - labels)[:, None] * weight
+    noise = torch.randn(2 * num_rows, cut_dim, generator=generator)
+    largest = gradients.norm(dim=1).max()
+    return _example(
+        gradients + noise_ratio * largest / cut_dim**0.5 * noise,
+        labels,
+        activations,
+        reference=gradients[num_rows:][labels[num_rows:] == 1][0],
+    )
+
+
+def _example(
+    gradients: Tensor, labels: Tensor, activations: Tensor, reference: Tensor | None = None
+) -> Example:
+    """Score the first half of some rows, knowing the labels of the second."""
+    half = len(labels) // 2
+    known, known_labels = gradients[half:], labels[half:]
+    positives = known[known_labels == 1]
+    knowledge = Knowledge(
+        positives[0] if reference is None else reference,
+        positives[:5],
+        KnownClasses(known[known_labels == 0], positives),
+        activations[:half],
+    )
+    return Example(gradients[:half], labels[:half], knowledge)
 
 
 def _logistic_gradients(
     pos_fraction: float = 0.1, num_rows: int = 2000, noise_ratio: float = 0.0, seed: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Gradients (p - y) w of a logistic loss at a calibrated model's predictions."""
-    cut_dim = 32
-    generator = torch.Generator().manual_seed(seed)
-    labels = (torch.rand(num_rows, generator=generator) < pos_fraction).float()
-    bias = float(torch.logit(torch.tensor(pos_fraction)))
-    logits = bias + 0.5 * torch.randn(num_rows, generator=generator)
-    weight = torch.randn(cut_dim, generator=generator)
-    gradients = (torch.sigmoid(logits) - labels)[:, None] * weight
-    noise = torch.randn(num_rows, cut_dim, generator=generator)
-    largest = gradients.norm(dim=1).max()
-    return gradients + noise_ratio * largest / cut_dim**0.5 * noise, labels
-
-
-def _all_scores(gradients: Tensor, reference: Tensor) -> dict[AttackName, Tensor]:
-    knowledge = Knowledge(positive_gradient=reference)
-    return {name: attack.score(gradients, knowledge) for name, attack in ATTACKS.items()}
+    gradients, labels, _ = _logistic_example(pos_fraction, num_rows, noise_ratio, seed)
+    return gradients, labels
 
 
 def test_undefended_logistic_gradients_leak_every_label() -> None:
-    gradients, labels = _logistic_gradients()
-    positive = gradients[labels == 1][0]
-    for name, scores in _all_scores(gradients, positive).items():
-        assert auc(scores, labels) > 0.999, name
+    example = _logistic_example()
+    less = {"regress_out": 0.95, "activation_spectral": 0.75}  # which never sees a gradient
+    for name, scores in example.scores().items():
+        assert auc(scores, example.labels) > less.get(name, 0.999), name
 
 
 def test_gradients_without_labels_in_them_leak_nothing() -> None:
     """Five standard errors of an AUC of independent scores."""
-    labels = (torch.arange(4000) % 5 == 0).float()
-    gradients = torch.randn(4000, 16, generator=torch.Generator().manual_seed(2))
+    labels = (torch.arange(8000) % 5 == 0).float()
+    gradients = torch.randn(8000, 16, generator=torch.Generator().manual_seed(2))
+    activations = torch.randn(8000, 6, generator=torch.Generator().manual_seed(3))
+    example = _example(gradients, labels, activations)
     error = np.sqrt((4000 + 1) / (12 * 800 * 3200))
-    reference = torch.randn(16, generator=torch.Generator().manual_seed(3))
-    for name, scores in _all_scores(gradients, reference).items():
-        assert leak_auc(scores, labels) < 0.5 + 5 * error, name
+    for name, scores in example.scores().items():
+        assert leak_auc(scores, example.labels) < 0.5 + 5 * error, name
+
+
+def test_a_class_mean_that_holds_the_example_finds_a_leak_in_noise() -> None:
+    """Why the oracles' classes are other examples: with their own, noise looks like labels."""
+    labels = (torch.arange(400) % 5 == 0).float()
+    gradients = torch.randn(400, 64, generator=torch.Generator().manual_seed(2))
+    own = KnownClasses(gradients[labels == 0], gradients[labels == 1])
+    others = torch.randn(400, 64, generator=torch.Generator().manual_seed(3))
+    other = KnownClasses(others[labels == 0], others[labels == 1])
+    for attack in (mean, median, lda):
+        assert auc(attack(gradients, own), labels) > 0.7
+        assert leak_auc(attack(gradients, other), labels) < 0.6
+
+
+def test_shifted_normals_leak_what_fisher_s_discriminant_says() -> None:
+    """AUC = Phi(distance / sqrt 2), the distance in units of the noise's deviation along it."""
+    generator = torch.Generator().manual_seed(12)
+    labels = (torch.arange(20_000) % 4 == 0).float()
+    shift = torch.tensor([1.0, 1.0, *[0.0] * 62])
+    noise = torch.randn(20_000, 64, generator=generator)
+    stretched = noise * torch.tensor([3.0, *[1.0] * 63])
+
+    def measured(attack: Callable[[Tensor, KnownClasses], Tensor], noise: Tensor) -> float:
+        example = _example(noise + labels[:, None] * shift, labels, noise)
+        assert example.knowledge.classes is not None
+        return auc(attack(example.gradients, example.knowledge.classes), example.labels)
+
+    for attack in (mean, median, lda):
+        assert abs(measured(attack, noise) - normal.cdf(1)) < 0.02
+    mahalanobis = np.sqrt(1 / 9 + 1)
+    assert abs(measured(lda, stretched) - normal.cdf(mahalanobis / np.sqrt(2))) < 0.02
+    assert measured(mean, stretched) < measured(lda, stretched) - 0.05
+
+
+@pytest.mark.parametrize("shape", [(40, 6), (10, 30)])
+def test_lda_s_direction_solves_its_equation_in_either_shape(shape: tuple[int, int]) -> None:
+    generator = np.random.default_rng(13)
+    negatives, positives = generator.normal(size=shape), generator.normal(size=shape) + 0.5
+    rows = generator.normal(size=(20, shape[1]))
+    within = np.concatenate([negatives - negatives.mean(0), positives - positives.mean(0)])
+    count, row_dim = within.shape
+    variances = np.trace(within.T @ within / count) / row_dim
+    weight = row_dim / (count + row_dim)
+    shrunk = (1 - weight) * within.T @ within / count + weight * variances * np.eye(row_dim)
+    expected = rows @ np.linalg.solve(shrunk, positives.mean(0) - negatives.mean(0))
+    classes = KnownClasses(torch.from_numpy(negatives), torch.from_numpy(positives))
+    scores = lda(torch.from_numpy(rows), classes).numpy()
+    assert np.corrcoef(scores, expected)[0, 1] == pytest.approx(1, abs=1e-12)
+    assert np.allclose(scores / scores.std(), expected / expected.std(), rtol=1e-9)
+
+
+def test_hints_and_centres_equal_their_definitions() -> None:
+    generator = np.random.default_rng(14)
+    rows, known = generator.normal(size=(30, 2, 3)), generator.normal(size=(5, 2, 3))
+    flat, hints = rows.reshape(30, 6), known.reshape(5, 6)
+    gradients, told = torch.from_numpy(rows), torch.from_numpy(known)
+    products = (flat @ hints.T).max(axis=1)
+    assert np.allclose(hint_inner_product(gradients, told), products, rtol=1e-12)
+    distances = np.linalg.norm(flat[:, None] - hints[None], axis=2).min(axis=1)
+    assert np.allclose(hint_distance(gradients, told), -distances, rtol=1e-12)
+    for attack, centre in ((mean, np.mean), (median, np.median)):
+        zero, one = centre(hints[:3], axis=0), centre(hints[1:], axis=0)
+        expected = np.linalg.norm(flat - zero, axis=1) - np.linalg.norm(flat - one, axis=1)
+        found = attack(gradients, KnownClasses(told[:3], told[1:]))
+        assert np.allclose(found, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("num_hints", [1, 3, 5])
+def test_more_hints_are_used_where_there_are_more(num_hints: int) -> None:
+    gradients = torch.eye(6)
+    for name in (f"hint_inner_product_{num_hints}", f"hint_distance_{num_hints}"):
+        attack = ATTACKS[cast("BatchAttackName", name)]
+        scores = attack.score(gradients, Knowledge(hints=gradients[:5]))
+        assert [i for i in range(6) if scores[i] == scores.max()] == list(range(num_hints))
+        assert attack.num_hints == num_hints
+        with pytest.raises(ValueError, match="hints"):
+            attack.score(gradients, Knowledge(hints=gradients[: num_hints - 1]))
+
+
+def test_cosine_majority_is_minus_the_share_of_the_batch_on_one_s_side() -> None:
+    gradients = torch.tensor([[1.0, 0.1], [2.0, 0.0], [1.0, -0.1], [-1.0, 0.0], [0.0, 0.0]])
+    scores = cosine_majority(gradients)
+    assert torch.allclose(scores, torch.tensor([-0.6, -0.6, -0.6, -0.2, -0.5]).double())
+    generator = torch.Generator().manual_seed(15)
+    many = torch.randn(5000, 3, generator=generator)  # more than may vote
+    shares = (many.double() @ many.double().T > 0).double().mean(dim=1)
+    assert (cosine_majority(many) + shares).abs().max() < 0.05
+
+
+def test_regress_out_finds_the_label_that_features_cover() -> None:
+    """Features move the gradients far more than labels do, in a direction of their own."""
+    generator = torch.Generator().manual_seed(16)
+    labels = (torch.rand(2000, generator=generator) < 0.2).double()
+    activations = torch.randn(2000, 5, generator=generator).double()
+    from_features = activations @ torch.randn(5, 8, generator=generator).double()
+    weight = torch.randn(8, generator=generator).double()
+    noise = torch.randn(2000, 8, generator=generator).double()
+    gradients = 5 * from_features + labels[:, None] * weight + 0.1 * noise
+    assert leak_auc(spectral(gradients), labels) < 0.6
+    assert auc(regress_out(gradients, activations), labels) > 0.99
+    assert bool((regress_out(gradients[:6], activations[:6]) == 0).all())
+    explained = regress_out(from_features, torch.cat([activations, activations[:, :1]], dim=1))
+    assert bool((explained == 0).all())
+
+
+@pytest.mark.parametrize("shape", [(300, 20), (20, 300)])
+def test_the_top_direction_is_that_of_the_projections(shape: tuple[int, int]) -> None:
+    rows = torch.randn(shape, generator=torch.Generator().manual_seed(17), dtype=torch.float64)
+    projections, direction = top_direction(rows)
+    assert float(direction.norm()) == pytest.approx(1)
+    assert torch.allclose(rows @ direction, projections, rtol=0, atol=1e-9)
 
 
 def test_norm_leaks_what_the_norms_were_built_to_leak() -> None:
@@ -149,22 +309,69 @@ def test_scores_are_finite_for_any_finite_gradients(
     )
     extremes = [constant * torch.finfo(dtype).max, base.sign() * torch.finfo(dtype).tiny, mixed]
     batches = [scale * rows for scale in _SCALES for rows in (base, constant)] + extremes
-    for gradients, reference in itertools.product(batches, (base[0], 0 * base[0], 1e30 * base[0])):
-        for name, scores in _all_scores(gradients, reference).items():
+    known = torch.randn(7, *shape[1:], generator=generator, dtype=dtype)
+    for gradients, scale in itertools.product(batches, (0.0, 1.0, 1e30)):
+        classes = KnownClasses(scale * known[:1], scale * known[1:3])
+        knowledge = Knowledge(scale * known[0], scale * known[:5], classes, gradients)
+        for name, scores in Example(gradients, torch.ones(1), knowledge).scores().items():
             assert scores.shape == (shape[0],), name
             assert bool(scores.isfinite().all()), (name, gradients)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-10, 1e10, 1e30])
 def test_the_gradients_scale_changes_no_leak(scale: float) -> None:
-    gradients, labels = _logistic_gradients(noise_ratio=4.0)
-    positive = gradients[labels == 1][0]
-    before = _all_scores(gradients.double(), positive.double())
-    after = _all_scores(gradients.double() * scale, positive.double() * scale)
+    def scaled(factor: float) -> dict[BatchAttackName, Tensor]:
+        gradients, labels, known = _logistic_example(noise_ratio=2.0)
+        assert known.positive_gradient is not None
+        assert known.hints is not None
+        assert known.classes is not None
+        assert known.activations is not None
+        knowledge = Knowledge(
+            known.positive_gradient.double() * factor,
+            known.hints.double() * factor,
+            KnownClasses(*(rows.double() * factor for rows in known.classes)),
+            known.activations.double() * factor,
+        )
+        return Example(gradients.double() * factor, labels, knowledge).scores()
+
+    labels = _logistic_example(noise_ratio=2.0).labels
+    before, after = scaled(1.0), scaled(scale)
     for name in ATTACKS:
         expected = auc(before[name], labels)
-        assert 0.55 < expected < 0.999, name
-        assert auc(after[name], labels) == pytest.approx(expected, abs=1e-4)
+        assert 0.51 < expected < 0.999, name
+        assert auc(after[name], labels) == pytest.approx(expected, abs=1e-4), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_scores_do_not_depend_on_the_dtype(dtype: torch.dtype) -> None:
+    """The values are such as every dtype has, so that only the arithmetic can differ."""
+    generator = torch.Generator().manual_seed(18)
+    labels = (torch.arange(60) % 3 == 0).float()
+    gradients = torch.randint(-8, 9, (60, 5), generator=generator) / 8.0
+    activations = torch.randint(-8, 9, (60, 3), generator=generator) / 8.0
+    plain = _example(gradients, labels, activations)
+    typed = _example(gradients.to(dtype), labels, activations.to(dtype))
+    for name, scores in plain.scores().items():
+        assert torch.allclose(typed.scores()[name], scores, rtol=1e-9, atol=1e-9), name
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_scores_on_a_gpu_are_those_on_the_cpu() -> None:
+    example = _logistic_example(noise_ratio=1.0)
+    known = example.knowledge
+    assert known.positive_gradient is not None
+    assert known.hints is not None
+    assert known.classes is not None
+    assert known.activations is not None
+    knowledge = Knowledge(
+        known.positive_gradient.cuda(),
+        known.hints.cuda(),
+        KnownClasses(*(rows.cuda() for rows in known.classes)),
+        known.activations.cuda(),
+    )
+    on_gpu = Example(example.gradients.cuda(), example.labels, knowledge).scores()
+    for name, scores in example.scores().items():
+        assert torch.allclose(on_gpu[name].cpu(), scores, rtol=1e-8, atol=1e-8), name
 
 
 def test_small_rows_beside_large_ones_keep_their_direction() -> None:
@@ -174,19 +381,25 @@ def test_small_rows_beside_large_ones_keep_their_direction() -> None:
 
 
 def test_attacks_leave_the_gradients_alone_and_outside_the_graph() -> None:
-    gradients, _ = _logistic_gradients(num_rows=50)
-    gradients.requires_grad_()
-    before = gradients.detach().clone()
-    for scores in _all_scores(gradients, gradients[0]).values():
+    example = _logistic_example(num_rows=50, pos_fraction=0.3)
+    example.gradients.requires_grad_()
+    before = example.gradients.detach().clone()
+    for scores in example.scores().values():
         assert not scores.requires_grad
-    assert torch.equal(gradients.detach(), before)
+    assert torch.equal(example.gradients.detach(), before)
 
 
 def test_the_registry_knows_every_attack_and_what_it_needs() -> None:
-    assert set(ATTACKS) == set(get_args(AttackName))
+    assert set(ATTACKS) == set(get_args(BatchAttackName))
     needs = {name: set(attack.needs) for name, attack in ATTACKS.items()}
     assert needs["norm"] == set()
     assert needs["cosine"] == {SideInformation.POSITIVE_GRADIENT}
-    assert needs["spectral"] == {SideInformation.POSITIVES_ARE_FEWER}
-    with pytest.raises(ValueError, match="clean gradient of a positive"):
-        ATTACKS["cosine"].score(torch.ones(2, 2), Knowledge())
+    for name in ("spectral", "cosine_majority"):
+        assert needs[name] == {SideInformation.POSITIVES_ARE_FEWER}
+    told = SideInformation.POSITIVES_ARE_FEWER
+    for name, attack in ATTACKS.items():
+        if attack.needs - {told}:
+            with pytest.raises(ValueError, match="needs"):
+                attack.score(torch.ones(2, 2), Knowledge())
+        else:
+            assert len(attack.score(torch.ones(2, 2), Knowledge())) == 2, name

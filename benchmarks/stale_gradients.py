@@ -144,7 +144,7 @@ def run(task: tuple[str, str, int, int]) -> Outcome:
     accumulator = Accumulator()
     parties.session._observer = accumulator  # noqa: SLF001
     session = parties.session
-    accumulator.noisy_labels = lambda: session.trainer and session.trainer._noisy  # noqa: SLF001
+    accumulator.noisy_labels = lambda: session.trainer._noisy if session.trainer else None  # noqa: SLF001
     parties.passive.on_epoch = lambda epoch: accumulator.close_epoch()  # type: ignore[method-assign]
     parties.passive.on_step = lambda *_: None  # type: ignore[method-assign]
     run_in_process(parties)

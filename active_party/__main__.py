@@ -6,6 +6,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from active_party.assembly import TrainerBuilder, build_session
 from active_party.defenses import open_noise_key
 from active_party.plan import print_plan
 from active_party.recorder import ActiveRecorder
+from active_party.report import write_comparison, write_report
 from active_party.service import ActiveService, start_server
 from active_party.session import ActiveSession, Stage
 from active_party.settings import ActiveSettings
@@ -45,10 +47,15 @@ GRACE_S = 5.0
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command and exit with its code."""
-    parsed = parse_arguments("active-party", arguments, _add_plan)
+    parsed = parse_arguments("active-party", arguments, _add_own_commands)
     configure_logging("active", parsed.verbose - parsed.quiet)
-    actions = {"run": _run, "check": _check, "plan": _plan}
+    actions = {"run": _run, "check": _check, "plan": _plan, "report": _report}
     sys.exit(exit_code_of(partial(actions[parsed.command], parsed)))
+
+
+def _add_own_commands(commands: Commands) -> None:
+    _add_plan(commands)
+    _add_report(commands)
 
 
 def _add_plan(commands: Commands) -> None:
@@ -61,6 +68,23 @@ def _add_plan(commands: Commands) -> None:
         metavar="AUC",
         help="also print the power ratio at which the whole run stays below it",
     )
+
+
+def _add_report(commands: Commands) -> None:
+    purpose = "write a page that shows what a run told of the labels"
+    command = commands.add_parser("report", help=purpose, description=purpose)
+    command.add_argument("run_dir", type=Path, nargs="?", help="the run's folder, runs/<run name>")
+    command.add_argument(
+        "--compare", type=Path, nargs="+", metavar="RUN_DIR", help="set runs side by side instead"
+    )
+    command.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="default: active/report.html in the run's folder, or comparison.html here",
+    )
+    command.add_argument("-v", "--verbose", action="count", default=0)
+    command.add_argument("-q", "--quiet", action="count", default=0)
 
 
 def _load(parsed: argparse.Namespace) -> ActiveSettings:
@@ -104,6 +128,7 @@ def _run(parsed: argparse.Namespace) -> None:
     summary = recorder.summary(dict(service.refused))
     write_json_atomically(folder / "summary.json", summary)
     print_summary("active party", summary)
+    _try_to_report(folder.parent)
     if stopped is not None:
         raise stopped
 
@@ -173,6 +198,27 @@ def _plan(parsed: argparse.Namespace) -> None:
     if target is not None and not 0.5 < target < 1:
         raise SettingsError(f"--target-leak-auc: expected an AUC between 0.5 and 1, got {target}")
     print_plan(settings, PartyData.load(settings.data, settings.base_dir), target)
+
+
+def _report(parsed: argparse.Namespace) -> None:
+    if (parsed.run_dir is None) == (parsed.compare is None):
+        raise SettingsError("report: expected either a run's folder or --compare with several")
+    if parsed.compare is None:
+        written = write_report(parsed.run_dir, parsed.output)
+    else:
+        written = write_comparison(parsed.compare, parsed.output or Path("comparison.html"))
+    logger.info("report written to %s", written)
+
+
+def _try_to_report(run_dir: Path) -> None:
+    """Write the report of a run that is over; whatever goes wrong, its results are safe."""
+    try:
+        logger.info("report written to %s", write_report(run_dir))
+    except Exception:
+        logger.exception(
+            "the report could not be written; once the cause is gone: active-party report %s",
+            run_dir,
+        )
 
 
 def _check_listen(settings: ActiveSettings) -> None:

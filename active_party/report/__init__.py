@@ -1,0 +1,18 @@
+"""The report of a run: one HTML file that needs no network, no script and nothing but itself.
+
+The charts are drawn by ``svg.py`` rather than by a plotting library: a page's own SVG follows its
+style sheet, so that it can be dark on a screen and black on paper, keeps text as text, and costs no
+dependency of the size of the rest of the program.
+"""
+
+from active_party.report.page import comparison_page, report_page, write_comparison, write_report
+from active_party.report.run_files import RunFiles, read_run
+
+__all__ = [
+    "RunFiles",
+    "comparison_page",
+    "read_run",
+    "report_page",
+    "write_comparison",
+    "write_report",
+]

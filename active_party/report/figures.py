@@ -1,0 +1,82 @@
+"""Figures that a report computes from a run's series: windows, epochs, and what chance explains."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from active_party.report.run_files import LeakSeries, Numbers
+
+MIN_WINDOW = 15
+"""Batches that a window's quantiles need at least."""
+MAX_WINDOWS = 40
+LOW, HIGH = 0.1, 0.9
+"""The quantiles between which a band lies."""
+STANDARD_ERRORS = 4.0
+"""By how many a mean must pass that of random scores, the same measure as the leak alarm's."""
+
+
+class Windows(NamedTuple):
+    """Quantiles over consecutive batches, one entry per window."""
+
+    steps: Numbers
+    """Middle of each window."""
+    low: Numbers
+    median: Numbers
+    high: Numbers
+
+
+class Finding(NamedTuple):
+    """What one attack got out of single batches of one layer over the whole run."""
+
+    layer: str
+    attack: str
+    batches: int
+    mean: float
+    q95: float
+    last_epoch: float
+    random_mean: float
+    random_q95: float
+    beats_chance: bool
+    """Whether its mean lies above that of random scores by more than chance explains."""
+
+
+def windows(steps: Numbers, values: Numbers) -> Windows:
+    """Summarise a series window by window; all windows hold about as many batches."""
+    count = max(1, min(MAX_WINDOWS, len(values) // MIN_WINDOW))
+    middles, rows = [], []
+    for where in np.array_split(np.arange(len(values)), count):
+        middles.append(float(steps[where].mean()))
+        rows.append(np.nanquantile(values[where], (LOW, 0.5, HIGH)))
+    low, median, high = np.array(rows).T
+    return Windows(np.array(middles), low, median, high)
+
+
+def epoch_means(series: LeakSeries) -> tuple[Numbers, Numbers]:
+    """Return the epochs, and the mean leak AUC over the batches of each."""
+    epochs = np.unique(series.epochs)
+    return epochs, np.array([series.leak[series.epochs == epoch].mean() for epoch in epochs])
+
+
+def finding_of(series: LeakSeries) -> Finding:
+    """Summarise an attack over the run."""
+    gains = series.leak - series.random
+    enough = len(gains) > 1
+    error = float(gains.std(ddof=1)) / math.sqrt(len(gains)) if enough else math.inf
+    return Finding(
+        series.layer,
+        series.attack,
+        len(gains),
+        float(series.leak.mean()),
+        float(np.quantile(series.leak, 0.95)),
+        float(series.leak[series.epochs == series.epochs.max()].mean()),
+        float(series.random.mean()),
+        float(np.quantile(series.random, 0.95)),
+        beats_chance=float(gains.mean()) > STANDARD_ERRORS * error,
+    )
+
+
+def strongest(findings: Sequence[Finding]) -> Finding | None:
+    """Return the attack with the highest mean; None if nothing was measured."""
+    return max(findings, key=lambda found: found.mean, default=None)

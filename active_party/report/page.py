@@ -1,0 +1,219 @@
+"""The pages: the report of one run, and several runs side by side.
+
+Figures and charts come from the other modules and words from the templates, which escape all that
+comes from settings and files.
+"""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from active_party.report.figures import Finding, finding_of, strongest
+from active_party.report.panels import (
+    Coloured,
+    leak_panel,
+    ledger_panels,
+    shared_leak_panel,
+    shared_ledger_panel,
+    shared_training_panels,
+    trade_off,
+    training_panels,
+)
+from active_party.report.run_files import LeakSeries, RunFiles, leak_series, read_run
+from active_party.report.svg import Dot
+from active_party.report.tables import (
+    count,
+    figure,
+    flattened,
+    guarantee,
+    leak_rows,
+    settings_tables,
+    summary_rows,
+    tiles,
+)
+from active_party.report.verdict import RunLevel, Verdict, judge, ledger_of, run_levels
+from common.errors import SettingsError
+from common.run_folder import write_text_atomically
+
+_NUM_COLOURS = 8
+_NAME_LENGTH = 36
+_EXPECTED_TO_DIFFER = {"contract.run_name", "listen", "runs_dir"}
+
+
+class _Compared(NamedTuple):
+    """One run among several."""
+
+    title: str
+    style: str
+    run: RunFiles
+    series: list[LeakSeries]
+    findings: list[Finding]
+    accumulated: list[RunLevel]
+    verdict: Verdict
+
+
+def write_report(run_dir: Path, output: Path | None = None) -> Path:
+    """Write the report of a run.
+
+    Args:
+        run_dir: the run's folder.
+        output: where to; ``active/report.html`` in the run's folder by default.
+
+    Returns:
+        The file written.
+
+    Raises:
+        SettingsError: there are no metrics of an active party.
+        StorageError: the file cannot be written.
+    """
+    run = read_run(run_dir)
+    path = output or run.folder / "active" / "report.html"
+    write_text_atomically(path, report_page(run))
+    return path
+
+
+def write_comparison(run_dirs: Sequence[Path], output: Path) -> Path:
+    """Write a page with several runs side by side, and return its path.
+
+    Raises:
+        SettingsError: there are fewer than two runs, or one has no metrics.
+        StorageError: the file cannot be written.
+    """
+    if len(run_dirs) < 2:
+        raise SettingsError("--compare: expected the folders of at least two runs")
+    write_text_atomically(output, comparison_page([read_run(folder) for folder in run_dirs]))
+    return output
+
+
+def report_page(run: RunFiles) -> str:
+    """Return the report of one run as HTML; the same files give the same bytes."""
+    series = leak_series(run)
+    findings = [finding_of(one) for one in series]
+    accumulated = run_levels(run)
+    return _render(
+        "report.html.jinja",
+        title=run.name,
+        defense=_defense(run),
+        summary=run.active.summary,
+        verdict=judge(run, findings, accumulated),
+        tiles=tiles(run, findings, accumulated),
+        training=training_panels(run),
+        leak_panels={
+            layer: [leak_panel(run, one) for one in series if one.layer == layer]
+            for layer in dict.fromkeys(one.layer for one in series)
+        },
+        leak_rows=list(leak_rows(findings, accumulated)),
+        has_whole_run=bool(accumulated),
+        test_auc=figure(run.active.summary.get("test_auc")),
+        ledger_panels=ledger_panels(run, series, accumulated),
+        summary_rows=summary_rows(run),
+        settings=settings_tables(run.active.settings),
+    )
+
+
+def comparison_page(runs: Sequence[RunFiles]) -> str:
+    """Return several runs side by side as HTML."""
+    compared = [
+        _compared(title, f"s{index % _NUM_COLOURS}", run)
+        for index, (title, run) in enumerate(zip(_titles(runs), runs, strict=True))
+    ]
+    coloured = [Coloured(one.style, one.run, one.series) for one in compared]
+    keys = list(dict.fromkeys((s.layer, s.attack) for one in compared for s in one.series))
+    return _render(
+        "comparison.html.jinja",
+        title=", ".join(one.title for one in compared),
+        runs=[(one, _defense(one.run)) for one in compared],
+        trade_off=trade_off(*_places(compared)),
+        rows=_rows(compared, keys),
+        training=shared_training_panels(coloured),
+        leak_panels={
+            layer: [shared_leak_panel(coloured, *key) for key in keys if key[0] == layer]
+            for layer in dict.fromkeys(layer for layer, _ in keys)
+        },
+        ledger=shared_ledger_panel(coloured),
+        differences=_differences(compared),
+    )
+
+
+def _render(template: str, **values: object) -> str:
+    environment = Environment(
+        loader=PackageLoader("active_party.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template(template).render(values)
+
+
+def _defense(run: RunFiles) -> str:
+    return str((run.active.settings.get("defense") or {}).get("name", "unknown"))
+
+
+def _compared(title: str, style: str, run: RunFiles) -> _Compared:
+    series, accumulated = leak_series(run), run_levels(run)
+    findings = [finding_of(one) for one in series]
+    verdict = judge(run, findings, accumulated)
+    return _Compared(title, style, run, series, findings, accumulated, verdict)
+
+
+def _titles(runs: Sequence[RunFiles]) -> list[str]:
+    """Name the runs, those of the same name by their folders too."""
+    names = [run.name for run in runs]
+    return [
+        name if names.count(name) == 1 else f"{name} ({run.folder})"
+        for name, run in zip(names, runs, strict=True)
+    ]
+
+
+def _places(compared: Sequence[_Compared]) -> tuple[list[Dot], str]:
+    """Place the runs by test AUC and leak AUC, that of the whole run where all have measured it."""
+    of_run = all(one.accumulated for one in compared)
+    places = []
+    for one in compared:
+        test_auc, best = one.run.active.summary.get("test_auc"), strongest(one.findings)
+        leaks = [found.leak_auc for found in one.accumulated] if of_run else []
+        leaks += [best.mean] if best is not None and not of_run else []
+        if test_auc is not None and leaks:
+            name = textwrap.shorten(one.title, _NAME_LENGTH, placeholder="…")
+            places.append(Dot(max(leaks), float(test_auc), one.style, name))
+    kind = "whole run" if of_run else "mean over single batches"
+    return places, f"strongest attack, {kind}"
+
+
+def _rows(
+    compared: Sequence[_Compared], keys: Sequence[tuple[str, str]]
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield the table of figures: one row per figure, one cell per run."""
+    summaries = [one.run.active.summary for one in compared]
+    yield "aligned rows", [count(summary.get("aligned_rows")) for summary in summaries]
+    yield "epochs", [count(summary.get("epochs")) for summary in summaries]
+    yield "steps per second", [figure(summary.get("steps_per_s"), 1) for summary in summaries]
+    yield "test AUC", [figure(summary.get("test_auc"), 4) for summary in summaries]
+    for layer, attack in keys:
+        cells = [
+            {(f.layer, f.attack): f for f in one.findings}.get((layer, attack)) for one in compared
+        ]
+        yield (
+            f"{attack} at {layer}, mean over batches",
+            [f"{f.mean:.3f} (chance {f.random_mean:.3f})" if f else "–" for f in cells],
+        )
+    leaks = [{(a.layer, a.attack): a.leak_auc for a in one.accumulated} for one in compared]
+    for layer, attack in dict.fromkeys(key for of_run in leaks for key in of_run):
+        cells_of_run = [figure(of_run.get((layer, attack))) for of_run in leaks]
+        yield f"{attack} at {layer}, whole run", cells_of_run
+    estimates = [figure(ledger_of(one.run).get("estimate_max")) for one in compared]
+    yield "estimated for the whole run", estimates
+    yield "guaranteed for the whole run", [guarantee(one.run) for one in compared]
+
+
+def _differences(compared: Sequence[_Compared]) -> list[tuple[str, list[str]]]:
+    """Return the settings in which the runs differ, apart from their names and addresses."""
+    flat = [dict(flattened(one.run.active.settings)) for one in compared]
+    names = dict.fromkeys(name for settings in flat for name in settings)
+    rows = [(name, [settings.get(name, "–") for settings in flat]) for name in names]
+    return [row for row in rows if len(set(row[1])) > 1 and row[0] not in _EXPECTED_TO_DIFFER]

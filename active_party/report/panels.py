@@ -1,0 +1,236 @@
+"""The charts of a report, each with the title that stands above it."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from markupsafe import Markup
+
+from active_party.report.figures import epoch_means, finding_of, strongest, windows
+from active_party.report.run_files import (
+    LeakSeries,
+    Numbers,
+    RunFiles,
+    column,
+    steps_per_epoch_of,
+)
+from active_party.report.svg import Axis, Band, Chart, Dot, Line, Mark, Rule, round_axis
+from active_party.report.verdict import RunLevel, is_oracle
+
+_AUC_TICKS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+_SMALL = (330.0, 225.0)
+_WIDE = (960.0, 300.0)
+_LEAST_AUC_SPAN = 0.05
+
+
+class Panel(NamedTuple):
+    """A chart and what stands above it."""
+
+    title: str
+    chart: Markup
+    note: str = ""
+
+
+class Coloured(NamedTuple):
+    """A run in a chart of several: the class of its colour."""
+
+    style: str
+    run: RunFiles
+    series: Sequence[LeakSeries]
+
+
+def training_panels(run: RunFiles) -> list[Panel]:
+    """Return loss and test AUC over epochs; none where the run has not ended its first epoch."""
+    lines = run.active.metrics.get("test", [])
+    if not lines:
+        return []
+    epochs = column(lines, "epoch") + 1
+    losses = [
+        Line(epochs, column(lines, "train_loss"), "muted dashed", "training"),
+        Line(epochs, column(lines, "loss"), "utility", "test", markers=True),
+    ]
+    auc = column(lines, "auc")
+    value = f"{auc[-1]:.3f}" if math.isfinite(auc[-1]) else ""
+    return [_loss_panel(losses), _auc_panel([Line(epochs, auc, "utility", value, markers=True)])]
+
+
+def shared_training_panels(runs: Sequence[Coloured]) -> list[Panel]:
+    """Return the test loss and test AUC of several runs."""
+    losses, aucs = [], []
+    for style, run, _ in runs:
+        lines = run.active.metrics.get("test", [])
+        epochs = column(lines, "epoch") + 1
+        losses.append(Line(epochs, column(lines, "loss"), style, markers=True))
+        aucs.append(Line(epochs, column(lines, "auc"), style, markers=True))
+    if not any(len(line.x) for line in losses):
+        return []
+    return [_loss_panel(losses, "Test loss"), _auc_panel(aucs)]
+
+
+def leak_panel(run: RunFiles, series: LeakSeries) -> Panel:
+    """Return one attack's leak AUC over steps, with that of random scores."""
+    leak = windows(series.steps, series.leak)
+    random = windows(series.steps, series.random)
+    chart = Chart(
+        f"leak AUC of {series.attack} at layer {series.layer} over training steps",
+        _step_axis([series], f"training step ({steps_per_epoch_of(run)} per epoch)"),
+        _leak_axis(),
+        [
+            Band(random.steps, random.low, random.high, "chance"),
+            Line(random.steps, random.median, "chance dashed"),
+            Band(leak.steps, leak.low, leak.high, "measured"),
+            Line(leak.steps, leak.median, "measured"),
+        ],
+        *_SMALL,
+    )
+    return Panel(series.attack, chart.svg(), _remark(series.attack))
+
+
+def shared_leak_panel(runs: Sequence[Coloured], layer: str, attack: str) -> Panel:
+    """Return one attack's leak AUC over steps in several runs, of which at least one has it."""
+    chosen = [
+        (run.style, series)
+        for run in runs
+        for series in run.series
+        if (series.layer, series.attack) == (layer, attack)
+    ]
+    _, first = chosen[0]
+    random = windows(first.steps, first.random)
+    marks: list[Mark] = [Line(random.steps, random.median, "chance dashed")]
+    for style, series in chosen:
+        leak = windows(series.steps, series.leak)
+        marks += [
+            Band(leak.steps, leak.low, leak.high, style),
+            Line(leak.steps, leak.median, style),
+        ]
+    x = _step_axis([series for _, series in chosen], "training step")
+    chart = Chart(f"leak AUC of {attack} at layer {layer}", x, _leak_axis(), marks, *_SMALL)
+    return Panel(attack, chart.svg(), _remark(attack))
+
+
+def ledger_panels(
+    run: RunFiles, series: Sequence[LeakSeries], accumulated: Sequence[RunLevel]
+) -> list[Panel]:
+    """Return the ledger over epochs against what was measured, and the divergence charged."""
+    lines = run.active.metrics.get("ledger", [])
+    if not lines:
+        return []
+    budget = run.active.settings.get("run_budget") or {}
+    epochs = column(lines, "epoch") + 1
+    marks: list[Mark] = []
+    for figure in ("guarantee", "estimate"):
+        mean, largest = column(lines, f"{figure}_mean"), column(lines, f"{figure}_max")
+        label = f"{figure} ({largest[-1]:.3f})"
+        marks += [
+            Band(epochs, mean, largest, figure),
+            Line(epochs, largest, figure, label, markers=True),
+        ]
+    chart = Chart(
+        "leak AUC that the ledger allows for over epochs, and what was measured",
+        _epoch_axis([epochs]),
+        _leak_axis(),
+        [*marks, *_measured(series, accumulated), *_limit(budget.get("leak_auc"))],
+        *_WIDE,
+    )
+    panels = [Panel("Leak AUC of all answers so far, against what attacks measured", chart.svg())]
+    if np.isfinite(column(lines, "sum_kl_max")).any():
+        largest, mean = column(lines, "sum_kl_max"), column(lines, "sum_kl_mean")
+        panels.append(_sum_kl_panel(epochs, largest, mean, budget.get("sum_kl")))
+    return panels
+
+
+def shared_ledger_panel(runs: Sequence[Coloured]) -> Panel | None:
+    """Return what the ledgers of several runs guarantee over epochs; None if there are none."""
+    marks = []
+    for style, run, _ in runs:
+        lines = run.active.metrics.get("ledger", [])
+        values = column(lines, "guarantee_max")
+        if np.isfinite(values).any():
+            epochs = column(lines, "epoch") + 1
+            marks.append(Line(epochs, values, style, f"{values[-1]:.3f}", markers=True))
+    if not marks:
+        return None
+    x = _epoch_axis([mark.x for mark in marks])
+    chart = Chart("leak AUC that the ledgers guarantee", x, _leak_axis(), marks, *_WIDE)
+    return Panel("Guaranteed leak AUC by epoch", chart.svg())
+
+
+def trade_off(places: Sequence[Dot], measured: str) -> Markup | None:
+    """Return test AUC against leak AUC, one point per run.
+
+    Args:
+        places: leak AUC, test AUC and name of each run.
+        measured: what kind of leak AUC it is.
+    """
+    if not places:
+        return None
+    y = round_axis("test AUC", np.array([dot.y for dot in places]), least_span=_LEAST_AUC_SPAN)
+    x = Axis(f"leak AUC, {measured}", 0.5, 1.0, _AUC_TICKS)
+    return Chart("test AUC against leak AUC, one point per run", x, y, places, *_WIDE).svg()
+
+
+def _loss_panel(lines: Sequence[Line], title: str = "Loss") -> Panel:
+    y = round_axis("loss, nats per example", _all_of(lines), from_zero=True)
+    x = _epoch_axis([line.x for line in lines])
+    return Panel(f"{title} by epoch", Chart(f"{title} over epochs", x, y, lines).svg())
+
+
+def _auc_panel(lines: Sequence[Line]) -> Panel:
+    y = round_axis("test AUC", _all_of(lines), least_span=_LEAST_AUC_SPAN)
+    x = _epoch_axis([line.x for line in lines])
+    return Panel("Test AUC by epoch", Chart("test AUC over epochs", x, y, lines).svg())
+
+
+def _sum_kl_panel(epochs: Numbers, largest: Numbers, mean: Numbers, budget: object) -> Panel:
+    marks: list[Mark] = [
+        Band(epochs, mean, largest, "guarantee"),
+        Line(epochs, mean, "guarantee dashed", f"mean ({mean[-1]:.4g})"),
+        Line(epochs, largest, "guarantee", f"largest ({largest[-1]:.4g})", markers=True),
+    ]
+    limits = list(_limit(budget))
+    covered = np.append(largest, [limit.y for limit in limits])
+    y = round_axis("sum_kl, nats", covered, from_zero=True)
+    marks += limits
+    chart = Chart("divergence charged over epochs", _epoch_axis([epochs]), y, marks, *_WIDE)
+    return Panel("Divergence charged to one example (sum_kl)", chart.svg())
+
+
+def _measured(series: Sequence[LeakSeries], accumulated: Sequence[RunLevel]) -> Iterator[Mark]:
+    best = strongest([finding_of(one) for one in series])
+    for one in series:
+        if best is not None and (one.layer, one.attack) == (best.layer, best.attack):
+            epochs, means = epoch_means(one)
+            label = f"{one.attack}, one batch ({means[-1]:.3f})"
+            yield Line(epochs + 1, means, "measured dashed", label, markers=True)
+    if accumulated:
+        top = max(accumulated, key=lambda one: one.leak_auc)
+        yield Rule(top.leak_auc, "measured", f"{top.attack}, run ({top.leak_auc:.3f})")
+
+
+def _limit(budget: object) -> Iterator[Rule]:
+    if isinstance(budget, int | float):
+        yield Rule(float(budget), "limit", f"budget ({budget:g})")
+
+
+def _remark(attack: str) -> str:
+    return "oracle" if is_oracle(attack) else ""
+
+
+def _leak_axis() -> Axis:
+    return Axis("leak AUC", 0.5, 1.0, _AUC_TICKS)
+
+
+def _step_axis(series: Sequence[LeakSeries], label: str) -> Axis:
+    return Axis(label, 0.0, max(1.0, *(float(one.steps.max()) for one in series)))
+
+
+def _epoch_axis(epochs: Sequence[Numbers]) -> Axis:
+    last = max(2, *(int(one.max(initial=1)) for one in epochs))
+    unit = math.ceil(last / 8)
+    ticks = [1, *(tick for tick in range(unit, last + 1, unit) if tick > 1)]
+    return Axis("epochs trained", 1, last, ticks)
+
+
+def _all_of(lines: Sequence[Line]) -> Numbers:
+    return np.concatenate([line.y for line in lines])

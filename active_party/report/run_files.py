@@ -1,0 +1,161 @@
+"""What a run's folder holds, read for a report: settings, summary and metrics of both parties.
+
+A run that was killed has no summary, and perhaps half a last line; a party that keeps its files to
+itself has no folder here. What is absent is empty, never an error, except the active party's
+metrics, without which there is nothing to report.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import yaml
+
+from common.errors import SettingsError
+
+Line = Mapping[str, Any]
+"""One line of ``metrics.jsonl``."""
+Numbers = npt.NDArray[np.float64]
+
+_LEAK_SUFFIX = "_leak_auc"
+
+
+class PartyFiles(NamedTuple):
+    """What one party wrote down."""
+
+    settings: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    metrics: Mapping[str, list[Line]]
+    """Kind -> its lines, in the order written."""
+
+
+class RunFiles(NamedTuple):
+    """What a report is made of."""
+
+    folder: Path
+    name: str
+    active: PartyFiles
+    passive: PartyFiles | None
+    """None where its files are not there, or are of another run."""
+
+
+class LeakSeries(NamedTuple):
+    """One attack on one layer, batch by batch."""
+
+    layer: str
+    attack: str
+    epochs: Numbers
+    steps: Numbers
+    """Counted through all epochs, from 0."""
+    leak: Numbers
+    random: Numbers
+    """The leak AUC of random scores on the same batches."""
+
+
+def read_run(run_dir: Path) -> RunFiles:
+    """Read a run.
+
+    Args:
+        run_dir: ``runs/<run name>``, or the active party's folder in it.
+
+    Raises:
+        SettingsError: there are no metrics of an active party, or a file cannot be read.
+    """
+    folder = run_dir if (run_dir / "active").is_dir() else run_dir.resolve().parent
+    if run_dir != folder and run_dir.resolve().name != "active":
+        folder = run_dir
+    if not (folder / "active" / "metrics.jsonl").is_file():
+        raise SettingsError(f"{run_dir}: expected a run's folder, with active/metrics.jsonl in it")
+    active = _read_party(folder / "active")
+    passive = _read_passive(folder / "passive", active)
+    name = active.settings.get("contract", {}).get("run_name")
+    return RunFiles(folder, str(name or folder.resolve().name), active, passive)
+
+
+def leak_series(run: RunFiles) -> list[LeakSeries]:
+    """Return what every attack measured, the cut layer first.
+
+    The active party's figures where it has some, whose oracle attacks know a clean gradient; at
+    earlier layers the passive party's, who alone sees those.
+    """
+    steps_per_epoch = steps_per_epoch_of(run)
+    series = list(_series_of(run.active, steps_per_epoch))
+    seen = {one.layer for one in series}
+    if run.passive is not None:
+        series += [s for s in _series_of(run.passive, steps_per_epoch) if s.layer not in seen]
+    return sorted(series, key=lambda one: one.layer != "cut")
+
+
+def steps_per_epoch_of(run: RunFiles) -> int:
+    """Return how many steps the longest epoch had."""
+    lines = run.active.metrics.get("train", []) + run.active.metrics.get("leak", [])
+    return max((int(line["step"]) + 1 for line in lines), default=1)
+
+
+def column(lines: list[Line], name: str) -> Numbers:
+    """Return one number of every line, NaN where it is absent."""
+    return np.array([_number(line.get(name)) for line in lines], dtype=np.float64)
+
+
+def _series_of(party: PartyFiles, steps_per_epoch: int) -> Iterator[LeakSeries]:
+    lines = party.metrics.get("leak", [])
+    names = dict.fromkeys(
+        name for line in lines for name in line if name.endswith(_LEAK_SUFFIX) and "/" in name
+    )
+    epochs, random = column(lines, "epoch"), column(lines, "random_leak_auc")
+    steps = epochs * steps_per_epoch + column(lines, "step")
+    for name in names:
+        layer, _, attack = name.removesuffix(_LEAK_SUFFIX).rpartition("/")
+        leak = column(lines, name)
+        kept = ~(np.isnan(leak) | np.isnan(steps))
+        if kept.any():
+            yield LeakSeries(layer, attack, epochs[kept], steps[kept], leak[kept], random[kept])
+
+
+def _read_passive(folder: Path, active: PartyFiles) -> PartyFiles | None:
+    # Its summary comes last: without one the passive party still runs, or did not end.
+    if not (folder / "summary.json").is_file():
+        return None
+    passive = _read_party(folder)
+    of_this_run = all(
+        passive.summary.get(name) == active.summary.get(name) for name in ("aligned_rows", "steps")
+    )
+    return passive if of_this_run else None
+
+
+def _read_party(folder: Path) -> PartyFiles:
+    settings = _mapping(yaml.safe_load(_text(folder / "settings.yaml") or "{}"))
+    try:
+        summary = _mapping(json.loads(_text(folder / "summary.json") or "{}"))
+    except ValueError as error:
+        raise SettingsError(f"{folder / 'summary.json'}: not valid JSON") from error
+    metrics: dict[str, list[Line]] = {}
+    for line in _lines(_text(folder / "metrics.jsonl")):
+        metrics.setdefault(str(line.get("kind")), []).append(line)
+    return PartyFiles(settings, summary, metrics)
+
+
+def _lines(text: str) -> Iterator[Line]:
+    for line in text.splitlines():
+        try:
+            yield _mapping(json.loads(line))
+        except ValueError:  # the last line of a run that was killed, or is being written
+            continue
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8") if path.is_file() else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: cannot be read: {error}") from error
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else float("nan")

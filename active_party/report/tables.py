@@ -1,0 +1,155 @@
+"""The figures and settings that a report shows as text: key figures, summary, settings."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from active_party.report.figures import Finding, strongest
+from active_party.report.run_files import RunFiles
+from active_party.report.verdict import (
+    RunLevel,
+    at_most,
+    guarantee_of,
+    ledger_of,
+    needs_of,
+)
+
+_SECRETS = ("insecure_nonce_seed", "insecure_noise_seed")
+"""Settings from which a reader could derive the noise or the batches."""
+_ABSENT = "–"
+
+
+class Tile(NamedTuple):
+    """A key figure."""
+
+    label: str
+    value: str
+    note: str
+
+
+class LeakRow(NamedTuple):
+    """One attack on one layer; dashes stand where it was not measured."""
+
+    layer: str
+    attack: str
+    needs: str
+    beats_chance: bool
+    figures: tuple[str, ...]
+    """Mean, 95 % of batches, last epoch, mean and 95 % of random scores."""
+    whole_run: str
+
+
+def tiles(
+    run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunLevel]
+) -> Iterator[Tile]:
+    """Yield the key figures of a run."""
+    tests = run.active.metrics.get("test", [])
+    if tests:
+        meaning = "what the model knows of the labels from the features"
+        yield Tile("Test AUC", figure(tests[-1].get("auc")), meaning)
+    best = strongest(findings)
+    if best is not None:
+        by = f"leak AUC of {best.attack} at {best.layer}, mean; chance {best.random_mean:.3f}"
+        yield Tile("Measured on single batches", figure(best.mean), by)
+    if accumulated:
+        top = max(accumulated, key=lambda one: one.leak_auc)
+        by = f"leak AUC of {top.attack} at {top.layer}, all epochs together"
+        yield Tile("Measured over the run", figure(top.leak_auc), by)
+    ledger = ledger_of(run)
+    if ledger:
+        meaning = "leak AUC of the best score, if the classes are Gaussian"
+        yield Tile("Estimated for the run", figure(ledger.get("estimate_max")), meaning)
+        meaning = "leak AUC that no score passes, for the most exposed example"
+        yield Tile("Guaranteed for the run", guarantee(run), meaning)
+
+
+def leak_rows(findings: Sequence[Finding], accumulated: Sequence[RunLevel]) -> Iterator[LeakRow]:
+    """Yield the table of attacks: those on single batches, then those on the whole run alone."""
+    whole_run = {(one.layer, one.attack): one.leak_auc for one in accumulated}
+    for found in findings:
+        figures = (found.mean, found.q95, found.last_epoch, found.random_mean, found.random_q95)
+        yield LeakRow(
+            found.layer,
+            found.attack,
+            needs_of(found.attack),
+            found.beats_chance,
+            tuple(map(figure, figures)),
+            figure(whole_run.pop((found.layer, found.attack), None)),
+        )
+    for (layer, attack), leak in whole_run.items():
+        yield LeakRow(layer, attack, needs_of(attack), False, (_ABSENT,) * 5, figure(leak))
+
+
+def summary_rows(run: RunFiles) -> Iterator[tuple[str, str]]:
+    """Yield what the run's summary says, apart from its leak."""
+    summary = run.active.summary
+    counts = summary.get("leak_batches") or {}
+    yield "aligned rows", count(summary.get("aligned_rows"))
+    yield "epochs", count(summary.get("epochs"))
+    yield "steps", count(summary.get("steps"))
+    yield "steps per second", figure(summary.get("steps_per_s"), 1)
+    yield "test AUC", figure(summary.get("test_auc"), 4)
+    yield "test loss", figure(summary.get("test_loss"), 4)
+    yield "training loss, last epoch", figure(summary.get("train_loss"), 4)
+    yield "batches attacked", count(counts.get("observed"))
+    yield "batches of one class", count(counts.get("skipped_one_class"))
+    yield "batches left out", count(counts.get("left_out"))
+    yield "leak alarms", count(summary.get("leak_alarms"))
+    yield "refused messages", count(sum((summary.get("refused_messages") or {}).values()))
+    epsilon = ledger_of(run).get("epsilon")
+    if epsilon is not None:
+        yield "label differential privacy, epsilon", figure(epsilon, 4)
+
+
+def settings_tables(settings: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
+    """Return one table per section of the settings; what is in no section comes first."""
+    tables: dict[str, list[tuple[str, str]]] = {"this party": []}
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            tables[name] = list(flattened(value))
+        else:
+            tables["this party"] += flattened({name: value})
+    return {name: rows for name, rows in tables.items() if rows}
+
+
+def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every setting with its dotted name; those that would give the noise away are hidden."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from flattened(value, f"{prefix}{name}.")
+        elif name in _SECRETS and value is not None:
+            yield f"{prefix}{name}", "set (not shown)"
+        else:
+            yield f"{prefix}{name}", _in_words(value)
+
+
+def guarantee(run: RunFiles) -> str:
+    """Return what the ledger guarantees for the whole run."""
+    value = guarantee_of(run)
+    return _ABSENT if math.isnan(value) else f"≤ {at_most(value)}"
+
+
+def figure(value: object, digits: int = 3) -> str:
+    """Write a figure, a dash where there is none."""
+    if isinstance(value, int | float) and math.isfinite(value):
+        return f"{value:.{digits}f}"
+    return _ABSENT
+
+
+def count(value: object) -> str:
+    """Write a count, a dash where there is none."""
+    return f"{value:,}" if isinstance(value, int) else _ABSENT
+
+
+def _in_words(value: object) -> str:
+    match value:
+        case None:
+            return "none"
+        case bool():
+            return "yes" if value else "no"
+        case list():
+            return ", ".join(map(str, value)) or "none"
+        case float():
+            return f"{value:g}"
+        case _:
+            return str(value) or "(empty)"

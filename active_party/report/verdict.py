@@ -1,0 +1,285 @@
+"""The verdict on a run, in plain words, computed from its figures.
+
+It says what was recovered, what the ledger allows for, and what nobody has looked at. A measured
+figure is a lower bound on the leak (another attack may do better), the ledger's guarantee an upper
+one, as far as its charges hold.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from active_party.report.figures import STANDARD_ERRORS, Finding, strongest
+from active_party.report.run_files import RunFiles
+from common.privacy.attacks import ATTACKS, SideInformation
+
+Level = Literal["recovered", "leaking", "unbounded", "bounded", "unknown"]
+
+RECOVERED = 0.9
+"""Leak AUC from which on labels count as recovered."""
+WEAK_GUARANTEE = 0.9
+"""Guarantee above which a ledger does not bound what matters."""
+NO_GUARANTEE = 0.999
+
+LEVELS: Mapping[Level, str] = {
+    "recovered": "Labels recovered",
+    "leaking": "Labels leak in part",
+    "unbounded": "No leak measured, none excluded",
+    "bounded": "No leak measured, and little possible",
+    "unknown": "Nothing measured",
+}
+
+_FREE = {SideInformation.POSITIVES_ARE_FEWER.value, "the party's own activations"}
+"""What every passive party knows or can guess."""
+_EVALUATION_ONLY = " (evaluation only)"
+
+_NEEDS: Mapping[str, frozenset[SideInformation]] = {
+    str(name): attack.needs for name, attack in ATTACKS.items()
+}
+
+
+class RunLevel(NamedTuple):
+    """What an attack recovered with the gradients of all epochs together."""
+
+    layer: str
+    attack: str
+    leak_auc: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to think of a run."""
+
+    level: Level
+    headline: str
+    reasons: list[str] = field(default_factory=list)
+    """Sentences that go on where the headline ends."""
+    not_measured: list[str] = field(default_factory=list)
+    """What the headline says nothing about."""
+
+    @property
+    def badge(self) -> str:
+        """The level in a few words."""
+        return LEVELS[self.level]
+
+
+def needs_of(attack: str) -> str:
+    """Say what an attacker must know besides the gradients."""
+    if attack not in _NEEDS:
+        return "the gradients of all epochs"
+    return "; ".join(sorted(_NEEDS[attack])) or "nothing"
+
+
+def is_oracle(attack: str) -> bool:
+    """Tell whether an attack knows what only an evaluation can."""
+    return any(_EVALUATION_ONLY in need for need in _NEEDS.get(attack, frozenset()))
+
+
+def run_levels(run: RunFiles) -> list[RunLevel]:
+    """Return the run-level figures of both parties, as far as they were written."""
+    found: dict[tuple[str, str], RunLevel] = {}
+    for party in (run.active, run.passive):
+        for one in _run_levels(party.summary.get("leak_run_level") if party else None):
+            found.setdefault((one.layer, one.attack), one)
+    return list(found.values())
+
+
+def judge(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunLevel]) -> Verdict:
+    """Judge a run by what its attacks recovered and by what its ledger allows for."""
+    summary = run.active.summary
+    guarantee = guarantee_of(run)
+    reasons = [*_measured(findings, accumulated), *_bounded(run, guarantee)]
+    if alarms := summary.get("leak_alarms"):
+        reasons.append(
+            f"The leak alarm went off {alarms} times: an attack measured more than the ledger "
+            "guarantees for one answer, so its figures do not describe these gradients."
+        )
+    return Verdict(
+        _level(findings, accumulated, guarantee, trusted=not summary.get("leak_alarms")),
+        _headline(findings, accumulated, guarantee),
+        reasons,
+        list(_not_measured(run, findings, accumulated)),
+    )
+
+
+def guarantee_of(run: RunFiles) -> float:
+    """Return the AUC that the ledger guarantees for the most exposed example; NaN without one."""
+    ledger = ledger_of(run)
+    value = ledger.get("guarantee_max")
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def ledger_of(run: RunFiles) -> Mapping[str, Any]:
+    """Return the ledger's last entry."""
+    lines = run.active.metrics.get("ledger", [])
+    return run.active.summary.get("ledger") or (lines[-1] if lines else {})
+
+
+def at_most(auc: float) -> str:
+    """Write an upper bound with three digits, rounded up: never below what it bounds."""
+    return f"{math.ceil(round(auc * 1000, 6)) / 1000:.3f}"
+
+
+def _level(
+    findings: Sequence[Finding],
+    accumulated: Sequence[RunLevel],
+    guarantee: float,
+    *,
+    trusted: bool,
+) -> Level:
+    figures = [found.mean for found in findings] + [one.leak_auc for one in accumulated]
+    if not figures:
+        return "unknown"
+    if max(figures) >= RECOVERED:
+        return "recovered"
+    if any(found.beats_chance for found in findings) or any(map(_above_chance, accumulated)):
+        return "leaking"
+    return "bounded" if guarantee <= WEAK_GUARANTEE and trusted else "unbounded"
+
+
+def _headline(
+    findings: Sequence[Finding], accumulated: Sequence[RunLevel], guarantee: float
+) -> str:
+    whole_run = max((one for one in accumulated), key=lambda one: one.leak_auc, default=None)
+    if whole_run is not None and whole_run.leak_auc >= RECOVERED:
+        return (
+            "Whoever keeps the gradients of this run recovers the labels with "
+            f"AUC {whole_run.leak_auc:.3f}."
+        )
+    by_anyone = strongest([found for found in findings if not _more_than_free(found.attack)])
+    if by_anyone is not None and by_anyone.mean >= RECOVERED:
+        return f"Whoever keeps these gradients recovers the labels with AUC {by_anyone.mean:.3f}."
+    best = strongest(findings)
+    if best is None:
+        return "No attack was run: how much these gradients give away is not known."
+    if best.mean >= RECOVERED:
+        known = " and ".join(_more_than_free(best.attack)).replace(_EVALUATION_ONLY, "")
+        return (
+            f"Whoever keeps these gradients and knows {known} recovers the labels with "
+            f"AUC {best.mean:.3f}."
+        )
+    if best.beats_chance or any(found.beats_chance for found in findings):
+        tell = (
+            f"Single batches tell something of the labels (AUC {best.mean:.3f}, where chance gives "
+            f"{best.random_mean:.3f})"
+        )
+    else:
+        tell = "No attack that was run got more from single batches than chance"
+    if whole_run is not None:
+        tell += f", those of the whole run together AUC {whole_run.leak_auc:.3f}"
+    if math.isnan(guarantee):
+        return f"{tell}; nothing bounds the whole run."
+    return f"{tell}; the ledger guarantees at most {at_most(guarantee)} for the whole run."
+
+
+def _measured(findings: Sequence[Finding], accumulated: Sequence[RunLevel]) -> Iterator[str]:
+    best = strongest(findings)
+    if best is not None:
+        yield (
+            f"Strongest on single batches: {best.attack} at layer {best.layer}, which needs to "
+            f"know: {needs_of(best.attack)}. Its leak AUC is {best.mean:.3f} on average over "
+            f"{best.batches} batches, and at most {at_most(best.q95)} on 95 % of them; random "
+            f"scores reach {best.random_mean:.3f} and {best.random_q95:.3f}."
+        )
+    silent = [f"{found.attack} at {found.layer}" for found in findings if not found.beats_chance]
+    if silent and len(silent) < len(findings):
+        yield f"No better than chance (by {STANDARD_ERRORS:g} standard errors): {_listed(silent)}."
+    if accumulated:
+        whole_run = max(accumulated, key=lambda one: one.leak_auc)
+        interval = (
+            ""
+            if whole_run.low is None or whole_run.high is None
+            else f" (95 % interval {whole_run.low:.3f} to {whole_run.high:.3f})"
+        )
+        yield (
+            f"All epochs together: {whole_run.attack} at layer {whole_run.layer} reaches "
+            f"{whole_run.leak_auc:.3f}{interval}."
+        )
+
+
+def _bounded(run: RunFiles, guarantee: float) -> Iterator[str]:
+    if math.isnan(guarantee):
+        yield "The run has no ledger entry, so nothing bounds what its answers told."
+        return
+    if guarantee >= NO_GUARANTEE:
+        yield (
+            "The ledger excludes nothing: over the whole run it allows for an AUC of "
+            f"{at_most(guarantee)}."
+        )
+        return
+    ledger = ledger_of(run)
+    estimate = ledger.get("estimate_max")
+    yield (
+        f"Over the whole run the ledger guarantees at most AUC {at_most(guarantee)} to any score "
+        "on all answers together, for the most exposed example"
+        + ("." if estimate is None else f", and estimates {estimate:.3f}.")
+    )
+    if run.active.settings.get("defense", {}).get("noise") == "fresh":
+        yield (
+            "Charges of fresh noise compare the class means of a batch: against a peer that can "
+            "tell what the model predicts for an example, they are too low late in training."
+        )
+
+
+def _not_measured(
+    run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunLevel]
+) -> Iterator[str]:
+    if not accumulated:
+        yield (
+            "What the gradients of several epochs give away together: the attacks look at one "
+            "batch at a time, and only the ledger speaks of the whole run."
+        )
+    if run.passive is None:
+        yield (
+            "Layers before the cut: the passive party's files are not in this run's folder, or "
+            "are of another run."
+        )
+    left = sorted(set(_NEEDS) - {found.attack for found in findings})
+    left = [name for name in left if name not in {one.attack for one in accumulated}]
+    if left:
+        yield f"Attacks that were not run: {_listed(left)}."
+    counts = run.active.summary.get("leak_batches") or {}
+    if counts.get("left_out"):
+        yield f"{counts['left_out']} batches that the leak monitor left out when it fell behind."
+    if counts.get("skipped_one_class"):
+        number = counts["skipped_one_class"]
+        yield f"{number} batch{'es' * (number > 1)} of a single class, which {_has(number)} no AUC."
+    if not run.active.summary:
+        yield "The end of the run: it has no summary, because it was stopped or still goes on."
+    yield (
+        "Forward activations, the sizes of the two id sets, and timing: no attack here looks at "
+        "them. Attacks that nobody has run yet may do better than those here."
+    )
+
+
+def _more_than_free(attack: str) -> list[str]:
+    """Return what an attack needs to know that not every passive party does."""
+    return sorted(need for need in _NEEDS.get(attack, frozenset()) if need not in _FREE)
+
+
+def _has(number: int) -> str:
+    return "have" if number > 1 else "has"
+
+
+def _above_chance(one: RunLevel) -> bool:
+    return one.low is not None and one.low > 0.5
+
+
+def _listed(names: Sequence[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _run_levels(written: object) -> Iterator[RunLevel]:
+    """Read layer -> attack -> figure; what has another form is left out."""
+    for layer, attacks in written.items() if isinstance(written, dict) else ():
+        for attack, value in attacks.items() if isinstance(attacks, dict) else ():
+            figures = value if isinstance(value, dict) else {"leak_auc": value}
+            leak = figures.get("leak_auc")
+            if isinstance(leak, int | float):
+                yield RunLevel(
+                    str(layer), str(attack), float(leak), figures.get("low"), figures.get("high")
+                )

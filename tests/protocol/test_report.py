@@ -1,0 +1,323 @@
+"""The report: what it reads, what it computes, what it says, and that it always opens."""
+
+import json
+import logging
+import math
+import re
+from collections.abc import Mapping
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from active_party.__main__ import _try_to_report, main
+from active_party.ledger import estimated_auc
+from active_party.report import read_run, write_comparison, write_report
+from active_party.report.figures import finding_of, windows
+from active_party.report.run_files import leak_series
+from active_party.report.verdict import at_most, judge, run_levels
+from common.errors import SettingsError
+
+EPOCHS, STEPS = 3, 30
+ATTACKS = ("norm", "cosine", "spectral")
+CHANCE = {"norm": 0.57, "cosine": 0.57, "spectral": 0.57}
+HOSTILE = "</title></style><script>alert(1)</script><img src=x onerror=alert(2)>&\"'"
+
+
+def write_party(
+    folder: Path,
+    leak: Mapping[str, Mapping[str, float]],
+    *,
+    guarantee: float | None = None,
+    settings: Mapping[str, Any] | None = None,
+    summary: Mapping[str, Any] | None = None,
+) -> None:
+    """Write one party's files: constant leak AUCs with a little noise, as a run writes them.
+
+    Args:
+        folder: the party's.
+        leak: layer -> attack -> mean leak AUC.
+        guarantee: the ledger's, if this is the active party.
+        settings: besides the run's name.
+        summary: besides the counts.
+    """
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(1)
+    lines: list[dict[str, Any]] = []
+    for epoch in range(EPOCHS):
+        for step in range(STEPS):
+            place: dict[str, Any] = {"time_s": 0.1, "epoch": epoch, "step": step}
+            noise = float(rng.normal(0, 0.02))
+            numbers = {
+                f"{layer}/{attack}_leak_auc": min(1.0, mean + float(rng.normal(0, 0.02)))
+                for layer, attacks in leak.items()
+                for attack, mean in attacks.items()
+            }
+            lines.append(place | {"kind": "leak", "random_leak_auc": 0.57 + noise} | numbers)
+        if guarantee is not None:
+            place = {"time_s": 0.1, "epoch": epoch, "step": None}
+            spread = {f"sum_kl_{part}": 0.1 * (epoch + 1) for part in ("max", "q95", "mean")}
+            spread |= {f"estimate_{part}": estimated_auc(0.1) for part in ("max", "q95", "mean")}
+            spread |= {f"guarantee_{part}": guarantee for part in ("max", "q95", "mean")}
+            lines.append(place | {"kind": "ledger"} | spread)
+            tested = {"loss": 0.5 / (epoch + 1), "auc": 0.8, "train_loss": 0.4}
+            lines.append(place | {"kind": "test"} | tested)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    counts = {"aligned_rows": 1000, "epochs": EPOCHS, "steps": EPOCHS * STEPS}
+    (folder / "summary.json").write_text(json.dumps(counts | dict(summary or {})))
+    named = {"contract": {"run_name": "small"}, "defense": {"name": "marvell", "noise": "fresh"}}
+    (folder / "settings.yaml").write_text(yaml.safe_dump(named | dict(settings or {})))
+
+
+def write_run(
+    run_dir: Path,
+    leak: Mapping[str, float] | None = None,
+    guarantee: float = 0.7,
+    **options: Any,
+) -> Path:
+    leak = CHANCE if leak is None else leak
+    options["summary"] = {"test_auc": 0.8} | options.get("summary", {})
+    write_party(run_dir / "active", {"cut": leak} if leak else {}, guarantee=guarantee, **options)
+    return run_dir
+
+
+def verdict_of(run_dir: Path) -> tuple[str, str, str]:
+    run = read_run(run_dir)
+    verdict = judge(run, [finding_of(one) for one in leak_series(run)], run_levels(run))
+    words = " ".join([verdict.headline, *verdict.reasons])
+    return verdict.level, words, " ".join(verdict.not_measured)
+
+
+class Tags(HTMLParser):
+    """Collects what a browser would take for markup."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+
+def test_windows_are_quantiles_of_consecutive_batches() -> None:
+    values = np.arange(90, dtype=np.float64)
+    found = windows(values, values)
+    assert len(found.median) == 6
+    first = values[:15]
+    assert found.median[0] == np.median(first)
+    assert (found.low[0], found.high[0]) == tuple(np.quantile(first, (0.1, 0.9)))
+
+
+def test_labels_that_anyone_recovers_are_said_to_be_recovered(tmp_path: Path) -> None:
+    leak = {"norm": 0.6, "cosine": 0.99, "spectral": 0.97}
+    level, words, _ = verdict_of(write_run(tmp_path, leak, guarantee=1.0))
+    assert level == "recovered"
+    assert re.search(
+        r"Whoever keeps these gradients recovers the labels with AUC 0\.9[67]\d", words
+    )
+    assert "The ledger excludes nothing" in words
+
+
+def test_an_oracle_s_success_names_what_it_knows(tmp_path: Path) -> None:
+    leak = {"norm": 0.57, "cosine": 0.96, "spectral": 0.57}
+    level, words, _ = verdict_of(write_run(tmp_path, leak))
+    assert level == "recovered"
+    assert "keeps these gradients and knows one clean gradient of a positive" in words
+
+
+def test_a_leak_above_chance_is_told_with_both_figures(tmp_path: Path) -> None:
+    level, words, _ = verdict_of(write_run(tmp_path, CHANCE | {"norm": 0.65}))
+    assert level == "leaking"
+    assert re.search(r"AUC 0\.6[45]\d, where chance gives 0\.5[67]\d", words)
+    assert (
+        "No better than chance (by 4 standard errors): cosine at cut and spectral at cut" in words
+    )
+
+
+@pytest.mark.parametrize(
+    ("guarantee", "level"), [(0.7, "bounded"), (0.97, "unbounded"), (1.0, "unbounded")]
+)
+def test_no_leak_found_is_not_yet_protection(tmp_path: Path, guarantee: float, level: str) -> None:
+    found, words, left = verdict_of(write_run(tmp_path, guarantee=guarantee))
+    assert found == level
+    assert "No attack that was run got more from single batches than chance" in words
+    assert f"{guarantee:.3f}" in words
+    assert "only the ledger speaks of the whole run" in left
+    assert "Layers before the cut" in left
+    assert "Forward activations" in left
+
+
+def test_a_ledger_that_an_attack_disproves_bounds_nothing(tmp_path: Path) -> None:
+    level, words, _ = verdict_of(write_run(tmp_path, summary={"leak_alarms": 2}))
+    assert level == "unbounded"
+    assert "alarm went off 2 times" in words
+
+
+def test_the_whole_run_s_leak_is_the_headline(tmp_path: Path) -> None:
+    whole_run = {"cut": {"accumulated_spectral": {"leak_auc": 0.93, "low": 0.91, "high": 0.95}}}
+    level, words, left = verdict_of(write_run(tmp_path, summary={"leak_run_level": whole_run}))
+    assert level == "recovered"
+    assert words.startswith(
+        "Whoever keeps the gradients of this run recovers the labels with AUC 0.930."
+    )
+    assert "95 % interval 0.910 to 0.950" in words
+    assert "only the ledger speaks" not in left
+
+
+def test_without_a_leak_monitor_nothing_is_claimed(tmp_path: Path) -> None:
+    level, words, _ = verdict_of(write_run(tmp_path, leak={}))
+    assert level == "unknown"
+    assert words.startswith("No attack was run")
+
+
+def test_an_upper_bound_is_never_rounded_down() -> None:
+    assert at_most(0.99561) == "0.996"
+    assert at_most(0.9951) == "0.996"
+    assert at_most(0.75) == "0.750"
+    assert at_most(1.0) == "1.000"
+
+
+def test_earlier_layers_come_from_the_passive_party_and_the_cut_layer_does_not(
+    tmp_path: Path,
+) -> None:
+    write_run(tmp_path, {"norm": 0.6})
+    write_party(tmp_path / "passive", {"cut": {"norm": 0.9}, "first": {"norm": 0.8}})
+    found = {(f.layer, f.attack): f.mean for f in map(finding_of, leak_series(read_run(tmp_path)))}
+    assert set(found) == {("cut", "norm"), ("first", "norm")}
+    assert math.isclose(found["cut", "norm"], 0.6, abs_tol=0.02)
+    assert math.isclose(found["first", "norm"], 0.8, abs_tol=0.02)
+    assert "Layers before the cut" not in verdict_of(tmp_path)[2]
+
+
+def test_a_passive_party_of_another_run_is_left_out(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    write_party(tmp_path / "passive", {"first": {"norm": 0.8}}, summary={"steps": 7})
+    assert read_run(tmp_path).passive is None
+    assert "another run" in verdict_of(tmp_path)[2]
+
+
+def test_the_same_files_give_the_same_page_from_either_folder(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    path = write_report(tmp_path)
+    assert path == tmp_path / "active" / "report.html"
+    first = path.read_bytes()
+    assert write_report(tmp_path / "active").read_bytes() == first
+    assert (tmp_path / "active" / "report.html").read_bytes() == first
+
+
+def test_the_page_holds_every_chart_and_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
+    write_run(tmp_path, settings={"run_budget": {"sum_kl": 2.0}})
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    charts = page.count('role="img"')
+    assert charts == len(ATTACKS) + 2 + 2  # leak, ledger and divergence, loss and test AUC
+    assert page.startswith("<!DOCTYPE html>")
+    assert "//" not in page
+    assert "@import" not in page
+    assert "url(" not in page
+    parsed = Tags(page)
+    assert "script" not in parsed.tags
+    assert not [value for name, value in parsed.attributes if name == "src"]
+    assert {value for name, value in parsed.attributes if name == "href"} == {"data:,"}
+
+
+@pytest.mark.parametrize("page", ["report", "comparison"])
+def test_what_settings_and_metrics_say_never_becomes_markup(tmp_path: Path, page: str) -> None:
+    hostile = {"contract": {"run_name": HOSTILE}, "data": {HOSTILE: [HOSTILE]}}
+    write_run(tmp_path / "a", {HOSTILE.replace("/", ""): 0.6, "norm": 0.6}, settings=hostile)
+    write_run(tmp_path / "b")
+    harmless = write_run(tmp_path / "c", {"other": 0.6, "norm": 0.6}, settings={"data": {"x": [1]}})
+    output = tmp_path / "page.html"
+
+    def tags(run_dir: Path) -> Tags:
+        if page == "comparison":
+            write_comparison([run_dir, tmp_path / "b"], output)
+        else:
+            write_report(run_dir, output)
+        return Tags(output.read_text(encoding="utf-8"))
+
+    attacked = tags(tmp_path / "a")
+    assert attacked.tags == tags(harmless).tags
+    assert not [name for name, _ in attacked.attributes if name.startswith("on")]
+
+
+def test_seeds_that_would_give_the_noise_away_are_not_shown(tmp_path: Path) -> None:
+    defense = {"name": "marvell", "noise": "fresh", "insecure_noise_seed": 90210}
+    settings = {"defense": defense, "insecure_nonce_seed": 80309}
+    page = write_report(write_run(tmp_path, settings=settings)).read_text(encoding="utf-8")
+    assert "90210" not in page
+    assert "80309" not in page
+    assert page.count("set (not shown)") == 2
+
+
+def test_a_run_that_was_killed_still_has_a_report(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    (tmp_path / "active" / "summary.json").unlink()
+    metrics = tmp_path / "active" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text()[:-20])
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "no summary" in page
+    assert page.count('role="img"') == len(ATTACKS) + 2 + 2
+
+
+def test_a_run_that_had_no_step_yet_still_has_a_report(tmp_path: Path) -> None:
+    (tmp_path / "active").mkdir()
+    (tmp_path / "active" / "metrics.jsonl").write_text("")
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "No attack was run" in page
+    assert 'role="img"' not in page
+
+
+def test_a_comparison_shows_each_run_and_the_settings_that_differ(tmp_path: Path) -> None:
+    for name, power in (("weak", 1.0), ("strong", 9.0)):
+        settings = {
+            "contract": {"run_name": name, "epochs": 3},
+            "defense": {"name": "marvell", "noise": "fresh", "strength": {"power_ratio": power}},
+        }
+        write_run(tmp_path / name, {"norm": 0.6 + 0.1 / power}, settings=settings)
+    output = write_comparison([tmp_path / "weak", tmp_path / "strong"], tmp_path / "c.html")
+    page = output.read_text(encoding="utf-8")
+    assert page.count('role="img"') == 1 + 1 + 1 + 2  # trade-off, norm, ledgers, training
+    differing = page[page.index("Settings that differ") :]
+    assert "defense.strength.power_ratio" in differing
+    assert "contract.epochs" not in differing
+    assert "contract.run_name" not in differing
+
+
+def run_command(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["report", *arguments])
+    return int(str(ended.value.code))
+
+
+def test_the_command_writes_where_it_is_told(tmp_path: Path) -> None:
+    first, second = (str(write_run(tmp_path / name)) for name in ("a", "b"))
+    assert run_command(first) == 0
+    assert (tmp_path / "a" / "active" / "report.html").is_file()
+    assert run_command(first, "--output", str(tmp_path / "one.html")) == 0
+    assert run_command("--compare", first, second, "--output", str(tmp_path / "two.html")) == 0
+    assert "2 runs side by side" in (tmp_path / "two.html").read_text(encoding="utf-8")
+
+
+def test_a_command_that_names_no_run_ends_with_exit_code_2(tmp_path: Path) -> None:
+    run_dir = str(write_run(tmp_path / "a"))
+    assert run_command() == 2
+    assert run_command(str(tmp_path)) == 2
+    assert run_command("--compare", run_dir) == 2
+    assert run_command(run_dir, "--compare", run_dir, run_dir) == 2
+
+
+def test_a_report_that_fails_is_logged_and_loses_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "active").mkdir()
+    with caplog.at_level(logging.ERROR):
+        _try_to_report(tmp_path)
+    assert "the report could not be written" in caplog.text
+    with pytest.raises(SettingsError):
+        write_report(tmp_path)

@@ -16,6 +16,9 @@ LOW, HIGH = 0.1, 0.9
 STANDARD_ERRORS = 4.0
 """By how many a mean must pass that of random scores, the same measure as the leak alarm's."""
 
+WITHOUT_GRADIENTS = frozenset({"activation_spectral"})
+"""Attacks that look at a party's own activations alone: a baseline, no leak of the gradients."""
+
 
 class Windows(NamedTuple):
     """Quantiles over consecutive batches, one entry per window."""
@@ -36,6 +39,8 @@ class Finding(NamedTuple):
     mean: float
     q95: float
     last_epoch: float
+    worst_epoch: float
+    """Mean of the epoch with the highest mean."""
     random_mean: float
     random_q95: float
     beats_chance: bool
@@ -62,6 +67,7 @@ def epoch_means(series: LeakSeries) -> tuple[Numbers, Numbers]:
 def finding_of(series: LeakSeries) -> Finding:
     """Summarise an attack over the run."""
     gains = series.leak - series.random
+    _, means = epoch_means(series)
     enough = len(gains) > 1
     error = float(gains.std(ddof=1)) / math.sqrt(len(gains)) if enough else math.inf
     return Finding(
@@ -70,7 +76,8 @@ def finding_of(series: LeakSeries) -> Finding:
         len(gains),
         float(series.leak.mean()),
         float(np.quantile(series.leak, 0.95)),
-        float(series.leak[series.epochs == series.epochs.max()].mean()),
+        float(means[-1]),
+        float(means.max()),
         float(series.random.mean()),
         float(np.quantile(series.random, 0.95)),
         beats_chance=float(gains.mean()) > STANDARD_ERRORS * error,
@@ -78,5 +85,6 @@ def finding_of(series: LeakSeries) -> Finding:
 
 
 def strongest(findings: Sequence[Finding]) -> Finding | None:
-    """Return the attack with the highest mean; None if nothing was measured."""
-    return max(findings, key=lambda found: found.mean, default=None)
+    """Return the attack on gradients with the highest mean; None if none was measured."""
+    of_gradients = [found for found in findings if found.attack not in WITHOUT_GRADIENTS]
+    return max(of_gradients, key=lambda found: found.mean, default=None)

@@ -30,6 +30,7 @@ from active_party.report.tables import (
     flattened,
     guarantee,
     leak_rows,
+    run_level_rows,
     settings_tables,
     summary_rows,
     tiles,
@@ -105,8 +106,8 @@ def report_page(run: RunFiles) -> str:
             layer: [leak_panel(run, one) for one in series if one.layer == layer]
             for layer in dict.fromkeys(one.layer for one in series)
         },
-        leak_rows=list(leak_rows(findings, accumulated)),
-        has_whole_run=bool(accumulated),
+        leak_rows=leak_rows(findings),
+        run_level_rows=list(run_level_rows(accumulated)),
         test_auc=figure(run.active.summary.get("test_auc")),
         ledger_panels=ledger_panels(run, series, accumulated),
         summary_rows=summary_rows(run),

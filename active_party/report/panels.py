@@ -7,11 +7,18 @@ from typing import NamedTuple
 import numpy as np
 from markupsafe import Markup
 
-from active_party.report.figures import epoch_means, finding_of, strongest, windows
+from active_party.report.figures import (
+    WITHOUT_GRADIENTS,
+    epoch_means,
+    finding_of,
+    strongest,
+    windows,
+)
 from active_party.report.run_files import (
     LeakSeries,
     Numbers,
     RunFiles,
+    accumulated_series,
     column,
     steps_per_epoch_of,
 )
@@ -130,7 +137,7 @@ def ledger_panels(
         "leak AUC that the ledger allows for over epochs, and what was measured",
         _epoch_axis([epochs]),
         _leak_axis(),
-        [*marks, *_measured(series, accumulated), *_limit(budget.get("leak_auc"))],
+        [*marks, *_measured(run, series, accumulated), *_limit(budget.get("leak_auc"))],
         *_WIDE,
     )
     panels = [Panel("Leak AUC of all answers so far, against what attacks measured", chart.svg())]
@@ -196,16 +203,28 @@ def _sum_kl_panel(epochs: Numbers, largest: Numbers, mean: Numbers, budget: obje
     return Panel("Divergence charged to one example (sum_kl)", chart.svg())
 
 
-def _measured(series: Sequence[LeakSeries], accumulated: Sequence[RunLevel]) -> Iterator[Mark]:
+def _measured(
+    run: RunFiles, series: Sequence[LeakSeries], accumulated: Sequence[RunLevel]
+) -> Iterator[Mark]:
+    """Yield the strongest attack on one batch, and the strongest on all epochs so far."""
     best = strongest([finding_of(one) for one in series])
     for one in series:
         if best is not None and (one.layer, one.attack) == (best.layer, best.attack):
             epochs, means = epoch_means(one)
             label = f"{one.attack}, one batch ({means[-1]:.3f})"
             yield Line(epochs + 1, means, "measured dashed", label, markers=True)
-    if accumulated:
-        top = max(accumulated, key=lambda one: one.leak_auc)
-        yield Rule(top.leak_auc, "measured", f"{top.attack}, run ({top.leak_auc:.3f})")
+    top = max(accumulated, key=lambda one: one.leak_auc, default=None)
+    by_epoch = accumulated_series(run)
+    if by_epoch:
+        (_, attack), (epochs, leak) = max(by_epoch.items(), key=lambda item: _last(item[1][1]))
+        yield Line(epochs + 1, leak, "measured", f"{attack} ({_last(leak):.3f})", markers=True)
+    if top is not None and (top.layer, top.attack) not in by_epoch:
+        yield Rule(top.leak_auc, "measured dashed", f"{top.attack} ({top.leak_auc:.3f})")
+
+
+def _last(values: Numbers) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite[-1]) if len(finite) else 0.0
 
 
 def _limit(budget: object) -> Iterator[Rule]:
@@ -214,6 +233,8 @@ def _limit(budget: object) -> Iterator[Rule]:
 
 
 def _remark(attack: str) -> str:
+    if attack in WITHOUT_GRADIENTS:
+        return "baseline, without gradients"
     return "oracle" if is_oracle(attack) else ""
 
 

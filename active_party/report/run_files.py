@@ -21,6 +21,7 @@ Line = Mapping[str, Any]
 Numbers = npt.NDArray[np.float64]
 
 _LEAK_SUFFIX = "_leak_auc"
+_ACCUMULATED = "accumulated_"
 
 
 class PartyFiles(NamedTuple):
@@ -87,6 +88,18 @@ def leak_series(run: RunFiles) -> list[LeakSeries]:
     if run.passive is not None:
         series += [s for s in _series_of(run.passive, steps_per_epoch) if s.layer not in seen]
     return sorted(series, key=lambda one: one.layer != "cut")
+
+
+def accumulated_series(run: RunFiles) -> dict[tuple[str, str], tuple[Numbers, Numbers]]:
+    """Return (layer, attack) -> epochs, leak AUC of all gradients up to the end of each."""
+    found: dict[tuple[str, str], tuple[Numbers, Numbers]] = {}
+    for party in (run.active, run.passive):
+        lines = party.metrics.get("epoch_leak", []) if party is not None else []
+        for name in dict.fromkeys(name for line in lines for name in line):
+            layer, slash, attack = name.rpartition("/")
+            if slash and attack.startswith(_ACCUMULATED):
+                found.setdefault((layer, attack), (column(lines, "epoch"), column(lines, name)))
+    return found
 
 
 def steps_per_epoch_of(run: RunFiles) -> int:

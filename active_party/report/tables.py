@@ -28,15 +28,24 @@ class Tile(NamedTuple):
 
 
 class LeakRow(NamedTuple):
-    """One attack on one layer; dashes stand where it was not measured."""
+    """One attack on single batches of one layer."""
 
     layer: str
     attack: str
     needs: str
     beats_chance: bool
     figures: tuple[str, ...]
-    """Mean, 95 % of batches, last epoch, mean and 95 % of random scores."""
-    whole_run: str
+    """Mean, 95 % of batches, worst epoch, last epoch, mean and 95 % of random scores."""
+
+
+class RunLevelRow(NamedTuple):
+    """One attack on the whole run."""
+
+    layer: str
+    attack: str
+    needs: str
+    leak_auc: str
+    interval: str
 
 
 def tiles(
@@ -63,21 +72,21 @@ def tiles(
         yield Tile("Guaranteed for the run", guarantee(run), meaning)
 
 
-def leak_rows(findings: Sequence[Finding], accumulated: Sequence[RunLevel]) -> Iterator[LeakRow]:
-    """Yield the table of attacks: those on single batches, then those on the whole run alone."""
-    whole_run = {(one.layer, one.attack): one.leak_auc for one in accumulated}
+def leak_rows(findings: Sequence[Finding]) -> Iterator[LeakRow]:
+    """Yield the table of attacks on single batches."""
     for found in findings:
-        figures = (found.mean, found.q95, found.last_epoch, found.random_mean, found.random_q95)
-        yield LeakRow(
-            found.layer,
-            found.attack,
-            needs_of(found.attack),
-            found.beats_chance,
-            tuple(map(figure, figures)),
-            figure(whole_run.pop((found.layer, found.attack), None)),
-        )
-    for (layer, attack), leak in whole_run.items():
-        yield LeakRow(layer, attack, needs_of(attack), False, (_ABSENT,) * 5, figure(leak))
+        of_attack = (found.mean, found.q95, found.worst_epoch, found.last_epoch)
+        figures = tuple(map(figure, (*of_attack, found.random_mean, found.random_q95)))
+        needs = needs_of(found.attack)
+        yield LeakRow(found.layer, found.attack, needs, found.beats_chance, figures)
+
+
+def run_level_rows(accumulated: Sequence[RunLevel]) -> Iterator[RunLevelRow]:
+    """Yield the table of attacks on the whole run."""
+    for one in accumulated:
+        interval = f"{figure(one.low)} to {figure(one.high)}"
+        needs = needs_of(one.attack)
+        yield RunLevelRow(one.layer, one.attack, needs, figure(one.leak_auc), interval)
 
 
 def summary_rows(run: RunFiles) -> Iterator[tuple[str, str]]:

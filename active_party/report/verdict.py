@@ -10,7 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from active_party.report.figures import STANDARD_ERRORS, Finding, strongest
+from active_party.report.figures import (
+    STANDARD_ERRORS,
+    WITHOUT_GRADIENTS,
+    Finding,
+    strongest,
+)
 from active_party.report.run_files import RunFiles
 from common.privacy.attacks import ATTACKS, SideInformation
 
@@ -34,8 +39,14 @@ _FREE = {SideInformation.POSITIVES_ARE_FEWER.value, "the party's own activations
 """What every passive party knows or can guess."""
 _EVALUATION_ONLY = " (evaluation only)"
 
-_NEEDS: Mapping[str, frozenset[SideInformation]] = {
-    str(name): attack.needs for name, attack in ATTACKS.items()
+_OF_BATCHES: dict[str, frozenset[str]] = {
+    str(name): frozenset(attack.needs) for name, attack in ATTACKS.items()
+}
+_NEEDS = _OF_BATCHES | {
+    "accumulated_spectral": frozenset[str]({SideInformation.POSITIVES_ARE_FEWER}),
+    "accumulated_cosine": frozenset[str]({SideInformation.POSITIVE_GRADIENT}),
+    "hint_combiner_50": frozenset({"50 labels of the run"}),
+    "hint_combiner_200": frozenset({"200 labels of the run"}),
 }
 
 
@@ -69,7 +80,7 @@ class Verdict:
 def needs_of(attack: str) -> str:
     """Say what an attacker must know besides the gradients."""
     if attack not in _NEEDS:
-        return "the gradients of all epochs"
+        return "not known here"
     return "; ".join(sorted(_NEEDS[attack])) or "nothing"
 
 
@@ -91,6 +102,8 @@ def judge(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunL
     """Judge a run by what its attacks recovered and by what its ledger allows for."""
     summary = run.active.summary
     guarantee = guarantee_of(run)
+    gaps = list(_not_measured(run, findings, accumulated))
+    findings = [found for found in findings if found.attack not in WITHOUT_GRADIENTS]
     reasons = [*_measured(findings, accumulated), *_bounded(run, guarantee)]
     if alarms := summary.get("leak_alarms"):
         reasons.append(
@@ -101,7 +114,7 @@ def judge(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunL
         _level(findings, accumulated, guarantee, trusted=not summary.get("leak_alarms")),
         _headline(findings, accumulated, guarantee),
         reasons,
-        list(_not_measured(run, findings, accumulated)),
+        gaps,
     )
 
 
@@ -143,12 +156,14 @@ def _level(
 def _headline(
     findings: Sequence[Finding], accumulated: Sequence[RunLevel], guarantee: float
 ) -> str:
-    whole_run = max((one for one in accumulated), key=lambda one: one.leak_auc, default=None)
-    if whole_run is not None and whole_run.leak_auc >= RECOVERED:
-        return (
-            "Whoever keeps the gradients of this run recovers the labels with "
-            f"AUC {whole_run.leak_auc:.3f}."
-        )
+    whole_run = _highest(accumulated)
+    easiest = _highest([one for one in accumulated if not _more_than_free(one.attack)])
+    for one in (easiest, whole_run):
+        if one is not None and one.leak_auc >= RECOVERED:
+            return (
+                f"Whoever keeps the gradients of this run{_and_knows(one.attack)} recovers the "
+                f"labels with AUC {one.leak_auc:.3f}."
+            )
     by_anyone = strongest([found for found in findings if not _more_than_free(found.attack)])
     if by_anyone is not None and by_anyone.mean >= RECOVERED:
         return f"Whoever keeps these gradients recovers the labels with AUC {by_anyone.mean:.3f}."
@@ -156,9 +171,8 @@ def _headline(
     if best is None:
         return "No attack was run: how much these gradients give away is not known."
     if best.mean >= RECOVERED:
-        known = " and ".join(_more_than_free(best.attack)).replace(_EVALUATION_ONLY, "")
         return (
-            f"Whoever keeps these gradients and knows {known} recovers the labels with "
+            f"Whoever keeps these gradients{_and_knows(best.attack)} recovers the labels with "
             f"AUC {best.mean:.3f}."
         )
     if best.beats_chance or any(found.beats_chance for found in findings):
@@ -169,7 +183,7 @@ def _headline(
     else:
         tell = "No attack that was run got more from single batches than chance"
     if whole_run is not None:
-        tell += f", those of the whole run together AUC {whole_run.leak_auc:.3f}"
+        tell += f", and the whole run together AUC {whole_run.leak_auc:.3f}"
     if math.isnan(guarantee):
         return f"{tell}; nothing bounds the whole run."
     return f"{tell}; the ledger guarantees at most {at_most(guarantee)} for the whole run."
@@ -187,8 +201,8 @@ def _measured(findings: Sequence[Finding], accumulated: Sequence[RunLevel]) -> I
     silent = [f"{found.attack} at {found.layer}" for found in findings if not found.beats_chance]
     if silent and len(silent) < len(findings):
         yield f"No better than chance (by {STANDARD_ERRORS:g} standard errors): {_listed(silent)}."
-    if accumulated:
-        whole_run = max(accumulated, key=lambda one: one.leak_auc)
+    whole_run = _highest(accumulated)
+    if whole_run is not None:
         interval = (
             ""
             if whole_run.low is None or whole_run.high is None
@@ -237,8 +251,7 @@ def _not_measured(
             "Layers before the cut: the passive party's files are not in this run's folder, or "
             "are of another run."
         )
-    left = sorted(set(_NEEDS) - {found.attack for found in findings})
-    left = [name for name in left if name not in {one.attack for one in accumulated}]
+    left = sorted(set(_OF_BATCHES) - {found.attack for found in findings})
     if left:
         yield f"Attacks that were not run: {_listed(left)}."
     counts = run.active.summary.get("leak_batches") or {}
@@ -249,15 +262,27 @@ def _not_measured(
         yield f"{number} batch{'es' * (number > 1)} of a single class, which {_has(number)} no AUC."
     if not run.active.summary:
         yield "The end of the run: it has no summary, because it was stopped or still goes on."
+    unseen = ["the sizes of the two id sets", "timing"]
+    if not any(found.attack in WITHOUT_GRADIENTS for found in findings):
+        unseen.insert(0, "forward activations")
     yield (
-        "Forward activations, the sizes of the two id sets, and timing: no attack here looks at "
-        "them. Attacks that nobody has run yet may do better than those here."
+        f"No attack here looks at {_listed(unseen)}, and an attack that nobody has run yet may do "
+        "better than those here."
     )
 
 
 def _more_than_free(attack: str) -> list[str]:
     """Return what an attack needs to know that not every passive party does."""
     return sorted(need for need in _NEEDS.get(attack, frozenset()) if need not in _FREE)
+
+
+def _and_knows(attack: str) -> str:
+    known = " and ".join(_more_than_free(attack)).replace(_EVALUATION_ONLY, "")
+    return f" and knows {known}" if known else ""
+
+
+def _highest(accumulated: Sequence[RunLevel]) -> RunLevel | None:
+    return max(accumulated, key=lambda one: one.leak_auc, default=None)
 
 
 def _has(number: int) -> str:
@@ -277,8 +302,8 @@ def _run_levels(written: object) -> Iterator[RunLevel]:
     """Read layer -> attack -> figure; what has another form is left out."""
     for layer, attacks in written.items() if isinstance(written, dict) else ():
         for attack, value in attacks.items() if isinstance(attacks, dict) else ():
-            figures = value if isinstance(value, dict) else {"leak_auc": value}
-            leak = figures.get("leak_auc")
+            figures = value if isinstance(value, dict) else {"auc": value}
+            leak = figures.get("auc")
             if isinstance(leak, int | float):
                 yield RunLevel(
                     str(layer), str(attack), float(leak), figures.get("low"), figures.get("high")

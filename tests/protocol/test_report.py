@@ -150,7 +150,7 @@ def test_no_leak_found_is_not_yet_protection(tmp_path: Path, guarantee: float, l
     assert f"{guarantee:.3f}" in words
     assert "only the ledger speaks of the whole run" in left
     assert "Layers before the cut" in left
-    assert "Forward activations" in left
+    assert "forward activations" in left
 
 
 def test_a_ledger_that_an_attack_disproves_bounds_nothing(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_ledger_that_an_attack_disproves_bounds_nothing(tmp_path: Path) -> Non
 
 
 def test_the_whole_run_s_leak_is_the_headline(tmp_path: Path) -> None:
-    whole_run = {"cut": {"accumulated_spectral": {"leak_auc": 0.93, "low": 0.91, "high": 0.95}}}
+    whole_run = {"cut": {"accumulated_spectral": {"auc": 0.93, "low": 0.91, "high": 0.95}}}
     level, words, left = verdict_of(write_run(tmp_path, summary={"leak_run_level": whole_run}))
     assert level == "recovered"
     assert words.startswith(
@@ -168,6 +168,42 @@ def test_the_whole_run_s_leak_is_the_headline(tmp_path: Path) -> None:
     )
     assert "95 % interval 0.910 to 0.950" in words
     assert "only the ledger speaks" not in left
+
+
+def test_a_leak_of_the_whole_run_that_takes_known_labels_says_so(tmp_path: Path) -> None:
+    whole_run = {
+        "cut": {
+            "accumulated_spectral": {"auc": 0.61, "low": 0.58, "high": 0.64},
+            "hint_combiner_50": {"auc": 0.92, "low": 0.9, "high": 0.94},
+        }
+    }
+    _, words, _ = verdict_of(write_run(tmp_path, summary={"leak_run_level": whole_run}))
+    assert words.startswith(
+        "Whoever keeps the gradients of this run and knows 50 labels of the run recovers the "
+        "labels with AUC 0.920."
+    )
+
+
+def test_accumulated_leak_stands_beside_the_ledger_epoch_by_epoch(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path)
+    before = write_report(run_dir).read_text(encoding="utf-8")
+    with (tmp_path / "active" / "metrics.jsonl").open("a") as metrics:
+        for epoch, leak in enumerate((0.6, 0.7, 0.8123)):
+            line = {"kind": "epoch_leak", "epoch": epoch, "cut/accumulated_spectral": leak}
+            metrics.write(json.dumps(line) + "\n")
+    after = write_report(run_dir).read_text(encoding="utf-8")
+    assert "accumulated_spectral (0.812)" not in before
+    assert "accumulated_spectral (0.812)" in after
+    assert "<title>3: 0.8123</title>" in after
+
+
+def test_what_a_party_s_own_activations_tell_is_no_leak_of_the_gradients(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, CHANCE | {"activation_spectral": 0.95})
+    level, words, left = verdict_of(run_dir)
+    assert level == "bounded"
+    assert "activation_spectral" not in words
+    assert "forward activations" not in left
+    assert "baseline, without gradients" in write_report(tmp_path).read_text(encoding="utf-8")
 
 
 def test_without_a_leak_monitor_nothing_is_claimed(tmp_path: Path) -> None:

@@ -56,7 +56,9 @@ class ActiveRecorder:
         self._metrics.write("alignment", {"aligned_rows": len(rows)})
         if self._settings.leak_monitor is not None:
             self._leaks = self._resources.enter_context(
-                LeakRecorder(self._settings.leak_monitor, self._metrics, seed, self._on_leak)
+                LeakRecorder(
+                    self._settings.leak_monitor, self._metrics, seed, len(rows), self._on_leak
+                )
             )
         total = rows.total_steps(self._settings.contract)
         self._progress = self._resources.enter_context(TrainingProgress("active", total))

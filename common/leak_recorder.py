@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from common.privacy.audit import (
@@ -11,6 +12,7 @@ from common.privacy.audit import (
     BatchLeak,
     LeakAudit,
     Observation,
+    pick_hint_rows,
     pick_reference_row,
 )
 from common.privacy.settings import AuditSettings
@@ -26,8 +28,10 @@ class LeakRecorder:
 
     Args:
         settings: which attacks, how often.
-        metrics: gets a ``leak`` line per batch and an ``epoch_leak`` line per epoch.
+        metrics: gets a ``leak`` line per batch and an ``epoch_leak`` line per epoch, once all its
+            batches are measured: the mean over them, and the leak AUC of the sums so far.
         seed: the joint seed, from which both parties pick the same positives.
+        num_examples: aligned examples of the run.
         on_leak: called in the audit's thread with each measured batch, after its line is written.
     """
 
@@ -36,13 +40,15 @@ class LeakRecorder:
         settings: AuditSettings,
         metrics: MetricsLog,
         seed: bytes,
+        num_examples: int,
         on_leak: Callable[[BatchLeak], None] | None = None,
     ) -> None:
         self._metrics = metrics
         self._seed = seed
         self._on_leak = on_leak
         self._next_epoch = 0
-        self._audit = LeakAudit(settings.attacks, settings.every_steps)
+        self._ended_epoch = -1
+        self._audit = LeakAudit(settings.attacks, settings.every_steps, num_examples)
         self._worker = AuditWorker(self._audit, settings.queue_batches, self._note)
 
     def __enter__(self) -> Self:
@@ -55,6 +61,8 @@ class LeakRecorder:
         trace: TracebackType | None,
     ) -> None:
         self._worker.close()
+        self._audit.end_run()
+        self._write_epochs(self._ended_epoch)
 
     def submit(
         self,
@@ -77,18 +85,17 @@ class LeakRecorder:
         row = pick_reference_row(labels, self._seed, batch.epoch, batch.step)
         sources = gradients if clean is None else clean
         references = {} if row is None else {name: rows[row] for name, rows in sources.items()}
+        hints = pick_hint_rows(labels, self._seed, batch.epoch, batch.step, self._audit.num_hints)
+        positions = torch.from_numpy(batch.positions.copy())
         self._worker.submit(
-            Observation(batch.epoch, batch.step, gradients, labels, references, row)
+            Observation(
+                batch.epoch, batch.step, gradients, labels, references, row, positions, hints
+            )
         )
 
     def end_epoch(self, epoch: int) -> None:
-        """Write down an epoch's mean leak, once."""
-        if epoch < self._next_epoch:
-            return
-        self._next_epoch = epoch + 1
-        means = self._audit.epoch_means(epoch)
-        numbers = {f"{k}/{a}": v for k, attacks in means.items() for a, v in attacks.items()}
-        self._metrics.write("epoch_leak", numbers, epoch=epoch)
+        """Note that an epoch is over; its line is written when its last batch is measured."""
+        self._ended_epoch = epoch
 
     def shown(self) -> dict[str, float]:
         """Return the latest leak AUCs of the first layer, for the progress line."""
@@ -100,9 +107,26 @@ class LeakRecorder:
 
     def summary(self) -> dict[str, Any]:
         """Return the parts of ``summary.json`` that are about the leak; call it when closed."""
-        return {"leak": self._audit.summary(), "leak_batches": self._audit.counts()._asdict()}
+        return {
+            "leak": self._audit.summary(),
+            "leak_worst_epoch": self._audit.worst_epochs(),
+            "leak_run_level": self._audit.run_level(),
+            "leak_batches": self._audit.counts()._asdict(),
+        }
+
+    def _write_epochs(self, last_epoch: int) -> None:
+        while self._next_epoch <= last_epoch:
+            epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
+            numbers = {
+                f"{layer}/{attack}": value
+                for found in (self._audit.epoch_means(epoch), self._audit.after_epoch(epoch))
+                for layer, attacks in found.items()
+                for attack, value in attacks.items()
+            }
+            self._metrics.write("epoch_leak", numbers, epoch=epoch)
 
     def _note(self, measured: BatchLeak) -> None:
+        self._write_epochs(measured.epoch - 1)
         self._metrics.write("leak", measured.numbers(), epoch=measured.epoch, step=measured.step)
         if self._on_leak is not None:
             self._on_leak(measured)

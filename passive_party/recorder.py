@@ -68,7 +68,7 @@ class PassiveRecorder:
             self._labels = self._evaluation_labels.labels_of(ids)
         if self._settings.adversary is not None and self._labels is not None:
             self._leaks = self._resources.enter_context(
-                LeakRecorder(self._settings.adversary, self._metrics, seed)
+                LeakRecorder(self._settings.adversary, self._metrics, seed, len(rows))
             )
         total = rows.total_steps(self._settings.contract)
         self._progress = self._resources.enter_context(TrainingProgress("passive", total))

@@ -227,8 +227,8 @@ def lda(gradients: Tensor, classes: KnownClasses) -> Tensor:
     """
     (rows, negatives, positives), _ = _rows_together(gradients, *classes)
     centre_0, centre_1 = negatives.mean(dim=0), positives.mean(dim=0)
-    within, _ = _scaled(torch.cat([negatives - centre_0, positives - centre_1]))
-    between, _ = _scaled(centre_1 - centre_0)
+    within, _ = scaled(torch.cat([negatives - centre_0, positives - centre_1]))
+    between, _ = scaled(centre_1 - centre_0)
     largest = torch.finfo(torch.float64).max
     return (rows @ _discriminant(within, between)).clamp(-largest, largest)
 
@@ -258,7 +258,7 @@ def regress_out(gradients: Tensor, activations: Tensor) -> Tensor:
         Zeros where the activations, with a constant, explain everything.
     """
     rows, unit = _rows(gradients)
-    known, _ = _scaled(activations.detach().flatten(start_dim=1).to(rows))
+    known, _ = scaled(activations.detach().flatten(start_dim=1).to(rows))
     known = torch.cat([known, known.new_ones(len(known), 1)], dim=1)
     basis, strengths, _ = torch.linalg.svd(known, full_matrices=False)
     rounding = strengths.amax() * max(known.shape) * torch.finfo(known.dtype).eps
@@ -290,10 +290,14 @@ def top_direction(gradients: Tensor) -> TopDirection:
 
 def turned_by_skewness(projections: Tensor) -> Tensor:
     """Turn scores so that their long tail points up."""
+    return torch.where(skewness(projections) < 0, -projections, projections)
+
+
+def skewness(scores: Tensor) -> Tensor:
+    """Return a number of the sign of the scores' skewness."""
     # In a unit of their own: cubes leave the range of float64 early.
-    centred, _ = _scaled(projections)
-    skewness = (centred - centred.mean()).pow(3).sum()
-    return torch.where(skewness < 0, -projections, projections)
+    values, _ = scaled(scores)
+    return (values - values.mean()).pow(3).sum()
 
 
 def _top_eigenpair(gram: Tensor) -> tuple[Tensor, Tensor]:
@@ -342,7 +346,7 @@ def _rows(gradients: Tensor) -> tuple[Tensor, Tensor]:
     """
     rows = gradients.detach().flatten(start_dim=1).double()
     if gradients.dtype == torch.float64:
-        return _scaled(rows)
+        return scaled(rows)
     return rows, rows.new_ones(())
 
 
@@ -354,7 +358,7 @@ def _rows_together(gradients: Tensor, *others: Tensor) -> tuple[list[Tensor], Te
     return list(torch.split(rows, sizes)), unit
 
 
-def _scaled(values: Tensor) -> tuple[Tensor, Tensor]:
+def scaled(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return values with a largest magnitude of 1, and their unit; zeros stay as they are."""
     unit = values.new_ones(())
     if values.numel():

@@ -23,8 +23,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.privacy.attacks import ATTACKS, AttackName, Knowledge, SideInformation
-from common.privacy.leakage import OneClass, leak_auc
+from common.privacy.accumulation import SOURCES, standardised
+from common.privacy.attacks import (
+    ATTACKS,
+    Attack,
+    AttackName,
+    BatchAttackName,
+    Knowledge,
+    KnownClasses,
+    SideInformation,
+    top_direction,
+    turned_by_skewness,
+)
+from common.privacy.leakage import OneClass, leak_auc, leak_auc_many
+from common.privacy.run_level import LayerScores, RunAudit, RunLevelLeak
 
 _NICENESS = 10
 """How far the worker stands back: about a tenth of the weight of a thread that trains."""
@@ -46,6 +58,14 @@ class Observation:
     """Layer name -> clean gradient of one positive; without one, ``cosine`` is not measured."""
     reference_row: int | None = None
     """Row of that positive; its cosine tells nothing and is left out."""
+    positions: Tensor | None = None
+    """Places of the rows in the common order, (batch,), each at most once; without them nothing is
+    gathered over the run."""
+    hint_rows: tuple[int, ...] = ()
+    """Rows of positives that hint attacks know; they are left out of those attacks' AUC."""
+    activations: Tensor | None = None
+    """The party's own activations, (batch, ...); without them, attacks that use them are not
+    measured."""
 
 
 class BatchLeak(NamedTuple):
@@ -98,18 +118,45 @@ def pick_reference_row(labels: Tensor, seed: bytes, epoch: int, step: int) -> in
     return int(positives[_draw(b"reference row", seed, epoch, step) % len(positives)])
 
 
-class LeakAudit:
-    """The leak AUC of every attack on every layer and batch of a run.
+def pick_hint_rows(
+    labels: Tensor, seed: bytes, epoch: int, step: int, num_hints: int
+) -> tuple[int, ...]:
+    """Pick positives of a batch that hint attacks know, the same on both sides of the wire.
 
-    Remembers one number per batch, layer and attack. Safe to read while another thread observes.
+    Returns:
+        As many different rows as there are, at most ``num_hints``; fewer hints are the first ones.
+    """
+    if not num_hints:
+        return ()
+    positives = torch.nonzero(labels.detach().reshape(-1) == 1).reshape(-1).cpu().numpy()
+    place = _draw(b"hint rows", seed, epoch, step) % 2**64
+    order = np.random.default_rng(place).permutation(len(positives))
+    return tuple(int(row) for row in positives[order[:num_hints]])
+
+
+class LeakAudit:
+    """The leak AUC of every attack on every layer and batch of a run, and of the run as a whole.
+
+    Remembers one number per batch, layer and attack, and what `RunAudit` says for each attack that
+    gathers over the run. Safe to read while another thread observes.
+
+    Args:
+        attacks: which attacks to run.
+        every_steps: which steps of an epoch to audit.
+        num_examples: aligned examples of the run, for the attacks that gather over it.
     """
 
     def __init__(
         self,
         attacks: Sequence[AttackName] = ("norm", "cosine", "spectral"),
         every_steps: int = 1,
+        num_examples: int = 0,
     ) -> None:
-        self._attacks = tuple(attacks)
+        self._attacks = tuple(name for name in ATTACKS if name in attacks)
+        run_attacks = tuple(name for name in SOURCES if name in attacks)
+        sources = {source for name in run_attacks for source in SOURCES[name]}
+        self._scored = tuple(name for name in ATTACKS if name in {*self._attacks, *sources})
+        self._run = RunAudit(run_attacks, num_examples)
         self._every_steps = every_steps
         self._lock = threading.Lock()
         self._epochs = array("q")
@@ -138,10 +185,12 @@ class LeakAudit:
         except OneClass:
             with self._lock:
                 self._skipped_one_class += 1
+            if self._run.attacks:  # what they gather has a use whatever the batch's labels
+                self._gather(observation, self._score_layers(observation, labels), labels)
             return None
-        leak = {
-            layer: self._attack_layer(layer, observation, labels) for layer in observation.gradients
-        }
+        scored = self._score_layers(observation, labels)
+        self._gather(observation, scored, labels)
+        leak = self._leak_aucs(scored, labels)
         measured = BatchLeak(observation.epoch, observation.step, leak, random)
         with self._lock:
             self._remember(measured)
@@ -180,6 +229,38 @@ class LeakAudit:
                 result.setdefault(layer, {})[attack] = float(np.nanmean(values))
         return result
 
+    def worst_epochs(self) -> LeakByAttack:
+        """Return each attack's mean leak AUC over the batches of the epoch in which it is largest.
+
+        An attack that was never measured is absent.
+        """
+        worst: LeakByAttack = {}
+        with self._lock:
+            epochs = sorted(set(self._epochs))
+        for epoch in epochs:
+            for layer, attacks in self.epoch_means(epoch).items():
+                found = worst.setdefault(layer, {})
+                for attack, value in attacks.items():
+                    found[attack] = max(found.get(attack, 0.5), value)
+        return worst
+
+    @property
+    def num_hints(self) -> int:
+        """How many positives of each batch the attacks want to be told."""
+        return max((ATTACKS[name].num_hints for name in self._scored), default=0)
+
+    def end_run(self) -> None:
+        """Measure what was gathered up to the end of the last epoch."""
+        self._run.close_epoch()
+
+    def after_epoch(self, epoch: int) -> LeakByAttack:
+        """Return the leak AUCs of what was gathered up to the end of an epoch."""
+        return self._run.after_epoch(epoch)
+
+    def run_level(self) -> dict[str, dict[str, RunLevelLeak]]:
+        """Return the leak of the run so far: layer -> attack -> leak AUC with its interval."""
+        return self._run.result()
+
     def latest(self) -> BatchLeak | None:
         """Return the leak AUCs of the batch audited last."""
         return self._latest
@@ -189,23 +270,64 @@ class LeakAudit:
         with self._lock:
             return AuditCounts(len(self._epochs), self._skipped_one_class, self._left_out)
 
-    def _attack_layer(
-        self, layer: str, observation: Observation, labels: Tensor
-    ) -> dict[str, float]:
-        gradients = observation.gradients[layer].detach()
-        knowledge = Knowledge(positive_gradient=observation.references.get(layer))
-        leak: dict[str, float] = {}
-        for name in self._attacks:
+    def _score_layers(self, observation: Observation, labels: Tensor) -> dict[str, LayerScores]:
+        return {
+            layer: self._score(gradients.detach(), observation, labels, layer)
+            for layer, gradients in observation.gradients.items()
+        }
+
+    def _score(
+        self, gradients: Tensor, observation: Observation, labels: Tensor, layer: str
+    ) -> LayerScores:
+        knowledge = Knowledge(
+            positive_gradient=observation.references.get(layer),
+            hints=gradients[list(observation.hint_rows)],
+            activations=observation.activations,
+        )
+        top = top_direction(gradients) if "spectral" in self._scored else None
+        scores: dict[BatchAttackName, Tensor] = {}
+        left_out: dict[BatchAttackName, tuple[int, ...]] = {}
+        for name in self._scored:
             attack = ATTACKS[name]
-            uses_reference = SideInformation.POSITIVE_GRADIENT in attack.needs
-            if uses_reference and knowledge.positive_gradient is None:
-                continue
-            kept = _without(observation.reference_row if uses_reference else None, labels)
-            scores = attack.score(gradients, knowledge)
-            try:
-                leak[name] = leak_auc(scores[kept.to(scores.device)], labels[kept])
-            except OneClass:  # the reference was the batch's only positive
-                continue
+            if name == "spectral" and top is not None:
+                scores[name] = turned_by_skewness(top.projections)
+            elif SideInformation.CLASSES in attack.needs:
+                crossed = _cross_scores(attack, gradients, labels)
+                if crossed is not None:
+                    scores[name] = crossed
+            elif _can_score(attack, knowledge):
+                scores[name] = attack.score(gradients, knowledge)
+            if SideInformation.HINTS in attack.needs:
+                left_out[name] = observation.hint_rows[: attack.num_hints]
+            elif name == "cosine" and observation.reference_row is not None:
+                left_out[name] = (observation.reference_row,)
+        return LayerScores(scores, left_out, top)
+
+    def _gather(
+        self, observation: Observation, scored: Mapping[str, LayerScores], labels: Tensor
+    ) -> None:
+        if observation.positions is not None:
+            self._run.add(observation.epoch, observation.positions, labels, scored)
+
+    def _leak_aucs(self, scored: Mapping[str, LayerScores], labels: Tensor) -> LeakByAttack:
+        """Measure all attacks on all layers at once."""
+        measured = [
+            (layer, name, found)
+            for layer, found in scored.items()
+            for name in self._attacks
+            if name in found.scores
+        ]
+        leak: LeakByAttack = {layer: {} for layer in scored}
+        if not measured:
+            return leak
+        scores = torch.stack([found.scores[name] for _, name, found in measured])
+        kept = torch.ones(scores.shape, dtype=torch.bool)
+        for number, (_, name, found) in enumerate(measured):
+            kept[number, list(found.left_out.get(name, ()))] = False
+        values = leak_auc_many(scores, labels, kept).tolist()
+        for (layer, name, _), value in zip(measured, values, strict=True):
+            if not math.isnan(value):  # else the attack was told the only positives
+                leak[layer][name] = value
         return leak
 
     def _remember(self, measured: BatchLeak) -> None:
@@ -371,11 +493,37 @@ def _own_stream(
         yield
 
 
-def _without(row: int | None, labels: Tensor) -> Tensor:
-    kept = torch.ones(len(labels), dtype=torch.bool, device=labels.device)
-    if row is not None:
-        kept[row] = False
-    return kept
+def _can_score(attack: Attack, knowledge: Knowledge) -> bool:
+    available = {
+        SideInformation.POSITIVE_GRADIENT: knowledge.positive_gradient is not None,
+        SideInformation.HINTS: len(knowledge.hints) >= attack.num_hints
+        if knowledge.hints is not None
+        else False,
+        SideInformation.ACTIVATIONS: knowledge.activations is not None,
+    }
+    return all(available.get(need, True) for need in attack.needs)
+
+
+def _cross_scores(attack: Attack, gradients: Tensor, labels: Tensor) -> Tensor | None:
+    """Score each half of a batch knowing the labels of the other half.
+
+    The AUC of scores that know nothing then strays further from 1/2 than that of random ones, by
+    the root of 2: what moves one half by chance moves the other the same way.
+
+    Returns:
+        Scores, standardised within the halves, which hold as many of each class; None where a
+        class has fewer than two examples.
+    """
+    positive = (labels == 1).to(gradients.device)
+    if int(positive.sum()) < 2 or int((~positive).sum()) < 2:
+        return None
+    place = torch.where(positive, positive.cumsum(0), (~positive).cumsum(0))
+    scores = gradients.new_empty(len(labels), dtype=torch.float64)
+    for half in (place % 2 == 0, place % 2 == 1):
+        classes = KnownClasses(gradients[~half & ~positive], gradients[~half & positive])
+        found = attack.score(gradients[half], Knowledge(classes=classes))
+        scores[half] = standardised(found)
+    return scores
 
 
 def _random_scores(observation: Observation) -> Tensor:

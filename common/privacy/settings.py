@@ -7,12 +7,22 @@ from pydantic import Field, model_validator
 from common.privacy.attacks import AttackName
 from common.settings import Section
 
+DEFAULT_ATTACKS: tuple[AttackName, ...] = (
+    "norm",
+    "cosine",
+    "spectral",
+    "accumulated_spectral",
+    "accumulated_cosine",
+)
+
+_USE_ACTIVATIONS: tuple[AttackName, ...] = ("regress_out", "activation_spectral")
+
 
 class AuditSettings(Section):
     """Attacks that a party runs against the gradients it sends or receives."""
 
-    attacks: tuple[AttackName, ...] = Field(default=("norm", "cosine", "spectral"), min_length=1)
-    """Which attacks score every audited batch."""
+    attacks: tuple[AttackName, ...] = Field(default=DEFAULT_ATTACKS, min_length=1)
+    """Which attacks score every audited batch, or gather over the run's epochs."""
 
     queue_batches: int = Field(default=8, ge=1, le=1024)
     """Batches that may wait for the audit; when it falls further behind, batches are left out."""
@@ -21,7 +31,13 @@ class AuditSettings(Section):
     """Audit the steps of an epoch whose number is a multiple of this."""
 
     @model_validator(mode="after")
-    def _names_each_attack_once(self) -> Self:
+    def _can_run_each_attack_once(self) -> Self:
         if len(set(self.attacks)) < len(self.attacks):
             raise ValueError("each attack may be named once")
+        uses_activations = [name for name in self.attacks if name in _USE_ACTIVATIONS]
+        if uses_activations:
+            raise ValueError(
+                f"{', '.join(uses_activations)}: measured from Python only, with the party's own "
+                "activations; a run hands the audit gradients alone"
+            )
         return self

@@ -1,10 +1,12 @@
 """The audit: what it measures and remembers, and that its worker never holds training up."""
 
+import dataclasses
 import itertools
 import os
 import threading
 import time
 from collections.abc import Iterator
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,11 +14,13 @@ import torch
 from pydantic import ValidationError
 from sklearn.metrics import roc_auc_score
 
+from common.privacy.attacks import AttackName, BatchAttackName, RunAttackName
 from common.privacy.audit import (
     AuditWorker,
     BatchLeak,
     LeakAudit,
     Observation,
+    pick_hint_rows,
     pick_reference_row,
 )
 from common.privacy.settings import AuditSettings
@@ -171,6 +175,72 @@ def test_both_parties_pick_the_same_positive_and_not_always_the_same_place() -> 
     assert pick_reference_row(torch.zeros(5), _SEED, 0, 0) is None
 
 
+def _everything(observation: Observation) -> Observation:
+    rows = torch.arange(len(observation.labels)) + 64 * observation.step
+    hints = pick_hint_rows(observation.labels, _SEED, observation.epoch, observation.step, 5)
+    return dataclasses.replace(
+        observation,
+        positions=rows,
+        hint_rows=hints,
+        activations=observation.gradients["first"][:, :4] ** 2,
+    )
+
+
+def test_every_attack_can_be_audited_at_every_layer() -> None:
+    audit = LeakAudit(get_args(AttackName), num_examples=5 * 64)
+    measured = [audit.observe(_everything(observation)) for observation in _run(num_epochs=5)]
+    assert all(leak is not None for leak in measured)
+    audit.end_run()
+    for layer in ("cut", "first"):
+        assert set(audit.summary()[layer]) == set(get_args(BatchAttackName))
+        assert set(audit.run_level()[layer]) == set(get_args(RunAttackName))
+        assert set(audit.after_epoch(4)[layer]) == {"accumulated_spectral", "accumulated_cosine"}
+    for layer, attacks in audit.worst_epochs().items():
+        for attack, worst in attacks.items():
+            means = [audit.epoch_means(epoch)[layer][attack] for epoch in range(5)]
+            assert worst == max(means)
+
+
+def test_hints_are_left_out_of_their_own_attack_s_auc_alone() -> None:
+    observation = _everything(_observation(0, 0))
+    measured = LeakAudit(["hint_distance_3", "norm"]).observe(observation)
+    assert measured is not None
+    labels, told = observation.labels.numpy(), list(observation.hint_rows[:3])
+    rows = observation.gradients["cut"].double().numpy()
+    scores = -np.linalg.norm(rows[:, None] - rows[told][None], axis=2).min(axis=1)
+    others = np.delete(np.arange(64), told)
+    expected = roc_auc_score(labels[others], scores[others])
+    assert measured.leak["cut"]["hint_distance_3"] == pytest.approx(
+        max(expected, 1 - expected), abs=1e-12
+    )
+    norms = roc_auc_score(labels, np.linalg.norm(rows, axis=1))
+    assert measured.leak["cut"]["norm"] == pytest.approx(max(norms, 1 - norms), abs=1e-12)
+
+
+def test_an_attack_without_what_it_needs_is_not_measured() -> None:
+    labels = (torch.arange(64) == 7).float()
+    bare = Observation(0, 0, _observation(0, 0).gradients, labels)
+    measured = LeakAudit(get_args(AttackName), num_examples=64).observe(bare)
+    assert measured is not None
+    assert set(measured.leak["cut"]) == {"norm", "cosine_majority", "spectral"}
+
+
+def test_class_oracles_find_nothing_in_noise_with_few_examples() -> None:
+    """Each half is scored by the other's classes: an example never scores itself.
+
+    Chance moves both halves the same way, which makes its deviation larger by the root of 2.
+    """
+    generator = torch.Generator().manual_seed(31)
+    audit = LeakAudit(["mean", "median", "lda"])
+    labels = (torch.arange(60) % 4 == 0).float()
+    for step in range(60):
+        noise = torch.randn(60, 50, generator=generator)
+        audit.observe(Observation(0, step, {"cut": noise}, labels))
+    for attack, figures in audit.summary()["cut"].items():
+        chance = np.sqrt(2) * np.sqrt(2 / np.pi) * np.sqrt(61 / (12 * 15 * 45))
+        assert figures["mean"] < 0.5 + chance + 0.02, attack
+
+
 def test_only_every_nth_step_is_audited() -> None:
     audit = LeakAudit(["norm"], every_steps=2)
     with AuditWorker(audit) as worker:
@@ -267,12 +337,14 @@ def test_the_worker_gives_way_and_leaves_the_other_threads_alone() -> None:
 
 def test_settings_have_the_documented_defaults_and_bounds() -> None:
     settings = validate(AuditSettings, {}, "audit")
-    assert settings.attacks == ("norm", "cosine", "spectral")
+    batch, gathered = ("norm", "cosine", "spectral"), ("accumulated_spectral", "accumulated_cosine")
+    assert settings.attacks == batch + gathered
     assert (settings.queue_batches, settings.every_steps) == (8, 1)
     wrongs: list[dict[str, object]] = [
         {"attacks": ["norm", "norm"]},
         {"attacks": []},
         {"attacks": ["normal"]},
+        {"attacks": ["norm", "regress_out"]},
         {"queue_batches": 0},
         {"every_steps": 0},
     ]

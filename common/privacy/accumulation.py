@@ -1,0 +1,201 @@
+"""Attacks that gather over a run: what one batch hides in noise, many epochs together show.
+
+    accumulated_spectral   sum of the batches' standardised projections on their top direction,
+                           its sign kept from batch to batch
+    accumulated_cosine     sum of the batches' standardised cosines
+    hint_combiner_k        logistic regression on an example's scores in up to four stretches of
+                           the run, fitted to k examples of known label
+
+A standardised score has mean 0 and variance 1 over its batch, so that every batch counts alike.
+Fresh noise averages out of the sums like one over the root of the epochs; persistent noise, which
+is the same in every epoch, does not.
+
+Each attack keeps at most 16 bytes per example of the run.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from common.privacy.attacks import BatchAttackName, RunAttackName, TopDirection, scaled, skewness
+
+SOURCES: Mapping[RunAttackName, tuple[BatchAttackName, ...]] = MappingProxyType(
+    {
+        "accumulated_spectral": ("spectral",),
+        "accumulated_cosine": ("cosine",),
+        "hint_combiner_50": ("spectral", "norm"),
+        "hint_combiner_200": ("spectral", "norm"),
+    }
+)
+"""The scores of a batch that each attack gathers; ``spectral`` with its sign kept."""
+
+NUM_HINTS: Mapping[RunAttackName, int] = MappingProxyType(
+    {"hint_combiner_50": 50, "hint_combiner_200": 200}
+)
+"""How many labels an attack knows; none where it is not named."""
+
+_STRETCHES = 4
+_MEMORY = 0.9
+"""Weight of the past in the direction that a new batch's is turned to agree with."""
+
+_LARGEST_HALF = 6e4
+
+
+class RunScores(NamedTuple):
+    """The scores of the examples that an attack has seen."""
+
+    positions: npt.NDArray[np.int64]
+    """In the common order, ascending."""
+
+    scores: npt.NDArray[np.float64]
+
+
+def standardised(scores: Tensor) -> Tensor:
+    """Return scores with mean 0 and variance 1; zeros where all are equal."""
+    values, _ = scaled(scores.detach().double())
+    centred, _ = scaled(values - values.mean())
+    deviation = centred.square().mean().sqrt()
+    return torch.where(deviation > 0, centred / deviation, 0.0)
+
+
+class ContinuousSign:
+    """Turns each batch's top direction to agree with those before it.
+
+    Skewness, by which a single batch is turned, errs in some batches under noise: their scores
+    would cancel the others' in a sum. Which of the two signs means positive remains open.
+    """
+
+    def __init__(self) -> None:
+        self._direction: Tensor | None = None
+
+    def turn(self, top: TopDirection) -> Tensor:
+        """Return the projections of a batch, turned."""
+        direction = top.direction
+        if self._direction is None or self._direction.shape != direction.shape:
+            turns = bool(skewness(top.projections) < 0)
+            self._direction = torch.zeros_like(direction)
+        else:
+            turns = bool(self._direction @ direction < 0)
+        sign = -1.0 if turns else 1.0
+        self._direction = _MEMORY * self._direction + sign * direction
+        return sign * top.projections
+
+
+class AccumulatedScores:
+    """Sums standardised scores per example: 12 bytes for each.
+
+    Args:
+        num_examples: examples of the run.
+    """
+
+    def __init__(self, num_examples: int) -> None:
+        self._sums = torch.zeros(num_examples, dtype=torch.float64)
+        self._counts = torch.zeros(num_examples, dtype=torch.int32)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the state."""
+        return self._sums.nbytes + self._counts.nbytes
+
+    def add(self, positions: Tensor, scores: Tensor) -> None:
+        """Add one batch.
+
+        Args:
+            positions: of the examples in the common order, (batch,), each once.
+            scores: (batch,), standardised.
+        """
+        self._sums[positions] += scores.cpu()
+        self._counts[positions] += 1
+
+    def result(self) -> RunScores:
+        """Return the sums of the examples that had a score."""
+        seen = torch.nonzero(self._counts).reshape(-1)
+        return RunScores(seen.numpy(), self._sums[seen].numpy())
+
+
+class ScoreHistory:
+    """Sums two standardised scores per example in up to four stretches of the run: 16 bytes.
+
+    A stretch is one epoch at first. When a fifth is needed, two and two become one, and from then
+    on stretches are twice as long.
+
+    Args:
+        num_examples: examples of the run.
+    """
+
+    def __init__(self, num_examples: int) -> None:
+        self._sums = torch.zeros(num_examples, 2, _STRETCHES, dtype=torch.float16)
+        self._epochs_per_stretch = 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the state."""
+        return self._sums.nbytes
+
+    def add(self, epoch: int, positions: Tensor, scores: tuple[Tensor, Tensor]) -> None:
+        """Add one batch.
+
+        Args:
+            epoch: counted from 0.
+            positions: of the examples in the common order, (batch,), each once.
+            scores: two standardised scores, (batch,) each.
+        """
+        while epoch // self._epochs_per_stretch >= _STRETCHES:
+            self._halve()
+        stretch = epoch // self._epochs_per_stretch
+        sums = self._sums[positions, :, stretch] + torch.stack(scores, dim=1).cpu()
+        self._sums[positions, :, stretch] = _to_half(sums)
+
+    def features(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Return what is known of some examples, (examples, 8)."""
+        rows = self._sums[torch.from_numpy(positions)]
+        return rows.flatten(start_dim=1).double().numpy()
+
+    def _halve(self) -> None:
+        merged = _to_half(self._sums[..., ::2].float() + self._sums[..., 1::2])
+        self._sums.zero_()
+        self._sums[..., : _STRETCHES // 2] = merged
+        self._epochs_per_stretch *= 2
+
+
+def combine_with_hints(
+    features: npt.NDArray[np.float64],
+    labels: npt.NDArray[np.int64],
+    num_hints: int,
+    generator: np.random.Generator,
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]] | None:
+    """Fit a logistic regression to some examples of known label, and score the others by it.
+
+    Args:
+        features: (examples, features).
+        labels: 0 or 1, (examples,); only those of the hints are read.
+        num_hints: examples whose labels are known, drawn at random.
+        generator: the only source of randomness.
+
+    Returns:
+        The scores, and which examples are no hints; None where the hints are of one class, or
+        where all examples are hints.
+    """
+    # Importing it takes a second, which only a run with this attack should pay.
+    from sklearn.linear_model import LogisticRegression  # noqa: PLC0415
+
+    if num_hints >= len(labels):
+        return None
+    hints = generator.choice(len(labels), num_hints, replace=False)
+    if len(np.unique(labels[hints])) < 2:
+        return None
+    spread = features.std(axis=0)
+    values = (features - features.mean(axis=0)) / np.where(spread > 0, spread, 1.0)
+    model = LogisticRegression(max_iter=1000).fit(values[hints], labels[hints])
+    others = np.ones(len(labels), dtype=np.bool_)
+    others[hints] = False
+    return model.decision_function(values), others
+
+
+def _to_half(values: Tensor) -> Tensor:
+    return values.clamp(-_LARGEST_HALF, _LARGEST_HALF).half()

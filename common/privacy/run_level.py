@@ -1,0 +1,203 @@
+"""The leak of a whole run: what the attacks that gather over its epochs know in the end."""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from common.privacy.accumulation import (
+    NUM_HINTS,
+    AccumulatedScores,
+    ContinuousSign,
+    ScoreHistory,
+    combine_with_hints,
+    standardised,
+)
+from common.privacy.attacks import BatchAttackName, RunAttackName, TopDirection
+from common.privacy.leakage import OneClass, leak_auc, leak_auc_interval
+
+_SEED = 0
+"""Of hints and bootstrap: the same scores always give the same figures."""
+
+_UNSEEN = -1
+
+
+_Floats = npt.NDArray[np.float64]
+_Labels = npt.NDArray[np.int8]
+
+
+class LayerScores(NamedTuple):
+    """What the attacks found in one layer's gradients of one batch."""
+
+    scores: Mapping[BatchAttackName, Tensor]
+    left_out: Mapping[BatchAttackName, tuple[int, ...]]
+    """Rows that an attack was told the label of."""
+
+    top: TopDirection | None
+    """Where a spectral score is among the scores."""
+
+
+class RunLevelLeak(TypedDict):
+    """One attack on one layer over a whole run."""
+
+    auc: float
+    """The leak AUC."""
+    low: float
+    """Lower end of its 95 % bootstrap interval; below 1/2 where the leak may be chance."""
+    high: float
+    examples: int
+    """Examples that were scored and whose label the attack was not told."""
+
+
+class RunAudit:
+    """Gathers scores over a run, and measures them. Safe to use from several threads.
+
+    Keeps, per layer, at most 16 bytes per example and attack, and once per example its label.
+
+    Args:
+        attacks: which attacks to run.
+        num_examples: aligned examples of the run.
+    """
+
+    def __init__(self, attacks: Sequence[RunAttackName], num_examples: int) -> None:
+        self.attacks = tuple(attacks)
+        self._num_examples = num_examples
+        self._lock = threading.Lock()
+        size = num_examples if attacks else 0
+        self._labels = torch.full((size,), _UNSEEN, dtype=torch.int8)
+        self._layers: dict[str, _Layer] = {}
+        self._epoch: int | None = None
+        self._after_epoch: dict[int, dict[str, dict[str, float]]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of what is gathered."""
+        return self._labels.nbytes + sum(layer.num_bytes for layer in self._layers.values())
+
+    def add(
+        self, epoch: int, positions: Tensor, labels: Tensor, layers: Mapping[str, LayerScores]
+    ) -> None:
+        """Gather one batch.
+
+        Args:
+            epoch: of the batch, not before that of the batch before.
+            positions: places in the common order, (batch,), each at most once.
+            labels: (batch,), for the measurement alone.
+            layers: layer -> what the attacks on a batch found.
+        """
+        if not self.attacks:
+            return
+        with self._lock:
+            if epoch != self._epoch:
+                self._close_epoch()
+                self._epoch = epoch
+            places = positions.cpu()
+            self._labels[places] = labels.to("cpu", torch.int8)
+            for name, found in layers.items():
+                if name not in self._layers:
+                    self._layers[name] = _Layer(self.attacks, self._num_examples)
+                self._layers[name].add(epoch, places, found)
+
+    def close_epoch(self) -> None:
+        """Measure the sums after the last epoch; before others this happens by itself."""
+        with self._lock:
+            self._close_epoch()
+
+    def after_epoch(self, epoch: int) -> dict[str, dict[str, float]]:
+        """Return layer -> attack -> leak AUC of the sums up to the end of an epoch."""
+        with self._lock:
+            return self._after_epoch.get(epoch, {})
+
+    def result(self) -> dict[str, dict[str, RunLevelLeak]]:
+        """Measure every attack over the run so far; what has one class only is absent."""
+        result: dict[str, dict[str, RunLevelLeak]] = {}
+        with self._lock:
+            for layer, attack, scores, labels in self._found(hinted=True):
+                try:
+                    measured = leak_auc_interval(scores, labels, np.random.default_rng(_SEED))
+                except OneClass:
+                    continue
+                result.setdefault(layer, {})[attack] = RunLevelLeak(
+                    auc=measured.auc,
+                    low=measured.low,
+                    high=measured.high,
+                    examples=len(scores),
+                )
+        return result
+
+    def _close_epoch(self) -> None:
+        if self._epoch is None:
+            return
+        measured: dict[str, dict[str, float]] = {}
+        for layer, attack, scores, labels in self._found(hinted=False):
+            try:
+                measured.setdefault(layer, {})[attack] = leak_auc(scores, labels)
+            except OneClass:
+                continue
+        self._after_epoch[self._epoch] = measured
+
+    def _found(self, *, hinted: bool) -> Iterator[tuple[str, RunAttackName, _Floats, _Labels]]:
+        """Yield the scores of each attack with the labels that it was not told."""
+        for layer, state in self._layers.items():
+            for attack, sums in state.sums.items():
+                found = sums.result()
+                yield layer, attack, found.scores, self._labels.numpy()[found.positions]
+            if hinted:
+                yield from self._combined(layer, state)
+
+    def _combined(
+        self, layer: str, state: "_Layer"
+    ) -> Iterator[tuple[str, RunAttackName, _Floats, _Labels]]:
+        labels = self._labels.numpy()
+        seen = np.flatnonzero(labels != _UNSEEN)
+        for attack, history in state.histories.items():
+            combined = combine_with_hints(
+                history.features(seen),
+                labels[seen],
+                NUM_HINTS[attack],
+                np.random.default_rng(_SEED),
+            )
+            if combined is not None:
+                scores, others = combined
+                yield layer, attack, scores[others], labels[seen][others]
+
+
+class _Layer:
+    """What is gathered of one layer."""
+
+    def __init__(self, attacks: Sequence[RunAttackName], num_examples: int) -> None:
+        self.sums: dict[RunAttackName, AccumulatedScores] = {}
+        self.histories: dict[RunAttackName, ScoreHistory] = {}
+        for attack in attacks:
+            if attack in NUM_HINTS:
+                # One history serves however many hints there are.
+                shared = next(iter(self.histories.values()), None)
+                self.histories[attack] = shared or ScoreHistory(num_examples)
+            else:
+                self.sums[attack] = AccumulatedScores(num_examples)
+        self._sign = ContinuousSign()
+
+    @property
+    def num_bytes(self) -> int:
+        histories = {id(history): history for history in self.histories.values()}
+        of_sums = sum(state.num_bytes for state in self.sums.values())
+        return of_sums + sum(state.num_bytes for state in histories.values())
+
+    def add(self, epoch: int, positions: Tensor, found: LayerScores) -> None:
+        scores = dict(found.scores)
+        if found.top is not None:
+            scores["spectral"] = self._sign.turn(found.top)
+        if "accumulated_spectral" in self.sums and "spectral" in scores:
+            self.sums["accumulated_spectral"].add(positions, standardised(scores["spectral"]))
+        if "accumulated_cosine" in self.sums and "cosine" in scores:
+            kept = torch.ones(len(positions), dtype=torch.bool)
+            kept[list(found.left_out.get("cosine", ()))] = False
+            cosines = standardised(scores["cosine"].cpu()[kept])
+            self.sums["accumulated_cosine"].add(positions[kept], cosines)
+        for history in list(self.histories.values())[:1]:
+            both = standardised(scores["spectral"]), standardised(scores["norm"])
+            history.add(epoch, positions, both)

@@ -1,0 +1,278 @@
+"""Attacks that gather over a run: what epochs add under fresh noise, and not under persistent."""
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import norm as normal
+
+from common.privacy.accumulation import (
+    AccumulatedScores,
+    ContinuousSign,
+    ScoreHistory,
+    combine_with_hints,
+    standardised,
+)
+from common.privacy.attacks import AttackName, spectral, top_direction
+from common.privacy.audit import LeakAudit, Observation, pick_hint_rows, pick_reference_row
+from common.privacy.leakage import auc, leak_auc, leak_auc_interval
+from common.privacy.run_level import RunLevelLeak
+
+_SEED = bytes(32)
+_EXAMPLES, _BATCH = 2000, 250
+_GATHERING: tuple[AttackName, ...] = (
+    "accumulated_spectral",
+    "accumulated_cosine",
+    "hint_combiner_50",
+    "hint_combiner_200",
+)
+
+
+class Noisy(NamedTuple):
+    """How a run's gradients are covered: along the direction that tells, as Marvell does."""
+
+    deviation: float
+    persistent: bool = False
+
+
+def _run_audit(
+    noise: Noisy,
+    num_epochs: int,
+    attacks: tuple[AttackName, ...] = _GATHERING,
+    scale: float = 1.0,
+    label_shape: tuple[int, ...] = (-1,),
+) -> LeakAudit:
+    """Audit logistic gradients (p - y) w whose direction w turns slowly, in a fresh order."""
+    generator = torch.Generator().manual_seed(21)
+    labels = (torch.rand(_EXAMPLES, generator=generator) < 0.2).double()
+    predictions = torch.sigmoid(-1.4 + 0.5 * torch.randn(_EXAMPLES, generator=generator).double())
+    weight, drift = torch.randn(2, 16, generator=generator).double()
+    kept_noise = torch.randn(_EXAMPLES, generator=generator).double()
+    audit = LeakAudit(attacks, num_examples=_EXAMPLES)
+    for epoch in range(num_epochs):
+        direction = weight + 0.1 * epoch * drift
+        direction = direction / direction.norm()
+        order = torch.randperm(_EXAMPLES, generator=generator)
+        for step, rows in enumerate(torch.split(order, _BATCH)):
+            fresh_noise = torch.randn(len(rows), generator=generator).double()
+            along = noise.deviation * (kept_noise[rows] if noise.persistent else fresh_noise)
+            clean = (predictions - labels)[rows, None] * direction
+            row = pick_reference_row(labels[rows], _SEED, epoch, step)
+            gradients = scale * (clean + along[:, None] * direction)
+            truth = labels[rows].reshape(label_shape)
+            references = {} if row is None else {"cut": scale * clean[row]}
+            audit.observe(
+                Observation(epoch, step, {"cut": gradients}, truth, references, row, rows)
+            )
+    audit.end_run()
+    return audit
+
+
+@pytest.fixture(scope="module")
+def fresh() -> LeakAudit:
+    return _run_audit(Noisy(3.0), 16)
+
+
+def test_without_a_defense_one_epoch_tells_every_attack_every_label() -> None:
+    found = _run_audit(Noisy(0.0), 1).run_level()["cut"]
+    assert set(found) == set(_GATHERING)
+    for attack, figures in found.items():
+        assert figures["auc"] > 0.99, attack
+        assert figures["low"] > 0.99, attack
+
+
+def test_under_fresh_noise_the_leak_grows_with_the_epochs(fresh: LeakAudit) -> None:
+    """The sum of e independent scores tells as much as one with noise smaller by root e.
+
+    Of gradients all along one line, a cosine keeps the sign alone, which is worth 2/pi as many.
+    """
+    summary = fresh.run_level()["cut"]
+    for attack, worth in (("accumulated_cosine", 2 / np.pi), ("accumulated_spectral", 1.0)):
+        series = [fresh.after_epoch(epoch)["cut"][attack] for epoch in range(16)]
+        for num_epochs in (1, 4, 16):
+            expected = normal.cdf((worth * num_epochs / 2) ** 0.5 / 3)
+            assert abs(series[num_epochs - 1] - expected) < 0.025
+        assert summary[attack]["auc"] == series[15]
+        assert summary[attack]["examples"] > 0.98 * _EXAMPLES
+    for attack, num_hints in (("hint_combiner_50", 50), ("hint_combiner_200", 200)):
+        assert summary[attack]["examples"] == _EXAMPLES - num_hints
+    assert summary["hint_combiner_200"]["auc"] > normal.cdf(8**0.5 / 3 / np.sqrt(2))
+
+
+def test_under_persistent_noise_more_epochs_tell_next_to_nothing_more() -> None:
+    persistent = _run_audit(Noisy(3.0, persistent=True), 16)
+    for attack in ("accumulated_cosine", "accumulated_spectral"):
+        series = [persistent.after_epoch(epoch)["cut"][attack] for epoch in (0, 15)]
+        assert series[1] < series[0] + 0.1, attack
+
+
+def test_the_sums_know_more_than_any_batch(fresh: LeakAudit) -> None:
+    per_batch = _run_audit(Noisy(3.0), 16, ("spectral", "cosine")).summary()["cut"]
+    for attack in ("spectral", "cosine"):
+        gathered = fresh.run_level()["cut"][f"accumulated_{attack}"]
+        assert gathered["low"] > per_batch[attack]["mean"] + 0.05
+
+
+def test_a_kept_sign_does_not_cancel_what_a_sign_per_batch_does() -> None:
+    """With balanced classes the skewness is noise, and turns every second batch around."""
+    generator = torch.Generator().manual_seed(22)
+    labels = (torch.arange(400) % 2).double()
+    weight = torch.randn(8, generator=generator).double()
+    sums = {"kept": torch.zeros(400).double(), "per batch": torch.zeros(400).double()}
+    sign = ContinuousSign()
+    for _ in range(30):
+        noise = torch.randn(400, generator=generator).double()
+        gradients = (0.5 - labels + 2 * noise)[:, None] * weight
+        sums["kept"] += sign.turn(top_direction(gradients))
+        sums["per batch"] += spectral(gradients)
+    assert leak_auc(sums["kept"], labels) > 0.95  # Phi(sqrt(30) / 2 / sqrt 2) = 0.974
+    assert leak_auc(sums["per batch"], labels) < 0.8
+
+
+def test_the_combiner_learns_that_a_sign_turned_where_a_sum_cancels() -> None:
+    generator = np.random.default_rng(23)
+    labels = (np.arange(1000) % 4 == 0).astype(np.int64)
+    signs = np.array([1, -1, 1, -1])
+    scores = signs * labels[:, None] + 0.5 * generator.normal(size=(1000, 4))
+    history = ScoreHistory(1000)
+    everyone = torch.arange(1000)
+    for epoch, column in enumerate(scores.T):
+        history.add(epoch, everyone, (torch.from_numpy(column), torch.zeros(1000)))
+    features = history.features(everyone.numpy())
+    assert leak_auc(scores.sum(axis=1), labels) < 0.6
+    for num_hints, bound in ((50, 0.95), (200, 0.97)):
+        found = combine_with_hints(features, labels, num_hints, np.random.default_rng(1))
+        assert found is not None
+        combined, others = found
+        assert (~others).sum() == num_hints
+        assert auc(combined[others], labels[others]) > bound
+
+
+def test_the_combiner_reads_no_label_but_the_hints() -> None:
+    generator = np.random.default_rng(24)
+    features = generator.normal(size=(300, 8))
+    labels = (np.arange(300) % 3 == 0).astype(np.int64)
+    found = combine_with_hints(features, labels, 50, np.random.default_rng(1))
+    assert found is not None
+    turned = np.where(found[1], 1 - labels, labels)
+    again = combine_with_hints(features, turned, 50, np.random.default_rng(1))
+    assert again is not None
+    assert np.array_equal(found[0], again[0])
+    assert leak_auc(found[0][found[1]], labels[found[1]]) < 0.65
+    zeros = np.zeros(300, dtype=np.int64)
+    assert combine_with_hints(features, zeros, 50, np.random.default_rng(1)) is None
+    assert combine_with_hints(features[:50], labels[:50], 50, np.random.default_rng(1)) is None
+
+
+def test_a_history_folds_its_stretches_and_loses_no_score() -> None:
+    history = ScoreHistory(3)
+    position = torch.tensor([1])
+    for epoch in range(9):
+        score = torch.tensor([float(epoch)])
+        history.add(epoch, position, (score, -score))
+    # Stretches of four epochs by then: 0..3, 4..7, 8.
+    features = history.features(np.array([1, 2]))
+    assert features.tolist() == [[6, 22, 8, 0, -6, -22, -8, 0], [0] * 8]
+
+
+def test_nothing_keeps_more_than_sixteen_bytes_per_example() -> None:
+    assert AccumulatedScores(1000).num_bytes <= 16 * 1000
+    assert ScoreHistory(1000).num_bytes <= 16 * 1000
+    audit = _run_audit(Noisy(3.0), 2)
+    attacks = len(_GATHERING)
+    assert audit._run.num_bytes <= (16 * attacks + 1) * _EXAMPLES
+
+
+def test_the_label_shape_changes_nothing() -> None:
+    expected = _run_audit(Noisy(3.0), 2)
+    columns = _run_audit(Noisy(3.0), 2, label_shape=(-1, 1))
+    assert columns.run_level() == expected.run_level()
+    assert columns.after_epoch(0) == expected.after_epoch(0)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_the_gradients_scale_changes_no_gathered_leak(scale: float) -> None:
+    expected = _run_audit(Noisy(3.0), 2).run_level()["cut"]
+    scaled = _run_audit(Noisy(3.0), 2, scale=scale).run_level()["cut"]
+    for attack, figures in expected.items():
+        assert scaled[attack]["auc"] == pytest.approx(figures["auc"], abs=0.005), attack
+
+
+def test_an_example_that_was_the_reference_gets_no_score_from_it() -> None:
+    """Its cosine is 1 because its label is known."""
+    gradients = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 1.0]])
+    labels = torch.tensor([1, 1, 0, 0])
+    audit = LeakAudit(["accumulated_cosine"], num_examples=9)
+    rows = torch.tensor([7, 5, 3, 1])
+    audit.observe(Observation(0, 0, {"cut": gradients}, labels, {"cut": gradients[0]}, 0, rows))
+    assert audit.run_level()["cut"]["accumulated_cosine"]["examples"] == 3
+
+
+def test_a_batch_of_one_class_is_gathered_all_the_same() -> None:
+    audit = LeakAudit(["accumulated_spectral"], num_examples=8)
+    rows = torch.randn(8, 3, generator=torch.Generator().manual_seed(25))
+    labels = torch.tensor([0, 0, 0, 0, 0, 1, 0, 1])
+    for step in range(2):
+        part = torch.arange(4 * step, 4 * step + 4)
+        audit.observe(Observation(0, step, {"cut": rows[part]}, labels[part], positions=part))
+    assert audit.run_level()["cut"]["accumulated_spectral"]["examples"] == 8
+
+
+def test_any_finite_gradients_give_finite_sums() -> None:
+    shapes = ((1, 1), (1, 4), (4, 1), (3, 5))
+    for (num_rows, row_dim), scale in itertools.product(shapes, (0.0, 1e-30, 1.0, 1e30, 1e300)):
+        gradients = torch.linspace(-1, 1, num_rows * row_dim).double().reshape(num_rows, row_dim)
+        scores = standardised(ContinuousSign().turn(top_direction(scale * gradients)))
+        assert scores.shape == (num_rows,)
+        assert bool(scores.isfinite().all())
+    assert bool((standardised(torch.full((5,), 7.0)) == 0).all())
+
+
+def test_standardised_scores_have_mean_zero_and_variance_one() -> None:
+    scores = standardised(3 + 7 * torch.randn(999, generator=torch.Generator().manual_seed(26)))
+    assert float(scores.mean()) == pytest.approx(0, abs=1e-12)
+    assert float(scores.square().mean()) == pytest.approx(1, abs=1e-12)
+
+
+def test_the_interval_covers_the_true_auc_nineteen_times_in_twenty() -> None:
+    """Binomial bounds of 200 intervals; an AUC three deviations off is not covered."""
+    generator = np.random.default_rng(27)
+    labels = np.repeat([0, 1], [240, 60])
+    true = normal.cdf(1 / np.sqrt(2))
+    covered = missed = 0
+    for _ in range(200):
+        scores = generator.normal(size=300) + labels
+        area, low, high = leak_auc_interval(scores, labels, generator)
+        assert low < area < high
+        covered += low <= true <= high
+        missed += not low <= true - 0.11 <= high
+    assert 180 <= covered <= 199
+    assert missed > 150
+
+
+def test_the_interval_of_an_inverted_or_tied_score_is_that_of_the_leak() -> None:
+    generator = np.random.default_rng(28)
+    labels = np.repeat([0, 1], 100)
+    scores = (generator.normal(size=200) + labels).round(1)
+    plain = leak_auc_interval(scores, labels, np.random.default_rng(1))
+    inverted = leak_auc_interval(-scores, labels, np.random.default_rng(1))
+    assert inverted.auc == pytest.approx(plain.auc, abs=1e-12)
+    assert inverted == pytest.approx(plain, abs=0.03)
+    assert leak_auc_interval(np.zeros(200), labels, generator) == (0.5, 0.5, 0.5)
+
+
+def test_figures_are_repeatable(fresh: LeakAudit) -> None:
+    first: dict[str, RunLevelLeak] = fresh.run_level()["cut"]
+    assert fresh.run_level()["cut"] == first
+
+
+def test_hints_are_positives_the_same_for_both_parties_and_nested() -> None:
+    labels = (torch.arange(100) % 3 == 0).int()
+    drawn = [pick_hint_rows(labels, _SEED, epoch, 5, 5) for epoch in range(20)]
+    assert drawn == [pick_hint_rows(labels.bool(), _SEED, epoch, 5, 5) for epoch in range(20)]
+    assert all(len(set(rows)) == 5 and bool((labels[list(rows)] == 1).all()) for rows in drawn)
+    assert len({rows[0] for rows in drawn}) > 10
+    assert pick_hint_rows(labels, _SEED, 0, 5, 3) == drawn[0][:3]
+    assert pick_hint_rows(torch.zeros(5), _SEED, 0, 0, 3) == ()

@@ -105,15 +105,11 @@ def judge(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunL
     gaps = list(_not_measured(run, findings, accumulated))
     findings = [found for found in findings if found.attack not in WITHOUT_GRADIENTS]
     reasons = [*_measured(findings, accumulated), *_bounded(run, guarantee)]
-    if alarms := summary.get("leak_alarms"):
-        reasons.append(
-            f"The leak alarm went off {alarms} times: an attack measured more than the ledger "
-            "guarantees for one answer, so its figures do not describe these gradients."
-        )
+    doubts = list(_doubts(summary.get("leak_alarms"), accumulated, guarantee))
     return Verdict(
-        _level(findings, accumulated, guarantee, trusted=not summary.get("leak_alarms")),
+        _level(findings, accumulated, guarantee, trusted=not doubts),
         _headline(findings, accumulated, guarantee),
-        reasons,
+        [*doubts, *reasons],
         gaps,
     )
 
@@ -236,6 +232,23 @@ def _bounded(run: RunFiles, guarantee: float) -> Iterator[str]:
             "Charges of fresh noise compare the class means of a batch: against a peer that can "
             "tell what the model predicts for an example, they are too low late in training."
         )
+
+
+def _doubts(alarms: int | None, accumulated: Sequence[RunLevel], guarantee: float) -> Iterator[str]:
+    """Yield what speaks against the ledger's figures."""
+    if alarms:
+        yield (
+            f"The leak alarm went off {alarms} time{'s' * (alarms > 1)}: an attack measured more "
+            "than the ledger guarantees for one answer, so its figures do not describe these "
+            "gradients."
+        )
+    for one in accumulated:
+        if one.low is not None and one.low > guarantee:
+            yield (
+                f"{one.attack} at layer {one.layer} measured {one.leak_auc:.3f} over the whole "
+                f"run, more than the {at_most(guarantee)} that the ledger guarantees: its figures "
+                "do not describe these gradients."
+            )
 
 
 def _not_measured(

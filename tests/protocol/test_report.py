@@ -159,6 +159,15 @@ def test_a_ledger_that_an_attack_disproves_bounds_nothing(tmp_path: Path) -> Non
     assert "alarm went off 2 times" in words
 
 
+@pytest.mark.parametrize(("low", "disproved"), [(0.72, True), (0.69, False)])
+def test_a_run_level_leak_surely_above_the_guarantee_is_pointed_out(
+    tmp_path: Path, low: float, disproved: object
+) -> None:
+    whole_run = {"cut": {"accumulated_spectral": {"auc": 0.75, "low": low, "high": 0.78}}}
+    run_dir = write_run(tmp_path, guarantee=0.7, summary={"leak_run_level": whole_run})
+    assert ("more than the 0.700 that the ledger guarantees" in verdict_of(run_dir)[1]) == disproved
+
+
 def test_the_whole_run_s_leak_is_the_headline(tmp_path: Path) -> None:
     whole_run = {"cut": {"accumulated_spectral": {"auc": 0.93, "low": 0.91, "high": 0.95}}}
     level, words, left = verdict_of(write_run(tmp_path, summary={"leak_run_level": whole_run}))

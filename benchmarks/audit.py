@@ -1,23 +1,33 @@
-"""How long does the leak audit take: per batch inline, and for the step that hands a batch over?
+"""How long does the leak audit take: per batch, per handed-over step, per epoch and per run?
 
     OMP_NUM_THREADS=1 python -m benchmarks.audit
 
-Aim: at most 10 ms for norm, cosine and spectral on two layers of (1024, 128), on one core.
+Aim: at most 10 ms for the default attacks on two layers of (1024, 128), on one core.
 """
 
 import platform
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from common.privacy.attacks import cosine, norm, spectral
+from common.privacy.attacks import (
+    ATTACKS,
+    Knowledge,
+    KnownClasses,
+    cosine,
+    norm,
+    spectral,
+)
 from common.privacy.audit import AuditWorker, LeakAudit, Observation
-from common.privacy.leakage import leak_auc
+from common.privacy.leakage import leak_auc, leak_auc_interval, leak_auc_many
+from common.privacy.settings import DEFAULT_ATTACKS
 
+_EXAMPLES = 100_000
 _SHAPES = ((1024, 128), (128, 1600), (32768, 128))
 
 
@@ -30,19 +40,50 @@ def main() -> None:
         print(f"{shape}: median (5 % .. 95 %) of {num_runs} runs, ms")
         for name, part in _parts(*_batch(shape)).items():
             _report(name, _times_ms(part, num_runs))
+    print(f"the other attacks, {_SHAPES[0]}: median (5 % .. 95 %) of 20 runs, ms")
+    for name, part in _other_attacks(*_batch(_SHAPES[0])).items():
+        _report(name, _times_ms(part, 20))
+    print(f"{_EXAMPLES} examples: median (5 % .. 95 %) of 5 runs, ms")
+    for name, part in _run_parts().items():
+        _report(name, _times_ms(part, 5))
     _report("submit to a worker, (1024, 128) twice", _submit_times_ms())
 
 
 def _parts(gradients: Tensor, labels: Tensor) -> dict[str, Callable[[], object]]:
-    audit = LeakAudit()
+    audit = LeakAudit(("norm", "cosine", "spectral"))
+    default = LeakAudit(DEFAULT_ATTACKS, num_examples=_EXAMPLES)
     observation = _observation(gradients, labels, 0)
     scores = norm(gradients)
+    seven = torch.stack([scores] * 7)
     return {
         "norm": lambda: norm(gradients),
         "cosine": lambda: cosine(gradients, gradients[0]),
         "spectral": lambda: spectral(gradients),
         "leak AUC": lambda: leak_auc(scores, labels),
-        "observe, two layers": lambda: audit.observe(observation),
+        "leak AUC of seven scores": lambda: leak_auc_many(seven, labels),
+        "observe two layers, no accumulation": lambda: audit.observe(observation),
+        "observe two layers, default attacks": lambda: default.observe(observation),
+    }
+
+
+def _other_attacks(gradients: Tensor, labels: Tensor) -> dict[str, Callable[[], object]]:
+    positives = gradients[labels == 1]
+    classes = KnownClasses(gradients[labels == 0], positives)
+    knowledge = Knowledge(positives[0], positives[:5], classes, gradients + 1)
+    return {
+        name: partial(attack.score, gradients, knowledge)
+        for name, attack in ATTACKS.items()
+        if name not in DEFAULT_ATTACKS
+    }
+
+
+def _run_parts() -> dict[str, Callable[[], object]]:
+    generator = np.random.default_rng(0)
+    labels = generator.random(_EXAMPLES) < 0.2
+    scores = generator.normal(size=_EXAMPLES) + labels
+    return {
+        "leak AUC": lambda: leak_auc(scores, labels),
+        "leak AUC with interval": lambda: leak_auc_interval(scores, labels, generator),
     }
 
 
@@ -58,12 +99,13 @@ def _observation(gradients: Tensor, labels: Tensor, step: int) -> Observation:
     row = int(labels.argmax())
     layers = {"cut": gradients, "first": gradients}
     references = {layer: rows[row] for layer, rows in layers.items()}
-    return Observation(0, step, layers, labels, references, row)
+    places = torch.arange(len(labels))
+    return Observation(0, step, layers, labels, references, row, places)
 
 
 def _submit_times_ms() -> list[float]:
     gradients, labels = _batch((1024, 128))
-    with AuditWorker(LeakAudit()) as worker:
+    with AuditWorker(LeakAudit(DEFAULT_ATTACKS, num_examples=_EXAMPLES)) as worker:
 
         def submit() -> None:
             worker.submit(_observation(gradients, labels, 0))
@@ -72,7 +114,7 @@ def _submit_times_ms() -> list[float]:
 
 
 def _times_ms(run: Callable[[], object], num_runs: int, pause_s: float = 0.0) -> list[float]:
-    for _ in range(5):
+    for _ in range(min(5, num_runs)):
         run()
     times = []
     for _ in range(num_runs):

@@ -63,9 +63,6 @@ RunAttackName: TypeAlias = Literal[
 
 AttackName: TypeAlias = Literal[BatchAttackName, RunAttackName]
 
-MAX_HINTS = 5
-"""Most positives that an attack on one batch is told."""
-
 _MAX_VOTERS = 2048
 _NEGLIGIBLE = 1e-10
 """What is left of a gradient below this part of the batch's largest entry is rounding."""

@@ -30,6 +30,8 @@ from common.run_folder import finite_or_null
 
 _logger = logging.getLogger(__name__)
 
+_TABLES_OF_THEIR_OWN = {"leak", "ledger", "leak_worst_epoch", "leak_run_level"}
+
 _OWN_PACKAGES = ("active_party", "passive_party", "common", "deploy")
 
 
@@ -294,6 +296,27 @@ def ledger_table(ledger: Mapping[str, float | None], title: str = "Leak ledger")
     return table
 
 
+def run_level_table(
+    leak: Mapping[str, Mapping[str, Mapping[str, float]]], title: str = "Leak AUC of the whole run"
+) -> Table:
+    """Return the table of what attacks gathered over a run.
+
+    Args:
+        leak: layer -> attack -> ``auc``, ``low``, ``high``, ``examples``.
+        title: stands above it.
+    """
+    table = Table(title=title, title_justify="left")
+    for heading in ("layer", "attack"):
+        table.add_column(heading)
+    for heading in ("leak AUC", "95 % interval", "examples"):
+        table.add_column(heading, justify="right")
+    for layer, attacks in leak.items():
+        for attack, found in attacks.items():
+            interval = f"{found['low']:.3f} .. {found['high']:.3f}"
+            table.add_row(layer, attack, f"{found['auc']:.3f}", interval, f"{found['examples']:,}")
+    return table
+
+
 def print_summary(
     party: str, summary: Mapping[str, Any], *, console: Console | None = None
 ) -> None:
@@ -307,13 +330,16 @@ def print_summary(
     console = console or Console()
     table = Table(title=f"{party}: summary", title_justify="left", show_header=False)
     for name, value in summary.items():
-        if name not in {"leak", "ledger"}:
+        if name not in _TABLES_OF_THEIR_OWN:
             table.add_row(name.replace("_", " "), _in_short(value))
     console.print(table)
     if summary.get("ledger"):
         console.print(ledger_table(summary["ledger"], f"{party}: leak ledger"))
     if summary.get("leak"):
         console.print(leak_table(summary["leak"], f"{party}: leak AUC"))
+    if summary.get("leak_run_level"):
+        title = f"{party}: leak AUC of the whole run"
+        console.print(run_level_table(summary["leak_run_level"], title))
 
 
 def _open_charts(folder: Path) -> Any:

@@ -32,7 +32,14 @@ from common.command_line import (
     report_check,
     save_resolved,
 )
-from common.errors import BudgetExhausted, Interrupted, PeerError, PeerUnreachable, SettingsError
+from common.errors import (
+    BudgetExhausted,
+    Interrupted,
+    LeakGateClosed,
+    PeerError,
+    PeerUnreachable,
+    SettingsError,
+)
 from common.models.factory import build_top_model
 from common.party_data import PartyData
 from common.party_settings import check_insecure_address, load_party_settings
@@ -113,10 +120,10 @@ def _run(parsed: argparse.Namespace) -> None:
         service = ActiveService(session, engine, settings.reconnect.deadline_s)
         server = start_server(service, settings.contract, settings.listen)
         logger.info("waiting for the passive party at %s", settings.listen)
-        stopped: BudgetExhausted | None = None
+        stopped: BudgetExhausted | LeakGateClosed | None = None
         try:
             _wait_for_end(session, service, settings, interruption)
-        except BudgetExhausted as error:
+        except (BudgetExhausted, LeakGateClosed) as error:
             stopped = error  # as it was asked for: it ends with a summary, like any other run
         finally:
             server.stop(GRACE_S).wait()
@@ -125,6 +132,8 @@ def _run(parsed: argparse.Namespace) -> None:
                 saved = save_model(folder, session.trainer.model, build_trainer.encoder)
                 save_tensors(folder, "ledger.safetensors", session.ledger.state_dict())
                 logger.info("model saved in %s", saved)
+    # The monitor measures the last batches only after the last answer.
+    stopped = stopped or recorder.objection()
     summary = recorder.summary(dict(service.refused))
     write_json_atomically(folder / "summary.json", summary)
     print_summary("active party", summary)

@@ -7,10 +7,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from active_party.leak_alarm import LeakAlarm
+from active_party.leak_gate import GateFinding, LeakGate
 from active_party.ledger import LeakBounds
 from active_party.session import Evaluation
 from active_party.settings import ActiveSettings
 from active_party.top_trainer import StepResult
+from common.errors import LeakGateClosed
 from common.leak_recorder import LeakRecorder
 from common.privacy.audit import BatchLeak
 from common.run_course import AlignedRows, Batch
@@ -36,6 +38,10 @@ class ActiveRecorder:
         self._alarm = LeakAlarm()
         self._alarms = 0
         self._measured_epoch = 0
+        gate = settings.leak_gate
+        self._gate = None if gate is None else LeakGate(gate)
+        self._gate_findings = 0
+        self._objection: LeakGateClosed | None = None
         self._leaks: LeakRecorder | None = None
 
     def __enter__(self) -> Self:
@@ -102,6 +108,10 @@ class ActiveRecorder:
         if evaluation.split == "test" and self._leaks is not None:  # the epoch's last split
             self._leaks.end_epoch(evaluation.epoch)
 
+    def objection(self) -> LeakGateClosed | None:
+        """Return why the leak gate is closed, once it is."""
+        return self._objection
+
     def summary(self, refused: dict[str, int]) -> dict[str, Any]:
         """Return what ``summary.json`` holds; call it after the recorder was closed."""
         self._judge(self._measured_epoch)
@@ -120,6 +130,11 @@ class ActiveRecorder:
         }
         if self._leaks is not None:
             summary |= {"leak_alarms": self._alarms} | self._leaks.summary()
+        if self._gate is not None:
+            summary |= {
+                "leak_gate_findings": self._gate_findings,
+                "leak_gate_closed": self._objection is not None,
+            }
         return summary
 
     def _shown_leak(self) -> dict[str, float]:
@@ -131,6 +146,26 @@ class ActiveRecorder:
             self._judge(self._measured_epoch)
             self._measured_epoch = measured.epoch
         self._alarm.note_leak(measured)
+        finding = None if self._gate is None else self._gate.note(measured)
+        if finding is not None:
+            self._on_gate(finding)
+
+    def _on_gate(self, finding: GateFinding) -> None:
+        settings = self._settings.leak_gate
+        if self._gate is None or settings is None or self._objection is not None:
+            return
+        self._gate_findings += 1
+        numbers = {
+            f"{finding.layer}/{finding.attack}": finding.measured,
+            "random": finding.random,
+            "limit": settings.max_leak_auc,
+        }
+        self._metrics.write("leak_gate", numbers, epoch=finding.epoch, step=finding.step)
+        sentence = self._gate.sentence(finding)
+        if settings.action == "stop":
+            self._objection = LeakGateClosed(sentence)
+        else:
+            logger.warning(sentence)
 
     def _judge(self, last_epoch: int) -> None:
         for alarm in self._alarm.judge(last_epoch):

@@ -76,6 +76,9 @@ class SessionObserver(Protocol):
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """A split was evaluated."""
 
+    def objection(self) -> SplitveilError | None:
+        """Say why the run must not go on, if there is a reason; asked before every answer."""
+
 
 TrainerFactory = Callable[[AlignedRows], TopTrainer]
 
@@ -139,6 +142,7 @@ class ActiveSession:
     def wait(self, timeout_s: float) -> bool:
         """Wait until the run is over and say whether it is."""
         with self._changed:
+            self._end_on_objection()
             return self._changed.wait_for(lambda: self.over, timeout_s)
 
     def wait_for_farewell(self, timeout_s: float) -> bool:
@@ -221,6 +225,7 @@ class ActiveSession:
         Raises:
             OutOfStep: any other message than the one expected now, or a repeat with other bytes.
             BudgetExhausted: the answer would tell too much; it is not given, and the run is over.
+            LeakGateClosed: earlier ones told too much; the run is over.
         """
         with self._changed:
             self.finish_step()
@@ -309,7 +314,18 @@ class ActiveSession:
         self._stage = stage
         self._changed.notify_all()
 
+    def _end_on_objection(self) -> None:
+        # Asked here, so that an observer's own thread neither waits for the training nor does any.
+        objection = None if self.over else self._observer.objection()
+        if objection is None:
+            return
+        self.finish_step()
+        if self._expected is not None:
+            self._observer.on_ledger(self._expected.epoch, self.leak_bounds())
+        self.end(objection)
+
     def _refuse_if_ended(self) -> None:
+        self._end_on_objection()
         if self._stage is Stage.ENDED and self.error is not None:
             raise self.error
 

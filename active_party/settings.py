@@ -1,7 +1,7 @@
 """The active party's settings."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -9,6 +9,7 @@ from active_party.defenses import DefenseSettings
 from active_party.defenses.sum_kl import sum_kl_for_leak_auc
 from common.models.settings import ModelSettings
 from common.party_settings import Address, PartySettings
+from common.privacy.attacks import ATTACKS, BatchAttackName
 from common.privacy.settings import AuditSettings
 from common.settings import Section, only_key
 
@@ -62,6 +63,30 @@ RunBudget = Annotated[
 """What a run may tell of each label in all; the key that is present says in which unit."""
 
 
+class LeakGateSettings(Section):
+    """What to do when the leak monitor's attacks reach more than they should."""
+
+    attack: BatchAttackName | None = None
+    """The attack that counts, one of the leak monitor's; ``null`` for the worst of all."""
+
+    max_leak_auc: float = Field(default=0.65, gt=0.5, lt=1)
+    """Largest leak AUC over the window that is accepted.
+
+    Random scores reach 0.5 + 0.23 / sqrt(positives of a batch) on average: a limit near that is
+    passed by chance.
+    """
+
+    window_steps: int = Field(default=100, ge=1, le=100_000)
+    """Audited batches that are judged together; before there are as many, nothing is."""
+
+    quantile: Literal["mean"] | Annotated[float, Field(gt=0, lt=1)] = "mean"
+    """What counts of the window: the mean, or a quantile such as 0.95 (stricter above 0.5)."""
+
+    action: Literal["stop", "warn"] = "stop"
+    """``stop`` ends the run before its next answer, with a checkpoint and exit code 5; ``warn``
+    writes a line to the log, at most one per window."""
+
+
 class ActiveSettings(PartySettings):
     """What the label owner sets, and shows to nobody."""
 
@@ -96,6 +121,12 @@ class ActiveSettings(PartySettings):
     learns when the run ends, and not why.
     """
 
+    leak_gate: LeakGateSettings | None = None
+    """Whether the leak monitor's figures may end the run; ``null`` for never.
+
+    The monitor measures beside the training: what was answered meanwhile has left.
+    """
+
     early_stopping: EarlyStopping | None = None
     """When to stop before the contract's last epoch. The peer then learns when the run ends."""
 
@@ -116,4 +147,18 @@ class ActiveSettings(PartySettings):
                 "run_budget: the first answer without a defense would pass every budget; "
                 "set a defense, or run_budget to null"
             )
+        self._check_leak_gate()
         return self
+
+    def _check_leak_gate(self) -> None:
+        if self.leak_gate is None:
+            return
+        if self.leak_monitor is None:
+            raise ValueError("leak_gate needs leak_monitor, whose figures it judges")
+        judged = {name for name in self.leak_monitor.attacks if name in ATTACKS}
+        if not judged:
+            raise ValueError("leak_gate: no attack of leak_monitor measures single batches")
+        if self.leak_gate.attack is not None and self.leak_gate.attack not in judged:
+            raise ValueError(
+                f"leak_gate.attack: {self.leak_gate.attack} is not in leak_monitor.attacks"
+            )

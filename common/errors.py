@@ -14,6 +14,7 @@
     |     `- TooLarge                  a message beyond the agreed limits
     |- StorageError                1   a checkpoint or a log could not be written
     |- BudgetExhausted             5   the next answer would tell more than the run may
+    |- LeakGateClosed              5   attacks measured more than the run may tell
     `- Interrupted            130, 143 a person or a supervisor stopped this party
 
 Messages are for the own user: what was expected and what came. What the *peer* is told of an error
@@ -96,6 +97,12 @@ class StorageError(SplitveilError):
 
 class BudgetExhausted(SplitveilError):
     """The next answer would take an example past what the run may tell of its label."""
+
+    exit_code = 5
+
+
+class LeakGateClosed(SplitveilError):
+    """The leak monitor measured more than the label owner accepts."""
 
     exit_code = 5
 

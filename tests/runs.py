@@ -20,6 +20,7 @@ from active_party.settings import ActiveSettings
 from active_party.top_trainer import StepResult
 from common.alignment import AlignmentEngine, AlignmentResources, build_engine
 from common.command_line import draw_nonce
+from common.errors import SplitveilError
 from common.party_data import PartyData
 from common.party_settings import load_party_settings
 from common.run_course import AlignedRows, Batch
@@ -139,6 +140,9 @@ class ActiveRecording(Recording):
 
     def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
         self.ledger.append((epoch, bounds))
+
+    def objection(self) -> SplitveilError | None:
+        return None
 
 
 class PassiveRecording(Recording):

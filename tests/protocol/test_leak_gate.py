@@ -1,0 +1,158 @@
+"""The leak gate: what the leak monitor measures may end a run."""
+
+import io
+import json
+import statistics
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from active_party.leak_gate import LeakGate
+from active_party.recorder import ActiveRecorder
+from active_party.session import Stage
+from active_party.settings import ActiveSettings, LeakGateSettings
+from common.errors import LeakGateClosed, PeerLeft, SettingsError
+from common.party_settings import load_party_settings
+from common.privacy.audit import BatchLeak
+from common.telemetry import print_summary
+from common.wire.status import error_from, status_for
+from tests.peers import InProcessPeer
+from tests.runs import Parties, build_parties, run_in_process, write_example
+
+STRONG = "defense={name: marvell, strength: {power_ratio: 1000}, insecure_noise_seed: 1}"
+GATE = "leak_gate={max_leak_auc: 0.75, window_steps: 6"
+EPOCHS = "contract.epochs=8"
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("example")
+    write_example(folder)
+    return folder
+
+
+class UnhurriedPeer(InProcessPeer):
+    """Leaves the leak monitor the time to keep up."""
+
+    def receive_gradient(self) -> Any:
+        time.sleep(0.02)
+        return super().receive_gradient()
+
+
+def leak(step: int, value: float, attack: str = "norm", random: float = 0.55) -> BatchLeak:
+    return BatchLeak(0, step, {"cut": {attack: value, "spectral": 0.5}}, random)
+
+
+def gate(**settings: Any) -> LeakGate:
+    return LeakGate(LeakGateSettings(**{"window_steps": 3, "max_leak_auc": 0.65} | settings))
+
+
+def test_the_gate_judges_the_mean_of_a_whole_window() -> None:
+    values = [0.9, 0.9, 0.1, 0.9, 0.96]
+    judged = gate()
+    findings = [judged.note(leak(step, value)) for step, value in enumerate(values)]
+    assert [finding is not None for finding in findings] == [False, False, False, False, True]
+    (worst,) = [finding for finding in findings if finding is not None]
+    assert worst.measured == pytest.approx(statistics.fmean(values[2:]))
+    assert (worst.attack, worst.layer, worst.step) == ("norm", "cut", 4)
+    assert worst.random == pytest.approx(0.55)
+
+
+def test_a_quantile_sees_what_the_mean_hides() -> None:
+    values = [0.55, 0.55, 0.8]
+    for quantile, closes in (("mean", False), (0.95, True)):
+        judged = gate(quantile=quantile)
+        assert (
+            any(judged.note(leak(step, value)) is not None for step, value in enumerate(values))
+            is closes
+        )
+
+
+def test_only_the_named_attack_counts() -> None:
+    for attack, closes in ((None, True), ("norm", True), ("spectral", False)):
+        judged = gate(attack=attack)
+        assert any(judged.note(leak(step, 0.9)) is not None for step in range(3)) is closes
+
+
+def test_one_finding_per_window() -> None:
+    judged = gate()
+    found = [step for step in range(12) if judged.note(leak(step, 0.9)) is not None]
+    assert found == [2, 5, 8, 11]
+
+
+def test_the_sentence_names_limit_figure_and_random_floor() -> None:
+    judged = gate(quantile=0.95)
+    finding = next(f for step in range(3) if (f := judged.note(leak(step, 0.9))) is not None)
+    sentence = judged.sentence(finding)
+    for text in ("0.95 quantile", "norm at cut", "is 0.9000", "limit of 0.65", "scores: 0.5500"):
+        assert text in sentence
+
+
+def record(example: Path, folder: Path, *active: str) -> tuple[Parties, dict[str, Any], list[Any]]:
+    overrides = [EPOCHS, "leak_monitor.queue_batches=512", *active]
+    parties = build_parties(example, overrides, [EPOCHS])
+    with ActiveRecorder(parties.active_settings, folder) as recorder:
+        parties.session._observer = recorder
+        with suppress(LeakGateClosed):
+            run_in_process(parties, UnhurriedPeer)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return parties, recorder.summary({}), [line for line in lines if line["kind"] == "leak_gate"]
+
+
+def test_the_gate_stops_a_run_without_a_defense(example: Path, tmp_path: Path) -> None:
+    parties, summary, lines = record(example, tmp_path, GATE + "}")
+    session = parties.session
+    assert session.stage is Stage.ENDED
+    assert isinstance(session.error, LeakGateClosed)
+    assert session.error.exit_code == 5
+    assert "above the limit of 0.75 (random scores: 0." in str(session.error)
+    assert 6 <= summary["steps"] < 8 * 4
+    assert (summary["leak_gate_closed"], summary["leak_gate_findings"]) == (True, 1)
+    assert len(lines) == 1
+    assert summary["ledger"] is not None
+    print_summary("active party", summary, console=Console(file=io.StringIO()))
+
+
+def test_the_gate_lets_a_strongly_defended_run_pass(example: Path, tmp_path: Path) -> None:
+    parties, summary, lines = record(example, tmp_path, STRONG, GATE + "}")
+    assert parties.session.stage is Stage.FINISHED
+    assert (summary["leak_gate_closed"], summary["leak_gate_findings"], lines) == (False, 0, [])
+
+
+def test_a_warning_comes_once_per_window_and_ends_nothing(
+    example: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    parties, summary, lines = record(example, tmp_path, GATE + ", action: warn}")
+    assert parties.session.stage is Stage.FINISHED
+    assert not summary["leak_gate_closed"]
+    assert summary["leak_gate_findings"] == len(lines) == caplog.text.count("leak_gate: epoch")
+    measured = summary["leak_batches"]["observed"]
+    assert 1 <= len(lines) <= measured // 6
+
+
+def test_the_peer_is_told_nothing_of_the_gate() -> None:
+    status = status_for(LeakGateClosed("the mean of the leak AUC is 0.9, the limit 0.65"))
+    assert status.details == "stopped: this party cannot go on"
+    assert isinstance(error_from(status.code, status.details), PeerLeft)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["leak_gate={}", "leak_monitor=null"], "needs leak_monitor"),
+        (["leak_gate={attack: lda}"], "not in leak_monitor.attacks"),
+        (["leak_gate={}", "leak_monitor={attacks: [accumulated_spectral]}"], "single batches"),
+        (["leak_gate={max_leak_auc: 0.5}"], "greater than 0.5"),
+        (["leak_gate={quantile: 1}"], "less than 1"),
+        (["leak_gate={action: end}"], "'stop' or 'warn'"),
+    ],
+)
+def test_gates_that_cannot_be_meant_are_refused(
+    example: Path, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        load_party_settings(ActiveSettings, example / "active.yaml", overrides)

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import IO
 
+from common.errors import PeerError
+
 PEER_NOTICES_S = 5.0
 """How long a party may go on after the other one has failed: enough to hear of it and to save."""
 
@@ -31,7 +33,8 @@ def run_parties(commands: Mapping[str, Sequence[str]]) -> int:
         commands: party name -> command line.
 
     Returns:
-        0, or the exit code of the first party that failed.
+        0, or the exit code of the first party that failed; rather that of a party that knows why
+        than of one that only noticed that its peer was gone.
     """
     processes = {name: _start(name, command) for name, command in commands.items()}
     readers = [_copy_output(name, process) for name, process in processes.items()]
@@ -103,6 +106,7 @@ def _signals_passed_on(processes: Sequence[subprocess.Popen[str]]) -> Iterator[l
 
 def _wait(processes: Sequence[subprocess.Popen[str]], signalled_at: Sequence[float]) -> int:
     exit_code = 0
+    was_patient = True
     deadline = math.inf
     while running := [process for process in processes if process.poll() is None]:
         exit_code = exit_code or _first_failure(processes)
@@ -111,8 +115,12 @@ def _wait(processes: Sequence[subprocess.Popen[str]], signalled_at: Sequence[flo
         if signalled_at:
             deadline = min(deadline, signalled_at[0] + STOP_S)
         if time.monotonic() > deadline:
+            was_patient = False
             _end(running)
         time.sleep(_POLL_S)
+    if exit_code == PeerError.exit_code and was_patient:
+        # The party that only noticed may be the first to end: the other one knows why.
+        return _first_failure([p for p in processes if p.returncode != exit_code]) or exit_code
     return exit_code or _first_failure(processes)
 
 

@@ -33,6 +33,13 @@ def test_the_first_failure_gives_the_exit_code_and_the_other_has_time_to_notice(
     assert run_parties({"active": noticing, "passive": failing}) == 3
 
 
+def test_the_party_that_knows_why_gives_the_exit_code_though_its_peer_ended_first() -> None:
+    noticing = python("raise SystemExit(4)")
+    knowing = python("import time; time.sleep(0.7); raise SystemExit(5)")
+    assert run_parties({"active": knowing, "passive": noticing}) == 5
+    assert run_parties({"active": python(""), "passive": noticing}) == 4
+
+
 def test_a_party_that_does_not_notice_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(party_processes, "PEER_NOTICES_S", 0.2)
     started = time.monotonic()

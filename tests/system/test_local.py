@@ -1,7 +1,9 @@
 """The local launcher and the shipped examples: real processes, real data, real gradients."""
 
+import gzip
 import io
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -89,9 +91,22 @@ def test_a_misspelt_setting_is_named_and_ends_with_exit_code_2(tmp_path: Path) -
     assert "learning_rate" in run.output
 
 
+def shuffled_copy(path: Path, folder: Path) -> Path:
+    """Copy a compressed table with its rows in another order."""
+    header, *rows = gzip.decompress(path.read_bytes()).decode().splitlines()
+    random.Random(5).shuffle(rows)
+    copy = folder / "shuffled.csv"
+    copy.write_text("\n".join([header, *rows]) + "\n")
+    return copy
+
+
 @needs_data
 def test_default_credit_is_aligned_and_learnt(tmp_path: Path) -> None:
-    run = run_locally(tmp_path, "default_credit", "--set", "contract.epochs=10", *SAME_SPLIT)
+    shuffled = shuffled_copy(
+        Path(os.environ["SPLITVEIL_DATA"], "default_credit", "host.csv.gz"), tmp_path
+    )
+    overrides = ["--set", "contract.epochs=10", "--set", f"passive.data.source.path={shuffled}"]
+    run = run_locally(tmp_path, "default_credit", *overrides, *SAME_SPLIT)
     assert run.exit_code == 0, run.output
     summary = run.summary("default_credit", "active")
     assert summary["aligned_rows"] == 24_000

@@ -2,7 +2,7 @@
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from active_party.service import ActiveService
 from active_party.session import Stage
+from common.alignment import AlignmentEngine, AlignmentSession
 from common.errors import (
     AlignmentError,
     ContractMismatch,
@@ -353,3 +354,37 @@ def test_a_fault_of_this_party_is_not_described_to_the_peer(example: Path, port:
         run_over_grpc(parties, port)
     assert "secret" not in str(caught.value)
     assert parties.session.stage is Stage.ENDED
+
+
+class DisagreeingEngine:
+    """Finds the common ids, and tells the peer of others."""
+
+    def __init__(self, engine: AlignmentEngine) -> None:
+        self._engine = engine
+
+    def start(self, ids: Sequence[str], *, nonce: bytes, run_id: str) -> AlignmentSession:
+        session = self._engine.start(ids, nonce=nonce, run_id=run_id)
+        receive = session.receive
+
+        def tampered(frame: pb.AlignFrame) -> list[pb.AlignFrame]:
+            replies = list(receive(frame))
+            for reply in replies:
+                if reply.WhichOneof("body") == "done":
+                    reply.done.digest = bytes(32)
+            return replies
+
+        session.receive = tampered  # type: ignore[method-assign]
+        return session
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def test_parties_that_disagree_on_the_intersection_never_train(example: Path, port: int) -> None:
+    parties = build_parties(example)
+    parties.run._engine = DisagreeingEngine(parties.run._engine)
+    with pytest.raises(AlignmentError) as caught:
+        run_over_grpc(parties, port)
+    assert isinstance(parties.session.error, AlignmentError)
+    assert caught.value.exit_code == parties.session.error.exit_code == 3
+    assert parties.active.sent == []

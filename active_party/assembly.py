@@ -101,4 +101,5 @@ def build_session(
         nonce,
         None if stopping is None else EarlyStop(stopping),
         math.inf if settings.run_budget is None else settings.run_budget.max_sum_kl,
+        allow_audits=settings.allow_audits,
     )

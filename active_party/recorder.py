@@ -17,6 +17,7 @@ from common.leak_recorder import LeakRecorder
 from common.privacy.audit import BatchLeak
 from common.run_course import AlignedRows, Batch
 from common.telemetry import MetricsLog, TrainingProgress
+from common.wire.audit_codec import AuditQuestion
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class ActiveRecorder:
         self._alarm = LeakAlarm()
         self._alarms = 0
         self._measured_epoch = 0
+        self._audits = 0
         gate = settings.leak_gate
         self._gate = None if gate is None else LeakGate(gate)
         self._gate_findings = 0
@@ -108,6 +110,12 @@ class ActiveRecorder:
         if evaluation.split == "test" and self._leaks is not None:  # the epoch's last split
             self._leaks.end_epoch(evaluation.epoch)
 
+    def on_audit(self, question: AuditQuestion, leak_auc: float) -> None:
+        """Note what the peer is told of its scores."""
+        self._audits += 1
+        numbers = {f"{question.layer}/{question.attack}": leak_auc}
+        self._metrics.write("audit", numbers, epoch=question.epoch)
+
     def objection(self) -> LeakGateClosed | None:
         """Return why the leak gate is closed, once it is."""
         return self._objection
@@ -128,6 +136,8 @@ class ActiveRecorder:
             "ledger": None if self._bounds is None else self._bounds.numbers(),
             "refused_messages": refused,
         }
+        if self._settings.allow_audits:
+            summary |= {"audits_answered": self._audits}
         if self._leaks is not None:
             summary |= {"leak_alarms": self._alarms} | self._leaks.summary()
         if self._gate is not None:

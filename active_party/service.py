@@ -15,6 +15,7 @@ from active_party.session import ActiveSession
 from common.alignment import AlignmentEngine, StreamChannel, align
 from common.contract import Contract
 from common.errors import AlignmentError, OutOfStep, ProtocolError, SettingsError, SplitveilError
+from common.wire.audit_codec import decode_question
 from common.wire.endpoint import SERVICE, channel_options
 from common.wire.error_interceptor import ErrorInterceptor
 from common.wire.tensor_codec import TensorAssembler, TensorLimits, encode_tensor
@@ -22,7 +23,7 @@ from protos import split_learning_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-SERVER_THREADS = 8  # Train, Evaluate, Align, Leave, Handshake and health, with some to spare
+SERVER_THREADS = 8  # Train, Evaluate, Align, Audit, Leave, Handshake, health, with some to spare
 GOODBYE_WAIT_S = 5.0
 
 
@@ -111,6 +112,12 @@ class ActiveService:
                 header = message.header
                 yield pb.EvaluateReply(epoch=header.epoch, step=header.step, course=course)
 
+    def audit(self, request: pb.AuditRequest, _: grpc.ServicerContext) -> pb.AuditReply:
+        """Measure the peer's scores."""
+        self._hear()
+        leak_auc = self._session.audit(decode_question(request))
+        return pb.AuditReply(leak_auc_percent=round(100 * leak_auc))
+
     def leave(self, request: pb.LeaveRequest, _: grpc.ServicerContext) -> pb.LeaveReply:
         """Take note of the peer's goodbye."""
         self._hear()
@@ -165,6 +172,7 @@ def start_server(service: ActiveService, contract: Contract, address: str) -> gr
     )
     handlers = {
         "Handshake": _unary(service.handshake, pb.HandshakeRequest, pb.HandshakeReply),
+        "Audit": _unary(service.audit, pb.AuditRequest, pb.AuditReply),
         "Leave": _unary(service.leave, pb.LeaveRequest, pb.LeaveReply),
         "Align": grpc.stream_stream_rpc_method_handler(
             service.align, pb.AlignFrame.FromString, pb.AlignFrame.SerializeToString

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from active_party.audit_desk import AuditDesk
 from active_party.defenses.report import LeakCharge
 from active_party.defenses.sum_kl import leak_auc_bound
 from active_party.early_stopping import EarlyStop
@@ -36,6 +37,7 @@ from common.errors import (
 from common.privacy.leakage import auc
 from common.run_course import AlignedRows, Batch, SplitName, run_course
 from common.sample_order import Positions, joint_seed
+from common.wire.audit_codec import AuditQuestion
 from common.wire.tensor_codec import BatchHeader, TensorMessage
 from common.wire.words import SPLIT_ON_WIRE
 from protos import split_learning_pb2 as pb
@@ -76,6 +78,9 @@ class SessionObserver(Protocol):
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """A split was evaluated."""
 
+    def on_audit(self, question: AuditQuestion, leak_auc: float) -> None:
+        """Scores of the peer were measured, and the figure is about to be sent."""
+
     def objection(self) -> SplitveilError | None:
         """Say why the run must not go on, if there is a reason; asked before every answer."""
 
@@ -94,6 +99,7 @@ class ActiveSession:
         nonce: this party's share of the joint seed, 32 bytes.
         early_stop: decides after each epoch whether to go on, or None for never stopping early.
         max_sum_kl: divergence that no example may pass over the whole run.
+        allow_audits: whether scores of the peer are measured, if the contract allows it, too.
     """
 
     def __init__(
@@ -105,6 +111,8 @@ class ActiveSession:
         nonce: bytes,
         early_stop: EarlyStop | None = None,
         max_sum_kl: float = math.inf,
+        *,
+        allow_audits: bool = False,
     ) -> None:
         self.contract = contract
         self.run_id = secrets.token_hex(8)
@@ -117,6 +125,7 @@ class ActiveSession:
         self._observer = observer
         self._early_stop = early_stop
         self._max_sum_kl = max_sum_kl
+        self._audits = AuditDesk(is_open=allow_audits and contract.audits_allowed)
         self._training_positions = np.empty(0, dtype=np.int64)
         self._stage = Stage.WAITING
         self._commitment = b""
@@ -273,10 +282,27 @@ class ActiveSession:
                 self._close_split(batch)
             course = self._course_after(batch)
             self._answer(message, course)
+            if batch.closes_epoch:
+                self._audits.open_epoch(batch.epoch)
             if course == pb.COURSE_STOP or self._expected is None:
                 self._expected = None
                 self._move_to(Stage.FINISHED)
             return course
+
+    def audit(self, question: AuditQuestion) -> float:
+        """Measure the peer's scores of the training rows, to two digits.
+
+        Raises:
+            ProtocolError: as for ``AuditDesk.answer``; the run goes on.
+        """
+        with self._changed:
+            self._refuse_if_ended()
+            if question.run_id != self.run_id or self.trainer is None:
+                raise OutOfStep("an audit of another run than this one")
+            positions = self._training_positions
+            leak_auc = self._audits.answer(question, positions, self.trainer.labels_of)
+            self._observer.on_audit(question, leak_auc)
+            return leak_auc
 
     # ---- ending ----
 

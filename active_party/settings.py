@@ -127,6 +127,15 @@ class ActiveSettings(PartySettings):
     The monitor measures beside the training: what was answered meanwhile has left.
     """
 
+    allow_audits: bool = False
+    """Whether to tell the peer the leak AUC of scores that it sends, if the contract's
+    ``audits_allowed`` is set, too.
+
+    At most once per attack, layer and epoch, for at least 1,000 training rows, with two digits. The
+    peer chooses the scores, and the ledger counts no such answer: allow it to a peer that audits
+    the run with you.
+    """
+
     early_stopping: EarlyStopping | None = None
     """When to stop before the contract's last epoch. The peer then learns when the run ends."""
 
@@ -147,6 +156,8 @@ class ActiveSettings(PartySettings):
                 "run_budget: the first answer without a defense would pass every budget; "
                 "set a defense, or run_budget to null"
             )
+        if self.allow_audits and not self.contract.audits_allowed:
+            raise ValueError("allow_audits needs contract.audits_allowed")
         self._check_leak_gate()
         return self
 

@@ -138,5 +138,9 @@ class TopTrainer:
             logits = self.model(activation.to(self._device, torch.float32), self._own(rows))
         return logits.cpu(), self._labels[rows].cpu()
 
+    def labels_of(self, positions: Positions) -> Tensor:
+        """Return the true labels of some rows, (rows,), on the CPU."""
+        return self._labels[torch.from_numpy(positions.copy()).to(self._device)].cpu()
+
     def _own(self, rows: Tensor) -> Features | None:
         return None if self._features is None else self._features.rows(rows)

@@ -11,7 +11,8 @@
     |  `- ProtocolError                it broke a rule of the protocol
     |     |- InvalidMessage            a message that cannot be what it claims to be
     |     |- OutOfStep                 a well-formed message at the wrong time
-    |     `- TooLarge                  a message beyond the agreed limits
+    |     |- TooLarge                  a message beyond the agreed limits
+    |     `- AuditRefused              scores that are not measured in this run
     |- StorageError                1   a checkpoint or a log could not be written
     |- BudgetExhausted             5   the next answer would tell more than the run may
     |- LeakGateClosed              5   attacks measured more than the run may tell
@@ -89,6 +90,10 @@ class OutOfStep(ProtocolError):
 
 class TooLarge(ProtocolError):
     """A message is beyond the limits that the contract sets."""
+
+
+class AuditRefused(ProtocolError):
+    """The label owner measures no scores of its peer in this run."""
 
 
 class StorageError(SplitveilError):

@@ -77,6 +77,7 @@ def _run(parsed: argparse.Namespace) -> None:
             recorder,
             draw_nonce(settings),
             interruption,
+            recorder if settings.audits else None,
         )
         try:
             with GrpcPeer(

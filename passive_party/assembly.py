@@ -46,7 +46,7 @@ class TrainerBuilder:
 
 def _taps(settings: PassiveSettings, model: torch.nn.Module) -> dict[str, LayerTap]:
     """Tap the layers before the cut that the adversary looks at; the cut itself needs none."""
-    if settings.adversary is None or settings.adversary.labels is None:
+    if settings.adversary is None or not (settings.adversary.labels or settings.audits):
         return {}
     layers = [name for name in settings.adversary.layers if name != "cut"]
     return {name: LayerTap(named_layer(model, name)) for name in layers}

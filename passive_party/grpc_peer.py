@@ -15,6 +15,7 @@ from common.alignment import AlignChannel, StreamChannel
 from common.contract import Contract
 from common.errors import Interrupted, InvalidMessage, PeerUnreachable, SplitveilError
 from common.party_settings import ReconnectSettings
+from common.wire.audit_codec import AuditQuestion, encode_question
 from common.wire.endpoint import HANDSHAKE_TIMEOUT_S, channel_options, method_path
 from common.wire.status import error_from
 from common.wire.tensor_codec import TensorAssembler, TensorLimits, TensorMessage, encode_tensor
@@ -149,6 +150,15 @@ class GrpcPeer:
             return course
 
         return self._retrying(ask)
+
+    def audit(self, question: AuditQuestion) -> float:
+        """Ask for the leak AUC of scores, once: it is worth no waiting."""
+        request = encode_question(question)
+        reply = self._unary("Audit", request, pb.AuditReply, self._reconnect.deadline_s)
+        percent: int = reply.leak_auc_percent
+        if not 50 <= percent <= 100:
+            raise InvalidMessage(f"audit: {percent} % is no leak AUC")
+        return percent / 100
 
     def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
         """Say goodbye, once, without insisting."""

@@ -3,6 +3,7 @@
 from typing import NamedTuple, Protocol
 
 from common.alignment import AlignChannel
+from common.wire.audit_codec import AuditQuestion
 from common.wire.tensor_codec import TensorMessage
 from protos import split_learning_pb2 as pb
 
@@ -38,6 +39,9 @@ class Peer(Protocol):
 
     def evaluate(self, message: TensorMessage) -> "pb.Course":
         """Send the activation of held-out rows, and learn whether the run goes on."""
+
+    def audit(self, question: AuditQuestion) -> float:
+        """Ask for the leak AUC of scores of the training rows; it has two digits."""
 
     def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
         """Say goodbye, and why."""

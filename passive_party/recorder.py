@@ -1,5 +1,7 @@
 """What the passive party writes down of a run: progress, and its adversary's findings."""
 
+import logging
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -8,11 +10,19 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from common.errors import AuditRefused, PeerError
 from common.leak_recorder import LeakRecorder
 from common.party_data import PartyData
+from common.privacy.audit import AuditWorker, Observation
 from common.run_course import AlignedRows, Batch
 from common.telemetry import MetricsLog, TrainingProgress
+from passive_party.label_free_audit import GatheredScores, LabelFreeAudit
 from passive_party.settings import PassiveSettings
+
+logger = logging.getLogger(__name__)
+
+CATCH_UP_S = 5.0
+"""How long an audit waits for the attacks on an epoch's last batches."""
 
 
 class PassiveRecorder:
@@ -43,6 +53,11 @@ class PassiveRecorder:
         self._steps = 0
         self._epochs = 0
         self._leaks: LeakRecorder | None = None
+        self._rows: AlignedRows | None = None
+        self._label_free: LabelFreeAudit | None = None
+        self._worker: AuditWorker | None = None
+        self._audit_refused = False
+        self._audited: dict[str, dict[str, float]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -70,6 +85,12 @@ class PassiveRecorder:
             self._leaks = self._resources.enter_context(
                 LeakRecorder(self._settings.adversary, self._metrics, seed, len(rows))
             )
+        if self._settings.adversary is not None and self._settings.audits:
+            self._rows = rows
+            chosen = self._settings.adversary
+            self._label_free = LabelFreeAudit(chosen.attacks, chosen.every_steps, len(rows))
+            self._worker = AuditWorker(self._label_free, chosen.queue_batches)
+            self._resources.callback(self._end_audits, self._worker)
         total = rows.total_steps(self._settings.contract)
         self._progress = self._resources.enter_context(TrainingProgress("passive", total))
 
@@ -86,6 +107,26 @@ class PassiveRecorder:
         if self._leaks is not None:
             self._leaks.end_epoch(epoch)
 
+    def scores_to_audit(self, epoch: int) -> Iterator[GatheredScores]:
+        """Return the scores gathered so far, unless the active party measures none at all."""
+        if self._label_free is None or self._worker is None or self._rows is None:
+            return
+        if self._audit_refused:
+            return
+        if not self._worker.wait_until_idle(CATCH_UP_S):
+            logger.warning("epoch %d: the audit goes on without the epoch's last batches", epoch)
+        yield from self._label_free.gathered(self._rows.splits["train"])
+
+    def on_audit(self, epoch: int, scored: GatheredScores, leak_auc: float) -> None:
+        """Note what the active party measured."""
+        self._audited.setdefault(scored.layer, {})[scored.attack] = leak_auc
+        self._metrics.write("audit", {f"{scored.layer}/{scored.attack}": leak_auc}, epoch=epoch)
+
+    def on_audit_failed(self, epoch: int, error: PeerError) -> None:
+        """Log it; scores that the active party never measures are not sent again."""
+        self._audit_refused = self._audit_refused or isinstance(error, AuditRefused)
+        logger.warning("epoch %d: no audit: %s", epoch, error)
+
     def summary(self) -> dict[str, Any]:
         """Return what ``summary.json`` holds; call it after the recorder was closed."""
         summary: dict[str, Any] = {
@@ -94,13 +135,33 @@ class PassiveRecorder:
             "steps": self._steps,
             "steps_per_s": self._progress.steps_per_s if self._progress else None,
         }
+        if self._label_free is not None:
+            summary |= {
+                "audit": self._audited,
+                "audit_left_out_batches": self._label_free.left_out,
+            }
         return summary if self._leaks is None else summary | self._leaks.summary()
 
+    @staticmethod
+    def _end_audits(worker: AuditWorker) -> None:
+        try:
+            worker.close()
+        except Exception:
+            logger.exception("the attacks for the audit failed on some batches")
+
     def _attack(self, batch: Batch, received: Tensor, layers: dict[str, Tensor]) -> None:
-        if self._leaks is None or self._labels is None or self._settings.adversary is None:
+        if self._settings.adversary is None or (self._leaks is None and self._worker is None):
             return
         chosen = self._settings.adversary.layers
         gradients = {name: received if name == "cut" else layers[name] for name in chosen}
-        labels = self._labels[torch.from_numpy(batch.positions.copy())]
+        positions = torch.from_numpy(batch.positions.copy())
+        if self._worker is not None:
+            no_labels = torch.empty(0)
+            self._worker.submit(
+                Observation(batch.epoch, batch.step, gradients, no_labels, positions=positions)
+            )
+        if self._leaks is None or self._labels is None:
+            return
+        labels = self._labels[positions]
         # This side has no clean gradient: its reference is a positive's gradient as received.
         self._leaks.submit(batch, gradients, labels)

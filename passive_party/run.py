@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import hmac
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -12,19 +12,23 @@ from common.alignment import AlignmentEngine, align
 from common.contract import Contract
 from common.errors import (
     AlignmentError,
+    AuditRefused,
     ContractMismatch,
     Interrupted,
     InvalidMessage,
     PeerError,
     PeerLeft,
     PeerUnreachable,
+    ProtocolError,
     SplitveilError,
 )
 from common.run_course import AlignedRows, Batch, run_course
-from common.sample_order import joint_seed
+from common.sample_order import joint_seed, positions_digest
+from common.wire.audit_codec import AuditQuestion
 from common.wire.tensor_codec import BatchHeader, TensorMessage
 from common.wire.words import SPLIT_ON_WIRE
 from passive_party.bottom_trainer import BottomTrainer
+from passive_party.label_free_audit import GatheredScores
 from passive_party.peer import Peer
 from protos import split_learning_pb2 as pb
 
@@ -45,6 +49,19 @@ class RunObserver(Protocol):
         """An epoch is over, its evaluation included."""
 
 
+class Auditor(Protocol):
+    """Whose scores the active party is asked to measure."""
+
+    def scores_to_audit(self, epoch: int) -> Iterable[GatheredScores]:
+        """Return what was gathered up to the end of an epoch, over the training rows."""
+
+    def on_audit(self, epoch: int, scored: GatheredScores, leak_auc: float) -> None:
+        """The active party measured some of it."""
+
+    def on_audit_failed(self, epoch: int, error: PeerError) -> None:
+        """The active party did not; the run goes on."""
+
+
 TrainerFactory = Callable[[AlignedRows], BottomTrainer]
 
 
@@ -60,6 +77,7 @@ class PassiveRun:
         observer: is told of steps and epochs.
         nonce: this party's share of the joint seed, 32 bytes.
         interruption: returns the signal that asks this party to stop, once there is one.
+        auditor: gives the scores for audits, or None for no audits.
     """
 
     def __init__(
@@ -72,6 +90,7 @@ class PassiveRun:
         observer: RunObserver,
         nonce: bytes,
         interruption: Callable[[], int | None] = lambda: None,
+        auditor: Auditor | None = None,
     ) -> None:
         self.contract = contract
         self.trainer: BottomTrainer | None = None
@@ -83,6 +102,7 @@ class PassiveRun:
         self._observer = observer
         self._nonce = nonce
         self._interruption = interruption
+        self._auditor = auditor
 
     def run(self, peer: Peer) -> None:
         """Go through the whole run, and tell the peer how it ended.
@@ -154,7 +174,26 @@ class PassiveRun:
                 features = trainer.rows(following.positions) if following else None
                 if batch.closes_epoch:
                     self._observer.on_epoch(batch.epoch)
+                    self._audit(peer, batch.epoch, rows)
             batch = following
+
+    def _audit(self, peer: Peer, epoch: int, rows: AlignedRows) -> None:
+        if self._auditor is None:
+            return
+        digest = positions_digest(rows.splits["train"])
+        for scored in self._auditor.scores_to_audit(epoch):
+            self._stop_if_interrupted()
+            question = AuditQuestion(
+                self.run_id, epoch, scored.attack, scored.layer, digest, scored.scores
+            )
+            try:
+                leak_auc = peer.audit(question)
+            except PeerError as error:
+                self._auditor.on_audit_failed(epoch, error)
+                if isinstance(error, ProtocolError) and not isinstance(error, AuditRefused):
+                    continue  # it was about these scores only
+                return  # where the peer is gone, the next step notices
+            self._auditor.on_audit(epoch, scored, leak_auc)
 
     def _on_alignment_progress(self, done_ids: int, total_ids: int) -> None:
         self._stop_if_interrupted()

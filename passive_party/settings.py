@@ -5,6 +5,7 @@ from pydantic import Field, model_validator
 from common.data.settings import DataSettings
 from common.models.settings import ModelSettings
 from common.party_settings import Address, PartySettings
+from common.privacy.label_free import LABEL_FREE
 from common.privacy.settings import AuditSettings
 
 
@@ -17,6 +18,16 @@ class AdversarySettings(AuditSettings):
 
     labels: DataSettings | None = None
     """File with evaluation labels that both sides know; without it there is no leak AUC here."""
+
+    audit: bool = False
+    """Whether to have the active party measure, after every epoch, the scores of those attacks that
+    need no labels. Needs ``audits_allowed`` in the contract; the active party may still refuse."""
+
+    @model_validator(mode="after")
+    def _can_be_audited(self) -> "AdversarySettings":
+        if self.audit and not set(self.attacks) & set(LABEL_FREE):
+            raise ValueError(f"audit: attacks names none of {', '.join(LABEL_FREE)}")
+        return self
 
     @model_validator(mode="after")
     def _labels_have_a_column(self) -> "AdversarySettings":
@@ -39,6 +50,17 @@ class PassiveSettings(PartySettings):
 
     adversary: AdversarySettings | None = None
     """Red team: measure what the received gradients leak; ``null`` for none."""
+
+    @property
+    def audits(self) -> bool:
+        """Whether the active party is to measure scores."""
+        return self.adversary is not None and self.adversary.audit
+
+    @model_validator(mode="after")
+    def _audits_only_where_allowed(self) -> "PassiveSettings":
+        if self.audits and not self.contract.audits_allowed:
+            raise ValueError("adversary.audit needs contract.audits_allowed")
+        return self
 
     @model_validator(mode="after")
     def _is_in_the_contract(self) -> "PassiveSettings":

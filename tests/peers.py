@@ -6,6 +6,7 @@ from collections.abc import Callable
 from active_party.session import ActiveSession
 from common.alignment import AlignChannel, AlignmentEngine, align, channel_pair
 from common.errors import SplitveilError
+from common.wire.audit_codec import AuditQuestion
 from common.wire.tensor_codec import TensorMessage
 from passive_party.peer import Opening
 from protos import split_learning_pb2 as pb
@@ -59,6 +60,9 @@ class InProcessPeer:
 
     def evaluate(self, message: TensorMessage) -> "pb.Course":
         return self._session.evaluate(message)
+
+    def audit(self, question: AuditQuestion) -> float:
+        return self._session.audit(question)
 
     def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
         self._session.leave(run_id, reason)

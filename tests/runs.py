@@ -24,6 +24,7 @@ from common.errors import SplitveilError
 from common.party_data import PartyData
 from common.party_settings import load_party_settings
 from common.run_course import AlignedRows, Batch
+from common.wire.audit_codec import AuditQuestion
 from passive_party.assembly import TrainerBuilder as BottomBuilder
 from passive_party.grpc_peer import GrpcPeer
 from passive_party.peer import Peer
@@ -119,6 +120,7 @@ class Recording:
     layers: list[dict[str, Tensor]] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
     ledger: list[tuple[int, LeakBounds]] = field(default_factory=list)
+    audits: list[tuple[AuditQuestion, float]] = field(default_factory=list)
 
     def on_alignment_progress(self, done_ids: int, total_ids: int) -> None:
         assert done_ids <= total_ids
@@ -140,6 +142,9 @@ class ActiveRecording(Recording):
 
     def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
         self.ledger.append((epoch, bounds))
+
+    def on_audit(self, question: AuditQuestion, leak_auc: float) -> None:
+        self.audits.append((question, leak_auc))
 
     def objection(self) -> SplitveilError | None:
         return None

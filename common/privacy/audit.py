@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import NamedTuple, Self, TypedDict
+from typing import NamedTuple, Protocol, Self, TypedDict
 
 import numpy as np
 import torch
@@ -347,8 +347,21 @@ class LeakAudit:
         self._latest = measured
 
 
+class Auditing(Protocol):
+    """What an `AuditWorker` can run."""
+
+    def wants(self, step: int) -> bool:
+        """Tell whether a step of an epoch is to be audited at all."""
+
+    def observe(self, observation: Observation) -> BatchLeak | None:
+        """Attack one batch."""
+
+    def leave_out(self) -> None:
+        """Count a batch that was to be audited and was not."""
+
+
 class AuditWorker:
-    """Runs a `LeakAudit` in a thread of its own, behind a bounded queue.
+    """Runs a `LeakAudit`, or something like it, in a thread of its own, behind a bounded queue.
 
     `submit` never blocks: what does not fit in the queue is left out and counted. An error while
     auditing costs its batch, never the training, and is raised by `close`. So as not to slow the
@@ -358,7 +371,7 @@ class AuditWorker:
 
     def __init__(
         self,
-        audit: LeakAudit,
+        audit: Auditing,
         queue_batches: int = 8,
         on_result: Callable[[BatchLeak], None] | None = None,
     ) -> None:
@@ -371,7 +384,7 @@ class AuditWorker:
         """
         self.audit = audit
         self._on_result = on_result
-        self._queue: queue.Queue[_Submitted | None] = queue.Queue(queue_batches)
+        self._queue: queue.Queue[_Submitted | threading.Event | None] = queue.Queue(queue_batches)
         self._closed = False
         self._error: Exception | None = None
         ready = threading.Event()
@@ -403,6 +416,17 @@ class AuditWorker:
         self.audit.leave_out()
         return False
 
+    def wait_until_idle(self, timeout_s: float) -> bool:
+        """Wait until all that was submitted so far is audited, and say whether it is."""
+        deadline = time.monotonic() + timeout_s
+        reached = threading.Event()
+        if self._closed:
+            return False
+        with suppress(queue.Full):
+            self._queue.put(reached, timeout=timeout_s)
+            return reached.wait(max(0.0, deadline - time.monotonic()))
+        return False
+
     def close(self, timeout_s: float = 30.0) -> None:
         """Audit what is queued, then end the thread. Closing twice does nothing more.
 
@@ -428,6 +452,9 @@ class AuditWorker:
         ready.set()
         streams: dict[torch.device, torch.cuda.Stream] = {}
         while (submitted := self._queue.get()) is not None:
+            if isinstance(submitted, threading.Event):
+                submitted.set()
+                continue
             try:
                 with _own_stream(submitted, streams):
                     self._audit(submitted.observation)
@@ -444,7 +471,7 @@ class AuditWorker:
     def _leave_out_queued(self) -> None:
         with suppress(queue.Empty):
             while True:
-                if self._queue.get_nowait() is not None:
+                if isinstance(self._queue.get_nowait(), _Submitted):
                     self.audit.leave_out()
         self._queue.put_nowait(None)
 

@@ -11,6 +11,7 @@ import grpc
 
 from common.errors import (
     AlignmentError,
+    AuditRefused,
     ContractMismatch,
     Interrupted,
     InvalidMessage,
@@ -57,6 +58,13 @@ _SENT: tuple[tuple[type[Exception], PeerStatus], ...] = (
         ),
     ),
     (
+        AuditRefused,
+        PeerStatus(
+            grpc.StatusCode.PERMISSION_DENIED,
+            "audit-refused: this party measures no scores in this run",
+        ),
+    ),
+    (
         AlignmentError,
         PeerStatus(
             grpc.StatusCode.FAILED_PRECONDITION,
@@ -80,6 +88,7 @@ _RECEIVED: dict[str, tuple[type[SplitveilError], str]] = {
     "invalid-message": (ProtocolError, "the peer found a message of this party invalid"),
     "too-large": (ProtocolError, "the peer found a message of this party too large"),
     "out-of-step": (ProtocolError, "the peer is at another run, epoch, step or other rows"),
+    "audit-refused": (AuditRefused, "the peer measures no scores in this run"),
     "alignment-failed": (AlignmentError, "the peer found no usable intersection of the ids"),
     "interrupted": (PeerLeft, "the peer was stopped by a person or a supervisor"),
     "stopped": (PeerLeft, "the peer cannot go on; its own log says why"),

@@ -1,0 +1,100 @@
+"""The audit desk: what the label owner measures for its peer, and the limits to it. No I/O.
+
+A leak AUC of scores that the peer chooses is an answer about the labels. Therefore the desk is
+closed unless the contract and this party's own settings open it, and then answers about all
+training examples at once, at least ``MIN_EXAMPLES``, once per attack, layer and epoch, for a few
+layers, with two digits. The ledger counts none of it.
+"""
+
+import re
+from collections.abc import Callable
+
+from torch import Tensor
+
+from common.errors import AuditRefused, InvalidMessage, OutOfStep, TooLarge
+from common.privacy.label_free import LABEL_FREE
+from common.privacy.leakage import leak_auc
+from common.sample_order import Positions, positions_digest
+from common.wire.audit_codec import AuditQuestion
+
+MIN_EXAMPLES = 1000
+MAX_LAYERS = 4
+"""Different layers over the whole run. Their names are the peer's: without a limit each new one
+would be another question."""
+
+_LAYER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+class AuditDesk:
+    """Keeps count of the questions of one run.
+
+    Args:
+        is_open: whether both the contract and this party's settings allow audits.
+    """
+
+    def __init__(self, *, is_open: bool) -> None:
+        self._is_open = is_open
+        self._epoch: int | None = None
+        self._answered: set[tuple[str, str]] = set()
+        self._layers: set[str] = set()
+
+    def open_epoch(self, epoch: int) -> None:
+        """Take questions about an epoch that is over, and no more about those before it."""
+        self._epoch = epoch
+        self._answered.clear()
+
+    def answer(
+        self,
+        question: AuditQuestion,
+        positions: Positions,
+        labels_of: Callable[[Positions], Tensor],
+    ) -> float:
+        """Return the leak AUC of the scores, rounded to two digits.
+
+        Args:
+            question: what the peer sent.
+            positions: of the training rows, ascending.
+            labels_of: gives the labels of some positions.
+
+        Raises:
+            AuditRefused: there are no audits in this run.
+            OutOfStep: another epoch or other rows than those due, or a second question.
+            TooLarge: a layer beyond the first few.
+            InvalidMessage: the scores or names cannot be what they claim to be.
+        """
+        if not self._is_open:
+            raise AuditRefused("an audit, which contract.audits_allowed or allow_audits forbids")
+        if len(positions) < MIN_EXAMPLES:
+            raise AuditRefused(
+                f"an audit of {len(positions)} training rows: at least {MIN_EXAMPLES} are needed"
+            )
+        self._check_time(question, positions)
+        self._check_values(question, len(positions))
+        self._layers.add(question.layer)
+        self._answered.add((question.attack, question.layer))
+        return round(leak_auc(question.scores, labels_of(positions)), 2)
+
+    def _check_time(self, question: AuditQuestion, positions: Positions) -> None:
+        if question.epoch != self._epoch:
+            due = "none" if self._epoch is None else self._epoch
+            raise OutOfStep(f"an audit of epoch {question.epoch}; due is {due}")
+        if question.positions_digest != positions_digest(positions):
+            raise OutOfStep("an audit of other rows than the training rows")
+        if (question.attack, question.layer) in self._answered:
+            raise OutOfStep(f"a second audit of one attack and layer in epoch {question.epoch}")
+
+    def _check_values(self, question: AuditQuestion, num_rows: int) -> None:
+        if question.attack not in LABEL_FREE:
+            raise InvalidMessage(f"audit: expected one of the attacks {', '.join(LABEL_FREE)}")
+        if not _LAYER_NAME.fullmatch(question.layer):
+            raise InvalidMessage("audit: expected a layer's name of up to 64 plain characters")
+        if len(self._layers | {question.layer}) > MAX_LAYERS:
+            raise TooLarge(f"an audit of more than {MAX_LAYERS} layers")
+        scores = question.scores
+        if str(scores.dtype) != "torch.float32" or scores.shape != (num_rows,):
+            raise InvalidMessage(
+                f"audit: expected {num_rows} float32 scores, got {scores.dtype} "
+                f"{tuple(scores.shape)}"
+            )
+        if not bool(scores.isfinite().all()):
+            raise InvalidMessage("audit: expected finite scores")

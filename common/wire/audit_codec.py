@@ -1,0 +1,59 @@
+"""The question of an audit on the wire, and the one place where its bytes are read."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.errors import InvalidMessage
+from protos import split_learning_pb2 as pb
+
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class AuditQuestion:
+    """Scores whose leak AUC the passive party wants to know."""
+
+    run_id: str
+    epoch: int
+    """Up to whose end they were gathered."""
+    attack: str
+    layer: str
+    positions_digest: bytes
+    """Of the training rows' positions, ascending."""
+    scores: Tensor
+    """One per training row in that order, (training rows,), float32."""
+
+
+def encode_question(question: AuditQuestion) -> pb.AuditRequest:
+    """Write a question as a message."""
+    return pb.AuditRequest(
+        run_id=question.run_id,
+        epoch=question.epoch,
+        attack=question.attack,
+        layer=question.layer,
+        positions_digest=question.positions_digest,
+        scores=question.scores.numpy().astype("<f4").tobytes(),
+    )
+
+
+def decode_question(request: pb.AuditRequest) -> AuditQuestion:
+    """Read a question.
+
+    Raises:
+        InvalidMessage: the scores are no whole number of elements, or none.
+    """
+    size = len(request.scores)
+    if not size or size % _FLOAT_BYTES:
+        raise InvalidMessage(f"audit: {size} bytes are no float32 scores")
+    # The copy is writable, which torch asks for.
+    scores = torch.frombuffer(bytearray(request.scores), dtype=torch.float32)
+    return AuditQuestion(
+        request.run_id,
+        request.epoch,
+        request.attack,
+        request.layer,
+        request.positions_digest,
+        scores,
+    )

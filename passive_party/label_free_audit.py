@@ -1,0 +1,96 @@
+"""What the passive party's adversary gathers without any label, for the active party to measure.
+
+Every attack becomes one score per training example: the sum over the epochs of its standardised
+score of each batch. ``spectral`` is turned by each batch's own skewness, ``accumulated_spectral``
+keeps its sign from batch to batch.
+"""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from common.privacy.accumulation import AccumulatedScores, ContinuousSign, standardised
+from common.privacy.attacks import (
+    ATTACKS,
+    AttackName,
+    Knowledge,
+    top_direction,
+    turned_by_skewness,
+)
+from common.privacy.audit import Observation
+from common.privacy.label_free import LABEL_FREE
+from common.sample_order import Positions
+
+
+class GatheredScores(NamedTuple):
+    """What one attack on one layer knows of some examples."""
+
+    attack: AttackName
+    layer: str
+    scores: Tensor
+    """(examples,), float32; 0, the mean, for an example not seen yet."""
+
+
+class LabelFreeAudit:
+    """Gathers scores over a run: 12 bytes per example, attack and layer. Thread-safe.
+
+    Args:
+        attacks: which to run; those that need labels are passed over.
+        every_steps: which steps of an epoch to attack.
+        num_examples: aligned examples of the run.
+    """
+
+    def __init__(self, attacks: Sequence[AttackName], every_steps: int, num_examples: int) -> None:
+        self.left_out = 0
+        """Batches that were to be attacked and were not."""
+        self._attacks = tuple(name for name in LABEL_FREE if name in attacks)
+        self._every_steps = every_steps
+        self._num_examples = num_examples
+        self._lock = threading.Lock()
+        self._sums: dict[tuple[str, AttackName], AccumulatedScores] = {}
+        self._signs: dict[str, ContinuousSign] = {}
+
+    def wants(self, step: int) -> bool:
+        """Tell whether a step of an epoch is to be attacked at all."""
+        return step % self._every_steps == 0
+
+    def leave_out(self) -> None:
+        """Count a batch that was to be attacked and was not."""
+        with self._lock:
+            self.left_out += 1
+
+    def observe(self, observation: Observation) -> None:
+        """Attack one batch; its labels are not read."""
+        if observation.positions is None or not self.wants(observation.step):
+            return
+        for layer, gradients in observation.gradients.items():
+            for attack, scores in self._score(layer, gradients.detach()).items():
+                with self._lock:
+                    if (layer, attack) not in self._sums:
+                        self._sums[layer, attack] = AccumulatedScores(self._num_examples)
+                    self._sums[layer, attack].add(observation.positions, standardised(scores))
+
+    def gathered(self, positions: Positions) -> Iterator[GatheredScores]:
+        """Yield what every attack on every layer knows of some examples so far."""
+        rows = torch.from_numpy(positions)
+        with self._lock:
+            found = {key: sums.result() for key, sums in self._sums.items()}
+        for (layer, attack), (seen, scores) in found.items():
+            values = torch.zeros(self._num_examples, dtype=torch.float32)
+            values[torch.from_numpy(seen)] = torch.from_numpy(scores).float()
+            yield GatheredScores(attack, layer, values[rows])
+
+    def _score(self, layer: str, gradients: Tensor) -> Mapping[AttackName, Tensor]:
+        scores: dict[AttackName, Tensor] = {}
+        if {"spectral", "accumulated_spectral"} & set(self._attacks):
+            top = top_direction(gradients)
+            sign = self._signs.setdefault(layer, ContinuousSign())
+            scores["spectral"] = turned_by_skewness(top.projections)
+            scores["accumulated_spectral"] = sign.turn(top)
+        for name, attack in ATTACKS.items():
+            if name in self._attacks and name not in scores:
+                scores[name] = attack.score(gradients, Knowledge())
+        return {name: scores[name] for name in self._attacks}

@@ -1,0 +1,32 @@
+"""Two real processes: the passive party, which holds no label, learns what its attacks find."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.runs import write_example
+from tests.system.processes import Party, started
+
+
+def lines(party: Party, kind: str) -> list[dict[str, Any]]:
+    text = (party.results() / "metrics.jsonl").read_text()
+    return [line for line in map(json.loads, text.splitlines()) if line["kind"] == kind]
+
+
+def test_every_epoch_is_audited_the_last_one_included(tmp_path: Path) -> None:
+    write_example(tmp_path, rows=2000)
+    with started(
+        tmp_path,
+        "contract.audits_allowed=true",
+        active=["allow_audits=true"],
+        passive=["adversary={audit: true}"],
+    ) as pair:
+        assert pair.wait() == (0, 0), pair.outputs
+        told = lines(pair.passive, "audit")
+        assert {line["epoch"] for line in told} == {0, 1}
+        assert len(told) == len(lines(pair.active, "audit")) == 2 * 3 * 2
+        summary = json.loads((pair.passive.results() / "summary.json").read_text())
+        assert summary["audit"]["cut"]["accumulated_spectral"] > 0.9
+        assert "leak" not in summary
+        of_active = json.loads((pair.active.results() / "summary.json").read_text())
+        assert of_active["audits_answered"] == 12

@@ -1,0 +1,393 @@
+"""Audits, in process and over the real wire: the figure, and every limit to it."""
+
+import dataclasses
+import json
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+import pytest
+import torch
+
+from active_party.audit_desk import MAX_LAYERS, MIN_EXAMPLES
+from active_party.recorder import ActiveRecorder
+from active_party.service import ActiveService
+from active_party.session import ActiveSession, Stage
+from active_party.settings import ActiveSettings
+from common.errors import (
+    AuditRefused,
+    InvalidMessage,
+    OutOfStep,
+    ProtocolError,
+    SettingsError,
+    TooLarge,
+)
+from common.party_data import PartyData
+from common.party_settings import load_party_settings
+from common.privacy.audit import Observation
+from common.privacy.leakage import leak_auc
+from common.sample_order import positions_digest
+from common.wire.audit_codec import AuditQuestion, encode_question
+from common.wire.endpoint import method_path
+from passive_party.label_free_audit import LabelFreeAudit
+from passive_party.recorder import PassiveRecorder
+from passive_party.settings import PassiveSettings
+from protos import split_learning_pb2 as pb
+from tests.runs import (
+    Parties,
+    build_parties,
+    run_in_process,
+    run_over_grpc,
+    serving,
+    write_example,
+)
+
+ALLOWED = "contract.audits_allowed=true"
+NOISY = "defense={name: marvell, strength: {power_ratio: 4}, insecure_noise_seed: 1}"
+ROWS = 2000  # 9 in 10 common, 6 in 10 of those trained on: some more than the least number
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("example")
+    write_example(folder, rows=ROWS)
+    return folder
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def parties_with(example: Path, *active: str) -> Parties:
+    return build_parties(example, [ALLOWED, *active], [ALLOWED])
+
+
+class Audited(NamedTuple):
+    parties: Parties
+    active: list[dict[str, Any]]
+    passive: list[dict[str, Any]]
+    summary: dict[str, Any]
+
+    def of_kind(self, party: str, kind: str) -> list[dict[str, Any]]:
+        return [line for line in getattr(self, party) if line["kind"] == kind]
+
+
+def audited(example: Path, folder: Path, meet: Callable[[Parties], None], *active: str) -> Audited:
+    """Run both parties with their recorders; the passive party knows no label."""
+    mine = [ALLOWED, "adversary={audit: true, queue_batches: 512}"]
+    parties = build_parties(
+        example, [ALLOWED, "leak_monitor.queue_batches=512", NOISY, *active], mine
+    )
+    settings = parties.passive_settings
+    ids = PartyData.load(settings.data, example).ids
+    folders = folder / "active", folder / "passive"
+    for party in folders:
+        party.mkdir()
+    with (
+        ActiveRecorder(parties.active_settings, folders[0]) as monitor,
+        PassiveRecorder(settings, folders[1], ids, None) as adversary,
+    ):
+        parties.session._observer = monitor
+        parties.run._observer = parties.run._auditor = adversary
+        meet(parties)
+    lines = [
+        [json.loads(line) for line in (party / "metrics.jsonl").read_text().splitlines()]
+        for party in folders
+    ]
+    return Audited(parties, lines[0], lines[1], adversary.summary())
+
+
+@pytest.mark.parametrize("wire", ["in process", "gRPC"])
+def test_an_audit_tells_the_monitor_s_figure_with_two_digits(
+    example: Path, tmp_path: Path, port: int, wire: str
+) -> None:
+    def meet(parties: Parties) -> None:
+        if wire == "gRPC":
+            run_over_grpc(parties, port)
+        else:
+            run_in_process(parties)
+
+    found = audited(example, tmp_path, meet, "allow_audits=true")
+    measured = {
+        line["epoch"]: line["cut/accumulated_spectral"]
+        for line in found.of_kind("active", "epoch_leak")
+    }
+    told = {
+        line["epoch"]: line["cut/accumulated_spectral"]
+        for line in found.of_kind("passive", "audit")
+        if "cut/accumulated_spectral" in line
+    }
+    assert told == {epoch: round(value, 2) for epoch, value in measured.items()}
+    assert set(told) == {0, 1}
+    assert all(0.55 < value < 1 for value in told.values())
+    assert len(found.of_kind("passive", "audit")) == 2 * 3 * 2  # epochs, attacks, layers
+    assert set(found.summary["audit"]) == {"cut", "first"}
+    assert set(found.summary["audit"]["cut"]) == {"norm", "spectral", "accumulated_spectral"}
+    assert found.summary["audit"]["cut"]["accumulated_spectral"] == told[1]
+    assert found.summary["audit_left_out_batches"] == 0
+    assert len(found.of_kind("active", "audit")) == 12
+
+
+@pytest.mark.parametrize("wire", ["in process", "gRPC"])
+def test_a_refused_audit_ends_no_run_and_is_asked_for_once(
+    example: Path, tmp_path: Path, port: int, caplog: pytest.LogCaptureFixture, wire: str
+) -> None:
+    """Allowed by the contract alone: off by default."""
+
+    def meet(parties: Parties) -> None:
+        if wire == "gRPC":
+            run_over_grpc(parties, port)
+        else:
+            run_in_process(parties)
+
+    with caplog.at_level(logging.WARNING):
+        found = audited(example, tmp_path, meet)
+    assert found.parties.session.stage is Stage.FINISHED
+    assert found.of_kind("passive", "audit") == found.of_kind("active", "audit") == []
+    assert found.summary["audit"] == {}
+    assert caplog.text.count("no audit") == 1
+
+
+def test_attacks_that_fail_end_no_run(
+    example: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(audit: LabelFreeAudit, observation: Observation) -> None:
+        raise ValueError("no attack today")
+
+    monkeypatch.setattr(LabelFreeAudit, "observe", fail)
+    found = audited(example, tmp_path, run_in_process, "allow_audits=true")
+    assert found.parties.session.stage is Stage.FINISHED
+    assert found.summary["audit"] == {}
+    assert found.summary["audit_left_out_batches"] == found.summary["steps"]
+    assert "no attack today" in caplog.text
+
+
+# ---- the limits, on a session whose last epoch can still be audited ----
+
+
+def finished(example: Path, *active: str) -> Parties:
+    parties = parties_with(example, *active)
+    run_in_process(parties)
+    return parties
+
+
+@pytest.fixture
+def open_session(example: Path) -> Parties:
+    return finished(example, "allow_audits=true")
+
+
+def question(parties: Parties, **changes: Any) -> AuditQuestion:
+    assert parties.active.rows is not None
+    rows = parties.active.rows.splits["train"]
+    scores = torch.rand(len(rows), generator=torch.Generator().manual_seed(5))
+    asked = AuditQuestion(parties.session.run_id, 1, "norm", "cut", positions_digest(rows), scores)
+    return dataclasses.replace(asked, **changes)
+
+
+def true_labels(parties: Parties) -> torch.Tensor:
+    assert parties.active.rows is not None
+    assert parties.session.trainer is not None
+    return parties.session.trainer.labels_of(parties.active.rows.splits["train"])
+
+
+def test_an_inverted_score_is_a_leak_and_two_digits_are_told(open_session: Parties) -> None:
+    noise = torch.rand(len(true_labels(open_session)), generator=torch.Generator().manual_seed(1))
+    scores = noise - 0.4 * true_labels(open_session)
+    exact = leak_auc(scores, true_labels(open_session))
+    answer = open_session.session.audit(question(open_session, scores=scores))
+    assert answer == round(exact, 2)
+    assert answer != exact
+    assert answer > 0.7
+
+
+@pytest.mark.parametrize("scores", ["the same", "others"])
+def test_a_second_question_in_an_epoch_is_refused_whatever_its_scores(
+    open_session: Parties, scores: str
+) -> None:
+    session, asked = open_session.session, question(open_session)
+    session.audit(asked)
+    again = dataclasses.replace(asked, scores=asked.scores.flip(0)) if scores == "others" else asked
+    with pytest.raises(OutOfStep, match="second"):
+        session.audit(again)
+    session.audit(dataclasses.replace(asked, attack="spectral"))
+    session.audit(dataclasses.replace(asked, layer="first"))
+    assert len(open_session.active.audits) == 3
+
+
+def spoilt(parties: Parties) -> list[tuple[type[ProtocolError], dict[str, Any]]]:
+    scores = question(parties).scores
+    with_nan, with_infinity = scores.clone(), scores.clone()
+    with_nan[3], with_infinity[3] = torch.nan, torch.inf
+    return [
+        (OutOfStep, {"run_id": "another"}),
+        (OutOfStep, {"epoch": 0}),
+        (OutOfStep, {"epoch": 2}),
+        (OutOfStep, {"positions_digest": b"0" * 16}),
+        (InvalidMessage, {"attack": "cosine"}),
+        (InvalidMessage, {"attack": "norm2"}),
+        (InvalidMessage, {"layer": ""}),
+        (InvalidMessage, {"layer": "x" * 65}),
+        (InvalidMessage, {"scores": scores[1:]}),
+        (InvalidMessage, {"scores": scores.double()}),
+        (InvalidMessage, {"scores": with_nan}),
+        (InvalidMessage, {"scores": with_infinity}),
+    ]
+
+
+def test_whatever_breaks_a_limit_is_refused_and_takes_nothing_away(open_session: Parties) -> None:
+    for error, changes in spoilt(open_session):
+        with pytest.raises(error):
+            open_session.session.audit(question(open_session, **changes))
+    assert open_session.active.audits == []
+    open_session.session.audit(question(open_session))
+
+
+def test_made_up_layers_give_no_further_questions(open_session: Parties) -> None:
+    for number in range(MAX_LAYERS):
+        open_session.session.audit(question(open_session, layer=f"layer{number}"))
+    with pytest.raises(TooLarge):
+        open_session.session.audit(question(open_session, layer="one-more"))
+
+
+@pytest.mark.parametrize("active", [[ALLOWED], [], ["allow_audits=true", ALLOWED]])
+def test_both_the_contract_and_the_label_owner_must_allow_audits(
+    example: Path, active: list[str]
+) -> None:
+    contract = [text for text in active if text.startswith("contract.")]
+    parties = build_parties(example, active, contract)
+    run_in_process(parties)
+    if "allow_audits=true" in active:
+        parties.session.audit(question(parties))
+    else:
+        with pytest.raises(AuditRefused, match="forbids"):
+            parties.session.audit(question(parties))
+
+
+def test_the_desk_looks_at_the_contract_itself(example: Path) -> None:
+    """Even where settings that contradict it have come through."""
+    parties = build_parties(example)
+    session = ActiveSession(
+        parties.run.contract,
+        parties.session.ids,
+        parties.session._build_trainer,
+        parties.active,
+        parties.session.nonce,
+        allow_audits=True,
+    )
+    parties.session = session
+    run_in_process(parties)
+    with pytest.raises(AuditRefused):
+        session.audit(question(parties))
+
+
+def test_fewer_than_a_thousand_training_rows_are_not_measured(tmp_path: Path) -> None:
+    write_example(tmp_path, rows=1800)
+    parties = finished(tmp_path, "allow_audits=true")
+    assert 900 < len(question(parties).scores) < MIN_EXAMPLES
+    with pytest.raises(AuditRefused, match="1000"):
+        parties.session.audit(question(parties))
+
+
+def test_before_an_epoch_is_over_there_is_nothing_to_audit(example: Path) -> None:
+    parties = parties_with(example, "allow_audits=true")
+    outcomes: list[str] = []
+
+    def ask(epoch: int) -> None:
+        for asked in (0, 1):
+            try:
+                parties.session.audit(question(parties, epoch=asked))
+                outcomes.append(f"after {epoch}: {asked} answered")
+            except OutOfStep:
+                outcomes.append(f"after {epoch}: {asked} refused")
+
+    parties.passive.on_epoch = ask  # type: ignore[method-assign]
+    run_in_process(parties)
+    assert outcomes == [
+        "after 0: 0 answered",
+        "after 0: 1 refused",
+        "after 1: 0 refused",
+        "after 1: 1 answered",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "file", "overrides"),
+    [
+        (ActiveSettings, "active.yaml", ["allow_audits=true"]),
+        (PassiveSettings, "passive.yaml", ["adversary.audit=true"]),
+        (PassiveSettings, "passive.yaml", [ALLOWED, "adversary={audit: true, attacks: [cosine]}"]),
+    ],
+)
+def test_audits_that_cannot_be_meant_are_refused(
+    example: Path, settings: Any, file: str, overrides: list[str]
+) -> None:
+    with pytest.raises(SettingsError, match=r"audits_allowed|names none of"):
+        load_party_settings(settings, example / file, overrides)
+
+
+# ---- the same over the wire ----
+
+
+def ask(port: int, request: bytes) -> pb.AuditReply:
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub: Any = channel.unary_unary(method_path("Audit"))
+        return pb.AuditReply.FromString(stub(request, timeout=10))
+
+
+def code_of(port: int, request: bytes) -> grpc.StatusCode:
+    with pytest.raises(grpc.RpcError) as caught:
+        ask(port, request)
+    status: grpc.StatusCode = caught.value.code()
+    return status
+
+
+CODES: dict[type[ProtocolError], grpc.StatusCode] = {
+    OutOfStep: grpc.StatusCode.FAILED_PRECONDITION,
+    InvalidMessage: grpc.StatusCode.INVALID_ARGUMENT,
+}
+
+
+@pytest.fixture
+def service(open_session: Parties, port: int) -> Iterator[ActiveService]:
+    with serving(open_session, port) as service:
+        yield service
+
+
+def test_limits_hold_over_the_wire_and_harm_nothing(
+    open_session: Parties, service: ActiveService, port: int
+) -> None:
+    whole = encode_question(question(open_session))
+    for error, changes in spoilt(open_session):
+        if changes.get("scores", whole) is whole or changes["scores"].dtype == torch.float32:
+            request = encode_question(question(open_session, **changes))
+            assert code_of(port, request.SerializeToString()) is CODES[error]
+    for wrong in (b"", whole.scores[:-1]):
+        request = encode_question(question(open_session))
+        request.scores = wrong
+        assert code_of(port, request.SerializeToString()) is grpc.StatusCode.INVALID_ARGUMENT
+    too_large = encode_question(question(open_session, scores=torch.zeros(500_000)))
+    assert code_of(port, too_large.SerializeToString()) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    reply = ask(port, whole.SerializeToString())
+    scores = question(open_session).scores
+    assert reply.leak_auc_percent == round(100 * leak_auc(scores, true_labels(open_session)))
+    assert code_of(port, whole.SerializeToString()) is grpc.StatusCode.FAILED_PRECONDITION
+    other = encode_question(question(open_session, scores=scores.flip(0)))
+    assert code_of(port, other.SerializeToString()) is grpc.StatusCode.FAILED_PRECONDITION
+    assert len(open_session.active.audits) == 1
+    assert open_session.session.error is None
+
+
+def test_audits_are_off_over_the_wire_by_default(example: Path, port: int) -> None:
+    parties = finished(example)
+    request = encode_question(question(parties)).SerializeToString()
+    with serving(parties, port) as service:
+        assert code_of(port, request) is grpc.StatusCode.PERMISSION_DENIED
+    assert service.refused == {"AuditRefused": 1}

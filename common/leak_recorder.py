@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from common.errors import StorageError
 from common.privacy.audit import (
     AuditWorker,
     BatchLeak,
@@ -46,6 +47,7 @@ class LeakRecorder:
         self._metrics = metrics
         self._seed = seed
         self._on_leak = on_leak
+        self._unwritten: StorageError | None = None
         self._next_epoch = 0
         self._ended_epoch = -1
         self._audit = LeakAudit(settings.attacks, settings.every_steps, num_examples)
@@ -79,7 +81,12 @@ class LeakRecorder:
             labels: (batch,).
             clean: layer -> gradients before the defense, from which the oracle takes a positive's;
                 without them it takes one of ``gradients``.
+
+        Raises:
+            StorageError: a line of an earlier batch could not be written.
         """
+        if self._unwritten is not None:
+            raise self._unwritten
         if not self._audit.wants(batch.step):
             return
         row = pick_reference_row(labels, self._seed, batch.epoch, batch.step)
@@ -126,7 +133,14 @@ class LeakRecorder:
             self._metrics.write("epoch_leak", numbers, epoch=epoch)
 
     def _note(self, measured: BatchLeak) -> None:
-        self._write_epochs(measured.epoch - 1)
-        self._metrics.write("leak", measured.numbers(), epoch=measured.epoch, step=measured.step)
+        try:
+            self._write_epochs(measured.epoch - 1)
+            self._metrics.write(
+                "leak", measured.numbers(), epoch=measured.epoch, step=measured.step
+            )
+        except StorageError as error:
+            # A full disk ends the run; this thread cannot, so the next batch does.
+            self._unwritten = error
+            raise
         if self._on_leak is not None:
             self._on_leak(measured)

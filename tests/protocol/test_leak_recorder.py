@@ -1,14 +1,22 @@
 """What both parties write down of the leak: per batch, per epoch, over the run."""
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import pytest
+import torch
 
 from active_party.recorder import ActiveRecorder
+from common.errors import StorageError
+from common.leak_recorder import LeakRecorder
 from common.party_data import PartyData
+from common.privacy.settings import AuditSettings
+from common.run_course import Batch
+from common.telemetry import MetricsLog
 from passive_party.recorder import PassiveRecorder
 from tests.runs import build_parties, run_in_process, write_example
 
@@ -116,3 +124,26 @@ def test_settings_can_name_other_attacks(tmp_path: Path, attack: str) -> None:
         assert set(party.summary["leak"]["cut"]) == {attack}
         assert party.summary["leak"]["cut"][attack]["mean"] > 0.9
         assert set(party.summary["leak_run_level"]["cut"]) == {"accumulated_spectral"}
+
+
+class FullDisk:
+    """Metrics that cannot be written."""
+
+    def write(self, *_: object, **__: object) -> None:
+        raise StorageError("metrics.jsonl: cannot be written: No space left on device")
+
+
+def test_a_full_disk_ends_the_run_at_the_next_batch_though_another_thread_met_it() -> None:
+    metrics = cast("MetricsLog", FullDisk())
+    recorder = LeakRecorder(AuditSettings(attacks=("norm",)), metrics, b"seed", 4)
+    batch = Batch(0, "train", 0, np.arange(4), b"", closes_split=False, closes_epoch=False)
+    gradients = {"cut": torch.randn(4, 2, generator=torch.Generator().manual_seed(1))}
+    labels = torch.tensor([0.0, 1.0, 0.0, 1.0])
+    recorder.submit(batch, gradients, labels)
+    deadline = time.monotonic() + 30
+    while recorder._unwritten is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with pytest.raises(StorageError, match="No space"):
+        recorder.submit(batch, gradients, labels)
+    with pytest.raises(StorageError, match="No space"):
+        recorder.__exit__(None, None, None)

@@ -213,7 +213,7 @@ def powers_by_hand(labels: Tensor, probabilities: Tensor, smallest: float) -> Te
 
 @pytest.mark.parametrize("positives", [True, False], ids=["positives", "none"])
 def test_max_norm_positive_brings_rows_to_the_least_expected_positive(
-    positives: bool,  # noqa: FBT001
+    positives: bool,
 ) -> None:
     """Accepts the report's formula, with the least p of all where no row is positive."""
     gradients, labels, probabilities = sigmoid_batch()

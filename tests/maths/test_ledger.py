@@ -73,7 +73,7 @@ def holds(simulation: Simulation) -> bool:
 @pytest.mark.parametrize("epochs", [1, 5, 30])
 def test_whoever_adds_up_the_answers_measures_no_more_than_the_ledger_says(
     epochs: int,
-    persistent: bool,  # noqa: FBT001
+    persistent: bool,
 ) -> None:
     simulation = Simulation(LeakLedger(EXAMPLES), persistent=persistent, epochs=epochs)
     assert holds(simulation)

@@ -181,7 +181,7 @@ def test_fresh_noise_adds_up_and_persistent_noise_does_not(
 def test_the_charge_bounds_what_remembering_gives(
     settings: DefenseSettings,
     num_epochs: int,
-    linear_head: bool,  # noqa: FBT001
+    linear_head: bool,
 ) -> None:
     """Adding up and solving: neither passes the estimate by more than chance, nor the guarantee."""
     epochs = epochs_of_a_run(num_epochs, linear_head=linear_head)

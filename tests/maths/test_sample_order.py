@@ -79,7 +79,7 @@ def test_steps_can_be_asked_for_in_any_order() -> None:
 @pytest.mark.parametrize(
     ("drop_last", "lengths"), [(False, [4, 4, 2]), (True, [4, 4])], ids=["kept", "dropped"]
 )
-def test_the_short_last_batch(drop_last: bool, lengths: list[int]) -> None:  # noqa: FBT001
+def test_the_short_last_batch(drop_last: bool, lengths: list[int]) -> None:
     order = SampleOrder(_SEED, np.arange(10), batch_size=4, drop_last=drop_last)
     assert order.steps_per_epoch == len(lengths)
     assert [len(batch) for batch in order.epoch(1)] == lengths
@@ -103,7 +103,7 @@ def test_a_batch_cannot_be_changed_by_its_reader() -> None:
 def test_impossible_orders_are_refused(
     positions: list[int],
     batch_size: int,
-    drop_last: bool,  # noqa: FBT001
+    drop_last: bool,
 ) -> None:
     with pytest.raises(ValueError, match=r"batch|at most once"):
         SampleOrder(_SEED, np.array(positions, dtype=np.int64), batch_size, drop_last=drop_last)

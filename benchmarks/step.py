@@ -45,7 +45,9 @@ class StepTimes(PassiveRecording):
         super().__init__()
         self.moments: list[float] = []
 
-    def on_step(self, batch: Batch, received: Tensor, layers: dict[str, Tensor]) -> None:
+    def on_step(
+        self, batch: Batch, sent: Tensor, received: Tensor, layers: dict[str, Tensor]
+    ) -> None:
         self.moments.append(time.perf_counter())
 
     def step_ms(self) -> list[float]:

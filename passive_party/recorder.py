@@ -94,7 +94,9 @@ class PassiveRecorder:
         total = rows.total_steps(self._settings.contract)
         self._progress = self._resources.enter_context(TrainingProgress("passive", total))
 
-    def on_step(self, batch: Batch, received: Tensor, layers: dict[str, Tensor]) -> None:
+    def on_step(
+        self, batch: Batch, sent: Tensor, received: Tensor, layers: dict[str, Tensor]
+    ) -> None:
         """Hand the gradients to the adversary."""
         self._steps += 1
         self._attack(batch, received, layers)

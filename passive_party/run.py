@@ -42,8 +42,10 @@ class RunObserver(Protocol):
     def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
         """Both parties hold the same rows."""
 
-    def on_step(self, batch: Batch, received: Tensor, layers: dict[str, Tensor]) -> None:
-        """A gradient came, and the bottom model learned from it."""
+    def on_step(
+        self, batch: Batch, sent: Tensor, received: Tensor, layers: dict[str, Tensor]
+    ) -> None:
+        """A gradient came for an activation, and the bottom model learned from it."""
 
     def on_epoch(self, epoch: int) -> None:
         """An epoch is over, its evaluation included."""
@@ -166,7 +168,7 @@ class PassiveRun:
                 reply = peer.receive_gradient()
                 self._check(reply, batch)
                 layers = trainer.backward(reply.values)
-                self._observer.on_step(batch, reply.values, layers)
+                self._observer.on_step(batch, activation, reply.values, layers)
             else:
                 message = TensorMessage(self._header(batch), trainer.embed(features))
                 stops = peer.evaluate(message) == pb.COURSE_STOP

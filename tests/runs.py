@@ -151,7 +151,9 @@ class ActiveRecording(Recording):
 
 
 class PassiveRecording(Recording):
-    def on_step(self, batch: Batch, received: Tensor, layers: dict[str, Tensor]) -> None:
+    def on_step(
+        self, batch: Batch, sent: Tensor, received: Tensor, layers: dict[str, Tensor]
+    ) -> None:
         self.received.append(received.clone())
         self.layers.append({name: gradient.clone() for name, gradient in layers.items()})
 

@@ -20,11 +20,14 @@ from active_party.defenses.marvell import Marvell
 from active_party.defenses.max_norm import MaxNorm
 from active_party.defenses.max_norm_positive import MaxNormPositive
 from active_party.defenses.noise import (
+    AnswerKeys,
     DefaultNoise,
+    DrawKeys,
     EntropyNoise,
     InsecureSeededNoise,
     NoiseSource,
     SecureNoise,
+    fresh_key,
 )
 from active_party.defenses.none import Undefended
 from active_party.defenses.persistent import (
@@ -49,6 +52,7 @@ from active_party.defenses.strength import power_rule
 from active_party.defenses.sum_kl import NoiseSolution
 
 __all__ = [
+    "AnswerKeys",
     "DefendedGradient",
     "Defense",
     "DefenseReport",
@@ -62,12 +66,18 @@ __all__ = [
 _AddsNoise = IsoDefense | MaxNormDefense | MaxNormPositiveDefense | MarvellDefense
 
 
-def build_defense(settings: DefenseSettings, noise_key: NoiseKey | None = None) -> Defense:
+def build_defense(
+    settings: DefenseSettings,
+    noise_key: NoiseKey | None = None,
+    draw_keys: DrawKeys | None = None,
+) -> Defense:
     """Build the defense that the settings name, with a noise source of its own.
 
     Args:
         settings: which defense, and how strong.
         noise_key: what persistent noise and noisy labels are drawn from.
+        draw_keys: gives the keys of fresh noise; by default the operating system does, or for tests
+            the settings' ``insecure_noise_seed``.
 
     Raises:
         ValueError: the defense needs a noise key and there is none.
@@ -78,9 +88,10 @@ def build_defense(settings: DefenseSettings, noise_key: NoiseKey | None = None) 
         case NoisyLabelDefense():
             return NoisyLabel(settings, _present(noise_key, settings.name))
         case _ if settings.noise == "persistent":
-            return _build_persistent(settings, _present(noise_key, settings.name))
+            noise = _noise_source(settings, draw_keys)
+            return _build_persistent(settings, _present(noise_key, settings.name), noise)
         case _:
-            return _build_fresh(settings)
+            return _build_fresh(settings, _noise_source(settings, draw_keys))
 
 
 def open_noise_key(settings: DefenseSettings, cut_dim: int, path: Path) -> NoiseKey | None:
@@ -121,44 +132,45 @@ def _present(noise_key: NoiseKey | None, name: str) -> NoiseKey:
     return noise_key
 
 
-def _build_fresh(settings: _AddsNoise) -> Defense:
+def _build_fresh(settings: _AddsNoise, noise: NoiseSource) -> Defense:
     match settings:
         case IsoDefense():
-            return Isotropic(settings.amplitude, _noise_source(settings))
+            return Isotropic(settings.amplitude, noise)
         case MaxNormDefense():
-            return MaxNorm(_noise_source(settings))
+            return MaxNorm(noise)
         case MaxNormPositiveDefense():
-            return MaxNormPositive(_noise_source(settings))
+            return MaxNormPositive(noise)
         case MarvellDefense():
             return Marvell(
                 power_rule(settings.strength),
-                _noise_source(settings),
+                noise,
                 from_earlier=settings.statistics == "running",
             )
 
 
-def _build_persistent(settings: _AddsNoise, noise_key: NoiseKey) -> Defense:
+def _build_persistent(settings: _AddsNoise, noise_key: NoiseKey, noise: NoiseSource) -> Defense:
     match settings:
         case IsoDefense():
-            noise = _noise_source(settings)
             return PersistentIsotropic(settings.amplitude, noise, key_name(noise_key))
         case MaxNormDefense():
-            keyed = KeyedScalars(_noise_source(settings))
+            keyed = KeyedScalars(noise)
             return PersistentMaxNorm(MaxNorm(keyed), keyed)
         case MaxNormPositiveDefense():
-            keyed = KeyedScalars(_noise_source(settings))
+            keyed = KeyedScalars(noise)
             return PersistentMaxNorm(MaxNormPositive(keyed), keyed)
         case MarvellDefense():
             return PersistentMarvell(repeated_sum_kl(settings.strength), key_name(noise_key))
 
 
-def _noise_source(settings: NoisyDefense) -> NoiseSource:
-    if settings.insecure_noise_seed is None:
-        if settings.secure_noise is None:
-            return DefaultNoise()
-        return SecureNoise() if settings.secure_noise else EntropyNoise()
-    _warn_of_seed()
-    return InsecureSeededNoise(settings.insecure_noise_seed)
+def _noise_source(settings: NoisyDefense, draw_keys: DrawKeys | None) -> NoiseSource:
+    if settings.insecure_noise_seed is not None:
+        _warn_of_seed()
+        if draw_keys is None:
+            return InsecureSeededNoise(settings.insecure_noise_seed)
+    keys = draw_keys or fresh_key
+    if settings.secure_noise is None:
+        return DefaultNoise(keys)
+    return SecureNoise(keys) if settings.secure_noise else EntropyNoise(keys)
 
 
 def _warn_of_seed() -> None:

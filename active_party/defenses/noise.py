@@ -11,12 +11,17 @@ the CPU uses 32, which a peer can try one by one. Here the generator's whole sta
 operating system's entropy. Its numbers are still the image of a linear recurrence (Mersenne
 Twister) or of a counter (Philox) that was never meant to withstand an adversary.
 
-Both start anew for every draw, so that a state recovered from one answer says nothing about the
-next.
+Both start anew for every draw, with a key of its own, so that a state recovered from one answer
+says nothing about the next. Where the keys come from is a choice, too: `fresh_key` asks the
+operating system, `AnswerKeys` derives them from what the peer has sent, so that the same question
+gets the same noise, also of a party that was restarted meanwhile, and any other question other
+noise.
 """
 
+import hashlib
 import math
 import secrets
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -28,6 +33,8 @@ _MT_WORDS = 624
 
 _MT_OFFSET = 24
 """Bytes before those words in torch's CPU generator state, which holds each in 8 bytes."""
+
+_KEY_BYTES = 32
 
 _CHUNK_PAIRS = 2**15
 """Pairs of numbers made at a time: few enough to stay in the processor's cache."""
@@ -41,34 +48,76 @@ class NoiseSource(Protocol):
         ...
 
 
+DrawKeys = Callable[[], bytes]
+"""Gives 32 secret bytes for one draw, and never the same ones for two that must be independent."""
+
+
+def fresh_key() -> bytes:
+    """Return 32 bytes of the operating system's entropy."""
+    return secrets.token_bytes(_KEY_BYTES)
+
+
+class AnswerKeys:
+    """Derives the keys of an answer's draws from a key of that answer.
+
+    Before the first answer the keys come from the operating system's entropy.
+    """
+
+    def __init__(self) -> None:
+        self._answer_key = fresh_key()
+        self._draws = 0
+
+    def begin(self, answer_key: bytes) -> None:
+        """Start the draws of one answer.
+
+        Args:
+            answer_key: 32 secret bytes, the same only where the whole question is.
+        """
+        self._answer_key = answer_key
+        self._draws = 0
+
+    def __call__(self) -> bytes:
+        """Return the key of the next draw."""
+        self._draws += 1
+        counter = self._draws.to_bytes(8, "little")
+        return hashlib.blake2b(counter, digest_size=_KEY_BYTES, key=self._answer_key).digest()
+
+
 class SecureNoise:
     """Noise from the keystream of ChaCha20, drawn on the CPU and copied where it is needed."""
 
+    def __init__(self, keys: DrawKeys = fresh_key) -> None:
+        self._keys = keys
+
     def standard_normal(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Draw numbers with the dtype and on the device of ``like``."""
-        numbers = secure_normal(math.prod(shape), like.dtype, secrets.token_bytes(32))
+        numbers = secure_normal(math.prod(shape), like.dtype, self._keys())
         return numbers.reshape(shape).to(like.device)
 
 
 class EntropyNoise:
-    """Noise from the device's own generator, filled with the operating system's entropy."""
+    """Noise from the device's own generator, with as much entropy as it takes."""
+
+    def __init__(self, keys: DrawKeys = fresh_key) -> None:
+        self._keys = keys
 
     def standard_normal(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Draw numbers with the dtype and on the device of ``like``."""
         generator = torch.Generator(like.device)
+        key = self._keys()
         if like.device.type == "cpu":
-            fill_state(generator, secrets.token_bytes(4 * _MT_WORDS))
+            fill_state(generator, hashlib.shake_256(key).digest(4 * _MT_WORDS))
         else:
-            generator.manual_seed(secrets.randbits(63))
+            generator.manual_seed(int.from_bytes(key[:8], "little") >> 1)
         return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)
 
 
 class DefaultNoise:
     """Secure noise on the CPU; elsewhere the device's own, which a copy would take longer than."""
 
-    def __init__(self) -> None:
-        self._secure = SecureNoise()
-        self._fast = EntropyNoise()
+    def __init__(self, keys: DrawKeys = fresh_key) -> None:
+        self._secure = SecureNoise(keys)
+        self._fast = EntropyNoise(keys)
 
     def standard_normal(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Draw numbers with the dtype and on the device of ``like``."""

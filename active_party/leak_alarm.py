@@ -13,7 +13,8 @@ gradients that its model of two classes does not fit.
 
 import math
 import statistics
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from active_party.defenses.sum_kl import leak_auc_bound
 from common.privacy.audit import BatchLeak
@@ -51,6 +52,25 @@ class LeakAlarm:
         for layer, attacks in measured.leak.items():
             for attack, value in attacks.items():
                 self._gains.setdefault((attack, layer), []).append(value - measured.random)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of what is noted and not yet judged."""
+        gains: dict[str, dict[str, list[float]]] = {}
+        for (attack, layer), values in self._gains.items():
+            gains.setdefault(attack, {})[layer] = list(values)
+        return {
+            "largest": {str(epoch): charge for epoch, charge in self._largest.items()},
+            "gains": gains,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` left off."""
+        self._largest = {int(epoch): charge for epoch, charge in state["largest"].items()}
+        self._gains = {
+            (attack, layer): list(values)
+            for attack, layers in state["gains"].items()
+            for layer, values in layers.items()
+        }
 
     def judge(self, last_epoch: int) -> list[Alarm]:
         """Return the alarms of the epochs not yet judged, of which all batches are noted.

@@ -7,8 +7,8 @@ on the same batches stands beside the figure.
 """
 
 from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -86,6 +86,24 @@ class LeakGate:
             f"batches is {finding.measured:.4f}, above the limit of {settings.max_leak_auc:g} "
             f"(random scores: {finding.random:.4f})"
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the windows."""
+        windows: dict[str, dict[str, Any]] = {}
+        for (layer, attack), window in self._windows.items():
+            lists = {"leak": list(window.leak), "random": list(window.random)}
+            windows.setdefault(layer, {})[attack] = lists
+        return {"windows": windows, "until_next": self._until_next}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` left off, with the latest batches if the window is shorter."""
+        self._windows = {}
+        for layer, attacks in state["windows"].items():
+            for attack, lists in attacks.items():
+                window = self._windows.setdefault((layer, attack), _Window.of(self._settings))
+                window.leak.extend(lists["leak"])
+                window.random.extend(lists["random"])
+        self._until_next = state["until_next"]
 
     def _together(self, values: Sequence[float]) -> float:
         quantile = self._settings.quantile

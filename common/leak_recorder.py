@@ -1,5 +1,6 @@
 """What a party finds out and writes down of the leak: an audit beside the training, its figures."""
 
+import logging
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -7,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from common.errors import StorageError
+from common.errors import SettingsError, StorageError
 from common.privacy.audit import (
     AuditWorker,
     BatchLeak,
@@ -19,6 +20,11 @@ from common.privacy.audit import (
 from common.privacy.settings import AuditSettings
 from common.run_course import Batch
 from common.telemetry import MetricsLog
+
+logger = logging.getLogger(__name__)
+
+IDLE_S = 120.0
+"""How long a checkpoint waits for the attacks on the batches before it."""
 
 
 class LeakRecorder:
@@ -120,6 +126,48 @@ class LeakRecorder:
             "leak_run_level": self._audit.run_level(),
             "leak_batches": self._audit.counts()._asdict(),
         }
+
+    def wait_until_idle(self, timeout_s: float = IDLE_S) -> bool:
+        """Wait until all batches handed over are measured and written, and say whether they are.
+
+        Raises:
+            StorageError: a line of one of them could not be written.
+        """
+        idle = self._worker.wait_until_idle(timeout_s)
+        if self._unwritten is not None:
+            raise self._unwritten
+        return idle
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of all that was found out, once all batches handed over are measured.
+
+        Their lines are written by then: what the metrics file holds afterwards of later batches
+        comes again when the run goes on from here.
+
+        Raises:
+            StorageError: a line could not be written.
+        """
+        if not self.wait_until_idle():
+            logger.warning("the leak audit is behind: a checkpoint goes without the last batches")
+        return {
+            "audit": self._audit.state_dict(),
+            "next_epoch": self._next_epoch,
+            "ended_epoch": self._ended_epoch,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` left off, instead of with what was found out since.
+
+        Raises:
+            SettingsError: the state is of other attacks than the settings name.
+        """
+        self.wait_until_idle()
+        try:
+            self._audit.load_state_dict(state["audit"])
+        except ValueError as error:
+            raise SettingsError(f"attacks cannot change within a run: {error}") from error
+        self._next_epoch = state["next_epoch"]
+        self._ended_epoch = state["ended_epoch"]
 
     def _write_epochs(self, last_epoch: int) -> None:
         while self._next_epoch <= last_epoch:

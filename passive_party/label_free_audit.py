@@ -7,7 +7,7 @@ keeps its sign from batch to batch.
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,11 +77,48 @@ class LabelFreeAudit:
         """Yield what every attack on every layer knows of some examples so far."""
         rows = torch.from_numpy(positions)
         with self._lock:
-            found = {key: sums.result() for key, sums in self._sums.items()}
+            found = {key: self._sums[key].result() for key in sorted(self._sums)}
         for (layer, attack), (seen, scores) in found.items():
             values = torch.zeros(self._num_examples, dtype=torch.float32)
             values[torch.from_numpy(seen)] = torch.from_numpy(scores).float()
             yield GatheredScores(attack, layer, values[rows])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of what is gathered so far."""
+        with self._lock:
+            sums: dict[str, dict[str, Any]] = {}
+            for (layer, attack), gathered in self._sums.items():
+                sums.setdefault(layer, {})[attack] = gathered.state_dict()
+            signs = {layer: sign.state_dict() for layer, sign in self._signs.items()}
+            return {
+                "attacks": list(self._attacks),
+                "sums": sums,
+                "signs": signs,
+                "left_out": self.left_out,
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` left off.
+
+        Raises:
+            ValueError: the state is of other attacks, or of another number of examples.
+        """
+        if list(state["attacks"]) != list(self._attacks):
+            raise ValueError(
+                f"expected scores of {', '.join(self._attacks)}; "
+                f"got those of {', '.join(state['attacks'])}"
+            )
+        sums: dict[tuple[str, AttackName], AccumulatedScores] = {}
+        for layer, attacks in state["sums"].items():
+            for attack, gathered in attacks.items():
+                sums[layer, attack] = AccumulatedScores(self._num_examples)
+                sums[layer, attack].load_state_dict(gathered)
+        signs = {layer: ContinuousSign() for layer in state["signs"]}
+        for layer, sign in signs.items():
+            sign.load_state_dict(state["signs"][layer])
+        with self._lock:
+            self._sums, self._signs = sums, signs
+            self.left_out = state["left_out"]
 
     def _score(self, layer: str, gradients: Tensor) -> Mapping[AttackName, Tensor]:
         scores: dict[AttackName, Tensor] = {}

@@ -1,7 +1,7 @@
 """What the passive party writes down of a run: progress, and its adversary's findings."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -10,8 +10,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from common.errors import AuditRefused, PeerError
-from common.leak_recorder import LeakRecorder
+from common.errors import AuditRefused, PeerError, SettingsError
+from common.leak_recorder import IDLE_S, LeakRecorder
 from common.party_data import PartyData
 from common.privacy.audit import AuditWorker, Observation
 from common.run_course import AlignedRows, Batch
@@ -143,6 +143,44 @@ class PassiveRecorder:
                 "audit_left_out_batches": self._label_free.left_out,
             }
         return summary if self._leaks is None else summary | self._leaks.summary()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of all that is noted, once the attacks on all batches so far are done.
+
+        Call it between steps, after `on_aligned`.
+
+        Raises:
+            StorageError: a line of the metrics could not be written.
+        """
+        if self._worker is not None and not self._worker.wait_until_idle(IDLE_S):
+            logger.warning("the audit is behind: a checkpoint goes without the last batches")
+        return {
+            "steps": self._steps,
+            "epochs": self._epochs,
+            "leaks": None if self._leaks is None else self._leaks.state_dict(),
+            "label_free": None if self._label_free is None else self._label_free.state_dict(),
+            "audit_refused": self._audit_refused,
+            "audited": {layer: dict(found) for layer, found in self._audited.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` left off; call it after `on_aligned`.
+
+        What is measured may be switched on and off within a run; its attacks may not change.
+
+        Raises:
+            SettingsError: the state is of other attacks than the settings name.
+        """
+        self._steps, self._epochs = state["steps"], state["epochs"]
+        self._audit_refused = state["audit_refused"]
+        self._audited = {layer: dict(found) for layer, found in state["audited"].items()}
+        if self._leaks is not None and state["leaks"] is not None:
+            self._leaks.load_state_dict(state["leaks"])
+        if self._label_free is not None and state["label_free"] is not None:
+            try:
+                self._label_free.load_state_dict(state["label_free"])
+            except ValueError as error:
+                raise SettingsError(f"attacks cannot change within a run: {error}") from error
 
     @staticmethod
     def _end_audits(worker: AuditWorker) -> None:

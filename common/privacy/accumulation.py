@@ -15,7 +15,7 @@ Each attack keeps at most 16 bytes per example of the run.
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -76,6 +76,8 @@ class ContinuousSign:
     def turn(self, top: TopDirection) -> Tensor:
         """Return the projections of a batch, turned."""
         direction = top.direction
+        if self._direction is not None:
+            self._direction = self._direction.to(direction.device)
         if self._direction is None or self._direction.shape != direction.shape:
             turns = bool(skewness(top.projections) < 0)
             self._direction = torch.zeros_like(direction)
@@ -84,6 +86,15 @@ class ContinuousSign:
         sign = -1.0 if turns else 1.0
         self._direction = _MEMORY * self._direction + sign * direction
         return sign * top.projections
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a later batch's turn depends on."""
+        direction = self._direction
+        return {"direction": None if direction is None else direction.cpu().clone()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` left off."""
+        self._direction = state["direction"]
 
 
 class AccumulatedScores:
@@ -116,6 +127,20 @@ class AccumulatedScores:
         """Return the sums of the examples that had a score."""
         seen = torch.nonzero(self._counts).reshape(-1)
         return RunScores(seen.numpy(), self._sums[seen].numpy())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the sums."""
+        return {"sums": self._sums.clone(), "counts": self._counts.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` left off.
+
+        Raises:
+            ValueError: the state is of another number of examples.
+        """
+        _check_shape(state["sums"], self._sums)
+        self._sums = state["sums"].clone()
+        self._counts = state["counts"].clone()
 
 
 class ScoreHistory:
@@ -156,6 +181,20 @@ class ScoreHistory:
         rows = self._sums[torch.from_numpy(positions)]
         return rows.flatten(start_dim=1).double().numpy()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the sums."""
+        return {"sums": self._sums.clone(), "epochs_per_stretch": self._epochs_per_stretch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` left off.
+
+        Raises:
+            ValueError: the state is of another number of examples.
+        """
+        _check_shape(state["sums"], self._sums)
+        self._sums = state["sums"].clone()
+        self._epochs_per_stretch = state["epochs_per_stretch"]
+
     def _halve(self) -> None:
         merged = _to_half(self._sums[..., ::2].float() + self._sums[..., 1::2])
         self._sums.zero_()
@@ -195,6 +234,11 @@ def combine_with_hints(
     others = np.ones(len(labels), dtype=np.bool_)
     others[hints] = False
     return model.decision_function(values), others
+
+
+def _check_shape(loaded: Tensor, own: Tensor) -> None:
+    if loaded.shape != own.shape:
+        raise ValueError(f"expected sums of {len(own)} examples, got {len(loaded)}")
 
 
 def _to_half(values: Tensor) -> Tensor:

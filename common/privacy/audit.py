@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import NamedTuple, Protocol, Self, TypedDict
+from typing import Any, NamedTuple, Protocol, Self, TypedDict
 
 import numpy as np
 import torch
@@ -270,6 +270,47 @@ class LeakAudit:
         with self._lock:
             return AuditCounts(len(self._epochs), self._skipped_one_class, self._left_out)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of all that was measured and gathered so far."""
+        with self._lock:
+            series: dict[str, dict[str, Tensor]] = {}
+            for (layer, attack), values in self._series.items():
+                series.setdefault(layer, {})[attack] = torch.tensor(np.array(values))
+            return {
+                "attacks": list(self._attacks),
+                "run": self._run.state_dict(),
+                "epochs": torch.tensor(np.array(self._epochs)),
+                "random": torch.tensor(np.array(self._random)),
+                "series": series,
+                "skipped_one_class": self._skipped_one_class,
+                "left_out": self._left_out,
+                "latest": None if self._latest is None else self._latest._asdict(),
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` left off.
+
+        Raises:
+            ValueError: the state is of other attacks, or of another number of examples.
+        """
+        if list(state["attacks"]) != list(self._attacks):
+            raise ValueError(
+                f"expected figures of {', '.join(self._attacks)}; "
+                f"got those of {', '.join(state['attacks'])}"
+            )
+        with self._lock:
+            self._run.load_state_dict(state["run"])
+            self._epochs = array("q", state["epochs"].tolist())
+            self._random = array("d", state["random"].tolist())
+            self._series = {
+                (layer, attack): array("d", values.tolist())
+                for layer, attacks in state["series"].items()
+                for attack, values in attacks.items()
+            }
+            self._skipped_one_class = state["skipped_one_class"]
+            self._left_out = state["left_out"]
+            self._latest = None if state["latest"] is None else BatchLeak(**state["latest"])
+
     def _score_layers(self, observation: Observation, labels: Tensor) -> dict[str, LayerScores]:
         return {
             layer: self._score(gradients.detach(), observation, labels, layer)
@@ -421,7 +462,7 @@ class AuditWorker:
         deadline = time.monotonic() + timeout_s
         reached = threading.Event()
         if self._closed:
-            return False
+            return not self._thread.is_alive()
         with suppress(queue.Full):
             self._queue.put(reached, timeout=timeout_s)
             return reached.wait(max(0.0, deadline - time.monotonic()))

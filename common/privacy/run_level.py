@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -129,6 +129,41 @@ class RunAudit:
                 )
         return result
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of what is gathered and measured so far."""
+        with self._lock:
+            return {
+                "labels": self._labels.clone(),
+                "layers": {name: layer.state_dict() for name, layer in self._layers.items()},
+                "epoch": self._epoch,
+                "after_epoch": {
+                    str(epoch): {layer: dict(found) for layer, found in layers.items()}
+                    for epoch, layers in self._after_epoch.items()
+                },
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` left off.
+
+        Raises:
+            ValueError: the state is of other attacks, or of another number of examples.
+        """
+        if state["labels"].shape != self._labels.shape:
+            raise ValueError(
+                f"expected scores of {len(self._labels)} examples, got {len(state['labels'])}"
+            )
+        layers = {name: _Layer(self.attacks, self._num_examples) for name in state["layers"]}
+        for name, layer in layers.items():
+            layer.load_state_dict(state["layers"][name])
+        with self._lock:
+            self._labels = state["labels"].clone()
+            self._layers = layers
+            self._epoch = state["epoch"]
+            self._after_epoch = {
+                int(epoch): {layer: dict(found) for layer, found in measured.items()}
+                for epoch, measured in state["after_epoch"].items()
+            }
+
     def _close_epoch(self) -> None:
         if self._epoch is None:
             return
@@ -172,20 +207,19 @@ class _Layer:
     def __init__(self, attacks: Sequence[RunAttackName], num_examples: int) -> None:
         self.sums: dict[RunAttackName, AccumulatedScores] = {}
         self.histories: dict[RunAttackName, ScoreHistory] = {}
+        self._history: ScoreHistory | None = None  # serves however many hints there are
         for attack in attacks:
             if attack in NUM_HINTS:
-                # One history serves however many hints there are.
-                shared = next(iter(self.histories.values()), None)
-                self.histories[attack] = shared or ScoreHistory(num_examples)
+                self._history = self._history or ScoreHistory(num_examples)
+                self.histories[attack] = self._history
             else:
                 self.sums[attack] = AccumulatedScores(num_examples)
         self._sign = ContinuousSign()
 
     @property
     def num_bytes(self) -> int:
-        histories = {id(history): history for history in self.histories.values()}
         of_sums = sum(state.num_bytes for state in self.sums.values())
-        return of_sums + sum(state.num_bytes for state in histories.values())
+        return of_sums + (0 if self._history is None else self._history.num_bytes)
 
     def add(self, epoch: int, positions: Tensor, found: LayerScores) -> None:
         scores = dict(found.scores)
@@ -198,6 +232,24 @@ class _Layer:
             kept[list(found.left_out.get("cosine", ()))] = False
             cosines = standardised(scores["cosine"].cpu()[kept])
             self.sums["accumulated_cosine"].add(positions[kept], cosines)
-        for history in list(self.histories.values())[:1]:
+        if self._history is not None:
             both = standardised(scores["spectral"]), standardised(scores["norm"])
-            history.add(epoch, positions, both)
+            self._history.add(epoch, positions, both)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "sums": {attack: sums.state_dict() for attack, sums in self.sums.items()},
+            "history": None if self._history is None else self._history.state_dict(),
+            "sign": self._sign.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["sums"].keys() != self.sums.keys() or (state["history"] is None) != (
+            self._history is None
+        ):
+            raise ValueError("expected what the same attacks have gathered")
+        for attack, sums in self.sums.items():
+            sums.load_state_dict(state["sums"][attack])
+        if self._history is not None:
+            self._history.load_state_dict(state["history"])
+        self._sign.load_state_dict(state["sign"])

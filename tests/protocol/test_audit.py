@@ -23,8 +23,11 @@ from common.privacy.audit import (
     pick_hint_rows,
     pick_reference_row,
 )
+from common.privacy.label_free import LABEL_FREE
 from common.privacy.settings import AuditSettings
 from common.settings import validate
+from passive_party.label_free_audit import LabelFreeAudit
+from tests.stored import same, stored
 
 _SEED = bytes(32)
 
@@ -351,3 +354,70 @@ def test_settings_have_the_documented_defaults_and_bounds() -> None:
     for wrong in wrongs:
         with pytest.raises(ValidationError):
             AuditSettings.model_validate(wrong)
+
+
+def _whole_run(cut: int | None) -> tuple[LeakAudit, list[object]]:
+    """Audit five epochs with every attack, in objects that are new from batch ``cut`` on."""
+    audit = LeakAudit(get_args(AttackName), num_examples=5 * 64)
+    for number, observation in enumerate(_run(num_epochs=5)):
+        if number == cut:
+            state = audit.state_dict()
+            copy = stored(state)
+            audit.observe(_everything(_observation(9, 0)))  # what comes later changes no copy
+            assert same(stored(state), copy)
+            audit = LeakAudit(get_args(AttackName), num_examples=5 * 64)
+            audit.load_state_dict(copy)
+            assert same(audit.state_dict(), state)
+        if number % 7 == 3:
+            audit.leave_out()
+        labels = torch.zeros(64) if number % 6 == 2 else observation.labels
+        audit.observe(dataclasses.replace(_everything(observation), labels=labels))
+    audit.end_run()
+    figures = [audit.summary(), audit.run_level(), audit.worst_epochs(), audit.counts()]
+    figures += [audit.latest(), *map(audit.after_epoch, range(5))]
+    return audit, figures
+
+
+def test_a_run_cut_at_any_batch_goes_on_bit_for_bit() -> None:
+    uninterrupted, expected = _whole_run(None)
+    for cut in range(25):
+        audit, figures = _whole_run(cut)
+        assert figures == expected, cut
+        assert same(audit.state_dict(), uninterrupted.state_dict()), cut
+
+
+def test_a_state_of_other_attacks_or_examples_is_refused() -> None:
+    state = LeakAudit(["accumulated_spectral"], num_examples=9).state_dict()
+    for other in (
+        LeakAudit(["accumulated_spectral", "norm"], num_examples=9),
+        LeakAudit(["accumulated_spectral"], num_examples=8),
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            other.load_state_dict(state)
+
+
+def test_label_free_scores_of_a_run_cut_at_any_batch_go_on_bit_for_bit() -> None:
+    def gathered(cut: int | None) -> LabelFreeAudit:
+        audit = LabelFreeAudit(LABEL_FREE, 1, 5 * 64)
+        for number, observation in enumerate(_run(num_epochs=3)):
+            if number == cut:
+                audit.leave_out()
+                state = stored(audit.state_dict())
+                audit = LabelFreeAudit(LABEL_FREE, 1, 5 * 64)
+                audit.load_state_dict(state)
+            audit.observe(_everything(observation))
+        return audit
+
+    expected = gathered(None)
+    for cut in range(15):
+        audit = gathered(cut)
+        assert audit.left_out == 1
+        state = audit.state_dict() | {"left_out": 0}
+        assert same(state, expected.state_dict()), cut
+        for found, wanted in zip(
+            audit.gathered(np.arange(9)), expected.gathered(np.arange(9)), strict=True
+        ):
+            assert found[:2] == wanted[:2]
+            assert torch.equal(found.scores, wanted.scores)
+    with pytest.raises(ValueError, match="expected scores of norm"):
+        LabelFreeAudit(["norm"], 1, 9).load_state_dict(expected.state_dict())

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from active_party.leak_alarm import MIN_BATCHES, LeakAlarm
 from active_party.leak_gate import LeakGate
 from active_party.recorder import ActiveRecorder
 from active_party.session import Stage
@@ -22,6 +23,7 @@ from common.telemetry import print_summary
 from common.wire.status import error_from, status_for
 from tests.peers import InProcessPeer
 from tests.runs import Parties, build_parties, run_in_process, write_example
+from tests.stored import same, stored
 
 STRONG = "defense={name: marvell, strength: {power_ratio: 1000}, insecure_noise_seed: 1}"
 GATE = "leak_gate={max_leak_auc: 0.75, window_steps: 6"
@@ -82,6 +84,32 @@ def test_one_finding_per_window() -> None:
     judged = gate()
     found = [step for step in range(12) if judged.note(leak(step, 0.9)) is not None]
     assert found == [2, 5, 8, 11]
+
+
+def test_a_gate_and_an_alarm_cut_at_any_batch_go_on_the_same() -> None:
+    """Both find something here: the gate once per window, the alarm once there are enough."""
+
+    def findings(cut: int | None) -> list[object]:
+        judged, alarm = gate(), LeakAlarm()
+        found: list[object] = []
+        for step in range(3 * MIN_BATCHES):
+            if step == cut:
+                states = judged.state_dict(), alarm.state_dict()
+                judged, alarm = gate(), LeakAlarm()
+                judged.load_state_dict(stored(states[0]))
+                alarm.load_state_dict(stored(states[1]))
+                assert same(judged.state_dict(), states[0])
+                assert same(alarm.state_dict(), states[1])
+            measured = leak(step, 0.6 + 0.1 * (step % 3))
+            alarm.note_charge(step // 10, 1e-6)
+            alarm.note_leak(measured)
+            found += [judged.note(measured), *alarm.judge(step // 10)]
+        return found
+
+    expected = findings(None)
+    assert {type(item).__name__ for item in expected} == {"NoneType", "GateFinding", "Alarm"}
+    for cut in range(3 * MIN_BATCHES):
+        assert findings(cut) == expected, cut
 
 
 def test_the_sentence_names_limit_figure_and_random_floor() -> None:

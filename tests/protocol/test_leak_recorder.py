@@ -1,8 +1,9 @@
 """What both parties write down of the leak: per batch, per epoch, over the run."""
 
+import itertools
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -11,14 +12,15 @@ import pytest
 import torch
 
 from active_party.recorder import ActiveRecorder
-from common.errors import StorageError
+from common.errors import SettingsError, StorageError
 from common.leak_recorder import LeakRecorder
 from common.party_data import PartyData
-from common.privacy.settings import AuditSettings
+from common.privacy.settings import DEFAULT_ATTACKS, AuditSettings
 from common.run_course import Batch
 from common.telemetry import MetricsLog
 from passive_party.recorder import PassiveRecorder
 from tests.runs import build_parties, run_in_process, write_example
+from tests.stored import stored
 
 
 class Recorded(NamedTuple):
@@ -147,3 +149,73 @@ def test_a_full_disk_ends_the_run_at_the_next_batch_though_another_thread_met_it
         recorder.submit(batch, gradients, labels)
     with pytest.raises(StorageError, match="No space"):
         recorder.__exit__(None, None, None)
+
+
+EPOCHS, STEPS = 3, 4
+
+
+def epochs_of_batches() -> Iterator[Batch]:
+    """Yield the training batches of a run of which each example has a place in each epoch."""
+    for epoch, step in itertools.product(range(EPOCHS), range(STEPS)):
+        positions = np.random.default_rng(epoch).permutation(32)[8 * step : 8 * step + 8]
+        last = step == STEPS - 1
+        yield Batch(epoch, "train", step, positions, b"", closes_split=last, closes_epoch=last)
+
+
+def record_batches(folder: Path, cut: int | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Record a run with every attack, by a recorder that is new from batch ``cut`` on."""
+    settings = AuditSettings(attacks=("norm", "cosine", "lda", "hint_combiner_50"))
+    settings = settings.model_copy(update={"attacks": (*settings.attacks, *DEFAULT_ATTACKS[3:])})
+    with MetricsLog(folder) as metrics:
+        recorder = LeakRecorder(settings, metrics, b"seed", 32)
+        for number, batch in enumerate(epochs_of_batches()):
+            if number == cut:
+                state = stored(recorder.state_dict())
+                recorder._worker.close()  # a process that is killed writes nothing more
+                recorder = LeakRecorder(settings, metrics, b"seed", 32)
+                recorder.load_state_dict(state)
+            generator = torch.Generator().manual_seed(number)
+            labels = (torch.from_numpy(batch.positions) % 3 == 0).float()
+            gradients = torch.randn(8, 3, generator=generator) + labels[:, None]
+            recorder.submit(batch, {"cut": gradients}, labels)
+            if batch.closes_epoch:
+                recorder.end_epoch(batch.epoch)
+            recorder.wait_until_idle()  # the queue is shorter than the run
+        recorder.__exit__(None, None, None)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        del line["time_s"]
+    return lines, recorder.summary()
+
+
+def test_a_recorder_cut_at_any_batch_writes_each_line_once_and_the_same(tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    expected, summary = record_batches(whole, None)
+    kinds = [line["kind"] for line in expected]
+    assert (kinds.count("leak"), kinds.count("epoch_leak")) == (EPOCHS * STEPS, EPOCHS)
+    for cut in range(EPOCHS * STEPS):
+        folder = tmp_path / str(cut)
+        folder.mkdir()
+        lines, figures = record_batches(folder, cut)
+        assert lines == expected, cut
+        assert figures == summary, cut
+
+
+def test_a_checkpoint_holds_all_batches_handed_over_before_it(tmp_path: Path) -> None:
+    settings = AuditSettings(attacks=("norm", "spectral"), queue_batches=64)
+    with MetricsLog(tmp_path) as metrics, LeakRecorder(settings, metrics, b"seed", 4) as recorder:
+        for batch in epochs_of_batches():
+            recorder.submit(batch, {"cut": torch.randn(8, 3)}, torch.arange(8) % 2)
+        state = recorder.state_dict()
+    assert len(state["audit"]["epochs"]) == EPOCHS * STEPS
+
+
+def test_a_state_of_other_attacks_says_what_may_not_change(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path) as metrics:
+        first, second = (
+            LeakRecorder(AuditSettings(attacks=attacks), metrics, b"seed", 4)
+            for attacks in (("norm",), ("spectral",))
+        )
+        with first, second, pytest.raises(SettingsError, match="cannot change within a run"):
+            second.load_state_dict(first.state_dict())

@@ -1,0 +1,30 @@
+"""What becomes of a state in a checkpoint: plain names and values, copied, in no order."""
+
+from typing import Any
+
+from torch import Tensor
+
+
+def stored(state: Any) -> Any:
+    """Return a state as a checkpoint would give it back; refuse what a checkpoint cannot hold."""
+    if isinstance(state, dict):
+        assert all(isinstance(name, str) for name in state)
+        return {name: stored(state[name]) for name in sorted(state, reverse=True)}
+    if isinstance(state, list):
+        assert all(isinstance(item, bool | int | float | str | None) for item in state)
+        return list(state)
+    assert isinstance(state, Tensor | bool | int | float | str | None), type(state)
+    return state.clone() if isinstance(state, Tensor) else state
+
+
+def same(first: Any, second: Any) -> bool:
+    """Say whether two states are equal bit for bit."""
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(same(first[k], second[k]) for k in first)
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return (
+            first.dtype == second.dtype
+            and first.shape == second.shape
+            and first.numpy().tobytes() == second.numpy().tobytes()
+        )
+    return type(first) is type(second) and bool(first == second)

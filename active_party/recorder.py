@@ -1,6 +1,7 @@
 """What the active party writes down of a run: metrics, leak monitor, progress, summary."""
 
 import logging
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,7 @@ from active_party.top_trainer import StepResult
 from common.errors import LeakGateClosed
 from common.leak_recorder import LeakRecorder
 from common.privacy.audit import BatchLeak
+from common.privacy.distributions import gradient_distributions, spread_epochs
 from common.run_course import AlignedRows, Batch
 from common.telemetry import MetricsLog, TrainingProgress
 from common.wire.audit_codec import AuditQuestion
@@ -45,6 +47,7 @@ class ActiveRecorder:
         self._gate_findings = 0
         self._objection: LeakGateClosed | None = None
         self._leaks: LeakRecorder | None = None
+        self._uncounted_epochs = set(_epochs_to_count(settings))
 
     def __enter__(self) -> Self:
         return self
@@ -63,6 +66,8 @@ class ActiveRecorder:
         self._metrics.steps_per_epoch = rows.order.steps_per_epoch
         self._metrics.write("alignment", {"aligned_rows": len(rows)})
         if self._settings.leak_monitor is not None:
+            # Called once the monitor has measured its last batch, before the metrics are closed.
+            self._resources.callback(lambda: self._judge(self._measured_epoch))
             self._leaks = self._resources.enter_context(
                 LeakRecorder(
                     self._settings.leak_monitor, self._metrics, seed, len(rows), self._on_leak
@@ -85,6 +90,7 @@ class ActiveRecorder:
             # The oracle's reference is the clean gradient: the strongest reading of the attack.
             sent, clean = {"cut": result.defended}, {"cut": result.raw}
             self._leaks.submit(batch, sent, result.labels, clean)
+        self._count_gradients(batch, result)
         if self._progress is not None:
             self._progress.advance(loss=loss, **self._shown_leak())
 
@@ -122,7 +128,6 @@ class ActiveRecorder:
 
     def summary(self, refused: dict[str, int]) -> dict[str, Any]:
         """Return what ``summary.json`` holds; call it after the recorder was closed."""
-        self._judge(self._measured_epoch)
         test = self._evaluations.get("test")
         summary: dict[str, Any] = {
             "aligned_rows": self.aligned_rows,
@@ -146,6 +151,16 @@ class ActiveRecorder:
                 "leak_gate_closed": self._objection is not None,
             }
         return summary
+
+    def _count_gradients(self, batch: Batch, result: StepResult) -> None:
+        if batch.epoch not in self._uncounted_epochs:
+            return
+        found = gradient_distributions(result.raw, result.defended, result.labels)
+        if found is None:  # too few of a class: another batch of this epoch may have more
+            return
+        self._uncounted_epochs.remove(batch.epoch)
+        for figure, edges, counts in found:
+            self._metrics.write_histogram(figure, edges, counts, epoch=batch.epoch, step=batch.step)
 
     def _shown_leak(self) -> dict[str, float]:
         shown = {} if self._bounds is None else {"ledger_leak_auc": self._bounds.guarantee.max}
@@ -180,6 +195,12 @@ class ActiveRecorder:
     def _judge(self, last_epoch: int) -> None:
         for alarm in self._alarm.judge(last_epoch):
             self._alarms += 1
+            numbers = {
+                f"{alarm.layer}/{alarm.attack}": alarm.measured,
+                "margin": alarm.margin,
+                "guarantee": alarm.guarantee,
+            }
+            self._metrics.write("leak_alarm", numbers, epoch=last_epoch)
             logger.error(
                 "LEAK ALARM: up to epoch %d: %s at %s measures a leak AUC of %.3f (+- %.3f), above "
                 "the %.3f that the ledger guarantees for one answer: the charges of this defense "
@@ -187,3 +208,11 @@ class ActiveRecorder:
                 last_epoch,
                 *alarm,
             )
+
+
+def _epochs_to_count(settings: ActiveSettings) -> Iterable[int]:
+    """Return the epochs of which one batch's gradients are counted by class."""
+    chosen = settings.distributions
+    if chosen is None:
+        return ()
+    return spread_epochs(settings.contract.epochs) if chosen.epochs is None else chosen.epochs

@@ -87,6 +87,14 @@ class LeakGateSettings(Section):
     writes a line to the log, at most one per window."""
 
 
+class DistributionSettings(Section):
+    """At which steps to count gradients by their norm and direction, class by class."""
+
+    epochs: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    """Epochs, from 0, of which the first batch with enough examples of both classes is counted;
+    ``null`` for 0, 1, 2, 4, 8, ... and the last."""
+
+
 class ActiveSettings(PartySettings):
     """What the label owner sets, and shows to nobody."""
 
@@ -113,6 +121,10 @@ class ActiveSettings(PartySettings):
 
     leak_monitor: AuditSettings | None = AuditSettings()
     """Attacks that this party runs on its own defended gradients; ``null`` for none."""
+
+    distributions: DistributionSettings | None = DistributionSettings()
+    """Histograms of gradients before and after the defense, by class, in this party's own metrics
+    and report; ``null`` for none."""
 
     run_budget: RunBudget | None = None
     """What the run may tell of each label in all; ``null`` for no limit.

@@ -8,7 +8,8 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -39,7 +40,8 @@ class MetricsLog:
     """Writes ``metrics.jsonl``, one object per line, and the same numbers for TensorBoard.
 
     A line has ``time_s`` since the start, ``kind``, ``epoch``, ``step`` and the named numbers, null
-    where one is not finite. Any thread may write.
+    where one is not finite; a histogram's line has ``figure``, ``edges`` and ``counts`` instead.
+    Any thread may write.
     """
 
     def __init__(self, folder: Path, steps_per_epoch: int = 1) -> None:
@@ -92,8 +94,7 @@ class MetricsLog:
         for name, number in numbers.items():
             if not isinstance(number, int | float | None):
                 raise TypeError(f"{name}: expected a number, got {type(number).__name__}")
-        place = {"time_s": round(time.monotonic() - self._start, 6), "kind": kind}
-        place |= {"epoch": epoch, "step": step}
+        place = self._place(kind, epoch, step)
         finite = {name: finite_or_null(number) for name, number in numbers.items()}
         with self._lock:
             if self._file.closed:
@@ -101,6 +102,44 @@ class MetricsLog:
             try:
                 self._file.write(json.dumps(place | finite, allow_nan=False) + "\n")
                 self._chart(kind, finite, self._chart_step(epoch, step))
+            except OSError as error:
+                raise self._storage_error(error) from error
+
+    def write_histogram(
+        self,
+        figure: str,
+        edges: Sequence[float],
+        counts: Mapping[str, Sequence[int]],
+        *,
+        epoch: int,
+        step: int,
+    ) -> None:
+        """Write one line of kind ``histogram``, and one histogram per series for TensorBoard.
+
+        Args:
+            figure: what was counted.
+            edges: rising, one more than there are bins.
+            counts: series -> a count per bin.
+            epoch: counted from 0.
+            step: within the epoch, from 0.
+
+        Raises:
+            ValueError: a series has another number of counts than there are bins.
+            StorageError: the line cannot be written.
+        """
+        for name, series in counts.items():
+            if len(series) != len(edges) - 1:
+                raise ValueError(f"{name}: expected {len(edges) - 1} counts, got {len(series)}")
+        line = self._place("histogram", epoch, step) | {"figure": figure}
+        line |= {"edges": list(edges), "counts": {n: list(series) for n, series in counts.items()}}
+        with self._lock:
+            if self._file.closed:
+                return
+            try:
+                self._file.write(json.dumps(line, allow_nan=False) + "\n")
+                for name, series in counts.items():
+                    tag, at = f"{figure}/{name}", self._chart_step(epoch, step)
+                    self._chart_histogram(tag, edges, series, at)
             except OSError as error:
                 raise self._storage_error(error) from error
 
@@ -119,10 +158,30 @@ class MetricsLog:
             except OSError as error:
                 raise self._storage_error(error) from error
 
+    def _place(self, kind: str, epoch: int | None, step: int | None) -> dict[str, Any]:
+        time_s = round(time.monotonic() - self._start, 6)
+        return {"time_s": time_s, "kind": kind, "epoch": epoch, "step": step}
+
     def _chart(self, kind: str, numbers: Mapping[str, float | None], chart_step: int) -> None:
         for name, number in numbers.items():
             if number is not None:
                 self._charts.add_scalar(f"{kind}/{name}", number, chart_step)
+
+    def _chart_histogram(
+        self, tag: str, edges: Sequence[float], counts: Sequence[int], chart_step: int
+    ) -> None:
+        centres = [(low + high) / 2 for low, high in pairwise(edges)]
+        self._charts.add_histogram_raw(
+            tag,
+            min=edges[0],
+            max=edges[-1],
+            num=sum(counts),
+            sum=sum(n * x for n, x in zip(counts, centres, strict=True)),
+            sum_squares=sum(n * x * x for n, x in zip(counts, centres, strict=True)),
+            bucket_limits=list(edges[1:]),
+            bucket_counts=list(counts),
+            global_step=chart_step,
+        )
 
     def _chart_step(self, epoch: int | None, step: int | None) -> int:
         if epoch is None:

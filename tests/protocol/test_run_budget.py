@@ -216,6 +216,8 @@ def test_gradients_that_leak_more_than_they_were_charged_raise_an_alarm(
     summary = recorder.summary({})
     lies = recorder_class is LyingRecorder
     assert (summary["leak_alarms"] > 0) is lies
+    written = (tmp_path / "metrics.jsonl").read_text()
+    assert written.count('"kind": "leak_alarm"') == summary["leak_alarms"]
     assert ("LEAK ALARM" in caplog.text) is lies
 
 

@@ -72,6 +72,32 @@ def test_metrics_reach_tensorboard_on_one_axis(tmp_path: Path) -> None:
     assert points == {"train/loss": [(23, 0.5)], "test/auc": [(29, 0.75)]}
 
 
+def test_a_histogram_is_a_line_and_a_histogram_for_tensorboard(tmp_path: Path) -> None:
+    counts = {"before/positive": (1, 0, 3), "after/positive": (2, 2, 0)}
+    with MetricsLog(tmp_path, steps_per_epoch=10) as log:
+        log.write_histogram("cosine", (-1.0, -0.5, 0.0, 0.5), counts, epoch=2, step=3)
+        with pytest.raises(ValueError, match="expected 1 counts, got 2"):
+            log.write_histogram("cosine", (0.0, 1.0), {"before": (1, 1)}, epoch=0, step=0)
+    log.write_histogram("cosine", (0.0, 1.0), {"before": (1,)}, epoch=9, step=0)  # closed
+    (line,) = _lines(tmp_path)
+    assert isinstance(line.pop("time_s"), float)
+    assert line == {
+        "kind": "histogram",
+        "epoch": 2,
+        "step": 3,
+        "figure": "cosine",
+        "edges": [-1.0, -0.5, 0.0, 0.5],
+        "counts": {"before/positive": [1, 0, 3], "after/positive": [2, 2, 0]},
+    }
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert set(events.Tags()["histograms"]) == {"cosine/before/positive", "cosine/after/positive"}
+    (shown,) = events.Histograms("cosine/before/positive")
+    assert shown.step == 23
+    assert list(shown.histogram_value.bucket) == [1, 0, 3]
+    assert list(shown.histogram_value.bucket_limit) == [-0.5, 0.0, 0.5]
+    assert (shown.histogram_value.min, shown.histogram_value.num) == (-1.0, 4)
+
+
 @pytest.mark.parametrize("value", [torch.ones(3), [1.0], "0.5"])
 def test_what_is_not_a_plain_number_is_not_logged(tmp_path: Path, value: object) -> None:
     with MetricsLog(tmp_path) as log, pytest.raises(TypeError, match="scores: expected a number"):

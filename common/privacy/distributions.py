@@ -1,0 +1,123 @@
+"""Distributions of one batch's gradients: how far the classes lie apart before and after a defense.
+
+Two figures per example, as in Figure 2 of Li et al., "Label Leakage and Protection in Two-Party
+Split Learning" (ICLR 2022), for the raw gradients and for the defended ones:
+
+    log10_norm   log10 |g|
+    cosine       cos(g, m), m the mean raw gradient of the batch's positives
+
+The paper takes one random positive for m, which makes its figure depend on the draw. A positive's
+own gradient is left out of its m: a mean that holds the example itself finds a likeness in pure
+noise. After a defense m is still of raw gradients, as in the ``cosine`` attack.
+
+Bins have the same places in every batch and run, 0.05 wide, so that classes, sides of the defense
+and steps can be compared. What is left of an example is a count in a bin of its class.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BINS_PER_UNIT = 20
+"""A bin of ``log10_norm`` is a twentieth of a decade, about 12 %, and one of ``cosine`` 0.05."""
+
+MIN_PER_CLASS = 5
+"""Examples of each class below which counts would be a list of examples and no distribution."""
+
+_DECADES = 6
+"""What is smaller than the largest norm by more than these counts as if it were not."""
+
+
+class Histogram(NamedTuple):
+    """One figure of one batch: counts per bin, the bins shared by all series."""
+
+    figure: str
+    edges: tuple[float, ...]
+    """Rising, one more than there are bins."""
+
+    counts: Mapping[str, tuple[int, ...]]
+    """``<before|after>/<negative|positive>`` -> examples in each bin."""
+
+
+def gradient_distributions(
+    raw: Tensor, defended: Tensor, labels: Tensor
+) -> tuple[Histogram, Histogram] | None:
+    """Count norms and cosines of a batch by class, before and after the defense.
+
+    The counts are for the label owner's own files: they must not reach the peer, to whom they say
+    how many examples of a batch are positive, and how to tell them by their gradients.
+
+    Args:
+        raw: gradients before the defense, (batch, ...).
+        defended: the same examples' gradients after it, (batch, ...).
+        labels: 0 or 1, (batch,).
+
+    Returns:
+        ``log10_norm`` and ``cosine``; None where a class has fewer than ``MIN_PER_CLASS`` examples,
+        or all gradients are zero.
+    """
+    positive = labels.reshape(-1) == 1
+    if min(int(positive.sum()), int((~positive).sum())) < MIN_PER_CLASS:
+        return None
+    before = raw.detach().flatten(1).to(torch.float64)
+    after = defended.detach().flatten(1).to(torch.float64)
+    norms = {
+        "before": torch.linalg.vector_norm(before, dim=1),
+        "after": torch.linalg.vector_norm(after, dim=1),
+    }
+    largest = torch.stack([side.max() for side in norms.values()]).max()
+    if not largest > 0:
+        return None
+    reference = _mean_of_other_positives(before, positive)
+    log_norms = {
+        side: torch.log10(norm.clamp_min(largest * 10.0**-_DECADES)) for side, norm in norms.items()
+    }
+    cosines = {"before": _cosine(before, reference), "after": _cosine(after, reference)}
+    return (
+        _histogram("log10_norm", log_norms, positive),
+        _histogram("cosine", cosines, positive, -1, 1),
+    )
+
+
+def spread_epochs(num_epochs: int) -> frozenset[int]:
+    """Return the epochs to look at: 0, 1, 2, 4, 8, ... and the last, as most happens early."""
+    doubling = (2**power for power in range(num_epochs.bit_length()))
+    return frozenset({0, *doubling, num_epochs - 1} & set(range(num_epochs)))
+
+
+def _mean_of_other_positives(gradients: Tensor, positive: Tensor) -> Tensor:
+    """Return, for each example, the mean gradient of the positives without itself."""
+    total = gradients[positive].sum(dim=0)
+    weight = positive.to(gradients.dtype)[:, None]
+    return (total - weight * gradients) / (positive.sum() - weight)
+
+
+def _cosine(gradients: Tensor, reference: Tensor) -> Tensor:
+    """Return each row's cosine to its reference; 0 where either is zero."""
+    norms = torch.linalg.vector_norm(gradients, dim=1) * torch.linalg.vector_norm(reference, dim=1)
+    products = (gradients * reference).sum(dim=1)
+    return torch.where(norms > 0, products / norms, 0.0)
+
+
+def _histogram(
+    figure: str,
+    values: Mapping[str, Tensor],
+    positive: Tensor,
+    low: int | None = None,
+    high: int | None = None,
+) -> Histogram:
+    """Count values in bins that cover all of them, or reach from ``low`` to ``high``."""
+    bins = {side: (of_side * BINS_PER_UNIT).floor().long() for side, of_side in values.items()}
+    everything = torch.cat(list(bins.values()))
+    first = int(everything.min()) if low is None else low * BINS_PER_UNIT
+    last = int(everything.max()) if high is None else high * BINS_PER_UNIT - 1
+    counts = {}
+    for side, places in bins.items():
+        for name, chosen in (("negative", ~positive), ("positive", positive)):
+            inside = places[chosen].clamp(first, last) - first
+            counted = torch.bincount(inside, minlength=last - first + 1)
+            counts[f"{side}/{name}"] = tuple(counted.tolist())
+    edges = tuple(edge / BINS_PER_UNIT for edge in range(first, last + 2))
+    return Histogram(figure, edges, counts)

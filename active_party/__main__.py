@@ -32,6 +32,7 @@ from common.command_line import (
     report_check,
     save_resolved,
 )
+from common.contract import ACTIVE
 from common.errors import (
     BudgetExhausted,
     Interrupted,
@@ -42,9 +43,10 @@ from common.errors import (
 )
 from common.models.factory import build_top_model
 from common.party_data import PartyData
-from common.party_settings import check_insecure_address, load_party_settings
+from common.party_settings import load_party_settings
 from common.run_folder import open_run_folder, write_json_atomically
 from common.telemetry import configure_logging, print_summary
+from common.wire.endpoint import check_security
 
 logger = logging.getLogger("active_party")
 
@@ -102,8 +104,10 @@ def _run(parsed: argparse.Namespace) -> None:
     interruption = Interruption()
     interruption.install()
     settings = _load(parsed)
+    credentials = settings.credential_files(ACTIVE)
+    security = check_security(credentials, settings.listen, "listen")
+    logger.log(logging.WARNING if credentials is None else logging.INFO, "security: %s", security)
     _check_listen(settings)
-    logger.warning("security.mode is insecure: what travels is not encrypted")
     _check_noise_key(settings)
     device = prepare(settings)
     data = PartyData.load(settings.data, settings.base_dir)
@@ -118,7 +122,7 @@ def _run(parsed: argparse.Namespace) -> None:
     with ActiveRecorder(settings, folder) as recorder:
         session = build_session(settings, data, build_trainer, recorder, draw_nonce(settings))
         service = ActiveService(session, engine, settings.reconnect.deadline_s)
-        server = start_server(service, settings.contract, settings.listen)
+        server = start_server(service, settings.contract, settings.listen, credentials)
         logger.info("waiting for the passive party at %s", settings.listen)
         stopped: BudgetExhausted | LeakGateClosed | None = None
         try:
@@ -170,6 +174,10 @@ def _wait_for_end(
 def _check(parsed: argparse.Namespace) -> None:
     settings = _load(parsed)
 
+    def security() -> str:
+        found = check_security(settings.credential_files(ACTIVE), settings.listen, "listen")
+        return f"security: {found}"
+
     def address() -> str:
         _check_listen(settings)
         return f"listen: {settings.listen} is free"
@@ -190,7 +198,14 @@ def _check(parsed: argparse.Namespace) -> None:
         return f"data: {len(data.ids)} rows in {data.table.source}; the top model fits them"
 
     report_check(
-        settings, [address, lambda: f"device: {settings.torch_device()}", noise_key, data_and_model]
+        settings,
+        [
+            security,
+            address,
+            lambda: f"device: {settings.torch_device()}",
+            noise_key,
+            data_and_model,
+        ],
     )
 
 
@@ -232,7 +247,6 @@ def _try_to_report(run_dir: Path) -> None:
 
 def _check_listen(settings: ActiveSettings) -> None:
     # Before the run's folder is opened: a second start must not move a running one's results aside.
-    check_insecure_address(settings.listen, settings.security, "listen")
     host, _, port = settings.listen.rpartition(":")
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

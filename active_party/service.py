@@ -14,11 +14,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from active_party.session import ActiveSession
 from common.alignment import AlignmentEngine, StreamChannel, align
 from common.contract import Contract
-from common.errors import AlignmentError, OutOfStep, ProtocolError, SettingsError, SplitveilError
+from common.credentials import CredentialFiles
+from common.errors import AlignmentError, OutOfStep, ProtocolError, SplitveilError
 from common.wire.audit_codec import decode_question
-from common.wire.endpoint import SERVICE, channel_options
+from common.wire.endpoint import SERVICE, add_port, channel_options
 from common.wire.error_interceptor import ErrorInterceptor
 from common.wire.tensor_codec import TensorAssembler, TensorLimits, encode_tensor
+from common.wire.tls import PartyInterceptor
 from protos import split_learning_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -158,15 +160,27 @@ class ActiveService:
             yield message
 
 
-def start_server(service: ActiveService, contract: Contract, address: str) -> grpc.Server:
+def start_server(
+    service: ActiveService,
+    contract: Contract,
+    address: str,
+    credentials: CredentialFiles | None = None,
+) -> grpc.Server:
     """Serve at an address, together with the standard health service.
 
+    Args:
+        service: answers the calls.
+        contract: gives the limits, and lists who may call.
+        address: host and port.
+        credentials: this party's; without them it serves plain text, on loopback only.
+
     Raises:
-        SettingsError: the address is taken or not this machine's.
+        SettingsError: the address is taken, or not this machine's, or needs credentials.
     """
+    protection = [] if credentials is None else [PartyInterceptor(contract)]
     server = grpc.server(
         ThreadPoolExecutor(SERVER_THREADS, thread_name_prefix="grpc"),
-        interceptors=[ErrorInterceptor(service.on_error)],
+        interceptors=[*protection, ErrorInterceptor(service.on_error)],
         options=channel_options(contract),
         maximum_concurrent_rpcs=4 * SERVER_THREADS,
     )
@@ -187,10 +201,7 @@ def start_server(service: ActiveService, contract: Contract, address: str) -> gr
     health_servicer = health.HealthServicer()
     health_servicer.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    try:
-        server.add_insecure_port(address)
-    except RuntimeError as error:
-        raise SettingsError(f"listen: cannot serve at {address}: {error}") from error
+    add_port(server, address, credentials)
     server.start()
     return server
 

@@ -17,6 +17,16 @@ from common.settings import Section
 CutDtype = Literal["float32", "float16", "bfloat16"]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 
+DnsName = Annotated[
+    str,
+    StringConstraints(
+        to_lower=True, max_length=253, pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$"
+    ),
+]
+
+ACTIVE = "active"
+"""Name of the active party; the passive ones choose theirs."""
+
 DTYPE_BYTES: dict[CutDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -83,6 +93,11 @@ class Contract(Section):
     passive_parties: tuple[Name, ...] = Field(default=("passive",), min_length=1, max_length=1)
     """The passive parties, in the order of their cut layers."""
 
+    identities: dict[Name, DnsName] = Field(default_factory=dict)
+    """DNS name that each party's certificate carries, by the party's name; the active party's is
+    ``active``. By default the party's name before ``.splitveil``. It is compared with the
+    certificate only, and never looked up."""
+
     cut_shape: tuple[PositiveInt, ...] = Field(min_length=1, max_length=4)
     """Shape of one example's activation at the cut layer."""
 
@@ -115,6 +130,29 @@ class Contract(Section):
 
     audits_allowed: bool = False
     """Whether the passive party may ask the active party for the AUC of its scores."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_identities(cls, values: Any) -> Any:
+        # Filled in here, so that both parties' canonical forms name them all.
+        if not isinstance(values, dict):
+            return values
+        given, passive = values.get("identities", {}), values.get("passive_parties", ("passive",))
+        if not isinstance(given, dict) or not isinstance(passive, list | tuple):
+            return values
+        defaults = {str(name): f"{name}.splitveil" for name in (ACTIVE, *passive)}
+        return {**values, "identities": {**defaults, **given}}
+
+    @model_validator(mode="after")
+    def _every_party_has_an_identity_of_its_own(self) -> "Contract":
+        if ACTIVE in self.passive_parties:
+            raise ValueError(f"passive_parties: {ACTIVE!r} is the other party's name")
+        unknown = self.identities.keys() - {ACTIVE, *self.passive_parties}
+        if unknown:
+            raise ValueError(f"identities: there is no party {', '.join(sorted(unknown))}")
+        if len(set(self.identities.values())) < len(self.identities):
+            raise ValueError("identities: two parties have the same")
+        return self
 
     @property
     def cut_dim(self) -> int:

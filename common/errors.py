@@ -7,6 +7,7 @@
     |- AlignmentError              3   the intersection of the two parties' ids
     |- PeerError                   4   the other party
     |  |- PeerUnreachable              it is silent or gone
+    |  |- PeerUntrusted                one of the two does not believe who the other is
     |  |- PeerLeft                     it said that it stops
     |  `- ProtocolError                it broke a rule of the protocol
     |     |- InvalidMessage            a message that cannot be what it claims to be
@@ -70,6 +71,10 @@ class PeerError(SplitveilError):
 
 class PeerUnreachable(PeerError):
     """The other party is silent or gone."""
+
+
+class PeerUntrusted(PeerError):
+    """One of the parties does not accept the other's certificate, or its protection."""
 
 
 class PeerLeft(PeerError):

@@ -1,17 +1,15 @@
 """The settings that a party keeps to itself, as far as both kinds of party have them."""
 
-import ipaddress
 import os
-import re
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
-from pydantic import Field, StringConstraints
+from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from common.contract import Contract
+from common.credentials import CredentialFiles
 from common.data.settings import DataSettings
 from common.errors import SettingsError
 from common.models.settings import OptimizerSettings
@@ -20,15 +18,42 @@ from common.settings import Section, apply_overrides, read_yaml, validate
 Address = Annotated[str, StringConstraints(pattern=r"^\[?[A-Za-z0-9_.:-]+\]?:[0-9]{1,5}$")]
 
 
-class InsecureSecurity(Section):
-    """Plain text between the parties: for one machine or one private network, never beyond."""
+class MutualTls(Section):
+    """TLS 1.3 on which each party proves who it is; replaced files are read without a restart."""
+
+    mode: Literal["mtls"] = "mtls"
+
+    certificate: Path
+    """PEM file with this party's own certificate first. Its subject alternative name carries the
+    identity that the contract gives this party. Relative to this settings file, like the others."""
+
+    private_key: Path
+    """PEM file with its key, without a password; mode 0600 or stricter."""
+
+    authority: Path
+    """PEM file with the certificates of those who may have signed the peer's certificate."""
+
+
+class Insecure(Section):
+    """Plain text between the parties: for two processes of one machine, never beyond."""
 
     mode: Literal["insecure"]
-    """There is no default: leaving the wire unprotected has to be asked for by name."""
+    """Leaving the wire unprotected has to be asked for by name, and both ends be on loopback."""
 
 
-SecuritySettings = InsecureSecurity
-# Becomes a union discriminated by `mode` with the next mode that is added.
+def _mode_of(value: object) -> object:
+    mode = value.get("mode", "mtls") if isinstance(value, dict) else getattr(value, "mode", None)
+    return mode if mode in {"mtls", "insecure"} else None
+
+
+SecuritySettings = Annotated[
+    Annotated[MutualTls, Tag("mtls")] | Annotated[Insecure, Tag("insecure")],
+    Discriminator(
+        _mode_of,
+        custom_error_type="security_mode",
+        custom_error_message="expected mode mtls or insecure",
+    ),
+]
 
 
 class ReconnectSettings(Section):
@@ -102,6 +127,23 @@ class PartySettings(Section):
             )
         return device
 
+    def credential_files(self, party: str) -> CredentialFiles | None:
+        """Return this party's certificate, key and authority; None for an insecure connection.
+
+        Args:
+            party: this party's name in the contract.
+        """
+        match self.security:
+            case MutualTls() as tls:
+                return CredentialFiles(
+                    self.base_dir / tls.certificate,
+                    self.base_dir / tls.private_key,
+                    self.base_dir / tls.authority,
+                    self.contract.identities[party],
+                )
+            case Insecure():
+                return None
+
     def cores(self) -> int:
         """Return the number of cores that this party computes on."""
         return self.torch_threads or len(os.sched_getaffinity(0))
@@ -158,25 +200,3 @@ def _load_contract(
     except SettingsError as error:
         return None, list(error.problems)
     return None, [f"{settings_path}: contract: expected the path of the contract's file"]
-
-
-def check_insecure_address(address: str, security: SecuritySettings, setting: str) -> None:
-    """Refuse a plain-text connection that could leave this machine or its private network.
-
-    Raises:
-        SettingsError: the host cannot be resolved, or one of its addresses is public or a wildcard.
-    """
-    if security.mode != "insecure":
-        return
-    host, _, port = address.rpartition(":")
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise SettingsError(f"{setting}: {host!r} cannot be resolved: {error}") from error
-    for *_, socket_address in found:
-        ip = ipaddress.ip_address(re.sub("%.*", "", str(socket_address[0])))
-        if ip.is_unspecified or not (ip.is_loopback or ip.is_private):
-            raise SettingsError(
-                f"{setting}: {address} is not on loopback or a private network, and "
-                f"security.mode is insecure: nothing would protect what travels there"
-            )

@@ -1,1 +1,3 @@
 """The feature owner: bottom model, adversary, gRPC client."""
+
+import common  # noqa: F401 (before gRPC)

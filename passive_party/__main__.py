@@ -6,9 +6,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-import grpc
 import numpy as np
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.alignment import AlignmentResources, build_engine
 from common.checkpoint import save_model
@@ -22,13 +20,13 @@ from common.command_line import (
     report_check,
     save_resolved,
 )
-from common.errors import SettingsError
+from common.errors import PeerUnreachable, SettingsError
 from common.models.factory import build_bottom_model
 from common.party_data import PartyData
-from common.party_settings import check_insecure_address, load_party_settings
+from common.party_settings import load_party_settings
 from common.run_folder import open_run_folder, write_json_atomically
 from common.telemetry import configure_logging, print_summary
-from common.wire.endpoint import SERVICE
+from common.wire.endpoint import check_security
 from passive_party.assembly import TrainerBuilder
 from passive_party.grpc_peer import GrpcPeer
 from passive_party.recorder import PassiveRecorder
@@ -54,8 +52,9 @@ def _run(parsed: argparse.Namespace) -> None:
     interruption = Interruption()
     interruption.install()
     settings = _load(parsed)
-    check_insecure_address(settings.connect, settings.security, "connect")
-    logger.warning("security.mode is insecure: what travels is not encrypted")
+    credentials = settings.credential_files(settings.party)
+    security = check_security(credentials, settings.connect, "connect")
+    logger.log(logging.WARNING if credentials is None else logging.INFO, "security: %s", security)
     device = prepare(settings)
     data = PartyData.load(settings.data, settings.base_dir)
     logger.info("%d rows read from %s", len(data.ids), data.table.source)
@@ -81,7 +80,7 @@ def _run(parsed: argparse.Namespace) -> None:
         )
         try:
             with GrpcPeer(
-                settings.connect, settings.contract, settings.reconnect, interruption
+                settings.connect, settings.contract, settings.reconnect, interruption, credentials
             ) as peer:
                 run.run(peer)
         finally:
@@ -103,8 +102,11 @@ def _evaluation_labels(settings: PassiveSettings) -> PartyData | None:
 def _check(parsed: argparse.Namespace) -> None:
     settings = _load(parsed)
 
+    def security() -> str:
+        credentials = settings.credential_files(settings.party)
+        return f"security: {check_security(credentials, settings.connect, 'connect')}"
+
     def address() -> str:
-        check_insecure_address(settings.connect, settings.security, "connect")
         return f"connect: {_peer_state(settings)}"
 
     def data_and_model() -> str:
@@ -125,19 +127,27 @@ def _check(parsed: argparse.Namespace) -> None:
         return f"evaluation labels: {'none' if found is None else found.table.source}"
 
     report_check(
-        settings, [address, lambda: f"device: {settings.torch_device()}", data_and_model, labels]
+        settings,
+        [
+            security,
+            address,
+            lambda: f"device: {settings.torch_device()}",
+            data_and_model,
+            labels,
+        ],
     )
 
 
 def _peer_state(settings: PassiveSettings) -> str:
-    with grpc.insecure_channel(settings.connect) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
+    credentials = settings.credential_files(settings.party)
+    with GrpcPeer(
+        settings.connect, settings.contract, settings.reconnect, credentials=credentials
+    ) as peer:
         try:
-            reply = health.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=3)
-        except grpc.RpcError:
+            ready = peer.is_ready()
+        except PeerUnreachable:
             return f"no active party answers at {settings.connect} now; a run would wait for it"
-    serving = reply.status == health_pb2.HealthCheckResponse.SERVING
-    return f"the active party at {settings.connect} is {'ready' if serving else 'not ready'}"
+    return f"the active party at {settings.connect} is {'ready' if ready else 'not ready'}"
 
 
 if __name__ == "__main__":

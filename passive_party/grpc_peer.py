@@ -10,13 +10,15 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.alignment import AlignChannel, StreamChannel
 from common.contract import Contract
+from common.credentials import CredentialFiles
 from common.errors import Interrupted, InvalidMessage, PeerUnreachable, SplitveilError
 from common.party_settings import ReconnectSettings
 from common.wire.audit_codec import AuditQuestion, encode_question
-from common.wire.endpoint import HANDSHAKE_TIMEOUT_S, channel_options, method_path
+from common.wire.endpoint import HANDSHAKE_TIMEOUT_S, SERVICE, method_path, open_channel
 from common.wire.status import error_from
 from common.wire.tensor_codec import TensorAssembler, TensorLimits, TensorMessage, encode_tensor
 from passive_party.peer import Opening
@@ -25,6 +27,7 @@ from protos import split_learning_pb2 as pb
 logger = logging.getLogger(__name__)
 
 FAREWELL_S = 2.0
+HEALTH_TIMEOUT_S = 3.0
 
 ResultT = TypeVar("ResultT")
 Interruption = Callable[[], int | None]
@@ -38,6 +41,7 @@ class GrpcPeer:
         contract: gives limits and formats.
         reconnect: how long to try, and how long one answer may take.
         interruption: returns the signal that asks this party to stop, once there is one.
+        credentials: this party's; without them plain text is spoken, on loopback only.
     """
 
     def __init__(
@@ -46,12 +50,16 @@ class GrpcPeer:
         contract: Contract,
         reconnect: ReconnectSettings,
         interruption: Interruption = lambda: None,
+        credentials: CredentialFiles | None = None,
     ) -> None:
         self._address = address
+        self._contract = contract
         self._limits = TensorLimits.of(contract)
         self._reconnect = reconnect
         self._interruption = interruption
-        self._channel = grpc.insecure_channel(address, channel_options(contract))
+        self._files = credentials
+        self._shown = None if credentials is None else credentials.current()
+        self._channel = open_channel(address, contract, self._shown)
         self._train: _Stream | None = None
         self._evaluate: _Stream | None = None
         self._align: Any = None
@@ -91,6 +99,20 @@ class GrpcPeer:
         if not 0 < len(reply.run_id) <= 64:
             raise InvalidMessage("the handshake's reply names no run")
         return Opening(reply.run_id, reply.contract_digest, reply.nonce)
+
+    def is_ready(self) -> bool:
+        """Ask once whether the active party serves.
+
+        Raises:
+            PeerError: nobody answers, or not somebody whom this party believes.
+        """
+        try:
+            reply = health_pb2_grpc.HealthStub(self._channel).Check(
+                health_pb2.HealthCheckRequest(service=SERVICE), timeout=HEALTH_TIMEOUT_S
+            )
+        except grpc.RpcError as error:
+            raise _error_of(error) from error
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
     def open_alignment(self) -> AlignChannel:
         """Open the alignment stream."""
@@ -205,8 +227,22 @@ class GrpcPeer:
                         f"{self._address} has not answered for {self._reconnect.max_s:g} s "
                         f"(reconnect.max_s)"
                     ) from error
+            self._renew_channel()
             self._sleep(min(wait_s * random.uniform(0.5, 1.0), left_s))
             wait_s = min(2 * wait_s, self._reconnect.longest_wait_s)
+
+    def _renew_channel(self) -> None:
+        """Connect with the certificate as it is now: a channel keeps the one it was made with."""
+        now = None if self._files is None else self._files.current()
+        if now is self._shown:
+            return
+        for stream in (self._train, self._evaluate):
+            if stream is not None:
+                stream.drop()
+        self._train = self._evaluate = None
+        self._channel.close()
+        self._shown = now
+        self._channel = open_channel(self._address, self._contract, now)
 
     def _sleep(self, wait_s: float) -> None:
         until = time.monotonic() + wait_s

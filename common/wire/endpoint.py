@@ -1,6 +1,15 @@
-"""Names and channel options that both ends of the connection must agree on."""
+"""How either end of the connection is made: names, options, and TLS unless it was declined."""
 
-from common.contract import Contract
+import ipaddress
+import re
+import socket
+
+import grpc
+
+from common.contract import ACTIVE, Contract
+from common.credentials import CredentialFiles, Credentials, describe
+from common.errors import SettingsError
+from common.wire.tls import channel_credentials, server_credentials
 
 SERVICE = "splitveil.v1.SplitLearning"
 
@@ -10,6 +19,84 @@ HANDSHAKE_TIMEOUT_S = 20.0
 def method_path(method: str) -> str:
     """Return the full name of an RPC, as gRPC wants it."""
     return f"/{SERVICE}/{method}"
+
+
+def open_channel(address: str, contract: Contract, credentials: Credentials | None) -> grpc.Channel:
+    """Return a channel to the active party; it connects with the first call.
+
+    Args:
+        address: host and port.
+        contract: gives the limits, and the name that the active party's certificate must carry.
+        credentials: this party's; None for plain text, which never leaves the machine.
+
+    Raises:
+        SettingsError: no credentials, and the address is beyond loopback.
+    """
+    options: list[tuple[str, int | str]] = [*channel_options(contract)]
+    if credentials is None:
+        refuse_plain_text_beyond_loopback(address, "connect")
+        return grpc.insecure_channel(address, options)
+    # TLS then compares the certificate with this name, and not with the host of the address.
+    options.append(("grpc.ssl_target_name_override", contract.identities[ACTIVE]))
+    return grpc.secure_channel(address, channel_credentials(credentials), options)
+
+
+def add_port(server: grpc.Server, address: str, files: CredentialFiles | None) -> None:
+    """Let a server listen, and demand a certificate of whoever connects.
+
+    Args:
+        server: not yet started.
+        address: host and port.
+        files: this party's credentials; None for plain text, which never leaves the machine.
+
+    Raises:
+        SettingsError: the address is taken, or not this machine's, or needs credentials.
+    """
+    if files is None:
+        refuse_plain_text_beyond_loopback(address, "listen")
+    try:
+        if files is None:
+            server.add_insecure_port(address)
+        else:
+            server.add_secure_port(address, server_credentials(files))
+    except RuntimeError as error:
+        raise SettingsError(f"listen: cannot serve at {address}: {error}") from error
+
+
+def check_security(files: CredentialFiles | None, address: str, setting: str) -> str:
+    """Return in words what protects the connection.
+
+    Args:
+        files: this party's credentials; None for plain text.
+        address: host and port, on whichever side.
+        setting: name of the address in the settings.
+
+    Raises:
+        SettingsError: the credentials cannot be used, or there are none and the address needs them.
+    """
+    if files is not None:
+        return f"mtls as {describe(files.current())}"
+    refuse_plain_text_beyond_loopback(address, setting)
+    return "insecure: what travels is not encrypted"
+
+
+def refuse_plain_text_beyond_loopback(address: str, setting: str) -> None:
+    """Refuse an address that another machine could reach, or be reached at.
+
+    Raises:
+        SettingsError: the host cannot be resolved, or not to loopback addresses only.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise SettingsError(f"{setting}: {host!r} cannot be resolved: {error}") from error
+    for *_, socket_address in found:
+        if not ipaddress.ip_address(re.sub("%.*", "", str(socket_address[0]))).is_loopback:
+            raise SettingsError(
+                f"{setting}: {address} is not on loopback, and security.mode is insecure: nothing "
+                f"would protect what travels there; use security.mode mtls"
+            )
 
 
 def channel_options(contract: Contract) -> list[tuple[str, int]]:

@@ -19,6 +19,7 @@ from common.errors import (
     PeerError,
     PeerLeft,
     PeerUnreachable,
+    PeerUntrusted,
     ProtocolError,
     SplitveilError,
     TooLarge,
@@ -81,6 +82,9 @@ _SENT: tuple[tuple[type[Exception], PeerStatus], ...] = (
     ),
 )
 
+UNTRUSTED = PeerStatus(grpc.StatusCode.UNAUTHENTICATED, "untrusted: not accepted")
+"""What a peer is told whose certificate is genuine, and not that of a party to the contract."""
+
 _INTERNAL = PeerStatus(grpc.StatusCode.INTERNAL, "internal: this party has a fault of its own")
 
 # The code words of statuses that end this party's run, and what they become on the other side.
@@ -89,11 +93,35 @@ _RECEIVED: dict[str, tuple[type[SplitveilError], str]] = {
     "too-large": (ProtocolError, "the peer found a message of this party too large"),
     "out-of-step": (ProtocolError, "the peer is at another run, epoch, step or other rows"),
     "audit-refused": (AuditRefused, "the peer measures no scores in this run"),
+    "untrusted": (PeerUntrusted, "the peer does not accept this party's certificate"),
     "alignment-failed": (AlignmentError, "the peer found no usable intersection of the ids"),
     "interrupted": (PeerLeft, "the peer was stopped by a person or a supervisor"),
     "stopped": (PeerLeft, "the peer cannot go on; its own log says why"),
     "internal": (PeerError, "the peer has a fault of its own; its own log says which"),
 }
+
+# What gRPC says of a connection that will never be made, and what it means: waiting is no use.
+_NOT_TO_BE: tuple[tuple[str, str], ...] = (
+    (
+        "Hostname Verification Check failed",
+        "the peer's certificate does not carry the active party's name (contract.identities)",
+    ),
+    (
+        "certificate has expired",
+        "the peer's certificate has expired, or this machine's clock is wrong",
+    ),
+    (
+        "certificate is not yet valid",
+        "the peer's certificate does not hold yet, or this machine's clock is wrong",
+    ),
+    (
+        "CERTIFICATE_VERIFY_FAILED",
+        "the peer's certificate is signed by nobody in security.authority",
+    ),
+    ("WRONG_VERSION_NUMBER", "the peer answers without TLS"),
+    ("ALERT_HANDSHAKE_FAILURE", "the peer does not speak TLS 1.3"),
+    ("ALERT_PROTOCOL_VERSION", "the peer does not speak TLS 1.3"),
+)
 
 # Statuses of a connection that is down or a server that is not yet up: worth another attempt.
 _PASSING = frozenset(
@@ -130,8 +158,23 @@ def error_from(code: grpc.StatusCode, details: str | None) -> SplitveilError:
     if word in _RECEIVED:
         kind, sentence = _RECEIVED[word]
         return kind(sentence)
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return _error_without_connection(details or "")
     if code in _PASSING:
         return PeerUnreachable(f"no connection to the peer ({code.name})")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return TooLarge("a message is beyond the connection's limits")
     return PeerError(f"the peer refused a call ({code.name})")
+
+
+def _error_without_connection(details: str) -> PeerError:
+    for words, meaning in _NOT_TO_BE:
+        if words in details:
+            return PeerUntrusted(meaning)
+    if "failed to connect" in details and "Socket closed" in details:
+        # Whoever refuses a certificate, or wants one, says nothing else.
+        return PeerUnreachable(
+            "no connection to the peer (it hangs up: it may refuse this party's certificate, or "
+            "want TLS; its own log says more)"
+        )
+    return PeerUnreachable("no connection to the peer (UNAVAILABLE)")

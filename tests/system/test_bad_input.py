@@ -229,8 +229,8 @@ def test_settings_that_cannot_be_used_are_named_all_at_once(tmp_path: Path) -> N
             ],
         ),
         (unprotected, ["active.yaml: security: Field required"]),
-        (public, ["connect: 8.8.8.8:1 is not on loopback or a private network"]),
-        (everywhere, ["listen: 0.0.0.0:1 is not on loopback or a private network"]),
+        (public, ["connect: 8.8.8.8:1 is not on loopback, and security.mode is insecure"]),
+        (everywhere, ["listen: 0.0.0.0:1 is not on loopback, and security.mode is insecure"]),
     ):
         assert ended.exit_code == 2, ended.output
         assert all(text in ended.output for text in texts), ended.output

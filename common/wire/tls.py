@@ -1,0 +1,134 @@
+"""Mutual TLS as gRPC does it, and who may call once the certificate is known to be genuine."""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import grpc
+
+import common
+from common.contract import Contract
+from common.credentials import CredentialFiles, Credentials, printable
+from common.errors import SettingsError
+from common.wire.status import UNTRUSTED
+from protos import split_learning_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    # grpcio's own class takes no type arguments at run time, only its type stubs do.
+    _Handler = grpc.RpcMethodHandler[Any, Any]
+
+_Shown = Mapping[str, Sequence[bytes]]
+
+_KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+_MAX_REMEMBERED = 1000
+
+
+def channel_credentials(credentials: Credentials) -> grpc.ChannelCredentials:
+    """Return what a client shows and believes."""
+    _refuse_unless_tls_1_3()
+    return grpc.ssl_channel_credentials(
+        credentials.authority, credentials.private_key, credentials.certificate
+    )
+
+
+def server_credentials(files: CredentialFiles) -> grpc.ServerCredentials:
+    """Return what a server shows and believes; looked up again for every new connection.
+
+    Raises:
+        SettingsError: the files cannot be used.
+    """
+    _refuse_unless_tls_1_3()
+    served = files.current()
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal served
+        now = files.current()
+        if now is served:
+            return None
+        served = now
+        return _configuration(now)
+
+    # None means unchanged, of which grpcio's stubs know nothing.
+    fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", changed)
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(served), fetch, require_client_authentication=True
+    )
+
+
+def _configuration(credentials: Credentials) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(credentials.private_key, credentials.certificate)], credentials.authority
+    )
+
+
+def _refuse_unless_tls_1_3() -> None:
+    if not common.TLS_1_2_IS_SHUT_OUT:
+        raise SettingsError(
+            "gRPC was imported before splitveil and would agree to TLS 1.2: "
+            "import active_party, passive_party or common first"
+        )
+
+
+class PartyInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ignore]
+    """Lets the contract's passive parties in, and nobody else whom the authority has certified.
+
+    It has to be a server's first interceptor: whoever is refused is told a fixed sentence, reaches
+    no handler, and leaves one line in the log for each connection.
+
+    Args:
+        contract: lists the passive parties and their identities.
+    """
+
+    def __init__(self, contract: Contract) -> None:
+        self._parties = {contract.identities[name]: name for name in contract.passive_parties}
+        self._told: set[str] = set()
+        self._lock = threading.Lock()
+
+    def intercept_service(
+        self,
+        continuation: "Callable[[grpc.HandlerCallDetails], _Handler | None]",
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "_Handler | None":
+        """Put the check before the handler of a call."""
+        handler: Any = continuation(handler_call_details)
+        if handler is None:
+            return None
+        kind = next(kind for kind in _KINDS if getattr(handler, kind) is not None)
+        guarded: _Handler = handler._replace(**{kind: self._guarded(getattr(handler, kind))})
+        return guarded
+
+    def _guarded(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(request: Any, context: grpc.ServicerContext) -> Any:
+            # grpcio's stubs say bytes where lists of bytes come.
+            shown = cast("_Shown", context.auth_context())
+            party = self._party_of(shown)
+            claimed = request.party if isinstance(request, pb.HandshakeRequest) else party
+            if party is None or claimed != party:
+                self._tell(shown, context.peer(), party)
+                context.abort(UNTRUSTED.code, UNTRUSTED.details)
+            return behaviour(request, context)
+
+        return guarded
+
+    def _party_of(self, shown: _Shown) -> str | None:
+        names = {name.decode(errors="replace").lower() for name in shown.get("peer_dns", [])}
+        parties = {self._parties[name] for name in names & self._parties.keys()}
+        return parties.pop() if len(parties) == 1 else None
+
+    def _tell(self, shown: _Shown, peer: str, party: str | None) -> None:
+        with self._lock:
+            if peer in self._told:
+                return
+            if len(self._told) >= _MAX_REMEMBERED:
+                self._told.clear()
+            self._told.add(peer)
+        subject = b", ".join(shown.get("x509_subject", [])).decode(errors="replace")
+        reason = (
+            "it carries the name of no passive party of the contract"
+            if party is None
+            else f"it is {party}'s, and the handshake names another party"
+        )
+        logger.warning("refused %s with certificate %s: %s", peer, printable(subject), reason)

@@ -86,10 +86,10 @@ class ActiveRecorder:
         numbers = {"loss": loss, "noise_power": result.report.noise_power}
         self._metrics.write("train", numbers, epoch=batch.epoch, step=batch.step)
         self._alarm.note_charge(batch.epoch, result.report.charge.sum_kl)
-        if self._leaks is not None:
-            # The oracle's reference is the clean gradient: the strongest reading of the attack.
+        if self._leaks is not None and self._settings.leak_monitor is not None:
             sent, clean = {"cut": result.defended}, {"cut": result.raw}
-            self._leaks.submit(batch, sent, result.labels, clean)
+            told = clean if self._settings.leak_monitor.reference == "clean" else sent
+            self._leaks.submit(batch, sent, result.labels, told)
         self._count_gradients(batch, result)
         if self._progress is not None:
             self._progress.advance(loss=loss, **self._shown_leak())

@@ -9,7 +9,7 @@ from active_party.defenses import DefenseSettings
 from active_party.defenses.sum_kl import sum_kl_for_leak_auc
 from common.models.settings import ModelSettings
 from common.party_settings import Address, PartySettings
-from common.privacy.attacks import ATTACKS, BatchAttackName
+from common.privacy.attacks import ATTACKS, BatchAttackName, SideInformation
 from common.privacy.settings import AuditSettings
 from common.settings import Section, only_key
 
@@ -95,6 +95,32 @@ class DistributionSettings(Section):
     ``null`` for 0, 1, 2, 4, 8, ... and the last."""
 
 
+class LeakMonitorSettings(AuditSettings):
+    """The attacks that this party runs on the gradients it sends, to know what they leak."""
+
+    reference: Literal["clean", "sent"] = "clean"
+    """Which gradient of a positive the cosine attack is told.
+
+    ``clean``, as it was before the defense, is the stronger reading: it carries no noise, so that
+    the figure holds for an attacker who knows more than this party ever sends. ``sent``, as it
+    leaves, is what the passive party's own adversary takes: then both sides' figures are equal.
+    """
+
+    @model_validator(mode="after")
+    def _reads_gradients_alone(self) -> "LeakMonitorSettings":
+        refused = [
+            name
+            for name, attack in ATTACKS.items()
+            if name in self.attacks and SideInformation.ACTIVATIONS in attack.needs
+        ]
+        if refused:
+            raise ValueError(
+                f"{', '.join(refused)}: the leak monitor looks at gradients alone; the passive "
+                "party's adversary measures it"
+            )
+        return self
+
+
 class ActiveSettings(PartySettings):
     """What the label owner sets, and shows to nobody."""
 
@@ -119,7 +145,7 @@ class ActiveSettings(PartySettings):
     another strength, what they tell adds up. Whoever reads this file subtracts the noise.
     """
 
-    leak_monitor: AuditSettings | None = AuditSettings()
+    leak_monitor: LeakMonitorSettings | None = LeakMonitorSettings()
     """Attacks that this party runs on its own defended gradients; ``null`` for none."""
 
     distributions: DistributionSettings | None = DistributionSettings()

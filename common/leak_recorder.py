@@ -78,6 +78,7 @@ class LeakRecorder:
         gradients: Mapping[str, Tensor],
         labels: Tensor,
         clean: Mapping[str, Tensor] | None = None,
+        activations: Tensor | None = None,
     ) -> None:
         """Hand over the gradients of one batch without waiting.
 
@@ -87,6 +88,7 @@ class LeakRecorder:
             labels: (batch,).
             clean: layer -> gradients before the defense, from which the oracle takes a positive's;
                 without them it takes one of ``gradients``.
+            activations: of the cut layer, (batch, ...), for the attacks that use them.
 
         Raises:
             StorageError: a line of an earlier batch could not be written.
@@ -102,7 +104,15 @@ class LeakRecorder:
         positions = torch.from_numpy(batch.positions.copy())
         self._worker.submit(
             Observation(
-                batch.epoch, batch.step, gradients, labels, references, row, positions, hints
+                batch.epoch,
+                batch.step,
+                gradients,
+                labels,
+                references,
+                row,
+                positions,
+                hints,
+                activations,
             )
         )
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from common.privacy.accumulation import AccumulatedScores, ContinuousSign, standardised
 from common.privacy.attacks import (
     ATTACKS,
+    CUT,
     AttackName,
     Knowledge,
     top_direction,
@@ -67,7 +68,8 @@ class LabelFreeAudit:
         if observation.positions is None or not self.wants(observation.step):
             return
         for layer, gradients in observation.gradients.items():
-            for attack, scores in self._score(layer, gradients.detach()).items():
+            knowledge = Knowledge(activations=observation.activations)
+            for attack, scores in self._score(layer, gradients.detach(), knowledge).items():
                 with self._lock:
                     if (layer, attack) not in self._sums:
                         self._sums[layer, attack] = AccumulatedScores(self._num_examples)
@@ -120,7 +122,9 @@ class LabelFreeAudit:
             self._sums, self._signs = sums, signs
             self.left_out = state["left_out"]
 
-    def _score(self, layer: str, gradients: Tensor) -> Mapping[AttackName, Tensor]:
+    def _score(
+        self, layer: str, gradients: Tensor, knowledge: Knowledge
+    ) -> Mapping[AttackName, Tensor]:
         scores: dict[AttackName, Tensor] = {}
         if {"spectral", "accumulated_spectral"} & set(self._attacks):
             top = top_direction(gradients)
@@ -128,6 +132,7 @@ class LabelFreeAudit:
             scores["spectral"] = turned_by_skewness(top.projections)
             scores["accumulated_spectral"] = sign.turn(top)
         for name, attack in ATTACKS.items():
-            if name in self._attacks and name not in scores:
-                scores[name] = attack.score(gradients, Knowledge())
-        return {name: scores[name] for name in self._attacks}
+            at_this_layer = layer == CUT or attack.reads_gradients
+            if name in self._attacks and name not in scores and at_this_layer:
+                scores[name] = attack.score(gradients, knowledge)
+        return {name: scores[name] for name in self._attacks if name in scores}

@@ -99,7 +99,7 @@ class PassiveRecorder:
     ) -> None:
         """Hand the gradients to the adversary."""
         self._steps += 1
-        self._attack(batch, received, layers)
+        self._attack(batch, sent, received, layers)
         if self._progress is not None:
             self._progress.advance(**(self._leaks.shown() if self._leaks is not None else {}))
 
@@ -189,7 +189,9 @@ class PassiveRecorder:
         except Exception:
             logger.exception("the attacks for the audit failed on some batches")
 
-    def _attack(self, batch: Batch, received: Tensor, layers: dict[str, Tensor]) -> None:
+    def _attack(
+        self, batch: Batch, sent: Tensor, received: Tensor, layers: dict[str, Tensor]
+    ) -> None:
         if self._settings.adversary is None or (self._leaks is None and self._worker is None):
             return
         chosen = self._settings.adversary.layers
@@ -198,10 +200,17 @@ class PassiveRecorder:
         if self._worker is not None:
             no_labels = torch.empty(0)
             self._worker.submit(
-                Observation(batch.epoch, batch.step, gradients, no_labels, positions=positions)
+                Observation(
+                    batch.epoch,
+                    batch.step,
+                    gradients,
+                    no_labels,
+                    positions=positions,
+                    activations=sent,
+                )
             )
         if self._leaks is None or self._labels is None:
             return
         labels = self._labels[positions]
         # This side has no clean gradient: its reference is a positive's gradient as received.
-        self._leaks.submit(batch, gradients, labels)
+        self._leaks.submit(batch, gradients, labels, activations=sent)

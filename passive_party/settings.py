@@ -5,6 +5,7 @@ from pydantic import Field, model_validator
 from common.data.settings import DataSettings
 from common.models.settings import ModelSettings
 from common.party_settings import Address, PartySettings
+from common.privacy.attacks import ATTACKS, CUT
 from common.privacy.label_free import LABEL_FREE
 from common.privacy.settings import AuditSettings
 
@@ -27,6 +28,17 @@ class AdversarySettings(AuditSettings):
     def _can_be_audited(self) -> "AdversarySettings":
         if self.audit and not set(self.attacks) & set(LABEL_FREE):
             raise ValueError(f"audit: attacks names none of {', '.join(LABEL_FREE)}")
+        return self
+
+    @model_validator(mode="after")
+    def _activations_are_of_the_cut(self) -> "AdversarySettings":
+        unread = [
+            name
+            for name, attack in ATTACKS.items()
+            if name in self.attacks and not attack.reads_gradients
+        ]
+        if unread and CUT not in self.layers:
+            raise ValueError(f"{', '.join(unread)}: measured at the cut; name it in layers")
         return self
 
     @model_validator(mode="after")

@@ -63,6 +63,9 @@ RunAttackName: TypeAlias = Literal[
 
 AttackName: TypeAlias = Literal[BatchAttackName, RunAttackName]
 
+CUT = "cut"
+"""Name of the layer at which the gradients arrive."""
+
 _MAX_VOTERS = 2048
 _NEGLIGIBLE = 1e-10
 """What is left of a gradient below this part of the batch's largest entry is rounding."""
@@ -106,6 +109,8 @@ class Attack(NamedTuple):
     score: Callable[[Tensor, Knowledge], Tensor]
     needs: frozenset[SideInformation]
     num_hints: int = 0
+    reads_gradients: bool = True
+    """Otherwise it finds the same at every layer."""
 
 
 class TopDirection(NamedTuple):
@@ -433,7 +438,9 @@ ATTACKS: Mapping[BatchAttackName, Attack] = MappingProxyType(
         "spectral": Attack(lambda gradients, _: spectral(gradients), _MINORITY),
         "regress_out": Attack(_score_regress_out, _MINORITY | {SideInformation.ACTIVATIONS}),
         "activation_spectral": Attack(
-            _score_activations, _MINORITY | {SideInformation.ACTIVATIONS}
+            _score_activations,
+            _MINORITY | {SideInformation.ACTIVATIONS},
+            reads_gradients=False,
         ),
     }
 )

@@ -26,6 +26,7 @@ from torch import Tensor
 from common.privacy.accumulation import SOURCES, standardised
 from common.privacy.attacks import (
     ATTACKS,
+    CUT,
     Attack,
     AttackName,
     BatchAttackName,
@@ -64,8 +65,8 @@ class Observation:
     hint_rows: tuple[int, ...] = ()
     """Rows of positives that hint attacks know; they are left out of those attacks' AUC."""
     activations: Tensor | None = None
-    """The party's own activations, (batch, ...); without them, attacks that use them are not
-    measured."""
+    """The passive party's, at the cut layer, (batch, ...); without them, attacks that use them are
+    not measured."""
 
 
 class BatchLeak(NamedTuple):
@@ -330,6 +331,8 @@ class LeakAudit:
         left_out: dict[BatchAttackName, tuple[int, ...]] = {}
         for name in self._scored:
             attack = ATTACKS[name]
+            if layer != CUT and not attack.reads_gradients:
+                continue
             if name == "spectral" and top is not None:
                 scores[name] = turned_by_skewness(top.projections)
             elif SideInformation.CLASSES in attack.needs:

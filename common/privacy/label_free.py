@@ -6,7 +6,7 @@ LABEL_FREE: tuple[AttackName, ...] = (
     *(
         name
         for name, attack in ATTACKS.items()
-        if attack.needs <= {SideInformation.POSITIVES_ARE_FEWER}
+        if attack.needs <= {SideInformation.POSITIVES_ARE_FEWER, SideInformation.ACTIVATIONS}
     ),
     "accumulated_spectral",
 )

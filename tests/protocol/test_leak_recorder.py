@@ -219,3 +219,29 @@ def test_a_state_of_other_attacks_says_what_may_not_change(tmp_path: Path) -> No
         )
         with first, second, pytest.raises(SettingsError, match="cannot change within a run"):
             second.load_state_dict(first.state_dict())
+
+
+def test_the_adversary_uses_the_activations_that_it_sent(tmp_path: Path) -> None:
+    """Once per batch, at the cut; what they tell differs from what gradients tell."""
+    chosen = "attacks=[spectral, regress_out, activation_spectral]"
+    _, passive = record(tmp_path, passive=[f"adversary.{chosen}"])
+    summary = passive.summary["leak"]
+    assert set(summary["cut"]) == {"spectral", "regress_out", "activation_spectral"}
+    assert set(summary["first"]) == {"spectral", "regress_out"}
+    means = [summary["cut"][attack]["mean"] for attack in summary["cut"]]
+    assert len(set(means)) == 3
+    # The gradients of an undefended run are known to tell everything; the activations are not.
+    assert summary["cut"]["spectral"]["mean"] > 0.9
+    assert summary["cut"]["activation_spectral"]["mean"] < 0.9
+
+
+@pytest.mark.parametrize("attack", ["regress_out", "activation_spectral"])
+def test_an_attack_is_refused_where_there_are_no_activations_for_it(
+    tmp_path: Path, attack: str
+) -> None:
+    write_example(tmp_path)
+    with pytest.raises(SettingsError, match=f"{attack}: the leak monitor looks at gradients alone"):
+        build_parties(tmp_path, [f"leak_monitor={{attacks: [norm, {attack}]}}"])
+    with pytest.raises(SettingsError, match="activation_spectral: measured at the cut"):
+        chosen = "adversary={attacks: [activation_spectral], layers: [first]}"
+        build_parties(tmp_path, (), [chosen])

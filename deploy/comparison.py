@@ -1,7 +1,8 @@
 """The final figures of several runs of one example, side by side."""
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +25,16 @@ class RunResults(NamedTuple):
         At the cut layer the active party's figures, whose oracle attacks know a clean gradient; at
         earlier layers the passive party's, who alone sees those.
         """
-        leak: dict[str, Mapping[str, Mapping[str, float]]] = dict(self.passive.get("leak") or {})
-        return leak | dict(self.active.get("leak") or {})
+        return self._of_both("leak")
+
+    @property
+    def run_level(self) -> Leak:
+        """What all gradients of the run together gave away, of the same parties."""
+        return self._of_both("leak_run_level")
+
+    def _of_both(self, name: str) -> Leak:
+        leak: dict[str, Mapping[str, Mapping[str, float]]] = dict(self.passive.get(name) or {})
+        return leak | dict(self.active.get(name) or {})
 
 
 def read_results(run_dir: Path) -> RunResults:
@@ -37,7 +46,8 @@ def comparison_table(title: str, results: Mapping[str, RunResults]) -> Table:
     """Return a table with one column per run and one row per figure."""
     table = Table(
         title=title,
-        caption="leak AUC at a layer: mean over batches, 95 % quantile (that of random scores)",
+        caption="leak AUC at a layer: mean over batches, 95 % quantile (that of random scores); "
+        "below, leak AUC of the whole run",
     )
     table.add_column("", no_wrap=True)
     for name in results:
@@ -46,9 +56,17 @@ def comparison_table(title: str, results: Mapping[str, RunResults]) -> Table:
     for label, name, digits in (("test AUC", "test_auc", 4), ("steps/s", "steps_per_s", 1)):
         table.add_row(label, *(_number(r.active[name], digits) for r in results.values()))
     table.add_section()
-    for layer, attack in _measured(results):
+    for layer, attack in _pairs(r.leak for r in results.values()):
         cells = [_leak_cell(r.leak.get(layer, {}).get(attack)) for r in results.values()]
         table.add_row(f"{layer}: {attack} leak AUC", *cells)
+    table.add_section()
+    for layer, attack in _pairs(r.run_level for r in results.values()):
+        found = (r.run_level.get(layer, {}).get(attack, {}) for r in results.values())
+        cells = [_number(figures.get("auc"), 3) for figures in found]
+        table.add_row(f"{layer}: {attack}", *cells)
+    ledgers = [r.active.get("ledger") or {} for r in results.values()]
+    table.add_row("ledger: estimate", *(_number(one.get("estimate_max"), 3) for one in ledgers))
+    table.add_row("ledger: guarantee", *(_at_most(one.get("guarantee_max")) for one in ledgers))
     return table
 
 
@@ -57,10 +75,9 @@ def _read(path: Path) -> dict[str, Any]:
     return summary
 
 
-def _measured(results: Mapping[str, RunResults]) -> list[tuple[str, str]]:
-    pairs = (
-        (layer, a) for r in results.values() for layer, attacks in r.leak.items() for a in attacks
-    )
+def _pairs(leaks: Iterable[Leak]) -> list[tuple[str, str]]:
+    """Return every layer and attack that any of the runs measured."""
+    pairs = ((layer, a) for leak in leaks for layer, attacks in leak.items() for a in attacks)
     return list(dict.fromkeys(pairs))
 
 
@@ -74,3 +91,8 @@ def _leak_cell(figures: Mapping[str, float | None] | None) -> str:
 def _number(value: float | None, digits: int) -> str:
     """Format a figure; JSON has null for one that could not be measured."""
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _at_most(value: float | None) -> str:
+    """Format an upper bound, rounded up: never below what it bounds."""
+    return "-" if value is None else f"{math.ceil(round(value * 1000, 6)) / 1000:.3f}"

@@ -2,14 +2,17 @@
 
     splitveil-local EXAMPLE_DIR [--defense DEFENSE ...] [--set PARTY.NAME=VALUE ...] [--runs DIR]
 
-With several defenses it runs one after the other and sets the results side by side. Ends with the
-exit code of the first party that fails.
+Once both parties have ended, the report is written anew, with the figures of both. With several
+defenses it runs one after the other, and sets the results side by side in a table and in
+``<run name>-comparison.html`` in the runs' folder. Ends with the exit code of the first party that
+fails.
 """
 
 import argparse
 import os
 import re
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,12 +21,14 @@ from typing import Any, NamedTuple
 import yaml
 from rich.console import Console
 
-from common.errors import SettingsError
+from common.errors import LeakGateClosed, SettingsError
 from common.settings import apply_overrides, read_yaml
 from deploy.comparison import comparison_table, read_results
 from deploy.party_processes import run_parties
 
 PARTIES = ("active", "passive")
+WITH_SUMMARY = (0, LeakGateClosed.exit_code)
+"""Exit codes of runs that ended as they were asked to, be it by a budget or a gate."""
 
 
 class NamedDefense(NamedTuple):
@@ -122,13 +127,27 @@ def _run(example_dir: Path, defenses: list[str], overrides: list[str], runs_dir:
     base = Overrides([], []).adding(*_defaults(), *overrides)
     name = _run_name(example_dir, base.active)
     results = {}
-    for title, run in _plan(name, base, [parse_defense(text) for text in defenses]).items():
+    plan = _plan(name, base, [parse_defense(text) for text in defenses])
+    for title, run in plan.items():
         Console().rule(run.name)
-        if code := run_parties(_commands(example_dir, run.overrides, runs_dir)):
+        code = run_parties(_commands(example_dir, run.overrides, runs_dir))
+        if code in WITH_SUMMARY:
+            _report(str(runs_dir / run.name))
+        if code:
             return code
         results[title] = read_results(runs_dir / run.name)
     Console().print(comparison_table(name, results))
+    if len(plan) > 1:
+        folders = [str(runs_dir / run.name) for run in plan.values()]
+        _report("--output", str(runs_dir / f"{name}-comparison.html"), "--compare", *folders)
     return 0
+
+
+def _report(*arguments: str) -> None:
+    """Let the active party's command write a page; without it, the results are still there."""
+    command = [sys.executable, "-m", "active_party", "report", *arguments]
+    if subprocess.run(command, check=False).returncode:
+        sys.stderr.write("splitveil-local: a report could not be written\n")
 
 
 def _plan(name: str, base: Overrides, defenses: Sequence[NamedDefense]) -> dict[str, PlannedRun]:

@@ -33,6 +33,7 @@ class Windows(NamedTuple):
 class Finding(NamedTuple):
     """What one attack got out of single batches of one layer over the whole run."""
 
+    party: str
     layer: str
     attack: str
     batches: int
@@ -71,6 +72,7 @@ def finding_of(series: LeakSeries) -> Finding:
     enough = len(gains) > 1
     error = float(gains.std(ddof=1)) / math.sqrt(len(gains)) if enough else math.inf
     return Finding(
+        series.party,
         series.layer,
         series.attack,
         len(gains),

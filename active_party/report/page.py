@@ -11,9 +11,12 @@ from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from active_party.report.distributions import class_rows, sent_panels
 from active_party.report.figures import Finding, finding_of, strongest
 from active_party.report.panels import (
+    NUM_STYLES,
     Coloured,
+    layer_panels,
     leak_panel,
     ledger_panels,
     shared_leak_panel,
@@ -22,24 +25,34 @@ from active_party.report.panels import (
     trade_off,
     training_panels,
 )
-from active_party.report.run_files import LeakSeries, RunFiles, leak_series, read_run
+from active_party.report.run_files import (
+    LeakSeries,
+    RunFiles,
+    adversary_series,
+    class_histograms,
+    leak_series,
+    read_run,
+)
 from active_party.report.svg import Dot
 from active_party.report.tables import (
+    alarm_rows,
+    audit_rows,
     count,
     figure,
     flattened,
+    gate_rows,
     guarantee,
     leak_rows,
     run_level_rows,
     settings_tables,
     summary_rows,
     tiles,
+    watch_notes,
 )
 from active_party.report.verdict import RunLevel, Verdict, judge, ledger_of, run_levels
 from common.errors import SettingsError
 from common.run_folder import write_text_atomically
 
-_NUM_COLOURS = 8
 _NAME_LENGTH = 36
 _EXPECTED_TO_DIFFER = {"contract.run_name", "listen", "runs_dir"}
 
@@ -93,6 +106,9 @@ def report_page(run: RunFiles) -> str:
     """Return the report of one run as HTML; the same files give the same bytes."""
     series = leak_series(run)
     findings = [finding_of(one) for one in series]
+    adversary = adversary_series(run)
+    of_active = [found for found in findings if found.party == "active"]
+    measured = [*of_active, *(finding_of(one) for one in adversary)]
     accumulated = run_levels(run)
     return _render(
         "report.html.jinja",
@@ -102,11 +118,15 @@ def report_page(run: RunFiles) -> str:
         verdict=judge(run, findings, accumulated),
         tiles=tiles(run, findings, accumulated),
         training=training_panels(run),
-        leak_panels={
-            layer: [leak_panel(run, one) for one in series if one.layer == layer]
-            for layer in dict.fromkeys(one.layer for one in series)
-        },
-        leak_rows=leak_rows(findings),
+        cut_panels=[leak_panel(run, one) for one in series if one.party == "active"],
+        layer_panels=layer_panels(run, adversary),
+        layers=list(dict.fromkeys(one.layer for one in adversary)),
+        class_rows=class_rows(class_histograms(run)),
+        leak_rows=list(leak_rows(measured)),
+        alarm_rows=list(alarm_rows(run)),
+        gate_rows=list(gate_rows(run)),
+        audit_rows=list(audit_rows(run)),
+        watch_notes=list(watch_notes(run)),
         run_level_rows=list(run_level_rows(accumulated)),
         test_auc=figure(run.active.summary.get("test_auc")),
         ledger_panels=ledger_panels(run, series, accumulated),
@@ -118,7 +138,7 @@ def report_page(run: RunFiles) -> str:
 def comparison_page(runs: Sequence[RunFiles]) -> str:
     """Return several runs side by side as HTML."""
     compared = [
-        _compared(title, f"s{index % _NUM_COLOURS}", run)
+        _compared(title, f"s{index % NUM_STYLES}", run)
         for index, (title, run) in enumerate(zip(_titles(runs), runs, strict=True))
     ]
     coloured = [Coloured(one.style, one.run, one.series) for one in compared]
@@ -134,6 +154,7 @@ def comparison_page(runs: Sequence[RunFiles]) -> str:
             layer: [shared_leak_panel(coloured, *key) for key in keys if key[0] == layer]
             for layer in dict.fromkeys(layer for layer, _ in keys)
         },
+        sent=sent_panels([(_short(one.title), class_histograms(one.run)) for one in compared]),
         ledger=shared_ledger_panel(coloured),
         differences=_differences(compared),
     )
@@ -162,6 +183,10 @@ def _compared(title: str, style: str, run: RunFiles) -> _Compared:
     return _Compared(title, style, run, series, findings, accumulated, verdict)
 
 
+def _short(title: str) -> str:
+    return textwrap.shorten(title, _NAME_LENGTH, placeholder="…")
+
+
 def _titles(runs: Sequence[RunFiles]) -> list[str]:
     """Name the runs, those of the same name by their folders too."""
     names = [run.name for run in runs]
@@ -180,8 +205,7 @@ def _places(compared: Sequence[_Compared]) -> tuple[list[Dot], str]:
         leaks = [found.leak_auc for found in one.accumulated] if of_run else []
         leaks += [best.mean] if best is not None and not of_run else []
         if test_auc is not None and leaks:
-            name = textwrap.shorten(one.title, _NAME_LENGTH, placeholder="…")
-            places.append(Dot(max(leaks), float(test_auc), one.style, name))
+            places.append(Dot(max(leaks), float(test_auc), one.style, _short(one.title)))
     kind = "whole run" if of_run else "mean over single batches"
     return places, f"strongest attack, {kind}"
 
@@ -202,6 +226,10 @@ def _rows(
         yield (
             f"{attack} at {layer}, mean over batches",
             [f"{f.mean:.3f} (chance {f.random_mean:.3f})" if f else "–" for f in cells],
+        )
+        yield (
+            f"{attack} at {layer}, 95 % of batches",
+            [f"{f.q95:.3f} (chance {f.random_q95:.3f})" if f else "–" for f in cells],
         )
     leaks = [{(a.layer, a.attack): a.leak_auc for a in one.accumulated} for one in compared]
     for layer, attack in dict.fromkeys(key for of_run in leaks for key in of_run):

@@ -23,12 +23,14 @@ from active_party.report.run_files import (
     steps_per_epoch_of,
 )
 from active_party.report.svg import Axis, Band, Chart, Dot, Line, Mark, Rule, round_axis
-from active_party.report.verdict import RunLevel, is_oracle
+from active_party.report.verdict import RunLevel, at_most, is_oracle
 
 _AUC_TICKS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _SMALL = (330.0, 225.0)
 _WIDE = (960.0, 300.0)
 _LEAST_AUC_SPAN = 0.05
+NUM_STYLES = 8
+"""Colours for runs, or layers, in one chart: the classes ``s0`` and so on."""
 
 
 class Panel(NamedTuple):
@@ -78,20 +80,44 @@ def shared_training_panels(runs: Sequence[Coloured]) -> list[Panel]:
 def leak_panel(run: RunFiles, series: LeakSeries) -> Panel:
     """Return one attack's leak AUC over steps, with that of random scores."""
     leak = windows(series.steps, series.leak)
-    random = windows(series.steps, series.random)
     chart = Chart(
         f"leak AUC of {series.attack} at layer {series.layer} over training steps",
-        _step_axis([series], f"training step ({steps_per_epoch_of(run)} per epoch)"),
+        _step_axis([series], _steps_of(run)),
         _leak_axis(),
         [
-            Band(random.steps, random.low, random.high, "chance"),
-            Line(random.steps, random.median, "chance dashed"),
+            *_chance(series),
+            *_yardsticks(run, series),
             Band(leak.steps, leak.low, leak.high, "measured"),
             Line(leak.steps, leak.median, "measured"),
         ],
         *_SMALL,
     )
     return Panel(series.attack, chart.svg(), _remark(series.attack))
+
+
+def layer_panels(run: RunFiles, series: Sequence[LeakSeries]) -> list[Panel]:
+    """Return one panel per attack, in which each layer has a line of its own."""
+    panels = []
+    layers = list(dict.fromkeys(one.layer for one in series))
+    for attack in dict.fromkeys(one.attack for one in series):
+        chosen = [one for one in series if one.attack == attack]
+        marks: list[Mark] = [*_chance(chosen[0]), *_yardsticks(run, chosen[0])]
+        for one in chosen:
+            leak = windows(one.steps, one.leak)
+            style = f"s{layers.index(one.layer) % NUM_STYLES}"
+            marks += [
+                Band(leak.steps, leak.low, leak.high, style),
+                Line(leak.steps, leak.median, style, one.layer),
+            ]
+        chart = Chart(
+            f"leak AUC of {attack} over training steps, layer by layer",
+            _step_axis(chosen, _steps_of(run)),
+            _leak_axis(),
+            marks,
+            *_SMALL,
+        )
+        panels.append(Panel(attack, chart.svg(), _remark(attack)))
+    return panels
 
 
 def shared_leak_panel(runs: Sequence[Coloured], layer: str, attack: str) -> Panel:
@@ -128,7 +154,8 @@ def ledger_panels(
     marks: list[Mark] = []
     for figure in ("guarantee", "estimate"):
         mean, largest = column(lines, f"{figure}_mean"), column(lines, f"{figure}_max")
-        label = f"{figure} ({largest[-1]:.3f})"
+        value = at_most(largest[-1]) if figure == "guarantee" else f"{largest[-1]:.3f}"
+        label = f"{figure} ({value})"
         marks += [
             Band(epochs, mean, largest, figure),
             Line(epochs, largest, figure, label, markers=True),
@@ -137,7 +164,12 @@ def ledger_panels(
         "leak AUC that the ledger allows for over epochs, and what was measured",
         _epoch_axis([epochs]),
         _leak_axis(),
-        [*marks, *_measured(run, series, accumulated), *_limit(budget.get("leak_auc"))],
+        [
+            *marks,
+            *_measured(run, series, accumulated),
+            *_baseline(run),
+            *_limit(budget.get("leak_auc")),
+        ],
         *_WIDE,
     )
     panels = [Panel("Leak AUC of all answers so far, against what attacks measured", chart.svg())]
@@ -227,9 +259,33 @@ def _last(values: Numbers) -> float:
     return float(finite[-1]) if len(finite) else 0.0
 
 
+def _baseline(run: RunFiles) -> Iterator[Rule]:
+    auc = run.active.summary.get("test_auc")
+    if isinstance(auc, int | float):
+        yield Rule(float(auc), "baseline", f"test AUC ({auc:.3f})")
+
+
 def _limit(budget: object) -> Iterator[Rule]:
     if isinstance(budget, int | float):
         yield Rule(float(budget), "limit", f"budget ({budget:g})")
+
+
+def _chance(series: LeakSeries) -> Iterator[Mark]:
+    random = windows(series.steps, series.random)
+    yield Band(random.steps, random.low, random.high, "chance")
+    yield Line(random.steps, random.median, "chance dashed")
+
+
+def _yardsticks(run: RunFiles, series: LeakSeries) -> Iterator[Rule]:
+    """Yield what random scores stay below on most batches, and what features alone tell."""
+    yield Rule(float(np.quantile(series.random, 0.95)), "floor")
+    baseline = run.active.summary.get("test_auc")
+    if isinstance(baseline, int | float):
+        yield Rule(float(baseline), "baseline")
+
+
+def _steps_of(run: RunFiles) -> str:
+    return f"training step ({steps_per_epoch_of(run)} per epoch)"
 
 
 def _remark(attack: str) -> str:

@@ -46,6 +46,8 @@ class RunFiles(NamedTuple):
 class LeakSeries(NamedTuple):
     """One attack on one layer, batch by batch."""
 
+    party: str
+    """Who measured it: ``active`` or ``passive``."""
     layer: str
     attack: str
     epochs: Numbers
@@ -54,6 +56,30 @@ class LeakSeries(NamedTuple):
     leak: Numbers
     random: Numbers
     """The leak AUC of random scores on the same batches."""
+
+
+class ClassHistogram(NamedTuple):
+    """Counts of one batch's gradients by one figure, class by class and before and after."""
+
+    figure: str
+    epoch: int
+    step: int
+    """Counted through all epochs, from 0."""
+    edges: Numbers
+    counts: Mapping[str, Numbers]
+    """``<before|after>/<negative|positive>`` -> examples in each bin."""
+
+
+class Noted(NamedTuple):
+    """One thing that happened to one attack on one layer: an alarm, a finding, a reply."""
+
+    epoch: int
+    step: int | None
+    layer: str
+    attack: str
+    leak_auc: float
+    numbers: Mapping[str, float]
+    """What else the line says."""
 
 
 def read_run(run_dir: Path) -> RunFiles:
@@ -82,12 +108,49 @@ def leak_series(run: RunFiles) -> list[LeakSeries]:
     The active party's figures where it has some, whose oracle attacks know a clean gradient; at
     earlier layers the passive party's, who alone sees those.
     """
-    steps_per_epoch = steps_per_epoch_of(run)
-    series = list(_series_of(run.active, steps_per_epoch))
+    series = list(_series_of("active", run.active, steps_per_epoch_of(run)))
     seen = {one.layer for one in series}
-    if run.passive is not None:
-        series += [s for s in _series_of(run.passive, steps_per_epoch) if s.layer not in seen]
+    series += [one for one in adversary_series(run) if one.layer not in seen]
     return sorted(series, key=lambda one: one.layer != "cut")
+
+
+def adversary_series(run: RunFiles) -> list[LeakSeries]:
+    """Return what the passive party's adversary measured, the cut layer first."""
+    if run.passive is None:
+        return []
+    series = _series_of("passive", run.passive, steps_per_epoch_of(run))
+    return sorted(series, key=lambda one: one.layer != "cut")
+
+
+def class_histograms(run: RunFiles) -> list[ClassHistogram]:
+    """Return the counts of gradients by class, in the order of their steps."""
+    steps_per_epoch = steps_per_epoch_of(run)
+    found = [
+        ClassHistogram(
+            str(line["figure"]),
+            int(line["epoch"]),
+            int(line["epoch"]) * steps_per_epoch + int(line["step"]),
+            np.array(line["edges"], dtype=np.float64),
+            {name: np.array(counts, dtype=np.float64) for name, counts in line["counts"].items()},
+        )
+        for line in run.active.metrics.get("histogram", [])
+    ]
+    # A run that was taken up again may have counted a batch twice, and to the same counts.
+    by_place = {(one.step, one.figure): one for one in found}
+    return sorted(by_place.values(), key=lambda one: one.step)
+
+
+def noted(run: RunFiles, kind: str) -> list[Noted]:
+    """Return what the active party wrote of one kind: ``audit``, ``leak_gate``, ``leak_alarm``."""
+    found = []
+    for line in run.active.metrics.get(kind, []):
+        numbers = {name: _number(value) for name, value in line.items()}
+        for name in line:
+            layer, slash, attack = name.rpartition("/")
+            if slash:
+                place = (int(line["epoch"]), line.get("step"))
+                found.append(Noted(*place, layer, attack, numbers[name], numbers))
+    return found
 
 
 def accumulated_series(run: RunFiles) -> dict[tuple[str, str], tuple[Numbers, Numbers]]:
@@ -113,7 +176,7 @@ def column(lines: list[Line], name: str) -> Numbers:
     return np.array([_number(line.get(name)) for line in lines], dtype=np.float64)
 
 
-def _series_of(party: PartyFiles, steps_per_epoch: int) -> Iterator[LeakSeries]:
+def _series_of(name_of_party: str, party: PartyFiles, steps_per_epoch: int) -> Iterator[LeakSeries]:
     lines = party.metrics.get("leak", [])
     names = dict.fromkeys(
         name for line in lines for name in line if name.endswith(_LEAK_SUFFIX) and "/" in name
@@ -125,7 +188,15 @@ def _series_of(party: PartyFiles, steps_per_epoch: int) -> Iterator[LeakSeries]:
         leak = column(lines, name)
         kept = ~(np.isnan(leak) | np.isnan(steps))
         if kept.any():
-            yield LeakSeries(layer, attack, epochs[kept], steps[kept], leak[kept], random[kept])
+            yield LeakSeries(
+                name_of_party,
+                layer,
+                attack,
+                epochs[kept],
+                steps[kept],
+                leak[kept],
+                random[kept],
+            )
 
 
 def _read_passive(folder: Path, active: PartyFiles) -> PartyFiles | None:

@@ -29,6 +29,8 @@ class Axis(NamedTuple):
     high: float
     ticks: Sequence[float] = ()
     """Where the marks stand; round places by default."""
+    names: Sequence[str] = ()
+    """What stands at the ticks, one each; the numbers themselves by default."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,16 @@ class Band:
 
 
 @dataclass(frozen=True)
+class Steps:
+    """A histogram: one level per bin, the area below it filled."""
+
+    edges: Numbers
+    heights: Numbers
+    """One less than there are edges."""
+    style: str
+
+
+@dataclass(frozen=True)
 class Rule:
     """A level that runs through the whole chart."""
 
@@ -73,7 +85,7 @@ class Dot:
     label: str = ""
 
 
-Mark = Line | Band | Rule | Dot
+Mark = Line | Band | Steps | Rule | Dot
 
 
 class _Label(NamedTuple):
@@ -133,6 +145,8 @@ class _Drawing:
                     self._draw_band(mark)
                 case Line():
                     self._draw_line(mark)
+                case Steps():
+                    self._draw_steps(mark)
                 case Rule():
                     self._draw_rule(mark)
                 case Dot():
@@ -184,6 +198,16 @@ class _Drawing:
         if pieces and line.label:
             x, y = pieces[-1][-1]
             self._labels.append(_Label(line.label, line.style, self._place_x(x), self._place_y(y)))
+
+    def _draw_steps(self, steps: Steps) -> None:
+        edges, heights = steps.edges.tolist(), steps.heights.tolist()
+        ends = zip(edges, edges[1:], heights, strict=False)
+        corners = [corner for low, high, y in ends for corner in ((low, y), (high, y))]
+        outline = [(edges[0], 0.0), *corners, (edges[-1], 0.0)]
+        area = {"class": f"area {steps.style}", "d": self._path(outline) + "Z"}
+        SubElement(self._root, "path", area)
+        path = {"class": f"line {steps.style}", "d": self._path(outline)}
+        SubElement(self._root, "path", path)
 
     def _draw_rule(self, rule: Rule) -> None:
         at = self._place_y(rule.y)
@@ -259,6 +283,8 @@ def round_axis(
 
 
 def _ticks(axis: Axis) -> list[tuple[float, str]]:
+    if axis.names:
+        return list(zip(axis.ticks, axis.names, strict=True))
     if axis.ticks:
         whole = all(float(value).is_integer() for value in axis.ticks)
         return [(value, f"{value:.0f}" if whole else f"{value:.1f}") for value in axis.ticks]

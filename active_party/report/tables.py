@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from active_party.report.figures import Finding, strongest
-from active_party.report.run_files import RunFiles
+from active_party.report.run_files import RunFiles, noted
 from active_party.report.verdict import (
     RunLevel,
     at_most,
@@ -30,6 +30,7 @@ class Tile(NamedTuple):
 class LeakRow(NamedTuple):
     """One attack on single batches of one layer."""
 
+    party: str
     layer: str
     attack: str
     needs: str
@@ -46,6 +47,37 @@ class RunLevelRow(NamedTuple):
     needs: str
     leak_auc: str
     interval: str
+    examples: str
+
+
+class GateRow(NamedTuple):
+    """What the leak gate found, once."""
+
+    place: str
+    attack: str
+    measured: str
+    limit: str
+    random: str
+
+
+class AlarmRow(NamedTuple):
+    """An attack that found more than the ledger's charge allows for."""
+
+    epoch: str
+    attack: str
+    measured: str
+    margin: str
+    guarantee: str
+
+
+class AuditRow(NamedTuple):
+    """What the peer was told of one attack's scores."""
+
+    attack: str
+    replies: str
+    first: str
+    largest: str
+    last: str
 
 
 def tiles(
@@ -54,11 +86,14 @@ def tiles(
     """Yield the key figures of a run."""
     tests = run.active.metrics.get("test", [])
     if tests:
-        meaning = "what the model knows of the labels from the features"
+        meaning = "label-free baseline: what the features alone tell the trained model"
         yield Tile("Test AUC", figure(tests[-1].get("auc")), meaning)
     best = strongest(findings)
     if best is not None:
-        by = f"leak AUC of {best.attack} at {best.layer}, mean; chance {best.random_mean:.3f}"
+        by = (
+            f"leak AUC of {best.attack} at {best.layer}, mean; random scores "
+            f"{best.random_mean:.3f}, on 95 % of batches below {best.random_q95:.3f}"
+        )
         yield Tile("Measured on single batches", figure(best.mean), by)
     if accumulated:
         top = max(accumulated, key=lambda one: one.leak_auc)
@@ -78,7 +113,7 @@ def leak_rows(findings: Sequence[Finding]) -> Iterator[LeakRow]:
         of_attack = (found.mean, found.q95, found.worst_epoch, found.last_epoch)
         figures = tuple(map(figure, (*of_attack, found.random_mean, found.random_q95)))
         needs = needs_of(found.attack)
-        yield LeakRow(found.layer, found.attack, needs, found.beats_chance, figures)
+        yield LeakRow(found.party, found.layer, found.attack, needs, found.beats_chance, figures)
 
 
 def run_level_rows(accumulated: Sequence[RunLevel]) -> Iterator[RunLevelRow]:
@@ -86,7 +121,64 @@ def run_level_rows(accumulated: Sequence[RunLevel]) -> Iterator[RunLevelRow]:
     for one in accumulated:
         interval = f"{figure(one.low)} to {figure(one.high)}"
         needs = needs_of(one.attack)
-        yield RunLevelRow(one.layer, one.attack, needs, figure(one.leak_auc), interval)
+        yield RunLevelRow(
+            one.layer, one.attack, needs, figure(one.leak_auc), interval, count(one.examples)
+        )
+
+
+def gate_rows(run: RunFiles) -> Iterator[GateRow]:
+    """Yield what the leak gate found."""
+    for one in noted(run, "leak_gate"):
+        place = f"epoch {one.epoch + 1}, step {one.step}"
+        figures = (one.leak_auc, one.numbers.get("limit"), one.numbers.get("random"))
+        yield GateRow(place, f"{one.attack} at {one.layer}", *map(figure, figures))
+
+
+def alarm_rows(run: RunFiles) -> Iterator[AlarmRow]:
+    """Yield the leak alarms."""
+    for one in noted(run, "leak_alarm"):
+        figures = (one.leak_auc, one.numbers.get("margin"), one.numbers.get("guarantee"))
+        yield AlarmRow(str(one.epoch + 1), f"{one.attack} at {one.layer}", *map(figure, figures))
+
+
+def audit_rows(run: RunFiles) -> Iterator[AuditRow]:
+    """Yield what the peer was told of its scores, one row per attack and layer."""
+    replies: dict[str, list[float]] = {}
+    for one in noted(run, "audit"):
+        replies.setdefault(f"{one.attack} at {one.layer}", []).append(one.leak_auc)
+    for attack, told in replies.items():
+        figures = (figure(value, 2) for value in (told[0], max(told), told[-1]))
+        yield AuditRow(attack, count(len(told)), *figures)
+
+
+def watch_notes(run: RunFiles) -> Iterator[str]:
+    """Say what was set to watch the leak, and what it did."""
+    settings, summary = run.active.settings, run.active.summary
+    alarms = summary.get("leak_alarms")
+    if alarms is not None:
+        yield (
+            f"Leak alarm, which compares what attacks measure with the ledger's charges: went off "
+            f"{alarms} time{'s' * (alarms != 1)}."
+        )
+    gate = settings.get("leak_gate")
+    if gate:
+        found = len(noted(run, "leak_gate"))
+        ended = ", and ended the run" if summary.get("leak_gate_closed") else ""
+        yield (
+            f"Leak gate (leak AUC at most {gate.get('max_leak_auc')} over windows of "
+            f"{gate.get('window_steps')} batches, else {gate.get('action')}): "
+            f"{found} finding{'s' * (found != 1)}{ended}."
+        )
+    else:
+        yield "Leak gate: not set, so no measured leak could end the run."
+    told = len(noted(run, "audit"))
+    if settings.get("allow_audits") or told:
+        yield (
+            f"Audit calls answered: {told}. The peer chose the scores, and was told their leak "
+            "AUC with two digits."
+        )
+    else:
+        yield "Audit calls: not allowed, so the peer was told no figure."
 
 
 def summary_rows(run: RunFiles) -> Iterator[tuple[str, str]]:
@@ -104,6 +196,8 @@ def summary_rows(run: RunFiles) -> Iterator[tuple[str, str]]:
     yield "batches of one class", count(counts.get("skipped_one_class"))
     yield "batches left out", count(counts.get("left_out"))
     yield "leak alarms", count(summary.get("leak_alarms"))
+    yield "leak gate findings", count(summary.get("leak_gate_findings"))
+    yield "audits answered", count(summary.get("audits_answered"))
     yield "refused messages", count(sum((summary.get("refused_messages") or {}).values()))
     epsilon = ledger_of(run).get("epsilon")
     if epsilon is not None:

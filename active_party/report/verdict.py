@@ -17,6 +17,7 @@ from active_party.report.figures import (
     strongest,
 )
 from active_party.report.run_files import RunFiles
+from common.privacy.accumulation import NUM_HINTS, SOURCES
 from common.privacy.attacks import ATTACKS, SideInformation
 
 Level = Literal["recovered", "leaking", "unbounded", "bounded", "unknown"]
@@ -43,10 +44,10 @@ _OF_BATCHES: dict[str, frozenset[str]] = {
     str(name): frozenset(attack.needs) for name, attack in ATTACKS.items()
 }
 _NEEDS = _OF_BATCHES | {
-    "accumulated_spectral": frozenset[str]({SideInformation.POSITIVES_ARE_FEWER}),
-    "accumulated_cosine": frozenset[str]({SideInformation.POSITIVE_GRADIENT}),
-    "hint_combiner_50": frozenset({"50 labels of the run"}),
-    "hint_combiner_200": frozenset({"200 labels of the run"}),
+    str(name): frozenset({f"{NUM_HINTS[name]} labels of the run"})
+    if name in NUM_HINTS
+    else frozenset[str]().union(*(ATTACKS[source].needs for source in sources))
+    for name, sources in SOURCES.items()
 }
 
 
@@ -58,6 +59,8 @@ class RunLevel(NamedTuple):
     leak_auc: float
     low: float | None
     high: float | None
+    examples: int | None
+    """Of how many examples; None where the run did not write it."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ def judge(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunL
     guarantee = guarantee_of(run)
     gaps = list(_not_measured(run, findings, accumulated))
     findings = [found for found in findings if found.attack not in WITHOUT_GRADIENTS]
-    reasons = [*_measured(findings, accumulated), *_bounded(run, guarantee)]
+    reasons = [*_measured(findings, accumulated), *_bounded(run, guarantee), *_told(summary)]
     doubts = list(_doubts(summary.get("leak_alarms"), accumulated, guarantee))
     return Verdict(
         _level(findings, accumulated, guarantee, trusted=not doubts),
@@ -234,6 +237,18 @@ def _bounded(run: RunFiles, guarantee: float) -> Iterator[str]:
         )
 
 
+def _told(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what the run did besides training."""
+    if summary.get("leak_gate_closed"):
+        yield "The leak gate ended the run: its attacks measured more than the settings accept."
+    answered = summary.get("audits_answered")
+    if answered:
+        yield (
+            f"The peer was told {answered} leak AUC{'s' * (answered > 1)} of scores that it chose, "
+            "to two digits; the ledger counts no such answer."
+        )
+
+
 def _doubts(alarms: int | None, accumulated: Sequence[RunLevel], guarantee: float) -> Iterator[str]:
     """Yield what speaks against the ledger's figures."""
     if alarms:
@@ -318,6 +333,5 @@ def _run_levels(written: object) -> Iterator[RunLevel]:
             figures = value if isinstance(value, dict) else {"auc": value}
             leak = figures.get("auc")
             if isinstance(leak, int | float):
-                yield RunLevel(
-                    str(layer), str(attack), float(leak), figures.get("low"), figures.get("high")
-                )
+                rest = (figures.get(name) for name in ("low", "high", "examples"))
+                yield RunLevel(str(layer), str(attack), float(leak), *rest)

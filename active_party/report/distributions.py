@@ -1,0 +1,162 @@
+"""The panels of gradients by class: norm and direction, before and after the defense, step by step.
+
+The papers' picture of a leak: two classes whose histograms do not overlap.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from active_party.report.panels import Panel
+from active_party.report.run_files import ClassHistogram, Numbers
+from active_party.report.svg import Axis, Chart, Steps, round_axis
+
+SIDES = ("before", "after")
+_TITLES = {
+    ("log10_norm", "before"): "Norm, before",
+    ("log10_norm", "after"): "Norm, after",
+    ("cosine", "before"): "Direction, before",
+    ("cosine", "after"): "Direction, after",
+}
+_SIZE = (280.0, 185.0)
+_FEWEST_BINS, _MOST_BINS = 10, 40
+_WIDTHS = (1, 2, 4, 5, 8, 10, 20)
+"""How many bins are joined to one: divisors of the cosine's 40."""
+_MANTISSAS = (1, 2, 5)
+_MOST_NORM_TICKS = 4
+_ROOM = 0.15
+"""Least part of a decade to either side of the norms."""
+_NORMAL_Q975 = 1.959964
+"""Of the absolute value of a normal draw, 95 % lie below this."""
+
+
+class StepRow(NamedTuple):
+    """The panels of one batch."""
+
+    title: str
+    panels: list[Panel]
+
+
+def class_rows(histograms: Sequence[ClassHistogram]) -> list[StepRow]:
+    """Return one row of panels per batch, norms and cosines on the same axes in all rows."""
+    axes = _axes(histograms)
+    steps = dict.fromkeys((one.epoch, one.step) for one in histograms)
+    return [
+        StepRow(
+            _title(epoch, step, histograms),
+            [panel for one in histograms if one.step == step for panel in _panels(one, axes)],
+        )
+        for epoch, step in steps
+    ]
+
+
+def sent_panels(runs: Sequence[tuple[str, Sequence[ClassHistogram]]]) -> list[Panel]:
+    """Return norm and cosine after the defense, at the last step counted, of several runs."""
+    shown = [(name, one) for name, of_run in runs for one in of_run if one.step == of_run[-1].step]
+    axes = _axes([one for _, one in shown])
+    panels = []
+    for name, one in shown:
+        panel = _panel(one, "after", axes)
+        what = panel.title.partition(",")[0].lower()
+        panels.append(panel._replace(title=name, note=f"{what}, {panel.note}"))
+    return panels
+
+
+def auc_of_counts(negatives: Numbers, positives: Numbers) -> float:
+    """Return the leak AUC of a figure, as far as its bins tell examples apart."""
+    below = np.cumsum(negatives) - negatives
+    wins = float((positives * (below + negatives / 2)).sum())
+    auc = wins / float(positives.sum() * negatives.sum())
+    return max(auc, 1 - auc)
+
+
+def random_q95(num_negatives: float, num_positives: float) -> float:
+    """Return what the leak AUC of random scores stays below in 95 % of such batches.
+
+    The normal approximation of the rank-sum statistic, whose variance is (n + p + 1) / (12 n p).
+    """
+    variance = (num_negatives + num_positives + 1) / (12 * num_negatives * num_positives)
+    return min(1.0, 0.5 + _NORMAL_Q975 * math.sqrt(variance))
+
+
+def _panels(histogram: ClassHistogram, axes: Mapping[str, Axis]) -> Iterator[Panel]:
+    for side in SIDES:
+        yield _panel(histogram, side, axes)
+
+
+def _panel(histogram: ClassHistogram, side: str, axes: Mapping[str, Axis]) -> Panel:
+    negatives, positives = (histogram.counts[f"{side}/{c}"] for c in ("negative", "positive"))
+    edges, (negative, positive) = _merged(histogram.edges, [negatives, positives])
+    shares = [negative / negative.sum(), positive / positive.sum()]
+    x = axes[histogram.figure]
+    y = _share_axis(np.concatenate(shares))
+    title = _TITLES.get((histogram.figure, side), f"{histogram.figure}, {side}")
+    marks = [
+        _steps(edges, share, style)
+        for share, style in zip(shares, ("negative", "positive"), strict=True)
+    ]
+    described = f"{title.lower()} the defense, at step {histogram.step}: share of each class"
+    note = f"leak AUC {auc_of_counts(negatives, positives):.3f}"
+    return Panel(title, Chart(described, x, y, marks, *_SIZE).svg(), note)
+
+
+def _steps(edges: Numbers, heights: Numbers, style: str) -> Steps:
+    """Return a histogram from its first bin that holds something to its last."""
+    filled = np.flatnonzero(heights)
+    first, last = int(filled[0]), int(filled[-1])
+    return Steps(edges[first : last + 2], heights[first : last + 1], style)
+
+
+def _title(epoch: int, step: int, histograms: Sequence[ClassHistogram]) -> str:
+    counts = next(one.counts for one in histograms if one.step == step)
+    negatives, positives = (int(counts[f"before/{c}"].sum()) for c in ("negative", "positive"))
+    return (
+        f"Step {step:,} (epoch {epoch + 1}): {positives:,} positives, {negatives:,} negatives; "
+        f"random scores stay below {random_q95(negatives, positives):.3f} in 95 % of such batches"
+    )
+
+
+def _share_axis(shares: Numbers) -> Axis:
+    covering = round_axis("share of class", shares, from_zero=True)
+    ticks = (0.0, covering.high / 2, covering.high)
+    return covering._replace(ticks=ticks, names=[f"{tick:g}" for tick in ticks])
+
+
+def _axes(histograms: Sequence[ClassHistogram]) -> dict[str, Axis]:
+    axes = {"cosine": Axis("cosine to the positives' mean", -1, 1, (-1, 0, 1))}
+    edges = [one.edges for one in histograms if one.figure == "log10_norm"]
+    if edges:
+        everything = np.concatenate(edges)
+        axes["log10_norm"] = _norm_axis(float(everything.min()), float(everything.max()))
+    return axes
+
+
+def _norm_axis(low: float, high: float) -> Axis:
+    """Return an axis of norms on a logarithmic scale, whose places are logarithms."""
+    low, high = low - _ROOM, high + _ROOM
+    decades = range(math.floor(low), math.ceil(high) + 1)
+    exact = [(math.log10(m) + decade, m, decade) for decade in decades for m in _MANTISSAS]
+    ticks = [tick for tick in exact if low <= tick[0] <= high]
+    if len(ticks) > _MOST_NORM_TICKS:
+        ticks = [tick for tick in ticks if tick[1] == 1]
+    ticks = ticks[:: math.ceil(len(ticks) / _MOST_NORM_TICKS)]
+    names = [f"{m if m > 1 else ''}{'·' * (m > 1)}10{_raised(decade)}" for _, m, decade in ticks]
+    return Axis("gradient norm", low, high, [place for place, _, _ in ticks], names)
+
+
+def _raised(power: int) -> str:
+    return str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
+def _merged(edges: Numbers, counts: Sequence[Numbers]) -> tuple[Numbers, list[Numbers]]:
+    """Join neighbouring bins until there are as many as the smaller class can fill."""
+    examples = min(float(of_class.sum()) for of_class in counts)
+    most = min(_MOST_BINS, max(_FEWEST_BINS, round(2 * math.sqrt(examples))))
+    bins = len(edges) - 1
+    width = next((w for w in _WIDTHS if bins <= w * most), _WIDTHS[-1])
+    padding = -bins % width
+    of_bin = (edges[-1] - edges[0]) / bins
+    joined = edges[0] + of_bin * np.arange(0, bins + padding + 1, width)
+    return joined, [np.pad(of, (0, padding)).reshape(-1, width).sum(axis=1) for of in counts]

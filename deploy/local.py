@@ -25,6 +25,7 @@ from common.errors import LeakGateClosed, SettingsError
 from common.settings import apply_overrides, read_yaml
 from deploy.comparison import comparison_table, read_results
 from deploy.party_processes import run_parties
+from deploy.trial_certificates import trial_overrides
 
 PARTIES = ("active", "passive")
 WITH_SUMMARY = (0, LeakGateClosed.exit_code)
@@ -165,11 +166,16 @@ def _plan(name: str, base: Overrides, defenses: Sequence[NamedDefense]) -> dict[
 def _commands(example_dir: Path, overrides: Overrides, runs_dir: Path) -> dict[str, list[str]]:
     address = f"127.0.0.1:{_free_port()}"
     own = overrides.adding(f"active.listen={address}", f"passive.connect={address}")
+    certificates = trial_overrides(example_dir, runs_dir, own._asdict())
     return {
         party: [
             *(sys.executable, "-m", f"{party}_party", "run", str(example_dir / f"{party}.yaml")),
             *("--runs", str(runs_dir)),
-            *(argument for override in getattr(own, party) for argument in ("--set", override)),
+            *(
+                argument
+                for override in [*getattr(own, party), *certificates[party]]
+                for argument in ("--set", override)
+            ),
         ]
         for party in PARTIES
     }

@@ -1,0 +1,386 @@
+"""The command ``splitveil-certs``: an authority for a trial, and a certificate for each party.
+
+    splitveil-certs init DIR [--party NAME ...] [--name-of NAME=DNS_NAME ...] [--days N] [--keep]
+    splitveil-certs renew DIR --party NAME [--days N]
+    splitveil-certs show FILE
+
+``DIR/<party>/`` holds what one party needs and nothing of another's, so it can be handed over as it
+is. Parties that have a certification authority of their own need none of this: the settings take
+certificates from anywhere.
+"""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from pydantic import TypeAdapter, ValidationError
+
+from common.contract import ACTIVE, DnsName, Name
+from common.credentials import SOON_DAYS, dns_names, subject_of
+from common.errors import SettingsError, SplitveilError, StorageError
+from common.telemetry import configure_logging
+
+logger = logging.getLogger("deploy.certs")
+
+AUTHORITY_DAYS = 3650
+PARTY_DAYS = 90
+CLOCK_SKEW = timedelta(hours=1)
+"""How far the other machine's clock may be behind."""
+
+
+class PartyFolder(NamedTuple):
+    """The files of one party."""
+
+    folder: Path
+
+    @property
+    def certificate(self) -> Path:
+        """Its certificate."""
+        return self.folder / "certificate.pem"
+
+    @property
+    def private_key(self) -> Path:
+        """Its key."""
+        return self.folder / "private_key.pem"
+
+    @property
+    def authority(self) -> Path:
+        """The authority's certificate."""
+        return self.folder / "authority.pem"
+
+
+class Authority(NamedTuple):
+    """Signs the parties' certificates."""
+
+    certificate: x509.Certificate
+    private_key: ec.EllipticCurvePrivateKey
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line asks for and return the exit code."""
+    options = _parser().parse_args(arguments)
+    configure_logging("certs")
+    try:
+        options.action(options)
+    except SplitveilError as error:
+        sys.stderr.write(f"splitveil-certs: {error}\n")
+        return error.exit_code
+    return 0
+
+
+def make_certificates(folder: Path, names: dict[str, str], days: int = PARTY_DAYS) -> None:
+    """Make an authority and one certificate per party.
+
+    Args:
+        folder: gets a subfolder ``authority`` and one for each party.
+        names: DNS name of each party's certificate, by the party's name.
+        days: how long the parties' certificates hold.
+
+    Raises:
+        SettingsError: one of the files exists.
+        StorageError: one cannot be written.
+    """
+    existing = [path for path in _all_files(folder, names) if path.exists()]
+    if existing:
+        raise SettingsError(
+            f"{existing[0]} exists, and nothing is overwritten: use another folder, "
+            f"renew for a new certificate, or --keep to go on with what is there"
+        )
+    authority = _new_authority()
+    own = _authority_folder(folder)
+    _write_private(own.private_key, _pem_of_key(authority.private_key))
+    _write_public(own.certificate, _pem_of(authority.certificate))
+    for party, name in names.items():
+        _issue(authority, PartyFolder(folder / party), name, days)
+
+
+def keep_certificates(folder: Path, names: dict[str, str], days: int = PARTY_DAYS) -> None:
+    """Make what certificates are missing; renew those that end soon or carry another name.
+
+    Raises:
+        SettingsError: some of the authority's files are there and cannot be used.
+        StorageError: a file cannot be written.
+    """
+    if not _authority_folder(folder).certificate.exists():
+        make_certificates(folder, names, days)
+        return
+    for party, name in names.items():
+        own = PartyFolder(folder / party)
+        if not own.certificate.exists() or not _will_do(_read_certificate(own.certificate), name):
+            _issue(_read_authority(folder), own, name, days)
+
+
+def renew_certificate(folder: Path, party: str, days: int = PARTY_DAYS) -> None:
+    """Replace a party's certificate and key by new ones with the same name.
+
+    Between the two replacements key and certificate do not fit; a running party that looks just
+    then goes on with the old ones, and looks again at the next connection.
+
+    Raises:
+        SettingsError: there is no certificate of that party, or no authority.
+        StorageError: a file cannot be written.
+    """
+    own = PartyFolder(folder / party)
+    names = dns_names(_read_certificate(own.certificate))
+    if not names:
+        raise SettingsError(f"{own.certificate}: carries no DNS name to renew it for")
+    _issue(_read_authority(folder), own, names[0], days)
+
+
+def _issue(authority: Authority, own: PartyFolder, name: str, days: int) -> None:
+    key = ec.generate_private_key(ec.SECP256R1())
+    certificate = _party_certificate(authority, key, name, days)
+    _write_private(own.private_key, _pem_of_key(key))
+    _write_public(own.certificate, _pem_of(certificate))
+    _write_public(own.authority, _pem_of(authority.certificate))
+    logger.info("%s: certificate for %s, %d days", own.folder, name, days)
+
+
+def _new_authority() -> Authority:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "splitveil trial authority")])
+    key_id = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    certificate = (
+        _builder(key, name, name, AUTHORITY_DAYS)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_key_usage(signs_certificates=True), critical=True)
+        .add_extension(key_id, critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    return Authority(certificate, key)
+
+
+def _party_certificate(
+    authority: Authority, key: ec.EllipticCurvePrivateKey, name: str, days: int
+) -> x509.Certificate:
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
+    issuer = authority.certificate.subject
+    issuer_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(
+        authority.private_key.public_key()
+    )
+    # Both purposes: the active party serves today, and the passive one for joint inference.
+    purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    return (
+        _builder(key, subject, issuer, days)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_key_usage(signs_certificates=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        .add_extension(issuer_key, critical=False)
+        .sign(authority.private_key, hashes.SHA256())
+    )
+
+
+def _builder(
+    key: ec.EllipticCurvePrivateKey, subject: x509.Name, issuer: x509.Name, days: int
+) -> x509.CertificateBuilder:
+    now = datetime.now(UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - CLOCK_SKEW)
+        .not_valid_after(now + timedelta(days=days))
+    )
+
+
+def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _authority_folder(folder: Path) -> PartyFolder:
+    return PartyFolder(folder / "authority")
+
+
+def _all_files(folder: Path, names: dict[str, str]) -> list[Path]:
+    folders = [_authority_folder(folder), *(PartyFolder(folder / party) for party in names)]
+    return [path for own in folders for path in (own.certificate, own.private_key)]
+
+
+def _read_certificate(path: Path) -> x509.Certificate:
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise SettingsError(f"{path}: expected a certificate in PEM form") from error
+
+
+def _read_authority(folder: Path) -> Authority:
+    own = _authority_folder(folder)
+    certificate = _read_certificate(own.certificate)
+    try:
+        key = serialization.load_pem_private_key(own.private_key.read_bytes(), password=None)
+    except OSError as error:
+        raise SettingsError(f"{own.private_key}: {error.strerror}: nothing can sign") from error
+    except (ValueError, TypeError):
+        key = None
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise SettingsError(f"{own.private_key}: expected the authority's key in PEM form")
+    return Authority(certificate, key)
+
+
+def _will_do(certificate: x509.Certificate, name: str) -> bool:
+    return _days_left(certificate) >= SOON_DAYS and name in dns_names(certificate)
+
+
+def _days_left(certificate: x509.Certificate) -> int:
+    return (certificate.not_valid_after_utc - datetime.now(UTC)).days
+
+
+def _pem_of(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _pem_of_key(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+
+
+def _write_private(path: Path, data: bytes) -> None:
+    _write(path, data, 0o600)
+
+
+def _write_public(path: Path, data: bytes) -> None:
+    _write(path, data, 0o644)
+
+
+def _write(path: Path, data: bytes, mode: int) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with os.fdopen(os.open(temporary, flags, mode), "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _init(options: argparse.Namespace) -> None:
+    parties = options.party or [ACTIVE, "passive"]
+    for party in parties:
+        _check_party(party)
+    names = {party: _dns_name(party, f"{party}.splitveil") for party in parties}
+    for text in options.name_of:
+        party, separator, name = text.partition("=")
+        if not separator or party not in names:
+            raise SettingsError(f"--name-of {text}: expected PARTY=DNS_NAME of {', '.join(names)}")
+        names[party] = _dns_name(party, name)
+    (keep_certificates if options.keep else make_certificates)(options.folder, names, options.days)
+    logger.warning(
+        "whoever holds %s can be either party: keep it offline, and give each party its own "
+        "folder only",
+        _authority_folder(options.folder).private_key,
+    )
+
+
+def _check_party(party: str) -> None:
+    try:
+        TypeAdapter(Name).validate_python(party)
+    except ValidationError as error:
+        raise SettingsError(f"--party {party}: a contract allows no such name") from error
+    if party == "authority":
+        raise SettingsError("--party authority: that folder is the authority's")
+
+
+def _dns_name(party: str, name: str) -> str:
+    try:
+        return TypeAdapter(DnsName).validate_python(name)
+    except ValidationError as error:
+        raise SettingsError(f"party {party}: {name!r} is no DNS name") from error
+
+
+def _renew(options: argparse.Namespace) -> None:
+    renew_certificate(options.folder, options.party, options.days)
+
+
+def _show(options: argparse.Namespace) -> None:
+    certificate = _read_certificate(options.file)
+    lines = (
+        f"subject     {subject_of(certificate)}",
+        f"identities  {', '.join(dns_names(certificate)) or 'none'}",
+        f"issuer      {certificate.issuer.rfc4514_string()!a}",
+        f"valid from  {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC",
+        f"valid to    {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC",
+        f"days left   {_days_left(certificate)}",
+        f"SHA-256     {certificate.fingerprint(hashes.SHA256()).hex()}",
+    )
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _days(text: str) -> int:
+    days = int(text)
+    if not 1 <= days <= AUTHORITY_DAYS:
+        raise argparse.ArgumentTypeError(f"expected 1 to {AUTHORITY_DAYS}, got {days}")
+    return days
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="splitveil-certs", description="Make certificates for a trial, and look at any."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    init = commands.add_parser("init", help="make an authority and one certificate per party")
+    init.add_argument("folder", type=Path, metavar="DIR", help="gets one folder per party")
+    init.add_argument(
+        "--party", action="append", metavar="NAME", help="default: active and passive"
+    )
+    init.add_argument(
+        "--name-of",
+        action="append",
+        default=[],
+        metavar="NAME=DNS_NAME",
+        help="identity of a party, as in the contract's identities (default: NAME.splitveil)",
+    )
+    init.add_argument(
+        "--keep",
+        action="store_true",
+        help=f"go on with what is there; renew what ends within {SOON_DAYS} days",
+    )
+    init.set_defaults(action=_init)
+    renew = commands.add_parser("renew", help="replace a party's certificate and key")
+    renew.add_argument("folder", type=Path, metavar="DIR", help="as given to init")
+    renew.add_argument("--party", required=True, metavar="NAME")
+    renew.set_defaults(action=_renew)
+    for command in (init, renew):
+        command.add_argument(
+            "--days", type=_days, default=PARTY_DAYS, help=f"validity (default: {PARTY_DAYS})"
+        )
+    show = commands.add_parser("show", help="print what a certificate says")
+    show.add_argument("file", type=Path, metavar="FILE")
+    show.set_defaults(action=_show)
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

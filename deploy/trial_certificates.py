@@ -1,0 +1,82 @@
+"""Certificates for an example that names some and has none: made where its results go."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from common.contract import ACTIVE
+from common.errors import SettingsError, StorageError
+from common.settings import apply_overrides, read_yaml
+from deploy.certs import PartyFolder, keep_certificates
+
+logger = logging.getLogger(__name__)
+
+FOLDER = ".trial-certificates"
+"""In the folder of all runs; no run's name starts with a dot."""
+
+
+def trial_overrides(
+    example_dir: Path, runs_dir: Path, overrides: Mapping[str, Sequence[str]]
+) -> dict[str, list[str]]:
+    """Make certificates where a party's settings ask for mTLS and name files that do not exist.
+
+    Args:
+        example_dir: holds ``active.yaml`` and ``passive.yaml``.
+        runs_dir: keeps the certificates for the next call.
+        overrides: ``dotted.name=yaml`` of each kind of party; a contract's among them.
+
+    Returns:
+        What each kind of party needs to find them: more overrides, or none.
+
+    Raises:
+        SettingsError: the settings cannot be read, or the certificates not be written.
+    """
+    settings = {
+        kind: apply_overrides(read_yaml(example_dir / f"{kind}.yaml"), _own(given))
+        for kind, given in overrides.items()
+    }
+    missing = {kind: own for kind, own in settings.items() if _has_no_certificate(own, example_dir)}
+    if not missing:
+        return {kind: [] for kind in settings}
+    names = {}
+    for kind, own in settings.items():
+        party = ACTIVE if kind == ACTIVE else str(own.get("party", "passive"))
+        names[kind] = _identity(party, own, example_dir, overrides[kind])
+    folder = (runs_dir / FOLDER).resolve()
+    try:
+        keep_certificates(folder, names)
+    except StorageError as error:
+        raise SettingsError(f"--runs: {error}") from error
+    logger.info("certificates for this trial are in %s", folder)
+    # Of all parties, for one that has its own would not be believed.
+    return {kind: _overrides_of(PartyFolder(folder / kind)) for kind in settings}
+
+
+def _own(overrides: Sequence[str]) -> list[str]:
+    return [text for text in overrides if not text.startswith("contract.")]
+
+
+def _has_no_certificate(settings: dict[str, Any], example_dir: Path) -> bool:
+    security = settings.get("security")
+    if not isinstance(security, dict) or security.get("mode", "mtls") != "mtls":
+        return False
+    return not (example_dir / str(security.get("certificate"))).exists()
+
+
+def _identity(
+    party: str, settings: dict[str, Any], example_dir: Path, overrides: Sequence[str]
+) -> str:
+    contract = read_yaml(example_dir / str(settings.get("contract")))
+    of_contract = [text for text in overrides if text.startswith("contract.")]
+    identities = apply_overrides({"contract": contract}, of_contract)["contract"].get("identities")
+    given = identities if isinstance(identities, dict) else {}
+    return str(given.get(party, f"{party}.splitveil")).lower()
+
+
+def _overrides_of(own: PartyFolder) -> list[str]:
+    return [
+        f"security.certificate={own.certificate}",
+        f"security.private_key={own.private_key}",
+        f"security.authority={own.authority}",
+    ]

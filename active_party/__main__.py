@@ -19,13 +19,14 @@ from active_party.service import ActiveService, start_server
 from active_party.session import ActiveSession, Stage
 from active_party.settings import ActiveSettings
 from common.alignment import AlignmentResources, build_engine
-from common.checkpoint import save_model, save_tensors
+from common.checkpoint import RunStore, save_model, save_tensors
 from common.command_line import (
     Commands,
     Interruption,
     add_command,
     draw_nonce,
     exit_code_of,
+    goes_on,
     overrides_of,
     parse_arguments,
     prepare,
@@ -50,7 +51,6 @@ from common.wire.endpoint import check_security
 
 logger = logging.getLogger("active_party")
 
-FAREWELL_S = 10.0
 GRACE_S = 5.0
 
 
@@ -113,14 +113,22 @@ def _run(parsed: argparse.Namespace) -> None:
     data = PartyData.load(settings.data, settings.base_dir)
     logger.info("%d rows read from %s", len(data.ids), data.table.source)
     interruption.check()
-    folder = open_run_folder(settings.runs_dir, settings.contract.run_name, "active")
+    folder = open_run_folder(
+        settings.runs_dir,
+        settings.contract.run_name,
+        "active",
+        lambda folder: goes_on(settings, fresh=parsed.fresh, folder=folder),
+    )
     save_resolved(settings, folder)
     engine = build_engine(
         settings.contract.alignment, AlignmentResources(workers=settings.alignment_workers)
     )
     build_trainer = TrainerBuilder(settings, data, device)
     with ActiveRecorder(settings, folder) as recorder:
-        session = build_session(settings, data, build_trainer, recorder, draw_nonce(settings))
+        store = RunStore(folder, settings.contract.checkpoints.keep)
+        nonces = partial(draw_nonce, settings)
+        session = build_session(settings, data, build_trainer, recorder, nonces, store)
+        session.reopen()
         service = ActiveService(session, engine, settings.reconnect.deadline_s)
         server = start_server(service, settings.contract, settings.listen, credentials)
         logger.info("waiting for the passive party at %s", settings.listen)
@@ -140,6 +148,8 @@ def _run(parsed: argparse.Namespace) -> None:
     stopped = stopped or recorder.objection()
     summary = recorder.summary(dict(service.refused))
     write_json_atomically(folder / "summary.json", summary)
+    if stopped is None:
+        store.forget()
     print_summary("active party", summary)
     _try_to_report(folder.parent)
     if stopped is not None:
@@ -152,18 +162,23 @@ def _wait_for_end(
     settings: ActiveSettings,
     interruption: Interruption,
 ) -> None:
-    while not session.wait(0.2):
-        patience_s = (
-            settings.first_contact_s if session.stage is Stage.WAITING else settings.reconnect.max_s
-        )
+    while not session.wait_for_farewell(0.2):
+        waits = session.stage in (Stage.WAITING, Stage.REJOINING)
+        patience_s = settings.first_contact_s if waits else settings.reconnect.max_s
         if interruption.signal_number is not None:
+            if session.over:
+                break
             session.end(Interrupted(interruption.signal_number))
-        elif service.silent_s() > patience_s:
+        elif service.silent_s() <= patience_s:
+            continue
+        elif session.stage is Stage.FINISHED:
+            logger.warning("the passive party has not said goodbye; ending without it")
+            break
+        else:
             session.end(
                 PeerUnreachable(f"nothing came from the passive party for {patience_s:g} s")
             )
     if session.error is None:
-        session.wait_for_farewell(FAREWELL_S)
         return
     # A terminal's Ctrl-C reaches both parties: then the peer's goodbye may come first.
     if isinstance(session.error, PeerError):

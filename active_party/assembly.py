@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from active_party.defenses import build_defense, open_noise_key
+from active_party.defenses import AnswerKeys, build_defense, open_noise_key
 from active_party.defenses.example_keys import GRADIENT_NOISE, example_keys
 from active_party.defenses.label_noise import draw_noisy_labels
 from active_party.defenses.settings import NoisyLabelDefense
@@ -13,6 +13,7 @@ from active_party.early_stopping import EarlyStop
 from active_party.session import ActiveSession, SessionObserver
 from active_party.settings import ActiveSettings
 from active_party.top_trainer import TopTrainer
+from common.checkpoint import RunStore
 from common.data.features import FeatureEncoder
 from common.errors import DataError
 from common.models.factory import build_top_model
@@ -64,6 +65,7 @@ class TrainerBuilder:
         )
         model.to(self._device)
         defense, key, keys, noisy_labels = settings.defense, self._noise_key, None, None
+        answer_keys = AnswerKeys()
         if key is not None and isinstance(defense, NoisyLabelDefense):
             noisy_labels = draw_noisy_labels(defense.mechanism, labels, key, ids)
         elif key is not None:
@@ -73,7 +75,7 @@ class TrainerBuilder:
             optimizer=build_optimizer(settings.optimizer, model.parameters()),
             schedule=contract.schedule,
             total_steps=rows.total_steps(contract),
-            defense=build_defense(defense, key),
+            defense=build_defense(defense, key, answer_keys),
             features=features,
             labels=labels,
             device=self._device,
@@ -81,6 +83,8 @@ class TrainerBuilder:
             noisy_labels=noisy_labels,
             top_learns_noisy=not isinstance(defense, NoisyLabelDefense)
             or defense.top_labels == "noisy",
+            answer_keys=answer_keys,
+            data_digest=self._data.digest(self.encoder),
         )
 
 
@@ -89,7 +93,8 @@ def build_session(
     data: PartyData,
     build_trainer: Callable[[AlignedRows], TopTrainer],
     observer: SessionObserver,
-    nonce: bytes,
+    draw_nonce: Callable[[], bytes],
+    store: RunStore | None = None,
 ) -> ActiveSession:
     """Build the session of one run."""
     stopping = settings.early_stopping
@@ -98,8 +103,10 @@ def build_session(
         data.ids,
         build_trainer,
         observer,
-        nonce,
+        draw_nonce,
         None if stopping is None else EarlyStop(stopping),
         math.inf if settings.run_budget is None else settings.run_budget.max_sum_kl,
         allow_audits=settings.allow_audits,
+        store=store,
+        noise_seed=getattr(settings.defense, "insecure_noise_seed", None),
     )

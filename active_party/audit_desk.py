@@ -6,11 +6,13 @@ training examples at once, at least ``MIN_EXAMPLES``, once per attack, layer and
 layers, with two digits. The ledger counts none of it.
 """
 
+import hashlib
 import re
 from collections.abc import Callable
 
 from torch import Tensor
 
+from common.checkpoint import State
 from common.errors import AuditRefused, InvalidMessage, OutOfStep, TooLarge
 from common.privacy.label_free import LABEL_FREE
 from common.privacy.leakage import leak_auc
@@ -35,19 +37,27 @@ class AuditDesk:
     def __init__(self, *, is_open: bool) -> None:
         self._is_open = is_open
         self._epoch: int | None = None
-        self._answered: set[tuple[str, str]] = set()
         self._layers: set[str] = set()
+
+    def state_dict(self) -> State:
+        """Return what is kept over epochs."""
+        return {"epoch": self._epoch, "layers": sorted(self._layers)}
+
+    def load_state_dict(self, state: State) -> None:
+        """Go back to an earlier epoch."""
+        self._epoch = state["epoch"]
+        self._layers |= set(state["layers"])
 
     def open_epoch(self, epoch: int) -> None:
         """Take questions about an epoch that is over, and no more about those before it."""
         self._epoch = epoch
-        self._answered.clear()
 
     def answer(
         self,
         question: AuditQuestion,
         positions: Positions,
         labels_of: Callable[[Positions], Tensor],
+        note: Callable[[int, Tensor], object],
     ) -> float:
         """Return the leak AUC of the scores, rounded to two digits.
 
@@ -55,10 +65,13 @@ class AuditDesk:
             question: what the peer sent.
             positions: of the training rows, ascending.
             labels_of: gives the labels of some positions.
+            note: remembers which scores were measured under a number, for good; raises OutOfStep
+                where others were before.
 
         Raises:
             AuditRefused: there are no audits in this run.
-            OutOfStep: another epoch or other rows than those due, or a second question.
+            OutOfStep: another epoch or other rows than those due, or a second question: the same
+                scores again get the same answer.
             TooLarge: a layer beyond the first few.
             InvalidMessage: the scores or names cannot be what they claim to be.
         """
@@ -70,8 +83,8 @@ class AuditDesk:
             )
         self._check_time(question, positions)
         self._check_values(question, len(positions))
+        note(_number(question), question.scores)
         self._layers.add(question.layer)
-        self._answered.add((question.attack, question.layer))
         return round(leak_auc(question.scores, labels_of(positions)), 2)
 
     def _check_time(self, question: AuditQuestion, positions: Positions) -> None:
@@ -80,8 +93,6 @@ class AuditDesk:
             raise OutOfStep(f"an audit of epoch {question.epoch}; due is {due}")
         if question.positions_digest != positions_digest(positions):
             raise OutOfStep("an audit of other rows than the training rows")
-        if (question.attack, question.layer) in self._answered:
-            raise OutOfStep(f"a second audit of one attack and layer in epoch {question.epoch}")
 
     def _check_values(self, question: AuditQuestion, num_rows: int) -> None:
         if question.attack not in LABEL_FREE:
@@ -98,3 +109,10 @@ class AuditDesk:
             )
         if not bool(scores.isfinite().all()):
             raise InvalidMessage("audit: expected finite scores")
+
+
+def _number(question: AuditQuestion) -> int:
+    """Name epoch, attack and layer by a number that is no batch's place."""
+    text = f"{question.epoch} {question.attack} {question.layer}"
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") | 1 << 63

@@ -1,6 +1,7 @@
 """When the active party ends a run before its last epoch."""
 
 from active_party.settings import EarlyStopping
+from common.checkpoint import State
 
 
 class EarlyStop:
@@ -10,6 +11,15 @@ class EarlyStop:
         self._settings = settings
         self._best = 0.0
         self._epochs_without_gain = 0
+
+    def state_dict(self) -> State:
+        """Return what was seen so far."""
+        return {"best": self._best, "epochs_without_gain": self._epochs_without_gain}
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on from there."""
+        self._best = state["best"]
+        self._epochs_without_gain = state["epochs_without_gain"]
 
     def should_stop(self, validation_auc: float) -> bool:
         """Take one epoch's AUC and say whether the patience is used up."""

@@ -9,10 +9,11 @@ from typing import Any, Self
 
 from active_party.leak_alarm import LeakAlarm
 from active_party.leak_gate import GateFinding, LeakGate
-from active_party.ledger import LeakBounds
+from active_party.ledger import LeakBounds, Spread
 from active_party.session import Evaluation
 from active_party.settings import ActiveSettings
 from active_party.top_trainer import StepResult
+from common.checkpoint import State
 from common.errors import LeakGateClosed
 from common.leak_recorder import LeakRecorder
 from common.privacy.audit import BatchLeak
@@ -31,6 +32,7 @@ class ActiveRecorder:
         self.aligned_rows = 0
         self._settings = settings
         self._resources = ExitStack()
+        self._of_run = ExitStack()
         self._metrics = self._resources.enter_context(MetricsLog(folder))
         self._progress: TrainingProgress | None = None
         self._steps = 0
@@ -62,19 +64,21 @@ class ActiveRecorder:
 
     def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
         """Start the progress bar and the leak monitor."""
+        self._of_run.close()
+        self._of_run = self._resources.enter_context(ExitStack())
         self.aligned_rows = len(rows)
         self._metrics.steps_per_epoch = rows.order.steps_per_epoch
         self._metrics.write("alignment", {"aligned_rows": len(rows)})
         if self._settings.leak_monitor is not None:
             # Called once the monitor has measured its last batch, before the metrics are closed.
-            self._resources.callback(lambda: self._judge(self._measured_epoch))
-            self._leaks = self._resources.enter_context(
+            self._of_run.callback(lambda: self._judge(self._measured_epoch))
+            self._leaks = self._of_run.enter_context(
                 LeakRecorder(
                     self._settings.leak_monitor, self._metrics, seed, len(rows), self._on_leak
                 )
             )
         total = rows.total_steps(self._settings.contract)
-        self._progress = self._resources.enter_context(TrainingProgress("active", total))
+        self._progress = self._of_run.enter_context(TrainingProgress("active", total))
 
     def on_step(self, batch: Batch, result: StepResult) -> None:
         """Note the loss, and hand the gradients to the leak monitor."""
@@ -121,6 +125,62 @@ class ActiveRecorder:
         self._audits += 1
         numbers = {f"{question.layer}/{question.attack}": leak_auc}
         self._metrics.write("audit", numbers, epoch=question.epoch)
+
+    def on_resumed(self, epoch: int | None) -> None:
+        """Say where the run goes on."""
+        logger.info("going on %s", "at the end" if epoch is None else f"in epoch {epoch}")
+
+    def state_dict(self) -> State:
+        """Return all that is noted, once the leak monitor has measured what was sent so far.
+
+        Raises:
+            StorageError: a line of the metrics could not be written.
+        """
+        leaks = None if self._leaks is None else self._leaks.state_dict()
+        evaluations = {split: (e.epoch, e.loss, e.auc) for split, e in self._evaluations.items()}
+        return {
+            "steps": self._steps,
+            "epoch_losses": list(self._epoch_losses),
+            "train_loss": self._train_loss,
+            "evaluations": evaluations,
+            "bounds": None if self._bounds is None else _plain(self._bounds),
+            "leaks": leaks,
+            "alarm": self._alarm.state_dict(),
+            "alarms": self._alarms,
+            "measured_epoch": self._measured_epoch,
+            "audits": self._audits,
+            "gate": None if self._gate is None else self._gate.state_dict(),
+            "gate_findings": self._gate_findings,
+            "uncounted_epochs": sorted(self._uncounted_epochs),
+            "metrics": self._metrics.state_dict(),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on where ``state_dict`` left off; call it after `on_aligned`.
+
+        Raises:
+            SettingsError: the state is of other attacks than the settings name.
+            StorageError: the metrics cannot be changed.
+        """
+        if self._leaks is not None and state["leaks"] is not None:
+            self._leaks.load_state_dict(state["leaks"])
+        self._steps, self._train_loss = state["steps"], state["train_loss"]
+        self._epoch_losses = list(state["epoch_losses"])
+        self._evaluations = {
+            split: Evaluation(epoch, split, loss, auc)
+            for split, (epoch, loss, auc) in state["evaluations"].items()
+        }
+        self._bounds = None if state["bounds"] is None else _bounds(*state["bounds"])
+        self._alarm.load_state_dict(state["alarm"])
+        self._alarms, self._measured_epoch = state["alarms"], state["measured_epoch"]
+        self._audits = state["audits"]
+        if self._gate is not None and state["gate"] is not None:
+            self._gate.load_state_dict(state["gate"])
+        self._gate_findings = state["gate_findings"]
+        self._uncounted_epochs = set(state["uncounted_epochs"])
+        self._metrics.load_state_dict(state["metrics"])
+        if self._progress is not None:
+            self._progress.go_on_at(self._steps)
 
     def objection(self) -> LeakGateClosed | None:
         """Return why the leak gate is closed, once it is."""
@@ -216,3 +276,18 @@ def _epochs_to_count(settings: ActiveSettings) -> Iterable[int]:
     if chosen is None:
         return ()
     return spread_epochs(settings.contract.epochs) if chosen.epochs is None else chosen.epochs
+
+
+_Figures = tuple[float, float, float]
+
+
+def _plain(bounds: LeakBounds) -> tuple[_Figures, _Figures, _Figures, float | None]:
+    parts = bounds.sum_kl, bounds.estimate, bounds.guarantee
+    sum_kl, estimate, guarantee = ((part.max, part.q95, part.mean) for part in parts)
+    return sum_kl, estimate, guarantee, bounds.epsilon
+
+
+def _bounds(
+    sum_kl: _Figures, estimate: _Figures, guarantee: _Figures, epsilon: float | None
+) -> LeakBounds:
+    return LeakBounds(Spread(*sum_kl), Spread(*estimate), Spread(*guarantee), epsilon)

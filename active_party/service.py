@@ -11,11 +11,17 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from active_party.session import ActiveSession
+from active_party.session import ActiveSession, Offer
 from common.alignment import AlignmentEngine, StreamChannel, align
 from common.contract import Contract
 from common.credentials import CredentialFiles
-from common.errors import AlignmentError, OutOfStep, ProtocolError, SplitveilError
+from common.errors import (
+    AlignmentError,
+    OutOfStep,
+    PeerUnreachable,
+    ProtocolError,
+    SplitveilError,
+)
 from common.wire.audit_codec import decode_question
 from common.wire.endpoint import SERVICE, add_port, channel_options
 from common.wire.error_interceptor import ErrorInterceptor
@@ -55,16 +61,27 @@ class ActiveService:
     def handshake(self, request: pb.HandshakeRequest, _: grpc.ServicerContext) -> pb.HandshakeReply:
         """Open the run."""
         self._hear()
-        run_id = self._session.handshake(request.party, request.contract, request.nonce_commitment)
-        logger.info("handshake done: run %s with party %s", run_id, request.party)
+        offer = None
+        if request.resume_run_id:
+            offer = Offer(request.resume_run_id, frozenset(request.resume_places))
+        opening = self._session.handshake(
+            request.party, request.contract, request.nonce_commitment, offer
+        )
+        logger.info("handshake done: run %s with party %s", opening.run_id, request.party)
         digest = self._session.contract.digest()
-        return pb.HandshakeReply(run_id=run_id, contract_digest=digest, nonce=self._session.nonce)
+        return pb.HandshakeReply(
+            run_id=opening.run_id,
+            contract_digest=digest,
+            nonce=opening.nonce,
+            resumes_at=opening.resumes_at,
+        )
 
     def align(
         self, requests: Iterator[pb.AlignFrame], _: grpc.ServicerContext
     ) -> Iterator[pb.AlignFrame]:
         """Run this side of the alignment over one stream, which ends when this side is ready."""
-        if not self._aligning.acquire(blocking=False):
+        # A peer that was lost and came back may be faster than the end of its earlier stream.
+        if not self._aligning.acquire(timeout=GOODBYE_WAIT_S):
             raise OutOfStep("a second alignment at the same time")
         try:
             self._session.begin_alignment()
@@ -77,20 +94,23 @@ class ActiveService:
             self._aligning.release()
 
     def _align_over(self, channel: StreamChannel) -> None:
-        session = self._session
+        session, run_id = self._session, self._session.run_id
         try:
             alignment = align(
                 self._engine,
                 session.ids,
                 channel,
                 nonce=session.nonce,
-                run_id=session.run_id,
+                run_id=run_id,
                 # An interrupted session says so now, and not only when all ids are through.
-                progress=lambda _done_ids, _total_ids: session.begin_alignment(),
+                progress=lambda _done_ids, _total_ids: session.begin_alignment(run_id),
             )
         except AlignmentError as error:
             session.end(error)  # now, before the peer's goodbye that comes for the same reason
             raise
+        except PeerUnreachable as error:
+            # It may come back and align anew; nothing was answered yet.
+            raise OutOfStep(f"the alignment broke off: {error}") from error
         session.aligned(alignment.rows, alignment.peer_nonce)
 
     def train(self, requests: Iterator[bytes], _: grpc.ServicerContext) -> Iterator[bytes]:
@@ -113,6 +133,7 @@ class ActiveService:
                 course = self._session.evaluate(message)
                 header = message.header
                 yield pb.EvaluateReply(epoch=header.epoch, step=header.step, course=course)
+                self._session.finish_step()
 
     def audit(self, request: pb.AuditRequest, _: grpc.ServicerContext) -> pb.AuditReply:
         """Measure the peer's scores."""

@@ -2,6 +2,10 @@
 
 waiting -> handshaken -> training -> finished
               any state -> ended, by an error of this party or by the peer leaving
+
+A run that has answered something never begins anew: it goes on from a checkpoint that both parties
+have, and what is done again after it is answered only where the same bytes come again, with the
+same noise. So neither a restart nor a peer that says it was restarted leads to a second answer.
 """
 
 import hashlib
@@ -12,10 +16,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from cryptography.hazmat.primitives.poly1305 import Poly1305
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
@@ -25,17 +30,21 @@ from active_party.defenses.sum_kl import leak_auc_bound
 from active_party.early_stopping import EarlyStop
 from active_party.ledger import ROUNDING, LeakBounds, LeakLedger
 from active_party.top_trainer import StepResult, TopTrainer
+from common.checkpoint import AnswerLog, RunStore, State
 from common.contract import Contract
 from common.errors import (
     AlignmentError,
     BudgetExhausted,
     ContractMismatch,
+    DataError,
+    NotOpen,
     OutOfStep,
     PeerLeft,
     SplitveilError,
+    StorageError,
 )
 from common.privacy.leakage import auc
-from common.run_course import AlignedRows, Batch, SplitName, run_course
+from common.run_course import AlignedRows, Batch, SplitName, is_checkpoint, run_course
 from common.sample_order import Positions, joint_seed
 from common.wire.audit_codec import AuditQuestion
 from common.wire.tensor_codec import BatchHeader, TensorMessage
@@ -47,6 +56,7 @@ class Stage(Enum):
     """Where a run is."""
 
     WAITING = "waiting for the peer"
+    REJOINING = "waiting for the peer to come back"
     HANDSHAKEN = "aligning"
     TRAINING = "training"
     FINISHED = "finished"
@@ -63,11 +73,31 @@ class Evaluation:
     auc: float
 
 
+class Offer(NamedTuple):
+    """A run that the peer wants to go on with."""
+
+    run_id: str
+    places: frozenset[int]
+    """Where it can go on from: numbers of batches."""
+
+
+class Opening(NamedTuple):
+    """What the peer is told when a run is opened."""
+
+    run_id: str
+    nonce: bytes
+    resumes_at: int | None
+    """Where both go on from; None for a new run."""
+
+
 class SessionObserver(Protocol):
     """Who is told what happens. Called under the session's lock, off the peer's waiting time."""
 
     def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
-        """Both parties hold the same rows."""
+        """Both parties hold the same rows; told again where a run begins anew."""
+
+    def on_resumed(self, epoch: int | None) -> None:
+        """The run goes on from a checkpoint, in an epoch, or None where there is nothing left."""
 
     def on_step(self, batch: Batch, result: StepResult) -> None:
         """A training step was answered and learned from."""
@@ -84,6 +114,12 @@ class SessionObserver(Protocol):
     def objection(self) -> SplitveilError | None:
         """Say why the run must not go on, if there is a reason; asked before every answer."""
 
+    def state_dict(self) -> State:
+        """Return what was seen so far, for a checkpoint."""
+
+    def load_state_dict(self, state: State) -> None:
+        """Forget what was seen since."""
+
 
 TrainerFactory = Callable[[AlignedRows], TopTrainer]
 
@@ -96,10 +132,12 @@ class ActiveSession:
         ids: this party's canonical ids, by row of its file.
         build_trainer: makes the trainer once the common rows are known.
         observer: is told of steps and evaluations.
-        nonce: this party's share of the joint seed, 32 bytes.
+        draw_nonce: gives this party's share of the joint seed, 32 bytes, anew for each alignment.
         early_stop: decides after each epoch whether to go on, or None for never stopping early.
         max_sum_kl: divergence that no example may pass over the whole run.
         allow_audits: whether scores of the peer are measured, if the contract allows it, too.
+        store: where checkpoints go, and come from; None for a run that cannot be gone on with.
+        noise_seed: for tests only: makes fresh noise predictable.
     """
 
     def __init__(
@@ -108,19 +146,28 @@ class ActiveSession:
         ids: Sequence[str],
         build_trainer: TrainerFactory,
         observer: SessionObserver,
-        nonce: bytes,
+        draw_nonce: Callable[[], bytes],
         early_stop: EarlyStop | None = None,
         max_sum_kl: float = math.inf,
         *,
         allow_audits: bool = False,
+        store: RunStore | None = None,
+        noise_seed: int | None = None,
     ) -> None:
         self.contract = contract
         self.run_id = secrets.token_hex(8)
         self.ids = ids
-        self.nonce = nonce
+        self.nonce = draw_nonce()
         self.trainer: TopTrainer | None = None
         self.ledger = LeakLedger(0)
         self.error: SplitveilError | None = None
+        self._draw_nonce = draw_nonce
+        self._store = store
+        self._secret = _secret(noise_seed)
+        self._answers = AnswerLog()
+        self._rows: AlignedRows | None = None
+        self._place = 0
+        self._checkpoint_due = False
         self._build_trainer = build_trainer
         self._observer = observer
         self._early_stop = early_stop
@@ -155,18 +202,55 @@ class ActiveSession:
             return self._changed.wait_for(lambda: self.over, timeout_s)
 
     def wait_for_farewell(self, timeout_s: float) -> bool:
-        """Wait until the peer has taken its last answer and said goodbye."""
+        """Wait until the run is over and say whether it is.
+
+        A run that ended early is over at once; one that has finished when the peer has taken its
+        last answer and said goodbye, for until then it may come back and ask for it again.
+        """
         with self._changed:
-            return self._changed.wait_for(lambda: self._peer_has_left, timeout_s)
+            self._end_on_objection()
+            return self._changed.wait_for(
+                lambda: self._stage is Stage.ENDED or (self.over and self._peer_has_left),
+                timeout_s,
+            )
 
     # ---- opening ----
 
-    def handshake(self, party: str, canonical_contract: str, commitment: bytes) -> str:
-        """Open the run and return its id. The same request again gets the same answer.
+    def reopen(self) -> bool:
+        """Take up the run in the store, if there is one, and say so; the peer has to come back.
+
+        Raises:
+            DataError: this party's data are not those that the run began with.
+        """
+        with self._changed:
+            stored = None if self._store is None else self._store.run()
+            if self._store is None or stored is None or not self._store.places():
+                return False
+            self.run_id, self.nonce = stored["run_id"], stored["nonce"]
+            self._secret = stored["secret"]
+            self._commitment = hashlib.sha256(stored["peer_nonce"]).digest()
+            file_rows = stored["file_rows"].numpy()
+            if len(file_rows) and int(file_rows.max()) >= len(self.ids):
+                raise _other_data()
+            self._prepare(file_rows, joint_seed(self.nonce, stored["peer_nonce"]))
+            if self.trainer is None or self.trainer.data_digest != stored["data"]:
+                raise _other_data()
+            self._answers = self._store.answers()
+            self._move_to(Stage.REJOINING)
+            return True
+
+    def handshake(
+        self, party: str, canonical_contract: str, commitment: bytes, offer: Offer | None = None
+    ) -> Opening:
+        """Open a run, or go on with one. The same request again gets the same answer.
+
+        A peer that was lost before anything was answered may begin anew; the nonce that it has
+        seen is then not used again.
 
         Raises:
             ContractMismatch: naming the fields that differ; the run then ends on both sides.
-            OutOfStep: another peer, or a restarted one, asks for a run that has begun.
+            OutOfStep: another peer asks for a run that has begun, or this one for another run, or
+                from where this party has no checkpoint.
         """
         with self._changed:
             self._refuse_if_ended()
@@ -178,22 +262,31 @@ class ActiveSession:
                 if self._stage is Stage.WAITING:
                     self.end(error)
                 raise error
-            if self._stage is Stage.WAITING:
-                self._commitment = commitment
-                self._move_to(Stage.HANDSHAKEN)
-            elif not hmac.compare_digest(self._commitment, commitment):
-                raise OutOfStep("a handshake for a run that has begun with another peer")
-            return self.run_id
+            known = hmac.compare_digest(self._commitment, commitment)
+            if offer is not None:
+                return self._go_on(offer, known=known)
+            if self._stage is Stage.HANDSHAKEN and known:
+                return Opening(self.run_id, self.nonce, None)
+            if self._place or len(self._answers):
+                raise OutOfStep("a handshake for a new run, where one has begun")
+            if self._stage is not Stage.WAITING:
+                self.run_id, self.nonce = secrets.token_hex(8), self._draw_nonce()
+            self._commitment = commitment
+            self._move_to(Stage.HANDSHAKEN)
+            return Opening(self.run_id, self.nonce, None)
 
-    def begin_alignment(self) -> None:
+    def begin_alignment(self, run_id: str | None = None) -> None:
         """Make sure that it is time to align.
 
+        Args:
+            run_id: the run that is being aligned, once that is known.
+
         Raises:
-            OutOfStep: it is not.
+            OutOfStep: it is not, or not any more.
         """
         with self._changed:
             self._refuse_if_ended()
-            if self._stage is not Stage.HANDSHAKEN:
+            if self._stage is not Stage.HANDSHAKEN or run_id not in (None, self.run_id):
                 raise OutOfStep(f"an alignment while {self._stage.value}")
 
     def aligned(self, file_rows: Positions, peer_nonce: bytes) -> None:
@@ -213,14 +306,21 @@ class ActiveSession:
             committed = hashlib.sha256(peer_nonce).digest()
             if len(peer_nonce) != 32 or not hmac.compare_digest(committed, self._commitment):
                 raise OutOfStep("the peer's nonce is not the one it committed to")
-            seed = joint_seed(self.nonce, peer_nonce)
-            rows = AlignedRows.derive(self.contract, seed, self.ids, file_rows)
-            self.trainer = self._build_trainer(rows)
-            self.ledger = LeakLedger(len(rows))
-            self._training_positions = rows.splits["train"]
-            self._course = run_course(self.contract, rows)
-            self._expected = next(self._course)
-            self._observer.on_aligned(rows, seed)
+            rows = self._prepare(file_rows, joint_seed(self.nonce, peer_nonce))
+            self._take_place(0)
+            if self._store is not None and self.trainer is not None:
+                self._store.save_run(
+                    {
+                        "run_id": self.run_id,
+                        "nonce": self.nonce,
+                        "peer_nonce": peer_nonce,
+                        "secret": self._secret,
+                        "file_rows": torch.from_numpy(rows.file_rows),
+                        "data": self.trainer.data_digest,
+                    }
+                )
+                self._answers = self._store.answers()
+                self._save()
             self._move_to(Stage.TRAINING)
 
     # ---- training ----
@@ -233,6 +333,7 @@ class ActiveSession:
 
         Raises:
             OutOfStep: any other message than the one expected now, or a repeat with other bytes.
+            NotOpen: this process has not opened the run with the peer yet.
             BudgetExhausted: the answer would tell too much; it is not given, and the run is over.
             LeakGateClosed: earlier ones told too much; the run is over.
         """
@@ -242,7 +343,8 @@ class ActiveSession:
             if isinstance(stored, TensorMessage):
                 return stored
             batch, trainer = self._take(message, training=True)
-            result = trainer.gradient(batch.positions, message.values)
+            answer_key = self._note_question(self._place, message.values)
+            result = trainer.gradient(batch.positions, message.values, answer_key)
             self._charge(batch, result.report.charge)
             reply = TensorMessage(message.header, result.defended)
             self._answer(message, reply)
@@ -250,15 +352,16 @@ class ActiveSession:
             return reply
 
     def finish_step(self) -> None:
-        """Do what the peer need not wait for: the top model's update, figures, leak monitor."""
+        """Do what the peer need not wait for: the top model's update, figures, checkpoint."""
         with self._changed:
-            if self._unobserved is None or self.trainer is None:
-                return
-            (batch, result), self._unobserved = self._unobserved, None
-            self.trainer.learn()
-            self._observer.on_step(batch, result)
-            if batch.closes_split:
-                self._observer.on_ledger(batch.epoch, self.leak_bounds())
+            if self._unobserved is not None and self.trainer is not None:
+                (batch, result), self._unobserved = self._unobserved, None
+                self.trainer.learn()
+                self._observer.on_step(batch, result)
+                if batch.closes_split:
+                    self._observer.on_ledger(batch.epoch, self.leak_bounds())
+            if self._checkpoint_due:
+                self._save()
 
     def leak_bounds(self) -> LeakBounds:
         """Bound what the answers so far may have told of the training examples."""
@@ -277,6 +380,7 @@ class ActiveSession:
             if stored is not None and not isinstance(stored, TensorMessage):
                 return stored
             batch, trainer = self._take(message, training=False)
+            self._note_question(self._place, message.values)
             self._scores.append(trainer.predict(batch.positions, message.values))
             if batch.closes_split:
                 self._close_split(batch)
@@ -296,11 +400,15 @@ class ActiveSession:
             ProtocolError: as for ``AuditDesk.answer``; the run goes on.
         """
         with self._changed:
+            self.finish_step()
             self._refuse_if_ended()
+            self._refuse_if_not_open()
             if question.run_id != self.run_id or self.trainer is None:
                 raise OutOfStep("an audit of another run than this one")
             positions = self._training_positions
-            leak_auc = self._audits.answer(question, positions, self.trainer.labels_of)
+            leak_auc = self._audits.answer(
+                question, positions, self.trainer.labels_of, self._note_question
+            )
             self._observer.on_audit(question, leak_auc)
             return leak_auc
 
@@ -329,10 +437,18 @@ class ActiveSession:
     def end(self, error: SplitveilError) -> None:
         """End the run early; every later call of the peer gets this error's status."""
         with self._changed:
-            if not self.over:
+            if self.over:
+                return
+            self.error = error
+            try:
                 self.finish_step()
-                self.error = error
-                self._move_to(Stage.ENDED)
+                if self._stage is Stage.TRAINING and self._is_between_steps:
+                    self._save()
+            except StorageError as unsaved:
+                if not isinstance(error, StorageError):
+                    unsaved.__context__ = error
+                    self.error = unsaved
+            self._move_to(Stage.ENDED)
 
     # ---- inside ----
 
@@ -350,6 +466,100 @@ class ActiveSession:
             self._observer.on_ledger(self._expected.epoch, self.leak_bounds())
         self.end(objection)
 
+    # ---- going on ----
+
+    @property
+    def _is_between_steps(self) -> bool:
+        return self.trainer is not None and self.trainer.is_between_steps
+
+    def _prepare(self, file_rows: Positions, seed: bytes) -> AlignedRows:
+        """Make all that the common rows are needed for."""
+        rows = AlignedRows.derive(self.contract, seed, self.ids, file_rows)
+        self.trainer = self._build_trainer(rows)
+        self.ledger = LeakLedger(len(rows))
+        self._training_positions = rows.splits["train"]
+        self._rows = rows
+        self._observer.on_aligned(rows, seed)
+        return rows
+
+    def _take_place(self, place: int) -> None:
+        if self._rows is None:
+            raise RuntimeError("no place in a run before its rows are known")
+        self._place = place
+        self._course = run_course(self.contract, self._rows, place)
+        self._expected = next(self._course, None)
+        self._answered = None
+        self._unobserved = None
+        self._checkpoint_due = False
+
+    def _go_on(self, offer: Offer, *, known: bool) -> Opening:
+        opened = self._stage in (Stage.REJOINING, Stage.TRAINING, Stage.FINISHED)
+        if not opened or self._store is None or offer.run_id != self.run_id or not known:
+            raise OutOfStep("a peer wants to go on with another run than this one")
+        self.finish_step()
+        common = offer.places & set(self._store.places())
+        if not common:
+            raise OutOfStep("the parties have no checkpoint in common")
+        place = max(common)
+        self._restore(place, self._store.load(place))
+        self._peer_has_left = False
+        return Opening(self.run_id, self.nonce, place)
+
+    def _save(self) -> None:
+        self._checkpoint_due = False
+        if self._store is None or self.trainer is None:
+            return
+        state: State = {
+            "trainer": self.trainer.state_dict(),
+            "ledger": self.ledger.state_dict(),
+            "early_stop": None if self._early_stop is None else self._early_stop.state_dict(),
+            "validation_auc": self._validation_auc,
+            "scores": self._scores,
+            "audits": self._audits.state_dict(),
+            "is_last": self._expected is None,
+            "observer": self._observer.state_dict(),
+        }
+        self._store.save(self._place, state)
+
+    def _restore(self, place: int, state: State) -> None:
+        if self.trainer is None:
+            raise RuntimeError("no state without a trainer")
+        self._take_place(place)
+        self.trainer.load_state_dict(state["trainer"])
+        self.ledger.load_state_dict(state["ledger"])
+        if self._early_stop is not None:
+            self._early_stop.load_state_dict(state["early_stop"])
+        self._validation_auc = state["validation_auc"]
+        self._scores = [(logits, labels) for logits, labels in state["scores"]]
+        self._audits.load_state_dict(state["audits"])
+        self._observer.load_state_dict(state["observer"])
+        if state["is_last"]:
+            self._expected = None
+        self._observer.on_resumed(None if self._expected is None else self._expected.epoch)
+        self._move_to(Stage.FINISHED if self._expected is None else Stage.TRAINING)
+
+    def _note_question(self, number: int, values: Tensor) -> bytes:
+        """Make sure that no other question was answered here, and return the key of the answer.
+
+        Written before anything is computed: a crash between the two costs nothing, for the same
+        question gives the same answer.
+        """
+        place = number.to_bytes(8, "little")
+        key = _keyed(self._secret, b"fingerprint", place)
+        fingerprint = Poly1305.generate_tag(key, _bytes_of(values))
+        earlier = self._answers.fingerprint(number)
+        if earlier is None:
+            self._answers.record(number, fingerprint)
+        elif not hmac.compare_digest(earlier, fingerprint):
+            raise OutOfStep("what was answered before came again with other bytes")
+        return _keyed(self._secret, b"answer", place + fingerprint)
+
+    def _refuse_if_not_open(self) -> None:
+        if self._stage is Stage.REJOINING or (
+            self._stage is Stage.WAITING and self._store is not None
+        ):
+            raise NotOpen(f"a message while {self._stage.value}")
+
     def _refuse_if_ended(self) -> None:
         self._end_on_objection()
         if self._stage is Stage.ENDED and self.error is not None:
@@ -366,6 +576,7 @@ class ActiveSession:
 
     def _take(self, message: TensorMessage, *, training: bool) -> tuple[Batch, TopTrainer]:
         expected, header = self._expected, message.header
+        self._refuse_if_not_open()
         if self._stage is not Stage.TRAINING or expected is None or self.trainer is None:
             raise OutOfStep(f"a tensor while {self._stage.value}")
         if (expected.split == "train") is not training:
@@ -403,8 +614,11 @@ class ActiveSession:
         raise error
 
     def _answer(self, message: TensorMessage, reply: "TensorMessage | pb.Course") -> None:
+        answered, self._expected = self._expected, next(self._course, None)
         self._answered = _Answered(message.header, message.values, reply)
-        self._expected = next(self._course, None)
+        self._place += 1
+        if answered is not None and self._rows is not None:
+            self._checkpoint_due = is_checkpoint(self.contract, self._rows, answered)
 
     def _close_split(self, batch: Batch) -> None:
         logits = torch.cat([logits for logits, _ in self._scores])
@@ -434,6 +648,28 @@ class _Answered:
     header: BatchHeader
     values: Tensor
     reply: "TensorMessage | pb.Course"
+
+
+def _secret(noise_seed: int | None) -> bytes:
+    """Return what the run's answers and fingerprints are keyed with, 32 bytes."""
+    if noise_seed is None:
+        return secrets.token_bytes(32)
+    return hashlib.sha256(b"splitveil test secret %d" % noise_seed).digest()
+
+
+def _keyed(secret: bytes, purpose: bytes, message: bytes) -> bytes:
+    return hashlib.blake2b(message, digest_size=32, key=secret, person=purpose).digest()
+
+
+def _bytes_of(values: Tensor) -> memoryview:
+    return values.contiguous().view(torch.uint8).numpy().data.cast("B")
+
+
+def _other_data() -> DataError:
+    return DataError(
+        "this party's data are not those that the run began with; put them back, or begin anew "
+        "with --fresh"
+    )
 
 
 def _same_bytes(one: Tensor, other: Tensor) -> bool:

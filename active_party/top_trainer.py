@@ -8,10 +8,12 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from active_party.defenses import DefendedGradient, Defense, DefenseReport
+from active_party.defenses import AnswerKeys, DefendedGradient, Defense, DefenseReport
+from common.checkpoint import State
 from common.contract import LearningRateSchedule
 from common.data.features import Features
 from common.errors import SplitveilError
+from common.random_state import random_state, set_random_state
 from common.sample_order import Positions
 
 
@@ -52,6 +54,8 @@ class TopTrainer:
             noise; None where the defense needs none.
         noisy_labels: what the gradients sent are computed from instead of the labels, (aligned,).
         top_learns_noisy: whether the top model learns from the noisy labels, too.
+        answer_keys: where the defense's fresh noise has its keys from; None where it draws none.
+        data_digest: tells other data from these, for whoever goes on with the run later.
     """
 
     def __init__(
@@ -68,8 +72,11 @@ class TopTrainer:
         example_keys: Tensor | None = None,
         noisy_labels: Tensor | None = None,
         top_learns_noisy: bool = True,
+        answer_keys: AnswerKeys | None = None,
+        data_digest: str = "",
     ) -> None:
         self.model = model.to(device)
+        self.data_digest = data_digest
         self.defense = defense
         self._optimizer = optimizer
         self._schedule = LambdaLR(optimizer, lambda step: schedule.factor(step, total_steps))
@@ -79,14 +86,29 @@ class TopTrainer:
         self._example_keys = example_keys
         self._noisy = None if noisy_labels is None else noisy_labels.to(device, torch.float32)
         self._top_learns_noisy = top_learns_noisy
+        self._answer_keys = answer_keys
         self._unlearned: StepResult | None = None
 
-    def gradient(self, positions: Positions, activation: Tensor) -> StepResult:
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether the last step was learned from, so that the state is whole."""
+        return self._unlearned is None
+
+    def gradient(
+        self, positions: Positions, activation: Tensor, answer_key: bytes | None = None
+    ) -> StepResult:
         """Compute the gradient at the cut layer and defend it, and no more than that.
 
         The top model's own gradients follow in ``learn``, so that the peer need not wait for them.
+
+        Args:
+            positions: of the rows, (batch,).
+            activation: (batch, *cut_shape).
+            answer_key: what the noise of this answer is drawn from, 32 secret bytes.
         """
         self.learn()
+        if self._answer_keys is not None and answer_key is not None:
+            self._answer_keys.begin(answer_key)
         self.model.train()
         rows = torch.from_numpy(positions.copy()).to(self._device)
         cut = activation.to(self._device, torch.float32).requires_grad_()
@@ -137,6 +159,31 @@ class TopTrainer:
         with torch.no_grad():
             logits = self.model(activation.to(self._device, torch.float32), self._own(rows))
         return logits.cpu(), self._labels[rows].cpu()
+
+    def state_dict(self) -> State:
+        """Return all that a step changes.
+
+        Raises:
+            RuntimeError: in the middle of a step.
+        """
+        if not self.is_between_steps:
+            raise RuntimeError("no state in the middle of a step")
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "schedule": self._schedule.state_dict(),
+            "defense": self.defense.state_dict(),
+            "random": random_state(self._device),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Go back, or on, to where ``state_dict`` was taken."""
+        self._unlearned = None
+        self.model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._schedule.load_state_dict(state["schedule"])
+        self.defense.load_state_dict(state["defense"])
+        set_random_state(self._device, state["random"])
 
     def labels_of(self, positions: Positions) -> Tensor:
         """Return the true labels of some rows, (rows,), on the CPU."""

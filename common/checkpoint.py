@@ -1,8 +1,27 @@
-"""A party's checkpoint on disk: weights, feature encoder and other tensors, without pickle."""
+"""A party's checkpoints on disk: weights for later use, and whole states to go on from. No pickle.
 
+checkpoint/model.safetensors     the model, for whoever wants to use it
+checkpoint/encoder.json          how its features are encoded
+checkpoint/run.state             what holds for the whole run: its id, nonces, common rows, secrets
+checkpoint/at-0000001234.state   everything that changes, after 1,234 batches
+checkpoint/answered.log          fingerprints of the questions that were answered (active party)
+
+A ``.state`` file is a SHA-256 digest and, after it, what ``torch.save`` made of nested plain values
+and tensors; it is read with ``weights_only``, and is its owner's alone: there are secrets in it.
+"""
+
+import hashlib
+import io
+import logging
+import os
+import pickle
+import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
@@ -10,8 +29,19 @@ from common.data.features import FeatureEncoder
 from common.errors import StorageError
 from common.run_folder import write_bytes_atomically, write_json_atomically
 
+logger = logging.getLogger(__name__)
+
 WEIGHTS = "model.safetensors"
 ENCODER = "encoder.json"
+
+State = dict[str, Any]
+"""Nested dicts, lists and tuples of tensors and plain values."""
+
+_VERSION = 1
+_RUN = "run.state"
+_PLACE = re.compile(r"at-([0-9]{10})\.state")
+_DIGEST_BYTES = 32
+_RECORD_BYTES = 24
 
 
 def save_model(folder: Path, model: nn.Module, encoder: FeatureEncoder | None) -> Path:
@@ -37,6 +67,195 @@ def save_tensors(folder: Path, file_name: str, tensors: Mapping[str, Tensor]) ->
     plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     write_bytes_atomically(path, save(plain))
     return path
+
+
+class RunStore:
+    """What one party needs in order to go on with a run after its process has ended.
+
+    Args:
+        folder: the run's folder.
+        keep: how many of the newest checkpoints to keep.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self._folder = folder / "checkpoint"
+        self._keep = keep
+        self._answers: AnswerLog | None = None
+
+    def run(self) -> State | None:
+        """Return what holds for the whole run; None where there is no run to go on with."""
+        return self._read(self._folder / _RUN)
+
+    def save_run(self, state: State) -> None:
+        """Begin a run: keep what holds for all of it, and nothing of runs before.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        self.forget()
+        _checkpoint_folder(self._folder.parent)
+        _write_state(self._folder / _RUN, state)
+
+    def places(self) -> list[int]:
+        """Return the places that a state can be loaded for, ascending.
+
+        A damaged file is said so, and passed over.
+        """
+        return [place for place, path in self._files() if self._read(path) is not None]
+
+    def save(self, place: int, state: State) -> None:
+        """Keep the state after a number of batches, and the newest few of those before.
+
+        Raises:
+            StorageError: it cannot be written; those before stay.
+        """
+        _write_state(self._path(place), state)
+        for _, path in self._files()[: -self._keep]:
+            _delete(path)
+
+    def load(self, place: int) -> State:
+        """Return the state at a place, and forget those after it.
+
+        Raises:
+            StorageError: there is none that can be read.
+        """
+        state = self._read(self._path(place))
+        if state is None:
+            raise StorageError(f"{self._path(place)}: cannot be read")
+        for later, path in self._files():
+            if later > place:
+                _delete(path)
+        return state
+
+    def answers(self) -> "AnswerLog":
+        """Return the fingerprints of what was answered, in this process or before.
+
+        Raises:
+            StorageError: the file cannot be opened.
+        """
+        if self._answers is None:
+            self._answers = AnswerLog(_checkpoint_folder(self._folder.parent) / "answered.log")
+        return self._answers
+
+    def forget(self) -> None:
+        """Delete every state: there is nothing to go on with."""
+        self._answers = None
+        for path in [self._folder / _RUN, *(path for _, path in self._files())]:
+            _delete(path)
+        _delete(self._folder / "answered.log")
+
+    def _path(self, place: int) -> Path:
+        return self._folder / f"at-{place:010d}.state"
+
+    def _files(self) -> list[tuple[int, Path]]:
+        if not self._folder.is_dir():
+            return []
+        found = ((_PLACE.fullmatch(path.name), path) for path in self._folder.iterdir())
+        return sorted((int(match[1]), path) for match, path in found if match is not None)
+
+    def _read(self, path: Path) -> State | None:
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            logger.warning("%s: cannot be read: %s", path, error.strerror)
+            return None
+        digest, content = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+        if hashlib.sha256(content).digest() != digest:
+            logger.warning("%s: is damaged, and left out", path)
+            return None
+        return _parsed(path, content)
+
+
+class AnswerLog:
+    """Which questions were answered, in the order of their answers: 24 bytes each, never changed.
+
+    Written before the answer leaves, so that no restart leads to a second answer to another
+    question at the same place.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        """Read the file, and cut off a record that a crash left unfinished.
+
+        Args:
+            path: of the file; None to remember in this process alone.
+
+        Raises:
+            StorageError: it cannot be read or made.
+        """
+        self._path = path
+        self._known: dict[int, bytes] = {}
+        if path is not None:
+            self._read(path)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def fingerprint(self, place: int) -> bytes | None:
+        """Return the fingerprint of the question answered at a place, 16 bytes."""
+        return self._known.get(place)
+
+    def record(self, place: int, fingerprint: bytes) -> None:
+        """Note that a question is about to be answered.
+
+        Raises:
+            StorageError: it cannot be written: then it must not be answered.
+        """
+        if self._path is not None:
+            self._append(self._path, place.to_bytes(8, "little") + fingerprint)
+        self._known[place] = fingerprint
+
+    def _read(self, path: Path) -> None:
+        try:
+            with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+                data = file.read()
+                whole = len(data) - len(data) % _RECORD_BYTES
+                file.truncate(whole)
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
+        for start in range(0, whole, _RECORD_BYTES):
+            key, fingerprint = data[start : start + 8], data[start + 8 : start + _RECORD_BYTES]
+            self._known[int.from_bytes(key, "little")] = fingerprint
+
+    @staticmethod
+    def _append(path: Path, record: bytes) -> None:
+        # Not synced: a killed process loses nothing of it, and a peer cannot cut the power.
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            try:
+                os.write(descriptor, record)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _write_state(path: Path, state: State) -> None:
+    buffer = io.BytesIO()
+    torch.save({"version": _VERSION, "state": state}, buffer)
+    content = buffer.getvalue()
+    write_bytes_atomically(path, hashlib.sha256(content).digest() + content, mode=0o600)
+
+
+def _parsed(path: Path, content: bytes) -> State | None:
+    try:
+        found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        version, state = found["version"], found["state"]
+    except (pickle.UnpicklingError, zipfile.BadZipFile, RuntimeError, LookupError, TypeError):
+        logger.warning("%s: is no state of a run, and left out", path)
+        return None
+    if version != _VERSION or not isinstance(state, dict):
+        logger.warning("%s: is of another version of splitveil, and left out", path)
+        return None
+    return state
+
+
+def _delete(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be deleted: {error.strerror}") from error
 
 
 def _checkpoint_folder(folder: Path) -> Path:

@@ -16,6 +16,7 @@ import torch
 import yaml
 from rich.console import Console
 
+from common.checkpoint import RunStore
 from common.errors import Interrupted, PeerError, SplitveilError, StorageError
 from common.party_settings import PartySettings
 from common.run_folder import write_text_atomically
@@ -24,6 +25,24 @@ logger = logging.getLogger(__name__)
 
 # What add_subparsers returns has no public name.
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # noqa: SLF001
+
+MAY_CHANGE = frozenset(
+    {
+        "alignment_workers",
+        "allow_audits",
+        "connect",
+        "device",
+        "first_contact_s",
+        "leak_gate",
+        "listen",
+        "reconnect",
+        "run_budget",
+        "runs_dir",
+        "security",
+        "torch_threads",
+    }
+)
+"""Settings that a run may go on without: all others change what comes out of it."""
 
 _SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it
 
@@ -42,7 +61,12 @@ def parse_arguments(
     """
     parser = argparse.ArgumentParser(prog=program)
     commands = parser.add_subparsers(dest="command", required=True)
-    add_command(commands, "run", "train with the other party")
+    run = add_command(commands, "run", "train with the other party, or go on where it ended")
+    run.add_argument(
+        "--fresh",
+        action="store_true",
+        help="begin anew; results of an unfinished run are moved aside",
+    )
     add_command(
         commands, "check", "check settings and data without training; print the resolved settings"
     )
@@ -163,6 +187,39 @@ def draw_nonce(settings: PartySettings) -> bytes:
 def resolved_yaml(settings: PartySettings) -> str:
     """Return the settings with every default filled in, as YAML."""
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def goes_on(settings: PartySettings, *, fresh: bool, folder: Path) -> bool:
+    """Tell whether the results in a folder are of a run that goes on with these settings.
+
+    Args:
+        settings: of this start.
+        fresh: whether to begin anew in any case.
+        folder: of the results.
+    """
+    if fresh or RunStore(folder, settings.contract.checkpoints.keep).run() is None:
+        return False
+    try:
+        earlier = yaml.safe_load((folder / "settings.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        earlier = None
+    if not isinstance(earlier, dict):
+        logger.warning("%s: the settings of the unfinished run are gone: beginning anew", folder)
+        return False
+    now = settings.model_dump(mode="json")
+    changed = [
+        name
+        for name in sorted(now.keys() | earlier.keys())
+        if name not in MAY_CHANGE and now.get(name) != earlier.get(name)
+    ]
+    if changed:
+        logger.warning(
+            "the settings are not those of the unfinished run (%s): beginning anew",
+            ", ".join(changed),
+        )
+        return False
+    logger.info("going on with the unfinished run in %s; --fresh would begin anew", folder)
+    return True
 
 
 def save_resolved(settings: PartySettings, folder: Path) -> None:

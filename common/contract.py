@@ -81,6 +81,19 @@ class WireLimits(Section):
     """Larger ones travel in chunks of this many bytes."""
 
 
+class CheckpointPlan(Section):
+    """When both parties save where they are, so that they find a common place to go on from."""
+
+    every_steps: PositiveInt = 500
+    """Training steps between two checkpoints; there is one at every epoch's end, too.
+
+    What was done since the last one is done again after a crash.
+    """
+
+    keep: int = Field(default=3, ge=2, le=100)
+    """How many of the newest checkpoints each party keeps."""
+
+
 class Contract(Section):
     """Everything that both parties hold in common."""
 
@@ -127,6 +140,9 @@ class Contract(Section):
 
     wire: WireLimits = WireLimits()
     """How tensors travel."""
+
+    checkpoints: CheckpointPlan = CheckpointPlan()
+    """When both parties save where they are."""
 
     audits_allowed: bool = False
     """Whether the passive party may ask the active party for the AUC of its scores."""

@@ -9,9 +9,11 @@
     |  |- PeerUnreachable              it is silent or gone
     |  |- PeerUntrusted                one of the two does not believe who the other is
     |  |- PeerLeft                     it said that it stops
+    |  |- PeerRestarted                it was restarted, and the run has to be opened again
     |  `- ProtocolError                it broke a rule of the protocol
     |     |- InvalidMessage            a message that cannot be what it claims to be
     |     |- OutOfStep                 a well-formed message at the wrong time
+    |     |- NotOpen                   a message for a run that has to be opened first
     |     |- TooLarge                  a message beyond the agreed limits
     |     `- AuditRefused              scores that are not measured in this run
     |- StorageError                1   a checkpoint or a log could not be written
@@ -81,6 +83,10 @@ class PeerLeft(PeerError):
     """The other party said that it stops."""
 
 
+class PeerRestarted(PeerError):
+    """The other party was restarted: the run goes on from a checkpoint once it is opened again."""
+
+
 class ProtocolError(PeerError):
     """The other party sent what the protocol does not allow."""
 
@@ -91,6 +97,10 @@ class InvalidMessage(ProtocolError):
 
 class OutOfStep(ProtocolError):
     """A well-formed message came at the wrong time, or for other rows."""
+
+
+class NotOpen(ProtocolError):
+    """A message came for a run that this process has not opened with the peer yet."""
 
 
 class TooLarge(ProtocolError):

@@ -1,5 +1,7 @@
 """A party's own rows with their canonical ids, checked before anything is sent."""
 
+import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +49,15 @@ class PartyData:
         if encoder is None:
             return None, None
         return encoder, encoder.transform(self.table, rows.file_rows)
+
+    def digest(self, encoder: FeatureEncoder | None) -> str:
+        """Return a digest of ids, labels and what was fitted to the features, in hexadecimal."""
+        found = hashlib.sha256("\0".join(self.ids).encode())
+        if self.table.labels is not None:
+            found.update(np.ascontiguousarray(self.table.labels).tobytes())
+        if encoder is not None:
+            found.update(json.dumps(encoder.state(), sort_keys=True).encode())
+        return found.hexdigest()
 
     def labels_of(self, ids: list[str]) -> Tensor:
         """Look up the labels of some ids, (ids,) float32.

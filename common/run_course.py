@@ -1,7 +1,9 @@
 """The course of a run: which rows are handled when. Both parties derive it, neither receives it."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 from common.contract import Contract
@@ -106,16 +108,39 @@ class Batch:
         return (self.epoch, self.split, self.step)
 
 
-def run_course(contract: Contract, rows: AlignedRows) -> Iterator[Batch]:
-    """Yield every batch of a run: each epoch's training rows, then its held-out rows."""
+def run_course(contract: Contract, rows: AlignedRows, place: int = 0) -> Iterator[Batch]:
+    """Yield the batches of a run: each epoch's training rows, then its held-out rows.
+
+    Args:
+        contract: gives batch sizes and epochs.
+        rows: the common rows.
+        place: how many batches to leave out, because they were handled before.
+    """
     held_out = [name for name in HELD_OUT if len(rows.splits[name])]
-    for epoch in range(contract.epochs):
-        yield from _batches(epoch, "train", list(rows.order.epoch(epoch)), closes_epoch=False)
-        for name in held_out:
-            positions = rows.splits[name]
-            size = contract.evaluation_batch_size
-            parts = [positions[i : i + size] for i in range(0, len(positions), size)]
-            yield from _batches(epoch, name, parts, closes_epoch=name == held_out[-1])
+    size = contract.evaluation_batch_size
+    held_out_batches = sum(math.ceil(len(rows.splits[name]) / size) for name in held_out)
+    first_epoch, left_out = divmod(place, rows.order.steps_per_epoch + held_out_batches)
+    for epoch in range(first_epoch, contract.epochs):
+        batches = _epoch(contract, rows, held_out, epoch)
+        yield from islice(batches, left_out if epoch == first_epoch else 0, None)
+
+
+def is_checkpoint(contract: Contract, rows: AlignedRows, batch: Batch) -> bool:
+    """Tell whether both parties save where they are after a batch."""
+    if batch.split != "train":
+        return batch.closes_epoch
+    steps = batch.epoch * rows.order.steps_per_epoch + batch.step + 1
+    return steps % contract.checkpoints.every_steps == 0 and not batch.closes_split
+
+
+def _epoch(
+    contract: Contract, rows: AlignedRows, held_out: Sequence[SplitName], epoch: int
+) -> Iterator[Batch]:
+    yield from _batches(epoch, "train", list(rows.order.epoch(epoch)), closes_epoch=False)
+    for name in held_out:
+        positions, size = rows.splits[name], contract.evaluation_batch_size
+        parts = [positions[i : i + size] for i in range(0, len(positions), size)]
+        yield from _batches(epoch, name, parts, closes_epoch=name == held_out[-1])
 
 
 def _batches(

@@ -4,11 +4,12 @@ runs/<run name>/<party>/                the newest run of that name
 runs/<run name>/<party>.previous-1/     the oldest one, -2 the next, ...
 """
 
+import fcntl
 import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,24 @@ from common.errors import SettingsError, StorageError
 _logger = logging.getLogger(__name__)
 
 
-def open_run_folder(runs_dir: Path, run_name: str, party: str) -> Path:
-    """Create the folder for one party's results; results already there are moved aside.
+def open_run_folder(
+    runs_dir: Path,
+    run_name: str,
+    party: str,
+    goes_on: Callable[[Path], bool] = lambda _: False,
+) -> Path:
+    """Claim the folder for one party's results, for as long as this process lives.
+
+    Args:
+        runs_dir: of all runs.
+        run_name: of this one.
+        party: ``active`` or ``passive``.
+        goes_on: tells whether the results already there are of the run that goes on now; otherwise
+            they are moved aside.
 
     Raises:
-        SettingsError: the run's or the party's name cannot be the name of a folder.
+        SettingsError: the run's or the party's name cannot be the name of a folder, or another
+            process uses it.
         StorageError: the folder cannot be made.
     """
     for name in (run_name, party):
@@ -29,7 +43,8 @@ def open_run_folder(runs_dir: Path, run_name: str, party: str) -> Path:
             raise SettingsError(f"expected a name that can name a folder, got {name!r}")
     folder = runs_dir / run_name / party
     try:
-        if folder.is_dir() and any(folder.iterdir()):
+        _claim(folder)
+        if folder.is_dir() and any(folder.iterdir()) and not goes_on(folder):
             _move_aside(folder)
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -37,8 +52,13 @@ def open_run_folder(runs_dir: Path, run_name: str, party: str) -> Path:
     return folder
 
 
-def write_bytes_atomically(path: Path, data: bytes) -> None:
+def write_bytes_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Replace a file as a whole: afterwards it holds the old content or the new, never a part.
+
+    Args:
+        path: of the file.
+        data: its new content.
+        mode: who may read and write it, less what the process's umask takes away.
 
     Raises:
         StorageError: it cannot be written; the old file stays.
@@ -46,7 +66,8 @@ def write_bytes_atomically(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         try:
-            with temporary.open("wb") as file:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+            with os.fdopen(os.open(temporary, flags, mode), "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -86,6 +107,22 @@ def finite_or_null(value: object) -> Any:
     if isinstance(value, list | tuple):
         return [finite_or_null(item) for item in value]
     return value
+
+
+def _claim(folder: Path) -> None:
+    """Keep other processes out: they would move the results of this one aside."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    path = folder.with_name(f".{folder.name}.lock")
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        # Gone with the process, however that ends; the descriptor stays open until then.
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise SettingsError(
+            f"{folder}: another process is running this party of this run; stop it, or give this "
+            f"one another contract.run_name or --runs"
+        ) from None
 
 
 def _move_aside(folder: Path) -> None:

@@ -5,6 +5,7 @@ Numbers here are about batches, epochs and runs, never about one example.
 
 import json
 import logging
+import os
 import sys
 import threading
 import time
@@ -55,6 +56,7 @@ class MetricsLog:
             StorageError: the files cannot be made.
         """
         self.steps_per_epoch = steps_per_epoch
+        self._next_chart_step = 0
         self._path = folder / "metrics.jsonl"
         self._lock = threading.Lock()
         self._start = time.monotonic()
@@ -143,6 +145,39 @@ class MetricsLog:
             except OSError as error:
                 raise self._storage_error(error) from error
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the file has come.
+
+        Raises:
+            StorageError: something cannot be written.
+        """
+        with self._lock:
+            try:
+                self._file.flush()
+                written = self._path.stat().st_size
+            except OSError as error:
+                raise self._storage_error(error) from error
+            seconds = time.monotonic() - self._start
+            return {"bytes": written, "seconds": seconds, "chart_step": self._next_chart_step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Drop the lines and charts after ``state_dict``, and go on from there.
+
+        Raises:
+            StorageError: the files cannot be changed.
+        """
+        with self._lock:
+            try:
+                self._charts.close()
+                self._file.close()
+                os.truncate(self._path, min(state["bytes"], self._path.stat().st_size))
+                self._file = self._path.open("a", buffering=1, encoding="utf-8")
+                self._charts = _open_charts(self._path.parent, purge_step=state["chart_step"])
+            except OSError as error:
+                raise self._storage_error(error) from error
+            self._start = time.monotonic() - state["seconds"]
+            self._next_chart_step = state["chart_step"]
+
     def close(self) -> None:
         """Write out what is pending; closing twice does nothing more.
 
@@ -187,7 +222,9 @@ class MetricsLog:
         if epoch is None:
             return step or 0
         within = self.steps_per_epoch - 1 if step is None else step
-        return epoch * self.steps_per_epoch + within
+        chart_step = epoch * self.steps_per_epoch + within
+        self._next_chart_step = max(self._next_chart_step, chart_step + 1)
+        return chart_step
 
     def _storage_error(self, error: OSError) -> StorageError:
         return StorageError(f"{self._path}: cannot be written: {error.strerror}")
@@ -213,6 +250,7 @@ class TrainingProgress:
             log_every_s: least seconds between two log lines where there is no terminal.
         """
         self.steps_done = 0
+        self._steps_before = 0
         self._total_steps = total_steps
         self._console = console or Console(stderr=True)
         self._log_every_s = log_every_s
@@ -249,10 +287,18 @@ class TrainingProgress:
 
         The first step is left out: it waits for the peer to get ready.
         """
-        if self._first_step is None or self.steps_done < 2:
+        steps = self.steps_done - self._steps_before
+        if self._first_step is None or steps < 2:
             return 0.0
         end = time.monotonic() if self._end is None else self._end
-        return (self.steps_done - 1) / max(end - self._first_step, 1e-9)
+        return (steps - 1) / max(end - self._first_step, 1e-9)
+
+    def go_on_at(self, steps: int) -> None:
+        """Start again at a step; the speed is that from here."""
+        self.steps_done = self._steps_before = steps
+        self._first_step = None
+        if self._console.is_terminal:
+            self._bar.update(self._task, completed=steps)
 
     def advance(self, steps: int = 1, /, **numbers: float | None) -> None:
         """Count finished steps and show numbers such as ``loss``; None is not shown."""
@@ -401,11 +447,11 @@ def print_summary(
         console.print(run_level_table(summary["leak_run_level"], title))
 
 
-def _open_charts(folder: Path) -> Any:
+def _open_charts(folder: Path, purge_step: int | None = None) -> Any:
     # Importing it takes seconds, which no other command should pay.
     from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
 
-    return SummaryWriter(str(folder), flush_secs=1)
+    return SummaryWriter(str(folder), flush_secs=1, purge_step=purge_step)
 
 
 def _in_words(numbers: Mapping[str, float | None]) -> str:

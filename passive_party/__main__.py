@@ -9,11 +9,12 @@ from functools import partial
 import numpy as np
 
 from common.alignment import AlignmentResources, build_engine
-from common.checkpoint import save_model
+from common.checkpoint import RunStore, save_model
 from common.command_line import (
     Interruption,
     draw_nonce,
     exit_code_of,
+    goes_on,
     overrides_of,
     parse_arguments,
     prepare,
@@ -60,12 +61,18 @@ def _run(parsed: argparse.Namespace) -> None:
     logger.info("%d rows read from %s", len(data.ids), data.table.source)
     labels = _evaluation_labels(settings)
     interruption.check()
-    folder = open_run_folder(settings.runs_dir, settings.contract.run_name, "passive")
+    folder = open_run_folder(
+        settings.runs_dir,
+        settings.contract.run_name,
+        "passive",
+        lambda folder: goes_on(settings, fresh=parsed.fresh, folder=folder),
+    )
     save_resolved(settings, folder)
     engine = build_engine(
         settings.contract.alignment, AlignmentResources(workers=settings.alignment_workers)
     )
     build_trainer = TrainerBuilder(settings, data, device)
+    store = RunStore(folder, settings.contract.checkpoints.keep)
     with PassiveRecorder(settings, folder, data.ids, labels) as recorder:
         run = PassiveRun(
             settings.contract,
@@ -74,9 +81,10 @@ def _run(parsed: argparse.Namespace) -> None:
             engine,
             build_trainer,
             recorder,
-            draw_nonce(settings),
+            partial(draw_nonce, settings),
             interruption,
             recorder if settings.audits else None,
+            store,
         )
         try:
             with GrpcPeer(
@@ -90,6 +98,7 @@ def _run(parsed: argparse.Namespace) -> None:
                 logger.info("model saved in %s", saved)
     summary = recorder.summary()
     write_json_atomically(folder / "summary.json", summary)
+    store.forget()
     print_summary("passive party", summary)
 
 

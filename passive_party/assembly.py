@@ -41,6 +41,7 @@ class TrainerBuilder:
             features=features,
             taps=_taps(settings, model),
             device=self._device,
+            data_digest=self._data.digest(encoder),
         )
 
 

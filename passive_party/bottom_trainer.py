@@ -7,9 +7,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from common.checkpoint import State
 from common.contract import LearningRateSchedule
 from common.data.features import Features
 from common.models.layers import LayerTap
+from common.random_state import random_state, set_random_state
 from common.sample_order import Positions
 
 
@@ -24,6 +26,7 @@ class BottomTrainer:
         features: this party's features in the common order.
         taps: layers whose gradients the adversary wants to see, by name.
         device: where the model is.
+        data_digest: tells other data from these, for whoever goes on with the run later.
     """
 
     def __init__(
@@ -36,14 +39,21 @@ class BottomTrainer:
         features: Features,
         taps: Mapping[str, LayerTap],
         device: torch.device,
+        data_digest: str = "",
     ) -> None:
         self.model = model.to(device)
+        self.data_digest = data_digest
         self._optimizer = optimizer
         self._schedule = LambdaLR(optimizer, lambda step: schedule.factor(step, total_steps))
         self._features = features.to(device)
         self._taps = taps
         self._device = device
         self._activation: Tensor | None = None
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether no activation waits for its gradient, so that the state is whole."""
+        return self._activation is None
 
     def rows(self, positions: Positions) -> Features:
         """Gather the features of some rows; worth doing while waiting for the peer."""
@@ -71,6 +81,29 @@ class BottomTrainer:
         self._schedule.step()
         taken = {name: tap.take() for name, tap in self._taps.items()}
         return {name: gradient for name, gradient in taken.items() if gradient is not None}
+
+    def state_dict(self) -> State:
+        """Return all that a step changes.
+
+        Raises:
+            RuntimeError: in the middle of a step.
+        """
+        if not self.is_between_steps:
+            raise RuntimeError("no state in the middle of a step")
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "schedule": self._schedule.state_dict(),
+            "random": random_state(self._device),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Go back, or on, to where ``state_dict`` was taken."""
+        self._activation = None
+        self.model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._schedule.load_state_dict(state["schedule"])
+        set_random_state(self._device, state["random"])
 
     def embed(self, features: Features) -> Tensor:
         """Return activations of held-out rows, without a graph."""

@@ -21,7 +21,7 @@ from common.wire.audit_codec import AuditQuestion, encode_question
 from common.wire.endpoint import HANDSHAKE_TIMEOUT_S, SERVICE, method_path, open_channel
 from common.wire.status import error_from
 from common.wire.tensor_codec import TensorAssembler, TensorLimits, TensorMessage, encode_tensor
-from passive_party.peer import Opening
+from passive_party.peer import Offer, Opening
 from protos import split_learning_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -85,20 +85,26 @@ class GrpcPeer:
             self._align.cancel()
         self._channel.close()
 
-    def handshake(self, party: str, canonical_contract: str, commitment: bytes) -> Opening:
-        """Open the run, waiting for an active party that is not there yet."""
+    def handshake(
+        self, party: str, canonical_contract: str, commitment: bytes, offer: Offer | None = None
+    ) -> Opening:
+        """Open a run, or go on with one, waiting for an active party that is not there yet."""
+        self._drop_streams()
         request = pb.HandshakeRequest(
             protocol_version=1,
             party=party,
             contract=canonical_contract,
             nonce_commitment=commitment,
+            resume_run_id="" if offer is None else offer.run_id,
+            resume_places=() if offer is None else offer.places,
         )
         reply = self._retrying(
             lambda: self._unary("Handshake", request, pb.HandshakeReply, HANDSHAKE_TIMEOUT_S)
         )
         if not 0 < len(reply.run_id) <= 64:
             raise InvalidMessage("the handshake's reply names no run")
-        return Opening(reply.run_id, reply.contract_digest, reply.nonce)
+        resumes_at = reply.resumes_at if reply.HasField("resumes_at") else None
+        return Opening(reply.run_id, reply.contract_digest, reply.nonce, resumes_at)
 
     def is_ready(self) -> bool:
         """Ask once whether the active party serves.
@@ -186,6 +192,15 @@ class GrpcPeer:
         """Say goodbye, once, without insisting."""
         request = pb.LeaveRequest(run_id=run_id, reason=reason)
         self._unary("Leave", request, pb.LeaveReply, timeout_s=5.0)
+
+    def _drop_streams(self) -> None:
+        """Forget what was under way: the peer answers nothing of it after a handshake."""
+        for stream in (self._train, self._evaluate):
+            if stream is not None:
+                stream.drop()
+        if self._align is not None:
+            self._align.cancel()
+        self._train = self._evaluate = self._align = self._last_activation = None
 
     def _gradient_of_last_activation(self) -> TensorMessage:
         if self._last_activation is None:

@@ -8,12 +8,22 @@ from common.wire.tensor_codec import TensorMessage
 from protos import split_learning_pb2 as pb
 
 
+class Offer(NamedTuple):
+    """A run that this party can go on with."""
+
+    run_id: str
+    places: tuple[int, ...]
+    """Numbers of batches after which it has a checkpoint, ascending."""
+
+
 class Opening(NamedTuple):
     """The active party's answer to a handshake."""
 
     run_id: str
     contract_digest: bytes
     nonce: bytes
+    resumes_at: int | None = None
+    """The place that both go on from; None for a new run."""
 
 
 class Peer(Protocol):
@@ -22,8 +32,10 @@ class Peer(Protocol):
     Training has two halves, so that this party can use the time in between.
     """
 
-    def handshake(self, party: str, canonical_contract: str, commitment: bytes) -> Opening:
-        """Open the run."""
+    def handshake(
+        self, party: str, canonical_contract: str, commitment: bytes, offer: Offer | None = None
+    ) -> Opening:
+        """Open a run, or go on with one."""
 
     def open_alignment(self) -> AlignChannel:
         """Open the channel on which the two alignment engines talk."""

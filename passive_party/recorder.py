@@ -47,6 +47,7 @@ class PassiveRecorder:
         self._ids = ids
         self._evaluation_labels = evaluation_labels
         self._resources = ExitStack()
+        self._of_run = ExitStack()
         self._metrics = self._resources.enter_context(MetricsLog(folder))
         self._progress: TrainingProgress | None = None
         self._labels: Tensor | None = None
@@ -75,6 +76,8 @@ class PassiveRecorder:
 
     def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
         """Look up the evaluation labels, start the progress bar and the adversary."""
+        self._of_run.close()
+        self._of_run = self._resources.enter_context(ExitStack())
         self.aligned_rows = len(rows)
         self._metrics.steps_per_epoch = rows.order.steps_per_epoch
         self._metrics.write("alignment", {"aligned_rows": len(rows)})
@@ -82,7 +85,7 @@ class PassiveRecorder:
             ids = [self._ids[row] for row in rows.file_rows]
             self._labels = self._evaluation_labels.labels_of(ids)
         if self._settings.adversary is not None and self._labels is not None:
-            self._leaks = self._resources.enter_context(
+            self._leaks = self._of_run.enter_context(
                 LeakRecorder(self._settings.adversary, self._metrics, seed, len(rows))
             )
         if self._settings.adversary is not None and self._settings.audits:
@@ -90,9 +93,9 @@ class PassiveRecorder:
             chosen = self._settings.adversary
             self._label_free = LabelFreeAudit(chosen.attacks, chosen.every_steps, len(rows))
             self._worker = AuditWorker(self._label_free, chosen.queue_batches)
-            self._resources.callback(self._end_audits, self._worker)
+            self._of_run.callback(self._end_audits, self._worker)
         total = rows.total_steps(self._settings.contract)
-        self._progress = self._resources.enter_context(TrainingProgress("passive", total))
+        self._progress = self._of_run.enter_context(TrainingProgress("passive", total))
 
     def on_step(
         self, batch: Batch, sent: Tensor, received: Tensor, layers: dict[str, Tensor]
@@ -108,6 +111,10 @@ class PassiveRecorder:
         self._epochs = epoch + 1
         if self._leaks is not None:
             self._leaks.end_epoch(epoch)
+
+    def on_resumed(self, epoch: int | None) -> None:
+        """Say where the run goes on."""
+        logger.info("going on %s", "at the end" if epoch is None else f"in epoch {epoch}")
 
     def scores_to_audit(self, epoch: int) -> Iterator[GatheredScores]:
         """Return the scores gathered so far, unless the active party measures none at all."""
@@ -154,10 +161,12 @@ class PassiveRecorder:
         """
         if self._worker is not None and not self._worker.wait_until_idle(IDLE_S):
             logger.warning("the audit is behind: a checkpoint goes without the last batches")
+        leaks = None if self._leaks is None else self._leaks.state_dict()
         return {
             "steps": self._steps,
             "epochs": self._epochs,
-            "leaks": None if self._leaks is None else self._leaks.state_dict(),
+            "leaks": leaks,
+            "metrics": self._metrics.state_dict(),
             "label_free": None if self._label_free is None else self._label_free.state_dict(),
             "audit_refused": self._audit_refused,
             "audited": {layer: dict(found) for layer, found in self._audited.items()},
@@ -171,7 +180,11 @@ class PassiveRecorder:
         Raises:
             SettingsError: the state is of other attacks than the settings name.
         """
+        if self._worker is not None:
+            self._worker.wait_until_idle(IDLE_S)
         self._steps, self._epochs = state["steps"], state["epochs"]
+        if self._progress is not None:
+            self._progress.go_on_at(self._steps)
         self._audit_refused = state["audit_refused"]
         self._audited = {layer: dict(found) for layer, found in state["audited"].items()}
         if self._leaks is not None and state["leaks"] is not None:
@@ -181,6 +194,7 @@ class PassiveRecorder:
                 self._label_free.load_state_dict(state["label_free"])
             except ValueError as error:
                 raise SettingsError(f"attacks cannot change within a run: {error}") from error
+        self._metrics.load_state_dict(state["metrics"])
 
     @staticmethod
     def _end_audits(worker: AuditWorker) -> None:

@@ -1,36 +1,47 @@
-"""The passive party's way through a run: handshake, alignment, epochs, farewell. No I/O."""
+"""The passive party's way through a run: handshake, alignment, epochs, farewell. No I/O.
+
+Where either party was restarted, the run goes on from the newest checkpoint that both have.
+"""
 
 import contextlib
 import hashlib
 import hmac
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from common.alignment import AlignmentEngine, align
+from common.checkpoint import RunStore, State
 from common.contract import Contract
 from common.errors import (
     AlignmentError,
     AuditRefused,
     ContractMismatch,
+    DataError,
     Interrupted,
     InvalidMessage,
     PeerError,
     PeerLeft,
+    PeerRestarted,
     PeerUnreachable,
     ProtocolError,
     SplitveilError,
+    StorageError,
 )
-from common.run_course import AlignedRows, Batch, run_course
-from common.sample_order import joint_seed, positions_digest
+from common.run_course import AlignedRows, Batch, is_checkpoint, run_course
+from common.sample_order import Positions, joint_seed, positions_digest
 from common.wire.audit_codec import AuditQuestion
 from common.wire.tensor_codec import BatchHeader, TensorMessage
 from common.wire.words import SPLIT_ON_WIRE
 from passive_party.bottom_trainer import BottomTrainer
 from passive_party.label_free_audit import GatheredScores
-from passive_party.peer import Peer
+from passive_party.peer import Offer, Opening, Peer
 from protos import split_learning_pb2 as pb
+
+_MAX_ALIGNMENTS = 20
+"""How often one process aligns anew because the peer was lost meanwhile."""
 
 
 class RunObserver(Protocol):
@@ -49,6 +60,15 @@ class RunObserver(Protocol):
 
     def on_epoch(self, epoch: int) -> None:
         """An epoch is over, its evaluation included."""
+
+    def on_resumed(self, epoch: int | None) -> None:
+        """The run goes on from a checkpoint, in an epoch, or None where there is nothing left."""
+
+    def state_dict(self) -> State:
+        """Return what was seen so far, for a checkpoint."""
+
+    def load_state_dict(self, state: State) -> None:
+        """Forget what was seen since."""
 
 
 class Auditor(Protocol):
@@ -77,9 +97,10 @@ class PassiveRun:
         engine: finds the common ids.
         build_trainer: makes the trainer once the common rows are known.
         observer: is told of steps and epochs.
-        nonce: this party's share of the joint seed, 32 bytes.
+        draw_nonce: gives this party's share of the joint seed, 32 bytes, anew for each alignment.
         interruption: returns the signal that asks this party to stop, once there is one.
         auditor: gives the scores for audits, or None for no audits.
+        store: where checkpoints go, and come from; None for a run that cannot be gone on with.
     """
 
     def __init__(
@@ -90,9 +111,10 @@ class PassiveRun:
         engine: AlignmentEngine,
         build_trainer: TrainerFactory,
         observer: RunObserver,
-        nonce: bytes,
+        draw_nonce: Callable[[], bytes],
         interruption: Callable[[], int | None] = lambda: None,
         auditor: Auditor | None = None,
+        store: RunStore | None = None,
     ) -> None:
         self.contract = contract
         self.trainer: BottomTrainer | None = None
@@ -102,9 +124,14 @@ class PassiveRun:
         self._engine = engine
         self._build_trainer = build_trainer
         self._observer = observer
-        self._nonce = nonce
+        self._draw_nonce = draw_nonce
+        self._nonce = b""
         self._interruption = interruption
         self._auditor = auditor
+        self._store = store
+        self._rows: AlignedRows | None = None
+        self._place = 0
+        self._is_over = False
 
     def run(self, peer: Peer) -> None:
         """Go through the whole run, and tell the peer how it ended.
@@ -115,13 +142,21 @@ class PassiveRun:
                 model as far as it got.
         """
         try:
-            rows, trainer = self._open(peer)
-            self._train(peer, rows, trainer)
+            if self._reopen():
+                self._go_on(peer)
+            else:
+                self._open_patiently(peer)
+            while not self._is_over:
+                with contextlib.suppress(PeerRestarted):
+                    self._train(peer)
+                    break
+                self._go_on(peer)
         except (PeerUnreachable, PeerLeft, ContractMismatch):
             # A terminal's Ctrl-C reaches both parties: then either may hear of the other's first.
             self._stop_if_interrupted()
             raise
         except SplitveilError as error:
+            self._save_if_between_steps(error)
             self._say_goodbye(peer, _reason(error))
             raise
         except BaseException:
@@ -129,11 +164,33 @@ class PassiveRun:
             raise
         self._say_goodbye(peer, pb.LEAVE_REASON_FINISHED)
 
-    def _open(self, peer: Peer) -> tuple[AlignedRows, BottomTrainer]:
+    # ---- opening ----
+
+    def _open_patiently(self, peer: Peer) -> None:
+        """Open a new run, from the handshake again where the peer is lost in the alignment."""
+        for attempt in range(_MAX_ALIGNMENTS):
+            try:
+                self._open(peer)
+            except (PeerUnreachable, PeerRestarted):
+                # Where not even a handshake was answered, the peer has been waited for long enough.
+                if not self.run_id or attempt == _MAX_ALIGNMENTS - 1:
+                    raise
+                self._stop_if_interrupted()
+                self.run_id = ""
+            else:
+                return
+
+    def _handshake(self, peer: Peer, offer: Offer | None) -> Opening:
         commitment = hashlib.sha256(self._nonce).digest()
-        opening = peer.handshake(self._party, self.contract.canonical_json(), commitment)
+        canonical = self.contract.canonical_json()
+        opening = peer.handshake(self._party, canonical, commitment, offer)
         if not hmac.compare_digest(opening.contract_digest, self.contract.digest()):
             raise ContractMismatch(["(the active party holds another contract)"])
+        return opening
+
+    def _open(self, peer: Peer) -> None:
+        self._nonce = self._draw_nonce()
+        opening = self._handshake(peer, None)
         if len(opening.nonce) != 32:
             raise InvalidMessage(f"nonce: expected 32 bytes, got {len(opening.nonce)}")
         self.run_id = opening.run_id
@@ -149,13 +206,97 @@ class PassiveRun:
         peer.close_alignment()
         if alignment.peer_nonce != opening.nonce:
             raise InvalidMessage("the active party's nonce changed since the handshake")
-        rows = AlignedRows.derive(self.contract, seed, self._ids, alignment.rows)
-        self.trainer = self._build_trainer(rows)
-        self._observer.on_aligned(rows, seed)
-        return rows, self.trainer
+        rows, trainer = self._prepare(alignment.rows, seed)
+        if self._store is not None:
+            self._store.save_run(
+                {
+                    "run_id": self.run_id,
+                    "nonce": self._nonce,
+                    "peer_nonce": opening.nonce,
+                    "file_rows": torch.from_numpy(rows.file_rows),
+                    "data": trainer.data_digest,
+                }
+            )
+        self._save(trainer)
 
-    def _train(self, peer: Peer, rows: AlignedRows, trainer: BottomTrainer) -> None:
-        course = run_course(self.contract, rows)
+    def _prepare(self, file_rows: Positions, seed: bytes) -> tuple[AlignedRows, BottomTrainer]:
+        """Make all that the common rows are needed for."""
+        self._rows = AlignedRows.derive(self.contract, seed, self._ids, file_rows)
+        self.trainer = self._build_trainer(self._rows)
+        self._observer.on_aligned(self._rows, seed)
+        self._place = 0
+        return self._rows, self.trainer
+
+    # ---- going on ----
+
+    def _reopen(self) -> bool:
+        """Take up the run in the store, if there is one, and say so."""
+        stored = None if self._store is None else self._store.run()
+        if self._store is None or stored is None:
+            return False
+        places = self._store.places()
+        if not places:
+            return False
+        self.run_id, self._nonce = stored["run_id"], stored["nonce"]
+        file_rows = stored["file_rows"].numpy()
+        if len(file_rows) and int(file_rows.max()) >= len(self._ids):
+            raise _other_data()
+        _, trainer = self._prepare(file_rows, joint_seed(stored["peer_nonce"], self._nonce))
+        if trainer.data_digest != stored["data"]:
+            raise _other_data()
+        self._restore(places[-1])
+        return True
+
+    def _go_on(self, peer: Peer) -> None:
+        """Agree with the peer on a checkpoint, and go back to it."""
+        if self._is_over:
+            return  # whatever the peer has left to do, it does without this party
+        if self._store is None:
+            raise PeerLeft("the peer was restarted, and this party keeps no checkpoints")
+        offer = Offer(self.run_id, tuple(self._store.places()))
+        opening = self._handshake(peer, offer)
+        if opening.run_id != self.run_id or opening.resumes_at not in offer.places:
+            raise InvalidMessage("the active party goes on with another run than this one")
+        self._restore(opening.resumes_at)
+
+    def _restore(self, place: int) -> None:
+        if self._store is None or self.trainer is None or self._rows is None:
+            raise RuntimeError("no state without a store and a trainer")
+        state = self._store.load(place)
+        self._place, self._is_over = place, state["is_over"]
+        self.trainer.load_state_dict(state["trainer"])
+        self._observer.load_state_dict(state["observer"])
+        following = None if self._is_over else next(self._course(), None)
+        self._observer.on_resumed(None if following is None else following.epoch)
+
+    def _save(self, trainer: BottomTrainer) -> None:
+        if self._store is None:
+            return
+        state: State = {
+            "trainer": trainer.state_dict(),
+            "observer": self._observer.state_dict(),
+            "is_over": self._is_over,
+        }
+        self._store.save(self._place, state)
+
+    def _save_if_between_steps(self, error: SplitveilError) -> None:
+        if isinstance(error, StorageError) or self.trainer is None or self._rows is None:
+            return
+        if self.trainer.is_between_steps and self._place:
+            self._save(self.trainer)
+
+    # ---- training ----
+
+    def _course(self) -> Iterator[Batch]:
+        if self._rows is None:
+            raise RuntimeError("no course before the rows are known")
+        return run_course(self.contract, self._rows, self._place)
+
+    def _train(self, peer: Peer) -> None:
+        rows, trainer = self._rows, self.trainer
+        if rows is None or trainer is None:
+            raise RuntimeError("no training before the rows are known")
+        course = self._course()
         batch = next(course, None)
         features = trainer.rows(batch.positions) if batch else None
         while batch is not None and features is not None:
@@ -168,15 +309,20 @@ class PassiveRun:
                 reply = peer.receive_gradient()
                 self._check(reply, batch)
                 layers = trainer.backward(reply.values)
+                self._place += 1
                 self._observer.on_step(batch, activation, reply.values, layers)
             else:
                 message = TensorMessage(self._header(batch), trainer.embed(features))
                 stops = peer.evaluate(message) == pb.COURSE_STOP
+                self._place += 1
                 following = None if stops else next(course, None)
                 features = trainer.rows(following.positions) if following else None
                 if batch.closes_epoch:
                     self._observer.on_epoch(batch.epoch)
                     self._audit(peer, batch.epoch, rows)
+            self._is_over = following is None
+            if is_checkpoint(self.contract, rows, batch):
+                self._save(trainer)
             batch = following
 
     def _audit(self, peer: Peer, epoch: int, rows: AlignedRows) -> None:
@@ -190,6 +336,8 @@ class PassiveRun:
             )
             try:
                 leak_auc = peer.audit(question)
+            except PeerRestarted:
+                raise
             except PeerError as error:
                 self._auditor.on_audit_failed(epoch, error)
                 if isinstance(error, ProtocolError) and not isinstance(error, AuditRefused):
@@ -223,6 +371,13 @@ class PassiveRun:
         # A goodbye that does not arrive changes nothing here: the peer notices the silence.
         with contextlib.suppress(PeerError):
             peer.leave(self.run_id, reason)
+
+
+def _other_data() -> DataError:
+    return DataError(
+        "this party's data are not those that the run began with; put them back, or begin anew "
+        "with --fresh"
+    )
 
 
 def _reason(error: SplitveilError) -> "pb.LeaveReason":

@@ -52,26 +52,32 @@ LEAVE_REASON_ALIGNMENT_FAILED: LeaveReason
 LEAVE_REASON_FAILED: LeaveReason
 
 class HandshakeRequest(_message.Message):
-    __slots__ = ("protocol_version", "party", "contract", "nonce_commitment")
+    __slots__ = ("protocol_version", "party", "contract", "nonce_commitment", "resume_run_id", "resume_places")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     PARTY_FIELD_NUMBER: _ClassVar[int]
     CONTRACT_FIELD_NUMBER: _ClassVar[int]
     NONCE_COMMITMENT_FIELD_NUMBER: _ClassVar[int]
+    RESUME_RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    RESUME_PLACES_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     party: str
     contract: str
     nonce_commitment: bytes
-    def __init__(self, protocol_version: _Optional[int] = ..., party: _Optional[str] = ..., contract: _Optional[str] = ..., nonce_commitment: _Optional[bytes] = ...) -> None: ...
+    resume_run_id: str
+    resume_places: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, protocol_version: _Optional[int] = ..., party: _Optional[str] = ..., contract: _Optional[str] = ..., nonce_commitment: _Optional[bytes] = ..., resume_run_id: _Optional[str] = ..., resume_places: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HandshakeReply(_message.Message):
-    __slots__ = ("run_id", "contract_digest", "nonce")
+    __slots__ = ("run_id", "contract_digest", "nonce", "resumes_at")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     CONTRACT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
+    RESUMES_AT_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     contract_digest: bytes
     nonce: bytes
-    def __init__(self, run_id: _Optional[str] = ..., contract_digest: _Optional[bytes] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+    resumes_at: int
+    def __init__(self, run_id: _Optional[str] = ..., contract_digest: _Optional[bytes] = ..., nonce: _Optional[bytes] = ..., resumes_at: _Optional[int] = ...) -> None: ...
 
 class AlignFrame(_message.Message):
     __slots__ = ("hello", "points", "tags", "done")

@@ -4,11 +4,12 @@ import threading
 from collections.abc import Callable
 
 from active_party.session import ActiveSession
+from active_party.session import Offer as ActiveOffer
 from common.alignment import AlignChannel, AlignmentEngine, align, channel_pair
 from common.errors import SplitveilError
 from common.wire.audit_codec import AuditQuestion
 from common.wire.tensor_codec import TensorMessage
-from passive_party.peer import Opening
+from passive_party.peer import Offer, Opening
 from protos import split_learning_pb2 as pb
 
 
@@ -22,9 +23,13 @@ class InProcessPeer:
         self._failure: SplitveilError | None = None
         self._sent: TensorMessage | None = None
 
-    def handshake(self, party: str, canonical_contract: str, commitment: bytes) -> Opening:
-        run_id = self._session.handshake(party, canonical_contract, commitment)
-        return Opening(run_id, self._session.contract.digest(), self._session.nonce)
+    def handshake(
+        self, party: str, canonical_contract: str, commitment: bytes, offer: Offer | None = None
+    ) -> Opening:
+        wanted = None if offer is None else ActiveOffer(offer.run_id, frozenset(offer.places))
+        opening = self._session.handshake(party, canonical_contract, commitment, wanted)
+        digest = self._session.contract.digest()
+        return Opening(opening.run_id, digest, opening.nonce, opening.resumes_at)
 
     def open_alignment(self) -> AlignChannel:
         own, other = channel_pair()
@@ -59,7 +64,9 @@ class InProcessPeer:
         return reply
 
     def evaluate(self, message: TensorMessage) -> "pb.Course":
-        return self._session.evaluate(message)
+        course = self._session.evaluate(message)
+        self._session.finish_step()
+        return course
 
     def audit(self, question: AuditQuestion) -> float:
         return self._session.audit(question)

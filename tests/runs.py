@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +20,11 @@ from active_party.session import ActiveSession, Evaluation
 from active_party.settings import ActiveSettings
 from active_party.top_trainer import StepResult
 from common.alignment import AlignmentEngine, AlignmentResources, build_engine
+from common.checkpoint import RunStore
 from common.command_line import draw_nonce
 from common.errors import SplitveilError
 from common.party_data import PartyData
-from common.party_settings import load_party_settings
+from common.party_settings import PartySettings, load_party_settings
 from common.run_course import AlignedRows, Batch
 from common.wire.audit_codec import AuditQuestion
 from passive_party.assembly import TrainerBuilder as BottomBuilder
@@ -121,12 +123,25 @@ class Recording:
     epochs: list[int] = field(default_factory=list)
     ledger: list[tuple[int, LeakBounds]] = field(default_factory=list)
     audits: list[tuple[AuditQuestion, float]] = field(default_factory=list)
+    resumed: list[int | None] = field(default_factory=list)
 
     def on_alignment_progress(self, done_ids: int, total_ids: int) -> None:
         assert done_ids <= total_ids
 
     def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
         self.rows = rows
+
+    def on_resumed(self, epoch: int | None) -> None:
+        self.resumed.append(epoch)
+
+    def state_dict(self) -> dict[str, int]:
+        return {name: len(seen) for name, seen in vars(self).items() if isinstance(seen, list)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Forget what was seen since; what another process saw before is not known here."""
+        for name, count in state.items():
+            if name != "resumed":
+                del getattr(self, name)[count:]
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         self.evaluations.append(evaluation)
@@ -181,8 +196,21 @@ class Parties:
         }
 
 
-def build_parties(folder: Path, active: Sequence[str] = (), passive: Sequence[str] = ()) -> Parties:
-    """Build both parties with overrides of their settings; ``contract.`` ones may differ, too."""
+def build_parties(
+    folder: Path,
+    active: Sequence[str] = (),
+    passive: Sequence[str] = (),
+    *,
+    runs: Path | None = None,
+) -> Parties:
+    """Build both parties with overrides of their settings; ``contract.`` ones may differ, too.
+
+    Args:
+        folder: where the settings are.
+        active: overrides.
+        passive: overrides.
+        runs: where both keep checkpoints, in a folder for each; by default they keep none.
+    """
     active_settings = load_party_settings(ActiveSettings, folder / "active.yaml", active)
     passive_settings = load_party_settings(PassiveSettings, folder / "passive.yaml", passive)
     active_data = PartyData.load(active_settings.data, folder)
@@ -193,7 +221,8 @@ def build_parties(folder: Path, active: Sequence[str] = (), passive: Sequence[st
         active_data,
         TopBuilder(active_settings, active_data, CPU),
         active_recording,
-        draw_nonce(active_settings),
+        partial(draw_nonce, active_settings),
+        _store(active_settings, runs and runs / "active"),
     )
     engine = build_engine(passive_settings.contract.alignment, AlignmentResources())
     run = PassiveRun(
@@ -203,7 +232,8 @@ def build_parties(folder: Path, active: Sequence[str] = (), passive: Sequence[st
         engine,
         BottomBuilder(passive_settings, passive_data, CPU),
         passive_recording,
-        draw_nonce(passive_settings),
+        partial(draw_nonce, passive_settings),
+        store=_store(passive_settings, runs and runs / "passive"),
     )
     return Parties(
         session,
@@ -214,6 +244,13 @@ def build_parties(folder: Path, active: Sequence[str] = (), passive: Sequence[st
         passive_settings,
         build_engine(active_settings.contract.alignment, AlignmentResources()),
     )
+
+
+def _store(settings: PartySettings, folder: Path | None) -> RunStore | None:
+    if folder is None:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    return RunStore(folder, settings.contract.checkpoints.keep)
 
 
 def run_in_process(

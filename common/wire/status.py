@@ -15,9 +15,11 @@ from common.errors import (
     ContractMismatch,
     Interrupted,
     InvalidMessage,
+    NotOpen,
     OutOfStep,
     PeerError,
     PeerLeft,
+    PeerRestarted,
     PeerUnreachable,
     PeerUntrusted,
     ProtocolError,
@@ -49,6 +51,13 @@ _SENT: tuple[tuple[type[Exception], PeerStatus], ...] = (
         PeerStatus(
             grpc.StatusCode.RESOURCE_EXHAUSTED,
             "too-large: a message is beyond the contract's limits",
+        ),
+    ),
+    (
+        NotOpen,
+        PeerStatus(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "not-open: this party was restarted; open the run again with a handshake",
         ),
     ),
     (
@@ -91,6 +100,7 @@ _INTERNAL = PeerStatus(grpc.StatusCode.INTERNAL, "internal: this party has a fau
 _RECEIVED: dict[str, tuple[type[SplitveilError], str]] = {
     "invalid-message": (ProtocolError, "the peer found a message of this party invalid"),
     "too-large": (ProtocolError, "the peer found a message of this party too large"),
+    "not-open": (PeerRestarted, "the peer was restarted, and its run has to be opened again"),
     "out-of-step": (ProtocolError, "the peer is at another run, epoch, step or other rows"),
     "audit-refused": (AuditRefused, "the peer measures no scores in this run"),
     "untrusted": (PeerUntrusted, "the peer does not accept this party's certificate"),

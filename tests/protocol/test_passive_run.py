@@ -6,7 +6,7 @@ import pytest
 
 from common.errors import Interrupted, InvalidMessage
 from common.wire.tensor_codec import BatchHeader, TensorMessage
-from passive_party.peer import Opening
+from passive_party.peer import Offer, Opening
 from protos import split_learning_pb2 as pb
 from tests.peers import InProcessPeer
 from tests.runs import build_parties, write_example
@@ -22,7 +22,9 @@ class ListeningPeer(InProcessPeer):
 class UnreachedPeer(ListeningPeer):
     """Is being called when a signal comes."""
 
-    def handshake(self, party: str, canonical_contract: str, commitment: bytes) -> Opening:
+    def handshake(
+        self, party: str, canonical_contract: str, commitment: bytes, offer: Offer | None = None
+    ) -> Opening:
         raise Interrupted
 
 

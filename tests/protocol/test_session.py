@@ -220,10 +220,24 @@ def test_a_nonce_that_was_not_committed_to_is_refused(example: Path) -> None:
 
 
 def test_a_second_peer_cannot_join_a_run_that_has_begun(example: Path) -> None:
-    parties, _ = at_first_step(example)
+    parties, message = at_first_step(example)
     contract = parties.run.contract.canonical_json()
+    parties.session.exchange(message)
     with pytest.raises(OutOfStep, match="begun"):
         parties.session.handshake("passive", contract, b"c" * 32)
+
+
+def test_a_peer_lost_before_the_first_answer_may_begin_anew_with_another_run(
+    example: Path,
+) -> None:
+    parties, message = at_first_step(example)
+    session, contract = parties.session, parties.run.contract.canonical_json()
+    before = session.run_id
+    opening = session.handshake("passive", contract, b"c" * 32)
+    assert opening.run_id != before
+    assert session.stage is Stage.HANDSHAKEN
+    with pytest.raises(OutOfStep):
+        session.exchange(message)
 
 
 def test_a_class_missing_from_a_split_is_a_data_error_before_any_gradient(tmp_path: Path) -> None:

@@ -279,7 +279,7 @@ def test_the_desk_looks_at_the_contract_itself(example: Path) -> None:
         parties.session.ids,
         parties.session._build_trainer,
         parties.active,
-        parties.session.nonce,
+        lambda: parties.session.nonce,
         allow_audits=True,
     )
     parties.session = session

@@ -26,7 +26,7 @@ from common.errors import (
 from common.wire.endpoint import SERVICE, channel_options, method_path
 from common.wire.tensor_codec import TensorLimits, TensorMessage, encode_tensor
 from passive_party.grpc_peer import GrpcPeer
-from passive_party.peer import Opening
+from passive_party.peer import Offer, Opening
 from protos import split_learning_pb2 as pb
 from tests.runs import (
     Parties,
@@ -234,8 +234,10 @@ class AtFirstStep(GrpcPeer):
 
     kept: TensorMessage
 
-    def handshake(self, party: str, canonical_contract: str, commitment: bytes) -> Opening:
-        self.opening = super().handshake(party, canonical_contract, commitment)
+    def handshake(
+        self, party: str, canonical_contract: str, commitment: bytes, offer: Offer | None = None
+    ) -> Opening:
+        self.opening = super().handshake(party, canonical_contract, commitment, offer)
         return self.opening
 
     def send_activation(self, message: TensorMessage) -> None:

@@ -1,0 +1,323 @@
+"""A run that goes on after one party, or both, were lost: bit for bit what it would have been."""
+
+import hashlib
+import logging
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from active_party.session import Offer, Stage
+from common.checkpoint import AnswerLog, RunStore
+from common.errors import (
+    DataError,
+    InvalidMessage,
+    NotOpen,
+    OutOfStep,
+    PeerRestarted,
+    StorageError,
+)
+from common.wire.tensor_codec import TensorMessage
+from protos import split_learning_pb2 as pb
+from tests.peers import InProcessPeer
+from tests.runs import Parties, build_parties, run_in_process, write_example
+
+EVERY_2 = "contract.checkpoints.every_steps=2"
+DEFENSES = [
+    "{name: none}",
+    "{name: iso}",
+    "{name: max_norm}",
+    "{name: marvell}",
+    "{name: marvell, statistics: running}",
+    "{name: marvell, noise: persistent}",
+    "{name: max_norm_positive}",
+    "{name: noisy_label}",
+]
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("example")
+    write_example(folder)
+    return folder
+
+
+class Lost(BaseException):
+    """Stands for kill -9: nothing of ours catches it."""
+
+
+class DiesAt(InProcessPeer):
+    """Ends the passive process at one of its messages, before or after the active party sees it."""
+
+    at = 0
+    after = False
+    _calls = 0
+
+    def _maybe_die(self, *, after: bool) -> None:
+        if after is self.after and self._calls == self.at:
+            raise Lost
+
+    def receive_gradient(self) -> TensorMessage:
+        self._calls += 1
+        self._maybe_die(after=False)
+        reply = super().receive_gradient()
+        self._maybe_die(after=True)
+        return reply
+
+    def evaluate(self, message: TensorMessage) -> "pb.Course":
+        self._calls += 1
+        self._maybe_die(after=False)
+        course = super().evaluate(message)
+        self._maybe_die(after=True)
+        return course
+
+    def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
+        """A killed process says nothing; one that has finished does."""
+        if reason == pb.LEAVE_REASON_FINISHED:
+            super().leave(run_id, reason)
+
+
+def overrides(defense: str, seed: str = ", insecure_noise_seed: 7}") -> list[str]:
+    noisy = defense != "{name: none}"
+    return [EVERY_2, f"defense={defense[:-1] + seed if noisy else defense}"]
+
+
+def dying(at: int, *, after: bool) -> Callable[..., InProcessPeer]:
+    return type("Dies", (DiesAt,), {"at": at, "after": after})
+
+
+def run_on(parties: Parties) -> None:
+    """Let two parties, of which some may be new, come together again."""
+    parties.session.reopen()
+    run_in_process(parties)
+
+
+def assert_same(found: Parties, expected: Parties) -> None:
+    one, other = found.weights(), expected.weights()
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert found.active.evaluations[-1] == expected.active.evaluations[-1]
+    assert found.active.ledger[-1] == expected.active.ledger[-1]
+
+
+@pytest.mark.parametrize("defense", DEFENSES)
+@pytest.mark.parametrize(("at", "after"), [(1, False), (3, True), (5, False), (9, True)])
+def test_with_both_parties_killed_the_run_ends_as_if_nothing_had_happened(
+    example: Path, tmp_path: Path, defense: str, at: int, after: bool
+) -> None:
+    active = overrides(defense)
+    whole = build_parties(example, active, [EVERY_2])
+    run_in_process(whole)
+    first = build_parties(example, active, [EVERY_2], runs=tmp_path)
+    with pytest.raises(Lost):
+        run_in_process(first, dying(at, after=after))
+    second = build_parties(example, active, [EVERY_2], runs=tmp_path)
+    run_on(second)
+    assert second.active.resumed != []
+    assert_same(second, whole)
+
+
+@pytest.mark.parametrize(("at", "after"), [(1, True), (4, False), (6, True), (8, False)])
+def test_with_the_passive_party_killed_the_active_one_goes_back_with_it(
+    example: Path, tmp_path: Path, at: int, after: bool
+) -> None:
+    active = overrides("{name: marvell, statistics: running}")
+    whole = build_parties(example, active, [EVERY_2])
+    run_in_process(whole)
+    first = build_parties(example, active, [EVERY_2], runs=tmp_path)
+    with pytest.raises(Lost):
+        run_in_process(first, dying(at, after=after))
+    second = build_parties(example, active, [EVERY_2], runs=tmp_path)
+    second.session, second.active = first.session, first.active
+    run_in_process(second)
+    assert_same(second, whole)
+    assert second.active.losses == whole.active.losses
+    assert all(
+        torch.equal(*pair) for pair in zip(second.active.sent, whole.active.sent, strict=True)
+    )
+
+
+class ForgetsTheActive(InProcessPeer):
+    """Replaces the active party by one that was started anew, at one training message."""
+
+    anew: Parties
+    at = 3
+    _calls = 0
+
+    def receive_gradient(self) -> TensorMessage:
+        self._calls += 1
+        if self._calls == self.at:
+            self.anew.session.reopen()
+            self._session = self.anew.session
+        try:
+            return super().receive_gradient()
+        except NotOpen as error:
+            raise PeerRestarted from error  # as the status of this error means on the other side
+
+
+def test_with_the_active_party_killed_the_passive_one_goes_back_with_it(
+    example: Path, tmp_path: Path
+) -> None:
+    active = overrides("{name: marvell}")
+    whole = build_parties(example, active, [EVERY_2])
+    run_in_process(whole)
+    parties = build_parties(example, active, [EVERY_2], runs=tmp_path)
+    ForgetsTheActive.anew = build_parties(example, active, [EVERY_2], runs=tmp_path)
+    run_in_process(parties, ForgetsTheActive)
+    parties.session, parties.active = ForgetsTheActive.anew.session, ForgetsTheActive.anew.active
+    assert parties.passive.resumed == [0]
+    assert_same(parties, whole)
+
+
+def test_without_seeds_the_noise_of_a_step_done_again_is_the_same(
+    example: Path, tmp_path: Path
+) -> None:
+    active = overrides("{name: marvell}", seed="}")
+    first = build_parties(example, active, [EVERY_2], runs=tmp_path)
+    with pytest.raises(Lost):
+        run_in_process(first, dying(4, after=True))
+    second = build_parties(example, active, [EVERY_2], runs=tmp_path)
+    run_on(second)
+    # Step 2, after the checkpoint at 2, was answered by both processes.
+    assert torch.equal(first.active.sent[2], second.active.sent[0])
+    assert not torch.equal(first.active.sent[1], second.active.sent[0])
+    other = build_parties(example, active, [EVERY_2])
+    run_in_process(other)
+    assert not torch.equal(other.active.sent[2], second.active.sent[0])
+
+
+def test_a_step_done_again_with_other_bytes_is_refused_for_good(
+    example: Path, tmp_path: Path
+) -> None:
+    """Another activation with the same noise would give the noise away, and fresh noise a copy."""
+    active = overrides("{name: marvell}")
+    first = build_parties(example, active, [EVERY_2], runs=tmp_path)
+    with pytest.raises(Lost):
+        run_in_process(first, dying(4, after=True))
+    second = build_parties(example, active, [EVERY_2, "model_seed=5"], runs=tmp_path)
+    assert second.run._reopen()
+    assert second.run.trainer is not None
+    with torch.no_grad():
+        next(second.run.trainer.model.parameters()).add_(1e-3)
+    second.run._save(second.run.trainer)
+    second.session.reopen()
+    with pytest.raises(OutOfStep, match="other bytes"):
+        run_in_process(second)
+    assert second.active.sent == []
+
+
+def test_a_peer_cannot_go_on_with_a_run_that_is_not_its_own(example: Path, tmp_path: Path) -> None:
+    parties = build_parties(example, [EVERY_2], [EVERY_2], runs=tmp_path)
+    with pytest.raises(Lost):
+        run_in_process(parties, dying(4, after=True))
+    session, contract = parties.session, parties.run.contract.canonical_json()
+    places = frozenset({0, 2})
+    with pytest.raises(OutOfStep, match="another run"):
+        session.handshake("passive", contract, b"c" * 32, Offer(session.run_id, places))
+    commitment = session._commitment
+    with pytest.raises(OutOfStep, match="another run"):
+        session.handshake("passive", contract, commitment, Offer("another", places))
+    with pytest.raises(OutOfStep, match="no checkpoint in common"):
+        session.handshake("passive", contract, commitment, Offer(session.run_id, frozenset({1})))
+    assert session.handshake("passive", contract, commitment, Offer(session.run_id, places))
+
+
+def test_other_data_than_the_run_began_with_are_refused(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    parties = build_parties(tmp_path, [EVERY_2], [EVERY_2], runs=tmp_path / "runs")
+    with pytest.raises(Lost):
+        run_in_process(parties, dying(4, after=True))
+    lines = (tmp_path / "active.csv").read_text().splitlines()
+    flipped = [lines[1].replace(",0,", ",1,", 1), *lines[2:]]
+    (tmp_path / "active.csv").write_text("\n".join([lines[0], *flipped]) + "\n")
+    changed = build_parties(tmp_path, [EVERY_2], [EVERY_2], runs=tmp_path / "runs")
+    if lines[1] == flipped[0]:
+        pytest.skip("the first row is a positive")
+    with pytest.raises(DataError, match="--fresh"):
+        changed.session.reopen()
+
+
+# ---- the files ----
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
+    example: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = build_parties(example, [EVERY_2], [EVERY_2])
+    run_in_process(whole)
+    first = build_parties(example, [EVERY_2], [EVERY_2], runs=tmp_path)
+    with pytest.raises(Lost):
+        run_in_process(first, dying(5, after=True))
+    newest = max((tmp_path / "active" / "checkpoint").glob("at-*.state"))
+    data = bytearray(newest.read_bytes())
+    data[len(data) // 2] ^= 1
+    newest.write_bytes(data)
+    second = build_parties(example, [EVERY_2], [EVERY_2], runs=tmp_path)
+    with caplog.at_level(logging.WARNING):
+        run_on(second)
+    assert f"{newest}: is damaged" in caplog.text
+    assert_same(second, whole)
+
+
+def test_a_store_keeps_the_newest_few_readable_by_their_owner_alone(tmp_path: Path) -> None:
+    store = RunStore(tmp_path, keep=2)
+    store.save_run({"secret": b"s"})
+    for place in (0, 5, 7):
+        store.save(place, {"place": place, "values": [torch.tensor([float(place)])]})
+    assert store.places() == [5, 7]
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "checkpoint").iterdir()} == {0o600}
+    assert store.load(5)["values"][0].item() == 5.0
+    assert store.places() == [5]  # what came after it will come again
+    store.forget()
+    assert store.places() == []
+    assert store.run() is None
+    with pytest.raises(StorageError, match="cannot be read"):
+        store.load(5)
+
+
+def test_a_state_that_is_not_plain_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = RunStore(tmp_path, keep=2)
+    store.save_run({})
+    store.save(3, {"place": 3})
+    harmful = pickle.dumps(InvalidMessage("called when loaded"), protocol=2)
+    path = tmp_path / "checkpoint" / "at-0000000009.state"
+    path.write_bytes(hashlib.sha256(harmful).digest() + harmful)
+    with caplog.at_level(logging.WARNING):
+        assert store.places() == [3]
+    assert "is no state of a run" in caplog.text
+
+
+def test_the_log_of_answers_outlives_its_process_and_half_a_record(tmp_path: Path) -> None:
+    log = AnswerLog(tmp_path / "answered.log")
+    log.record(4, b"f" * 16)
+    log.record(1 << 63, b"g" * 16)
+    with (tmp_path / "answered.log").open("ab") as file:
+        file.write(b"torn")
+    again = AnswerLog(tmp_path / "answered.log")
+    assert again.fingerprint(4) == b"f" * 16
+    assert again.fingerprint(1 << 63) == b"g" * 16
+    assert again.fingerprint(5) is None
+    again.record(5, b"h" * 16)
+    assert AnswerLog(tmp_path / "answered.log").fingerprint(5) == b"h" * 16
+
+
+def test_a_finished_run_can_still_be_gone_on_with_until_the_goodbye(
+    example: Path, tmp_path: Path
+) -> None:
+    """The last answer may have been lost on its way."""
+    whole = build_parties(example, [EVERY_2], [EVERY_2])
+    run_in_process(whole)
+    batches = len(whole.active.losses) + len(whole.active.evaluations) * 2
+    first = build_parties(example, [EVERY_2], [EVERY_2], runs=tmp_path)
+    with pytest.raises(Lost):
+        run_in_process(first, dying(batches, after=True))
+    assert first.session.stage is Stage.FINISHED
+    second = build_parties(example, [EVERY_2], [EVERY_2], runs=tmp_path)
+    second.session, second.active = first.session, first.active
+    run_in_process(second)
+    assert second.session.stage is Stage.FINISHED
+    assert_same(second, whole)

@@ -12,14 +12,10 @@ import numpy as np
 from active_party.report.panels import Panel
 from active_party.report.run_files import ClassHistogram, Numbers
 from active_party.report.svg import Axis, Chart, Steps, round_axis
+from common.privacy.distributions import COSINE, LOG10_NORM
 
 SIDES = ("before", "after")
-_TITLES = {
-    ("log10_norm", "before"): "Norm, before",
-    ("log10_norm", "after"): "Norm, after",
-    ("cosine", "before"): "Direction, before",
-    ("cosine", "after"): "Direction, after",
-}
+_WORDS = {LOG10_NORM: "Norm", COSINE: "Direction"}
 _SIZE = (280.0, 185.0)
 _FEWEST_BINS, _MOST_BINS = 10, 40
 _WIDTHS = (1, 2, 4, 5, 8, 10, 20)
@@ -59,7 +55,7 @@ def sent_panels(runs: Sequence[tuple[str, Sequence[ClassHistogram]]]) -> list[Pa
     panels = []
     for name, one in shown:
         panel = _panel(one, "after", axes)
-        what = panel.title.partition(",")[0].lower()
+        what = _WORDS[one.figure].lower()
         panels.append(panel._replace(title=name, note=f"{what}, {panel.note}"))
     return panels
 
@@ -88,11 +84,17 @@ def _panels(histogram: ClassHistogram, axes: Mapping[str, Axis]) -> Iterator[Pan
 
 def _panel(histogram: ClassHistogram, side: str, axes: Mapping[str, Axis]) -> Panel:
     negatives, positives = (histogram.counts[f"{side}/{c}"] for c in ("negative", "positive"))
-    edges, (negative, positive) = _merged(histogram.edges, [negatives, positives])
+    counts = [negatives, positives]
+    if histogram.figure == LOG10_NORM:
+        # Before and after may lie decades apart: bins as fine as this side's own range allows.
+        edges, counts = _occupied(histogram.edges, counts)
+    else:
+        edges = histogram.edges
+    edges, (negative, positive) = _merged(edges, counts)
     shares = [negative / negative.sum(), positive / positive.sum()]
     x = axes[histogram.figure]
     y = _share_axis(np.concatenate(shares))
-    title = _TITLES.get((histogram.figure, side), f"{histogram.figure}, {side}")
+    title = f"{_WORDS[histogram.figure]}, {side}"
     marks = [
         _steps(edges, share, style)
         for share, style in zip(shares, ("negative", "positive"), strict=True)
@@ -103,10 +105,8 @@ def _panel(histogram: ClassHistogram, side: str, axes: Mapping[str, Axis]) -> Pa
 
 
 def _steps(edges: Numbers, heights: Numbers, style: str) -> Steps:
-    """Return a histogram from its first bin that holds something to its last."""
-    filled = np.flatnonzero(heights)
-    first, last = int(filled[0]), int(filled[-1])
-    return Steps(edges[first : last + 2], heights[first : last + 1], style)
+    edges, (heights,) = _occupied(edges, [heights])
+    return Steps(edges, heights, style)
 
 
 def _title(epoch: int, step: int, histograms: Sequence[ClassHistogram]) -> str:
@@ -114,7 +114,7 @@ def _title(epoch: int, step: int, histograms: Sequence[ClassHistogram]) -> str:
     negatives, positives = (int(counts[f"before/{c}"].sum()) for c in ("negative", "positive"))
     return (
         f"Step {step:,} (epoch {epoch + 1}): {positives:,} positives, {negatives:,} negatives; "
-        f"random scores stay below {random_q95(negatives, positives):.3f} in 95 % of such batches"
+        f"95 % of random scores below {random_q95(negatives, positives):.3f}"
     )
 
 
@@ -125,11 +125,11 @@ def _share_axis(shares: Numbers) -> Axis:
 
 
 def _axes(histograms: Sequence[ClassHistogram]) -> dict[str, Axis]:
-    axes = {"cosine": Axis("cosine to the positives' mean", -1, 1, (-1, 0, 1))}
-    edges = [one.edges for one in histograms if one.figure == "log10_norm"]
+    axes = {COSINE: Axis("cosine to the positives' mean", -1, 1, (-1, 0, 1))}
+    edges = [one.edges for one in histograms if one.figure == LOG10_NORM]
     if edges:
         everything = np.concatenate(edges)
-        axes["log10_norm"] = _norm_axis(float(everything.min()), float(everything.max()))
+        axes[LOG10_NORM] = _norm_axis(float(everything.min()), float(everything.max()))
     return axes
 
 
@@ -148,6 +148,13 @@ def _norm_axis(low: float, high: float) -> Axis:
 
 def _raised(power: int) -> str:
     return str(power).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
+def _occupied(edges: Numbers, counts: Sequence[Numbers]) -> tuple[Numbers, list[Numbers]]:
+    """Leave out the bins before the first and after the last that hold something."""
+    filled = np.flatnonzero(np.sum(counts, axis=0))
+    first, last = int(filled[0]), int(filled[-1])
+    return edges[first : last + 2], [of_class[first : last + 1] for of_class in counts]
 
 
 def _merged(edges: Numbers, counts: Sequence[Numbers]) -> tuple[Numbers, list[Numbers]]:

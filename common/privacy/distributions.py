@@ -20,6 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+LOG10_NORM, COSINE = "log10_norm", "cosine"
+
 BINS_PER_UNIT = 20
 """A bin of ``log10_norm`` is a twentieth of a decade, about 12 %, and one of ``cosine`` 0.05."""
 
@@ -76,8 +78,8 @@ def gradient_distributions(
     }
     cosines = {"before": _cosine(before, reference), "after": _cosine(after, reference)}
     return (
-        _histogram("log10_norm", log_norms, positive),
-        _histogram("cosine", cosines, positive, -1, 1),
+        _histogram(LOG10_NORM, log_norms, positive),
+        _histogram(COSINE, cosines, positive, -1, 1),
     )
 
 

@@ -7,23 +7,27 @@ import re
 from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import yaml
+from sklearn.metrics import roc_auc_score
 
 from active_party.__main__ import _try_to_report, main
 from active_party.ledger import estimated_auc
 from active_party.report import read_run, write_comparison, write_report
+from active_party.report.distributions import auc_of_counts, random_q95
 from active_party.report.figures import finding_of, windows
 from active_party.report.run_files import leak_series
-from active_party.report.verdict import at_most, judge, run_levels
+from active_party.report.verdict import at_most, is_oracle, judge, needs_of, run_levels
 from common.errors import SettingsError
+from common.privacy.attacks import BatchAttackName, RunAttackName
 
 EPOCHS, STEPS = 3, 30
 ATTACKS = ("norm", "cosine", "spectral")
 CHANCE = {"norm": 0.57, "cosine": 0.57, "spectral": 0.57}
+ORACLES = {"cosine", "mean", "median", "lda", "accumulated_cosine"}
 HOSTILE = "</title></style><script>alert(1)</script><img src=x onerror=alert(2)>&\"'"
 
 
@@ -366,3 +370,144 @@ def test_a_report_that_fails_is_logged_and_loses_nothing(
     assert "the report could not be written" in caplog.text
     with pytest.raises(SettingsError):
         write_report(tmp_path)
+
+
+def append(run_dir: Path, *lines: Mapping[str, Any], party: str = "active") -> None:
+    with (run_dir / party / "metrics.jsonl").open("a") as metrics:
+        metrics.writelines(json.dumps({"time_s": 9.0} | dict(line)) + "\n" for line in lines)
+
+
+def counted(epoch: int) -> list[dict[str, Any]]:
+    """Return the lines of one batch: raw classes that lie apart, and defended ones that do not."""
+    apart = {"before/negative": [30, 0, 0, 0], "before/positive": [0, 0, 0, 10]}
+    mixed = {"after/negative": [0, 15, 15, 0], "after/positive": [0, 5, 5, 0]}
+    place = {"kind": "histogram", "epoch": epoch, "step": 0, "counts": apart | mixed}
+    norms = {"figure": "log10_norm", "edges": [-2.0, -1.95, -1.9, -1.85, -1.8]}
+    cosines = {"figure": "cosine", "edges": [-1.0, -0.5, 0.0, 0.5, 1.0]}
+    return [place | norms, place | cosines]
+
+
+def test_gradients_by_class_are_shown_step_by_step_before_and_after(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path)
+    without = write_report(run_dir).read_text(encoding="utf-8")
+    assert "Gradients by class" not in without
+    append(run_dir, *counted(0), *counted(2), *counted(2))  # the last batch counted twice
+    page = write_report(run_dir).read_text(encoding="utf-8")
+    assert page.count('role="img"') == without.count('role="img"') + 2 * 4
+    assert "Step 0 (epoch 1): 10 positives, 30 negatives; 95 % of random scores below" in page
+    assert "Step 60 (epoch 3)" in page
+    for title, leak in (("Norm, before", "1.000"), ("Direction, after", "0.500")):
+        caption = f'{title}<span class="note">leak AUC {leak}'
+        assert page.count(caption) == 2
+    drawn = Tags(page[page.index('id="classes"') :]).attributes
+    for style in ("negative", "positive"):
+        assert drawn.count(("class", f"area {style}")) == 2 * 4 + 1  # and in the legend
+
+
+def test_the_leak_auc_of_counts_is_that_of_the_examples_in_their_bins() -> None:
+    rng = np.random.default_rng(3)
+    negatives, positives = rng.integers(0, 20, 12), rng.integers(0, 9, 12)
+    scores = np.repeat(np.tile(np.arange(12), 2), np.concatenate([negatives, positives]))
+    labels = np.repeat([0, 1], [negatives.sum(), positives.sum()])
+    expected = roc_auc_score(labels, scores)
+    found = auc_of_counts(negatives.astype(np.float64), positives.astype(np.float64))
+    assert found == pytest.approx(max(expected, 1 - expected), abs=1e-12)
+    assert found > 0.5
+
+
+def test_random_scores_stay_below_the_floor_on_95_of_100_batches() -> None:
+    """Accepts the share promised, to four standard errors, and rejects a bound of one side only."""
+    rng = np.random.default_rng(5)
+    labels = np.repeat([0, 1], [40, 15])
+    aucs = np.array([roc_auc_score(labels, rng.random(55)) for _ in range(2000)])
+    leak = np.maximum(aucs, 1 - aucs)
+    assert float((leak < random_q95(40, 15)).mean()) == pytest.approx(0.95, abs=0.02)
+    one_sided = 0.5 + (random_q95(40, 15) - 0.5) * 1.645 / 1.96
+    assert float((leak < one_sided).mean()) != pytest.approx(0.95, abs=0.02)
+
+
+def test_every_layer_of_the_passive_party_has_its_line_in_each_attack_s_chart(
+    tmp_path: Path,
+) -> None:
+    run_dir = write_run(tmp_path, CHANCE)
+    write_party(run_dir / "passive", {"cut": CHANCE, "first": CHANCE | {"spectral": 0.95}})
+    page = write_report(run_dir).read_text(encoding="utf-8")
+    layered = page[page.index("Layer by layer") : page.index("<h3>Figures")]
+    assert layered.count('role="img"') == len(ATTACKS)
+    assert layered.count(">first</text>") == layered.count(">cut</text>") == len(ATTACKS)
+    table = page[page.index("<h3>Figures") : page.index("Bold:")]
+    assert table.count("<td>active</td><td>cut</td>") == len(ATTACKS)
+    assert table.count("<td>passive</td><td>cut</td>") == len(ATTACKS)
+    assert table.count("<td>passive</td><td>first</td>") == len(ATTACKS)
+    assert "recovers the labels" in verdict_of(run_dir)[1]
+
+
+def test_each_leak_chart_shows_the_random_floor_and_the_label_free_baseline(
+    tmp_path: Path,
+) -> None:
+    page = write_report(write_run(tmp_path, summary={"test_auc": 0.8768})).read_text("utf-8")
+    for style in ("floor", "baseline"):
+        drawn = Tags(page).attributes.count(("class", f"line {style}"))
+        # And in the legend; the ledger's chart has the baseline, too.
+        assert drawn == len(ATTACKS) + 1 + (style == "baseline")
+    assert "test AUC, 0.877: what the features tell" in page
+
+
+def test_what_was_noticed_and_told_stands_in_tables(tmp_path: Path) -> None:
+    settings = {
+        "leak_gate": {"max_leak_auc": 0.65, "window_steps": 50, "action": "stop"},
+        "allow_audits": True,
+    }
+    summary = {"leak_alarms": 1, "leak_gate_closed": True, "audits_answered": 3}
+    run_dir = write_run(tmp_path, settings=settings, summary=summary)
+    gate = {"cut/norm": 0.7654, "random": 0.5712, "limit": 0.65}
+    alarm = {"cut/cosine": 0.9123, "margin": 0.0123, "guarantee": 0.6123}
+    append(
+        run_dir,
+        {"kind": "leak_gate", "epoch": 1, "step": 7} | gate,
+        {"kind": "leak_alarm", "epoch": 2, "step": None} | alarm,
+        *({"kind": "audit", "epoch": e, "step": None, "cut/norm": 0.6 + e / 10} for e in range(3)),
+    )
+    page = write_report(run_dir).read_text(encoding="utf-8")
+    watched = page[page.index('id="watch"') : page.index('id="training"')]
+    for text in (
+        *("went off 1 time.", "1 finding, and ended the run", "Audit calls answered: 3."),
+        *("epoch 2, step 7", "norm at cut", "0.765", "0.571"),
+        *("cosine at cut", "0.912", "0.012", "0.612"),
+        *(">3</td>", ">0.60</td>", ">0.80</td>"),
+    ):
+        assert text in watched, text
+    words = verdict_of(run_dir)[1]
+    assert "The leak gate ended the run" in words
+    assert "The peer was told 3 leak AUCs" in words
+
+
+def test_a_run_without_gate_and_audits_says_so(tmp_path: Path) -> None:
+    page = write_report(write_run(tmp_path)).read_text(encoding="utf-8")
+    assert "Leak gate: not set" in page
+    assert "Audit calls: not allowed" in page
+    assert "Findings of the leak gate" not in page
+
+
+def test_the_whole_run_s_table_says_of_how_many_examples(tmp_path: Path) -> None:
+    found = {"auc": 0.75, "low": 0.72, "high": 0.78, "examples": 12345}
+    summary = {"leak_run_level": {"cut": {"accumulated_spectral": found}}}
+    page = write_report(write_run(tmp_path, summary=summary)).read_text(encoding="utf-8")
+    assert '<td class="number">0.720 to 0.780</td><td class="number">12,345</td>' in page
+
+
+@pytest.mark.parametrize("attack", [*get_args(BatchAttackName), *get_args(RunAttackName)])
+def test_what_an_attack_needs_is_known_of_each(attack: str) -> None:
+    assert needs_of(attack) != "not known here"
+    assert is_oracle(attack) is (attack in ORACLES)
+
+
+def test_a_comparison_shows_what_each_run_sent_by_class(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        append(write_run(tmp_path / name), *counted(0), *counted(2))
+    output = write_comparison([tmp_path / "a", tmp_path / "b"], tmp_path / "c.html")
+    page = output.read_text(encoding="utf-8")
+    sent = page[page.index('id="sent"') : page.index('id="ledger"')]
+    assert sent.count('role="img"') == 2 * 2
+    assert "direction, leak AUC 0.500" in sent
+    assert "leak AUC 1.000" not in sent  # what was before the defense was not sent

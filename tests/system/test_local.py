@@ -29,6 +29,7 @@ def test_two_defenses_are_run_and_set_side_by_side(compared: LocalRun) -> None:
     assert "none" in table
     assert "marvell" in table
     assert "cut: cosine leak AUC" in table
+    assert "ledger: guarantee" in table
 
 
 @pytest.mark.parametrize("run_name", RUNS)
@@ -75,6 +76,8 @@ def test_the_passive_party_s_files_say_nothing_of_the_other_s_loss(compared: Loc
     text = (folder / "metrics.jsonl").read_text() + (folder / "summary.json").read_text()
     assert "loss" not in text
     assert "test_auc" not in text
+    assert "histogram" not in text  # the counts by class say which gradients are whose
+    assert "histogram" in (folder.parent / "active" / "metrics.jsonl").read_text()
 
 
 def test_contracts_that_differ_end_both_with_exit_code_2(tmp_path: Path) -> None:
@@ -170,3 +173,18 @@ def test_a_leak_that_was_never_measured_is_a_dash_in_the_table() -> None:
     console = Console(width=100, file=io.StringIO(), record=True)
     console.print(comparison_table("run", {"none": results}))
     assert "-  - (0.700)" in console.export_text()
+
+
+def test_the_table_holds_what_a_whole_run_told_and_rounds_bounds_up() -> None:
+    found = {"auc": 0.81234, "low": 0.8, "high": 0.82, "examples": 400}
+    other: dict[str, object] = {"aligned_rows": 9, "test_auc": 0.9, "steps_per_s": 2.0}
+    active = other | {"leak_run_level": {"cut": {"accumulated_spectral": found}}}
+    active |= {"ledger": {"estimate_max": 0.85, "guarantee_max": 0.9101}}
+    console = Console(width=100, file=io.StringIO(), record=True)
+    results = {"one": RunResults(active, {}), "two": RunResults(other, {})}
+    console.print(comparison_table("run", results))
+    rows = [line.split("│") for line in console.export_text().splitlines() if "│" in line]
+    cells = {row[1].strip(): [cell.strip() for cell in row[2:4]] for row in rows}
+    assert cells["cut: accumulated_spectral"] == ["0.812", "-"]
+    assert cells["ledger: estimate"] == ["0.850", "-"]
+    assert cells["ledger: guarantee"] == ["0.911", "-"]

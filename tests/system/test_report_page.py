@@ -10,13 +10,29 @@ from typing import NamedTuple
 import pytest
 from PIL import Image
 
-from active_party.report import write_comparison, write_report
+from active_party.report import write_report
 from tests.system.conftest import LocalRun
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 WITHOUT, DEFENDED = "breast_cancer-none", "breast_cancer-marvell-power_ratio-4"
-LEAK_CHARTS = 6  # three attacks at two layers
+CUT_CHARTS = 3  # one per attack
+LAYER_CHARTS = 3  # one per attack, with a line for each of two layers
+STEPS_COUNTED = 5  # of six epochs: 0, 1, 2, 4 and 5
+COMPARED_CHARTS = 1 + 6 + 2 * 2 + 1 + 2  # trade-off, attacks at layers, sent, ledger, training
+CLASS_CHARTS = STEPS_COUNTED * 4  # norm and direction, before and after the defense
 WIDTH, HEIGHT = 1280, 2400
+
+OVERLAPS = """<script>
+for (const chart of document.querySelectorAll("svg[role=img]")) {
+  const boxes = [...chart.querySelectorAll("text")].map(t => [t, t.getBoundingClientRect()]);
+  boxes.forEach(([one, a], index) => boxes.slice(index + 1).forEach(([other, b]) => {
+    const across = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+    const down = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+    if (across > 1 && down > 4)
+      chart.setAttribute("data-overlap", one.textContent + " | " + other.textContent);
+  }));
+}
+</script>"""
 
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="there is no chromium on this machine")
 
@@ -72,6 +88,8 @@ def test_each_run_leaves_a_report(compared: LocalRun) -> None:
     for name in (WITHOUT, DEFENDED):
         page = (compared.runs_dir / name / "active" / "report.html").read_text(encoding="utf-8")
         assert f"<h1>{name}</h1>" in page
+        # Written again once the passive party's files were there.
+        assert "<td>passive</td><td>first</td>" in page
 
 
 def test_verdicts_of_real_runs_tell_a_defense_from_none(compared: LocalRun) -> None:
@@ -91,8 +109,29 @@ def test_the_report_opens_with_all_its_charts_and_no_complaint(
 ) -> None:
     opened = open_page(report, tmp_path / "profile")
     assert opened.console == []
-    assert opened.dom.count('role="img"') == LEAK_CHARTS + 2 + 2  # ledger, training
-    assert opened.dom.count('class="line measured"') == LEAK_CHARTS + 1  # and in the legend
+    expected = CUT_CHARTS + LAYER_CHARTS + CLASS_CHARTS + 2 + 2  # ledger, training
+    assert opened.dom.count('role="img"') == expected
+    assert opened.dom.count('class="line measured"') == CUT_CHARTS + 1  # and in the legend
+    for layer in ("s0", "s1"):
+        assert opened.dom.count(f'class="line {layer}"') == LAYER_CHARTS + 1
+    for style in ("negative", "positive"):
+        assert opened.dom.count(f'class="area {style}"') == CLASS_CHARTS + 1
+    for style in ("floor", "baseline"):
+        assert opened.dom.count(f'class="line {style}"') >= CUT_CHARTS + LAYER_CHARTS + 1
+
+
+@needs_browser
+def test_no_text_of_a_chart_lies_over_another(report: Path, tmp_path: Path) -> None:
+    """Measured by the browser itself, chart by chart; it does notice a chart where two do."""
+    page = report.read_text(encoding="utf-8")
+    policy = re.search(r'<meta http-equiv="Content-Security-Policy"[^>]*>', page)
+    assert policy is not None
+    measuring = tmp_path / "measuring.html"
+    control = '<svg role="img"><text x="9" y="20">one</text><text x="9" y="22">two</text></svg>'
+    page = page.replace(policy[0], "").replace("</body>", control + OVERLAPS + "</body>")
+    measuring.write_text(page)
+    opened = open_page(measuring, tmp_path / "profile")
+    assert re.findall(r'data-overlap="([^"]*)"', opened.dom) == ["one | two"]
 
 
 @needs_browser
@@ -115,8 +154,7 @@ def test_a_picture_of_the_report_shows_its_curves(report: Path, tmp_path: Path) 
 
 @needs_browser
 def test_a_comparison_opens_with_no_complaint(compared: LocalRun, tmp_path: Path) -> None:
-    folders = [compared.runs_dir / name for name in (WITHOUT, DEFENDED)]
-    page = write_comparison(folders, tmp_path / "comparison.html")
+    page = compared.runs_dir / "breast_cancer-comparison.html"  # the launcher wrote it
     opened = open_page(page, tmp_path / "profile")
     assert opened.console == []
-    assert opened.dom.count('role="img"') == LEAK_CHARTS + 1 + 1 + 2
+    assert opened.dom.count('role="img"') == COMPARED_CHARTS

@@ -9,6 +9,9 @@ them. It is the single answer that counts here, not the run: an attack of the mo
 
 An alarm means that the charge does not describe the gradients sent: an error in a defense, or
 gradients that its model of two classes does not fit.
+
+Oracles that are told the classes of half the batch are passed over: the guarantee is about what one
+answer tells of an example's label, and not about what others' labels add to it.
 """
 
 import math
@@ -17,8 +20,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from active_party.defenses.sum_kl import leak_auc_bound
+from common.privacy.attacks import ATTACKS, SideInformation
 from common.privacy.audit import BatchLeak
 
+_CLASS_ORACLES: frozenset[str] = frozenset(
+    name for name, attack in ATTACKS.items() if SideInformation.CLASSES in attack.needs
+)
 MIN_BATCHES = 20
 STANDARD_ERRORS = 4.0
 
@@ -51,7 +58,8 @@ class LeakAlarm:
         """Note what the attacks found in an answer."""
         for layer, attacks in measured.leak.items():
             for attack, value in attacks.items():
-                self._gains.setdefault((attack, layer), []).append(value - measured.random)
+                if attack not in _CLASS_ORACLES:
+                    self._gains.setdefault((attack, layer), []).append(value - measured.random)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of what is noted and not yet judged."""

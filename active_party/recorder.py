@@ -91,9 +91,9 @@ class ActiveRecorder:
         self._metrics.write("train", numbers, epoch=batch.epoch, step=batch.step)
         self._alarm.note_charge(batch.epoch, result.report.charge.sum_kl)
         if self._leaks is not None and self._settings.leak_monitor is not None:
-            sent, clean = {"cut": result.defended}, {"cut": result.raw}
-            told = clean if self._settings.leak_monitor.reference == "clean" else sent
-            self._leaks.submit(batch, sent, result.labels, told)
+            told_clean = self._settings.leak_monitor.reference == "clean"
+            clean = {"cut": result.raw} if told_clean else None
+            self._leaks.submit(batch, {"cut": result.defended}, result.labels, clean)
         self._count_gradients(batch, result)
         if self._progress is not None:
             self._progress.advance(loss=loss, **self._shown_leak())

@@ -108,11 +108,12 @@ class LeakRecorder:
                 batch.step,
                 gradients,
                 labels,
-                references,
-                row,
-                positions,
-                hints,
-                activations,
+                references=references,
+                references_are_clean=clean is not None,
+                reference_row=row,
+                positions=positions,
+                hint_rows=hints,
+                activations=activations,
             )
         )
 

@@ -17,9 +17,8 @@ from common.privacy.attacks import (
     ATTACKS,
     CUT,
     AttackName,
+    GradientRows,
     Knowledge,
-    top_direction,
-    turned_by_skewness,
 )
 from common.privacy.audit import Observation
 from common.privacy.label_free import LABEL_FREE
@@ -69,7 +68,7 @@ class LabelFreeAudit:
             return
         for layer, gradients in observation.gradients.items():
             knowledge = Knowledge(activations=observation.activations)
-            for attack, scores in self._score(layer, gradients.detach(), knowledge).items():
+            for attack, scores in self._score(layer, GradientRows(gradients), knowledge).items():
                 with self._lock:
                     if (layer, attack) not in self._sums:
                         self._sums[layer, attack] = AccumulatedScores(self._num_examples)
@@ -123,16 +122,14 @@ class LabelFreeAudit:
             self.left_out = state["left_out"]
 
     def _score(
-        self, layer: str, gradients: Tensor, knowledge: Knowledge
+        self, layer: str, gradients: GradientRows, knowledge: Knowledge
     ) -> Mapping[AttackName, Tensor]:
         scores: dict[AttackName, Tensor] = {}
-        if {"spectral", "accumulated_spectral"} & set(self._attacks):
-            top = top_direction(gradients)
+        if "accumulated_spectral" in self._attacks:
             sign = self._signs.setdefault(layer, ContinuousSign())
-            scores["spectral"] = turned_by_skewness(top.projections)
-            scores["accumulated_spectral"] = sign.turn(top)
+            scores["accumulated_spectral"] = sign.turn(gradients.top)
         for name, attack in ATTACKS.items():
             at_this_layer = layer == CUT or attack.reads_gradients
-            if name in self._attacks and name not in scores and at_this_layer:
+            if name in self._attacks and at_this_layer:
                 scores[name] = attack.score(gradients, knowledge)
         return {name: scores[name] for name in self._attacks if name in scores}

@@ -2,7 +2,8 @@
 
     accumulated_spectral   sum of the batches' standardised projections on their top direction,
                            its sign kept from batch to batch
-    accumulated_cosine     sum of the batches' standardised cosines
+    accumulated_cosine     sum of the batches' standardised cosines; where the reference carries
+                           noise, which may turn it around, its sign is kept, too
     hint_combiner_k        logistic regression on an example's scores in up to four stretches of
                            the run, fitted to k examples of known label
 
@@ -13,6 +14,7 @@ is the same in every epoch, does not.
 Each attack keeps at most 16 bytes per example of the run.
 """
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -22,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from common.privacy.attacks import BatchAttackName, RunAttackName, TopDirection, scaled, skewness
+from common.privacy.attacks import BatchAttackName, RunAttackName, TopDirection, skewness
 
 SOURCES: Mapping[RunAttackName, tuple[BatchAttackName, ...]] = MappingProxyType(
     {
@@ -56,15 +58,15 @@ class RunScores(NamedTuple):
 
 
 def standardised(scores: Tensor) -> Tensor:
-    """Return scores with mean 0 and variance 1; zeros where all are equal."""
-    values, _ = scaled(scores.detach().double())
-    centred, _ = scaled(values - values.mean())
-    deviation = centred.square().mean().sqrt()
-    return torch.where(deviation > 0, centred / deviation, 0.0)
+    """Return scores with mean 0 and variance 1, on the CPU; zeros where all are equal."""
+    values = _of_size_one(scores.detach().double().cpu().numpy())
+    centred = _of_size_one(values - values.mean()) if len(values) else values
+    deviation = math.sqrt(centred @ centred / max(len(centred), 1))
+    return torch.from_numpy(centred / deviation if deviation > 0 else np.zeros_like(centred))
 
 
 class ContinuousSign:
-    """Turns each batch's top direction to agree with those before it.
+    """Turns each batch's top or reference direction to agree with those before it.
 
     Skewness, by which a single batch is turned, errs in some batches under noise: their scores
     would cancel the others' in a sum. Which of the two signs means positive remains open.
@@ -79,7 +81,7 @@ class ContinuousSign:
         if self._direction is not None:
             self._direction = self._direction.to(direction.device)
         if self._direction is None or self._direction.shape != direction.shape:
-            turns = bool(skewness(top.projections) < 0)
+            turns = skewness(top.projections) < 0
             self._direction = torch.zeros_like(direction)
         else:
             turns = bool(self._direction @ direction < 0)
@@ -120,8 +122,10 @@ class AccumulatedScores:
             positions: of the examples in the common order, (batch,), each once.
             scores: (batch,), standardised.
         """
-        self._sums[positions] += scores.cpu()
-        self._counts[positions] += 1
+        places = positions.numpy()
+        # The same memory, at a fraction of the cost of torch's indexing.
+        self._sums.numpy()[places] += scores.cpu().numpy()
+        self._counts.numpy()[places] += 1
 
     def result(self) -> RunScores:
         """Return the sums of the examples that had a score."""
@@ -234,6 +238,11 @@ def combine_with_hints(
     others = np.ones(len(labels), dtype=np.bool_)
     others[hints] = False
     return model.decision_function(values), others
+
+
+def _of_size_one(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return values with a largest magnitude of 1, so that squares stay in range, or zeros."""
+    return values / (np.abs(values).max(initial=0.0) or 1.0)
 
 
 def _check_shape(loaded: Tensor, own: Tensor) -> None:

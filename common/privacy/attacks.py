@@ -27,12 +27,15 @@ The oracles' classes are other examples than those scored: a class's mean that h
 itself finds a leak in pure noise.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from functools import partial
+from functools import cached_property, lru_cache, partial
 from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import scipy.linalg
 import torch
 from torch import Tensor
@@ -66,7 +69,15 @@ AttackName: TypeAlias = Literal[BatchAttackName, RunAttackName]
 CUT = "cut"
 """Name of the layer at which the gradients arrive."""
 
+_Floats: TypeAlias = npt.NDArray[np.float64]
+
 _MAX_VOTERS = 2048
+_MAX_POWER_STEPS = 16
+"""Steps of the power iteration that cost as much as the Gram matrix, which needs no luck."""
+
+_CONVERGED = 1e-10
+"""Length of Gv - lv, in units of l, at which v counts as the top direction."""
+
 _NEGLIGIBLE = 1e-10
 """What is left of a gradient below this part of the batch's largest entry is rounding."""
 
@@ -106,7 +117,7 @@ class Knowledge(NamedTuple):
 class Attack(NamedTuple):
     """One row of the table of attacks."""
 
-    score: Callable[[Tensor, Knowledge], Tensor]
+    score: "Callable[[Gradients, Knowledge], Tensor]"
     needs: frozenset[SideInformation]
     num_hints: int = 0
     reads_gradients: bool = True
@@ -123,17 +134,44 @@ class TopDirection(NamedTuple):
     """A unit vector, (row_dim,), or zero where all gradients are."""
 
 
-def norm(gradients: Tensor) -> Tensor:
+class GradientRows:
+    """The gradients of one batch, prepared once for all attacks on them.
+
+    Args:
+        gradients: (batch, ...).
+    """
+
+    def __init__(self, gradients: Tensor) -> None:
+        self.gradients = gradients.detach()
+        self.rows, self.unit = _rows(self.gradients)
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """Norms of the rows, (batch,)."""
+        lengths: Tensor = torch.linalg.vector_norm(self.rows, dim=1)
+        return lengths
+
+    @cached_property
+    def top(self) -> TopDirection:
+        """The direction in which they stretch most."""
+        return _top_direction(self.rows, self.unit)
+
+
+Gradients: TypeAlias = Tensor | GradientRows
+"""(batch, ...), prepared or not."""
+
+
+def norm(gradients: Gradients) -> Tensor:
     """Score each example by the Euclidean norm of its gradient.
 
     Args:
         gradients: (batch, ...).
     """
-    rows, unit = _rows(gradients)
-    return _in_unit(torch.linalg.vector_norm(rows, dim=1), unit)
+    known = prepared(gradients)
+    return _in_unit(known.lengths, known.unit)
 
 
-def cosine(gradients: Tensor, reference: Tensor) -> Tensor:
+def cosine(gradients: Gradients, reference: Tensor) -> Tensor:
     """Score each example by the cosine between its gradient and a positive's.
 
     Args:
@@ -143,14 +181,14 @@ def cosine(gradients: Tensor, reference: Tensor) -> Tensor:
     Returns:
         Values in [-1, 1]; 0 where either gradient is zero.
     """
-    rows, _ = _rows(gradients)
-    direction, _ = _rows(reference.to(gradients.device).reshape(1, -1))
-    lengths = torch.linalg.vector_norm(rows, dim=1) * torch.linalg.vector_norm(direction)
-    inner = rows @ direction[0]
+    known = prepared(gradients)
+    direction, _ = _rows(reference.to(known.rows.device).reshape(1, -1))
+    lengths = known.lengths * torch.linalg.vector_norm(direction)
+    inner = known.rows @ direction[0]
     return torch.where(lengths > 0, inner / lengths, 0.0).clamp(-1.0, 1.0)
 
 
-def cosine_majority(gradients: Tensor) -> Tensor:
+def cosine_majority(gradients: Gradients) -> Tensor:
     """Score each example by how few of the batch's gradients point its way.
 
     Every example votes in a batch of at most 2,048, and evenly spaced ones in a larger batch.
@@ -161,14 +199,14 @@ def cosine_majority(gradients: Tensor) -> Tensor:
     Returns:
         Values in [-1, 0]; -1/2 where the gradient is zero.
     """
-    rows, _ = _rows(gradients)
+    rows = prepared(gradients).rows
     voters = rows[:: -(-len(rows) // _MAX_VOTERS)]
     agrees = (rows @ voters.T > 0).sum(dim=1)
     share = -agrees.double() / max(len(voters), 1)
     return torch.where((rows != 0).any(dim=1), share, -0.5)
 
 
-def hint_inner_product(gradients: Tensor, hints: Tensor) -> Tensor:
+def hint_inner_product(gradients: Gradients, hints: Tensor) -> Tensor:
     """Score each example by its largest inner product with a known positive's gradient.
 
     Args:
@@ -179,7 +217,7 @@ def hint_inner_product(gradients: Tensor, hints: Tensor) -> Tensor:
     return _in_unit(_in_unit((rows @ known.T).amax(dim=1), unit), unit)
 
 
-def hint_distance(gradients: Tensor, hints: Tensor) -> Tensor:
+def hint_distance(gradients: Gradients, hints: Tensor) -> Tensor:
     """Score each example by minus its smallest distance to a known positive's gradient.
 
     Args:
@@ -190,7 +228,7 @@ def hint_distance(gradients: Tensor, hints: Tensor) -> Tensor:
     return _in_unit(-torch.stack([_distances(rows, hint) for hint in known]).amin(dim=0), unit)
 
 
-def mean(gradients: Tensor, classes: KnownClasses) -> Tensor:
+def mean(gradients: Gradients, classes: KnownClasses) -> Tensor:
     """Score each example by how much nearer it is to the positives' mean than the negatives'.
 
     Args:
@@ -202,7 +240,7 @@ def mean(gradients: Tensor, classes: KnownClasses) -> Tensor:
     return _in_unit(nearer, unit)
 
 
-def median(gradients: Tensor, classes: KnownClasses) -> Tensor:
+def median(gradients: Gradients, classes: KnownClasses) -> Tensor:
     """Score as `mean` does, with the classes' coordinate-wise medians.
 
     Args:
@@ -214,7 +252,7 @@ def median(gradients: Tensor, classes: KnownClasses) -> Tensor:
     return _in_unit(nearer, unit)
 
 
-def lda(gradients: Tensor, classes: KnownClasses) -> Tensor:
+def lda(gradients: Gradients, classes: KnownClasses) -> Tensor:
     """Score each example by Fisher's linear discriminant: the best direction for normal noise.
 
     The pooled covariance S is shrunk towards its mean variance, by d / (n + d) for n gradients of
@@ -235,7 +273,7 @@ def lda(gradients: Tensor, classes: KnownClasses) -> Tensor:
     return (rows @ _discriminant(within, between)).clamp(-largest, largest)
 
 
-def spectral(gradients: Tensor) -> Tensor:
+def spectral(gradients: Gradients) -> Tensor:
     """Score each example by its projection on the batch's top right-singular vector.
 
     The sign is chosen by skewness: the minority, taken for the positives, is the long tail.
@@ -246,7 +284,7 @@ def spectral(gradients: Tensor) -> Tensor:
     return turned_by_skewness(top_direction(gradients).projections)
 
 
-def regress_out(gradients: Tensor, activations: Tensor) -> Tensor:
+def regress_out(gradients: Gradients, activations: Tensor) -> Tensor:
     """Score each example by `spectral`, on what its activation does not explain of its gradient.
 
     What a model of the activations alone predicts is the same for both labels of an example; the
@@ -259,7 +297,7 @@ def regress_out(gradients: Tensor, activations: Tensor) -> Tensor:
     Returns:
         Zeros where the activations, with a constant, explain everything.
     """
-    rows, unit = _rows(gradients)
+    rows, unit = prepared(gradients).rows, prepared(gradients).unit
     known, _ = scaled(activations.detach().flatten(start_dim=1).to(rows))
     known = torch.cat([known, known.new_ones(len(known), 1)], dim=1)
     basis, strengths, _ = torch.linalg.svd(known, full_matrices=False)
@@ -270,16 +308,31 @@ def regress_out(gradients: Tensor, activations: Tensor) -> Tensor:
     return _in_unit(spectral(rest), unit)
 
 
-def top_direction(gradients: Tensor) -> TopDirection:
+def top_direction(gradients: Gradients) -> TopDirection:
     """Return the batch's top right-singular vector, and the gradients' projections on it.
-
-    Through the smaller of the two Gram matrices: what is read off is the leading direction, which
-    loses nothing by squaring, and the cost is that of one product instead of a full SVD.
 
     Args:
         gradients: (batch, ...).
     """
-    rows, unit = _rows(gradients)
+    return prepared(gradients).top
+
+
+def prepared(gradients: Gradients) -> GradientRows:
+    """Return gradients as rows, the same if they are already."""
+    return gradients if isinstance(gradients, GradientRows) else GradientRows(gradients)
+
+
+def _top_direction(rows: Tensor, unit: Tensor | None) -> TopDirection:
+    """Find it by a few products where it stands out, else through the smaller Gram matrix.
+
+    What is read off is the leading direction, which loses nothing by squaring; the cost is that of
+    one product instead of a full SVD.
+    """
+    if rows.device.type == "cpu":
+        found = _by_power_iteration(rows.numpy())
+        if found is not None:
+            projections, direction = map(torch.from_numpy, found)
+            return TopDirection(_in_unit(projections, unit), direction)
     num_rows, row_dim = rows.shape
     if num_rows >= row_dim:
         _, direction = _top_eigenpair(rows.T @ rows)
@@ -292,14 +345,50 @@ def top_direction(gradients: Tensor) -> TopDirection:
 
 def turned_by_skewness(projections: Tensor) -> Tensor:
     """Turn scores so that their long tail points up."""
-    return torch.where(skewness(projections) < 0, -projections, projections)
+    return -projections if skewness(projections) < 0 else projections
 
 
-def skewness(scores: Tensor) -> Tensor:
+def skewness(scores: Tensor) -> float:
     """Return a number of the sign of the scores' skewness."""
+    values = scores.cpu().numpy()
     # In a unit of their own: cubes leave the range of float64 early.
-    values, _ = scaled(scores)
-    return (values - values.mean()).pow(3).sum()
+    values = values / (np.abs(values).max(initial=0.0) or 1.0)
+    centred = values - values.mean()
+    return float((centred * centred) @ centred)
+
+
+def _by_power_iteration(rows: _Floats) -> tuple[_Floats, _Floats] | None:
+    """Return the projections and the top right-singular vector; None where it stands out little.
+
+    The start has a part of every direction, so that no other one can pass for the top.
+    """
+    direction = _start(len(rows)) @ rows
+    before = math.inf
+    for step in range(_MAX_POWER_STEPS):
+        length = math.sqrt(direction @ direction)
+        if not length > 0:
+            return None
+        direction = direction / length
+        projections = rows @ direction
+        image = projections @ rows
+        power = float(projections @ projections)
+        off = image - power * direction
+        error = math.sqrt(off @ off) / power if power > 0 else math.inf
+        if error <= _CONVERGED:
+            return projections, direction
+        # Each step divides the error by the same factor, which a few steps show.
+        steps_left = _MAX_POWER_STEPS - 1 - step
+        if step >= 4 and error * (error / before) ** steps_left > _CONVERGED:
+            return None
+        before, direction = error, image
+    return None
+
+
+@lru_cache(maxsize=8)
+def _start(num_rows: int) -> _Floats:
+    start = np.random.default_rng(0).standard_normal(num_rows)
+    start.setflags(write=False)
+    return start
 
 
 def _top_eigenpair(gram: Tensor) -> tuple[Tensor, Tensor]:
@@ -341,23 +430,30 @@ def _medians(rows: Tensor) -> Tensor:
     return (rows.median(dim=0).values - (-rows).median(dim=0).values) / 2
 
 
-def _rows(gradients: Tensor) -> tuple[Tensor, Tensor]:
+def _rows(gradients: Tensor) -> tuple[Tensor, Tensor | None]:
     """Flatten to float64 rows, in a unit in which no square leaves the range of float64.
 
-    Gradients of a smaller dtype are safe as they are, and spared the pass over the batch.
+    Gradients of a smaller dtype are safe as they are, in no unit, and spared the pass over the
+    batch.
     """
     rows = gradients.detach().flatten(start_dim=1).double()
-    if gradients.dtype == torch.float64:
-        return scaled(rows)
-    return rows, rows.new_ones(())
+    return scaled(rows) if gradients.dtype == torch.float64 else (rows, None)
 
 
-def _rows_together(gradients: Tensor, *others: Tensor) -> tuple[list[Tensor], Tensor]:
+def _rows_together(gradients: Gradients, *others: Tensor) -> tuple[list[Tensor], Tensor | None]:
     """Flatten several batches to float64 rows of one unit."""
-    every = [gradients, *(known.to(gradients.device) for known in others)]
+    first = gradients.gradients if isinstance(gradients, GradientRows) else gradients
+    every = [first, *(known.to(first.device) for known in others)]
     sizes = [len(known) for known in every]
     rows, unit = _rows(torch.cat([known.detach().flatten(start_dim=1) for known in every]))
     return list(torch.split(rows, sizes)), unit
+
+
+def unit_vector(values: Tensor) -> Tensor:
+    """Return a tensor's direction in float64, (values,); zeros where there is none."""
+    flat, _ = scaled(values.detach().double().reshape(-1))
+    length = torch.linalg.vector_norm(flat)
+    return torch.where(length > 0, flat / length, 0.0)
 
 
 def scaled(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -369,7 +465,9 @@ def scaled(values: Tensor) -> tuple[Tensor, Tensor]:
     return values / unit, unit
 
 
-def _in_unit(scores: Tensor, unit: Tensor) -> Tensor:
+def _in_unit(scores: Tensor, unit: Tensor | None) -> Tensor:
+    if unit is None:
+        return scores
     largest = torch.finfo(scores.dtype).max
     return (scores * unit).clamp(-largest, largest)
 
@@ -380,13 +478,16 @@ def _needed(value: KnowledgeT | None, what: SideInformation, attack: str) -> Kno
     return value
 
 
-def _score_cosine(gradients: Tensor, knowledge: Knowledge) -> Tensor:
+def _score_cosine(gradients: Gradients, knowledge: Knowledge) -> Tensor:
     known = _needed(knowledge.positive_gradient, SideInformation.POSITIVE_GRADIENT, "cosine")
     return cosine(gradients, known)
 
 
 def _score_with_hints(
-    score: Callable[[Tensor, Tensor], Tensor], num_hints: int, gradients: Tensor, known: Knowledge
+    score: Callable[[Gradients, Tensor], Tensor],
+    num_hints: int,
+    gradients: Gradients,
+    known: Knowledge,
 ) -> Tensor:
     hints = _needed(known.hints, SideInformation.HINTS, score.__name__)
     if len(hints) < num_hints:
@@ -395,27 +496,27 @@ def _score_with_hints(
 
 
 def _score_with_classes(
-    score: Callable[[Tensor, KnownClasses], Tensor], gradients: Tensor, known: Knowledge
+    score: Callable[[Gradients, KnownClasses], Tensor], gradients: Gradients, known: Knowledge
 ) -> Tensor:
     return score(gradients, _needed(known.classes, SideInformation.CLASSES, score.__name__))
 
 
-def _score_regress_out(gradients: Tensor, knowledge: Knowledge) -> Tensor:
+def _score_regress_out(gradients: Gradients, knowledge: Knowledge) -> Tensor:
     known = _needed(knowledge.activations, SideInformation.ACTIVATIONS, "regress_out")
     return regress_out(gradients, known)
 
 
-def _score_activations(_: Tensor, knowledge: Knowledge) -> Tensor:
+def _score_activations(_: Gradients, knowledge: Knowledge) -> Tensor:
     known = _needed(knowledge.activations, SideInformation.ACTIVATIONS, "activation_spectral")
     return spectral(known)
 
 
-def _hinted(score: Callable[[Tensor, Tensor], Tensor], num_hints: int) -> Attack:
+def _hinted(score: Callable[[Gradients, Tensor], Tensor], num_hints: int) -> Attack:
     scored = partial(_score_with_hints, score, num_hints)
     return Attack(scored, frozenset({SideInformation.HINTS}), num_hints)
 
 
-def _classed(score: Callable[[Tensor, KnownClasses], Tensor]) -> Attack:
+def _classed(score: Callable[[Gradients, KnownClasses], Tensor]) -> Attack:
     return Attack(partial(_score_with_classes, score), frozenset({SideInformation.CLASSES}))
 
 

@@ -30,13 +30,12 @@ from common.privacy.attacks import (
     Attack,
     AttackName,
     BatchAttackName,
+    GradientRows,
     Knowledge,
     KnownClasses,
     SideInformation,
-    top_direction,
-    turned_by_skewness,
 )
-from common.privacy.leakage import OneClass, leak_auc, leak_auc_many
+from common.privacy.leakage import has_both_classes, leak_auc_many
 from common.privacy.run_level import LayerScores, RunAudit, RunLevelLeak
 
 _NICENESS = 10
@@ -56,7 +55,7 @@ class Observation:
     """Layer name -> gradients, (batch, ...)."""
     labels: Tensor
     references: Mapping[str, Tensor] = field(default_factory=dict)
-    """Layer name -> clean gradient of one positive; without one, ``cosine`` is not measured."""
+    """Layer name -> gradient of one positive; without one, ``cosine`` is not measured."""
     reference_row: int | None = None
     """Row of that positive; its cosine tells nothing and is left out."""
     positions: Tensor | None = None
@@ -67,6 +66,8 @@ class Observation:
     activations: Tensor | None = None
     """The passive party's, at the cut layer, (batch, ...); without them, attacks that use them are
     not measured."""
+    references_are_clean: bool = True
+    """Whether the references carry no noise, which may turn them around."""
 
 
 class BatchLeak(NamedTuple):
@@ -181,9 +182,7 @@ class LeakAudit:
         if not self.wants(observation.step):
             return None
         labels = observation.labels.detach().reshape(-1)
-        try:
-            random = leak_auc(_random_scores(observation), labels)
-        except OneClass:
+        if not has_both_classes(labels):
             with self._lock:
                 self._skipped_one_class += 1
             if self._run.attacks:  # what they gather has a use whatever the batch's labels
@@ -191,7 +190,7 @@ class LeakAudit:
             return None
         scored = self._score_layers(observation, labels)
         self._gather(observation, scored, labels)
-        leak = self._leak_aucs(scored, labels)
+        random, leak = self._leak_aucs(_random_scores(observation), scored, labels)
         measured = BatchLeak(observation.epoch, observation.step, leak, random)
         with self._lock:
             self._remember(measured)
@@ -314,29 +313,26 @@ class LeakAudit:
 
     def _score_layers(self, observation: Observation, labels: Tensor) -> dict[str, LayerScores]:
         return {
-            layer: self._score(gradients.detach(), observation, labels, layer)
+            layer: self._score(GradientRows(gradients), observation, labels, layer)
             for layer, gradients in observation.gradients.items()
         }
 
     def _score(
-        self, gradients: Tensor, observation: Observation, labels: Tensor, layer: str
+        self, gradients: GradientRows, observation: Observation, labels: Tensor, layer: str
     ) -> LayerScores:
         knowledge = Knowledge(
             positive_gradient=observation.references.get(layer),
-            hints=gradients[list(observation.hint_rows)],
+            hints=gradients.gradients[list(observation.hint_rows)],
             activations=observation.activations,
         )
-        top = top_direction(gradients) if "spectral" in self._scored else None
         scores: dict[BatchAttackName, Tensor] = {}
         left_out: dict[BatchAttackName, tuple[int, ...]] = {}
         for name in self._scored:
             attack = ATTACKS[name]
             if layer != CUT and not attack.reads_gradients:
                 continue
-            if name == "spectral" and top is not None:
-                scores[name] = turned_by_skewness(top.projections)
-            elif SideInformation.CLASSES in attack.needs:
-                crossed = _cross_scores(attack, gradients, labels)
+            if SideInformation.CLASSES in attack.needs:
+                crossed = _cross_scores(attack, gradients.gradients, labels)
                 if crossed is not None:
                     scores[name] = crossed
             elif _can_score(attack, knowledge):
@@ -345,7 +341,9 @@ class LeakAudit:
                 left_out[name] = observation.hint_rows[: attack.num_hints]
             elif name == "cosine" and observation.reference_row is not None:
                 left_out[name] = (observation.reference_row,)
-        return LayerScores(scores, left_out, top)
+        top = gradients.top if "spectral" in self._scored else None
+        noisy_reference = None if observation.references_are_clean else knowledge.positive_gradient
+        return LayerScores(scores, left_out, top, noisy_reference)
 
     def _gather(
         self, observation: Observation, scored: Mapping[str, LayerScores], labels: Tensor
@@ -353,8 +351,10 @@ class LeakAudit:
         if observation.positions is not None:
             self._run.add(observation.epoch, observation.positions, labels, scored)
 
-    def _leak_aucs(self, scored: Mapping[str, LayerScores], labels: Tensor) -> LeakByAttack:
-        """Measure all attacks on all layers at once."""
+    def _leak_aucs(
+        self, random: Tensor, scored: Mapping[str, LayerScores], labels: Tensor
+    ) -> tuple[float, LeakByAttack]:
+        """Measure random scores and all attacks on all layers at once."""
         measured = [
             (layer, name, found)
             for layer, found in scored.items()
@@ -362,17 +362,17 @@ class LeakAudit:
             if name in found.scores
         ]
         leak: LeakByAttack = {layer: {} for layer in scored}
-        if not measured:
-            return leak
-        scores = torch.stack([found.scores[name] for _, name, found in measured])
+        found_scores = [found.scores[name] for _, name, found in measured]
+        device = found_scores[0].device if found_scores else random.device
+        scores = torch.stack([random.to(device), *found_scores])
         kept = torch.ones(scores.shape, dtype=torch.bool)
-        for number, (_, name, found) in enumerate(measured):
+        for number, (_, name, found) in enumerate(measured, start=1):
             kept[number, list(found.left_out.get(name, ()))] = False
-        values = leak_auc_many(scores, labels, kept).tolist()
+        of_random, *values = leak_auc_many(scores, labels, kept).tolist()
         for (layer, name, _), value in zip(measured, values, strict=True):
             if not math.isnan(value):  # else the attack was told the only positives
                 leak[layer][name] = value
-        return leak
+        return of_random, leak
 
     def _remember(self, measured: BatchLeak) -> None:
         num_before = len(self._epochs)
@@ -593,7 +593,7 @@ def _cross_scores(attack: Attack, gradients: Tensor, labels: Tensor) -> Tensor |
     for half in (place % 2 == 0, place % 2 == 1):
         classes = KnownClasses(gradients[~half & ~positive], gradients[~half & positive])
         found = attack.score(gradients[half], Knowledge(classes=classes))
-        scores[half] = standardised(found)
+        scores[half] = standardised(found).to(scores.device)
     return scores
 
 

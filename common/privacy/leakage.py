@@ -56,26 +56,39 @@ def auc_many(scores: Tensor, labels: Tensor, kept: Tensor | None = None) -> Tens
     classes = _one_per_example(labels, "labels").to(values.device)
     if values.shape[1] != len(classes):
         raise ValueError(f"expected one label per score, got {len(classes)} for {values.shape[1]}")
-    positive, negative = classes == 1, classes == 0
-    num_positives, num_negatives = int(positive.sum()), int(negative.sum())
-    if num_positives + num_negatives != len(classes):
-        raise ValueError("expected labels in {0, 1}")
+    both = has_both_classes(classes)
     if bool(values.isnan().any()):
         raise ValueError("expected scores without NaN")
-    if not num_positives or not num_negatives:
-        raise OneClass(f"{num_positives} positives and {num_negatives} negatives have no AUC")
+    if not both:
+        raise OneClass(f"{len(classes)} labels of one class have no AUC")
+    positive, negative = classes == 1, classes == 0
     ranked, order = values.sort(dim=1)
     positive, negative = positive[order], negative[order]
     if kept is not None:
         counts = kept.to(values.device).gather(1, order)
         positive, negative = positive & counts, negative & counts
-    first, last = _ends_of_ties(ranked)
     up_to_here = negative.cumsum(dim=1)
     # Negatives below a positive count twice here, its ties once: the average rank, in integers.
-    below = (up_to_here - negative.long()).gather(1, first)
-    below_or_tied = up_to_here.gather(1, last)
-    twice = ((below + below_or_tied) * positive).sum(dim=1)
+    if bool((ranked[:, 1:] != ranked[:, :-1]).all()):
+        twice = 2 * (up_to_here * positive).sum(dim=1)
+    else:
+        first, last = _ends_of_ties(ranked)
+        below = (up_to_here - negative.long()).gather(1, first)
+        below_or_tied = up_to_here.gather(1, last)
+        twice = ((below + below_or_tied) * positive).sum(dim=1)
     return twice.double() / (2.0 * positive.sum(dim=1) * negative.sum(dim=1))
+
+
+def has_both_classes(labels: Tensor) -> bool:
+    """Tell whether there are positives and negatives.
+
+    Raises:
+        ValueError: a label is neither 0 nor 1.
+    """
+    num_positives, num_negatives = int((labels == 1).sum()), int((labels == 0).sum())
+    if num_positives + num_negatives != len(labels):
+        raise ValueError("expected labels in {0, 1}")
+    return num_positives > 0 and num_negatives > 0
 
 
 def leak_auc_many(scores: Tensor, labels: Tensor, kept: Tensor | None = None) -> Tensor:

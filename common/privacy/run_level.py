@@ -17,7 +17,7 @@ from common.privacy.accumulation import (
     combine_with_hints,
     standardised,
 )
-from common.privacy.attacks import BatchAttackName, RunAttackName, TopDirection
+from common.privacy.attacks import BatchAttackName, RunAttackName, TopDirection, unit_vector
 from common.privacy.leakage import OneClass, leak_auc, leak_auc_interval
 
 _SEED = 0
@@ -39,6 +39,9 @@ class LayerScores(NamedTuple):
 
     top: TopDirection | None
     """Where a spectral score is among the scores."""
+
+    noisy_reference: Tensor | None = None
+    """The positive's gradient behind the cosines, where noise may have turned it around."""
 
 
 class RunLevelLeak(TypedDict):
@@ -215,6 +218,7 @@ class _Layer:
             else:
                 self.sums[attack] = AccumulatedScores(num_examples)
         self._sign = ContinuousSign()
+        self._reference_sign = ContinuousSign()
 
     @property
     def num_bytes(self) -> int:
@@ -230,7 +234,11 @@ class _Layer:
         if "accumulated_cosine" in self.sums and "cosine" in scores:
             kept = torch.ones(len(positions), dtype=torch.bool)
             kept[list(found.left_out.get("cosine", ()))] = False
-            cosines = standardised(scores["cosine"].cpu()[kept])
+            cosines = scores["cosine"]
+            if found.noisy_reference is not None:
+                direction = unit_vector(found.noisy_reference)
+                cosines = self._reference_sign.turn(TopDirection(cosines, direction))
+            cosines = standardised(cosines.cpu()[kept])
             self.sums["accumulated_cosine"].add(positions[kept], cosines)
         if self._history is not None:
             both = standardised(scores["spectral"]), standardised(scores["norm"])
@@ -241,6 +249,7 @@ class _Layer:
             "sums": {attack: sums.state_dict() for attack, sums in self.sums.items()},
             "history": None if self._history is None else self._history.state_dict(),
             "sign": self._sign.state_dict(),
+            "reference_sign": self._reference_sign.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -253,3 +262,4 @@ class _Layer:
         if self._history is not None:
             self._history.load_state_dict(state["history"])
         self._sign.load_state_dict(state["sign"])
+        self._reference_sign.load_state_dict(state["reference_sign"])

@@ -219,6 +219,27 @@ def test_the_top_direction_is_that_of_the_projections(shape: tuple[int, int]) ->
     assert torch.allclose(rows @ direction, projections, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("shape", [(300, 20), (20, 300)])
+@pytest.mark.parametrize("gap", [0.0, 1e-3, 0.1, 0.5, 0.9, 1.0])
+def test_the_top_direction_is_the_singular_vector_however_little_it_stands_out(
+    shape: tuple[int, int], gap: float
+) -> None:
+    """The second singular value is (1 - gap) of the first: found by steps, or through the Gram."""
+    generator = np.random.default_rng(18)
+    left, _ = np.linalg.qr(generator.normal(size=(shape[0], 20)))
+    right, _ = np.linalg.qr(generator.normal(size=(shape[1], 20)))
+    values = np.array([1.0, *np.linspace(1 - gap, 0, 19)])
+    rows = left * values @ right.T
+    projections, direction = top_direction(torch.from_numpy(rows))
+    length = np.linalg.norm(rows @ direction.numpy())
+    assert length == pytest.approx(1, abs=1e-12)
+    assert np.allclose(rows @ direction.numpy(), projections.numpy(), rtol=0, atol=1e-12)
+    if gap:
+        assert abs(right[:, 0] @ direction.numpy()) == pytest.approx(1, abs=1e-9)
+        sign = np.sign(right[:, 0] @ direction.numpy())
+        assert np.allclose(sign * projections.numpy(), left[:, 0], rtol=0, atol=1e-8)
+
+
 def test_norm_leaks_what_the_norms_were_built_to_leak() -> None:
     """The norm is a normal number, shifted for positives, in a random direction."""
     generator = torch.Generator().manual_seed(4)

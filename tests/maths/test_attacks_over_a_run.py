@@ -1,7 +1,7 @@
 """Attacks that gather over a run: what epochs add under fresh noise, and not under persistent."""
 
 import itertools
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import pytest
@@ -30,6 +30,9 @@ _GATHERING: tuple[AttackName, ...] = (
 )
 
 
+Reference = Literal["sent", "sent, its sign not kept", "clean"]
+
+
 class Noisy(NamedTuple):
     """How a run's gradients are covered: along the direction that tells, as Marvell does."""
 
@@ -43,6 +46,7 @@ def _run_audit(
     attacks: tuple[AttackName, ...] = _GATHERING,
     scale: float = 1.0,
     label_shape: tuple[int, ...] = (-1,),
+    reference: Reference = "clean",
 ) -> LeakAudit:
     """Audit logistic gradients (p - y) w whose direction w turns slowly, in a fresh order."""
     generator = torch.Generator().manual_seed(21)
@@ -62,9 +66,19 @@ def _run_audit(
             row = pick_reference_row(labels[rows], _SEED, epoch, step)
             gradients = scale * (clean + along[:, None] * direction)
             truth = labels[rows].reshape(label_shape)
-            references = {} if row is None else {"cut": scale * clean[row]}
+            source = scale * clean if reference == "clean" else gradients
+            references = {} if row is None else {"cut": source[row]}
             audit.observe(
-                Observation(epoch, step, {"cut": gradients}, truth, references, row, rows)
+                Observation(
+                    epoch,
+                    step,
+                    {"cut": gradients},
+                    truth,
+                    references,
+                    row,
+                    rows,
+                    references_are_clean=reference != "sent",
+                )
             )
     audit.end_run()
     return audit
@@ -99,6 +113,18 @@ def test_under_fresh_noise_the_leak_grows_with_the_epochs(fresh: LeakAudit) -> N
     for attack, num_hints in (("hint_combiner_50", 50), ("hint_combiner_200", 200)):
         assert summary[attack]["examples"] == _EXAMPLES - num_hints
     assert summary["hint_combiner_200"]["auc"] > normal.cdf(8**0.5 / 3 / np.sqrt(2))
+
+
+def test_a_noisy_reference_is_turned_so_that_the_sums_do_not_cancel() -> None:
+    """Noise of three times the signal turns two references in five around."""
+    turned, not_turned, clean = (
+        _run_audit(Noisy(3.0), 16, ("accumulated_cosine",), reference=reference).run_level()["cut"][
+            "accumulated_cosine"
+        ]
+        for reference in get_args(Reference)
+    )
+    assert turned["low"] > not_turned["high"]
+    assert abs(turned["auc"] - clean["auc"]) < 0.03
 
 
 def test_under_persistent_noise_more_epochs_tell_next_to_nothing_more() -> None:

@@ -112,6 +112,16 @@ def test_a_gate_and_an_alarm_cut_at_any_batch_go_on_the_same() -> None:
         assert findings(cut) == expected, cut
 
 
+def test_the_alarm_ignores_attacks_that_are_told_classes() -> None:
+    """The ledger's guarantee does not speak of them; of a norm it does."""
+    for attack, alarms in (("lda", 0), ("mean", 0), ("median", 0), ("norm", 1), ("cosine", 1)):
+        alarm = LeakAlarm()
+        alarm.note_charge(0, 1e-6)
+        for step in range(2 * MIN_BATCHES):
+            alarm.note_leak(leak(step, 0.9 + 0.01 * (step % 2), attack))
+        assert [found.attack for found in alarm.judge(0)] == [attack] * alarms
+
+
 def test_the_sentence_names_limit_figure_and_random_floor() -> None:
     judged = gate(quantile=0.95)
     finding = next(f for step in range(3) if (f := judged.note(leak(step, 0.9))) is not None)

@@ -242,6 +242,6 @@ def test_an_attack_is_refused_where_there_are_no_activations_for_it(
     write_example(tmp_path)
     with pytest.raises(SettingsError, match=f"{attack}: the leak monitor looks at gradients alone"):
         build_parties(tmp_path, [f"leak_monitor={{attacks: [norm, {attack}]}}"])
+    chosen = "adversary={attacks: [activation_spectral], layers: [first]}"
     with pytest.raises(SettingsError, match="activation_spectral: measured at the cut"):
-        chosen = "adversary={attacks: [activation_spectral], layers: [first]}"
         build_parties(tmp_path, (), [chosen])

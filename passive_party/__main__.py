@@ -111,12 +111,10 @@ def _evaluation_labels(settings: PassiveSettings) -> PartyData | None:
 def _check(parsed: argparse.Namespace) -> None:
     settings = _load(parsed)
 
-    def security() -> str:
+    def connection() -> str:
         credentials = settings.credential_files(settings.party)
-        return f"security: {check_security(credentials, settings.connect, 'connect')}"
-
-    def address() -> str:
-        return f"connect: {_peer_state(settings)}"
+        security = check_security(credentials, settings.connect, "connect")
+        return f"connect: {_peer_state(settings)}; security: {security}"
 
     def data_and_model() -> str:
         data = PartyData.load(settings.data, settings.base_dir)
@@ -138,8 +136,7 @@ def _check(parsed: argparse.Namespace) -> None:
     report_check(
         settings,
         [
-            security,
-            address,
+            connection,
             lambda: f"device: {settings.torch_device()}",
             data_and_model,
             labels,

@@ -15,7 +15,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from common.alignment import AlignChannel, StreamChannel
 from common.contract import Contract
 from common.credentials import CredentialFiles
-from common.errors import Interrupted, InvalidMessage, PeerUnreachable, SplitveilError
+from common.errors import (
+    Interrupted,
+    InvalidMessage,
+    PeerUnreachable,
+    PeerUntrusted,
+    SplitveilError,
+)
 from common.party_settings import ReconnectSettings
 from common.wire.audit_codec import AuditQuestion, encode_question
 from common.wire.endpoint import HANDSHAKE_TIMEOUT_S, SERVICE, method_path, open_channel
@@ -226,6 +232,11 @@ class GrpcPeer:
         while True:
             try:
                 return ask()
+            except PeerUntrusted:
+                # What the peer is believed by may have been replaced since the channel was made.
+                if self._renew_channel():
+                    continue
+                raise
             except PeerUnreachable as error:
                 now = time.monotonic()
                 if lost_at is None:
@@ -246,11 +257,14 @@ class GrpcPeer:
             self._sleep(min(wait_s * random.uniform(0.5, 1.0), left_s))
             wait_s = min(2 * wait_s, self._reconnect.longest_wait_s)
 
-    def _renew_channel(self) -> None:
-        """Connect with the certificate as it is now: a channel keeps the one it was made with."""
+    def _renew_channel(self) -> bool:
+        """Connect with the certificates as they are now, if they are others than before.
+
+        A channel keeps those that it was made with.
+        """
         now = None if self._files is None else self._files.current()
         if now is self._shown:
-            return
+            return False
         for stream in (self._train, self._evaluate):
             if stream is not None:
                 stream.drop()
@@ -258,6 +272,7 @@ class GrpcPeer:
         self._channel.close()
         self._shown = now
         self._channel = open_channel(self._address, self._contract, now)
+        return True
 
     def _sleep(self, wait_s: float) -> None:
         until = time.monotonic() + wait_s

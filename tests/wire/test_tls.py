@@ -1,0 +1,557 @@
+"""Who gets through mutual TLS, who does not, and what each refusal leaves in a log."""
+
+import logging
+import re
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from cryptography import x509
+from cryptography.x509.oid import NameOID
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from active_party.service import ActiveService, start_server
+from active_party.session import Stage
+from common.credentials import CredentialFiles
+from common.errors import PeerUnreachable, PeerUntrusted, SettingsError
+from common.wire.endpoint import method_path, open_channel
+from common.wire.tensor_codec import TensorMessage
+from deploy.certs import PartyFolder, keep_certificates, renew_certificate
+from passive_party.grpc_peer import GrpcPeer
+from protos import split_learning_pb2 as pb
+from tests.certificates import NAMES, Unchecked, add_expired, files, make
+from tests.runs import Parties, build_parties, in_background, run_in_process, write_example
+
+ROOT = Path(__file__).parents[2]
+HASTY = ["reconnect={max_s: 1, first_wait_s: 0.3, longest_wait_s: 0.3}"]
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("example")
+    write_example(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trusted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return certificates of one authority: both parties', a stranger's, and expired ones."""
+    folder = make(tmp_path_factory.mktemp("trusted"), mallory="mallory.splitveil")
+    add_expired(folder, "late-active", NAMES["active"])
+    add_expired(folder, "late-passive", NAMES["passive"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return certificates with the same names, signed by somebody else."""
+    return make(tmp_path_factory.mktemp("foreign"))
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@contextmanager
+def serving(
+    parties: Parties, port: int, credentials: CredentialFiles | None
+) -> Iterator[ActiveService]:
+    service = ActiveService(parties.session, parties.engine, deadline_s=20)
+    contract = parties.active_settings.contract
+    server = start_server(service, contract, f"127.0.0.1:{port}", credentials)
+    try:
+        yield service
+    finally:
+        server.stop(0).wait()
+
+
+def peer_of(parties: Parties, port: int, credentials: CredentialFiles | None) -> GrpcPeer:
+    settings = parties.passive_settings
+    return GrpcPeer(
+        f"127.0.0.1:{port}", settings.contract, settings.reconnect, credentials=credentials
+    )
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno >= logging.WARNING and "nonce" not in record.getMessage()
+    ]
+
+
+def core_lines(captured: str) -> list[str]:
+    """Return gRPC's own lines about handshakes: it tells nobody else what a client did wrong."""
+    return [line for line in captured.splitlines() if "Handshake failed with error" in line]
+
+
+def test_a_run_over_mutual_tls_is_bit_equal_to_one_in_process(
+    example: Path, trusted: Path, port: int
+) -> None:
+    there, here = build_parties(example), build_parties(example)
+    with (
+        serving(there, port, files(trusted, "active")),
+        peer_of(there, port, files(trusted, "passive")) as peer,
+    ):
+        assert peer.is_ready()
+        there.run.run(peer)
+    run_in_process(here)
+    assert there.session.stage is Stage.FINISHED
+    assert there.active.losses == here.active.losses
+
+
+# ---- a server that the passive party does not believe ----
+
+
+@pytest.mark.parametrize(
+    ("server", "reason"),
+    [
+        ("late-active", "the peer's certificate has expired"),
+        ("foreign", "is signed by nobody in security.authority"),
+        ("mallory", "does not carry the active party's name"),
+        (None, "the peer answers without TLS"),
+    ],
+)
+def test_a_server_with_the_wrong_certificate_is_refused_at_once_and_with_the_reason(
+    example: Path, trusted: Path, foreign: Path, port: int, server: str | None, reason: str
+) -> None:
+    parties = build_parties(example)
+    shown = {None: None, "foreign": Unchecked(foreign, "active")}.get(
+        server, Unchecked(trusted, server or "")
+    )
+    with (
+        serving(parties, port, shown),
+        peer_of(parties, port, files(trusted, "passive")) as peer,
+        pytest.raises(PeerUntrusted, match=reason) as caught,
+    ):
+        parties.run.run(peer)
+    assert caught.value.exit_code == 4
+    assert parties.session.stage is Stage.WAITING
+
+
+def test_an_untrusted_server_is_worth_no_line_but_the_error(
+    example: Path, trusted: Path, foreign: Path, port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    parties = build_parties(example)
+    caplog.clear()
+    with (
+        serving(parties, port, Unchecked(foreign, "active")),
+        peer_of(parties, port, files(trusted, "passive")) as peer,
+        pytest.raises(PeerUntrusted),
+    ):
+        parties.run.run(peer)
+    assert warnings(caplog) == []
+
+
+# ---- a client that the active party does not believe ----
+
+
+@pytest.mark.parametrize(
+    ("client", "reason"),
+    [
+        ("late-passive", "CERTIFICATE_VERIFY_FAILED: certificate has expired"),
+        ("foreign", "CERTIFICATE_VERIFY_FAILED"),
+        (None, "WRONG_VERSION_NUMBER"),
+    ],
+)
+def test_a_client_without_a_valid_certificate_gets_no_connection(
+    example: Path,
+    trusted: Path,
+    foreign: Path,
+    port: int,
+    client: str | None,
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The server's line is gRPC's; the client is told nothing and can only guess."""
+    parties = build_parties(example)
+    shown = None if client is None else Unchecked(trusted, client)
+    if client == "foreign":
+        shown = Unchecked(foreign, "passive")
+        # It believes the server, for it has that authority's certificate as well.
+        theirs = PartyFolder(foreign / "passive").authority
+        theirs.write_bytes(
+            theirs.read_bytes() + PartyFolder(trusted / "active").authority.read_bytes()
+        )
+    with (
+        serving(parties, port, files(trusted, "active")),
+        peer_of(parties, port, shown) as peer,
+    ):
+        capfd.readouterr()
+        with pytest.raises(PeerUnreachable, match="may refuse this party's certificate"):
+            peer.is_ready()
+    (line,) = core_lines(capfd.readouterr().err)
+    assert reason in line
+    assert parties.session.stage is Stage.WAITING
+
+
+def test_a_client_that_is_hung_up_on_says_what_that_may_mean(
+    example: Path, trusted: Path, port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    parties = build_parties(example, [], HASTY)
+    caplog.clear()
+    with (
+        serving(parties, port, files(trusted, "active")),
+        peer_of(parties, port, Unchecked(trusted, "late-passive")) as peer,
+        pytest.raises(PeerUnreachable),
+    ):
+        parties.run.run(peer)
+    (line,) = warnings(caplog)
+    assert "it may refuse this party's certificate" in line
+    assert "trying for up to 1 s" in line
+
+
+def test_a_genuine_certificate_with_another_name_reaches_no_handler(
+    example: Path, trusted: Path, port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    parties = build_parties(example)
+    with (
+        serving(parties, port, files(trusted, "active")) as service,
+        peer_of(parties, port, Unchecked(trusted, "mallory")) as peer,
+    ):
+        caplog.clear()
+        heard_at = service._heard_at
+        with pytest.raises(PeerUntrusted, match="does not accept this party's certificate"):
+            parties.run.run(peer)
+        with pytest.raises(PeerUntrusted):
+            peer.is_ready()
+        assert service._heard_at == heard_at
+    (line,) = warnings(caplog)
+    assert re.fullmatch(
+        r"refused ipv4:127\.0\.0\.1:\d+ with certificate CN=mallory\.splitveil: "
+        r"it carries the name of no passive party of the contract",
+        line,
+    )
+    assert parties.session.stage is Stage.WAITING
+    assert parties.session.error is None
+
+
+def test_no_kind_of_call_passes_without_the_right_name(
+    example: Path, trusted: Path, port: int
+) -> None:
+    parties = build_parties(example)
+    contract = parties.run.contract
+    shown = Unchecked(trusted, "mallory").current()
+    with (
+        serving(parties, port, files(trusted, "active")),
+        open_channel(f"127.0.0.1:{port}", contract, shown) as channel,
+    ):
+        health = health_pb2_grpc.HealthStub(channel)
+        train: Any = channel.stream_stream(method_path("Train"))
+        leave: Any = channel.unary_unary(method_path("Leave"))
+        request = health_pb2.HealthCheckRequest()
+        calls: list[Callable[[], object]] = [
+            lambda: health.Check(request, timeout=5),
+            lambda: list(health.Watch(request, timeout=5)),
+            lambda: list(train(iter([b""]), timeout=5)),
+            lambda: leave(b"", timeout=5),
+        ]
+        told = set()
+        for call in calls:
+            with pytest.raises(grpc.RpcError) as caught:
+                call()
+            told.add((caught.value.code(), caught.value.details()))
+    assert told == {(grpc.StatusCode.UNAUTHENTICATED, "untrusted: not accepted")}
+    assert parties.session.stage is Stage.WAITING
+
+
+def test_a_party_cannot_open_a_run_in_another_party_s_name(
+    example: Path, trusted: Path, port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    parties = build_parties(example)
+    with (
+        serving(parties, port, files(trusted, "active")),
+        peer_of(parties, port, files(trusted, "passive")) as peer,
+    ):
+        caplog.clear()
+        with pytest.raises(PeerUntrusted):
+            peer.handshake("another", parties.run.contract.canonical_json(), bytes(32))
+    (line,) = warnings(caplog)
+    assert "it is passive's, and the handshake names another party" in line
+
+
+def test_a_certificate_cannot_write_lines_of_its_own_into_the_log(
+    example: Path, trusted: Path, port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "eve\n12:00 active INFO \x1b[2J")])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(x509, "Name", lambda _: name)
+        keep_certificates(trusted, {"eve": "eve.splitveil"})
+    parties = build_parties(example)
+    with (
+        serving(parties, port, files(trusted, "active")),
+        peer_of(parties, port, Unchecked(trusted, "eve")) as peer,
+    ):
+        caplog.clear()
+        with pytest.raises(PeerUntrusted):
+            peer.is_ready()
+    (line,) = warnings(caplog)
+    assert "eve" in line
+    assert line.isprintable()
+
+
+def test_the_identities_of_the_contract_decide_and_not_the_default_ones(
+    example: Path, trusted: Path, port: int
+) -> None:
+    overrides = ["contract.identities={passive: mallory.splitveil}"]
+    parties = build_parties(example, overrides, overrides)
+    with serving(parties, port, files(trusted, "active")):
+        with (
+            peer_of(parties, port, files(trusted, "passive")) as peer,
+            pytest.raises(PeerUntrusted),
+        ):
+            peer.is_ready()
+        with peer_of(parties, port, Unchecked(trusted, "mallory")) as peer:
+            assert peer.is_ready()
+
+
+# ---- TLS 1.3, and plain text ----
+
+
+def python_context(trusted: Path, purpose: int, party: str) -> ssl.SSLContext:
+    own = PartyFolder(trusted / party)
+    context = ssl.SSLContext(purpose)
+    context.load_cert_chain(own.certificate, own.private_key)
+    context.load_verify_locations(own.authority)
+    context.set_alpn_protocols(["h2"])
+    return context
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_a_client_of_tls_1_2_gets_no_connection(
+    example: Path, trusted: Path, port: int, version: ssl.TLSVersion
+) -> None:
+    context = python_context(trusted, ssl.PROTOCOL_TLS_CLIENT, "passive")
+    context.maximum_version = version
+    with (
+        serving(build_parties(example), port, files(trusted, "active")),
+        socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
+    ):
+        if version is ssl.TLSVersion.TLSv1_3:
+            with context.wrap_socket(plain, server_hostname=NAMES["active"]) as connection:
+                assert connection.version() == "TLSv1.3"
+        else:
+            with pytest.raises((ssl.SSLError, ConnectionError)):
+                context.wrap_socket(plain, server_hostname=NAMES["active"])
+
+
+def test_a_server_of_tls_1_2_is_refused_at_once(example: Path, trusted: Path) -> None:
+    context = python_context(trusted, ssl.PROTOCOL_TLS_SERVER, "active")
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    parties = build_parties(example)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            plain, _ = listener.accept()
+            with plain, pytest.raises((ssl.SSLError, ConnectionError)):
+                context.wrap_socket(plain, server_side=True)
+
+        in_background(serve)
+        port = listener.getsockname()[1]
+        with (
+            peer_of(parties, port, files(trusted, "passive")) as peer,
+            pytest.raises(PeerUntrusted, match=r"does not speak TLS 1\.3"),
+        ):
+            parties.run.run(peer)
+
+
+OLD_TLS = """
+import os, socket, ssl, sys
+from concurrent.futures import ThreadPoolExecutor
+os.environ.pop("GRPC_SSL_CIPHER_SUITES", None)
+import grpc
+from pathlib import Path
+from common.credentials import CredentialFiles
+from common.errors import SettingsError
+from common.wire.tls import server_credentials
+folder = Path(sys.argv[1]) / "active"
+paths = [folder / f"{name}.pem" for name in ("certificate", "private_key", "authority")]
+certificate, key, authority = (path.read_bytes() for path in paths)
+server = grpc.server(ThreadPoolExecutor(1))
+credentials = grpc.ssl_server_credentials([(key, certificate)], authority, True)
+port = server.add_secure_port("127.0.0.1:0", credentials)
+server.start()
+context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+context.maximum_version = ssl.TLSVersion.TLSv1_2
+context.load_verify_locations(paths[2])
+context.load_cert_chain(paths[0], paths[1])
+with socket.create_connection(("127.0.0.1", port)) as plain:
+    print(context.wrap_socket(plain, server_hostname="active.splitveil").version())
+try:
+    server_credentials(CredentialFiles(*paths, "active.splitveil"))
+except SettingsError as error:
+    print(error)
+server.stop(0).wait()
+"""
+
+
+def test_without_the_cipher_list_grpc_agrees_to_tls_1_2_and_credentials_are_refused(
+    trusted: Path,
+) -> None:
+    """Shows that the two tests above would fail, and that the order of imports is checked."""
+    done = subprocess.run(
+        [sys.executable, "-c", OLD_TLS, str(trusted)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    version, refusal = done.stdout.splitlines()
+    assert version == "TLSv1.2"
+    assert refusal.startswith("gRPC was imported before splitveil and would agree to TLS 1.2")
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
+def test_plain_text_is_served_on_loopback_only(example: Path, address: str) -> None:
+    parties = build_parties(example)
+    service = ActiveService(parties.session, parties.engine, deadline_s=20)
+    with pytest.raises(SettingsError, match="is not on loopback"):
+        start_server(service, parties.run.contract, address)
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1:1", "192.168.1.1:1", "[fd00::1]:1", "8.8.8.8:1"])
+def test_plain_text_goes_to_loopback_only(example: Path, address: str) -> None:
+    parties = build_parties(example)
+    with pytest.raises(SettingsError, match="is not on loopback"):
+        GrpcPeer(address, parties.run.contract, parties.passive_settings.reconnect)
+
+
+# ---- rotation ----
+
+
+class Relay:
+    """A connection's way through this process, so that a test can cut it."""
+
+    def __init__(self, port: int) -> None:
+        self.connections = 0
+        self._target = port
+        self._open: list[socket.socket] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        in_background(self._accept)
+
+    def cut(self) -> None:
+        """Break every connection."""
+        for end in self._open:
+            with suppress(OSError):  # closed by the other end already
+                end.shutdown(socket.SHUT_RDWR)
+        self._open.clear()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self._target))
+            except OSError:
+                return
+            self.connections += 1
+            self._open += [near, far]
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=self._copy, args=(source, sink), daemon=True).start()
+
+    def _copy(self, source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while data := source.recv(65536):
+                sink.sendall(data)
+        except OSError:
+            pass
+        finally:
+            sink.close()
+
+
+class AtSteps(GrpcPeer):
+    """Does something before it asks for the gradients of some steps."""
+
+    actions: dict[int, Callable[[], None]]
+    count = 0
+
+    def receive_gradient(self) -> TensorMessage:
+        self.count += 1
+        self.actions.get(self.count, lambda: None)()
+        return super().receive_gradient()
+
+
+def test_replaced_certificates_are_taken_up_without_a_restart_and_cut_no_connection(
+    example: Path, tmp_path: Path, port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both parties go over to another authority: whoever kept the old one would be refused."""
+    caplog.set_level(logging.INFO)
+    own, new = make(tmp_path / "own"), make(tmp_path / "new")
+    parties, undisturbed = build_parties(example), build_parties(example)
+    relay = Relay(port)
+    connections: list[int] = []
+
+    def rotate() -> None:
+        for party in NAMES:
+            for source in PartyFolder(new / party)[0].iterdir():
+                source.replace(own / party / source.name)
+
+    def cut() -> None:
+        connections.append(relay.connections)
+        relay.cut()
+
+    settings = parties.passive_settings
+    with (
+        serving(parties, port, files(own, "active")),
+        AtSteps(
+            f"127.0.0.1:{relay.port}",
+            settings.contract,
+            settings.reconnect,
+            credentials=files(own, "passive"),
+        ) as peer,
+    ):
+        peer.actions = {2: rotate, 5: cut}
+        parties.run.run(peer)
+    relay.close()
+    run_in_process(undisturbed)
+    assert connections == [1]
+    assert parties.session.stage is Stage.FINISHED
+    assert parties.active.losses == undisturbed.active.losses
+    assert sum("new certificate in use" in r.getMessage() for r in caplog.records) == 2
+
+
+def test_a_damaged_new_certificate_leaves_the_old_one_in_use_and_is_told_once(
+    example: Path, tmp_path: Path, port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make(tmp_path / "own")
+    certificate = PartyFolder(folder / "active").certificate
+    parties = build_parties(example)
+    with serving(parties, port, files(folder, "active")):
+        certificate.write_text("-----BEGIN NONSENSE")
+        caplog.clear()
+        for _ in range(3):
+            with peer_of(parties, port, files(folder, "passive")) as peer:
+                assert peer.is_ready()
+        (line,) = warnings(caplog)
+        assert f"{certificate}: expected certificates in PEM form" in line
+        assert "the certificate read before stays in use" in line
+        renew_certificate_from_nothing(folder)
+        with peer_of(parties, port, files(folder, "passive")) as peer:
+            assert peer.is_ready()
+    assert warnings(caplog) == [line]
+
+
+def renew_certificate_from_nothing(folder: Path) -> None:
+    PartyFolder(folder / "active").certificate.unlink()
+    keep_certificates(folder, NAMES)
+    renew_certificate(folder, "passive")
+
+
+def test_the_handshake_s_name_of_the_party_is_checked_where_it_is_known() -> None:
+    """The interceptor reads this field: were it renamed, it would check nothing."""
+    assert "party" in pb.HandshakeRequest.DESCRIPTOR.fields_by_name

@@ -1,0 +1,249 @@
+"""What does each defense leave to each attack?
+
+    SPLITVEIL_DATA=... OMP_NUM_THREADS=1 python -m benchmarks.leak_table [--json FILE]
+
+Trains the examples under every defense, in process with the session and the tensors of a run over
+gRPC, and attacks every gradient that the passive party receives, as it came and at the first layer
+of its model. Prints Markdown: test AUC and the leak AUC of single batches, averaged over the
+batches of the run (``--statistic`` for others: their 95 % quantile, as the papers have it, the last
+epoch, the worst one), then what gathers over the run, with its 95 % interval. Means over the seeds.
+``--json`` keeps all of them for every run.
+
+`cosine`, `mean`, `median`, `lda` are oracles. ``regress_out`` uses the party's own activations and
+``activation_spectral`` nothing else: what it finds is no leak of gradients, and neither is the part
+of `hint_combiner` that the party's features give to whoever knows as many labels (last line).
+``--deal-labels`` takes that away: each run deals the labels out anew at random among the examples,
+so that features tell nothing of them, and all that an attack finds is the gradients' leak.
+"""
+
+import argparse
+import json
+import logging
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from benchmarks.environment import print_environment
+from common.privacy.accumulation import NUM_HINTS
+from common.privacy.attacks import RunAttackName
+from common.privacy.run_level import RunLevelLeak
+from tests.attacked_run import BATCH_ATTACKS, RUN_ATTACKS, AttackedRun, attacked_run, deal_labels
+
+EXAMPLES = Path(__file__).parent.parent / "deploy" / "examples"
+EPOCHS = {"breast_cancer": 15, "default_credit": 10}
+STATISTICS = ("mean", "last_epoch", "worst_epoch", "q95")
+
+DEFENSES: Mapping[str, str] = {
+    "none": "{name: none}",
+    "iso, noise ratio 1": "{name: iso, noise_ratio: 1}",
+    "iso, noise ratio 4": "{name: iso, noise_ratio: 4}",
+    "iso persistent, noise ratio 8": "{name: iso, noise: persistent, noise_ratio: 8}",
+    "max_norm": "{name: max_norm}",
+    "max_norm persistent": "{name: max_norm, noise: persistent}",
+    "max_norm_positive": "{name: max_norm_positive}",
+    "marvell, power ratio 1": "{name: marvell, strength: {power_ratio: 1}}",
+    "marvell, power ratio 4": "{name: marvell, strength: {power_ratio: 4}}",
+    "marvell, leak_auc 0.6": "{name: marvell, strength: {leak_auc: 0.6}}",
+    "marvell persistent, power ratio 4": (
+        "{name: marvell, noise: persistent, strength: {power_ratio: 4}}"
+    ),
+    "noisy_label gaussian, noise ratio 2": (
+        "{name: noisy_label, mechanism: {kind: gaussian, noise_ratio: 2}}"
+    ),
+    "noisy_label gaussian 2, top_labels true": (
+        "{name: noisy_label, mechanism: {kind: gaussian, noise_ratio: 2}, top_labels: true}"
+    ),
+    "noisy_label laplace, epsilon 1": (
+        "{name: noisy_label, mechanism: {kind: laplace, epsilon: 1}}"
+    ),
+    "noisy_label randomized_response, epsilon 1": (
+        "{name: noisy_label, mechanism: {kind: randomized_response, epsilon: 1}}"
+    ),
+}
+
+
+class Task(NamedTuple):
+    """One run."""
+
+    example: str
+    defense: str
+    seed: int
+    epochs: int
+    deals_labels: bool
+
+
+def run(task: Task) -> AttackedRun:
+    """Train once; the same seed gives every defense the same rows, batches and weights."""
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+    both = [f"contract.epochs={task.epochs}", f"model_seed={task.seed}"]
+    with tempfile.TemporaryDirectory() as folder:
+        active = [
+            *both,
+            f"insecure_nonce_seed={task.seed}",
+            f"defense={DEFENSES[task.defense]}",
+            f"noise_key_path={folder}/noise.key",  # else all runs of an example share one
+        ]
+        passive = [*both, f"insecure_nonce_seed={task.seed + 1000}"]
+        example = EXAMPLES / task.example
+        if task.deals_labels:
+            active += deal_labels(example, Path(folder), task.seed)
+        return attacked_run(example, active, passive)
+
+
+def batch_leak(run: AttackedRun, layer: str, attack: str, statistic: str) -> float:
+    if statistic == "worst_epoch":
+        return run.worst_epoch[layer][attack]
+    found: Mapping[str, Any] = run.leak[layer][attack]
+    return float(found[statistic])
+
+
+def random_leak(run: AttackedRun, statistic: str) -> float:
+    by_epoch: dict[int, list[float]] = {}
+    for epoch, value in run.random:
+        by_epoch.setdefault(epoch, []).append(value)
+    means = [statistics.mean(values) for values in by_epoch.values()]
+    match statistic:
+        case "mean":
+            return statistics.mean(value for _, value in run.random)
+        case "last_epoch":
+            return means[-1]
+        case "worst_epoch":
+            return max(means)
+        case _:
+            return float(np.quantile([value for _, value in run.random], 0.95))
+
+
+def figure(value: float) -> str:
+    return f"{value:.2f}".removeprefix("0")
+
+
+def average(runs: Sequence[AttackedRun], of: Callable[[AttackedRun], float]) -> str:
+    return figure(statistics.mean(of(run) for run in runs))
+
+
+def row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def header(cells: Sequence[str]) -> list[str]:
+    return [row(cells), "|" + "---|" * len(cells)]
+
+
+def batch_table(runs: Mapping[str, Sequence[AttackedRun]], layer: str, statistic: str) -> list[str]:
+    """Return the lines of the table of single batches at one layer."""
+    lines = header(["defense", "test AUC", *(f"`{name}`" for name in BATCH_ATTACKS)])
+    for defense, found in runs.items():
+        leaks = [
+            average(found, partial(batch_leak, layer=layer, attack=name, statistic=statistic))
+            for name in BATCH_ATTACKS
+        ]
+        lines.append(row([defense, average(found, lambda r: r.test_aucs[-1]), *leaks]))
+    every = [r for found in runs.values() for r in found]
+    floor = average(every, lambda r: random_leak(r, statistic))
+    return [*lines, row(["random scores", "", *[floor] * len(BATCH_ATTACKS)])]
+
+
+def run_table(runs: Mapping[str, Sequence[AttackedRun]]) -> list[str]:
+    """Return the lines of the table of what gathers over the run."""
+    columns = [(layer, name) for name in RUN_ATTACKS for layer in ("cut", "first")]
+    lines = header(
+        [
+            "defense",
+            *(f"`{name}`, {layer}" for layer, name in columns),
+            "ledger: estimate",
+            "guarantee",
+        ]
+    )
+    for defense, found in runs.items():
+        leaks = [interval([r.run_level[layer][name] for r in found]) for layer, name in columns]
+        estimate = average(found, lambda r: r.bounds.estimate.max)
+        guarantee = average(found, lambda r: r.bounds.guarantee.max)
+        lines.append(row([defense, *leaks, estimate, guarantee]))
+    every = [r for found in runs.values() for r in found]
+    alone = [
+        average(every, partial(features_alone, attack=name)) if name in NUM_HINTS else ""
+        for _, name in columns
+    ]
+    return [*lines, row(["own features and the hints, no gradient", *alone, "", ""])]
+
+
+def features_alone(run: AttackedRun, attack: RunAttackName) -> float:
+    return run.features_alone[attack]
+
+
+def interval(found: Sequence[RunLevelLeak]) -> str:
+    """Return the mean leak AUC with the mean ends of its interval."""
+    area, low, high = (
+        figure(statistics.mean(values))
+        for values in zip(
+            *((leak["auc"], leak["low"], leak["high"]) for leak in found), strict=True
+        )
+    )
+    return f"{area} ({low}–{high})"
+
+
+def print_tables(task: Task, runs: Mapping[str, Sequence[AttackedRun]], statistic: str) -> None:
+    first = next(iter(runs.values()))
+    batches = statistics.mean(len(r.random) for r in first)
+    labels = ", labels dealt out at random" if task.deals_labels else ""
+    size = f"{task.epochs} epochs, {batches:.0f} batches, {len(first)} seeds"
+    print(f"\n## {task.example}{labels}: {size}\n")
+    for layer in ("cut", "first"):
+        print(f"Leak AUC of single batches, {layer} layer ({statistic}):\n")
+        print("\n".join(batch_table(runs, layer, statistic)) + "\n")
+    print("Leak AUC over the run:\n")
+    print("\n".join(run_table(runs)))
+
+
+def as_json(task: Task, run: AttackedRun) -> dict[str, Any]:
+    random = {statistic: random_leak(run, statistic) for statistic in STATISTICS}
+    return task._asdict() | run._asdict() | {"random": random, "bounds": run.bounds.numbers()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--example", choices=list(EPOCHS), help="one of them; both by default")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, help=f"by default {EPOCHS}")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--only", nargs="*", default=list(DEFENSES), choices=list(DEFENSES))
+    parser.add_argument("--statistic", choices=STATISTICS, default="mean")
+    parser.add_argument("--deal-labels", action="store_true")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    print_environment("scikit-learn", "scipy")
+    kept: list[dict[str, Any]] = []
+    for example in [arguments.example] if arguments.example else list(EPOCHS):
+        if example == "default_credit" and "SPLITVEIL_DATA" not in os.environ:
+            print(f"\n{example} left out: SPLITVEIL_DATA names no folder with data sets")
+            continue
+        epochs = arguments.epochs or EPOCHS[example]
+        tasks = [
+            Task(example, name, seed, epochs, arguments.deal_labels)
+            for name in arguments.only
+            for seed in range(arguments.seeds)
+        ]
+        begun = time.monotonic()
+        with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
+            results = pool.map(run, tasks, chunksize=1)
+        found = list(zip(tasks, results, strict=True))
+        runs = {name: [r for task, r in found if task.defense == name] for name in arguments.only}
+        print_tables(tasks[0], runs, arguments.statistic)
+        print(f"\n{len(tasks)} runs in {time.monotonic() - begun:.0f} s")
+        kept += [as_json(task, result) for task, result in found]
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""Whole runs in one process, with every attack on every gradient that the passive party receives.
+
+Session, sample order, defense and tensors are those of a run over gRPC, which gives the same bits
+(`tests/wire/test_service.py`). The audits run inline: they leave no batch out.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from active_party.defenses.sum_kl import leak_auc_bound
+from active_party.ledger import LeakBounds
+from active_party.settings import ActiveSettings
+from active_party.top_trainer import StepResult
+from common.party_data import PartyData
+from common.party_settings import load_party_settings
+from common.privacy.accumulation import NUM_HINTS, combine_with_hints
+from common.privacy.attacks import ATTACKS, AttackName, BatchAttackName, RunAttackName
+from common.privacy.audit import (
+    AttackSummary,
+    LeakAudit,
+    LeakByAttack,
+    Observation,
+    pick_hint_rows,
+    pick_reference_row,
+)
+from common.privacy.leakage import auc
+from common.privacy.run_level import RunLevelLeak
+from common.run_course import AlignedRows, Batch
+from tests.runs import ActiveRecording, Parties, PassiveRecording, build_parties, run_in_process
+
+BATCH_ATTACKS: tuple[BatchAttackName, ...] = tuple(ATTACKS)
+RUN_ATTACKS: tuple[RunAttackName, ...] = get_args(RunAttackName)
+
+
+class AttackedRun(NamedTuple):
+    """What the attacks found, and what the active party said of it."""
+
+    test_aucs: list[float]
+    """After each epoch."""
+
+    leak: Mapping[str, Mapping[str, AttackSummary]]
+    """Layer -> attack -> leak AUCs of single batches."""
+
+    worst_epoch: LeakByAttack
+    run_level: Mapping[str, Mapping[str, RunLevelLeak]]
+    features_alone: dict[RunAttackName, float]
+    """AUC of a logistic regression on the passive party's own features, fitted to the labels that
+    the combining attack of this name knows: what it could have had without any gradient."""
+
+    random: list[tuple[int, float]]
+    """Epoch and leak AUC of scores that know nothing, for each batch."""
+
+    answer_guarantees: list[float]
+    """What no attack on this answer alone passes, by its charge; for each batch."""
+
+    bounds: LeakBounds
+    """The ledger's, at the end."""
+
+
+StepListener = Callable[[Batch, StepResult, Tensor], None]
+"""Called with each batch, what the active party knows of it, and the gradients received."""
+
+
+def attacked_run(
+    example: Path,
+    active: Sequence[str],
+    passive: Sequence[str] = (),
+    attacks: Sequence[AttackName] = (*BATCH_ATTACKS, *RUN_ATTACKS),
+    on_step: StepListener | None = None,
+) -> AttackedRun:
+    """Train once and attack the cut layer and the passive party's first layer.
+
+    At the cut layer the oracle's positive is a clean gradient. At the first layer there is none,
+    and it is one that came of the gradient received.
+
+    Args:
+        example: folder of the settings.
+        active: overrides of the active party's settings.
+        passive: overrides of the passive party's.
+        attacks: which ones.
+        on_step: told of every batch, too.
+    """
+    parties = build_parties(example, active, passive)
+    sender = _Sender()
+    red_team = _RedTeam(sender, attacks, on_step)
+    parties.session._observer = parties.active = sender
+    parties.run._observer = parties.passive = red_team
+    run_in_process(parties)
+    red_team.audit.end_run()
+    return AttackedRun(
+        [e.auc for e in sender.evaluations if e.split == "test"],
+        red_team.audit.summary(),
+        red_team.audit.worst_epochs(),
+        red_team.audit.run_level(),
+        _features_alone(parties),
+        red_team.random,
+        sender.answer_guarantees,
+        parties.session.leak_bounds(),
+    )
+
+
+def deal_labels(example: Path, folder: Path, seed: int) -> list[str]:
+    """Write the example's labels to a file, dealt out anew at random among its ids.
+
+    Features then tell nothing of a label, so that whatever an attack finds is the gradients' leak.
+
+    Returns:
+        The overrides by which the active party takes them, and gives up its own features.
+    """
+    settings = load_party_settings(ActiveSettings, example / "active.yaml", [])
+    data = PartyData.load(settings.data, example)
+    assert data.table.labels is not None
+    dealt = np.random.default_rng(seed).permutation(data.table.labels).astype(int)
+    path = folder / "dealt_labels.csv"
+    lines = [f"{name},{label}" for name, label in zip(data.ids, dealt, strict=True)]
+    path.write_text("\n".join(["id,label", *lines, ""]), encoding="utf-8")
+    return [f"data={{source: {{kind: csv, path: {path}}}, id_column: id, label_column: label}}"]
+
+
+def _features_alone(parties: Parties) -> dict[RunAttackName, float]:
+    rows, bottom, top = parties.active.rows, parties.run.trainer, parties.session.trainer
+    assert rows is not None
+    assert bottom is not None
+    assert top is not None
+    known = bottom.rows(rows.splits["train"]).numeric
+    assert known is not None
+    features, labels = known.double().numpy(), top.labels_of(rows.splits["train"]).long().numpy()
+    found: dict[RunAttackName, float] = {}
+    for attack, num_hints in NUM_HINTS.items():
+        # The generator of the run-level audit: the same examples are the hints.
+        combined = combine_with_hints(features, labels, num_hints, np.random.default_rng(0))
+        if combined is not None:
+            scores, others = combined
+            found[attack] = auc(scores[others], labels[others])
+    return found
+
+
+class _Sender(ActiveRecording):
+    """Remembers the last step, which the red team is about to see the defended side of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer_guarantees: list[float] = []
+        self.latest: StepResult | None = None
+
+    def on_step(self, batch: Batch, result: StepResult) -> None:
+        self.latest = result
+        self.answer_guarantees.append(leak_auc_bound(result.report.charge.sum_kl))
+
+
+class _RedTeam(PassiveRecording):
+    """Attacks what was received; labels and clean gradients come from the other party."""
+
+    def __init__(
+        self, sender: _Sender, attacks: Sequence[AttackName], on_step: StepListener | None
+    ) -> None:
+        super().__init__()
+        self.audit = LeakAudit(attacks)
+        self.random: list[tuple[int, float]] = []
+        self._sender = sender
+        self._attacks = attacks
+        self._listener = on_step
+        self._seed = b""
+
+    def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
+        self.audit = LeakAudit(self._attacks, num_examples=len(rows))
+        self._seed = seed
+
+    def on_step(
+        self, batch: Batch, sent: Tensor, received: Tensor, layers: dict[str, Tensor]
+    ) -> None:
+        known = self._sender.latest
+        assert known is not None
+        gradients = {"cut": received, "first": layers["first"]}
+        row = pick_reference_row(known.labels, self._seed, batch.epoch, batch.step)
+        clean = gradients | {"cut": known.raw}
+        measured = self.audit.observe(
+            Observation(
+                batch.epoch,
+                batch.step,
+                gradients,
+                known.labels,
+                {} if row is None else {name: rows[row] for name, rows in clean.items()},
+                row,
+                torch.from_numpy(batch.positions.copy()),
+                pick_hint_rows(
+                    known.labels, self._seed, batch.epoch, batch.step, self.audit.num_hints
+                ),
+                sent,
+            )
+        )
+        if measured is not None:
+            self.random.append((batch.epoch, measured.random))
+        if self._listener is not None:
+            self._listener(batch, known, received)

@@ -1,0 +1,123 @@
+"""The real processes with certificates: who trains, who is refused, and what the logs say."""
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from deploy.certs import PartyFolder, renew_certificate
+from tests.certificates import make, use
+from tests.runs import write_example
+from tests.system.conftest import run_locally
+from tests.system.processes import Pair, Party, side_by_side, started
+
+
+def protected_example(folder: Path) -> Path:
+    write_example(folder)
+    use(make(folder / "certificates"), folder)
+    return folder
+
+
+def test_a_run_goes_on_while_certificates_are_replaced(tmp_path: Path) -> None:
+    folder = protected_example(tmp_path)
+    with started(folder, "contract.epochs=40") as pair:
+        pair.wait_until_training()
+        for party in ("active", "passive"):
+            renew_certificate(folder / "certificates", party, 10)
+        assert pair.wait() == (0, 0), pair.outputs
+    for process in pair:
+        name = f"{process.party}.splitveil"
+        assert f"security: mtls as CN={name} ({name}), 89 days left" in process.output
+
+
+def test_each_refusal_is_at_once_and_one_line(tmp_path: Path) -> None:
+    def other_authority(folder: Path) -> Pair:
+        protected_example(folder)
+        use_active(make(folder / "foreign"), folder)
+        with started(folder, in_turn=True) as pair:
+            assert pair.passive.wait() == 4, pair.outputs
+            pair.active.signal(signal.SIGTERM)
+            assert pair.active.wait() == 143, pair.outputs
+        return pair
+
+    def other_name(folder: Path) -> Pair:
+        protected_example(folder)
+        overrides = ["contract.identities={passive: somebody.example}"]
+        with started(folder, active=overrides, in_turn=True) as pair:
+            assert pair.passive.wait() == 4, pair.outputs
+            pair.active.signal(signal.SIGTERM)
+            assert pair.active.wait() == 143, pair.outputs
+        return pair
+
+    def open_key(folder: Path) -> Pair:
+        protected_example(folder)
+        PartyFolder(folder / "certificates" / "active").private_key.chmod(0o644)
+        PartyFolder(folder / "certificates" / "passive").certificate.unlink()
+        with started(folder) as pair:
+            assert pair.wait() == (2, 2), pair.outputs
+        return pair
+
+    cases: list[Callable[[], Pair]] = [
+        lambda: other_authority(tmp_path / "authority"),
+        lambda: other_name(tmp_path / "name"),
+        lambda: open_key(tmp_path / "key"),
+    ]
+    authority, name, key = side_by_side(*cases)
+    (line,) = problems(authority.passive)
+    assert line.endswith("ERROR the peer's certificate is signed by nobody in security.authority")
+    (line,) = problems(name.passive)
+    assert line.endswith("ERROR the peer does not accept this party's certificate")
+    told = [text for text in problems(name.active) if "refused" in text]
+    assert len(told) == 1
+    assert "with certificate CN=passive.splitveil: it carries the name of no passive" in told[0]
+    (line,) = problems(key.active)
+    assert "private_key.pem has mode 0644, and others may read it: chmod 600 " in line
+    (line,) = problems(key.passive)
+    assert "security.certificate: " in line
+    assert line.endswith("certificate.pem: No such file or directory")
+
+
+def use_active(certificates: Path, folder: Path) -> None:
+    """Give the active party other certificates, and leave the passive party its own."""
+    passive = (folder / "passive.yaml").read_text()
+    use(certificates, folder)
+    (folder / "passive.yaml").write_text(passive)
+
+
+def problems(party: Party) -> list[str]:
+    """Return its warnings and errors, those aside that a test's settings bring with them."""
+    return [
+        line
+        for line in party.output.splitlines()
+        if (" WARNING " in line or " ERROR " in line) and "insecure_nonce_seed" not in line
+    ]
+
+
+def test_check_shows_each_party_s_own_certificate(tmp_path: Path) -> None:
+    folder = protected_example(tmp_path)
+
+    def check(party: Party) -> str:
+        assert party.wait() == 0, party.output
+        return party.output
+
+    active, passive = side_by_side(
+        lambda: check(Party("active", folder, command="check")),
+        lambda: check(Party("passive", folder, command="check")),
+    )
+    assert "ok: security: mtls as CN=active.splitveil (active.splitveil), 89 days" in active
+    assert "security: mtls as CN=passive.splitveil (passive.splitveil), 89 days" in passive
+
+
+def test_the_local_launcher_makes_certificates_where_an_example_has_none(tmp_path: Path) -> None:
+    once = run_locally(tmp_path, "breast_cancer", "--set", "contract.epochs=1")
+    assert once.exit_code == 0, once.output
+    assert once.output.count("INFO security: mtls as CN=") == 2
+    own = PartyFolder(tmp_path / ".trial-certificates" / "active")
+    made = own.certificate.read_bytes()
+    again = run_locally(
+        tmp_path,
+        "breast_cancer",
+        *("--set", "contract.epochs=1", "contract.identities={active: other.example}"),
+    )
+    assert again.exit_code == 0, again.output
+    assert "mtls as CN=other.example" in again.output
+    assert own.certificate.read_bytes() != made

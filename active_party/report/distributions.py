@@ -91,7 +91,7 @@ def _panel(histogram: ClassHistogram, side: str, axes: Mapping[str, Axis]) -> Pa
     else:
         edges = histogram.edges
     edges, (negative, positive) = _merged(edges, counts)
-    shares = [negative / negative.sum(), positive / positive.sum()]
+    shares = [100 * negative / negative.sum(), 100 * positive / positive.sum()]
     x = axes[histogram.figure]
     y = _share_axis(np.concatenate(shares))
     title = f"{_WORDS[histogram.figure]}, {side}"
@@ -119,8 +119,10 @@ def _title(epoch: int, step: int, histograms: Sequence[ClassHistogram]) -> str:
 
 
 def _share_axis(shares: Numbers) -> Axis:
-    covering = round_axis("share of class", shares, from_zero=True)
-    ticks = (0.0, covering.high / 2, covering.high)
+    covering = round_axis("% of class", shares, from_zero=True)
+    # On paper there is no room for more digits than these.
+    half = (covering.high / 2,) if covering.high % 2 == 0 else ()
+    ticks = (0.0, *half, covering.high)
     return covering._replace(ticks=ticks, names=[f"{tick:g}" for tick in ticks])
 
 

@@ -15,8 +15,8 @@ from markupsafe import Markup
 from active_party.report.run_files import Numbers
 
 _LINE_HEIGHT = 14.0
-_NAME_WIDTH = 7.3
-"""Of a character of a name, which is bold; what is wider than most would be cut off."""
+_NAME_WIDTH = 8.2
+"""Of a character of a name, bold, and larger on paper; what is wider than most would be cut off."""
 _TICK_WIDTH = 7.0
 _MOST_TICKS = 5
 

@@ -57,7 +57,9 @@ class LeakRecorder:
         self._next_epoch = 0
         self._ended_epoch = -1
         self._audit = LeakAudit(settings.attacks, settings.every_steps, num_examples)
-        self._worker = AuditWorker(self._audit, settings.queue_batches, self._note)
+        self._worker = AuditWorker(
+            self._audit, settings.queue_batches, self._note, settings.max_cpu_share
+        )
 
     def __enter__(self) -> Self:
         return self

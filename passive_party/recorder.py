@@ -92,7 +92,9 @@ class PassiveRecorder:
             self._rows = rows
             chosen = self._settings.adversary
             self._label_free = LabelFreeAudit(chosen.attacks, chosen.every_steps, len(rows))
-            self._worker = AuditWorker(self._label_free, chosen.queue_batches)
+            self._worker = AuditWorker(
+                self._label_free, chosen.queue_batches, max_cpu_share=chosen.max_cpu_share
+            )
             self._of_run.callback(self._end_audits, self._worker)
         total = rows.total_steps(self._settings.contract)
         self._progress = self._of_run.enter_context(TrainingProgress("passive", total))

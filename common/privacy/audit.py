@@ -41,6 +41,12 @@ from common.privacy.run_level import LayerScores, RunAudit, RunLevelLeak
 _NICENESS = 10
 """How far the worker stands back: about a tenth of the weight of a thread that trains."""
 
+_BURST_S = 1.0
+"""CPU time that the worker may take before its share counts: short runs are measured whole."""
+
+_CORES_ARE_SHORT = 1.5
+"""How many times longer than its CPU time a batch takes where the thread has to wait for a core."""
+
 LeakByAttack = dict[str, dict[str, float]]
 """Layer name -> attack name -> leak AUC."""
 
@@ -404,10 +410,44 @@ class Auditing(Protocol):
         """Count a batch that was to be audited and was not."""
 
 
+class CpuBudget:
+    """What the audit may still take of the CPU where cores are short. Thread-safe.
+
+    Where a core is idle, the audit takes nothing away from the training, and pays nothing.
+
+    Args:
+        max_share: of one core; None for all of it.
+        now_s: on a clock that never goes back.
+    """
+
+    def __init__(self, max_share: float | None, now_s: float) -> None:
+        self._max_share = max_share
+        self._left_s = _BURST_S
+        self._since_s = now_s
+        self._lock = threading.Lock()
+
+    def allows(self, now_s: float) -> bool:
+        """Tell whether another batch may be audited now."""
+        if self._max_share is None:
+            return True
+        with self._lock:
+            earned_s = self._max_share * (now_s - self._since_s)
+            self._since_s = now_s
+            self._left_s = min(self._left_s + earned_s, _BURST_S)
+            return self._left_s > 0
+
+    def pay(self, cpu_s: float, wall_s: float) -> None:
+        """Note what a batch took: CPU time, and time on the clock."""
+        if wall_s > _CORES_ARE_SHORT * cpu_s:
+            with self._lock:
+                self._left_s -= cpu_s
+
+
 class AuditWorker:
     """Runs a `LeakAudit`, or something like it, in a thread of its own, behind a bounded queue.
 
-    `submit` never blocks: what does not fit in the queue is left out and counted. An error while
+    `submit` never blocks: what does not fit in the queue, or in the thread's share of a core where
+    cores are short, is left out and counted. An error while
     auditing costs its batch, never the training, and is raised by `close`. So as not to slow the
     training, the thread computes on one core, gives way where cores are short (there it falls
     behind, instead of the training), and uses a stream of its own for gradients on a GPU.
@@ -418,6 +458,7 @@ class AuditWorker:
         audit: Auditing,
         queue_batches: int = 8,
         on_result: Callable[[BatchLeak], None] | None = None,
+        max_cpu_share: float | None = None,
     ) -> None:
         """Start the thread.
 
@@ -425,9 +466,11 @@ class AuditWorker:
             audit: where the results go; counts, summary and latest values are read from it.
             queue_batches: how many batches may wait.
             on_result: called in the worker's thread with each measured batch.
+            max_cpu_share: of one core, where cores are short; None for no limit.
         """
         self.audit = audit
         self._on_result = on_result
+        self._budget = CpuBudget(max_cpu_share, time.monotonic())
         self._queue: queue.Queue[_Submitted | threading.Event | None] = queue.Queue(queue_batches)
         self._closed = False
         self._error: Exception | None = None
@@ -449,11 +492,12 @@ class AuditWorker:
         """Hand over one batch without waiting.
 
         Returns:
-            Whether it was taken; False if its step is not to be audited or the queue is full.
+            Whether it was taken; False if its step is not to be audited, the queue is full, or the
+            thread's share of a core is used up.
         """
         if not self.audit.wants(observation.step):
             return False
-        if not self._closed:
+        if not self._closed and self._budget.allows(time.monotonic()):
             with suppress(queue.Full):
                 self._queue.put_nowait(_Submitted(observation, _computed(observation)))
                 return True
@@ -499,6 +543,7 @@ class AuditWorker:
             if isinstance(submitted, threading.Event):
                 submitted.set()
                 continue
+            cpu_s, wall_s = time.thread_time(), time.monotonic()
             try:
                 with _own_stream(submitted, streams):
                     self._audit(submitted.observation)
@@ -506,6 +551,7 @@ class AuditWorker:
                 # Whatever it is: training goes on, and `close` raises it.
                 self.audit.leave_out()
                 self._error = self._error or error
+            self._budget.pay(time.thread_time() - cpu_s, time.monotonic() - wall_s)
 
     def _audit(self, observation: Observation) -> None:
         measured = self.audit.observe(observation)

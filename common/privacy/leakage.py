@@ -62,7 +62,8 @@ def auc_many(scores: Tensor, labels: Tensor, kept: Tensor | None = None) -> Tens
     if not both:
         raise OneClass(f"{len(classes)} labels of one class have no AUC")
     positive, negative = classes == 1, classes == 0
-    ranked, order = values.sort(dim=1)
+    order = _ascending(values)
+    ranked = values.gather(1, order)
     positive, negative = positive[order], negative[order]
     if kept is not None:
         counts = kept.to(values.device).gather(1, order)
@@ -152,6 +153,13 @@ def leak_auc_interval(
     if area < 0.5:
         area, low, high = 1.0 - area, 1.0 - high, 1.0 - low
     return LeakInterval(float(area), float(low), float(high))
+
+
+def _ascending(values: Tensor) -> Tensor:
+    """Return the order of each row, ties in any order."""
+    if values.device.type == "cpu":  # numpy's is several times faster than torch's
+        return torch.from_numpy(np.argsort(values.numpy(), axis=1))
+    return values.argsort(dim=1)
 
 
 def _ends_of_ties(ranked: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from common.privacy.attacks import AttackName, BatchAttackName, RunAttackName
 from common.privacy.audit import (
     AuditWorker,
     BatchLeak,
+    CpuBudget,
     LeakAudit,
     Observation,
     pick_hint_rows,
@@ -281,6 +282,53 @@ def test_a_worker_that_is_behind_leaves_batches_out_and_never_blocks() -> None:
     assert audit.counts() == (3, 0, 47)
 
 
+def test_a_budget_is_a_share_of_the_time_where_cores_are_short() -> None:
+    """Batches of 10 ms CPU every 20 ms, which take 30 ms on the clock, under a share of 4 %."""
+    budget, taken = CpuBudget(0.04, now_s=100.0), []
+    for number in range(10_000):
+        now_s = 100 + 0.02 * number
+        if budget.allows(now_s):
+            taken.append(now_s)
+            budget.pay(0.01, 0.03)
+    first_second = 0.01 * len([now_s for now_s in taken if now_s < 103])
+    assert 1 < first_second < 1.2
+    rest = 0.01 * len([now_s for now_s in taken if now_s >= 103]) / 197
+    assert rest == pytest.approx(0.04, rel=0.01)
+
+
+def test_a_budget_does_not_count_what_nobody_else_wanted() -> None:
+    for share, wall_s in ((0.001, 0.0101), (None, 0.1)):
+        budget = CpuBudget(share, now_s=0.0)
+        for _ in range(1000):
+            assert budget.allows(0.0)
+            budget.pay(0.01, wall_s)
+    hoarding = CpuBudget(0.5, now_s=0.0)
+    assert hoarding.allows(1e6)
+    hoarding.pay(1.01, 9.0)
+    assert not hoarding.allows(1e6)
+
+
+class _SlowAudit(LeakAudit):
+    """Takes a second of the clock per batch and computes for a tenth of it."""
+
+    def observe(self, observation: Observation) -> BatchLeak | None:
+        computed_until = time.thread_time() + 0.1
+        while time.thread_time() < computed_until:
+            pass
+        time.sleep(0.9)
+        return super().observe(observation)
+
+
+def test_a_worker_leaves_out_what_is_beyond_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.privacy.audit._BURST_S", 0.05)
+    audit = _SlowAudit()
+    with AuditWorker(audit, max_cpu_share=1e-6) as worker:
+        assert worker.submit(_observation(0, 0))
+        assert worker.wait_until_idle(60)
+        assert [worker.submit(_observation(0, step)) for step in (1, 2)] == [False, False]
+    assert audit.counts() == (1, 0, 2)
+
+
 def test_what_cannot_be_audited_before_the_deadline_is_left_out() -> None:
     audit = _GatedAudit()
     worker = AuditWorker(audit, queue_batches=2)
@@ -350,6 +398,8 @@ def test_settings_have_the_documented_defaults_and_bounds() -> None:
         {"attacks": ["normal"]},
         {"queue_batches": 0},
         {"every_steps": 0},
+        {"max_cpu_share": 0},
+        {"max_cpu_share": 1.1},
     ]
     for wrong in wrongs:
         with pytest.raises(ValidationError):

@@ -1,10 +1,12 @@
 """The ``active-party`` command."""
 
 import argparse
+import json
 import logging
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -32,6 +34,7 @@ from common.command_line import (
     prepare,
     report_check,
     save_resolved,
+    verify_transcript,
 )
 from common.contract import ACTIVE
 from common.errors import (
@@ -47,6 +50,7 @@ from common.party_data import PartyData
 from common.party_settings import load_party_settings
 from common.run_folder import open_run_folder, write_json_atomically
 from common.telemetry import configure_logging, print_summary
+from common.transcript import Transcript
 from common.wire.endpoint import check_security
 
 logger = logging.getLogger("active_party")
@@ -58,7 +62,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command and exit with its code."""
     parsed = parse_arguments("active-party", arguments, _add_own_commands)
     configure_logging("active", parsed.verbose - parsed.quiet)
-    actions = {"run": _run, "check": _check, "plan": _plan, "report": _report}
+    actions = {
+        "run": _run,
+        "check": _check,
+        "plan": _plan,
+        "report": _report,
+        "verify-transcript": verify_transcript,
+    }
     sys.exit(exit_code_of(partial(actions[parsed.command], parsed)))
 
 
@@ -124,13 +134,15 @@ def _run(parsed: argparse.Namespace) -> None:
         settings.contract.alignment, AlignmentResources(workers=settings.alignment_workers)
     )
     build_trainer = TrainerBuilder(settings, data, device)
-    with ActiveRecorder(settings, folder) as recorder:
+    with ExitStack() as resources:
+        transcript = resources.enter_context(_transcript(settings, folder))
+        recorder = resources.enter_context(ActiveRecorder(settings, folder))
         store = RunStore(folder, settings.contract.checkpoints.keep)
         nonces = partial(draw_nonce, settings)
         session = build_session(settings, data, build_trainer, recorder, nonces, store)
         session.reopen()
         service = ActiveService(session, engine, settings.reconnect.deadline_s)
-        server = start_server(service, settings.contract, settings.listen, credentials)
+        server = start_server(service, settings.contract, settings.listen, credentials, transcript)
         logger.info("waiting for the passive party at %s", settings.listen)
         stopped: BudgetExhausted | LeakGateClosed | None = None
         try:
@@ -147,6 +159,7 @@ def _run(parsed: argparse.Namespace) -> None:
     # The monitor measures the last batches only after the last answer.
     stopped = stopped or recorder.objection()
     summary = recorder.summary(dict(service.refused))
+    summary |= {} if transcript is None else {"transcript": transcript.summary()}
     write_json_atomically(folder / "summary.json", summary)
     if stopped is None:
         store.forget()
@@ -154,6 +167,16 @@ def _run(parsed: argparse.Namespace) -> None:
     _try_to_report(folder.parent)
     if stopped is not None:
         raise stopped
+
+
+def _transcript(
+    settings: ActiveSettings, folder: Path
+) -> AbstractContextManager[Transcript | None]:
+    if not settings.transcript:
+        return nullcontext()
+    defense = settings.defense.model_dump(mode="json", exclude={"insecure_noise_seed"})
+    in_force = {"Train reply": json.dumps(defense, separators=(",", ":"))}
+    return Transcript(folder, "active", in_force)
 
 
 def _wait_for_end(

@@ -22,9 +22,11 @@ from common.errors import (
     ProtocolError,
     SplitveilError,
 )
+from common.transcript import Transcript
 from common.wire.audit_codec import decode_question
 from common.wire.endpoint import SERVICE, add_port, channel_options
 from common.wire.error_interceptor import ErrorInterceptor
+from common.wire.noted_calls import NotingServer
 from common.wire.tensor_codec import TensorAssembler, TensorLimits, encode_tensor
 from common.wire.tls import PartyInterceptor
 from protos import split_learning_pb2 as pb
@@ -186,6 +188,7 @@ def start_server(
     contract: Contract,
     address: str,
     credentials: CredentialFiles | None = None,
+    transcript: Transcript | None = None,
 ) -> grpc.Server:
     """Serve at an address, together with the standard health service.
 
@@ -194,11 +197,16 @@ def start_server(
         contract: gives the limits, and lists who may call.
         address: host and port.
         credentials: this party's; without them it serves plain text, on loopback only.
+        transcript: notes what crosses, if there is one.
 
     Raises:
         SettingsError: the address is taken, or not this machine's, or needs credentials.
     """
-    protection = [] if credentials is None else [PartyInterceptor(contract)]
+    protection: list[grpc.ServerInterceptor] = []
+    if credentials is not None:
+        protection.append(PartyInterceptor(contract))
+    if transcript is not None:
+        protection.append(NotingServer(transcript))
     server = grpc.server(
         ThreadPoolExecutor(SERVER_THREADS, thread_name_prefix="grpc"),
         interceptors=[*protection, ErrorInterceptor(service.on_error)],

@@ -17,9 +17,10 @@ import yaml
 from rich.console import Console
 
 from common.checkpoint import RunStore
-from common.errors import Interrupted, PeerError, SplitveilError, StorageError
+from common.errors import Interrupted, PeerError, SettingsError, SplitveilError, StorageError
 from common.party_settings import PartySettings
 from common.run_folder import write_text_atomically
+from common.transcript import Broken, Verified, compare, verify
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ MAY_CHANGE = frozenset(
         "runs_dir",
         "security",
         "torch_threads",
+        "transcript",
     }
 )
 """Settings that a run may go on without: all others change what comes out of it."""
@@ -70,6 +72,7 @@ def parse_arguments(
     add_command(
         commands, "check", "check settings and data without training; print the resolved settings"
     )
+    _add_verify_transcript(commands)
     add_own_commands(commands)
     return parser.parse_args(arguments)
 
@@ -90,6 +93,54 @@ def add_command(commands: Commands, name: str, purpose: str) -> argparse.Argumen
     command.add_argument("-v", "--verbose", action="count", default=0)
     command.add_argument("-q", "--quiet", action="count", default=0)
     return command
+
+
+def _add_verify_transcript(commands: Commands) -> None:
+    purpose = "check that a transcript is whole, and that it fits the other party's"
+    command = commands.add_parser("verify-transcript", help=purpose, description=purpose)
+    command.add_argument("transcript", type=Path, help="transcript.jsonl of a party")
+    command.add_argument("--against", type=Path, metavar="FILE", help="the other party's")
+    command.add_argument("-v", "--verbose", action="count", default=0)
+    command.add_argument("-q", "--quiet", action="count", default=0)
+
+
+def verify_transcript(parsed: argparse.Namespace) -> None:
+    """Check one transcript, or two against each other, and print what was found.
+
+    Raises:
+        SettingsError: a file cannot be read.
+        SplitveilError: a chain is broken, or what one party received the other did not send.
+    """
+    found = _verified(parsed.transcript)
+    if parsed.against is None:
+        return
+    compared = compare(found, _verified(parsed.against))
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    console.print(f"{compared.agreed:,} messages were received as the other party sent them")
+    for kind, count in compared.lost.items():
+        console.print(f"{kind}: {count:,} sent and not received, as when a connection breaks")
+    if compared.unsent:
+        raise SplitveilError(
+            "\n".join(
+                f"{kind}: {count:,} received that the other party does not say it sent"
+                for kind, count in compared.unsent.items()
+            )
+        )
+
+
+def _verified(path: Path) -> Verified:
+    try:
+        found = verify(path)
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be read: {error.strerror}") from error
+    if isinstance(found, Broken):
+        raise SplitveilError(f"{path}: line {found.line}: {found.reason}")
+    Console(file=sys.stdout, highlight=False, soft_wrap=True).print(
+        f"{path}: the chain of {found.entries:,} entries is whole; the last link is "
+        f"{found.last_link}",
+        markup=False,
+    )
+    return found
 
 
 def overrides_of(arguments: argparse.Namespace, party: str) -> list[str]:

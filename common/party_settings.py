@@ -102,6 +102,9 @@ class PartySettings(Section):
     reconnect: ReconnectSettings = ReconnectSettings()
     """How long to wait for a silent or absent peer."""
 
+    transcript: bool = True
+    """Whether to write down what crosses the wire: kind, step, size and digest of every message."""
+
     runs_dir: Path = Path("runs")
     """Folder of all runs, relative to where the command is started."""
 

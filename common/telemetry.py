@@ -32,7 +32,14 @@ from common.run_folder import finite_or_null
 
 _logger = logging.getLogger(__name__)
 
-_TABLES_OF_THEIR_OWN = {"leak", "ledger", "leak_worst_epoch", "leak_run_level", "audit"}
+_TABLES_OF_THEIR_OWN = {
+    "leak",
+    "ledger",
+    "leak_worst_epoch",
+    "leak_run_level",
+    "audit",
+    "transcript",
+}
 
 _OWN_PACKAGES = ("active_party", "passive_party", "common", "deploy")
 

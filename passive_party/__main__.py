@@ -4,6 +4,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
 
 import numpy as np
@@ -20,6 +21,7 @@ from common.command_line import (
     prepare,
     report_check,
     save_resolved,
+    verify_transcript,
 )
 from common.errors import PeerUnreachable, SettingsError
 from common.models.factory import build_bottom_model
@@ -27,6 +29,7 @@ from common.party_data import PartyData
 from common.party_settings import load_party_settings
 from common.run_folder import open_run_folder, write_json_atomically
 from common.telemetry import configure_logging, print_summary
+from common.transcript import Transcript
 from common.wire.endpoint import check_security
 from passive_party.assembly import TrainerBuilder
 from passive_party.grpc_peer import GrpcPeer
@@ -41,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command and exit with its code."""
     parsed = parse_arguments("passive-party", arguments)
     configure_logging("passive", parsed.verbose - parsed.quiet)
-    actions = {"run": _run, "check": _check}
+    actions = {"run": _run, "check": _check, "verify-transcript": verify_transcript}
     sys.exit(exit_code_of(partial(actions[parsed.command], parsed)))
 
 
@@ -73,7 +76,10 @@ def _run(parsed: argparse.Namespace) -> None:
     )
     build_trainer = TrainerBuilder(settings, data, device)
     store = RunStore(folder, settings.contract.checkpoints.keep)
-    with PassiveRecorder(settings, folder, data.ids, labels) as recorder:
+    with ExitStack() as resources:
+        wanted = Transcript(folder, settings.party) if settings.transcript else nullcontext()
+        transcript = resources.enter_context(wanted)
+        recorder = resources.enter_context(PassiveRecorder(settings, folder, data.ids, labels))
         run = PassiveRun(
             settings.contract,
             settings.party,
@@ -88,7 +94,12 @@ def _run(parsed: argparse.Namespace) -> None:
         )
         try:
             with GrpcPeer(
-                settings.connect, settings.contract, settings.reconnect, interruption, credentials
+                settings.connect,
+                settings.contract,
+                settings.reconnect,
+                interruption,
+                credentials,
+                transcript,
             ) as peer:
                 run.run(peer)
         finally:
@@ -97,6 +108,7 @@ def _run(parsed: argparse.Namespace) -> None:
                 saved = save_model(folder, run.trainer.model, build_trainer.encoder)
                 logger.info("model saved in %s", saved)
     summary = recorder.summary()
+    summary |= {} if transcript is None else {"transcript": transcript.summary()}
     write_json_atomically(folder / "summary.json", summary)
     store.forget()
     print_summary("passive party", summary)

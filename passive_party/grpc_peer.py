@@ -23,8 +23,10 @@ from common.errors import (
     SplitveilError,
 )
 from common.party_settings import ReconnectSettings
+from common.transcript import Transcript
 from common.wire.audit_codec import AuditQuestion, encode_question
 from common.wire.endpoint import HANDSHAKE_TIMEOUT_S, SERVICE, method_path, open_channel
+from common.wire.noted_calls import NotingClient
 from common.wire.status import error_from
 from common.wire.tensor_codec import TensorAssembler, TensorLimits, TensorMessage, encode_tensor
 from passive_party.peer import Offer, Opening
@@ -48,6 +50,7 @@ class GrpcPeer:
         reconnect: how long to try, and how long one answer may take.
         interruption: returns the signal that asks this party to stop, once there is one.
         credentials: this party's; without them plain text is spoken, on loopback only.
+        transcript: notes what crosses, if there is one.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class GrpcPeer:
         reconnect: ReconnectSettings,
         interruption: Interruption = lambda: None,
         credentials: CredentialFiles | None = None,
+        transcript: Transcript | None = None,
     ) -> None:
         self._address = address
         self._contract = contract
@@ -65,7 +69,8 @@ class GrpcPeer:
         self._interruption = interruption
         self._files = credentials
         self._shown = None if credentials is None else credentials.current()
-        self._channel = open_channel(address, contract, self._shown)
+        self._transcript = transcript
+        self._channel = self._open_channel()
         self._train: _Stream | None = None
         self._evaluate: _Stream | None = None
         self._align: Any = None
@@ -271,8 +276,14 @@ class GrpcPeer:
         self._train = self._evaluate = None
         self._channel.close()
         self._shown = now
-        self._channel = open_channel(self._address, self._contract, now)
+        self._channel = self._open_channel()
         return True
+
+    def _open_channel(self) -> grpc.Channel:
+        channel = open_channel(self._address, self._contract, self._shown)
+        if self._transcript is None:
+            return channel
+        return grpc.intercept_channel(channel, NotingClient(self._transcript))
 
     def _sleep(self, wait_s: float) -> None:
         until = time.monotonic() + wait_s

@@ -102,6 +102,15 @@ def encode_tensor(message: TensorMessage, limits: TensorLimits) -> Iterator[byte
         yield b"".join((fields.SerializeToString(), _DATA_TAG, _varint(len(chunk)), chunk))
 
 
+def place_of(frame: bytes) -> tuple[int | None, int | None]:
+    """Return epoch and step of a serialised frame, without looking at the rest; None for junk."""
+    try:
+        fields, _ = _split_frame(frame)
+    except InvalidMessage:
+        return None, None
+    return fields.epoch, fields.step
+
+
 class TensorAssembler:
     """Reads the frames of one stream and gives back whole, checked tensors.
 

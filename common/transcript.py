@@ -1,0 +1,246 @@
+"""The transcript: what crossed the wire, message by message, for whoever has to answer for it.
+
+``transcript.jsonl`` has one line per message in either direction: when, which kind, of which step,
+how many bytes with which SHA-256, and on the active party's side the defense in force. No content
+and no label is in it. Every line carries the SHA-256 of the line before: a line that is changed,
+dropped or moved later shows. Whoever cuts off the end leaves a whole chain; therefore the last
+link also stands in the log and in ``summary.json``, and the other party's transcript tells.
+"""
+
+import hashlib
+import json
+import logging
+import queue
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Self
+
+from common.errors import StorageError
+
+logger = logging.getLogger(__name__)
+
+FILE = "transcript.jsonl"
+
+Direction = Literal["sent", "received"]
+
+_FIRST_LINK = 64 * "0"
+_QUEUED_MESSAGES = 64
+_OTHER: Mapping[str, Direction] = {"sent": "received", "received": "sent"}
+
+
+class Crossing(NamedTuple):
+    """One message as it crossed."""
+
+    direction: Direction
+    kind: str
+    """The call and the side of it, for instance ``Train reply``."""
+    data: bytes
+    epoch: int | None = None
+    step: int | None = None
+
+
+class Transcript:
+    """Writes one party's transcript in a thread of its own, which the training seldom waits for.
+
+    A file that is there already is continued: the chain goes on. What a killed process had not
+    written is missing, and the line of the next start says that there was one.
+
+    Args:
+        folder: the run's folder.
+        party: this party's name.
+        defenses: kind of message -> the defense that was applied to what it holds.
+    """
+
+    def __init__(self, folder: Path, party: str, defenses: Mapping[str, str] | None = None) -> None:
+        """Open the file and start the thread.
+
+        Raises:
+            StorageError: the file cannot be read or written.
+        """
+        self._path = folder / FILE
+        self._defenses = dict(defenses or {})
+        self._queue: queue.Queue[tuple[str, Crossing] | None] = queue.Queue(_QUEUED_MESSAGES)
+        self._error: OSError | None = None
+        self._closed = False
+        try:
+            self._number, self._link = _continue(self._path)
+            self._file = self._path.open("a", encoding="utf-8")
+            self._write({"event": "opened", "party": party}, _now())
+        except OSError as error:
+            raise self._storage_error(error) from error
+        self._thread = threading.Thread(target=self._work, name="transcript", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def note(self, crossing: Crossing) -> None:
+        """Note a message; waits only where the disk is far behind.
+
+        Raises:
+            StorageError: an earlier one could not be written: nothing may cross unnoted.
+        """
+        if self._error is not None:
+            raise self._storage_error(self._error)
+        if not self._closed:
+            self._queue.put((_now(), crossing))
+
+    def summary(self) -> dict[str, Any]:
+        """Return number and last link of the lines, for ``summary.json``; call it when closed."""
+        return {"entries": self._number, "last_link": self._link}
+
+    def close(self) -> None:
+        """Write what is pending; closing twice does nothing more.
+
+        Raises:
+            StorageError: something could not be written.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._queue.put(None)
+        self._thread.join()
+        self._file.close()
+        if self._error is not None:
+            raise self._storage_error(self._error)
+        logger.info("transcript: %d entries, the last link is %s", self._number, self._link)
+
+    def _work(self) -> None:
+        while (noted := self._queue.get()) is not None:
+            when, crossing = noted
+            if self._error is None:
+                try:
+                    self._write(self._entry(crossing), when)
+                except OSError as error:
+                    self._error = error
+
+    def _entry(self, crossing: Crossing) -> dict[str, Any]:
+        entry: dict[str, Any] = {"direction": crossing.direction, "kind": crossing.kind}
+        entry |= {"epoch": crossing.epoch, "step": crossing.step, "bytes": len(crossing.data)}
+        entry["digest"] = hashlib.sha256(crossing.data).hexdigest()
+        if crossing.kind in self._defenses:
+            entry["defense"] = self._defenses[crossing.kind]
+        return entry
+
+    def _write(self, entry: dict[str, Any], when: str) -> None:
+        whole = {"number": self._number, "time": when} | entry | {"link": self._link}
+        line = json.dumps(whole, separators=(",", ":"), ensure_ascii=False)
+        self._file.write(line + "\n")
+        self._file.flush()
+        self._number += 1
+        self._link = hashlib.sha256(line.encode()).hexdigest()
+
+    def _storage_error(self, error: OSError) -> StorageError:
+        return StorageError(f"{self._path}: cannot be written: {error.strerror}")
+
+
+class Broken(NamedTuple):
+    """Where a chain does not hold."""
+
+    line: int
+    reason: str
+
+
+class Verified(NamedTuple):
+    """What a transcript with a whole chain holds."""
+
+    entries: int
+    starts: int
+    last_link: str
+    crossings: Counter[tuple[Direction, str, int | None, int | None, str]]
+    """(direction, kind, epoch, step, digest) -> how often."""
+
+
+def verify(path: Path) -> Verified | Broken:
+    """Check every link of a transcript.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    link, starts, number = _FIRST_LINK, 0, 0
+    crossings: Counter[tuple[Direction, str, int | None, int | None, str]] = Counter()
+    for number, (line, entry) in enumerate(_lines(path), start=1):
+        if entry is None:
+            return Broken(number, "the line is no entry")
+        if entry.get("link") != link:
+            return Broken(number, "the link does not fit the line before")
+        if entry.get("number") != number - 1:
+            return Broken(number, f"expected number {number - 1}, got {entry.get('number')}")
+        link = hashlib.sha256(line).hexdigest()
+        if "event" in entry:
+            starts += 1
+        else:
+            fields = ("direction", "kind", "epoch", "step", "digest")
+            crossings[tuple(entry.get(field) for field in fields)] += 1  # type: ignore[index]
+    return Verified(number, starts, link, crossings)
+
+
+class Comparison(NamedTuple):
+    """Two parties' transcripts side by side."""
+
+    agreed: int
+    """Messages that one sent and the other received, with the same bytes."""
+    lost: Mapping[str, int]
+    """Kind -> messages sent that the other party did not note: the connection broke, or one of the
+    two processes was killed."""
+    unsent: Mapping[str, int]
+    """Kind -> messages received that the other party did not note as sent: one of the two
+    transcripts is wrong, or that process was killed before it could write."""
+
+
+def compare(one: Verified, other: Verified) -> Comparison:
+    """Match what each party says it sent with what the other says it received."""
+    agreed = 0
+    lost: Counter[str] = Counter()
+    unsent: Counter[str] = Counter()
+    for mine, theirs in ((one, other), (other, one)):
+        for (direction, *rest), count in mine.crossings.items():
+            matched = min(count, theirs.crossings[_OTHER[direction], *rest])  # type: ignore[index]
+            if direction == "sent":
+                agreed += matched
+                lost[str(rest[0])] += count - matched
+            else:
+                unsent[str(rest[0])] += count - matched
+    return Comparison(agreed, +lost, +unsent)
+
+
+def _continue(path: Path) -> tuple[int, str]:
+    """Return number and link for the next line, and cut off a line that was not finished."""
+    if not path.exists():
+        return 0, _FIRST_LINK
+    number, link, whole = 0, _FIRST_LINK, 0
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            number, link, whole = number + 1, hashlib.sha256(line[:-1]).hexdigest(), file.tell()
+    with path.open("r+b") as file:
+        file.truncate(whole)
+    return number, link
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    with path.open("rb") as file:
+        for raw in file:
+            line = raw.removesuffix(b"\n")
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                entry = None
+            yield line, entry if isinstance(entry, dict) else None
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,135 @@
+"""Notes every message of every call in a transcript, on either side, as the bytes that cross."""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+import grpc
+
+from common.transcript import Crossing, Direction, Transcript
+from common.wire.endpoint import SERVICE
+from common.wire.tensor_codec import place_of
+
+if TYPE_CHECKING:
+    # grpcio's own class takes no type arguments at run time, only its type stubs do.
+    _Handler = grpc.RpcMethodHandler[Any, Any]
+
+_PREFIX = f"/{SERVICE}/"
+
+_Note = Callable[[Direction, str, Any], Any]
+
+
+class NotingServer(grpc.ServerInterceptor):  # type: ignore[misc, unused-ignore]
+    """Notes what a server receives and sends.
+
+    Args:
+        transcript: of the serving party.
+    """
+
+    def __init__(self, transcript: Transcript) -> None:
+        self._note = _noting(transcript)
+
+    def intercept_service(
+        self,
+        continuation: "Callable[[grpc.HandlerCallDetails], _Handler | None]",
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "_Handler | None":
+        """Listen to the handler of a call."""
+        handler: Any = continuation(handler_call_details)
+        method = _own_method(handler_call_details.method)
+        if handler is None or method is None:
+            return cast("_Handler | None", handler)
+        note = self._note
+        if handler.unary_unary is not None:
+            answer = handler.unary_unary
+
+            def unary(request: Any, context: grpc.ServicerContext) -> Any:
+                note("received", f"{method} request", request)
+                return note("sent", f"{method} reply", answer(request, context))
+
+            return cast("_Handler", handler._replace(unary_unary=unary))
+        stream_answers = handler.stream_stream
+
+        def stream(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+            heard = (note("received", f"{method} request", request) for request in requests)
+            for reply in stream_answers(heard, context):
+                yield note("sent", f"{method} reply", reply)
+
+        return cast("_Handler", handler._replace(stream_stream=stream))
+
+
+class NotingClient(
+    grpc.UnaryUnaryClientInterceptor,  # type: ignore[misc, unused-ignore]
+    grpc.StreamStreamClientInterceptor,  # type: ignore[misc, unused-ignore]
+):
+    """Notes what a client sends and receives.
+
+    Args:
+        transcript: of the calling party.
+    """
+
+    def __init__(self, transcript: Transcript) -> None:
+        self._note = _noting(transcript)
+
+    def intercept_unary_unary(
+        self, continuation: Callable[..., Any], details: grpc.ClientCallDetails, request: Any
+    ) -> Any:
+        """Listen to a call with one message each way."""
+        method = _own_method(details.method)
+        if method is None:
+            return continuation(details, request)
+        self._note("sent", f"{method} request", request)
+        call = continuation(details, request)
+        if call.code() is grpc.StatusCode.OK:
+            self._note("received", f"{method} reply", call.result())
+        return call
+
+    def intercept_stream_stream(
+        self,
+        continuation: Callable[..., Any],
+        details: grpc.ClientCallDetails,
+        requests: Iterator[Any],
+    ) -> Any:
+        """Listen to a call with many messages each way."""
+        method = _own_method(details.method)
+        if method is None:
+            return continuation(details, requests)
+        noted = (self._note("sent", f"{method} request", request) for request in requests)
+        return _NotedCall(continuation(details, noted), self._note, f"{method} reply")
+
+
+class _NotedCall:
+    """A call whose replies are noted when they are taken."""
+
+    def __init__(self, call: Any, note: _Note, kind: str) -> None:
+        self._call = call
+        self._note = note
+        self._kind = kind
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self._note("received", self._kind, next(self._call))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+
+def _own_method(path: str | bytes) -> str | None:
+    """Return the method's name, or None for another service, such as that of health checks."""
+    text = path.decode() if isinstance(path, bytes) else path
+    return text.removeprefix(_PREFIX) if text.startswith(_PREFIX) else None
+
+
+def _noting(transcript: Transcript) -> _Note:
+    def note(direction: Direction, kind: str, message: Any) -> Any:
+        """Note a message, and hand it on."""
+        if isinstance(message, bytes):
+            data, (epoch, step) = message, place_of(message)
+        else:
+            data = message.SerializeToString(deterministic=True)
+            epoch, step = getattr(message, "epoch", None), getattr(message, "step", None)
+        transcript.note(Crossing(direction, kind, data, epoch, step))
+        return message
+
+    return note

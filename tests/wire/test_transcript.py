@@ -1,0 +1,174 @@
+"""What crossed, written down by both parties: whole, matching, and broken by any change."""
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from active_party.__main__ import main as active_main
+from active_party.service import ActiveService, start_server
+from common.transcript import (
+    FILE,
+    Broken,
+    Comparison,
+    Crossing,
+    Transcript,
+    Verified,
+    compare,
+    verify,
+)
+from passive_party.grpc_peer import GrpcPeer
+from tests.runs import Parties, build_parties, run_in_process, write_example
+
+Lines = list[str]
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("example")
+    write_example(folder)
+    return folder
+
+
+def run_noted(folder: Path, into: Path, *overrides: str) -> tuple[Parties, Path, Path]:
+    """Run over localhost with both transcripts; return them."""
+    parties = build_parties(folder, overrides)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    for party in ("active", "passive"):
+        (into / party).mkdir(parents=True)
+    service = ActiveService(parties.session, parties.engine, deadline_s=20)
+    contract, settings = parties.active_settings.contract, parties.passive_settings
+    in_force = {"Train reply": "a strong one"}
+    with (
+        Transcript(into / "active", "active", in_force) as one,
+        Transcript(into / "passive", "passive") as other,
+    ):
+        server = start_server(service, contract, address, transcript=one)
+        try:
+            with GrpcPeer(address, contract, settings.reconnect, transcript=other) as peer:
+                parties.run.run(peer)
+        finally:
+            server.stop(1).wait()
+    return parties, into / "active" / FILE, into / "passive" / FILE
+
+
+def verified(path: Path) -> Verified:
+    found = verify(path)
+    assert isinstance(found, Verified), found
+    return found
+
+
+def entries(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_each_party_notes_what_the_other_notes(example: Path, tmp_path: Path) -> None:
+    parties, active, passive = run_noted(example, tmp_path)
+    one, other = verified(active), verified(passive)
+    compared = compare(one, other)
+    assert compared.lost == compared.unsent == {}
+    assert compared.agreed == one.entries - 1 == other.entries - 1
+    kinds = [(entry.get("direction"), entry.get("kind")) for entry in entries(active)]
+    steps = len(parties.active.losses)
+    assert kinds.count(("received", "Train request")) == steps
+    assert kinds.count(("sent", "Train reply")) == steps
+    for call in ("Handshake", "Align", "Evaluate", "Leave"):
+        assert ("received", f"{call} request") in kinds
+        assert ("sent", f"{call} reply") in kinds
+    train = [entry for entry in entries(active) if entry.get("kind") == "Train reply"]
+    assert [(entry["epoch"], entry["step"]) for entry in train][-1] == (1, steps // 2 - 1)
+    assert {entry["defense"] for entry in train} == {"a strong one"}
+    assert not any("defense" in entry for entry in entries(passive))
+
+
+def test_noting_changes_nothing_in_a_run(example: Path, tmp_path: Path) -> None:
+    noted, _, _ = run_noted(example, tmp_path)
+    plain = build_parties(example)
+    run_in_process(plain)
+    one, other = noted.weights(), plain.weights()
+    assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def changed(lines: Lines) -> Lines:
+    return [*lines[:4], lines[4].replace('"bytes":', '"bytes":1', 1), *lines[5:]]
+
+
+def dropped(lines: Lines) -> Lines:
+    return [*lines[:4], *lines[5:]]
+
+
+def swapped(lines: Lines) -> Lines:
+    return [*lines[:4], lines[5], lines[4], *lines[6:]]
+
+
+def doubled(lines: Lines) -> Lines:
+    return [*lines[:4], lines[4], *lines[4:]]
+
+
+def garbled(lines: Lines) -> Lines:
+    return [*lines[:4], lines[4][:20], *lines[5:]]
+
+
+@pytest.mark.parametrize("damage", [changed, dropped, swapped, doubled, garbled])
+def test_a_changed_transcript_is_broken_where_it_was_changed(
+    tmp_path: Path, damage: Callable[[Lines], Lines]
+) -> None:
+    with Transcript(tmp_path, "active") as transcript:
+        for step in range(8):
+            transcript.note(Crossing("sent", "Train reply", b"gradient %d" % step, 0, step))
+    path = tmp_path / FILE
+    assert verified(path).entries == 9
+    assert verified(path).last_link == transcript.summary()["last_link"]
+    path.write_text("\n".join(damage(path.read_text().splitlines())) + "\n")
+    broken = verify(path)
+    assert isinstance(broken, Broken)
+    assert broken.line in (5, 6)
+
+
+def test_a_restarted_party_continues_its_chain_after_half_a_line(tmp_path: Path) -> None:
+    with Transcript(tmp_path, "active") as transcript:
+        transcript.note(Crossing("sent", "Train reply", b"one", 0, 0))
+    with (tmp_path / FILE).open("a") as file:
+        file.write('{"number":2,"time":"2026')
+    with Transcript(tmp_path, "active") as transcript:
+        transcript.note(Crossing("sent", "Train reply", b"two", 0, 1))
+    found = verified(tmp_path / FILE)
+    assert (found.entries, found.starts) == (4, 2)
+    assert transcript.summary() == {"entries": 4, "last_link": found.last_link}
+
+
+def test_a_message_that_only_one_party_knows_of_shows(tmp_path: Path) -> None:
+    for party in ("one", "other"):
+        (tmp_path / party).mkdir()
+    with Transcript(tmp_path / "one", "one") as one:
+        one.note(Crossing("sent", "Train reply", b"gradient", 0, 0))
+        one.note(Crossing("sent", "Train reply", b"lost on its way", 0, 1))
+    with Transcript(tmp_path / "other", "other") as other:
+        other.note(Crossing("received", "Train reply", b"gradient", 0, 0))
+        other.note(Crossing("received", "Train reply", b"never sent", 0, 2))
+    compared = compare(verified(tmp_path / "one" / FILE), verified(tmp_path / "other" / FILE))
+    assert compared == Comparison(1, {"Train reply": 1}, {"Train reply": 1})
+
+
+def test_the_command_checks_one_transcript_or_two(
+    example: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, active, passive = run_noted(example, tmp_path)
+
+    def exit_code(*arguments: str) -> int:
+        with pytest.raises(SystemExit) as ended:
+            active_main(["verify-transcript", *arguments])
+        assert isinstance(ended.value.code, int)
+        return ended.value.code
+
+    assert exit_code(str(active), "--against", str(passive)) == 0
+    assert "messages were received as the other party sent them" in capsys.readouterr().out
+    assert exit_code(str(tmp_path / "none")) == 2
+    lines = passive.read_text().splitlines()
+    passive.write_text("\n".join(dropped(lines)) + "\n")
+    assert exit_code(str(active), "--against", str(passive)) == 1
+    assert "line 5: the link does not fit the line before" in capsys.readouterr().err

@@ -5,6 +5,8 @@ import json
 import logging
 import math
 import resource
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -194,28 +196,41 @@ def test_the_final_tables_show_the_numbers_and_the_leak() -> None:
     assert "leak" not in bare.getvalue()
 
 
-def test_earlier_results_are_moved_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+def open_in_a_process_of_its_own(runs_dir: Path, party: str) -> str:
+    """Open a run's folder as a command does, which holds it until it ends; returns its log."""
+    code = (
+        "import logging, pathlib, sys; from common.run_folder import open_run_folder; "
+        "logging.basicConfig(level=logging.INFO, format='%(message)s'); "
+        "folder = open_run_folder(pathlib.Path(sys.argv[1]), 'demo', sys.argv[2]); "
+        "assert list(folder.iterdir()) == []"
+    )
+    command = [sys.executable, "-c", code, str(runs_dir), party]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stderr
+
+
+def test_earlier_results_are_moved_aside(tmp_path: Path) -> None:
+    logs = []
     for run in ("first", "second", "third"):
-        folder = open_run_folder(tmp_path, "demo", "active")
-        assert folder == tmp_path / "demo" / "active"
-        assert list(folder.iterdir()) == []
-        write_text_atomically(folder / "summary.json", run)
+        logs.append(open_in_a_process_of_its_own(tmp_path, "active"))
+        write_text_atomically(tmp_path / "demo" / "active" / "summary.json", run)
     contents = {path.parent.name: path.read_text() for path in tmp_path.glob("*/*/summary.json")}
     assert contents == {
         "active": "third",
         "active.previous-1": "first",
         "active.previous-2": "second",
     }
-    assert len(caplog.records) == 2
-    assert "active.previous-2" in caplog.records[-1].getMessage()
+    assert logs[0] == ""
+    assert "active.previous-1" in logs[1]
+    assert "active.previous-2" in logs[2]
 
 
 def test_an_empty_folder_and_the_other_partys_are_left_where_they_are(tmp_path: Path) -> None:
-    write_text_atomically(open_run_folder(tmp_path, "demo", "passive") / "a", "kept")
-    open_run_folder(tmp_path, "demo", "active")
-    open_run_folder(tmp_path, "demo", "active")
-    assert sorted(path.name for path in (tmp_path / "demo").iterdir()) == ["active", "passive"]
+    open_in_a_process_of_its_own(tmp_path, "passive")
+    write_text_atomically(tmp_path / "demo" / "passive" / "a", "kept")
+    for _ in range(2):
+        open_in_a_process_of_its_own(tmp_path, "active")
+    visible = [path.name for path in (tmp_path / "demo").iterdir() if path.name[0] != "."]
+    assert sorted(visible) == ["active", "passive"]
     assert (tmp_path / "demo" / "passive" / "a").read_text() == "kept"
 
 

@@ -17,7 +17,8 @@ from common.contract import Contract
 from common.credentials import CredentialFiles
 from common.errors import (
     AlignmentError,
-    OutOfStep,
+    InvalidMessage,
+    NotOpen,
     PeerUnreachable,
     ProtocolError,
     SplitveilError,
@@ -55,6 +56,7 @@ class ActiveService:
         self._limits = TensorLimits.of(session.contract)
         self._heard_at = time.monotonic()
         self._aligning = threading.Lock()
+        self._exchange_of_ids: StreamChannel | None = None
 
     def silent_s(self) -> float:
         """Return the seconds since the peer's last message."""
@@ -63,12 +65,18 @@ class ActiveService:
     def handshake(self, request: pb.HandshakeRequest, _: grpc.ServicerContext) -> pb.HandshakeReply:
         """Open the run."""
         self._hear()
+        if len(request.nonce_commitment) != 32 or not request.contract:
+            raise InvalidMessage("a handshake without a contract or a commitment of 32 bytes")
+        if bool(request.resume_run_id) != bool(request.resume_places):
+            raise InvalidMessage("a run to go on with, and places in it, come together")
         offer = None
         if request.resume_run_id:
             offer = Offer(request.resume_run_id, frozenset(request.resume_places))
         opening = self._session.handshake(
             request.party, request.contract, request.nonce_commitment, offer
         )
+        if self._exchange_of_ids is not None:
+            self._exchange_of_ids.close()  # the peer has given it up, though its end may never come
         logger.info("handshake done: run %s with party %s", opening.run_id, request.party)
         digest = self._session.contract.digest()
         return pb.HandshakeReply(
@@ -84,15 +92,17 @@ class ActiveService:
         """Run this side of the alignment over one stream, which ends when this side is ready."""
         # A peer that was lost and came back may be faster than the end of its earlier stream.
         if not self._aligning.acquire(timeout=GOODBYE_WAIT_S):
-            raise OutOfStep("a second alignment at the same time")
+            raise NotOpen("a second alignment at the same time")
         try:
             self._session.begin_alignment()
             channel = StreamChannel(lambda _: self._heard(requests), deadline_s=self._deadline_s)
+            self._exchange_of_ids = channel
             with ThreadPoolExecutor(1, thread_name_prefix="align") as executor:
                 ready = executor.submit(self._align_over, channel)
                 yield from channel.outgoing
                 ready.result()
         finally:
+            self._exchange_of_ids = None
             self._aligning.release()
 
     def _align_over(self, channel: StreamChannel) -> None:
@@ -112,7 +122,7 @@ class ActiveService:
             raise
         except PeerUnreachable as error:
             # It may come back and align anew; nothing was answered yet.
-            raise OutOfStep(f"the alignment broke off: {error}") from error
+            raise NotOpen(f"the alignment broke off: {error}") from error
         session.aligned(alignment.rows, alignment.peer_nonce)
 
     def train(self, requests: Iterator[bytes], _: grpc.ServicerContext) -> Iterator[bytes]:
@@ -134,7 +144,9 @@ class ActiveService:
             if message is not None:
                 course = self._session.evaluate(message)
                 header = message.header
-                yield pb.EvaluateReply(epoch=header.epoch, step=header.step, course=course)
+                yield pb.EvaluateReply(
+                    epoch=header.epoch, step=header.step, split=header.split, course=course
+                )
                 self._session.finish_step()
 
     def audit(self, request: pb.AuditRequest, _: grpc.ServicerContext) -> pb.AuditReply:

@@ -182,6 +182,7 @@ class ActiveSession:
         self._unobserved: tuple[Batch, StepResult] | None = None
         self._scores: list[tuple[Tensor, Tensor]] = []
         self._validation_auc: float | None = None
+        self._is_open = False
         self._peer_has_left = False
         self._changed = threading.Condition(threading.RLock())
 
@@ -237,6 +238,10 @@ class ActiveSession:
                 raise _other_data()
             self._answers = self._store.answers()
             self._move_to(Stage.REJOINING)
+            newest = self._store.places()[-1]
+            state = self._store.load(newest)
+            if state["is_last"]:  # the peer may have all that it needs, and never come back
+                self._restore(newest, state)
             return True
 
     def handshake(
@@ -272,6 +277,7 @@ class ActiveSession:
             if self._stage is not Stage.WAITING:
                 self.run_id, self.nonce = secrets.token_hex(8), self._draw_nonce()
             self._commitment = commitment
+            self._is_open = True
             self._move_to(Stage.HANDSHAKEN)
             return Opening(self.run_id, self.nonce, None)
 
@@ -282,10 +288,12 @@ class ActiveSession:
             run_id: the run that is being aligned, once that is known.
 
         Raises:
+            NotOpen: this process has not opened the run with the peer yet.
             OutOfStep: it is not, or not any more.
         """
         with self._changed:
             self._refuse_if_ended()
+            self._refuse_if_not_open()
             if self._stage is not Stage.HANDSHAKEN or run_id not in (None, self.run_id):
                 raise OutOfStep(f"an alignment while {self._stage.value}")
 
@@ -390,6 +398,8 @@ class ActiveSession:
                 self._audits.open_epoch(batch.epoch)
             if course == pb.COURSE_STOP or self._expected is None:
                 self._expected = None
+                # Before the answer leaves: a peer that has it may never come back.
+                self._save()
                 self._move_to(Stage.FINISHED)
             return course
 
@@ -425,6 +435,8 @@ class ActiveSession:
                 raise OutOfStep("a peer leaves another run than this one")
             self._peer_has_left = True
             self._changed.notify_all()
+            if self._stage is Stage.FINISHED:
+                self._save()  # a restart must not wait for a peer that is through
             if self.over:
                 return
             if reason == pb.LEAVE_REASON_ALIGNMENT_FAILED:
@@ -503,6 +515,7 @@ class ActiveSession:
         place = max(common)
         self._restore(place, self._store.load(place))
         self._peer_has_left = False
+        self._is_open = True
         return Opening(self.run_id, self.nonce, place)
 
     def _save(self) -> None:
@@ -517,6 +530,7 @@ class ActiveSession:
             "scores": self._scores,
             "audits": self._audits.state_dict(),
             "is_last": self._expected is None,
+            "peer_has_left": self._peer_has_left,
             "observer": self._observer.state_dict(),
         }
         self._store.save(self._place, state)
@@ -533,6 +547,7 @@ class ActiveSession:
         self._scores = [(logits, labels) for logits, labels in state["scores"]]
         self._audits.load_state_dict(state["audits"])
         self._observer.load_state_dict(state["observer"])
+        self._peer_has_left = state["peer_has_left"]
         if state["is_last"]:
             self._expected = None
         self._observer.on_resumed(None if self._expected is None else self._expected.epoch)
@@ -555,9 +570,7 @@ class ActiveSession:
         return _keyed(self._secret, b"answer", place + fingerprint)
 
     def _refuse_if_not_open(self) -> None:
-        if self._stage is Stage.REJOINING or (
-            self._stage is Stage.WAITING and self._store is not None
-        ):
+        if not self._is_open and self._store is not None:
             raise NotOpen(f"a message while {self._stage.value}")
 
     def _refuse_if_ended(self) -> None:

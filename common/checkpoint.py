@@ -112,6 +112,7 @@ class RunStore:
         _write_state(self._path(place), state)
         for _, path in self._files()[: -self._keep]:
             _delete(path)
+        self._delete_halves()
 
     def load(self, place: int) -> State:
         """Return the state at a place, and forget those after it.
@@ -143,6 +144,12 @@ class RunStore:
         for path in [self._folder / _RUN, *(path for _, path in self._files())]:
             _delete(path)
         _delete(self._folder / "answered.log")
+        self._delete_halves()
+
+    def _delete_halves(self) -> None:
+        """Delete what a process left that was killed while it wrote: secrets may be in it."""
+        for path in self._folder.glob(".*.state.*.tmp"):
+            _delete(path)
 
     def _path(self, place: int) -> Path:
         return self._folder / f"at-{place:010d}.state"

@@ -20,6 +20,7 @@ from common.errors import (
     InvalidMessage,
     PeerUnreachable,
     PeerUntrusted,
+    ProtocolError,
     SplitveilError,
 )
 from common.party_settings import ReconnectSettings
@@ -35,6 +36,8 @@ from protos import split_learning_pb2 as pb
 logger = logging.getLogger(__name__)
 
 FAREWELL_S = 2.0
+MAX_DAMAGED = 3
+"""How often in a row one question is asked again because it, or its answer, came damaged."""
 HEALTH_TIMEOUT_S = 3.0
 
 ResultT = TypeVar("ResultT")
@@ -75,6 +78,7 @@ class GrpcPeer:
         self._evaluate: _Stream | None = None
         self._align: Any = None
         self._last_activation: TensorMessage | None = None
+        self._was_answered = False
 
     def __enter__(self) -> Self:
         return self
@@ -109,13 +113,12 @@ class GrpcPeer:
             resume_run_id="" if offer is None else offer.run_id,
             resume_places=() if offer is None else offer.places,
         )
-        reply = self._retrying(
-            lambda: self._unary("Handshake", request, pb.HandshakeReply, HANDSHAKE_TIMEOUT_S)
-        )
-        if not 0 < len(reply.run_id) <= 64:
-            raise InvalidMessage("the handshake's reply names no run")
-        resumes_at = reply.resumes_at if reply.HasField("resumes_at") else None
-        return Opening(reply.run_id, reply.contract_digest, reply.nonce, resumes_at)
+
+        def ask() -> Opening:
+            reply = self._unary("Handshake", request, pb.HandshakeReply, HANDSHAKE_TIMEOUT_S)
+            return _opening(reply, offer)
+
+        return self._retrying(ask)
 
     def is_ready(self) -> bool:
         """Ask once whether the active party serves.
@@ -175,16 +178,19 @@ class GrpcPeer:
         def ask() -> "pb.Course":
             if self._evaluate is None:
                 self._evaluate = self._open("Evaluate", None, pb.EvaluateReply.FromString)
-            stream = self._evaluate
+            stream, header = self._evaluate, message.header
             stream.send_all(encode_tensor(message, self._limits))
             try:
                 reply = stream.receive()
+                answered = (reply.epoch, reply.split, reply.step)
+                if answered != (header.epoch, header.split, header.step):
+                    raise InvalidMessage("the reply to an evaluation is for another batch")
+                if reply.course not in {pb.COURSE_CONTINUE, pb.COURSE_STOP}:
+                    raise InvalidMessage("the reply to an evaluation says not how to go on")
             except SplitveilError:
                 self._evaluate = None
                 stream.drop()
                 raise
-            if (reply.epoch, reply.step) != (message.header.epoch, message.header.step):
-                raise InvalidMessage("the reply to an evaluation is for another batch")
             course: pb.Course = reply.course
             return course
 
@@ -223,25 +229,38 @@ class GrpcPeer:
         try:
             while True:
                 message = assembler.add(stream.receive())
-                if message is not None:
-                    return message
+                if message is None:
+                    continue
+                if message.header != self._last_activation.header:
+                    raise InvalidMessage("a gradient came for another step than the last one")
+                return message
         except SplitveilError:
             self._train = None
             stream.drop()
             raise
 
     def _retrying(self, ask: Callable[[], ResultT]) -> ResultT:
-        """Ask until an answer comes, ``reconnect.max_s`` have passed, or a signal says stop."""
+        """Ask until an answer comes, ``reconnect.max_s`` have passed, or a signal says stop.
+
+        What came damaged, or was refused because it did, is asked for a few times more: the same
+        bytes get the same answer.
+        """
         wait_s = self._reconnect.first_wait_s
         lost_at: float | None = None
+        damaged = 0
         while True:
             try:
-                return ask()
-            except PeerUntrusted:
+                answer = ask()
+            except (PeerUntrusted, ProtocolError) as error:
                 # What the peer is believed by may have been replaced since the channel was made.
-                if self._renew_channel():
+                if isinstance(error, PeerUntrusted) and self._renew_channel():
                     continue
-                raise
+                damaged += 1
+                hopeless = isinstance(error, PeerUntrusted) and not self._was_answered
+                if hopeless or damaged > MAX_DAMAGED:
+                    raise
+                logger.warning("%s; asking again", error)
+                left_s = wait_s
             except PeerUnreachable as error:
                 now = time.monotonic()
                 if lost_at is None:
@@ -258,6 +277,9 @@ class GrpcPeer:
                         f"{self._address} has not answered for {self._reconnect.max_s:g} s "
                         f"(reconnect.max_s)"
                     ) from error
+            else:
+                self._was_answered = True
+                return answer
             self._renew_channel()
             self._sleep(min(wait_s * random.uniform(0.5, 1.0), left_s))
             wait_s = min(2 * wait_s, self._reconnect.longest_wait_s)
@@ -368,6 +390,18 @@ class _Stream:
             patience = 5.0 if self._interruption() is not None else self._deadline_s
             if time.monotonic() - since > patience:
                 self._call.cancel()
+
+
+def _opening(reply: pb.HandshakeReply, offer: Offer | None) -> Opening:
+    if not 0 < len(reply.run_id) <= 64:
+        raise InvalidMessage("the handshake's reply names no run")
+    for name, value in (("nonce", reply.nonce), ("contract_digest", reply.contract_digest)):
+        if len(value) != 32:
+            raise InvalidMessage(f"{name}: expected 32 bytes, got {len(value)}")
+    resumes_at = reply.resumes_at if reply.HasField("resumes_at") else None
+    if offer is not None and (reply.run_id != offer.run_id or resumes_at not in offer.places):
+        raise InvalidMessage("the active party goes on with another run than this one")
+    return Opening(reply.run_id, reply.contract_digest, reply.nonce, resumes_at)
 
 
 def _error_of(error: Exception) -> SplitveilError:

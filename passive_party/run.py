@@ -43,6 +43,9 @@ from protos import split_learning_pb2 as pb
 _MAX_ALIGNMENTS = 20
 """How often one process aligns anew because the peer was lost meanwhile."""
 
+_MAX_DAMAGED = 3
+"""How often it aligns anew because a message of the alignment was not what it has to be."""
+
 
 class RunObserver(Protocol):
     """Who is told what happens."""
@@ -167,13 +170,15 @@ class PassiveRun:
     # ---- opening ----
 
     def _open_patiently(self, peer: Peer) -> None:
-        """Open a new run, from the handshake again where the peer is lost in the alignment."""
+        """Open a new run, from the handshake again where the alignment does not come to its end."""
+        damaged = 0
         for attempt in range(_MAX_ALIGNMENTS):
             try:
                 self._open(peer)
-            except (PeerUnreachable, PeerRestarted):
+            except (PeerUnreachable, PeerRestarted, ProtocolError) as error:
+                damaged += isinstance(error, ProtocolError)
                 # Where not even a handshake was answered, the peer has been waited for long enough.
-                if not self.run_id or attempt == _MAX_ALIGNMENTS - 1:
+                if not self.run_id or attempt == _MAX_ALIGNMENTS - 1 or damaged > _MAX_DAMAGED:
                     raise
                 self._stop_if_interrupted()
                 self.run_id = ""

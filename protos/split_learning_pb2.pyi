@@ -162,14 +162,16 @@ class TensorFrame(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., rows: _Optional[int] = ..., positions_digest: _Optional[bytes] = ..., split: _Optional[_Union[Split, str]] = ..., dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., total_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class EvaluateReply(_message.Message):
-    __slots__ = ("epoch", "step", "course")
+    __slots__ = ("epoch", "step", "course", "split")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     COURSE_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     course: Course
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., course: _Optional[_Union[Course, str]] = ...) -> None: ...
+    split: Split
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., course: _Optional[_Union[Course, str]] = ..., split: _Optional[_Union[Split, str]] = ...) -> None: ...
 
 class AuditRequest(_message.Message):
     __slots__ = ("run_id", "epoch", "attack", "layer", "positions_digest", "scores")

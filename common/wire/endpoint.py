@@ -116,6 +116,9 @@ def channel_options(contract: Contract) -> list[tuple[str, int]]:
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
         ("grpc.enable_retries", 0),
+        # By default a party that was away for minutes is looked for every two minutes only.
+        ("grpc.initial_reconnect_backoff_ms", 200),
+        ("grpc.max_reconnect_backoff_ms", 5_000),
         # Two servers on one port would each get some of the calls: the second must fail instead.
         ("grpc.so_reuseport", 0),
     ]

@@ -34,6 +34,7 @@ class Party:
         folder: Path,
         *overrides: str,
         command: Literal["run", "check"] = "run",
+        options: Sequence[str] = (),
     ) -> None:
         """Start it.
 
@@ -42,15 +43,16 @@ class Party:
             folder: as ``write_example`` leaves it; results go to its subfolder ``runs``.
             overrides: of settings, as after ``--set``.
             command: what the program is to do.
+            options: further words of the command line.
         """
         self.party = party
         self.runs = folder / "runs"
         self._log = folder / f"{party}.{command}.log"
         settings = [str(folder / f"{party}.yaml"), "--runs", str(self.runs)]
-        options = [text for override in overrides for text in ("--set", override)]
+        sets = [text for override in overrides for text in ("--set", override)]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", f"{party}_party", command, *settings, *options],
+                [sys.executable, "-m", f"{party}_party", command, *settings, *sets, *options],
                 cwd=ROOT,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
                 stdin=subprocess.DEVNULL,
@@ -72,6 +74,11 @@ class Party:
         """Whether it has saved its half of the model, encoder and all."""
         folder = self.results() / "checkpoint"
         return all((folder / name).is_file() for name in ("model.safetensors", "encoder.json"))
+
+    @property
+    def exit_code(self) -> int | None:
+        """Its exit code, negative for a signal that it did not take; None while it runs."""
+        return self._process.poll()
 
     def wait(self, timeout_s: float = START_S) -> int:
         """Wait for its end and return its exit code, negative for a signal that it did not take."""

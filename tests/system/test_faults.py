@@ -1,0 +1,272 @@
+"""Whatever goes wrong between and around the parties, a run ends as if nothing had happened.
+
+Faults are drawn at random: a process is killed or stopped for a while; bytes or messages are lost,
+held back, doubled or cut off. Each test says its seed when it fails: ``FAULT_SEED=<seed> pytest
+tests/system/test_faults.py`` draws the same faults again. ``make faults`` draws over 200.
+"""
+
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import pytest
+import torch
+
+from tests import certificates
+from tests.runs import write_example
+from tests.system.processes import side_by_side
+from tests.system.proxy import (
+    ByteHarm,
+    Direction,
+    Fault,
+    MessageHarm,
+    MessageProxy,
+    Plan,
+    TcpProxy,
+)
+from tests.system.restarted import (
+    Both,
+    Outcome,
+    Restarted,
+    Settings,
+    Wire,
+    assert_same,
+    kept_up,
+    outcome,
+    run_here,
+)
+
+ALL = os.environ.get("SPLITVEIL_FAULTS") == "all"
+SEED = int(os.environ.get("FAULT_SEED", "1"))
+
+SETTINGS = Settings(
+    both=(
+        "contract.epochs=5",
+        "contract.batch_size=32",
+        "contract.checkpoints.every_steps=3",
+        "reconnect={max_s: 90, first_wait_s: 0.02, longest_wait_s: 0.3, deadline_s: 2}",
+    ),
+    active=(
+        "defense={name: marvell, insecure_noise_seed: 7}",
+        "leak_monitor.queue_batches=1024",
+        "first_contact_s=90",
+    ),
+    passive=("adversary.queue_batches=1024",),
+)
+
+UNPROTECTED: tuple[ByteHarm, ...] = ("end", "reset", "swallow", "delay")
+"""What may happen to plain text, which stays on loopback: TCP keeps other harm away there."""
+
+
+def seeds(of_ci: int, of_all: int) -> range:
+    """Return the seeds of the runs that are drawn."""
+    return range(SEED, SEED + (of_all if ALL else of_ci))
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("example")
+    write_example(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trusted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return certificates.make(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def faultless(example: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return run_here(example, tmp_path_factory.mktemp("faultless"), SETTINGS)
+
+
+# ---- the connection ----
+
+Proxy = Callable[[str, Plan], AbstractContextManager[Any]]
+
+
+class Harmed(NamedTuple):
+    """Runs of both parties in this process, with faults between them."""
+
+    example: Path
+    folder: Path
+    faultless: Outcome
+    proxy: Proxy
+    trusted: Path | None = None
+
+    def check(self, harms: Sequence[str], longest_s: float, drawn: Sequence[int]) -> None:
+        """Compare runs, each with four faults, with the one that has none."""
+        none = Plan([])
+        assert_same(self._run("none", none), self.faultless, "through a proxy that harms nothing")
+        struck: Counter[str] = Counter()
+        for seed in drawn:
+            generator = random.Random(seed)
+            plan = Plan([_draw(harms, longest_s, generator, none.passed) for _ in range(4)])
+            told = f"FAULT_SEED={seed}: {plan.waiting}"
+            try:
+                found = self._run(str(seed), plan)
+            except BaseException as error:
+                raise AssertionError(told) from error
+            assert_same(found, self.faultless, told)
+            struck.update(fault.harm for fault in plan.struck)
+        print(f"\n{len(drawn)} runs, faults: {dict(sorted(struck.items()))}")
+        assert sum(struck.values()) >= 2 * len(drawn)
+
+    def _run(self, name: str, plan: Plan) -> Outcome:
+        wire = Wire(lambda address: self.proxy(address, plan), self.trusted)
+        return run_here(self.example, self.folder / name, SETTINGS, wire)
+
+
+def _draw(
+    harms: Sequence[str], longest_s: float, generator: random.Random, passed: dict[Direction, int]
+) -> Fault:
+    direction = generator.choice(get_args(Direction))
+    harm, at = generator.choice(harms), generator.randrange(passed[direction])
+    is_pause = harm in {"swallow", "delay"}
+    extent = generator.uniform(0.05, longest_s) if is_pause else generator.random()
+    return Fault(harm, direction, at, extent)
+
+
+@pytest.mark.timeout(1800 if ALL else 300)
+def test_a_connection_that_breaks_or_stalls_changes_no_bit(
+    example: Path, tmp_path: Path, faultless: Outcome
+) -> None:
+    Harmed(example, tmp_path, faultless, TcpProxy).check(UNPROTECTED, 1.0, seeds(2, 14))
+
+
+@pytest.mark.timeout(1800 if ALL else 300)
+def test_bytes_that_are_damaged_on_their_way_change_no_bit_under_tls(
+    example: Path, tmp_path: Path, faultless: Outcome, trusted: Path
+) -> None:
+    harms: tuple[str, ...] = get_args(ByteHarm)
+    Harmed(example, tmp_path, faultless, TcpProxy, trusted).check(harms, 1.0, seeds(2, 16))
+
+
+@pytest.mark.timeout(1800 if ALL else 300)
+def test_messages_that_are_lost_doubled_or_cut_off_change_no_bit(
+    example: Path, tmp_path: Path, faultless: Outcome
+) -> None:
+    harms: tuple[str, ...] = get_args(MessageHarm)
+    Harmed(example, tmp_path, faultless, MessageProxy).check(harms, 2.5, seeds(2, 16))
+
+
+# ---- the processes ----
+
+Moment = Literal["time", "step", "checkpoint", "log"]
+
+SAID = {
+    "active": ("waiting for the passive party", "handshake done", "model saved"),
+    "passive": ("rows read from", "model saved"),
+}
+"""Log lines at which a process may be struck: while it starts, aligns, ends."""
+
+
+class Blow(NamedTuple):
+    """What is done to a process, and when."""
+
+    party: Literal["active", "passive", "both"]
+    kills: bool
+    """Whether it is killed, and started again; otherwise it is stopped, and goes on."""
+
+    moment: Moment
+    share: float
+    """Where between the earliest and the latest."""
+
+    pause_s: float
+    """How long it is away."""
+
+
+def draw_blow(generator: random.Random) -> Blow:
+    return Blow(
+        generator.choice(["active", "active", "passive", "passive", "both"]),
+        generator.random() < 0.7,
+        generator.choice(["time", "step", "step", "step", "checkpoint", "log"]),
+        generator.random(),
+        generator.uniform(0.0, 1.5),
+    )
+
+
+def strike(both: Both, blow: Blow, lines: int) -> bool:
+    """Wait for the moment, strike, and say whether anybody was still there to be struck."""
+    victims = list(both) if blow.party == "both" else [getattr(both, blow.party)]
+    watched = victims[0]
+    both.wait_until(_moment_of(blow, watched, lines))
+    victims = [victim for victim in victims if victim.exit_code is None]
+    for victim in victims:
+        victim.signal(signal.SIGKILL if blow.kills else signal.SIGSTOP)
+    if victims:
+        time.sleep(blow.pause_s)
+    for victim in victims:
+        if not blow.kills:
+            victim.signal(signal.SIGCONT)
+        else:
+            victim.kill()
+            if not victim.is_done:
+                victim.start()
+    return bool(victims)
+
+
+def _moment_of(blow: Blow, watched: Restarted, lines: int) -> Callable[[], bool]:
+    now = time.monotonic()
+    match blow.moment:
+        case "time":
+            return lambda: time.monotonic() - now > 8 * blow.share
+        case "step":
+            # Somewhere in what is left of the run, once the process is there again.
+            start = watched.lines
+            return lambda: watched.lines >= start + blow.share * (lines - start)
+        case "checkpoint":
+            from_line = blow.share * lines
+            return lambda: watched.lines >= from_line and watched.is_saving
+        case _:
+            texts = SAID[watched.party]
+            text = texts[int(blow.share * len(texts))]
+            return lambda: text in watched.said
+
+
+@pytest.mark.timeout(3600 if ALL else 300)
+def test_processes_that_are_killed_or_stopped_change_no_bit(
+    example: Path, tmp_path: Path, faultless: Outcome
+) -> None:
+    struck: Counter[str] = Counter()
+    lock = threading.Lock()
+
+    def run(seed: int) -> None:
+        generator = random.Random(seed)
+        blows = [draw_blow(generator) for _ in range(4)]
+        folder = tmp_path / str(seed)
+        write_example(folder)
+        with kept_up(folder, SETTINGS) as both:
+            told = f"FAULT_SEED={seed}: {blows}"
+            both.start()
+            for blow in blows:
+                lines = len(faultless.metrics["active" if blow.party == "both" else blow.party])
+                if strike(both, blow, lines):
+                    with lock:
+                        struck[f"{'kill' if blow.kills else 'stop'} {blow.party}"] += 1
+            codes = both.wait()
+            assert codes == (0, 0) or all(party.is_done for party in both), (
+                f"{told}\n{codes}\n{both.outputs}"
+            )
+            assert_same(outcome(folder / "runs"), faultless, f"{told}\n{both.outputs}")
+
+    drawn = seeds(3, 24)
+    side_by_side(*(partial(run, seed) for seed in drawn))
+    print(f"\n{len(drawn)} runs, faults: {dict(sorted(struck.items()))}")
+    assert sum(struck.values()) >= 2 * len(drawn)

@@ -108,10 +108,10 @@ def test_both_parties_find_the_same_on_the_same_bytes(tmp_path: Path, defense: s
 
 
 def test_the_default_reference_tells_the_monitor_something_else(tmp_path: Path) -> None:
-    """So that the figures above are not equal whatever is compared; and it tells it more."""
+    """So the figures above are not equal whatever is compared; those of other attacks are."""
     active, passive = run_both(tmp_path, f"leak_monitor={AUDITED}}}", DEFENSES["marvell"])
     others = [name for name in active.summary if not re.search(r"\.(accumulated_)?cosine\b", name)]
     assert len(others) > len(active.summary) / 2
     assert all(abs(active.summary[n] - passive.summary[n]) <= TOLERANCE for n in others)
     name = ".leak.cut.cosine.mean"
-    assert active.summary[name] > passive.summary[name] + 0.02
+    assert abs(active.summary[name] - passive.summary[name]) > 1e-3

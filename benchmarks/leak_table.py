@@ -34,7 +34,7 @@ import torch
 
 from benchmarks.environment import print_environment
 from common.privacy.accumulation import NUM_HINTS
-from common.privacy.attacks import RunAttackName
+from common.privacy.attacks import ATTACKS, CUT, RunAttackName
 from common.privacy.run_level import RunLevelLeak
 from tests.attacked_run import BATCH_ATTACKS, RUN_ATTACKS, AttackedRun, attacked_run, deal_labels
 
@@ -141,16 +141,17 @@ def header(cells: Sequence[str]) -> list[str]:
 
 def batch_table(runs: Mapping[str, Sequence[AttackedRun]], layer: str, statistic: str) -> list[str]:
     """Return the lines of the table of single batches at one layer."""
-    lines = header(["defense", "test AUC", *(f"`{name}`" for name in BATCH_ATTACKS)])
+    attacks = [name for name in BATCH_ATTACKS if layer == CUT or ATTACKS[name].reads_gradients]
+    lines = header(["defense", "test AUC", *(f"`{name}`" for name in attacks)])
     for defense, found in runs.items():
         leaks = [
             average(found, partial(batch_leak, layer=layer, attack=name, statistic=statistic))
-            for name in BATCH_ATTACKS
+            for name in attacks
         ]
         lines.append(row([defense, average(found, lambda r: r.test_aucs[-1]), *leaks]))
     every = [r for found in runs.values() for r in found]
     floor = average(every, lambda r: random_leak(r, statistic))
-    return [*lines, row(["random scores", "", *[floor] * len(BATCH_ATTACKS)])]
+    return [*lines, row(["random scores", "", *[floor] * len(attacks)])]
 
 
 def run_table(runs: Mapping[str, Sequence[AttackedRun]]) -> list[str]:

@@ -185,13 +185,14 @@ class _RedTeam(PassiveRecording):
                 batch.step,
                 gradients,
                 known.labels,
-                {} if row is None else {name: rows[row] for name, rows in clean.items()},
-                row,
-                torch.from_numpy(batch.positions.copy()),
-                pick_hint_rows(
+                references={} if row is None else {name: rows[row] for name, rows in clean.items()},
+                references_are_clean=False,  # not at the first layer; a clean one loses nothing
+                reference_row=row,
+                positions=torch.from_numpy(batch.positions.copy()),
+                hint_rows=pick_hint_rows(
                     known.labels, self._seed, batch.epoch, batch.step, self.audit.num_hints
                 ),
-                sent,
+                activations=sent,
             )
         )
         if measured is not None:

@@ -265,7 +265,10 @@ def run_in_process(
 def serving(parties: Parties, port: int) -> Iterator[ActiveService]:
     """Serve the active party at a port of localhost."""
     service = ActiveService(parties.session, parties.engine, deadline_s=20)
-    server = start_server(service, parties.active_settings.contract, f"127.0.0.1:{port}")
+    settings = parties.active_settings
+    server = start_server(
+        service, settings.contract, f"127.0.0.1:{port}", settings.credential_files("active")
+    )
     try:
         yield service
     finally:

@@ -630,6 +630,8 @@ class ActiveSession:
         answered, self._expected = self._expected, next(self._course, None)
         self._answered = _Answered(message.header, message.values, reply)
         self._place += 1
+        if self._store is None:
+            self._answers.forget_before(self._place)
         if answered is not None and self._rows is not None:
             self._checkpoint_due = is_checkpoint(self.contract, self._rows, answered)
 

@@ -112,6 +112,9 @@ class RunStore:
         _write_state(self._path(place), state)
         for _, path in self._files()[: -self._keep]:
             _delete(path)
+        if self._answers is not None:
+            # No run goes back to before the oldest state.
+            self._answers.forget_before(min(kept for kept, _ in self._files()))
         self._delete_halves()
 
     def load(self, place: int) -> State:
@@ -212,6 +215,14 @@ class AnswerLog:
         if self._path is not None:
             self._append(self._path, place.to_bytes(8, "little") + fingerprint)
         self._known[place] = fingerprint
+
+    def forget_before(self, place: int) -> None:
+        """Drop what this process remembers of earlier places; the file keeps it."""
+        self._known = {
+            known: fingerprint
+            for known, fingerprint in self._known.items()
+            if known >= place  # numbers that are no places are larger than all of them
+        }
 
     def _read(self, path: Path) -> None:
         try:

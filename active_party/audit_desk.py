@@ -17,14 +17,13 @@ from common.errors import AuditRefused, InvalidMessage, OutOfStep, TooLarge
 from common.privacy.label_free import LABEL_FREE
 from common.privacy.leakage import leak_auc
 from common.sample_order import Positions, positions_digest
+from common.wire import limits
 from common.wire.audit_codec import AuditQuestion
 
-MIN_EXAMPLES = 1000
-MAX_LAYERS = 4
-"""Different layers over the whole run. Their names are the peer's: without a limit each new one
-would be another question."""
+MIN_EXAMPLES = limits.AUDITED_EXAMPLES
+MAX_LAYERS = limits.AUDITED_LAYERS
 
-_LAYER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_LAYER_NAME = re.compile(limits.LAYER_NAME_PATTERN)
 
 
 class AuditDesk:

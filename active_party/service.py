@@ -17,6 +17,7 @@ from common.contract import Contract
 from common.credentials import CredentialFiles
 from common.errors import (
     AlignmentError,
+    ContractMismatch,
     InvalidMessage,
     NotOpen,
     PeerUnreachable,
@@ -27,14 +28,27 @@ from common.transcript import Transcript
 from common.wire.audit_codec import decode_question
 from common.wire.endpoint import SERVICE, add_port, channel_options
 from common.wire.error_interceptor import ErrorInterceptor
+from common.wire.limits import (
+    ALIGN_FRAME_BYTES,
+    CONCURRENT_RPCS,
+    DIGEST_BYTES,
+    HANDSHAKE_BYTES,
+    PROTOCOL_VERSION,
+    REFUSALS_LOGGED,
+    SERVER_THREADS,
+    SMALL_BYTES,
+    STREAMS_PER_CONNECTION,
+    believed,
+    reader,
+)
 from common.wire.noted_calls import NotingServer
+from common.wire.stream_places import StreamPlaces
 from common.wire.tensor_codec import TensorAssembler, TensorLimits, encode_tensor
 from common.wire.tls import PartyInterceptor
 from protos import split_learning_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-SERVER_THREADS = 8  # Train, Evaluate, Align, Audit, Leave, Handshake, health, with some to spare
 GOODBYE_WAIT_S = 5.0
 
 
@@ -50,6 +64,7 @@ class ActiveService:
     def __init__(self, session: ActiveSession, engine: AlignmentEngine, deadline_s: float) -> None:
         self.refused: Counter[str] = Counter()
         """How many messages were refused, by the kind of error."""
+        self._broken_streams = 0
         self._session = session
         self._engine = engine
         self._deadline_s = deadline_s
@@ -57,6 +72,9 @@ class ActiveService:
         self._heard_at = time.monotonic()
         self._aligning = threading.Lock()
         self._exchange_of_ids: StreamChannel | None = None
+        self._align_places = StreamPlaces()
+        self._train_places = StreamPlaces()
+        self._evaluate_places = StreamPlaces()
 
     def silent_s(self) -> float:
         """Return the seconds since the peer's last message."""
@@ -65,7 +83,9 @@ class ActiveService:
     def handshake(self, request: pb.HandshakeRequest, _: grpc.ServicerContext) -> pb.HandshakeReply:
         """Open the run."""
         self._hear()
-        if len(request.nonce_commitment) != 32 or not request.contract:
+        if request.protocol_version != PROTOCOL_VERSION:
+            raise ContractMismatch(["protocol_version"])
+        if len(request.nonce_commitment) != DIGEST_BYTES or not request.contract:
             raise InvalidMessage("a handshake without a contract or a commitment of 32 bytes")
         if bool(request.resume_run_id) != bool(request.resume_places):
             raise InvalidMessage("a run to go on with, and places in it, come together")
@@ -77,6 +97,7 @@ class ActiveService:
         )
         if self._exchange_of_ids is not None:
             self._exchange_of_ids.close()  # the peer has given it up, though its end may never come
+        self._align_places.clear()  # nor may it ever take what it was sent
         logger.info("handshake done: run %s with party %s", opening.run_id, request.party)
         digest = self._session.contract.digest()
         return pb.HandshakeReply(
@@ -87,23 +108,39 @@ class ActiveService:
         )
 
     def align(
-        self, requests: Iterator[pb.AlignFrame], _: grpc.ServicerContext
+        self, requests: Iterator[pb.AlignFrame], context: grpc.ServicerContext
     ) -> Iterator[pb.AlignFrame]:
         """Run this side of the alignment over one stream, which ends when this side is ready."""
+        with self._align_places.enter(context):
+            self._wait_for_the_alignment_before(context)
+            try:
+                yield from self._align(requests, context)
+            finally:
+                self._exchange_of_ids = None
+                self._aligning.release()
+
+    def _wait_for_the_alignment_before(self, context: grpc.ServicerContext) -> None:
         # A peer that was lost and came back may be faster than the end of its earlier stream.
-        if not self._aligning.acquire(timeout=GOODBYE_WAIT_S):
-            raise NotOpen("a second alignment at the same time")
-        try:
-            self._session.begin_alignment()
-            channel = StreamChannel(lambda _: self._heard(requests), deadline_s=self._deadline_s)
-            self._exchange_of_ids = channel
-            with ThreadPoolExecutor(1, thread_name_prefix="align") as executor:
-                ready = executor.submit(self._align_over, channel)
+        until = time.monotonic() + GOODBYE_WAIT_S
+        while context.is_active() and time.monotonic() < until:
+            if self._aligning.acquire(timeout=0.1):
+                return
+        raise NotOpen("a second alignment at the same time")
+
+    def _align(
+        self, requests: Iterator[pb.AlignFrame], context: grpc.ServicerContext
+    ) -> Iterator[pb.AlignFrame]:
+        self._session.begin_alignment()
+        self._align_places.answered(context)
+        channel = StreamChannel(lambda _: self._heard(requests), deadline_s=self._deadline_s)
+        self._exchange_of_ids = channel
+        with ThreadPoolExecutor(1, thread_name_prefix="align") as executor:
+            ready = executor.submit(self._align_over, channel)
+            try:
                 yield from channel.outgoing
-                ready.result()
-        finally:
-            self._exchange_of_ids = None
-            self._aligning.release()
+            finally:
+                channel.close()  # where the stream has ended before the exchange
+            ready.result()
 
     def _align_over(self, channel: StreamChannel) -> None:
         session, run_id = self._session, self._session.run_id
@@ -125,29 +162,34 @@ class ActiveService:
             raise NotOpen(f"the alignment broke off: {error}") from error
         session.aligned(alignment.rows, alignment.peer_nonce)
 
-    def train(self, requests: Iterator[bytes], _: grpc.ServicerContext) -> Iterator[bytes]:
+    def train(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Answer activations with defended gradients; learn only after the answer has left."""
         assembler = TensorAssembler(self._limits)
-        for frame in self._heard(requests):
-            message = assembler.add(frame)
-            if message is not None:
-                yield from encode_tensor(self._session.exchange(message), self._limits)
-                self._session.finish_step()
+        with self._train_places.enter(context):
+            for frame in self._heard(requests):
+                message = assembler.add(frame)
+                if message is not None:
+                    gradient = self._session.exchange(message)
+                    self._train_places.answered(context)
+                    yield from encode_tensor(gradient, self._limits)
+                    self._session.finish_step()
 
     def evaluate(
-        self, requests: Iterator[bytes], _: grpc.ServicerContext
+        self, requests: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[pb.EvaluateReply]:
         """Score held-out activations."""
         assembler = TensorAssembler(self._limits)
-        for frame in self._heard(requests):
-            message = assembler.add(frame)
-            if message is not None:
-                course = self._session.evaluate(message)
-                header = message.header
-                yield pb.EvaluateReply(
-                    epoch=header.epoch, step=header.step, split=header.split, course=course
-                )
-                self._session.finish_step()
+        with self._evaluate_places.enter(context):
+            for frame in self._heard(requests):
+                message = assembler.add(frame)
+                if message is not None:
+                    course = self._session.evaluate(message)
+                    self._evaluate_places.answered(context)
+                    header = message.header
+                    yield pb.EvaluateReply(
+                        epoch=header.epoch, step=header.step, split=header.split, course=course
+                    )
+                    self._session.finish_step()
 
     def audit(self, request: pb.AuditRequest, _: grpc.ServicerContext) -> pb.AuditReply:
         """Measure the peer's scores."""
@@ -159,17 +201,19 @@ class ActiveService:
         """Take note of the peer's goodbye."""
         self._hear()
         # A failing alignment fails on both sides: what this side found says more than the goodbye.
-        finished = self._aligning.acquire(timeout=GOODBYE_WAIT_S)
-        if finished:
+        is_meant = request.run_id == self._session.run_id
+        if is_meant and self._aligning.acquire(timeout=GOODBYE_WAIT_S):
             self._aligning.release()
         self._session.leave(request.run_id, request.reason)
         return pb.LeaveReply()
 
     def on_error(self, error: Exception) -> None:
         """Log and count an error; one that is not the peer's fault ends the run."""
-        if isinstance(error, ProtocolError):
-            self.refused[type(error).__name__] += 1
-            logger.warning("refused a message: %s", error)
+        # Contracts that differ end a run that waits for its peer, and the session does that itself.
+        if isinstance(error, (ProtocolError, ContractMismatch)):
+            kind = type(error).__name__
+            self.refused[kind] += 1
+            _warn(f"refused a message: {error}", self.refused[kind])
         elif isinstance(error, SplitveilError):
             self._session.end(error)
         else:
@@ -189,10 +233,22 @@ class ActiveService:
                 return
             except grpc.RpcError:
                 if not self._session.over:
-                    logger.warning("the peer's stream broke off; waiting for it to come back")
+                    self._broken_streams += 1
+                    _warn(
+                        "the peer's stream broke off; waiting for it to come back",
+                        self._broken_streams,
+                    )
                 return
             self._hear()
-            yield message
+            yield believed(message)
+
+
+class HealthService(health.HealthServicer):  # type: ignore[misc]
+    """Says when asked whether this party serves, and has no streams that would say it later."""
+
+    def Watch(self, request: Any, context: grpc.ServicerContext) -> None:  # noqa: ARG002, N802 (gRPC's)
+        """Refuse: streams that last would take every place that calls have."""
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, "ask with Check")
 
 
 def start_server(
@@ -222,24 +278,17 @@ def start_server(
     server = grpc.server(
         ThreadPoolExecutor(SERVER_THREADS, thread_name_prefix="grpc"),
         interceptors=[*protection, ErrorInterceptor(service.on_error)],
-        options=channel_options(contract),
-        maximum_concurrent_rpcs=4 * SERVER_THREADS,
+        options=[
+            *channel_options(contract),
+            ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION),
+            # A few kilobytes would become any number of them.
+            ("grpc.compression_enabled_algorithms_bitset", 1),
+        ],
+        maximum_concurrent_rpcs=CONCURRENT_RPCS,
     )
-    handlers = {
-        "Handshake": _unary(service.handshake, pb.HandshakeRequest, pb.HandshakeReply),
-        "Audit": _unary(service.audit, pb.AuditRequest, pb.AuditReply),
-        "Leave": _unary(service.leave, pb.LeaveRequest, pb.LeaveReply),
-        "Align": grpc.stream_stream_rpc_method_handler(
-            service.align, pb.AlignFrame.FromString, pb.AlignFrame.SerializeToString
-        ),
-        # Tensors come and go as raw bytes: tensor_codec reads and writes them.
-        "Train": grpc.stream_stream_rpc_method_handler(service.train),
-        "Evaluate": grpc.stream_stream_rpc_method_handler(
-            service.evaluate, None, pb.EvaluateReply.SerializeToString
-        ),
-    }
+    handlers = method_handlers(service, contract)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-    health_servicer = health.HealthServicer()
+    health_servicer = HealthService()
     health_servicer.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     add_port(server, address, credentials)
@@ -247,9 +296,39 @@ def start_server(
     return server
 
 
+def method_handlers(
+    service: ActiveService, contract: Contract
+) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
+    """Return what reads, answers and writes the messages of each method."""
+    return {
+        "Handshake": _unary(service.handshake, reader(pb.HandshakeRequest, HANDSHAKE_BYTES)),
+        "Audit": _unary(service.audit, reader(pb.AuditRequest, contract.max_message_bytes)),
+        "Leave": _unary(service.leave, reader(pb.LeaveRequest, SMALL_BYTES)),
+        "Align": grpc.stream_stream_rpc_method_handler(
+            service.align, reader(pb.AlignFrame, ALIGN_FRAME_BYTES), pb.AlignFrame.SerializeToString
+        ),
+        # Tensors come and go as raw bytes: tensor_codec reads and writes them.
+        "Train": grpc.stream_stream_rpc_method_handler(service.train),
+        "Evaluate": grpc.stream_stream_rpc_method_handler(
+            service.evaluate, None, pb.EvaluateReply.SerializeToString
+        ),
+    }
+
+
 def _unary(
-    behaviour: Callable[[Any, grpc.ServicerContext], Any], request: Any, reply: Any
+    behaviour: Callable[[Any, grpc.ServicerContext], Any], read: Callable[[bytes], Any]
 ) -> "grpc.RpcMethodHandler[Any, Any]":
+    def answer(request: Any, context: grpc.ServicerContext) -> Any:
+        return behaviour(believed(request), context)
+
     return grpc.unary_unary_rpc_method_handler(
-        behaviour, request.FromString, reply.SerializeToString
+        answer, read, lambda reply: reply.SerializeToString()
     )
+
+
+def _warn(text: str, count: int) -> None:
+    """Log what came for the ``count``-th time: the first ones, and then every doubling."""
+    if count <= REFUSALS_LOGGED:
+        logger.warning("%s", text)
+    elif count & (count - 1) == 0:
+        logger.warning("%s (%d times so far)", text, count)

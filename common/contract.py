@@ -7,6 +7,7 @@ not in it is private to one party.
 import hashlib
 import json
 import math
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, StringConstraints, model_validator
@@ -23,6 +24,8 @@ DnsName = Annotated[
         to_lower=True, max_length=253, pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$"
     ),
 ]
+
+_OTHER_FIELDS = "(other fields)"
 
 ACTIVE = "active"
 """Name of the active party; the passive ones choose theirs."""
@@ -200,23 +203,27 @@ class Contract(Section):
         Only names of this contract's own fields come back; whatever else the text holds, or a text
         that is no contract at all, is summed up as "(other fields)".
         """
-        own = _flatten(self.model_dump(mode="json"))
+        if canonical == self.canonical_json():
+            return []
         try:
-            values = json.loads(canonical)
-            other = _flatten(values) if isinstance(values, dict) else {}
+            other = json.loads(canonical)
         except (ValueError, RecursionError):
-            return ["(other fields)"]
-        differing = [name for name in own if name not in other or other[name] != own[name]]
-        if other.keys() - own.keys():
-            differing.append("(other fields)")
-        return differing
+            return [_OTHER_FIELDS]
+        # Differing texts of equal values, such as 1 and true, are no canonical form either.
+        names = dict.fromkeys(_differing(self.model_dump(mode="json"), other))
+        return list(names) or [_OTHER_FIELDS]
 
 
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
+def _differing(own: dict[str, Any], other: Any, prefix: str = "") -> Iterator[str]:
+    """Name the fields that differ, going only where this party has fields of its own.
+
+    The other side's nesting is the peer's choice: names put together from it could fill the memory.
+    """
+    others = other if isinstance(other, dict) else {}
+    for name, value in own.items():
         if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat
+            yield from _differing(value, others.get(name), f"{prefix}{name}.")
+        elif name not in others or others[name] != value:
+            yield prefix + name
+    if others.keys() - own.keys():
+        yield _OTHER_FIELDS

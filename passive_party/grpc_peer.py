@@ -3,6 +3,7 @@
 import logging
 import queue
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -10,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.alignment import AlignChannel, StreamChannel
@@ -27,6 +29,16 @@ from common.party_settings import ReconnectSettings
 from common.transcript import Transcript
 from common.wire.audit_codec import AuditQuestion, encode_question
 from common.wire.endpoint import HANDSHAKE_TIMEOUT_S, SERVICE, method_path, open_channel
+from common.wire.limits import (
+    ALIGN_FRAME_BYTES,
+    DIGEST_BYTES,
+    PROTOCOL_VERSION,
+    RUN_ID_PATTERN,
+    SMALL_BYTES,
+    Refused,
+    believed,
+    reader,
+)
 from common.wire.noted_calls import NotingClient
 from common.wire.status import error_from
 from common.wire.tensor_codec import TensorAssembler, TensorLimits, TensorMessage, encode_tensor
@@ -40,6 +52,7 @@ MAX_DAMAGED = 3
 """How often in a row one question is asked again because it, or its answer, came damaged."""
 HEALTH_TIMEOUT_S = 3.0
 
+MessageT = TypeVar("MessageT", bound=Message)
 ResultT = TypeVar("ResultT")
 Interruption = Callable[[], int | None]
 
@@ -106,7 +119,7 @@ class GrpcPeer:
         """Open a run, or go on with one, waiting for an active party that is not there yet."""
         self._drop_streams()
         request = pb.HandshakeRequest(
-            protocol_version=1,
+            protocol_version=PROTOCOL_VERSION,
             party=party,
             contract=canonical_contract,
             nonce_commitment=commitment,
@@ -137,7 +150,9 @@ class GrpcPeer:
     def open_alignment(self) -> AlignChannel:
         """Open the alignment stream."""
         method = self._channel.stream_stream(
-            method_path("Align"), pb.AlignFrame.SerializeToString, pb.AlignFrame.FromString
+            method_path("Align"),
+            pb.AlignFrame.SerializeToString,
+            reader(pb.AlignFrame, ALIGN_FRAME_BYTES),
         )
         return StreamChannel(
             self._start_alignment(method),
@@ -148,7 +163,7 @@ class GrpcPeer:
     def _start_alignment(self, method: Any) -> Callable[[Iterator[pb.AlignFrame]], Any]:
         def connect(outgoing: Iterator[pb.AlignFrame]) -> Any:
             self._align = method(outgoing)
-            return self._align
+            return map(believed, self._align)
 
         return connect
 
@@ -177,11 +192,11 @@ class GrpcPeer:
 
         def ask() -> "pb.Course":
             if self._evaluate is None:
-                self._evaluate = self._open("Evaluate", None, pb.EvaluateReply.FromString)
+                self._evaluate = self._open("Evaluate", reader(pb.EvaluateReply, SMALL_BYTES))
             stream, header = self._evaluate, message.header
             stream.send_all(encode_tensor(message, self._limits))
             try:
-                reply = stream.receive()
+                reply = believed(stream.receive())
                 answered = (reply.epoch, reply.split, reply.step)
                 if answered != (header.epoch, header.split, header.step):
                     raise InvalidMessage("the reply to an evaluation is for another batch")
@@ -223,7 +238,7 @@ class GrpcPeer:
         if self._last_activation is None:
             raise RuntimeError("no activation was sent")
         if self._train is None:
-            self._train = self._open("Train", None, None)
+            self._train = self._open("Train", None)
             self._train.send_all(encode_tensor(self._last_activation, self._limits))
         stream, assembler = self._train, TensorAssembler(self._limits)
         try:
@@ -315,27 +330,27 @@ class GrpcPeer:
                 raise Interrupted(signal_number)
             time.sleep(min(left, 0.1))
 
-    def _unary(self, method: str, request: Any, reply: type[ResultT], timeout_s: float) -> ResultT:
+    def _unary(
+        self, method: str, request: Any, reply: type[MessageT], timeout_s: float
+    ) -> MessageT:
         call = self._channel.unary_unary(
             method_path(method),
             request_serializer=type(request).SerializeToString,
-            response_deserializer=reply.FromString,  # type: ignore[attr-defined]
+            response_deserializer=reader(reply, SMALL_BYTES),
         )
         try:
-            answer: ResultT = call(request, timeout=timeout_s)
+            answer: MessageT | Refused = call(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise _error_of(error) from error
-        return answer
+        return believed(answer)
 
     def _open(
         self,
         method: str,
-        serialise: Callable[[Any], bytes] | None,
-        parse: Callable[[bytes], Any] | None,
+        read: Callable[[bytes], Any] | None,
     ) -> "_Stream":
-        call = self._channel.stream_stream(
-            method_path(method), request_serializer=serialise, response_deserializer=parse
-        )
+        """Open a stream of tensors, and of answers to them, which stay bytes without ``read``."""
+        call: Any = self._channel.stream_stream(method_path(method), response_deserializer=read)
         return _Stream(call, self._reconnect.deadline_s, self._interruption)
 
 
@@ -393,11 +408,11 @@ class _Stream:
 
 
 def _opening(reply: pb.HandshakeReply, offer: Offer | None) -> Opening:
-    if not 0 < len(reply.run_id) <= 64:
+    if not re.fullmatch(RUN_ID_PATTERN, reply.run_id):
         raise InvalidMessage("the handshake's reply names no run")
     for name, value in (("nonce", reply.nonce), ("contract_digest", reply.contract_digest)):
-        if len(value) != 32:
-            raise InvalidMessage(f"{name}: expected 32 bytes, got {len(value)}")
+        if len(value) != DIGEST_BYTES:  # as long as a nonce
+            raise InvalidMessage(f"{name}: expected {DIGEST_BYTES} bytes, got {len(value)}")
     resumes_at = reply.resumes_at if reply.HasField("resumes_at") else None
     if offer is not None and (reply.run_id != offer.run_id or resumes_at not in offer.places):
         raise InvalidMessage("the active party goes on with another run than this one")

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
-from common.errors import PeerUnreachable
+from common.errors import PeerUnreachable, SplitveilError
 from protos.split_learning_pb2 import AlignFrame
 
 DEFAULT_DEADLINE_S = 60.0
@@ -176,7 +176,9 @@ def _pump(
     try:
         for frame in frames:
             queue.put(frame, None)
-    except Exception as error:  # handed to the thread that receives
+    except SplitveilError as error:  # handed to the thread that receives
+        queue.close(error)
+    except Exception as error:  # likewise
         queue.close(translate(error))
     else:
         queue.close()

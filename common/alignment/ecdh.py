@@ -27,12 +27,13 @@ from common.alignment import ristretto
 from common.alignment.ids import NORMALISATION
 from common.alignment.workers import WorkerPool
 from common.errors import AlignmentError, InvalidMessage, OutOfStep, SplitveilError, TooLarge
+from common.wire import limits
 from protos.split_learning_pb2 import AlignDone, AlignFrame, AlignHello, MaskedPoints, Tags
 
 ENGINE = "ecdh-ristretto255"
 VERSION = 1
-TAG_BYTES = 16
-CHUNK_IDS = 4096
+TAG_BYTES = limits.TAG_BYTES
+CHUNK_IDS = limits.CHUNK_IDS
 _TAG = np.dtype(f"S{TAG_BYTES}")
 
 RowIndices = npt.NDArray[np.int64]

@@ -5,6 +5,7 @@ for the own user goes out, with one exception: the names of the contract's field
 which the parties differ, which both hold anyway.
 """
 
+import re
 from typing import NamedTuple
 
 import grpc
@@ -26,6 +27,7 @@ from common.errors import (
     SplitveilError,
     TooLarge,
 )
+from common.wire.limits import DETAILS_CHARACTERS
 
 
 class PeerStatus(NamedTuple):
@@ -36,6 +38,10 @@ class PeerStatus(NamedTuple):
 
 
 _MISMATCH = "contract-mismatch"
+_BUSY = "Concurrent RPC limit exceeded"
+"""gRPC's own words."""
+_FIELD_NAME = re.compile(r"[A-Za-z0-9_. ()-]{1,100}")
+_OTHER_FIELDS = "(other fields)"
 
 # From the most special to the most general: the first that fits an error is sent.
 _SENT: tuple[tuple[type[Exception], PeerStatus], ...] = (
@@ -160,18 +166,28 @@ def status_for(error: BaseException) -> PeerStatus:
 def error_from(code: grpc.StatusCode, details: str | None) -> SplitveilError:
     """Return the error that a status from the peer means for this party.
 
-    ``PeerUnreachable`` for what may pass; everything else ends the run.
+    ``PeerUnreachable`` for what may pass; everything else ends the run. Of the peer's own words
+    only names of fields are repeated, and only where they look like such.
     """
     word, _, rest = (details or "").partition(": ")
     if word == _MISMATCH:
-        return ContractMismatch([name.strip() for name in rest[:2000].split(",")])
+        names = [name.strip() for name in rest[:DETAILS_CHARACTERS].split(",")]
+        named = [name for name in names if _FIELD_NAME.fullmatch(name)]
+        return ContractMismatch(named or [_OTHER_FIELDS])
     if word in _RECEIVED:
         kind, sentence = _RECEIVED[word]
         return kind(sentence)
+    return _error_of_connection(code, details or "")
+
+
+def _error_of_connection(code: grpc.StatusCode, details: str) -> SplitveilError:
+    """Return what a status of gRPC itself means."""
     if code is grpc.StatusCode.UNAVAILABLE:
-        return _error_without_connection(details or "")
+        return _error_without_connection(details)
     if code in _PASSING:
         return PeerUnreachable(f"no connection to the peer ({code.name})")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and _BUSY in details:
+        return PeerUnreachable("the peer has as many calls as it takes at a time")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return TooLarge("a message is beyond the connection's limits")
     return PeerError(f"the peer refused a call ({code.name})")

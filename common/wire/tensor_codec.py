@@ -16,6 +16,7 @@ from torch import Tensor
 
 from common.contract import DTYPE_BYTES, Contract, CutDtype
 from common.errors import InvalidMessage, TooLarge
+from common.wire.limits import TENSOR_HEADER_BYTES, check_fields
 from protos import split_learning_pb2 as pb
 
 TORCH_DTYPES: dict[CutDtype, torch.dtype] = {
@@ -154,7 +155,7 @@ class TensorAssembler:
         if fields.rows > limits.max_rows:
             raise TooLarge(f"rows: at most {limits.max_rows}, got {fields.rows}")
         if fields.rows == 0 or tuple(fields.shape) != shape:
-            raise InvalidMessage(f"shape: expected {shape}, got {tuple(fields.shape)[:8]}")
+            raise InvalidMessage(f"shape: expected {shape}, got {tuple(fields.shape)}")
         expected = math.prod(shape) * DTYPE_BYTES[limits.dtype]
         if fields.total_bytes != expected:
             raise InvalidMessage(f"length: expected {expected} bytes, got {fields.total_bytes}")
@@ -194,19 +195,26 @@ def _split_frame(frame: bytes) -> tuple[pb.TensorFrame, memoryview]:
         start, end = _find_data(frame)
         if end == len(frame):
             fields = pb.TensorFrame.FromString(frame[: start[0]])
+            check_fields(fields)
             return fields, memoryview(frame)[start[1] :]
+        if len(frame) - max(end - start[1], 0) > TENSOR_HEADER_BYTES:
+            raise InvalidMessage(f"more than {TENSOR_HEADER_BYTES} bytes beside a tensor's payload")
         fields = pb.TensorFrame.FromString(frame)
     except (DecodeError, IndexError, ValueError) as error:
         raise InvalidMessage("not a TensorFrame message") from error
+    check_fields(fields)
     data = memoryview(fields.data)
     fields.ClearField("data")
     return fields, data
 
 
 def _find_data(frame: bytes) -> tuple[tuple[int, int], int]:
-    """Find the payload field: (where its tag is, where its bytes start), where they end."""
+    """Find the payload field: (where its tag is, where its bytes start), where they end.
+
+    Only where it may begin: a megabyte of small fields is not gone through.
+    """
     at = 0
-    while at < len(frame):
+    while at < min(len(frame), TENSOR_HEADER_BYTES):
         tag_at = at
         tag, at = _read_varint(frame, at)
         if tag == _DATA_TAG[0]:

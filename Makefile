@@ -7,7 +7,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 BENCHMARKS := $(filter-out __init__ environment,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
-.PHONY: demo test lint protos bench
+.PHONY: demo test faults lint protos bench
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -15,6 +15,9 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/pytest
+
+faults: $(INSTALLED)
+	SPLITVEIL_FAULTS=all $(BIN)/pytest -s tests/system/test_faults.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

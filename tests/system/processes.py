@@ -35,6 +35,7 @@ class Party:
         *overrides: str,
         command: Literal["run", "check"] = "run",
         options: Sequence[str] = (),
+        log: str | None = None,
     ) -> None:
         """Start it.
 
@@ -44,19 +45,20 @@ class Party:
             overrides: of settings, as after ``--set``.
             command: what the program is to do.
             options: further words of the command line.
+            log: names the file of its output; by default the command does.
         """
         self.party = party
         self.runs = folder / "runs"
-        self._log = folder / f"{party}.{command}.log"
+        self._log = folder / f"{party}.{log or command}.log"
         settings = [str(folder / f"{party}.yaml"), "--runs", str(self.runs)]
         sets = [text for override in overrides for text in ("--set", override)]
-        with self._log.open("wb") as log:
+        with self._log.open("wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", f"{party}_party", command, *settings, *sets, *options],
                 cwd=ROOT,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
                 stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdout=output,
                 stderr=subprocess.STDOUT,
             )
 

@@ -26,6 +26,7 @@ from common.command_line import draw_nonce
 from common.credentials import CredentialFiles
 from common.party_data import PartyData
 from common.party_settings import load_party_settings
+from common.run_folder import write_json_atomically
 from passive_party.assembly import TrainerBuilder as BottomBuilder
 from passive_party.grpc_peer import GrpcPeer
 from passive_party.recorder import PassiveRecorder
@@ -100,8 +101,11 @@ def assert_same(found: Outcome, expected: Outcome, told: str = "") -> None:
 class Restarted:
     """One party as a supervisor keeps it: whenever it was killed, started with the same command."""
 
-    def __init__(self, party: PartyName, folder: Path, address: str, settings: Settings) -> None:
+    def __init__(
+        self, party: PartyName, folder: Path, address: str, settings: Settings, log: str
+    ) -> None:
         self.party: PartyName = party
+        self._log = log
         self.starts = 0
         self._folder = folder
         where = f"{'listen' if party == 'active' else 'connect'}={address}"
@@ -115,7 +119,12 @@ class Restarted:
             self._outputs.append(self._process.output)
         self.starts += 1
         self._process = Party(
-            self.party, self._folder, *self._overrides, *overrides, options=options
+            self.party,
+            self._folder,
+            *self._overrides,
+            *overrides,
+            options=options,
+            log=self._log,
         )
 
     def kill(self) -> None:
@@ -203,17 +212,18 @@ class Both(NamedTuple):
 
 
 @contextmanager
-def kept_up(folder: Path, settings: Settings) -> Iterator[Both]:
+def kept_up(folder: Path, settings: Settings, log: str = "run") -> Iterator[Both]:
     """Give both parties at a free port, not started; whoever still runs in the end is killed.
 
     Args:
         folder: as ``write_example`` leaves it.
         settings: overrides.
+        log: what names the files of their output.
     """
     address = free_address()
     both = Both(
-        Restarted("active", folder, address, settings),
-        Restarted("passive", folder, address, settings),
+        Restarted("active", folder, address, settings, log),
+        Restarted("passive", folder, address, settings, log),
     )
     try:
         yield both
@@ -260,7 +270,7 @@ def run_here(example: Path, runs: Path, settings: Settings, wire: Wire = DIRECT)
             raise session.error
         assert session.trainer is not None
         save_model(folders[0], session.trainer.model, None)
-    (folders[0] / "summary.json").write_text(json.dumps(recorder.summary({})))
+    write_json_atomically(folders[0] / "summary.json", recorder.summary({}))
     return outcome(runs)
 
 

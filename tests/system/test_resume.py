@@ -1,0 +1,200 @@
+"""Parties that were killed or stopped and started again with the same commands: exact resume."""
+
+import random
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from tests import certificates
+from tests.runs import write_example
+from tests.system.processes import side_by_side
+from tests.system.restarted import (
+    Both,
+    Outcome,
+    Settings,
+    assert_same,
+    kept_up,
+    outcome,
+    run_here,
+)
+
+DEFENSES = {
+    "none": "{name: none}",
+    "max_norm": "{name: max_norm, insecure_noise_seed: 7}",
+    "marvell, fresh noise": "{name: marvell, noise: fresh, insecure_noise_seed: 7}",
+    "marvell, persistent noise": "{name: marvell, noise: persistent, insecure_noise_seed: 7}",
+}
+
+
+def settings(defense: str = "{name: none}", max_s: float = 60) -> Settings:
+    """Return a run of some seconds, with a checkpoint every few steps."""
+    return Settings(
+        both=(
+            "contract.epochs=6",
+            "contract.batch_size=32",
+            "contract.checkpoints.every_steps=4",
+            f"reconnect={{max_s: {max_s}, first_wait_s: 0.1, longest_wait_s: 0.5}}",
+        ),
+        active=(f"defense={defense}", "leak_monitor.queue_batches=1024"),
+        passive=("adversary.queue_batches=1024",),
+    )
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("example")
+    write_example(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(example: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """Return what each defense's run leaves when nothing happens to it."""
+    return {
+        name: run_here(example, tmp_path_factory.mktemp("whole"), settings(defense))
+        for name, defense in DEFENSES.items()
+    }
+
+
+def test_the_comparison_would_notice_another_run(whole: dict[str, Outcome]) -> None:
+    for name, other in (("none", "max_norm"), ("max_norm", "marvell, fresh noise")):
+        with pytest.raises(AssertionError):
+            assert_same(whole[name], whole[other])
+
+
+def wait_for_line(both: Both, line: int) -> None:
+    """Wait until the active party has noted so much, and see to it that the run is not over."""
+    both.wait_until(lambda: both.active.lines >= line)
+    assert [party.exit_code for party in both] == [None, None], both.outputs
+
+
+def test_killed_at_random_steps_every_defense_ends_as_if_nothing_had_happened(
+    tmp_path: Path, whole: dict[str, Outcome]
+) -> None:
+    victims: dict[str, list[tuple[str, ...]]] = {
+        "none": [("active", "passive"), ("passive",)],
+        "max_norm": [("passive",), ("active",)],
+        "marvell, fresh noise": [("active",), ("active", "passive")],
+        "marvell, persistent noise": [("active", "passive"), ("active",)],
+    }
+
+    def run(name: str) -> None:
+        folder = tmp_path / name.replace(", ", "-").replace(" ", "-")
+        write_example(folder)
+        if name == "max_norm":
+            certificates.use(certificates.make(tmp_path / "certificates"), folder)
+        generator, lines = random.Random(name), len(whole[name].metrics["active"])
+        with kept_up(folder, settings(DEFENSES[name])) as both:
+            both.start()
+            for part, names in enumerate(victims[name]):
+                wait_for_line(both, int(lines * (0.1 + 0.4 * part + 0.3 * generator.random())))
+                struck = [party for party in both if party.party in names]
+                for party in struck:
+                    party.kill()
+                for party in struck:
+                    party.start()
+            assert both.wait() == (0, 0), both.outputs
+            for party in both:
+                assert "going on in epoch" in party.output
+            assert_same(outcome(folder / "runs"), whole[name], both.outputs)
+            assert not list(tmp_path.glob(f"{folder.name}/runs/small/*.previous-*"))
+
+    side_by_side(*(partial(run, name) for name in DEFENSES))
+
+
+def interrupted(both: Both, whole: Outcome) -> None:
+    """Ctrl-C at a terminal reaches both."""
+    both.start()
+    wait_for_line(both, len(whole.metrics["active"]) // 3)
+    for party in both:
+        party.signal(signal.SIGINT)
+    assert both.wait() == (130, 130), both.outputs
+    both.start()
+    assert both.wait() == (0, 0), both.outputs
+    assert all("going on in epoch" in party.said for party in both)
+
+
+def given_up(lost: Literal["active", "passive"], both: Both, whole: Outcome) -> None:
+    """Past ``reconnect.max_s`` without its peer, a party saves where it is, and says so."""
+    both.start()
+    wait_for_line(both, len(whole.metrics["active"]) // 3)
+    gone, left = both
+    if lost == "passive":
+        gone, left = left, gone
+    gone.kill()
+    assert left.wait() == 4, both.outputs
+    assert "for 3 s" in left.said
+    both.start()
+    assert both.wait() == (0, 0), both.outputs
+    assert all("going on in epoch" in party.said for party in both)
+
+
+def begun_anew_by_option(both: Both, whole: Outcome) -> None:
+    both.start()
+    wait_for_line(both, len(whole.metrics["active"]) // 3)
+    for party in both:
+        party.kill()
+    both.start(options=["--fresh"])
+    assert both.wait() == (0, 0), both.outputs
+    for party in both:
+        assert party.folder.with_name(f"{party.party}.previous-1").is_dir()
+        assert "going on" not in party.said
+
+
+def begun_anew_by_settings(both: Both, whole: Outcome) -> None:
+    """What the run was cannot be gone on with; what is named differs."""
+    both.start()
+    wait_for_line(both, len(whole.metrics["active"]) // 3)
+    for party in both:
+        party.kill()
+    both.start("contract.batch_size=16", "model_seed=3")
+    assert both.wait() == (0, 0), both.outputs
+    for party in both:
+        assert "the unfinished run (contract, model_seed): beginning anew" in party.said
+        assert party.folder.with_name(f"{party.party}.previous-1").is_dir()
+    with pytest.raises(AssertionError):
+        assert_same(outcome(both.active.folder.parents[1]), whole)
+
+
+def refused_twice(both: Both, whole: Outcome) -> None:
+    """A second process of the same run goes without, and does the first one no harm."""
+    both.start()
+    wait_for_line(both, 5)
+    folder = both.active.folder.parents[2]
+    with kept_up(folder, settings(), log="second") as others:
+        others.start()
+        assert others.wait() == (2, 2), others.outputs
+        assert all("another process" in other.said for other in others)
+    assert both.wait() == (0, 0), both.outputs
+
+
+Story = Callable[[Both, Outcome], None]
+
+
+def test_whoever_ends_a_run_before_its_end_can_go_on_with_it_or_begin_anew(
+    tmp_path: Path, whole: dict[str, Outcome]
+) -> None:
+    stories: list[tuple[str, Story, float, bool]] = [
+        ("interrupted", interrupted, 60, True),
+        ("active-lost", partial(given_up, "active"), 3, True),
+        ("passive-lost", partial(given_up, "passive"), 3, True),
+        ("fresh", begun_anew_by_option, 60, True),
+        ("changed", begun_anew_by_settings, 60, False),
+        ("twice", refused_twice, 60, True),
+    ]
+
+    def tell(name: str, story: Story, max_s: float, *, is_same: bool) -> None:
+        folder = tmp_path / name
+        write_example(folder)
+        with kept_up(folder, settings(max_s=max_s)) as both:
+            story(both, whole["none"])
+            if is_same:
+                assert_same(outcome(folder / "runs"), whole["none"], both.outputs)
+
+    side_by_side(
+        *(partial(tell, name, story, max_s, is_same=same) for name, story, max_s, same in stories)
+    )

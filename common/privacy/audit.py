@@ -12,7 +12,6 @@ import struct
 import sys
 import threading
 import time
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -37,6 +36,7 @@ from common.privacy.attacks import (
 )
 from common.privacy.leakage import has_both_classes, leak_auc_many
 from common.privacy.run_level import LayerScores, RunAudit, RunLevelLeak
+from common.privacy.tally import AttackTally
 
 _NICENESS = 10
 """How far the worker stands back: about a tenth of the weight of a thread that trains."""
@@ -145,7 +145,7 @@ def pick_hint_rows(
 class LeakAudit:
     """The leak AUC of every attack on every layer and batch of a run, and of the run as a whole.
 
-    Remembers one number per batch, layer and attack, and what `RunAudit` says for each attack that
+    Remembers an `AttackTally` per layer and attack, and what `RunAudit` says for each attack that
     gathers over the run. Safe to read while another thread observes.
 
     Args:
@@ -167,10 +167,8 @@ class LeakAudit:
         self._run = RunAudit(run_attacks, num_examples)
         self._every_steps = every_steps
         self._lock = threading.Lock()
-        self._epochs = array("q")
-        self._random = array("d")
-        # NaN where an attack was not measured on a batch, so that all series keep step.
-        self._series: dict[tuple[str, str], array[float]] = {}
+        self._observed = 0
+        self._tallies: dict[tuple[str, str], AttackTally] = {}
         self._skipped_one_class = 0
         self._left_out = 0
         self._latest: BatchLeak | None = None
@@ -209,30 +207,28 @@ class LeakAudit:
 
     def summary(self) -> dict[str, dict[str, AttackSummary]]:
         """Summarise the run so far; an attack that was never measured is absent."""
-        with self._lock:
-            epochs, random = np.array(self._epochs), np.array(self._random)
-            series = {key: np.array(values) for key, values in self._series.items()}
         result: dict[str, dict[str, AttackSummary]] = {}
-        for (layer, attack), values in series.items():
-            measured = ~np.isnan(values)
-            last = measured & (epochs == epochs[measured].max())
-            result.setdefault(layer, {})[attack] = AttackSummary(
-                q95=float(np.quantile(values[measured], 0.95)),
-                mean=float(values[measured].mean()),
-                last_epoch=float(values[last].mean()),
-                random_q95=float(np.quantile(random[measured], 0.95)),
-            )
+        with self._lock:
+            for (layer, attack), tally in self._tallies.items():
+                result.setdefault(layer, {})[attack] = AttackSummary(
+                    q95=tally.quantile(0.95),
+                    mean=tally.mean,
+                    last_epoch=tally.epoch_mean(tally.last_epoch) or tally.mean,
+                    random_q95=tally.random_quantile(0.95),
+                )
         return result
 
     def epoch_means(self, epoch: int) -> LeakByAttack:
-        """Return the mean leak AUCs over the batches of one epoch, absent where there is none."""
-        with self._lock:
-            chosen = np.array(self._epochs) == epoch
-            series = {key: np.array(values)[chosen] for key, values in self._series.items()}
+        """Return the mean leak AUCs over the batches of one epoch, absent where there is none.
+
+        Known of the last 64 epochs in which an attack was measured.
+        """
         result: LeakByAttack = {}
-        for (layer, attack), values in series.items():
-            if not np.isnan(values).all():
-                result.setdefault(layer, {})[attack] = float(np.nanmean(values))
+        with self._lock:
+            for (layer, attack), tally in self._tallies.items():
+                mean = tally.epoch_mean(epoch)
+                if mean is not None:
+                    result.setdefault(layer, {})[attack] = mean
         return result
 
     def worst_epochs(self) -> LeakByAttack:
@@ -242,12 +238,8 @@ class LeakAudit:
         """
         worst: LeakByAttack = {}
         with self._lock:
-            epochs = sorted(set(self._epochs))
-        for epoch in epochs:
-            for layer, attacks in self.epoch_means(epoch).items():
-                found = worst.setdefault(layer, {})
-                for attack, value in attacks.items():
-                    found[attack] = max(found.get(attack, 0.5), value)
+            for (layer, attack), tally in self._tallies.items():
+                worst.setdefault(layer, {})[attack] = tally.worst_epoch
         return worst
 
     @property
@@ -274,20 +266,19 @@ class LeakAudit:
     def counts(self) -> AuditCounts:
         """Return how many batches were measured, had one class, and were left out."""
         with self._lock:
-            return AuditCounts(len(self._epochs), self._skipped_one_class, self._left_out)
+            return AuditCounts(self._observed, self._skipped_one_class, self._left_out)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of all that was measured and gathered so far."""
         with self._lock:
-            series: dict[str, dict[str, Tensor]] = {}
-            for (layer, attack), values in self._series.items():
-                series.setdefault(layer, {})[attack] = torch.tensor(np.array(values))
+            tallies: dict[str, dict[str, Any]] = {}
+            for (layer, attack), tally in self._tallies.items():
+                tallies.setdefault(layer, {})[attack] = tally.state_dict()
             return {
                 "attacks": list(self._attacks),
                 "run": self._run.state_dict(),
-                "epochs": torch.tensor(np.array(self._epochs)),
-                "random": torch.tensor(np.array(self._random)),
-                "series": series,
+                "observed": self._observed,
+                "tallies": tallies,
                 "skipped_one_class": self._skipped_one_class,
                 "left_out": self._left_out,
                 "latest": None if self._latest is None else self._latest._asdict(),
@@ -306,13 +297,12 @@ class LeakAudit:
             )
         with self._lock:
             self._run.load_state_dict(state["run"])
-            self._epochs = array("q", state["epochs"].tolist())
-            self._random = array("d", state["random"].tolist())
-            self._series = {
-                (layer, attack): array("d", values.tolist())
-                for layer, attacks in state["series"].items()
-                for attack, values in attacks.items()
-            }
+            self._observed = state["observed"]
+            self._tallies = {}
+            for layer, attacks in state["tallies"].items():
+                for attack, stored in attacks.items():
+                    self._tallies[layer, attack] = tally = AttackTally()
+                    tally.load_state_dict(stored)
             self._skipped_one_class = state["skipped_one_class"]
             self._left_out = state["left_out"]
             self._latest = None if state["latest"] is None else BatchLeak(**state["latest"])
@@ -381,19 +371,11 @@ class LeakAudit:
         return of_random, leak
 
     def _remember(self, measured: BatchLeak) -> None:
-        num_before = len(self._epochs)
-        self._epochs.append(measured.epoch)
-        self._random.append(measured.random)
-        found = {
-            (layer, attack): value
-            for layer, values in measured.leak.items()
-            for attack, value in values.items()
-        }
-        for key in found:
-            if key not in self._series:
-                self._series[key] = array("d", [math.nan]) * num_before
-        for key, values in self._series.items():
-            values.append(found.get(key, math.nan))
+        self._observed += 1
+        for layer, attacks in measured.leak.items():
+            for attack, value in attacks.items():
+                tally = self._tallies.setdefault((layer, attack), AttackTally())
+                tally.add(measured.epoch, value, measured.random)
         self._latest = measured
 
 

@@ -19,6 +19,7 @@ from common.privacy.accumulation import (
 )
 from common.privacy.attacks import BatchAttackName, RunAttackName, TopDirection, unit_vector
 from common.privacy.leakage import OneClass, leak_auc, leak_auc_interval
+from common.privacy.tally import REMEMBERED_EPOCHS
 
 _SEED = 0
 """Of hints and bootstrap: the same scores always give the same figures."""
@@ -111,7 +112,7 @@ class RunAudit:
             self._close_epoch()
 
     def after_epoch(self, epoch: int) -> dict[str, dict[str, float]]:
-        """Return layer -> attack -> leak AUC of the sums up to the end of an epoch."""
+        """Return layer -> attack -> leak AUC of the sums after one of the last epochs."""
         with self._lock:
             return self._after_epoch.get(epoch, {})
 
@@ -177,6 +178,8 @@ class RunAudit:
             except OneClass:
                 continue
         self._after_epoch[self._epoch] = measured
+        for earlier in sorted(self._after_epoch)[:-REMEMBERED_EPOCHS]:
+            del self._after_epoch[earlier]
 
     def _found(self, *, hinted: bool) -> Iterator[tuple[str, RunAttackName, _Floats, _Labels]]:
         """Yield the scores of each attack with the labels that it was not told."""

@@ -1,0 +1,139 @@
+"""Leak AUCs of one attack on one layer over a run, in memory that does not grow with the run.
+
+Sums are exact. Quantiles come from counts in 10,000 equal cells between 0.5 and 1, and are off by
+at most half a cell, 0.000025.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+REMEMBERED_EPOCHS = 64
+"""Whose figures can be asked for: they are written down as soon as an epoch is over."""
+
+_CELLS = 10_000
+
+
+class AucCounts:
+    """Counts AUCs between 0.5 and 1: 40 KiB."""
+
+    def __init__(self) -> None:
+        self._counts: npt.NDArray[np.int32] = np.zeros(_CELLS, dtype=np.int32)
+
+    def add(self, auc: float) -> None:
+        """Count one."""
+        self._counts[min(int((auc - 0.5) * 2 * _CELLS), _CELLS - 1)] += 1
+
+    def quantile(self, share: float) -> float:
+        """Return the quantile as numpy's default gives it, of the middles of the cells.
+
+        Raises:
+            ValueError: nothing was counted.
+        """
+        cumulated = np.cumsum(self._counts)
+        total = int(cumulated[-1])
+        if not total:
+            raise ValueError("no quantile of nothing")
+        place = share * (total - 1)
+        below, above = (
+            (int(np.searchsorted(cumulated, rank, side="right")) + 0.5) / (2 * _CELLS) + 0.5
+            for rank in (math.floor(place), math.ceil(place))
+        )
+        return below + (above - below) * (place - math.floor(place))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the counts."""
+        return {"counts": torch.from_numpy(self._counts.copy())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` left off."""
+        self._counts = state["counts"].numpy().copy()
+
+
+class AttackTally:
+    """What one attack on one layer measured so far."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self.last_epoch = -1
+        self._sum = 0.0
+        self._measured = AucCounts()
+        self._random = AucCounts()
+        self._epochs: dict[int, tuple[float, int]] = {}
+        self._worst_before = 0.5
+
+    def add(self, epoch: int, auc: float, random: float) -> None:
+        """Take one batch.
+
+        Args:
+            epoch: not before that of the batch before.
+            auc: what the attack measured.
+            random: what random scores reached on the same batch.
+        """
+        if epoch != self.last_epoch:
+            self._begin(epoch)
+        total, count = self._epochs[epoch]
+        self._epochs[epoch] = (total + auc, count + 1)
+        self.batches += 1
+        self._sum += auc
+        self._measured.add(auc)
+        self._random.add(random)
+
+    @property
+    def mean(self) -> float:
+        """Mean over all batches."""
+        return self._sum / self.batches
+
+    @property
+    def worst_epoch(self) -> float:
+        """Mean over the batches of the epoch in which it is largest, and at least 1/2."""
+        return max(self._worst_before, self.epoch_mean(self.last_epoch) or 0.5)
+
+    def epoch_mean(self, epoch: int) -> float | None:
+        """Return the mean over one of the last epochs; None for another, or an empty one."""
+        if epoch not in self._epochs:
+            return None
+        total, count = self._epochs[epoch]
+        return total / count
+
+    def quantile(self, share: float) -> float:
+        """Return a quantile over the batches."""
+        return self._measured.quantile(share)
+
+    def random_quantile(self, share: float) -> float:
+        """Return the same quantile of random scores on the same batches."""
+        return self._random.quantile(share)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy."""
+        return {
+            "batches": self.batches,
+            "last_epoch": self.last_epoch,
+            "sum": self._sum,
+            "measured": self._measured.state_dict(),
+            "random": self._random.state_dict(),
+            "epochs": {str(epoch): [*found] for epoch, found in self._epochs.items()},
+            "worst_before": self._worst_before,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` left off."""
+        self.batches, self.last_epoch = state["batches"], state["last_epoch"]
+        self._sum, self._worst_before = state["sum"], state["worst_before"]
+        self._measured.load_state_dict(state["measured"])
+        self._random.load_state_dict(state["random"])
+        # In order: the state may come back in another.
+        epochs = sorted((int(epoch), *found) for epoch, found in state["epochs"].items())
+        self._epochs = {epoch: (total, count) for epoch, total, count in epochs}
+
+    def _begin(self, epoch: int) -> None:
+        if self.last_epoch in self._epochs:
+            self._worst_before = self.worst_epoch
+        self._epochs[epoch] = (0.0, 0)
+        for earlier in sorted(self._epochs)[:-REMEMBERED_EPOCHS]:
+            del self._epochs[earlier]
+        self.last_epoch = epoch

@@ -208,18 +208,14 @@ def test_an_inverted_score_is_a_leak_and_two_digits_are_told(open_session: Parti
     assert answer > 0.7
 
 
-@pytest.mark.parametrize("scores", ["the same", "others"])
-def test_a_second_question_in_an_epoch_is_refused_whatever_its_scores(
-    open_session: Parties, scores: str
-) -> None:
+def test_other_scores_in_the_same_epoch_are_refused(open_session: Parties) -> None:
     session, asked = open_session.session, question(open_session)
-    session.audit(asked)
-    again = dataclasses.replace(asked, scores=asked.scores.flip(0)) if scores == "others" else asked
-    with pytest.raises(OutOfStep, match="second"):
-        session.audit(again)
+    first = session.audit(asked)
+    with pytest.raises(OutOfStep, match="other bytes"):
+        session.audit(dataclasses.replace(asked, scores=asked.scores.flip(0)))
+    assert session.audit(asked) == first  # the peer may have lost the answer
     session.audit(dataclasses.replace(asked, attack="spectral"))
     session.audit(dataclasses.replace(asked, layer="first"))
-    assert len(open_session.active.audits) == 3
 
 
 def spoilt(parties: Parties) -> list[tuple[type[ProtocolError], dict[str, Any]]]:

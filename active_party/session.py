@@ -173,6 +173,7 @@ class ActiveSession:
         self._early_stop = early_stop
         self._max_sum_kl = max_sum_kl
         self._audits = AuditDesk(is_open=allow_audits and contract.audits_allowed)
+        self._audited: set[tuple[int, str, str]] = set()
         self._training_positions = np.empty(0, dtype=np.int64)
         self._stage = Stage.WAITING
         self._commitment = b""
@@ -419,7 +420,10 @@ class ActiveSession:
             leak_auc = self._audits.answer(
                 question, positions, self.trainer.labels_of, self._note_question
             )
-            self._observer.on_audit(question, leak_auc)
+            asked = (question.epoch, question.attack, question.layer)
+            if asked not in self._audited:
+                self._audited.add(asked)
+                self._observer.on_audit(question, leak_auc)
             return leak_auc
 
     # ---- ending ----
@@ -546,6 +550,7 @@ class ActiveSession:
         self._validation_auc = state["validation_auc"]
         self._scores = [(logits, labels) for logits, labels in state["scores"]]
         self._audits.load_state_dict(state["audits"])
+        self._audited.clear()  # what the observer forgets now, it is told of again
         self._observer.load_state_dict(state["observer"])
         self._peer_has_left = state["peer_has_left"]
         if state["is_last"]:

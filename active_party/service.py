@@ -201,6 +201,8 @@ class ActiveService:
         """Take note of the peer's goodbye."""
         self._hear()
         # A failing alignment fails on both sides: what this side found says more than the goodbye.
+        if request.reason == pb.LEAVE_REASON_UNSPECIFIED:
+            raise InvalidMessage("a goodbye without a reason")
         is_meant = request.run_id == self._session.run_id
         if is_meant and self._aligning.acquire(timeout=GOODBYE_WAIT_S):
             self._aligning.release()

@@ -13,6 +13,7 @@ from common.contract import Contract
 from common.transcript import Crossing, Transcript
 from common.wire.endpoint import method_path
 from common.wire.error_interceptor import ErrorInterceptor
+from common.wire.limits import SMALL_BYTES, Refused, reader
 from protos import split_learning_pb2 as pb
 
 METHODS = ("Handshake", "Align", "Train", "Evaluate", "Audit", "Leave")
@@ -63,11 +64,16 @@ class Mutator:
     """Draws mutants of recorded messages, the same ones for the same seed.
 
     Args:
-        messages: by method.
+        messages: by method. Of tensors, only such as were answered: one that was not, with other
+            numbers under its right header, is an activation that a peer may send.
         seed: of everything that is drawn.
+        run_id: of a run to which nobody says goodbye: that is a peer's right, too.
     """
 
-    def __init__(self, messages: Mapping[str, Sequence[bytes]], seed: int) -> None:
+    def __init__(
+        self, messages: Mapping[str, Sequence[bytes]], seed: int, run_id: str = ""
+    ) -> None:
+        self._run_id = run_id
         self._messages = {method: list(kept) for method, kept in messages.items() if kept}
         self._methods = sorted(self._messages)
         self._random = random.Random(seed)
@@ -86,6 +92,18 @@ class Mutator:
 
     def draw(self) -> Mutant:
         """Return the next mutant: half of them changed more than once, one in ten to the wrong."""
+        mutant = self._draw()
+        while mutant.method == "Leave" and self._is_goodbye(mutant.data):
+            mutant = self._draw()
+        return mutant
+
+    def _is_goodbye(self, data: bytes) -> bool:
+        message = reader(pb.LeaveRequest, SMALL_BYTES)(data)
+        return not isinstance(message, Refused) and (
+            message.run_id == self._run_id and message.reason != pb.LEAVE_REASON_UNSPECIFIED
+        )
+
+    def _draw(self) -> Mutant:
         method = self._random.choice(self._methods)
         data = self._random.choice(self._messages[method])
         if self._random.random() < 0.1:
@@ -278,7 +296,8 @@ class WireSender:
         """Make one call with these messages and return its status."""
         try:
             if method in UNARY:
-                self._channel.unary_unary(method_path(method))(messages[0], timeout=20)
+                unary: Any = self._channel.unary_unary(method_path(method))
+                unary(messages[0], timeout=20)
             else:
                 call: Any = self._channel.stream_stream(method_path(method))
                 for _ in call(iter(messages), timeout=20):

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from common.errors import InvalidMessage, ProtocolError, TooLarge
 
@@ -202,8 +203,12 @@ def check_fields(message: Message) -> None:
 
     Raises:
         TooLarge: one is beyond it.
-        InvalidMessage: the number of an enumeration has no name, or the field no bound.
+        InvalidMessage: the number of an enumeration has no name, or the field no bound; or there
+            are fields that this version does not know. Both parties speak the same one: what has
+            others is a message of another kind, such as a tensor that reads as a goodbye.
     """
+    if len(UnknownFieldSet(message)):
+        raise InvalidMessage(f"{message.DESCRIPTOR.name}: fields that there are not")
     for field, value in message.ListFields():
         name = f"{message.DESCRIPTOR.name}.{field.name}"
         if field.message_type is not None:

@@ -1,0 +1,297 @@
+"""Mutated messages, towards either party: refused, and the run between honest ones goes on."""
+
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from active_party.service import ActiveService, start_server
+from active_party.session import Stage
+from common.alignment import AlignmentResources, align, build_engine
+from common.errors import AlignmentError, ContractMismatch, PeerError, SplitveilError
+from common.party_settings import ReconnectSettings
+from common.wire.audit_codec import AuditQuestion
+from common.wire.tensor_codec import TensorAssembler, TensorLimits, TensorMessage
+from passive_party.grpc_peer import GrpcPeer
+from passive_party.peer import Offer
+from protos import split_learning_pb2 as pb
+from tests.mutations import (
+    METHODS,
+    UNARY,
+    DirectSender,
+    Mutator,
+    Tape,
+    WireSender,
+    send_mutants,
+)
+from tests.runs import Parties, build_parties, run_in_process, write_example
+
+FAULT = "fault in a handler"
+NO_MUTANT_GETS = {"INTERNAL", "UNKNOWN", "ABORTED", "DEADLINE_EXCEEDED"}
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("example")
+    write_example(folder)
+    return folder
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+class AtStep(GrpcPeer):
+    """Does something before the activation of a step leaves, and before any evaluation."""
+
+    actions: Mapping[int, Callable[[], None]]
+    count = 0
+
+    def send_activation(self, message: TensorMessage) -> None:
+        self.count += 1
+        self.actions.get(self.count, lambda: None)()
+        super().send_activation(message)
+
+
+def run_disturbed(
+    parties: Parties, port: int, tape: Tape, actions: Mapping[int, Callable[[ActiveService], None]]
+) -> ActiveService:
+    """Run over localhost, and do something in the midst of it."""
+    contract, settings = parties.active_settings.contract, parties.passive_settings
+    service = ActiveService(parties.session, parties.engine, deadline_s=20)
+    server = start_server(service, contract, f"127.0.0.1:{port}", transcript=tape.as_transcript())
+    try:
+        with AtStep(f"127.0.0.1:{port}", settings.contract, settings.reconnect) as peer:
+            peer.actions = {step: partial(act, service) for step, act in actions.items()}
+            parties.run.run(peer)
+    finally:
+        server.stop(0).wait()
+    return service
+
+
+def assert_undisturbed(parties: Parties, example: Path) -> None:
+    assert parties.session.stage is Stage.FINISHED
+    assert parties.session.error is None
+    alone = build_parties(example)
+    run_in_process(alone)
+    expected, found = alone.weights(), parties.weights()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert parties.active.losses == alone.active.losses
+    assert parties.active.evaluations == alone.active.evaluations
+
+
+def test_mutants_in_the_midst_of_a_run_change_no_bit_of_it(
+    example: Path, port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Between two steps straight to the handlers, and over the wire while training goes on.
+
+    What is mutated was answered before: a mutated activation of the step that is due, under its
+    right header, is an activation that a peer may send.
+    """
+    parties, tape = build_parties(example), Tape()
+    statuses: list[str] = []
+    executor = ThreadPoolExecutor(1)
+    futures: list[Any] = []
+
+    def straight(service: ActiveService) -> None:
+        sender = DirectSender(service, parties.run.contract)
+        counted = send_mutants(
+            sender, Mutator(tape.requests(), seed=1, run_id=parties.run.run_id), 4000
+        )
+        statuses.extend(status for _, status in counted)
+
+    def begin(service: ActiveService) -> None:
+        requests = tape.requests()
+
+        def flood() -> None:
+            sender = WireSender(port)
+            counted = send_mutants(
+                sender, Mutator(requests, seed=2, run_id=parties.run.run_id), 800
+            )
+            statuses.extend(status for _, status in counted)
+            sender.close()
+
+        futures.append(executor.submit(flood))
+
+    def finish(service: ActiveService) -> None:
+        futures[0].result(60)
+
+    service = run_disturbed(parties, port, tape, {2: straight, 3: begin, 5: straight, 8: finish})
+    executor.shutdown()
+    assert FAULT not in caplog.text
+    assert not NO_MUTANT_GETS & set(statuses)
+    assert {"INVALID_ARGUMENT", "FAILED_PRECONDITION", "RESOURCE_EXHAUSTED"} <= set(statuses)
+    assert service.refused["InvalidMessage"] > 100
+    assert service.refused["OutOfStep"] > 100
+    assert_undisturbed(parties, example)
+
+
+def test_the_comparison_would_notice_one_more_answered_message(example: Path, port: int) -> None:
+    """A dishonest activation under the right header is answered, and shows."""
+    parties, tape = build_parties(example), Tape()
+
+    def answer(service: ActiveService) -> None:
+        expected = parties.session._expected
+        assert expected is not None
+        values = torch.zeros(len(expected.positions), 4)
+        frame = pb.TensorFrame.FromString(tape.requests()["Train"][-1])
+        frame.step, frame.positions_digest = expected.step, expected.digest
+        frame.data = values.numpy().tobytes()
+        DirectSender(service, parties.run.contract).send("Train", [frame.SerializeToString()])
+
+    with pytest.raises(SplitveilError):
+        run_disturbed(parties, port, tape, {3: answer})
+    assert parties.session.stage is not Stage.FINISHED
+
+
+def test_a_handshake_under_another_contract_ends_no_run_that_is_under_way(
+    example: Path, port: int
+) -> None:
+    parties, tape = build_parties(example), Tape()
+
+    def meet(service: ActiveService) -> None:
+        sender = DirectSender(service, parties.run.contract)
+        request = pb.HandshakeRequest.FromString(tape.requests()["Handshake"][0])
+        for changes in ({"contract": "{}"}, {"protocol_version": 2}, {"party": "other"}):
+            changed = pb.HandshakeRequest.FromString(request.SerializeToString())
+            for name, value in changes.items():
+                setattr(changed, name, value)
+            status = sender.send("Handshake", [changed.SerializeToString()])
+            assert status is grpc.StatusCode.FAILED_PRECONDITION
+
+    service = run_disturbed(parties, port, tape, {3: meet})
+    assert service.refused == {"ContractMismatch": 3}
+    assert_undisturbed(parties, example)
+
+
+# ---- towards the passive party ----
+
+
+class Answers(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
+    """An active party that answers everything with the same bytes."""
+
+    def __init__(self) -> None:
+        self.replies: list[bytes] = []
+
+    def service(self, details: grpc.HandlerCallDetails) -> Any:
+        if str(details.method).rpartition("/")[2] in UNARY:
+            return grpc.unary_unary_rpc_method_handler(lambda _request, _: self.replies[0])
+        return grpc.stream_stream_rpc_method_handler(self._stream)
+
+    def _stream(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        next(requests, None)
+        yield from self.replies
+
+
+@contextmanager
+def answering(port: int) -> Iterator[Answers]:
+    answers = Answers()
+    server = grpc.server(ThreadPoolExecutor(8), handlers=[answers])
+    server.add_insecure_port(f"127.0.0.1:{port}")
+    server.start()
+    try:
+        yield answers
+    finally:
+        server.stop(0).wait()
+
+
+@pytest.fixture(scope="module")
+def recorded(example: Path) -> tuple[Parties, Tape]:
+    parties, tape = build_parties(example), Tape()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = int(listener.getsockname()[1])
+    run_disturbed(parties, port, tape, {})
+    return parties, tape
+
+
+def question(run_id: str) -> AuditQuestion:
+    return AuditQuestion(run_id, 0, "norm", "cut", bytes(16), torch.ones(5))
+
+
+def activation(parties: Parties, frame: bytes) -> TensorMessage:
+    message = TensorAssembler(TensorLimits.of(parties.run.contract)).add(frame)
+    assert message is not None
+    return message
+
+
+def asks(parties: Parties, tape: Tape) -> dict[str, Callable[[GrpcPeer], object]]:
+    """Say for each method what the passive party asks, and check what it believes."""
+    contract, sent = parties.run.contract, tape.requests()
+    train, held_out = (activation(parties, sent[m][0]) for m in ("Train", "Evaluate"))
+    engine = build_engine(contract.alignment, AlignmentResources())
+
+    def handshake(peer: GrpcPeer) -> None:
+        for offer in (None, Offer(train.header.run_id, (0, 5))):
+            opening = peer.handshake("passive", contract.canonical_json(), bytes(32), offer)
+            assert 0 < len(opening.run_id) <= 64
+            assert len(opening.nonce) == len(opening.contract_digest) == 32
+            assert offer is None or opening.resumes_at in (0, 5)
+
+    def train_step(peer: GrpcPeer) -> None:
+        peer.send_activation(train)
+        gradient = peer.receive_gradient()
+        assert gradient.header == train.header
+        assert gradient.values.shape[1:] == contract.cut_shape
+        assert bool(gradient.values.isfinite().all())
+
+    def evaluate(peer: GrpcPeer) -> None:
+        assert peer.evaluate(held_out) in (pb.COURSE_CONTINUE, pb.COURSE_STOP)
+
+    def audit(peer: GrpcPeer) -> None:
+        assert 0.5 <= peer.audit(question(train.header.run_id)) <= 1
+
+    def ids(peer: GrpcPeer) -> None:
+        names = [f"person-{n}" for n in range(30)]
+        align(engine, names, peer.open_alignment(), nonce=bytes(32), run_id=train.header.run_id)
+        peer.close_alignment()
+
+    def leave(peer: GrpcPeer) -> None:
+        peer.leave(train.header.run_id, pb.LEAVE_REASON_FINISHED)
+
+    return {"Handshake": handshake, "Train": train_step, "Evaluate": evaluate, "Audit": audit,
+            "Align": ids, "Leave": leave}  # fmt: skip
+
+
+def replies_of(tape: Tape) -> dict[str, list[bytes]]:
+    made = {"Audit": [pb.AuditReply(leak_auc_percent=73).SerializeToString()], "Leave": [b""]}
+    return {
+        method: tape.messages.get(f"{method} reply", made.get(method, [])) for method in METHODS
+    }
+
+
+def test_mutated_replies_are_errors_of_the_peer_or_believable(
+    recorded: tuple[Parties, Tape], port: int
+) -> None:
+    """Fifty of every kind of call: never a crash, a hang, or a gradient that is none."""
+    parties, tape = recorded
+    replies = replies_of(tape)
+    ask, mutator = asks(parties, tape), Mutator(replies, seed=3)
+    reconnect = ReconnectSettings(
+        max_s=0.01, first_wait_s=0.0001, longest_wait_s=0.0001, deadline_s=5
+    )
+    refused: dict[str, int] = dict.fromkeys(METHODS, 0)
+    with (
+        answering(port) as server,
+        GrpcPeer(f"127.0.0.1:{port}", parties.run.contract, reconnect) as peer,
+    ):
+        server.replies = [replies["Train"][0]]
+        ask["Train"](peer)  # what is recorded and unchanged is believed
+        for number in range(300):
+            method = METHODS[number % len(METHODS)]
+            kept: Sequence[bytes] = replies[method][: 4 if method == "Align" else 1]
+            server.replies = [mutator.mutate(kept[0]), *kept[1:]]
+            try:
+                ask[method](peer)
+            except (PeerError, AlignmentError, ContractMismatch):
+                refused[method] += 1
+            peer._drop_streams()
+    assert all(refused[method] > 5 for method in METHODS if method != "Leave"), refused

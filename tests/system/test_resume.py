@@ -127,7 +127,7 @@ def given_up(lost: Literal["active", "passive"], both: Both, whole: Outcome) -> 
         gone, left = left, gone
     gone.kill()
     assert left.wait() == 4, both.outputs
-    assert "for 3 s" in left.said
+    assert "for 15 s" in left.said
     both.start()
     assert both.wait() == (0, 0), both.outputs
     assert all("going on in epoch" in party.said for party in both)
@@ -180,8 +180,8 @@ def test_whoever_ends_a_run_before_its_end_can_go_on_with_it_or_begin_anew(
 ) -> None:
     stories: list[tuple[str, Story, float, bool]] = [
         ("interrupted", interrupted, 60, True),
-        ("active-lost", partial(given_up, "active"), 3, True),
-        ("passive-lost", partial(given_up, "passive"), 3, True),
+        ("active-lost", partial(given_up, "active"), 15, True),
+        ("passive-lost", partial(given_up, "passive"), 15, True),
         ("fresh", begun_anew_by_option, 60, True),
         ("changed", begun_anew_by_settings, 60, False),
         ("twice", refused_twice, 60, True),

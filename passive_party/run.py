@@ -259,7 +259,13 @@ class PassiveRun:
         if self._store is None:
             raise PeerLeft("the peer was restarted, and this party keeps no checkpoints")
         offer = Offer(self.run_id, tuple(self._store.places()))
-        opening = self._handshake(peer, offer)
+        try:
+            opening = self._handshake(peer, offer)
+        except ProtocolError as error:
+            raise ProtocolError(
+                "the active party cannot go on with this run; to begin anew, start both with "
+                "--fresh"
+            ) from error
         if opening.run_id != self.run_id or opening.resumes_at not in offer.places:
             raise InvalidMessage("the active party goes on with another run than this one")
         self._restore(opening.resumes_at)

@@ -1,0 +1,232 @@
+"""A party that is lost at the edges of a run: before the first step, and around the last answer."""
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from active_party.session import Stage
+from common.alignment import AlignChannel
+from common.checkpoint import RunStore
+from common.errors import (
+    InvalidMessage,
+    NotOpen,
+    OutOfStep,
+    PeerRestarted,
+    PeerUnreachable,
+    ProtocolError,
+)
+from common.wire.tensor_codec import (
+    BatchHeader,
+    TensorAssembler,
+    TensorLimits,
+    TensorMessage,
+    encode_tensor,
+)
+from passive_party.grpc_peer import MAX_DAMAGED, GrpcPeer
+from protos import split_learning_pb2 as pb
+from tests.peers import InProcessPeer
+from tests.runs import Parties, build_parties, run_in_process, serving, write_example
+
+EVERY_2 = "contract.checkpoints.every_steps=2"
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("example")
+    write_example(folder)
+    return folder
+
+
+def build(example: Path, runs: Path | None = None) -> Parties:
+    return build_parties(example, [EVERY_2], [EVERY_2], runs=runs)
+
+
+class Silent(InProcessPeer):
+    """Says no goodbye: it is lost, or the active party is by then."""
+
+    def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
+        raise PeerUnreachable
+
+
+class LostAfterTheLast(Silent):
+    """Ends the active process as soon as its last answer has left."""
+
+    def evaluate(self, message: TensorMessage) -> "pb.Course":
+        course = self._session.evaluate(message)
+        if self._session.stage is not Stage.FINISHED:
+            self._session.finish_step()
+        return course
+
+
+def assert_same_weights(one: Parties, other: Parties) -> None:
+    found, expected = one.weights(), other.weights()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+# ---- around the last answer ----
+
+
+def test_an_active_party_that_was_lost_after_its_last_answer_has_all_of_the_run(
+    example: Path, tmp_path: Path
+) -> None:
+    """The passive party has what it needs by then, and may never come back."""
+    parties = build(example, tmp_path)
+    run_in_process(parties, LostAfterTheLast)
+    again = build(example, tmp_path)
+    assert again.session.reopen()
+    assert again.session.stage is Stage.FINISHED
+    assert not again.session.wait_for_farewell(0)
+    again.run.trainer = parties.run.trainer
+    assert_same_weights(again, parties)
+    again.session.leave(again.session.run_id, pb.LEAVE_REASON_FINISHED)
+    assert again.session.wait_for_farewell(0)
+    assert again.session.error is None
+
+
+def test_an_active_party_that_was_lost_after_the_goodbye_waits_for_nobody(
+    example: Path, tmp_path: Path
+) -> None:
+    run_in_process(build(example, tmp_path))
+    again = build(example, tmp_path)
+    assert again.session.reopen()
+    assert again.session.wait_for_farewell(0)
+
+
+def test_a_finished_run_that_was_reopened_still_wants_a_handshake(
+    example: Path, tmp_path: Path
+) -> None:
+    """So that a passive party that is in its last steps opens it again, and ends it."""
+    run_in_process(build(example, tmp_path), Silent)
+    again = build(example, tmp_path)
+    again.session.reopen()
+    header = BatchHeader(again.session.run_id, 1, 0, pb.SPLIT_TEST, b"d" * 16)
+    with pytest.raises(NotOpen):
+        again.session.evaluate(TensorMessage(header, torch.zeros(50, 4)))
+
+
+# ---- before the first step ----
+
+
+class ReplacedBeforeAligning(InProcessPeer):
+    """Has another active process after the first handshake."""
+
+    anew: Parties
+
+    def open_alignment(self) -> AlignChannel:
+        if self._session is not self.anew.session:
+            self._session = self.anew.session
+            try:
+                self._session.begin_alignment()
+            except NotOpen as error:
+                raise PeerRestarted from error  # as this error's status means on the other side
+        return super().open_alignment()
+
+
+def test_with_the_active_party_killed_between_handshake_and_alignment_both_begin_anew(
+    example: Path, tmp_path: Path
+) -> None:
+    parties, whole = build(example, tmp_path), build(example)
+    anew = build(example, tmp_path / "anew")
+    ReplacedBeforeAligning.anew = anew
+    run_in_process(parties, ReplacedBeforeAligning)
+    run_in_process(whole)
+    anew.run.trainer = parties.run.trainer
+    assert_same_weights(anew, whole)
+
+
+def test_a_run_that_the_active_party_has_lost_is_said_so(example: Path, tmp_path: Path) -> None:
+    parties = build(example, tmp_path)
+    run_in_process(parties, Silent)
+    RunStore(tmp_path / "active", keep=3).forget()
+    again = build(example, tmp_path)
+    store = RunStore(tmp_path / "passive", keep=3)
+    store.load(store.places()[0])  # as if it had been lost there
+    assert not again.session.reopen()
+    with pytest.raises(ProtocolError, match="--fresh"):
+        run_in_process(again)
+
+
+# ---- messages that come damaged ----
+
+
+def damaged_gradients(parties: Parties, times: int) -> Callable[[], int]:
+    """Let the active party answer for another step, some times; return how often it was asked."""
+    exchange, asked = parties.session.exchange, 0
+
+    def answer(message: TensorMessage) -> TensorMessage:
+        nonlocal asked
+        asked += 1
+        reply = exchange(message)
+        if asked > times:
+            return reply
+        (frame,) = encode_tensor(reply, TensorLimits.of(parties.run.contract))
+        fields = pb.TensorFrame.FromString(frame)
+        fields.step += 1
+        again = TensorAssembler(TensorLimits.of(parties.run.contract)).add(
+            fields.SerializeToString()
+        )
+        assert again is not None
+        return again
+
+    parties.session.exchange = answer  # type: ignore[method-assign]
+    return lambda: asked
+
+
+@pytest.fixture
+def address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def run_over(parties: Parties, address: str) -> None:
+    settings = parties.passive_settings
+    with (
+        serving(parties, int(address.rpartition(":")[2])),
+        GrpcPeer(address, settings.contract, settings.reconnect) as peer,
+    ):
+        parties.run.run(peer)
+
+
+def test_a_damaged_answer_is_asked_for_again(example: Path, address: str) -> None:
+    parties, whole = build(example), build(example)
+    damaged_gradients(parties, MAX_DAMAGED)
+    run_over(parties, address)
+    run_in_process(whole)
+    assert_same_weights(parties, whole)
+
+
+def test_answers_that_stay_damaged_end_the_run(example: Path, address: str) -> None:
+    parties = build(example)
+    asked = damaged_gradients(parties, 100)
+    with pytest.raises(InvalidMessage):
+        run_over(parties, address)
+    assert asked() == MAX_DAMAGED + 1
+
+
+def test_a_refused_message_is_sent_a_few_times_more(example: Path, address: str) -> None:
+    parties = build(example)
+    asked = 0
+
+    def refuse(message: TensorMessage) -> TensorMessage:
+        nonlocal asked
+        asked += 1
+        raise OutOfStep("not now")
+
+    parties.session.exchange = refuse  # type: ignore[method-assign]
+    with pytest.raises(ProtocolError):
+        run_over(parties, address)
+    assert asked == MAX_DAMAGED + 1
+
+
+def test_half_a_checkpoint_of_a_killed_process_is_deleted(tmp_path: Path) -> None:
+    """There are secrets in it."""
+    store = RunStore(tmp_path, keep=2)
+    store.save_run({})
+    half = tmp_path / "checkpoint" / ".at-0000000002.state.4711.tmp"
+    half.write_bytes(b"half")
+    store.save(2, {"place": 2})
+    assert not half.exists()
+    assert store.places() == [2]

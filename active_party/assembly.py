@@ -72,7 +72,7 @@ class TrainerBuilder:
             keys = example_keys(key, ids, GRADIENT_NOISE)
         return TopTrainer(
             model=model,
-            optimizer=build_optimizer(settings.optimizer, model.parameters()),
+            optimizer=build_optimizer(settings.optimizer, model),
             schedule=contract.schedule,
             total_steps=rows.total_steps(contract),
             defense=build_defense(defense, key, answer_keys),

@@ -35,7 +35,7 @@ class TrainerBuilder:
         model.to(self._device)
         return BottomTrainer(
             model=model,
-            optimizer=build_optimizer(settings.optimizer, model.parameters()),
+            optimizer=build_optimizer(settings.optimizer, model),
             schedule=contract.schedule,
             total_steps=rows.total_steps(contract),
             features=features,

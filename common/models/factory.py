@@ -12,8 +12,16 @@ from torch import Tensor, nn
 
 from common.data.features import FeatureEncoder, FeatureShapes
 from common.errors import SettingsError
+from common.models.conv import ConvBottom, ConvTop
 from common.models.mlp import MlpBottom, MlpTop
-from common.models.settings import CustomModel, MlpModel, ModelSettings
+from common.models.settings import (
+    ConvModel,
+    CustomModel,
+    MlpModel,
+    ModelSettings,
+    WideDeepModel,
+)
+from common.models.wide_deep import WideDeepBottom, WideDeepTop
 
 PROBE_ROWS = 2
 
@@ -34,7 +42,8 @@ def build_bottom_model(
         seed: of the initial weights.
 
     Raises:
-        SettingsError: there are no features, or a class of the user's own cannot be loaded, built
+        SettingsError: there are no features, or not those that the model takes, or its last layer
+            is not the contract's cut layer; or a class of the user's own cannot be loaded, built
             or called, or returns another shape.
     """
     shapes = _shapes(encoder)
@@ -42,9 +51,15 @@ def build_bottom_model(
         raise SettingsError("bottom_model: data.features selects no column: there is no input")
 
     def build() -> nn.Module:
-        if isinstance(settings, CustomModel):
-            return _build_custom(settings, "bottom_model")
-        return MlpBottom(settings, shapes, cut_shape)
+        match settings:
+            case MlpModel():
+                return MlpBottom(settings, shapes, cut_shape)
+            case WideDeepModel():
+                return WideDeepBottom(settings, shapes, cut_shape)
+            case ConvModel():
+                return ConvBottom(settings, shapes, cut_shape)
+            case CustomModel():
+                return _build_custom(settings, "bottom_model")
 
     def probe(model: nn.Module) -> object:
         return model(shapes.zeros(PROBE_ROWS))
@@ -68,8 +83,9 @@ def build_top_model(
         seed: of the initial weights.
 
     Raises:
-        SettingsError: an output activation is set, or a class of the user's own cannot be loaded,
-            built or called, or returns another shape.
+        SettingsError: an output activation is set, or the features or the cut are not those that
+            the model takes; or a class of the user's own cannot be loaded, built or called, or
+            returns another shape.
     """
     shapes = None if encoder is None else _shapes(encoder)
     if shapes is not None and not _has_features(shapes):
@@ -81,9 +97,15 @@ def build_top_model(
         )
 
     def build() -> nn.Module:
-        if isinstance(settings, CustomModel):
-            return _build_custom(settings, "top_model")
-        return MlpTop(settings, cut_shape, shapes)
+        match settings:
+            case MlpModel():
+                return MlpTop(settings, cut_shape, shapes)
+            case WideDeepModel():
+                return WideDeepTop(settings, cut_shape, shapes)
+            case ConvModel():
+                return ConvTop(settings, cut_shape, shapes)
+            case CustomModel():
+                return _build_custom(settings, "top_model")
 
     def probe(model: nn.Module) -> object:
         features = None if shapes is None else shapes.zeros(PROBE_ROWS)

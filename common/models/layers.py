@@ -8,21 +8,27 @@ from torch import Tensor, nn
 
 from common.data.sources import suggest
 from common.errors import SettingsError
+from common.models.conv import ConvBottom, ConvTop
 from common.models.mlp import MlpBottom, MlpTop
+from common.models.wide_deep import WideDeepBottom, WideDeepTop
 
 
 def first_layer(model: nn.Module) -> nn.Module:
     """Return the layer whose output's gradient is attacked besides the cut layer's.
 
-    In an mlp that is the first dense layer with its activation, as in Marvell's paper; with no
-    hidden layer it is the cut layer itself. In a model of the user's own it is the first part, in
-    the order of definition, that has parameters of its own; settings can name another.
+    In an mlp and in wide_deep that is the first dense layer with its activation, as in Marvell's
+    paper; with no hidden layer it is the cut layer itself. In conv it is the first convolution with
+    activation and pooling: the gradient before the pooling has the same norms, in four times the
+    values. In a model of the user's own it is the first part, in the order of definition, that has
+    parameters of its own; settings can name another.
 
     Raises:
         SettingsError: the model has no parameters.
     """
-    if isinstance(model, MlpBottom | MlpTop):
+    if isinstance(model, MlpBottom | MlpTop | WideDeepBottom | WideDeepTop):
         return next(iter(model.layers.children()))
+    if isinstance(model, ConvBottom | ConvTop) and len(model.blocks):
+        return next(iter(model.blocks.children()))
     for layer in model.modules():
         if next(layer.parameters(recurse=False), None) is not None:
             return layer

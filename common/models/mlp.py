@@ -80,6 +80,15 @@ class MlpTop(nn.Module):
         return logits.squeeze(1)
 
 
+def dense_relu(input_dim: int, widths: Sequence[int]) -> nn.Sequential:
+    """Return dense layers, ``hidden_0`` and so on, each with ReLU."""
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    for number, width in enumerate(widths):
+        layers[f"hidden_{number}"] = nn.Sequential(nn.Linear(input_dim, width), nn.ReLU())
+        input_dim = width
+    return nn.Sequential(layers)
+
+
 def _dense_layers(
     settings: MlpModel, input_dim: int, output_dim: int, output_activation: nn.Module | None
 ) -> nn.Sequential:

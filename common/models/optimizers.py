@@ -1,33 +1,35 @@
-"""Optimizers, from settings."""
+"""Optimizers, from settings; embedding tables that are large learn from sparse gradients."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
+from typing import Any, overload
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from common.errors import SettingsError
 from common.models.settings import AdamOptimizer, OptimizerSettings, SgdOptimizer
 
 
-def build_optimizer(
-    settings: OptimizerSettings, parameters: Iterable[nn.Parameter]
-) -> torch.optim.Optimizer:
+def build_optimizer(settings: OptimizerSettings, model: nn.Module) -> Optimizer:
     """Return the optimizer of a model's parameters.
+
+    Embedding tables that the settings call large are switched to sparse gradients.
 
     Raises:
         SettingsError: the model has nothing to train.
     """
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    large = {id(table.weight): table for table in _large_tables(settings, model)}
+    for table in large.values():
+        table.sparse = True
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
         raise SettingsError("optimizer: the model has no parameters that can be trained")
     match settings:
         case AdamOptimizer():
-            return torch.optim.Adam(
-                trainable,
-                lr=settings.learning_rate,
-                betas=settings.betas,
-                weight_decay=settings.weight_decay,
-            )
+            dense = [parameter for parameter in trainable if id(parameter) not in large]
+            sparse = [parameter for parameter in trainable if id(parameter) in large]
+            return _build_adam(settings, dense, sparse)
         case SgdOptimizer():
             return torch.optim.SGD(
                 trainable,
@@ -35,3 +37,77 @@ def build_optimizer(
                 momentum=settings.momentum,
                 weight_decay=settings.weight_decay,
             )
+
+
+def _large_tables(settings: OptimizerSettings, model: nn.Module) -> Iterator[nn.Embedding]:
+    momentum = settings.momentum if isinstance(settings, SgdOptimizer) else 0.0
+    if settings.sparse_from_rows is None or settings.weight_decay or momentum:
+        return
+    for part in model.modules():
+        if isinstance(part, nn.Embedding) and part.num_embeddings >= settings.sparse_from_rows:
+            yield part
+
+
+def _build_adam(
+    settings: AdamOptimizer, dense: list[nn.Parameter], sparse: list[nn.Parameter]
+) -> Optimizer:
+    parts: list[Optimizer] = []
+    if dense:
+        parts.append(
+            torch.optim.Adam(
+                dense,
+                lr=settings.learning_rate,
+                betas=settings.betas,
+                weight_decay=settings.weight_decay,
+            )
+        )
+    if sparse:
+        parts.append(
+            torch.optim.SparseAdam(sparse, lr=settings.learning_rate, betas=settings.betas)
+        )
+    return parts[0] if len(parts) == 1 else JoinedOptimizer(parts)
+
+
+class JoinedOptimizer(Optimizer):
+    """Several optimizers, each of its own parameters, that step together."""
+
+    def __init__(self, parts: list[Optimizer]) -> None:
+        self._parts = parts
+        super().__init__([{**group} for part in parts for group in part.param_groups], {})
+        self._share_groups()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001 (torch's own)
+        """Forget the gradients."""
+        for part in self._parts:
+            part.zero_grad(set_to_none)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Let every part take its step."""
+        loss = None if closure is None else closure()
+        for part in self._parts:
+            part.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the parts' states, in order."""
+        return {"parts": [part.state_dict() for part in self._parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go back, or on, to where ``state_dict`` was taken.
+
+        Raises:
+            ValueError: it was taken from another number of parts.
+        """
+        for part, state in zip(self._parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self._share_groups()
+
+    def _share_groups(self) -> None:
+        """Show the parts' own groups, so that a schedule that changes them here changes them."""
+        self.param_groups = [group for part in self._parts for group in part.param_groups]

@@ -1,5 +1,6 @@
 """Models are built from settings alone, and the gradients at their layers can be watched."""
 
+import io
 from typing import Any
 
 import pytest
@@ -54,6 +55,12 @@ class ReturnsPair(nn.Module):
         return 1, 2
 
 
+CRITEO = FeatureShapes(numeric_dim=13, vocabulary_sizes=(9,) * 26)
+AVAZU = FeatureShapes(vocabulary_sizes=(11, 2, 7, 40))
+LESIONS = FeatureShapes(image_shape=(3, 84, 84))
+SMALL_IMAGES = FeatureShapes(image_shape=(3, 12, 13))
+
+
 class Holder(Section):
     model: ModelSettings = Field(default=...)
 
@@ -85,7 +92,9 @@ def batch(num_rows: int = 8, shapes: FeatureShapes = SHAPES) -> Features:
             ],
             dim=1,
         ),
-        None if zeros.image is None else zeros.image + 100,
+        None
+        if zeros.image is None
+        else torch.randint(0, 256, zeros.image.shape, generator=generator).to(torch.uint8),
     )
 
 
@@ -118,6 +127,220 @@ def test_embedding_of_a_column_is_its_own() -> None:
     output = bottom(Features(categorical=torch.tensor([[1, 2]])))
     by_hand = torch.cat([vectors[1], vectors[3 + 2]]) @ layer[0] + bias[0]
     torch.testing.assert_close(output[0, 0], by_hand)
+
+
+def wide_deep(**values: Any) -> ModelSettings:
+    return model(kind="wide_deep", **values)
+
+
+def conv(**values: Any) -> ModelSettings:
+    return model(kind="conv", **values)
+
+
+def shapes_of(module: nn.Module) -> list[tuple[int, ...]]:
+    return [tuple(parameter.shape) for parameter in module.parameters()]
+
+
+def test_wide_deep_has_the_published_layers() -> None:
+    """Six layers of 128, the cut after the third; embeddings of 4, and of 1 in the wide part."""
+    bottom = build_bottom_model(wide_deep(), CRITEO, (128,), seed=0)
+    top = build_top_model(wide_deep(), (128,), CRITEO, seed=0)
+    layer = [(128, 128), (128,)]
+    assert shapes_of(bottom) == [(26 * 9, 4), (128, 13 + 26 * 4), (128,), *layer, *layer]
+    assert shapes_of(top) == [*layer, *layer, *layer, (1, 128), (1,), (13,), (26 * 9, 1)]
+
+
+def test_wide_deep_adds_the_logits_of_its_two_parts() -> None:
+    bottom = build_bottom_model(wide_deep(), CRITEO, (128,), seed=0)
+    top = build_top_model(wide_deep(), (128,), CRITEO, seed=0)
+    features = batch(5, CRITEO)
+    assert features.numeric is not None
+    assert features.categorical is not None
+    activation = bottom(features)
+    deep = top(activation, features)
+    with torch.no_grad():
+        numeric, table = (
+            top.get_parameter("wide.numeric"),
+            top.get_parameter("wide.input.embedding.weight"),
+        )
+        assert not numeric.any()
+        assert not table.any()
+        numeric.copy_(torch.randn(13))
+        table.copy_(torch.randn(26 * 9, 1))
+    wide = (features.numeric * numeric).sum(1)
+    for column in range(26):
+        wide = wide + table[features.categorical[:, column] + 9 * column, 0]
+    torch.testing.assert_close(top(activation, features), deep + wide)
+    hidden = features.numeric.new_zeros(0)
+    vectors = bottom.get_parameter("input.embedding.weight")
+    slots = features.categorical + 9 * torch.arange(26)
+    hidden = torch.cat([features.numeric, vectors[slots].reshape(5, -1)], dim=1)
+    for half, activations in ((bottom, 3), (top, 3)):
+        for number in range(activations):
+            name = f"layers.hidden_{number}.0"
+            weight, bias = half.get_parameter(f"{name}.weight"), half.get_parameter(f"{name}.bias")
+            hidden = (hidden @ weight.T + bias).clamp(min=0)
+        if half is bottom:
+            torch.testing.assert_close(activation, hidden)
+    by_hand = hidden @ top.get_parameter("deep.weight")[0] + top.get_parameter("deep.bias")
+    torch.testing.assert_close(deep, by_hand)
+
+
+def test_wide_deep_takes_categories_without_numbers() -> None:
+    bottom = build_bottom_model(wide_deep(hidden=[16]), AVAZU, (16,), seed=0)
+    top = build_top_model(wide_deep(hidden=[8, 8]), (16,), AVAZU, seed=0)
+    features = batch(6, AVAZU)
+    assert top(bottom(features), features).shape == (6,)
+
+
+def test_conv_has_the_published_layers() -> None:
+    """Six convolutions, the cut of 64 x 5 x 5 after the fourth, then 64 units and a logit."""
+    bottom = build_bottom_model(conv(channels=[64] * 4), LESIONS, (64, 5, 5), seed=0)
+    top = build_top_model(conv(channels=[64] * 2, hidden=[64]), (64, 5, 5), None, seed=0)
+    block = [(64, 64, 3, 3), (64,)]
+    assert shapes_of(bottom) == [(64, 3, 3, 3), (64,), *block * 3]
+    assert shapes_of(top) == [*block * 2, (64, 64), (64,), (1, 64), (1,)]
+    image = torch.randint(0, 256, (2, 3, 84, 84), dtype=torch.uint8)
+    activation = bottom(Features(image=image))
+    expected = image.float() / 255
+    for number in range(4):
+        weight = bottom.get_parameter(f"blocks.block_{number}.0.weight")
+        bias = bottom.get_parameter(f"blocks.block_{number}.0.bias")
+        expected = nn.functional.conv2d(expected, weight, bias, padding=1).clamp(min=0)
+        expected = nn.functional.max_pool2d(expected, 2)
+    torch.testing.assert_close(activation, expected)
+    assert activation.shape == (2, 64, 5, 5)
+    assert top(activation, None).shape == (2,)
+
+
+def test_conv_may_end_in_dense_layers_below_the_cut_and_meet_own_features_above() -> None:
+    """As in GAFM's model: 6, 16 and 32 channels on 64 x 64, then 120, 84 and 40 units."""
+    images = FeatureShapes(image_shape=(1, 64, 64))
+    settings = conv(channels=[6, 16, 32], hidden=[120, 84, 40])
+    bottom = build_bottom_model(settings, images, (40,), seed=0)
+    top = build_top_model(conv(channels=[], hidden=[8]), (40,), CRITEO, seed=0)
+    activation = bottom(batch(3, images))
+    assert activation.shape == (3, 40)
+    own = batch(3, CRITEO)
+    logits = top(activation, own)
+    assert own.numeric is not None
+    assert not torch.equal(logits, top(activation, Features(own.numeric + 1, own.categorical)))
+
+
+HALVES = [
+    pytest.param(wide_deep(hidden=[12, 6]), wide_deep(hidden=[8]), CRITEO, (6,), id="wide_deep"),
+    pytest.param(
+        conv(channels=[4, 6]), conv(channels=[4], hidden=[5]), SMALL_IMAGES, (6, 3, 3), id="conv"
+    ),
+    pytest.param(model(hidden=[9]), model(hidden=[7]), SHAPES, (6,), id="mlp"),
+]
+
+
+@pytest.mark.parametrize(("below", "above", "shapes", "cut_shape"), HALVES)
+def test_no_row_of_a_batch_has_an_influence_on_another(
+    below: ModelSettings,
+    above: ModelSettings,
+    shapes: FeatureShapes,
+    cut_shape: tuple[int, ...],
+) -> None:
+    """Noise that belongs to an example, and scores per example, are only of that example then."""
+    own_shapes = shapes if shapes.image_shape is None else None
+    bottom = build_bottom_model(below, shapes, cut_shape, seed=0)
+    top = build_top_model(above, cut_shape, own_shapes, seed=0)
+    features = batch(6, shapes)
+
+    def gradient_and_activation(picked: Features) -> tuple[Tensor, Tensor]:
+        activation = bottom(picked).detach().requires_grad_()
+        logits = top(activation, picked if own_shapes else None)
+        (gradient,) = torch.autograd.grad(torch.sigmoid(logits).sum(), activation)
+        return gradient, activation.detach()
+
+    together = gradient_and_activation(features)
+    alone = gradient_and_activation(features.rows(torch.tensor([4])))
+    others = features.rows(torch.tensor([0, 1, 2, 3, 0, 1]))
+    assert not torch.allclose(together[1][4], gradient_and_activation(others)[1][4])
+    for whole, one in zip(together, alone, strict=True):
+        torch.testing.assert_close(whole[4], one[0])
+
+
+@pytest.mark.parametrize(("below", "above", "shapes", "cut_shape"), HALVES)
+def test_halves_learn_together(
+    below: ModelSettings,
+    above: ModelSettings,
+    shapes: FeatureShapes,
+    cut_shape: tuple[int, ...],
+) -> None:
+    """Every parameter of both halves gets a gradient, and the loss falls."""
+    own_shapes = shapes if shapes.image_shape is None else None
+    bottom = build_bottom_model(below, shapes, cut_shape, seed=0)
+    top = build_top_model(above, cut_shape, own_shapes, seed=0)
+    features = batch(16, shapes)
+    labels = torch.arange(16) % 2.0
+    if features.image is not None:  # brighter for the positives: noise alone takes long to learn
+        brighter = features.image // 2 + 120 * labels.to(torch.uint8)[:, None, None, None]
+        features = Features(features.numeric, features.categorical, brighter)
+    rule = optimizer(kind="adam", learning_rate=0.01, sparse_from_rows=1)
+    optimizers = [build_optimizer(rule, half) for half in (bottom, top)]
+    losses = []
+    for _ in range(60):
+        for half in optimizers:
+            half.zero_grad()
+        logits = top(bottom(features), features if own_shapes else None)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, labels)
+        torch.autograd.backward(loss)
+        losses.append(float(loss.detach()))
+        assert all(p.grad is not None for half in (bottom, top) for p in half.parameters())
+        for half in optimizers:
+            half.step()
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "shapes", "cut_shape", "part"),
+    [
+        (wide_deep(), CRITEO, (64,), "the last width, 128, is the cut layer's"),
+        (wide_deep(), LESIONS, (128,), "no images"),
+        (conv(channels=[8]), CRITEO, (8,), "features.image and nothing else"),
+        (conv(channels=[8]), SHAPES, (8,), "features.image and nothing else"),
+        (conv(channels=[]), LESIONS, (8,), "at least one convolution"),
+        (conv(channels=[8] * 7), LESIONS, (8, 1, 1), "7 halvings leave nothing of 84 x 84"),
+        (conv(channels=[8] * 4), LESIONS, (8, 6, 6), "an activation of [8, 5, 5]"),
+        (conv(channels=[8], hidden=[5]), LESIONS, (8, 42, 42), "an activation of [5]"),
+    ],
+)
+def test_bottom_model_that_does_not_fit_is_explained(
+    settings: ModelSettings, shapes: FeatureShapes, cut_shape: tuple[int, ...], part: str
+) -> None:
+    with pytest.raises(SettingsError) as raised:
+        build_bottom_model(settings, shapes, cut_shape, seed=0)
+    assert part in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "shapes", "cut_shape", "part"),
+    [
+        (wide_deep(), None, (128,), "wide part of wide_deep reads the active party's own features"),
+        (wide_deep(), LESIONS, (128,), "no images"),
+        (conv(channels=[8]), None, (128,), "[channels, height, width], it is [128]"),
+        (conv(channels=[8] * 3), None, (64, 5, 5), "3 halvings leave nothing of 5 x 5"),
+    ],
+)
+def test_top_model_that_does_not_fit_is_explained(
+    settings: ModelSettings,
+    shapes: FeatureShapes | None,
+    cut_shape: tuple[int, ...],
+    part: str,
+) -> None:
+    with pytest.raises(SettingsError) as raised:
+        build_top_model(settings, cut_shape, shapes, seed=0)
+    assert part in str(raised.value)
+
+
+def test_first_layer_of_each_model_is_the_one_next_to_the_features() -> None:
+    deep = build_bottom_model(wide_deep(), CRITEO, (128,), seed=0)
+    assert first_layer(deep) is named_layer(deep, "layers.hidden_0")
+    images = build_bottom_model(conv(channels=[8, 9]), LESIONS, (9, 21, 21), seed=0)
+    assert first_layer(images) is named_layer(images, "blocks.block_0")
 
 
 def test_output_activation_is_that_of_the_cut_layer() -> None:
@@ -270,10 +493,15 @@ def optimizer(**values: Any) -> OptimizerSettings:
     return validate(OptimizerHolder, {"optimizer": values}, "settings").optimizer
 
 
+def holding(weight: nn.Parameter) -> nn.Module:
+    return nn.ParameterList([weight])
+
+
 def test_optimizers_take_the_steps_that_their_settings_say() -> None:
     sgd_weight = nn.Parameter(torch.tensor([2.0]))
     sgd = build_optimizer(
-        optimizer(kind="sgd", learning_rate=0.1, momentum=0.5, weight_decay=0.25), [sgd_weight]
+        optimizer(kind="sgd", learning_rate=0.1, momentum=0.5, weight_decay=0.25),
+        holding(sgd_weight),
     )
     for _ in range(2):
         sgd_weight.grad = torch.ones(1)
@@ -283,7 +511,7 @@ def test_optimizers_take_the_steps_that_their_settings_say() -> None:
 
     adam_weight = nn.Parameter(torch.tensor([2.0]))
     adam = build_optimizer(
-        optimizer(kind="adam", learning_rate=0.1, betas=[0.5, 0.9]), [adam_weight]
+        optimizer(kind="adam", learning_rate=0.1, betas=[0.5, 0.9]), holding(adam_weight)
     )
     adam_weight.grad = torch.tensor([-7.0])
     adam.step()
@@ -291,9 +519,119 @@ def test_optimizers_take_the_steps_that_their_settings_say() -> None:
     assert adam.param_groups[0]["betas"] == (0.5, 0.9)
 
 
+def table_and_layer(rows: int = 50) -> nn.Sequential:
+    with torch.random.fork_rng(devices=()):
+        torch.default_generator.manual_seed(5)
+        return nn.Sequential(nn.Embedding(rows, 3), nn.Linear(3, 1))
+
+
+def train(built: nn.Module, rule: torch.optim.Optimizer, batches: list[list[int]]) -> None:
+    for number, rows in enumerate(batches):
+        rule.zero_grad()
+        (built(torch.tensor(rows)) * (1 + number)).sum().backward()
+        rule.step()
+
+
+@pytest.mark.parametrize(
+    ("values", "is_sparse"),
+    [
+        ({"kind": "adam", "sparse_from_rows": 50}, True),
+        ({"kind": "adam", "sparse_from_rows": 51}, False),
+        ({"kind": "adam", "sparse_from_rows": None}, False),
+        ({"kind": "adam", "sparse_from_rows": 1, "weight_decay": 0.1}, False),
+        ({"kind": "sgd", "sparse_from_rows": 50}, True),
+        ({"kind": "sgd", "sparse_from_rows": 1, "momentum": 0.5}, False),
+        ({"kind": "sgd", "sparse_from_rows": 1, "weight_decay": 0.5}, False),
+    ],
+)
+def test_large_tables_learn_from_sparse_gradients(values: dict[str, Any], is_sparse: bool) -> None:
+    built = table_and_layer()
+    rule = build_optimizer(optimizer(**values), built)
+    train(built, rule, [[1, 2, 2]])
+    gradient = built.get_parameter("0.weight").grad
+    assert gradient is not None
+    assert gradient.is_sparse is is_sparse
+
+
+def test_sparse_steps_equal_dense_ones_where_every_row_is_in_every_batch() -> None:
+    batches = [[2, 0, 1, 0], [1, 1, 2, 0], [0, 1, 2, 2]]
+    for kind in ("adam", "sgd"):
+        trained = []
+        for rows in (1, None):
+            built = table_and_layer(3)
+            values = {"kind": kind, "learning_rate": 0.05, "sparse_from_rows": rows}
+            train(built, build_optimizer(optimizer(**values), built), batches)
+            trained.append(nn.utils.parameters_to_vector(built.parameters()).detach())
+        torch.testing.assert_close(trained[0], trained[1])
+        start = nn.utils.parameters_to_vector(table_and_layer(3).parameters()).detach()
+        assert not torch.allclose(trained[0], start, atol=0.05)
+
+
+def test_a_row_that_no_batch_looks_up_stays() -> None:
+    built = table_and_layer()
+    before = built.get_parameter("0.weight").detach().clone()
+    rule = build_optimizer(optimizer(kind="adam", sparse_from_rows=1), built)
+    train(built, rule, [[1, 2], [3, 3]])
+    changed = (built.get_parameter("0.weight").detach() != before).any(dim=1)
+    assert changed.nonzero().flatten().tolist() == [1, 2, 3]
+
+
+def test_a_schedule_changes_the_rate_of_dense_and_sparse_parameters_alike() -> None:
+    built = table_and_layer()
+    rule = build_optimizer(optimizer(kind="adam", learning_rate=0.5, sparse_from_rows=1), built)
+    schedule = torch.optim.lr_scheduler.LambdaLR(rule, lambda step: 0.0 if step == 1 else 1.0)
+    train(built, rule, [[1]])
+    schedule.step()
+    before = nn.utils.parameters_to_vector(built.parameters()).detach().clone()
+    train(built, rule, [[1]])
+    assert torch.equal(nn.utils.parameters_to_vector(built.parameters()), before)
+    schedule.step()
+    train(built, rule, [[1]])
+    changed = [(p.detach() != 0).any() for p in built.parameters()]
+    assert all(changed)
+    assert not torch.equal(nn.utils.parameters_to_vector(built.parameters()), before)
+
+
+@pytest.mark.parametrize("values", [{}, {"sparse_from_rows": 1}, {"sparse_from_rows": None}])
+def test_training_goes_on_from_a_saved_state_bit_for_bit(values: dict[str, Any]) -> None:
+    """State and schedule go through a file that holds tensors and plain values only."""
+    rule_settings = optimizer(kind="adam", learning_rate=0.1, **values)
+
+    def begin() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
+        built = table_and_layer()
+        rule = build_optimizer(rule_settings, built)
+        return built, rule, torch.optim.lr_scheduler.LambdaLR(rule, lambda step: 0.9**step)
+
+    def go(parts: Any, batches: list[list[int]]) -> None:
+        for rows in batches:
+            train(parts[0], parts[1], [rows])
+            parts[2].step()
+
+    whole = begin()
+    go(whole, [[1, 2], [2, 3], [4, 1], [2, 2]])
+    first = begin()
+    go(first, [[1, 2], [2, 3]])
+    file = io.BytesIO()
+    torch.save([part.state_dict() for part in first], file)
+    file.seek(0)
+    second = begin()
+    weights, averages, place = torch.load(file, weights_only=True)
+    second[0].load_state_dict(weights)
+    second[1].load_state_dict(averages)
+    second[2].load_state_dict(place)
+    go(second, [[4, 1], [2, 2]])
+    for one, other in zip(whole[0].parameters(), second[0].parameters(), strict=True):
+        assert torch.equal(one, other)
+    lost = begin()
+    lost[0].load_state_dict(first[0].state_dict())  # the weights without the optimizer's averages
+    go(lost, [[4, 1], [2, 2]])
+    assert not torch.equal(lost[0].get_parameter("0.weight"), whole[0].get_parameter("0.weight"))
+
+
 @pytest.mark.parametrize(
     ("values", "part"),
     [
+        ({"kind": "adam", "sparse_from_rows": 0}, "greater than or equal to 1"),
         ({"kind": "adam", "learning_rate": 0}, "greater than 0"),
         ({"kind": "adam", "learning_rate": float("inf")}, "finite"),
         ({"kind": "adam", "betas": [0.9, 1.0]}, "less than 1"),
@@ -310,6 +648,6 @@ def test_impossible_optimizers_are_refused(values: dict[str, Any], part: str) ->
 
 def test_model_without_parameters_cannot_be_trained() -> None:
     with pytest.raises(SettingsError, match="no parameters"):
-        build_optimizer(optimizer(kind="sgd"), nn.ReLU().parameters())
+        build_optimizer(optimizer(kind="sgd"), nn.ReLU())
     with pytest.raises(SettingsError, match="no layer with parameters"):
         first_layer(nn.ReLU())

@@ -1,0 +1,179 @@
+"""Streams that say nothing: whom they keep from being answered, and whom not any more."""
+
+import queue
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from active_party.service import ActiveService
+from active_party.session import Stage
+from common.alignment.ecdh import ENGINE, VERSION
+from common.alignment.ids import NORMALISATION
+from common.party_settings import ReconnectSettings
+from common.wire import limits
+from common.wire.endpoint import method_path
+from common.wire.limits import STREAMS_PER_CONNECTION
+from common.wire.stream_places import Stream, StreamPlaces
+from passive_party.grpc_peer import GrpcPeer
+from protos import split_learning_pb2 as pb
+from tests.runs import Parties, build_parties, serving, write_example
+from tests.wire.test_fuzz import assert_undisturbed
+
+PATIENCE = ReconnectSettings(max_s=3, first_wait_s=0.1, longest_wait_s=0.5, deadline_s=3)
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("example")
+    write_example(folder)
+    return folder
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+class Hostile:
+    """Opens streams on connections of its own, and leaves them open."""
+
+    def __init__(self, port: int, stack: ExitStack) -> None:
+        self._port = port
+        self._stack = stack
+
+    def channel(self) -> grpc.Channel:
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        return self._stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{self._port}", options))
+
+    def stream(self, channel: grpc.Channel, method: str, *messages: bytes) -> Any:
+        """Send messages, and then neither say anything more nor end the stream."""
+        waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        for message in messages:
+            waiting.put(message)
+        self._stack.callback(waiting.put, None)
+        stub: Any = channel.stream_stream(method_path(method))
+        return stub(iter(waiting.get, None))
+
+    def fill(self, method: str) -> None:
+        """Open as many as one connection may have."""
+        channel = self.channel()
+        calls = [self.stream(channel, method) for _ in range(STREAMS_PER_CONNECTION)]
+        self._stack.callback(lambda: [call.cancel() for call in calls])
+
+    def handshake(self, parties: Parties, timeout_s: float = 10) -> str:
+        request = pb.HandshakeRequest(
+            protocol_version=1,
+            party="passive",
+            contract=parties.run.contract.canonical_json(),
+            nonce_commitment=bytes(32),
+        )
+        call: Any = self.channel().unary_unary(method_path("Handshake"))
+        reply = pb.HandshakeReply.FromString(call(request.SerializeToString(), timeout=timeout_s))
+        return str(reply.run_id)
+
+
+@contextmanager
+def met(parties: Parties, port: int) -> Iterator[tuple[ActiveService, Hostile]]:
+    with ExitStack() as stack, serving(parties, port) as service:
+        yield service, Hostile(port, stack)
+        stack.close()
+
+
+def run_honestly(parties: Parties, port: int) -> None:
+    with GrpcPeer(f"127.0.0.1:{port}", parties.run.contract, PATIENCE) as peer:
+        parties.run.run(peer)
+
+
+@pytest.mark.parametrize("method", ["Train", "Evaluate", "Align"])
+def test_idle_streams_hold_nobody_up(example: Path, port: int, method: str) -> None:
+    parties = build_parties(example)
+    with met(parties, port) as (_, hostile):
+        hostile.handshake(parties)
+        hostile.fill(method)
+        run_honestly(parties, port)
+    assert_undisturbed(parties, example)
+
+
+class NoPlaces(StreamPlaces):
+    """Lets every stream stay."""
+
+    @contextmanager
+    def enter(self, stream: Stream) -> Iterator[None]:
+        yield
+
+
+def test_without_places_idle_streams_lock_the_honest_peer_out(example: Path, port: int) -> None:
+    """The attack that succeeds where the rule is not."""
+    parties = build_parties(example)
+    with met(parties, port) as (service, hostile):
+        service._train_places = NoPlaces()
+        hostile.fill("Train")
+        time.sleep(1)  # until all are there
+        with pytest.raises(grpc.RpcError) as caught:
+            hostile.handshake(parties, timeout_s=2)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert parties.session.stage is Stage.WAITING
+
+
+def hello(run_id: str, set_size: int) -> bytes:
+    return pb.AlignFrame(
+        hello=pb.AlignHello(
+            engine=ENGINE,
+            version=VERSION,
+            normalisation=NORMALISATION,
+            tag_bytes=limits.TAG_BYTES,
+            chunk_ids=limits.CHUNK_IDS,
+            set_size=set_size,
+            nonce=bytes(32),
+            run_id=run_id,
+        )
+    ).SerializeToString()
+
+
+def test_an_alignment_that_never_gets_on_is_left_for_the_next_handshake(
+    example: Path, port: int
+) -> None:
+    """It has announced the largest set that there may be, and sends none of it."""
+    parties = build_parties(example)
+    with met(parties, port) as (_, hostile):
+        most = parties.run.contract.alignment.max_set_size
+        for _ in range(3):
+            run_id = hostile.handshake(parties)
+            call = hostile.stream(hostile.channel(), "Align", hello(run_id, most))
+            assert pb.AlignFrame.FromString(next(call)).WhichOneof("body") == "hello"
+        run_honestly(parties, port)
+    assert_undisturbed(parties, example)
+
+
+@pytest.mark.parametrize("set_size", [0, 10_000_001, 2**64 - 1])
+def test_an_announced_set_beyond_the_contract_is_refused(
+    example: Path, port: int, set_size: int
+) -> None:
+    parties = build_parties(example)
+    with met(parties, port) as (_, hostile):
+        run_id = hostile.handshake(parties)
+        call = hostile.stream(hostile.channel(), "Align", hello(run_id, set_size))
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+        expected = grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert caught.value.code() is (expected if set_size else grpc.StatusCode.INVALID_ARGUMENT)
+        run_honestly(parties, port)
+    assert parties.session.stage is Stage.FINISHED
+
+
+def test_a_silent_alignment_ends_after_its_deadline(example: Path, port: int) -> None:
+    parties = build_parties(example)
+    with met(parties, port) as (service, hostile):
+        service._deadline_s = 0.3
+        run_id = hostile.handshake(parties)
+        call = hostile.stream(hostile.channel(), "Align", hello(run_id, 100))
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION

@@ -115,7 +115,12 @@ class ActiveRecorder:
         """Note loss and AUC of a split."""
         self._train_loss = sum(self._epoch_losses) / len(self._epoch_losses)
         self._evaluations[evaluation.split] = evaluation
-        numbers = {"loss": evaluation.loss, "auc": evaluation.auc, "train_loss": self._train_loss}
+        numbers = {
+            "loss": evaluation.loss,
+            "auc": evaluation.auc,
+            "calibration_error": evaluation.calibration_error,
+            "train_loss": self._train_loss,
+        }
         self._metrics.write(evaluation.split, numbers, epoch=evaluation.epoch)
         if evaluation.split == "test" and self._leaks is not None:  # the epoch's last split
             self._leaks.end_epoch(evaluation.epoch)
@@ -137,7 +142,10 @@ class ActiveRecorder:
             StorageError: a line of the metrics could not be written.
         """
         leaks = None if self._leaks is None else self._leaks.state_dict()
-        evaluations = {split: (e.epoch, e.loss, e.auc) for split, e in self._evaluations.items()}
+        evaluations = {
+            split: (e.epoch, e.loss, e.auc, e.calibration_error)
+            for split, e in self._evaluations.items()
+        }
         return {
             "steps": self._steps,
             "epoch_losses": list(self._epoch_losses),
@@ -167,8 +175,8 @@ class ActiveRecorder:
         self._steps, self._train_loss = state["steps"], state["train_loss"]
         self._epoch_losses = list(state["epoch_losses"])
         self._evaluations = {
-            split: Evaluation(epoch, split, loss, auc)
-            for split, (epoch, loss, auc) in state["evaluations"].items()
+            split: Evaluation(epoch, split, *figures)
+            for split, (epoch, *figures) in state["evaluations"].items()
         }
         self._bounds = None if state["bounds"] is None else _bounds(*state["bounds"])
         self._alarm.load_state_dict(state["alarm"])
@@ -195,6 +203,7 @@ class ActiveRecorder:
             "steps": self._steps,
             "test_auc": None if test is None else test.auc,
             "test_loss": None if test is None else test.loss,
+            "test_calibration_error": None if test is None else test.calibration_error,
             "train_loss": self._train_loss,
             "steps_per_s": self._progress.steps_per_s if self._progress else None,
             "defense": self._settings.defense.model_dump(mode="json"),

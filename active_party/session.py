@@ -30,6 +30,7 @@ from active_party.defenses.sum_kl import leak_auc_bound
 from active_party.early_stopping import EarlyStop
 from active_party.ledger import ROUNDING, LeakBounds, LeakLedger
 from active_party.top_trainer import StepResult, TopTrainer
+from common.calibration import adaptive_calibration_error
 from common.checkpoint import AnswerLog, RunStore, State
 from common.contract import Contract
 from common.errors import (
@@ -71,6 +72,7 @@ class Evaluation:
     split: SplitName
     loss: float
     auc: float
+    calibration_error: float
 
 
 class Offer(NamedTuple):
@@ -645,7 +647,10 @@ class ActiveSession:
         labels = torch.cat([labels for _, labels in self._scores])
         self._scores.clear()
         loss = float(binary_cross_entropy_with_logits(logits, labels))
-        evaluation = Evaluation(batch.epoch, batch.split, loss, auc(logits, labels))
+        calibration_error = adaptive_calibration_error(logits.sigmoid(), labels)
+        evaluation = Evaluation(
+            batch.epoch, batch.split, loss, auc(logits, labels), calibration_error
+        )
         if batch.split == "validation":
             self._validation_auc = evaluation.auc
         self._observer.on_evaluation(evaluation)

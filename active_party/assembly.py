@@ -1,25 +1,37 @@
 """Builds the active party's objects from its settings."""
 
+import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 
-from active_party.defenses import AnswerKeys, build_defense, open_noise_key
-from active_party.defenses.example_keys import GRADIENT_NOISE, example_keys
+from active_party.defenses import AnswerKeys, DefenseSettings, build_defense, open_noise_key
+from active_party.defenses.example_keys import (
+    GRADIENT_NOISE,
+    example_keys,
+    key_from_insecure_seed,
+)
+from active_party.defenses.gafm import build_critic, persistent_shifts, rises
 from active_party.defenses.label_noise import draw_noisy_labels
-from active_party.defenses.settings import NoisyLabelDefense
+from active_party.defenses.noise import SecureNoise, fresh_key
+from active_party.defenses.settings import GafmDefense, NoisyLabelDefense
 from active_party.early_stopping import EarlyStop
+from active_party.objectives import Adversarial, CrossEntropy, Objective
 from active_party.session import ActiveSession, SessionObserver
 from active_party.settings import ActiveSettings
 from active_party.top_trainer import TopTrainer
 from common.checkpoint import RunStore
-from common.data.features import FeatureEncoder
-from common.errors import DataError
+from common.data.features import FeatureEncoder, Features
+from common.errors import DataError, SettingsError
 from common.models.factory import build_top_model
 from common.models.optimizers import build_optimizer
 from common.party_data import PartyData
 from common.run_course import AlignedRows
+
+_MODELS_TRIED = 64
+_PROBE_ROWS = 256
 
 
 class TrainerBuilder:
@@ -47,8 +59,7 @@ class TrainerBuilder:
             DataError: a split has rows of one class only.
         """
         settings, contract = self._settings, self._settings.contract
-        ids = [self._data.ids[row] for row in rows.file_rows]
-        labels = self._data.labels_of(ids)
+        labels = self._data.labels_at(rows.file_rows)
         for name, positions in rows.splits.items():
             positives = int(labels[positions].sum())
             if len(positions) and positives in (0, len(positions)):
@@ -57,35 +68,99 @@ class TrainerBuilder:
                     f"hold only one class"
                 )
         self.encoder, features = self._data.encode(rows)
-        model = build_top_model(
-            settings.top_model,
-            contract.cut_shape,
-            self.encoder,
-            seed=settings.model_seed,
-        )
+        model = self._build_model(features)
         model.to(self._device)
-        defense, key, keys, noisy_labels = settings.defense, self._noise_key, None, None
+        key, keys, noisy_labels = self._noise_key, None, None
         answer_keys = AnswerKeys()
-        if key is not None and isinstance(defense, NoisyLabelDefense):
-            noisy_labels = draw_noisy_labels(defense.mechanism, labels, key, ids)
+        noisy = _noisy_label_part(settings.defense)
+        if key is not None and noisy is not None:
+            noisy_labels = draw_noisy_labels(noisy.mechanism, labels, key, ids)
         elif key is not None:
             keys = example_keys(key, ids, GRADIENT_NOISE)
         return TopTrainer(
-            model=model,
-            optimizer=build_optimizer(settings.optimizer, model),
-            schedule=contract.schedule,
-            total_steps=rows.total_steps(contract),
-            defense=build_defense(defense, key, answer_keys),
+            objective=self._build_objective(model, ids, rows.total_steps(contract), answer_keys),
+            defense=build_defense(settings.defense, key, answer_keys),
             features=features,
             labels=labels,
             device=self._device,
             example_keys=keys,
             noisy_labels=noisy_labels,
-            top_learns_noisy=not isinstance(defense, NoisyLabelDefense)
-            or defense.top_labels == "noisy",
             answer_keys=answer_keys,
             data_digest=self._data.digest(self.encoder),
         )
+
+    def _build_model(self, features: Features | None) -> nn.Module:
+        settings = self._settings
+        cut_shape = settings.contract.cut_shape
+        if not isinstance(settings.defense, GafmDefense):
+            return build_top_model(
+                settings.top_model, cut_shape, self.encoder, seed=settings.model_seed
+            )
+        seeds = range(settings.model_seed, settings.model_seed + _MODELS_TRIED)
+        models = (
+            build_top_model(settings.top_model, cut_shape, self.encoder, seed=seed)
+            for seed in seeds
+        )
+        for model in models:
+            if _rises(model, cut_shape, features):
+                return model
+        raise SettingsError(
+            f"top_model: of {_MODELS_TRIED} draws of its weights none rises with the activation, "
+            f"which gafm needs to tell the classes apart"
+        )
+
+    def _build_objective(
+        self, model: nn.Module, ids: list[str], total_steps: int, answer_keys: AnswerKeys
+    ) -> Objective:
+        settings, defense = self._settings, self._settings.defense
+        optimizer = build_optimizer(settings.optimizer, model)
+
+        def schedule(step: int) -> float:
+            return settings.contract.schedule.factor(step, total_steps)
+
+        if not isinstance(defense, GafmDefense):
+            learns_sent = not isinstance(defense, NoisyLabelDefense) or (
+                defense.top_labels == "noisy"
+            )
+            return CrossEntropy(model, optimizer, schedule, learns_sent=learns_sent)
+        shifts = None
+        if defense.response == "persistent" and self._noise_key is not None:
+            shifts = persistent_shifts(self._noise_key, ids, defense.response_width)
+            shifts = shifts.to(self._device)
+        critic = build_critic(
+            defense.critic_width, defense.weight_limit, _critic_entropy(defense.insecure_noise_seed)
+        )
+        return Adversarial(
+            defense,
+            model,
+            optimizer,
+            schedule,
+            critic=critic.to(self._device),
+            noise=SecureNoise(answer_keys),
+            shifts=shifts,
+        )
+
+
+def _rises(model: nn.Module, cut_shape: Sequence[int], features: Features | None) -> bool:
+    generator = torch.Generator().manual_seed(0)  # any activations will do
+    activation = torch.randn(_PROBE_ROWS, *cut_shape, generator=generator)
+    # One and the same row of own features beside all of them.
+    own = None if features is None else features.rows(torch.zeros(_PROBE_ROWS, dtype=torch.int64))
+    model.eval()
+    with torch.no_grad():
+        logits = model(activation, own)
+    model.train()
+    return rises(activation, logits)
+
+
+def _noisy_label_part(defense: DefenseSettings) -> NoisyLabelDefense | None:
+    inner = defense.composed_with if isinstance(defense, GafmDefense) else defense
+    return inner if isinstance(inner, NoisyLabelDefense) else None
+
+
+def _critic_entropy(seed: int | None) -> bytes:
+    key = fresh_key() if seed is None else key_from_insecure_seed(seed)
+    return hashlib.shake_256(b"critic" + key).digest(2496)
 
 
 def build_session(

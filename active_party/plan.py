@@ -22,6 +22,7 @@ from active_party.defenses.label_noise import label_leak
 from active_party.defenses.persistent import repeated_sum_kl
 from active_party.defenses.settings import (
     DetectionError,
+    GafmDefense,
     IsoDefense,
     LeakAuc,
     MarvellDefense,
@@ -76,6 +77,8 @@ def fresh_charge(defense: DefenseSettings, cut_dim: int, pos_fraction: float) ->
             # <= 4 d/t.
             ratio = defense.amplitude**2
             return Charge(0.0, 4 * cut_dim / ratio if ratio else math.inf)
+        case GafmDefense() if _tells_all(defense):
+            return Charge(math.inf, math.inf)
         case _:
             return Charge(0.0, math.inf)
     return Charge(charge, charge * (1 + charge))
@@ -90,6 +93,8 @@ def repeated_charge(defense: DefenseSettings, cut_dim: int) -> Charge:
             charge = cut_dim / defense.amplitude**2 if defense.amplitude else math.inf
         case NoisyLabelDefense():
             charge, _ = label_leak(defense.mechanism)
+        case GafmDefense(composed_with=NoisyLabelDefense() as behind):
+            return repeated_charge(behind, cut_dim)
         case _:
             charge = math.inf
     return Charge(charge, charge)
@@ -151,6 +156,10 @@ def _charges(
     defense: DefenseSettings, cut_dim: int, pos_fraction: float
 ) -> dict[NoiseKind, Charge]:
     charges: dict[NoiseKind, Charge] = {}
+    if isinstance(defense, GafmDefense):  # it has one kind of noise, which the settings decide
+        if _configured_noise(defense) == "persistent":
+            return {"persistent": repeated_charge(defense, cut_dim)}
+        return {"fresh": fresh_charge(defense, cut_dim, pos_fraction)}
     if not isinstance(defense, NoisyLabelDefense):
         charges["fresh"] = fresh_charge(defense, cut_dim, pos_fraction)
     if not isinstance(defense, NoDefense):
@@ -201,6 +210,8 @@ def _honesty(defense: DefenseSettings) -> str:
             said = "Exact, whatever the gradients."
         case NoisyLabelDefense():
             said = "Of the noisy labels alone: with top_labels true there is no proof."
+        case GafmDefense():
+            said = _honesty_of_gafm(defense)
         case MarvellDefense(noise="persistent") | IsoDefense(noise="persistent"):
             said = "Charges of persistent noise depend on the strength alone."
         case MarvellDefense():
@@ -223,6 +234,21 @@ def _honesty(defense: DefenseSettings) -> str:
                 "before the run. Its ledger tells after each epoch."
             )
     return said
+
+
+def _honesty_of_gafm(defense: GafmDefense) -> str:
+    behind = defense.composed_with
+    if isinstance(behind, NoisyLabelDefense):
+        return _honesty(behind)
+    if _tells_all(defense):
+        return (
+            "gafm hides labels from norms and class means. A peer that knows its own activations "
+            "can read them: the ledger gives no credit."
+        )
+    return (
+        f"The charge of gafm with {behind.name} depends on the gradients alone: nothing can be "
+        "said before the run. Its ledger tells after each epoch."
+    )
 
 
 def _end_in_words(first: int | None, last: int | None, epochs: int, *, known: bool) -> str:
@@ -253,10 +279,18 @@ def _configured_noise(defense: DefenseSettings) -> NoiseKind:
     match defense:
         case NoDefense():
             return "fresh"
-        case NoisyLabelDefense():
+        case NoisyLabelDefense() | GafmDefense(composed_with=NoisyLabelDefense()):
             return "persistent"
+        case GafmDefense():
+            return "fresh"
         case _:
             return defense.noise
+
+
+def _tells_all(defense: GafmDefense) -> bool:
+    """Say whether the ledger gives this no credit whatever the gradients are."""
+    credited = isinstance(defense.composed_with, IsoDefense | MarvellDefense)
+    return defense.terms == "gan_only" or not credited
 
 
 def _in_words(charge: Charge) -> list[str]:

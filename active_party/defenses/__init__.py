@@ -1,7 +1,8 @@
 """What the active party does to a gradient before it leaves, so that it tells little of the labels.
 
 Every defense takes the raw gradient and the labels of one batch. All but ``none`` scale with the
-gradient: k g is answered as k times the answer to g.
+gradient: k g is answered as k times the answer to g. ``gafm`` and ``noisy_label`` shape what the
+raw gradient is; what is built here for them is what comes after.
 """
 
 import logging
@@ -40,6 +41,7 @@ from active_party.defenses.persistent import (
 from active_party.defenses.report import DefendedGradient, Defense, DefenseReport
 from active_party.defenses.settings import (
     DefenseSettings,
+    GafmDefense,
     IsoDefense,
     MarvellDefense,
     MaxNormDefense,
@@ -87,6 +89,10 @@ def build_defense(
             return Undefended()
         case NoisyLabelDefense():
             return NoisyLabel(settings, _present(noise_key, settings.name))
+        case GafmDefense():
+            if settings.insecure_noise_seed is not None:
+                _warn_of_seed()
+            return build_defense(settings.composed_with, noise_key, draw_keys)
         case _ if settings.noise == "persistent":
             noise = _noise_source(settings, draw_keys)
             return _build_persistent(settings, _present(noise_key, settings.name), noise)
@@ -109,21 +115,28 @@ def open_noise_key(settings: DefenseSettings, cut_dim: int, path: Path) -> Noise
         case NoDefense():
             return None
         case NoisyLabelDefense():
-            strength = f"{settings.mechanism!r}"
+            strength = f"noisy_label {settings.mechanism!r}"
+        case GafmDefense(composed_with=NoisyLabelDefense() as behind):
+            # The key of noisy_label by itself: a label's flip is drawn once, whatever it is in.
+            strength = f"noisy_label {behind.mechanism!r}"
+        case GafmDefense(response="fresh"):
+            return None
+        case GafmDefense():
+            strength = f"gafm {settings.response_width!r}"
         case _ if settings.noise == "fresh":
             return None
         case IsoDefense():
-            strength = f"{settings.amplitude!r} in {cut_dim}"
+            strength = f"iso {settings.amplitude!r} in {cut_dim}"
         case MarvellDefense():
-            strength = f"{repeated_sum_kl(settings.strength)!r}"
+            strength = f"marvell {repeated_sum_kl(settings.strength)!r}"
         case _:
-            strength = "to the largest norm"
+            strength = f"{settings.name} to the largest norm"
     if settings.insecure_noise_seed is None:
         key = load_or_create_key(path)
     else:
         _warn_of_seed()
         key = key_from_insecure_seed(settings.insecure_noise_seed)
-    return key_for(key, f"{settings.name} {strength}")
+    return key_for(key, strength)
 
 
 def _present(noise_key: NoiseKey | None, name: str) -> NoiseKey:

@@ -195,12 +195,95 @@ class NoisyLabelDefense(Section):
     """For tests only: whoever knows the seed knows the noise. Absent: a secret key."""
 
 
+class GafmDefense(Section):
+    """Train the cut layer against a critic and softened labels instead of the labels.
+
+    The top model becomes the generator; the paper's has one hidden layer with leaky ReLU. No
+    defense of the gradients' numbers by itself: the leak ledger gives it no credit, see
+    ``composed_with``. As in the paper on Spambase, with its own Marvell behind it:
+
+        top_model: {kind: mlp, hidden: [16], activation: leaky_relu}
+        defense:
+          name: gafm
+          response_width: 0.05
+          composed_with: {name: marvell, strength: {power_ratio: 4}}
+    """
+
+    name: Literal["gafm"] = "gafm"
+
+    gan_weight: float = Field(default=1.0, gt=0, le=1000)
+    """Weight of the adversarial term beside the cross entropy, both brought to norm 1 first."""
+
+    response_width: float = Field(default=0.05, ge=0, le=0.5)
+    """Largest distance of a softened label from 1/2."""
+
+    response: Literal["fresh", "persistent"] = "fresh"
+    """Whether a label is softened anew for every answer, or once for the whole run.
+
+    Fresh ones average out over epochs. Persistent ones come from the key at ``noise_key_path``.
+    Neither hides on which side of 1/2 a softened label lies, which is the label.
+    """
+
+    terms: Literal["both", "gan_only", "ce_only"] = "both"
+    """What is sent: both terms, or one of them for comparison.
+
+    The adversarial term alone does not say which of the two outputs is the positive one: its test
+    AUC may as well come out below 0.5.
+    """
+
+    label_noise: float = Field(default=0.01, ge=0, le=1)
+    """Standard deviation of the noise on the labels that the critic sees."""
+
+    critic_width: int = Field(default=16, ge=1, le=4096)
+    """Width of the critic's hidden layer."""
+
+    weight_limit: float = Field(default=0.1, gt=0, le=100)
+    """Size to which the critic's weights are clipped."""
+
+    critic_learning_rate: float = Field(default=1e-4, gt=0, le=1)
+    """Step size of the critic's Adam; the contract's schedule holds for it, too."""
+
+    composed_with: Annotated[
+        NoDefense | IsoDefense | MaxNormDefense | MarvellDefense | NoisyLabelDefense,
+        Field(discriminator="name"),
+    ] = NoDefense()
+    """What is done to the mixed gradient before it leaves.
+
+    ``noisy_label`` keeps its guarantee: critic and softened labels then see noisy labels only. The
+    others add fresh noise; the leak ledger gives credit to ``iso``, and to ``marvell`` where the
+    cut has one value per example.
+    """
+
+    insecure_noise_seed: int | None = Field(default=None, ge=0, lt=2**63)
+    """For tests only: whoever knows the seed knows the critic, the responses and all noise."""
+
+    @model_validator(mode="after")
+    def _fits_what_it_is_composed_with(self) -> Self:
+        behind = self.composed_with
+        if getattr(behind, "insecure_noise_seed", None) is not None:
+            raise ValueError("composed_with: set insecure_noise_seed of gafm itself instead")
+        if getattr(behind, "noise", "fresh") == "persistent":
+            raise ValueError(
+                "composed_with: persistent noise is measured by what a label moves in a cross "
+                "entropy's gradient, which this is not; expected noise: fresh, or noisy_label"
+            )
+        if isinstance(behind, NoisyLabelDefense) and (
+            behind.mechanism.kind != "randomized_response" or behind.top_labels != "noisy"
+        ):
+            raise ValueError(
+                "composed_with: the critic compares predictions with labels of 0 and 1; expected "
+                "a noisy_label of mechanism randomized_response, with top_labels noisy"
+            )
+        return self
+
+
 DefenseSettings = Annotated[
     NoDefense
     | IsoDefense
     | MaxNormDefense
     | MaxNormPositiveDefense
     | MarvellDefense
-    | NoisyLabelDefense,
+    | NoisyLabelDefense
+    | GafmDefense,
     Field(discriminator="name"),
 ]

@@ -1,0 +1,187 @@
+"""What the generative adversarial federated model sends instead of a cross entropy's gradient.
+
+Han and Guan, "GAN-based vertical federated learning for label protection in binary classification"
+(arXiv 2302.02245). The top model G, with a sigmoid behind its logit, maps the activation f to a
+prediction Y^; a critic D on single numbers tells labels Y from predictions.
+
+    L_GAN = E[D(Y + e)] - E[D(Y^)], e ~ N(0, s^2)       D maximises it, G and f minimise it
+    L_CE  = cross entropy between sigmoid(sum of f over the cut) and the softened label Y~
+    Y~    = 1/2 + u where Y = 1, 1/2 - u where Y = 0, u uniform between 0 and D_max
+    sent  = w grad_f L_GAN / |grad_f L_GAN|  +  grad_f L_CE / |grad_f L_CE|
+
+D's weights are clipped to [-c, c], and the norms are those of the whole batch.
+
+The paper calls Y~ a randomised response. It is none in the sense of differential privacy: which
+side of 1/2 it lies on *is* the label. The passive party knows f, of which everything in the sum but
+Y~ is a smooth function, so it can fit that function and read the labels off the rest; norms and
+class means, which the paper measures, do not show this. So an answer is charged without bound
+unless a defense behind the sum covers what the example's own label moves, which is at most
+
+    2 D_max / |sigmoid(sum of f) - Y~|    (norm over the batch)
+
+along the direction in which all coordinates of the cut are equal. The classes' means would be the
+wrong measure here, for the two terms make them cancel while each label's own share stays. As for
+every fresh charge, what G and D have learned of the labels is not counted.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from active_party.defenses.example_keys import NoiseKey, example_keys
+from active_party.defenses.noise import NoiseSource, fill_state, open_uniform
+from active_party.defenses.report import DefenseReport, LeakCharge
+from active_party.defenses.settings import (
+    GafmDefense,
+    IsoDefense,
+    MarvellDefense,
+    NoisyLabelDefense,
+)
+from active_party.defenses.sum_kl import sum_kl_along_gap
+
+_LABEL_RESPONSE = b"label response"
+
+
+class MixedGradient(NamedTuple):
+    """What GAFM would send, and how much of it is an example's own label."""
+
+    raw: Tensor
+    """Like the activation."""
+
+    label_move: float
+    """Most by which one example's label moves its own row, all else equal; infinite where nothing
+    is known of how labels enter."""
+
+
+def build_critic(width: int, weight_limit: float, entropy: bytes) -> nn.Sequential:
+    """Return a critic of single numbers: two dense layers, clipped.
+
+    Args:
+        width: of the hidden layer.
+        weight_limit: largest size of any weight.
+        entropy: 2,496 secret bytes, for the initial weights.
+    """
+    with torch.random.fork_rng(devices=()):  # layers fill themselves from torch's own generator
+        critic = nn.Sequential(nn.Linear(1, width), nn.LeakyReLU(), nn.Linear(width, 1))
+    generator = torch.Generator()
+    fill_state(generator, entropy)
+    with torch.no_grad():
+        for layer, fan_in in ((critic[0], 1), (critic[2], width)):
+            for parameter in layer.parameters():
+                parameter.uniform_(-(fan_in**-0.5), fan_in**-0.5, generator=generator)
+    clip_weights(critic, weight_limit)
+    return critic
+
+
+def rises(activation: Tensor, logits: Tensor) -> bool:
+    """Say whether a generator's logits, (batch,), rise with the activation's sum, on the whole."""
+    sums = activation.flatten(start_dim=1).sum(dim=1).double()
+    return float((sums - sums.mean()) @ logits.double()) > 0
+
+
+def clip_weights(critic: nn.Module, weight_limit: float) -> None:
+    """Bring every weight into [-weight_limit, weight_limit]."""
+    with torch.no_grad():
+        for parameter in critic.parameters():
+            parameter.clamp_(-weight_limit, weight_limit)
+
+
+def gan_loss(critic: nn.Module, noisy_labels: Tensor, predictions: Tensor) -> Tensor:
+    """Return E[D(Y + e)] - E[D(Y^)], a scalar; both arguments are (batch,)."""
+    real: Tensor = critic(noisy_labels[:, None])
+    return real.mean() - _score(critic, predictions)
+
+
+def generator_loss(critic: nn.Module, predictions: Tensor) -> Tensor:
+    """Return the part of the GAN loss that the predictions have a share in, a scalar."""
+    return -_score(critic, predictions)
+
+
+def soften(labels: Tensor, shifts: Tensor) -> Tensor:
+    """Return 1/2 + shift for each positive and 1/2 - shift for each negative, (batch,)."""
+    return torch.where(labels == 1, 0.5 + shifts, 0.5 - shifts)
+
+
+def draw_shifts(noise: NoiseSource, labels: Tensor, width: float) -> Tensor:
+    """Draw how far each label lies from 1/2, anew, uniform between 0 and ``width``, (batch,)."""
+    numbers = noise.standard_normal(tuple(labels.shape), labels)
+    uniform: Tensor = torch.special.ndtr(numbers)
+    return uniform * width
+
+
+def persistent_shifts(key: NoiseKey, ids: list[str], width: float) -> Tensor:
+    """Return how far each example's label lies from 1/2 for the whole run, (aligned,) float32."""
+    words = example_keys(key, ids, _LABEL_RESPONSE)[:, 0]
+    return (width * open_uniform(words, torch.float64)).float()
+
+
+def mix(
+    settings: GafmDefense, activation: Tensor, predictions: Tensor, critic: nn.Module, soft: Tensor
+) -> MixedGradient:
+    """Compute the gradient that GAFM sends, before any defense behind it.
+
+    Args:
+        settings: which terms, and their weights.
+        activation: (batch, *cut_shape), what is differentiated by.
+        predictions: Y^ with the graph that leads to the activation, (batch,).
+        critic: D, on single numbers.
+        soft: softened labels, (batch,).
+    """
+    sums = activation.flatten(start_dim=1).sum(dim=1)
+    raw = torch.zeros_like(activation)
+    label_move = math.inf
+    if settings.terms != "ce_only":
+        raw = raw + settings.gan_weight * _unit_gradient(
+            generator_loss(critic, predictions), activation
+        )
+    if settings.terms != "gan_only":
+        raw = raw + _unit_gradient(binary_cross_entropy_with_logits(sums, soft), activation)
+        residual = float(torch.linalg.vector_norm(torch.sigmoid(sums.detach().double()) - soft))
+        if residual > 0:
+            label_move = 2 * settings.response_width / residual
+    return MixedGradient(raw.detach(), label_move)
+
+
+def charge_of(
+    settings: GafmDefense, report: DefenseReport, label_move: float, cut_dim: int
+) -> LeakCharge:
+    """Return what an answer tells a peer that knows all but the example's own label.
+
+    Args:
+        settings: with the defense behind the mixed gradient.
+        report: what that defense said, whose charge compares the classes' means.
+        label_move: as in ``MixedGradient``.
+        cut_dim: width of the cut layer.
+    """
+    behind, solution = settings.composed_with, report.solution
+    if isinstance(behind, NoisyLabelDefense):
+        return report.charge  # a function of features and noisy labels, whatever it is
+    if isinstance(behind, IsoDefense):
+        deviation = math.sqrt(report.noise_power / cut_dim)
+        own = sum_kl_along_gap(deviation, deviation, label_move)
+    elif isinstance(behind, MarvellDefense) and solution is None:
+        own = 0.0  # noise without any signal
+    elif isinstance(behind, MarvellDefense) and solution is not None and cut_dim == 1:
+        own = sum_kl_along_gap(
+            math.sqrt(solution.neg_along), math.sqrt(solution.pos_along), label_move
+        )
+    else:
+        # max_norm leaves the longest row as it is; marvell's noise on a wider cut lies along the
+        # gap of the classes, and the label along another direction.
+        own = math.inf
+    return LeakCharge(max(own, report.charge.sum_kl))
+
+
+def _score(critic: nn.Module, predictions: Tensor) -> Tensor:
+    scores: Tensor = critic(predictions[:, None])
+    return scores.mean()
+
+
+def _unit_gradient(loss: Tensor, activation: Tensor) -> Tensor:
+    (gradient,) = torch.autograd.grad(loss, activation, retain_graph=True)
+    # In float64: where sigmoids saturate, the squares of what is left underflow float32.
+    norm = torch.linalg.vector_norm(gradient.double())
+    return gradient if float(norm) == 0 else (gradient / norm).to(gradient.dtype)

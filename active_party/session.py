@@ -583,7 +583,8 @@ class ActiveSession:
     def _refuse_if_ended(self) -> None:
         self._end_on_objection()
         if self._stage is Stage.ENDED and self.error is not None:
-            raise self.error
+            # Raised again for every call: its traceback would hold the frames of all of them.
+            raise self.error.with_traceback(None)
 
     def _stored_answer(self, message: TensorMessage) -> "TensorMessage | pb.Course | None":
         self._refuse_if_ended()

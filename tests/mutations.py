@@ -4,17 +4,21 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, cast
 
 import grpc
 
-from active_party.service import ActiveService, method_handlers
+from active_party.service import ActiveService, method_handlers, start_server
 from common.contract import Contract
 from common.transcript import Crossing, Transcript
 from common.wire.endpoint import method_path
 from common.wire.error_interceptor import ErrorInterceptor
 from common.wire.limits import SMALL_BYTES, Refused, reader
+from common.wire.tensor_codec import TensorMessage
+from passive_party.grpc_peer import GrpcPeer
 from protos import split_learning_pb2 as pb
+from tests.runs import Parties
 
 METHODS = ("Handshake", "Align", "Train", "Evaluate", "Audit", "Leave")
 UNARY = frozenset({"Handshake", "Audit", "Leave"})
@@ -327,3 +331,34 @@ def send_mutants(
             messages, row = [*row, mutant.data], []
         statuses[mutant.method, sender.send(mutant.method, messages).name] += 1
     return statuses
+
+
+# ---- a run in the midst of which they come ----
+
+
+class AtStep(GrpcPeer):
+    """Does something before the activation of a step leaves, and before any evaluation."""
+
+    actions: Mapping[int, Callable[[], None]]
+    count = 0
+
+    def send_activation(self, message: TensorMessage) -> None:
+        self.count += 1
+        self.actions.get(self.count, lambda: None)()
+        super().send_activation(message)
+
+
+def run_disturbed(
+    parties: Parties, port: int, tape: Tape, actions: Mapping[int, Callable[[ActiveService], None]]
+) -> ActiveService:
+    """Run over localhost, and do something in the midst of it."""
+    contract, settings = parties.active_settings.contract, parties.passive_settings
+    service = ActiveService(parties.session, parties.engine, deadline_s=20)
+    server = start_server(service, contract, f"127.0.0.1:{port}", transcript=tape.as_transcript())
+    try:
+        with AtStep(f"127.0.0.1:{port}", settings.contract, settings.reconnect) as peer:
+            peer.actions = {step: partial(act, service) for step, act in actions.items()}
+            parties.run.run(peer)
+    finally:
+        server.stop(0).wait()
+    return service

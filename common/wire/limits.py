@@ -72,7 +72,7 @@ longest of those waits for an alignment to end, five seconds."""
 CONCURRENT_RPCS = 64
 """Calls under way or waiting for a thread, over all connections; the next one is sent away, and
 comes again."""
-STREAMS_PER_CONNECTION = 16
+STREAMS_PER_CONNECTION = 32
 """So that one connection, whatever it opens, leaves room for calls on another."""
 REFUSALS_LOGGED = 20
 """Refused messages of one kind that get a line each; then only every doubling does, so that a peer
@@ -161,7 +161,8 @@ EXEMPT: Mapping[str, str] = {
 class Refused(bytes):
     """A message that is not believed: its bytes, as they came, and why."""
 
-    error: ProtocolError
+    kind: type[ProtocolError]
+    why: str
 
 
 def reader(kind: type[MessageT], most_bytes: int) -> Callable[[bytes], MessageT | Refused]:
@@ -179,9 +180,9 @@ def reader(kind: type[MessageT], most_bytes: int) -> Callable[[bytes], MessageT 
             message = kind.FromString(data)
             check_fields(message)
         except DecodeError:
-            return _refused(data, InvalidMessage(f"not a {kind.__name__} message"))
+            return _refused(data, InvalidMessage, f"not a {kind.__name__} message")
         except ProtocolError as error:
-            return _refused(data, error)
+            return _refused(data, type(error), str(error))
         return message
 
     return read
@@ -194,7 +195,7 @@ def believed(message: MessageT | Refused) -> MessageT:
         ProtocolError: it is not to be believed.
     """
     if isinstance(message, Refused):
-        raise message.error
+        raise message.kind(message.why)
     return message
 
 
@@ -233,7 +234,9 @@ def _check_size(name: str, value: object) -> None:
         raise TooLarge(f"{name}: at most {most}, got {size}")
 
 
-def _refused(data: bytes, error: ProtocolError) -> Refused:
+def _refused(data: bytes, kind: type[ProtocolError], why: str) -> Refused:
+    # Not the error itself: with its traceback it would hold the call's frames, and they would hold
+    # it, and so gRPC's stream, until the garbage collector comes by.
     refused = Refused(data)
-    refused.error = error
+    refused.kind, refused.why = kind, why
     return refused

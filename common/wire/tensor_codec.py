@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from common.contract import DTYPE_BYTES, Contract, CutDtype
-from common.errors import InvalidMessage, TooLarge
+from common.errors import InvalidMessage, ProtocolError, TooLarge
 from common.wire.limits import TENSOR_HEADER_BYTES, check_fields
 from protos import split_learning_pb2 as pb
 
@@ -107,7 +107,7 @@ def place_of(frame: bytes) -> tuple[int | None, int | None]:
     """Return epoch and step of a serialised frame, without looking at the rest; None for junk."""
     try:
         fields, _ = _split_frame(frame)
-    except InvalidMessage:
+    except ProtocolError:
         return None, None
     return fields.epoch, fields.step
 

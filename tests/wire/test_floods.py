@@ -22,9 +22,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from common.wire.endpoint import method_path
 from common.wire.limits import STREAMS_PER_CONNECTION
 from protos import split_learning_pb2 as pb
-from tests.mutations import Tape
+from tests.mutations import AtStep, Tape
 from tests.runs import build_parties, run_in_process, write_example
-from tests.wire.test_fuzz import AtStep
 
 ROOT = Path(__file__).parents[2]
 MOST_GROWTH_MIB = 64

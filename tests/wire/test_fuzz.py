@@ -1,10 +1,9 @@
 """Mutated messages, towards either party: refused, and the run between honest ones goes on."""
 
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import grpc
 import pytest
 import torch
 
-from active_party.service import ActiveService, start_server
+from active_party.service import ActiveService
 from active_party.session import Stage
 from common.alignment import AlignmentResources, align, build_engine
 from common.errors import AlignmentError, ContractMismatch, PeerError, SplitveilError
@@ -29,6 +28,7 @@ from tests.mutations import (
     Mutator,
     Tape,
     WireSender,
+    run_disturbed,
     send_mutants,
 )
 from tests.runs import Parties, build_parties, run_in_process, write_example
@@ -48,34 +48,6 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
-
-
-class AtStep(GrpcPeer):
-    """Does something before the activation of a step leaves, and before any evaluation."""
-
-    actions: Mapping[int, Callable[[], None]]
-    count = 0
-
-    def send_activation(self, message: TensorMessage) -> None:
-        self.count += 1
-        self.actions.get(self.count, lambda: None)()
-        super().send_activation(message)
-
-
-def run_disturbed(
-    parties: Parties, port: int, tape: Tape, actions: Mapping[int, Callable[[ActiveService], None]]
-) -> ActiveService:
-    """Run over localhost, and do something in the midst of it."""
-    contract, settings = parties.active_settings.contract, parties.passive_settings
-    service = ActiveService(parties.session, parties.engine, deadline_s=20)
-    server = start_server(service, contract, f"127.0.0.1:{port}", transcript=tape.as_transcript())
-    try:
-        with AtStep(f"127.0.0.1:{port}", settings.contract, settings.reconnect) as peer:
-            peer.actions = {step: partial(act, service) for step, act in actions.items()}
-            parties.run.run(peer)
-    finally:
-        server.stop(0).wait()
-    return service
 
 
 def assert_undisturbed(parties: Parties, example: Path) -> None:
@@ -129,6 +101,7 @@ def test_mutants_in_the_midst_of_a_run_change_no_bit_of_it(
     executor.shutdown()
     assert FAULT not in caplog.text
     assert not NO_MUTANT_GETS & set(statuses)
+    assert statuses.count("UNAVAILABLE") == 0  # streams that ended are no longer counted
     assert {"INVALID_ARGUMENT", "FAILED_PRECONDITION", "RESOURCE_EXHAUSTED"} <= set(statuses)
     assert service.refused["InvalidMessage"] > 100
     assert service.refused["OutOfStep"] > 100

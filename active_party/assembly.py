@@ -72,6 +72,8 @@ class TrainerBuilder:
         model.to(self._device)
         key, keys, noisy_labels = self._noise_key, None, None
         answer_keys = AnswerKeys()
+        # Only where noise belongs to ids: many millions of texts are gigabytes.
+        ids = [] if key is None else [self._data.ids[row] for row in rows.file_rows]
         noisy = _noisy_label_part(settings.defense)
         if key is not None and noisy is not None:
             noisy_labels = draw_noisy_labels(noisy.mechanism, labels, key, ids)

@@ -2,20 +2,32 @@
 
 import hashlib
 import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from common.alignment import canonical_ids
+from common.data.converted import MappedTable, open_converted
 from common.data.features import FeatureEncoder, Features
-from common.data.settings import DataSettings
+from common.data.mapped_features import MappedFeatures, RowEncoder
+from common.data.settings import DataSettings, FileSource
 from common.data.table import Table, read_table
 from common.errors import DataError
 from common.run_course import AlignedRows
 from common.sample_order import Positions
+
+_logger = logging.getLogger(__name__)
+
+LARGE_FILE_BYTES = 2**30
+_IDS_AT_ONCE = 2**16
 
 
 @dataclass(frozen=True)
@@ -24,15 +36,22 @@ class PartyData:
 
     settings: DataSettings
     table: Table
-    ids: list[str]
+    ids: Sequence[str]
 
     @classmethod
     def load(cls, settings: DataSettings, base_dir: Path) -> "PartyData":
-        """Read a party's file.
+        """Read a party's file, or open what was made of it in the cache.
 
         Raises:
             DataError: with file, column, rows and count of what is wrong.
+            StorageError: the cache cannot be used.
         """
+        if isinstance(settings.source, FileSource):
+            if settings.source.cache_dir is not None:
+                with _conversion_bar() as progress:
+                    mapped = open_converted(settings, base_dir, progress)
+                return cls(settings, mapped, mapped.ids)
+            _suggest_a_cache(settings.source.resolve(base_dir))
         table = read_table(settings, base_dir)
         where = f"{table.source}: column {settings.id_column!r}"
         return cls(settings, table, canonical_ids(table.ids, where))
@@ -48,18 +67,33 @@ class PartyData:
         encoder = self.fit(rows.file_rows[rows.splits["train"]])
         if encoder is None:
             return None, None
+        if isinstance(self.table, MappedTable):
+            encode = RowEncoder(encoder, self.table)
+            return encoder, MappedFeatures(encode=encode, file_rows=rows.file_rows)
         return encoder, encoder.transform(self.table, rows.file_rows)
 
     def digest(self, encoder: FeatureEncoder | None) -> str:
         """Return a digest of ids, labels and what was fitted to the features, in hexadecimal."""
-        found = hashlib.sha256("\0".join(self.ids).encode())
+        found = hashlib.sha256()
+        for text in _joined(self.ids):
+            found.update(text.encode())
         if self.table.labels is not None:
             found.update(np.ascontiguousarray(self.table.labels).tobytes())
         if encoder is not None:
             found.update(json.dumps(encoder.state(), sort_keys=True).encode())
         return found.hexdigest()
 
-    def labels_of(self, ids: list[str]) -> Tensor:
+    def labels_at(self, file_rows: Positions) -> Tensor:
+        """Return the labels of some rows of the file, (rows,) float32.
+
+        Raises:
+            DataError: there are no labels.
+        """
+        if self.table.labels is None:
+            raise DataError(f"{self.table.source}: there is no label column")
+        return torch.from_numpy(self.table.labels[file_rows])
+
+    def labels_of(self, ids: Sequence[str]) -> Tensor:
         """Look up the labels of some ids, (ids,) float32.
 
         Raises:
@@ -75,3 +109,32 @@ class PartyData:
                 f"{self.table.source}: {missing} of the {len(ids)} aligned ids have no label here"
             )
         return torch.from_numpy(self.table.labels[rows])
+
+
+def _joined(ids: Sequence[str]) -> Iterator[str]:
+    """Yield all ids with a zero character between two, many at a time."""
+    for start in range(0, len(ids), _IDS_AT_ONCE):
+        yield ("\0" if start else "") + "\0".join(ids[start : start + _IDS_AT_ONCE])
+
+
+def _suggest_a_cache(path: Path) -> None:
+    if path.is_file() and path.stat().st_size > LARGE_FILE_BYTES:
+        _logger.warning(
+            "%s is large and will be held in memory: data.source.cache_dir names a folder for "
+            "memory-mapped columns instead",
+            path,
+        )
+
+
+@contextmanager
+def _conversion_bar() -> Iterator[Callable[[float], None]]:
+    """Show how far a file is converted; nothing where it has been before."""
+    columns = (
+        TextColumn("converting"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("converting", total=1.0, visible=False)
+        yield lambda done_fraction: bar.update(task, completed=done_fraction, visible=True)

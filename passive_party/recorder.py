@@ -1,7 +1,7 @@
 """What the passive party writes down of a run: progress, and its adversary's findings."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -39,7 +39,7 @@ class PassiveRecorder:
         self,
         settings: PassiveSettings,
         folder: Path,
-        ids: list[str],
+        ids: Sequence[str],
         evaluation_labels: PartyData | None,
     ) -> None:
         self.aligned_rows = 0

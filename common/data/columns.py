@@ -94,12 +94,23 @@ def read_ids(column: ArrowColumn, where: str) -> list[str]:
 
 
 def read_labels(
-    column: ArrowColumn, positive_label: str | None, missing_texts: Sequence[str], where: str
+    column: ArrowColumn,
+    positive_label: str | None,
+    missing_texts: Sequence[str],
+    where: str,
+    first_row: int = 1,
 ) -> NDArray[np.float32]:
     """Return labels 0 and 1.
 
+    Args:
+        column: labels as they stand in the file.
+        positive_label: the text that stands for 1.
+        missing_texts: cells that mean "no value".
+        where: file and column, for messages.
+        first_row: number of the first row, for messages.
+
     Raises:
-        DataError: a label is missing or is neither 0 nor 1, or all are of one class.
+        DataError: a label is missing or is neither 0 nor 1.
     """
     if positive_label is None:
         labels = _read_numbers(column, missing_texts, where).values
@@ -111,18 +122,35 @@ def read_labels(
         is_wrong = pc.is_null(text).to_numpy()
         expected = "a label"
     if is_wrong.any():
-        raise DataError(f"{where}: expected {expected} in {_rows(is_wrong)}")
+        raise DataError(f"{where}: expected {expected} in {_rows(is_wrong, first_row)}")
+    return labels.astype(np.float32)
+
+
+def check_both_classes(labels: NDArray[np.float32], where: str) -> None:
+    """Check that there are rows of both classes.
+
+    Raises:
+        DataError: all are of one class.
+    """
     if labels.min() == labels.max():
         raise DataError(
             f"{where}: all {len(labels)} labels are {labels[0]:.0f}: expected both classes"
         )
-    return labels.astype(np.float32)
 
 
 def read_numeric(
-    columns: Mapping[str, ArrowColumn], settings: FeatureSettings, source: str
+    columns: Mapping[str, ArrowColumn],
+    settings: FeatureSettings,
+    source: str,
+    first_row: int = 1,
 ) -> dict[str, NDArray[np.float64]]:
     """Return finite numbers.
+
+    Args:
+        columns: as they stand in the file, by name.
+        settings: what an empty cell is.
+        source: the file, for messages.
+        first_row: number of the first row, for messages.
 
     Raises:
         DataError: with one line per kind of problem in each column.
@@ -136,12 +164,16 @@ def read_numeric(
         # Models compute in float32, where anything larger becomes infinite.
         is_infinite = np.abs(values) > LARGEST_FLOAT32
         if is_unreadable.any():
-            problems.append(f"{where}: expected numbers, found text in {_rows(is_unreadable)}")
+            problems.append(
+                f"{where}: expected numbers, found text in {_rows(is_unreadable, first_row)}"
+            )
         if is_infinite.any():
-            problems.append(f"{where}: infinite or too large for float32 in {_rows(is_infinite)}")
+            problems.append(
+                f"{where}: infinite or too large for float32 in {_rows(is_infinite, first_row)}"
+            )
         if is_missing.any() and settings.missing_numeric == "error":
             problems.append(
-                f"{where}: no number (empty or NaN) in {_rows(is_missing)}; "
+                f"{where}: no number (empty or NaN) in {_rows(is_missing, first_row)}; "
                 f"data.features.missing_numeric: zero would read 0 there"
             )
         result[name] = np.where(is_missing, 0.0, values)
@@ -173,8 +205,8 @@ def _matches_any(pattern: str, names: Sequence[str]) -> bool:
     return pattern in names or any(fnmatch.fnmatchcase(name, pattern) for name in names)
 
 
-def _rows(is_wrong: NDArray[np.bool_]) -> str:
-    return list_rows(np.flatnonzero(is_wrong) + 1)
+def _rows(is_wrong: NDArray[np.bool_], first_row: int) -> str:
+    return list_rows(np.flatnonzero(is_wrong) + first_row)
 
 
 def _as_text(column: ArrowColumn, where: str) -> ArrowColumn:

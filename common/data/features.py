@@ -8,6 +8,7 @@ The encoder is fitted on a party's own training rows only and saved with its mod
 - Images stay as they are.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -19,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.data.columns import CategoricalColumn
 from common.data.settings import FeatureSettings
 from common.data.table import Table
 from common.errors import DataError
@@ -28,6 +28,8 @@ from common.settings import Section, validate
 UNKNOWN_SLOT = 0
 MISSING_SLOT = 1
 FIRST_CATEGORY_SLOT = 2
+
+FIT_ROWS = 2**20
 
 ImageDtype = Literal["uint8", "float32"]
 
@@ -151,17 +153,26 @@ class FeatureEncoder(Section):
         """
         if len(rows) == 0:
             raise DataError(f"{table.source}: there are no training rows to fit scalers on")
+        ranges = {name: _Range() for name in table.numeric}
+        counts = {
+            name: np.zeros(len(column.categories), np.int64)
+            for name, column in table.categorical.items()
+        }
+        # In the file's order and some rows at a time: a table on disk is read once, forwards.
+        ordered = np.sort(rows)
+        for start in range(0, len(ordered), FIT_ROWS):
+            some = ordered[start : start + FIT_ROWS]
+            for name, values in table.numeric.items():
+                ranges[name].add(compress(values[some], signed_log1p=settings.signed_log1p))
+            for name, column in table.categorical.items():
+                codes = column.codes[some]
+                counts[name] += np.bincount(codes[codes >= 0], minlength=len(counts[name]))
         return cls(
             signed_log1p=settings.signed_log1p,
-            numeric=tuple(
-                _fit_scaler(
-                    name, _compress(values[rows], signed_log1p=settings.signed_log1p), settings
-                )
-                for name, values in table.numeric.items()
-            ),
+            numeric=tuple(_scaler(name, found, settings) for name, found in ranges.items()),
             categorical=tuple(
-                _fit_vocabulary(name, column, rows, settings.min_count)
-                for name, column in table.categorical.items()
+                _vocabulary(name, table.categorical[name].categories, count, settings.min_count)
+                for name, count in counts.items()
             ),
             image=None if table.image is None else _image_info(table.image),
         )
@@ -193,16 +204,16 @@ class FeatureEncoder(Section):
         Raises:
             DataError: the table lacks a column that the encoder was fitted on, or has other images.
         """
-        self._check_same_columns(table)
+        self.check_same_columns(table)
         numeric = np.empty((len(rows), len(self.numeric)), dtype=np.float32)
         for j, scaler in enumerate(self.numeric):
-            values = _compress(table.numeric[scaler.name][rows], signed_log1p=self.signed_log1p)
+            values = compress(table.numeric[scaler.name][rows], signed_log1p=self.signed_log1p)
             numeric[:, j] = (values - scaler.shift) / scaler.scale
         categorical = np.empty((len(rows), len(self.categorical)), dtype=np.int64)
         for j, vocabulary in enumerate(self.categorical):
             column = table.categorical[vocabulary.name]
             # Code -1, no value, finds the last entry.
-            slots = np.append(_slots(vocabulary, column.categories), MISSING_SLOT)
+            slots = np.append(slots_of(vocabulary, column.categories), MISSING_SLOT)
             categorical[:, j] = slots[column.codes[rows]]
         image = None if table.image is None else np.ascontiguousarray(table.image[rows])
         return Features(
@@ -211,7 +222,12 @@ class FeatureEncoder(Section):
             None if image is None else torch.from_numpy(image),
         )
 
-    def _check_same_columns(self, table: Table) -> None:
+    def check_same_columns(self, table: Table) -> None:
+        """Check that a table has what the encoder was fitted on.
+
+        Raises:
+            DataError: it lacks a column, or has other images.
+        """
         absent = [s.name for s in self.numeric if s.name not in table.numeric]
         absent += [v.name for v in self.categorical if v.name not in table.categorical]
         if absent:
@@ -226,32 +242,59 @@ class FeatureEncoder(Section):
             )
 
 
-def _compress(values: NDArray[np.float64], *, signed_log1p: bool) -> NDArray[np.float64]:
+def compress(values: NDArray[np.float64], *, signed_log1p: bool) -> NDArray[np.float64]:
+    """Return sign(x) log(1 + |x|) where the settings say so."""
     return np.sign(values) * np.log1p(np.abs(values)) if signed_log1p else values
 
 
-def _fit_scaler(name: str, values: NDArray[np.float64], settings: FeatureSettings) -> NumericScaler:
-    low, high = float(values.min()), float(values.max())
+class _Range:
+    """Minimum, maximum, mean and squared deviations of numbers, some at a time.
+
+    Two parts with n and m numbers, means a and b: the mean rises by (b - a) m / (n + m), and the
+    squared deviations add up with (b - a)^2 n m / (n + m) (Chan, Golub and LeVeque, 1979).
+    """
+
+    def __init__(self) -> None:
+        self.low = math.inf
+        self.high = -math.inf
+        self.mean = 0.0
+        self._squares = 0.0
+        self._count = 0
+
+    def add(self, values: NDArray[np.float64]) -> None:
+        self.low = min(self.low, float(values.min()))
+        self.high = max(self.high, float(values.max()))
+        mean, count = float(values.mean()), len(values)
+        difference, total = mean - self.mean, self._count + count
+        self._squares += float(np.square(values - mean).sum())
+        self._squares += difference**2 * self._count * count / total
+        self.mean += difference * count / total
+        self._count = total
+
+    @property
+    def deviation(self) -> float:
+        return math.sqrt(self._squares / self._count)
+
+
+def _scaler(name: str, found: _Range, settings: FeatureSettings) -> NumericScaler:
     if settings.numeric_scaling == "none":
         return NumericScaler(name=name, shift=0.0, scale=1.0)
-    if low == high:
+    if found.low == found.high:
         # A standard deviation would be rounding errors here, and would blow up other values.
-        return NumericScaler(name=name, shift=low, scale=1.0)
+        return NumericScaler(name=name, shift=found.low, scale=1.0)
     if settings.numeric_scaling == "min_max":
-        return NumericScaler(name=name, shift=low, scale=high - low)
-    return NumericScaler(name=name, shift=float(values.mean()), scale=float(values.std()))
+        return NumericScaler(name=name, shift=found.low, scale=found.high - found.low)
+    return NumericScaler(name=name, shift=found.mean, scale=found.deviation)
 
 
-def _fit_vocabulary(
-    name: str, column: CategoricalColumn, rows: NDArray[np.int64], min_count: int
+def _vocabulary(
+    name: str, categories: Any, counts: NDArray[np.int64], min_count: int
 ) -> Vocabulary:
-    codes = column.codes[rows]
-    counts = np.bincount(codes[codes >= 0], minlength=len(column.categories))
     kept = np.flatnonzero(counts >= min_count)
-    return Vocabulary(name=name, categories=tuple(sorted(column.categories.take(kept).to_pylist())))
+    return Vocabulary(name=name, categories=tuple(sorted(categories.take(kept).to_pylist())))
 
 
-def _slots(vocabulary: Vocabulary, categories: Any) -> NDArray[np.int64]:
+def slots_of(vocabulary: Vocabulary, categories: Any) -> NDArray[np.int64]:
     """Return the slot of each of a table's different texts."""
     place = pc.index_in(categories, value_set=pa.array(vocabulary.categories, pa.string()))
     slots = pc.fill_null(pc.add(place, FIRST_CATEGORY_SLOT), UNKNOWN_SLOT).to_numpy()

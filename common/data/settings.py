@@ -21,6 +21,27 @@ Columns = Annotated[tuple[ColumnName, ...], BeforeValidator(_as_list)]
 """Names of columns, or patterns with shell wildcards such as ``x*``; one alone needs no list."""
 
 
+def expand_path(setting: str, path: str, base_dir: Path) -> Path:
+    """Return the place that a path of the settings names.
+
+    Raises:
+        SettingsError: it names an environment variable that is not set.
+    """
+    try:
+        expanded = string.Template(path).substitute(os.environ)
+    except KeyError as error:
+        name = error.args[0]
+        raise SettingsError(
+            f"{setting}: {path}: the environment variable {name} is not set; "
+            f"set {name}, or write the folder into the path"
+        ) from error
+    except ValueError as error:
+        raise SettingsError(
+            f"{setting}: {path}: write ${{NAME}} for a variable, $$ for a dollar sign"
+        ) from error
+    return base_dir / Path(expanded).expanduser()
+
+
 class FileSource(Section):
     """A file of this party's own."""
 
@@ -28,25 +49,36 @@ class FileSource(Section):
     """The file, relative to the settings file's folder. ``~`` and ``${NAME}`` (an environment
     variable) are replaced."""
 
+    cache_dir: ColumnName | None = None
+    """Folder for a copy as memory-mapped columns, for files that memory cannot hold; written like
+    ``path``. The file is converted when it is first used, and again when it or the columns asked
+    for have changed. By default the whole file is read into memory each time."""
+
     def resolve(self, base_dir: Path) -> Path:
         """Return the file's place.
 
         Raises:
             SettingsError: the path names an environment variable that is not set.
         """
-        try:
-            expanded = string.Template(self.path).substitute(os.environ)
-        except KeyError as error:
-            name = error.args[0]
-            raise SettingsError(
-                f"path: {self.path}: the environment variable {name} is not set; "
-                f"set {name}, or write the folder into the path"
-            ) from error
-        except ValueError as error:
-            raise SettingsError(
-                f"path: {self.path}: write ${{NAME}} for a variable, $$ for a dollar sign"
-            ) from error
-        return base_dir / Path(expanded).expanduser()
+        return expand_path("path", self.path, base_dir)
+
+    def files(self, base_dir: Path) -> list[Path]:
+        """Return what is read, to know when it has changed.
+
+        Raises:
+            SettingsError: a path names an environment variable that is not set.
+        """
+        return [self.resolve(base_dir)]
+
+    def resolve_cache(self, base_dir: Path) -> Path | None:
+        """Return the place of the cache; None where there is none.
+
+        Raises:
+            SettingsError: it names an environment variable that is not set.
+        """
+        if self.cache_dir is None:
+            return None
+        return expand_path("cache_dir", self.cache_dir, base_dir)
 
 
 class CsvSource(FileSource):
@@ -78,6 +110,38 @@ class NpzSource(FileSource):
     kind: Literal["npz"]
 
 
+class ImagesSource(FileSource):
+    """A folder of images, ``path``, and a text file with a header line and one row per image."""
+
+    kind: Literal["images"]
+
+    table: ColumnName
+    """The text file with ids, labels and file names: comma- or, ending in .tsv, tab-separated."""
+
+    file_column: ColumnName
+    """Column with each image's file name, relative to the folder."""
+
+    file_ending: str = ""
+    """What is added to each name in that column: ``.jpg`` for instance."""
+
+    height: int = Field(ge=1, le=4096)
+    """Pixels that images are resized to, bilinear with antialiasing."""
+
+    width: int = Field(ge=1, le=4096)
+    """Pixels that images are resized to."""
+
+    colours: Literal["rgb", "grey"] = "rgb"
+    """Three channels, or one."""
+
+    def files(self, base_dir: Path) -> list[Path]:
+        """Return folder and table; a folder's time is that of the last file put in or taken out.
+
+        Raises:
+            SettingsError: a path names an environment variable that is not set.
+        """
+        return [self.resolve(base_dir), expand_path("table", self.table, base_dir)]
+
+
 class SklearnSource(Section):
     """A real data set that comes with scikit-learn: nothing to download.
 
@@ -97,15 +161,17 @@ class SklearnSource(Section):
 
 
 Source = Annotated[
-    CsvSource | ParquetSource | NpzSource | SklearnSource, Field(discriminator="kind")
+    CsvSource | ParquetSource | NpzSource | ImagesSource | SklearnSource,
+    Field(discriminator="kind"),
 ]
 
 
 class ImageSettings(Section):
-    """One image per row, from one array of an npz file, as bytes or floating-point numbers."""
+    """One image per row: a source's own, or one array of an npz file."""
 
-    array: ColumnName
-    """Name of the array: (rows, height, width, channels), or as ``layout`` says."""
+    array: ColumnName | None = None
+    """Name of an npz file's array: (rows, height, width, channels), or as ``layout`` says, of bytes
+    or floating-point numbers. A source of kind ``images`` needs none: write ``image: {}``."""
 
     layout: Literal["channels_last", "channels_first"] = "channels_last"
     """Whether the channels are the array's last dimension or the one after the rows."""
@@ -178,6 +244,11 @@ class DataSettings(Section):
             raise ValueError("name a label_column, features, or both")
         if self.label_column is None and self.positive_label is not None:
             raise ValueError("positive_label needs a label_column")
-        if self.features and self.features.image and self.source.kind != "npz":
-            raise ValueError(f"features.image needs a source of kind npz, not {self.source.kind}")
+        if self.features and self.features.image:
+            if self.source.kind not in {"npz", "images"}:
+                raise ValueError(
+                    f"features.image needs a source of kind npz or images, not {self.source.kind}"
+                )
+            if (self.features.image.array is None) == (self.source.kind == "npz"):
+                raise ValueError("features.image.array: name it for a source of kind npz, only")
         return self

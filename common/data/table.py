@@ -1,15 +1,16 @@
 """A party's own table: the columns it needs, checked before anything is sent."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.data.columns import (
     CategoricalColumn,
+    check_both_classes,
     check_columns_exist,
     read_categories,
     read_ids,
@@ -18,7 +19,7 @@ from common.data.columns import (
     select_features,
 )
 from common.data.settings import DataSettings, ImageSettings
-from common.data.sources import NpzFile, TableSource, list_rows, open_source
+from common.data.sources import ImageFolder, NpzFile, TableSource, list_rows, open_source
 from common.errors import DataError
 
 
@@ -29,7 +30,7 @@ class Table:
     source: str
     """The file, for messages."""
 
-    ids: list[str]
+    ids: Sequence[str]
     """Each row's id as it stands in the file; empty text where there is none. Whether they are
     distinct and not empty is checked by the alignment, which makes them canonical first."""
 
@@ -49,6 +50,43 @@ class Table:
         return len(self.ids)
 
 
+class Selection(NamedTuple):
+    """Which columns of a source the settings ask for."""
+
+    numeric: list[str]
+    categorical: list[str]
+    needed: list[str]  # all of them, id and label first
+
+
+def select_columns(settings: DataSettings, source: TableSource) -> Selection:
+    """Find the columns that the settings name.
+
+    Raises:
+        DataError: one is not there.
+        SettingsError: one is asked for as two things.
+    """
+    features = settings.features
+    names = source.column_names()
+    reserved = [name for name in (settings.id_column, settings.label_column) if name is not None]
+    numeric, categorical = (
+        select_features(features, names, reserved, source.name) if features else ([], [])
+    )
+    needed = list(dict.fromkeys([*reserved, *numeric, *categorical]))
+    check_columns_exist(needed, names, source.name)
+    return Selection(numeric, categorical, needed)
+
+
+def open_table_source(settings: DataSettings, base_dir: Path) -> TableSource:
+    """Find the place that a party's rows come from.
+
+    Raises:
+        SettingsError: a path names an environment variable that is not set.
+    """
+    features = settings.features
+    image_array = features.image.array if features and features.image else None
+    return open_source(settings.source, base_dir, image_array)
+
+
 def read_table(settings: DataSettings, base_dir: Path) -> Table:
     """Read and check the columns that the settings name; no other column is read.
 
@@ -60,44 +98,96 @@ def read_table(settings: DataSettings, base_dir: Path) -> Table:
         DataError: naming file, columns, and the rows (counted from 1, without the header line).
         SettingsError: a path names an environment variable that is not set.
     """
-    source = open_source(settings.source, base_dir)
+    source = open_table_source(settings, base_dir)
     features = settings.features
-    names = source.column_names()
-    reserved = [name for name in (settings.id_column, settings.label_column) if name is not None]
-    numeric, categorical = (
-        select_features(features, names, reserved, source.name) if features else ([], [])
-    )
-    needed = list(dict.fromkeys([*reserved, *numeric, *categorical]))
-    check_columns_exist(needed, names, source.name)
-    columns = source.read(needed)
+    selection = select_columns(settings, source)
+    columns = source.read(selection.needed)
     image = _read_image(source, features.image) if features and features.image else None
     num_rows = _common_length(columns, image, source.name)
-    missing_texts = features.missing_texts if features else ("",)
-
-    def where(name: str) -> str:
-        return f"{source.name}: column {name!r}"
-
+    labels = part_labels(settings, columns, source.name)
+    if labels is not None:
+        check_both_classes(labels, f"{source.name}: column {settings.label_column!r}")
     return Table(
         source=source.name,
         ids=[str(row + 1) for row in range(num_rows)]
         if settings.id_column is None
-        else read_ids(columns[settings.id_column], where(settings.id_column)),
-        labels=None
-        if settings.label_column is None
-        else read_labels(
-            columns[settings.label_column],
-            settings.positive_label,
-            missing_texts,
-            where(settings.label_column),
-        ),
-        numeric=read_numeric({name: columns[name] for name in numeric}, features, source.name)
-        if features
-        else {},
-        categorical={
-            name: read_categories(columns[name], missing_texts, where(name)) for name in categorical
-        },
+        else part_ids(settings.id_column, columns, source.name),
+        labels=labels,
+        numeric=part_numeric(settings, selection, columns, source.name),
+        categorical=part_categories(settings, selection, columns, source.name),
         image=image,
     )
+
+
+def part_ids(id_column: str, columns: Mapping[str, Any], source: str) -> list[str]:
+    """Return the ids of some rows as they stand in the file."""
+    return read_ids(columns[id_column], f"{source}: column {id_column!r}")
+
+
+def part_labels(
+    settings: DataSettings, columns: Mapping[str, Any], source: str, first_row: int = 1
+) -> NDArray[np.float32] | None:
+    """Return the labels of some rows, maybe all of one class; None without a label column."""
+    name = settings.label_column
+    if name is None:
+        return None
+    where = f"{source}: column {name!r}"
+    missing_texts = _missing_texts(settings)
+    return read_labels(columns[name], settings.positive_label, missing_texts, where, first_row)
+
+
+def part_numeric(
+    settings: DataSettings,
+    selection: Selection,
+    columns: Mapping[str, Any],
+    source: str,
+    first_row: int = 1,
+) -> dict[str, NDArray[np.float64]]:
+    """Return the numbers of some rows, by column."""
+    if settings.features is None:
+        return {}
+    numeric = {name: columns[name] for name in selection.numeric}
+    return read_numeric(numeric, settings.features, source, first_row)
+
+
+def part_categories(
+    settings: DataSettings, selection: Selection, columns: Mapping[str, Any], source: str
+) -> dict[str, CategoricalColumn]:
+    """Return the categories of some rows, by column."""
+    missing_texts = _missing_texts(settings)
+    return {
+        name: read_categories(columns[name], missing_texts, f"{source}: column {name!r}")
+        for name in selection.categorical
+    }
+
+
+def part_image(
+    image: NDArray[Any], settings: ImageSettings, source: str, first_row: int = 1
+) -> NDArray[Any]:
+    """Return images of some rows as (rows, channels, height, width), bytes or float32.
+
+    Raises:
+        DataError: they have another number of dimensions, are of another type, or hold NaN.
+    """
+    where = source if settings.array is None else f"{source}: array {settings.array!r}"
+    if image.ndim != 4:
+        raise DataError(f"{where}: expected four dimensions, its shape is {image.shape}")
+    if settings.layout == "channels_last":
+        image = image.transpose(0, 3, 1, 2)
+    if image.dtype == np.uint8:
+        return image
+    if image.dtype.kind != "f":
+        raise DataError(f"{where}: expected uint8 or floating-point numbers, not {image.dtype}")
+    image = image.astype(np.float32)
+    is_wrong = ~np.isfinite(image).all(axis=(1, 2, 3))
+    if is_wrong.any():
+        rows = list_rows(np.flatnonzero(is_wrong) + first_row)
+        raise DataError(f"{where}: NaN or infinite in {rows}")
+    return image
+
+
+def _missing_texts(settings: DataSettings) -> tuple[str, ...]:
+    return settings.features.missing_texts if settings.features else ("",)
 
 
 def _common_length(columns: Mapping[str, Any], image: NDArray[Any] | None, source: str) -> int:
@@ -112,21 +202,8 @@ def _common_length(columns: Mapping[str, Any], image: NDArray[Any] | None, sourc
 
 
 def _read_image(source: TableSource, settings: ImageSettings) -> NDArray[Any]:
-    """Return images as (rows, channels, height, width), bytes or float32."""
-    if not isinstance(source, NpzFile):
-        raise TypeError("the settings allow images only in npz files")
-    where = f"{source.name}: array {settings.array!r}"
-    image = source.read_array(settings.array)
-    if image.ndim != 4:
-        raise DataError(f"{where}: expected four dimensions, its shape is {image.shape}")
-    if settings.layout == "channels_last":
-        image = image.transpose(0, 3, 1, 2)
-    if image.dtype == np.uint8:
-        return image
-    if image.dtype.kind != "f":
-        raise DataError(f"{where}: expected uint8 or floating-point numbers, not {image.dtype}")
-    image = image.astype(np.float32)
-    is_wrong = ~np.isfinite(image).all(axis=(1, 2, 3))
-    if is_wrong.any():
-        raise DataError(f"{where}: NaN or infinite in {list_rows(np.flatnonzero(is_wrong) + 1)}")
-    return image
+    if isinstance(source, ImageFolder):
+        return part_image(source.read_images(), settings, source.name)
+    if isinstance(source, NpzFile) and settings.array is not None:
+        return part_image(source.read_array(settings.array), settings, source.name)
+    raise TypeError("the settings allow images only in npz files and folders of images")

@@ -1,0 +1,254 @@
+"""Writes a party's file as arrays that can be memory-mapped, in bounded memory.
+
+The source is gone over once. Its categories first get a number within their part of the file; which
+number they have in the whole file is known after the last part, column by column, and put in its
+place in a second pass over the numbers alone.
+"""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from common.alignment.ids import canonical_ids
+from common.data.columns import check_both_classes
+from common.data.settings import DataSettings
+from common.data.sources import Part, TableSource
+from common.data.stored_ids import StoredIds, check_distinct
+from common.data.table import (
+    Selection,
+    part_categories,
+    part_ids,
+    part_image,
+    part_labels,
+    part_numeric,
+    select_columns,
+)
+from common.errors import DataError
+
+MANIFEST = "manifest.json"
+
+Progress = Callable[[float], None]
+"""Is told which fraction of the work is done."""
+
+_FIRST_PASS = 0.9
+"""Share of the first pass in the time that it all takes."""
+
+
+def convert(settings: DataSettings, source: TableSource, folder: Path, progress: Progress) -> None:
+    """Write the columns that the settings name into a folder.
+
+    Args:
+        settings: which columns, and how they are read.
+        source: where the rows come from.
+        folder: empty.
+        progress: is told how far it is.
+
+    Raises:
+        DataError: naming file, column, and rows; with the number of rows that have the problem in
+            the part of the file where the first of them is.
+        OSError: the folder cannot be written.
+    """
+    selection = select_columns(settings, source)
+    with _Writer(settings, source.name, selection, folder) as writer:
+        for part in source.parts(selection.needed):
+            writer.add(part)
+            progress(_FIRST_PASS * part.done_fraction)
+        writer.finish(lambda share: progress(_FIRST_PASS + (1 - _FIRST_PASS) * share))
+
+
+class _Writer:
+    """The files of one conversion."""
+
+    def __init__(
+        self, settings: DataSettings, source: str, selection: Selection, folder: Path
+    ) -> None:
+        self._settings = settings
+        self._source = source
+        self._selection = selection
+        self._folder = folder
+        self._files: dict[str, BinaryIO] = {}
+        self._open = ExitStack()
+        self._image: dict[str, Any] | None = None
+        self._part_rows: list[int] = []
+        self._id_bytes = 0
+        self._id_hashes: list[NDArray[np.int64]] = []
+        self._texts = [
+            self._open.enter_context(
+                pa.ipc.new_file(
+                    self._open.enter_context(pa.OSFile(str(self._part_texts(j)), "wb")), TEXT
+                )
+            )
+            for j in range(len(selection.categorical))
+        ]
+
+    def __enter__(self) -> "_Writer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def add(self, part: Part) -> None:
+        """Write some rows."""
+        first_row = sum(self._part_rows) + 1
+        labels = part_labels(self._settings, part.columns, self._source, first_row)
+        if labels is not None:
+            self._append("labels.bin", labels)
+        numeric = part_numeric(
+            self._settings, self._selection, part.columns, self._source, first_row
+        )
+        if numeric:
+            self._append("numeric.bin", np.column_stack(list(numeric.values())))
+        self._add_categories(part)
+        if part.image is not None:
+            self._add_image(part.image, first_row)
+        if self._settings.id_column is not None:
+            self._add_ids(self._settings.id_column, part, first_row)
+        lengths = [len(column) for column in part.columns.values()]
+        self._part_rows.append(lengths[0] if part.image is None else len(part.image))
+
+    def finish(self, progress: Progress) -> None:
+        """Check what only the whole file tells, number the categories, and write the manifest."""
+        num_rows = sum(self._part_rows)
+        if not num_rows:
+            raise DataError(f"{self._source}: there are no rows")
+        self._open.close()
+        label_column, id_column = self._settings.label_column, self._settings.id_column
+        if label_column is not None:
+            labels = np.memmap(self._folder / "labels.bin", np.float32, "r")
+            check_both_classes(labels, f"{self._source}: column {label_column!r}")
+        if id_column is not None:
+            where = f"{self._source}: column {id_column!r}"
+            hashes = np.concatenate(self._id_hashes)
+            self._id_hashes.clear()
+            check_distinct(open_ids(self._folder), hashes, where)
+        self._number_categories(progress)
+        manifest = {
+            "source": self._source,
+            "rows": num_rows,
+            "numeric": self._selection.numeric,
+            "categorical": self._selection.categorical,
+            "image": self._image,
+            "labels": label_column is not None,
+            "ids": id_column is not None,
+        }
+        (self._folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+        for path in self._folder.iterdir():
+            sync(path)
+
+    def _add_categories(self, part: Part) -> None:
+        columns = part_categories(self._settings, self._selection, part.columns, self._source)
+        if not columns:
+            return
+        self._append("codes.bin", np.column_stack([c.codes for c in columns.values()]))
+        for texts, column in zip(self._texts, columns.values(), strict=True):
+            texts.write_batch(pa.record_batch([column.categories], schema=TEXT))
+
+    def _add_image(self, stored: NDArray[Any], first_row: int) -> None:
+        features = self._settings.features
+        if features is None or features.image is None:
+            return
+        image = part_image(stored, features.image, self._source, first_row)
+        self._image = {"shape": list(image.shape[1:]), "dtype": image.dtype.name}
+        self._append("image.bin", image)
+
+    def _add_ids(self, id_column: str, part: Part, first_row: int) -> None:
+        place = "" if first_row == 1 else f" (data rows counted after row {first_row - 1})"
+        where = f"{self._source}: column {id_column!r}{place}"
+        ids = canonical_ids(part_ids(id_column, part.columns, self._source), where)
+        encoded = [text.encode() for text in ids]
+        ends = self._id_bytes + np.cumsum([len(text) for text in encoded], dtype=np.int64)
+        self._id_bytes = int(ends[-1])
+        self._append("ids.bin", np.frombuffer(b"".join(encoded), np.uint8))
+        self._append("id_ends.bin", ends)
+        self._id_hashes.append(np.fromiter((hash(text) for text in ids), np.int64, len(ids)))
+
+    def _append(self, name: str, array: NDArray[Any]) -> None:
+        if name not in self._files:
+            self._files[name] = self._open.enter_context((self._folder / name).open("wb"))
+        self._files[name].write(np.ascontiguousarray(array).data)
+
+    def _number_categories(self, progress: Progress) -> None:
+        """Replace the numbers within a part of the file by those within all of it."""
+        num_columns = len(self._selection.categorical)
+        if not num_columns:
+            return
+        numbers = []
+        for j in range(num_columns):
+            numbers.append(self._join_texts(j))
+            progress(0.7 * (j + 1) / num_columns)
+        stored = np.memmap(self._folder / "codes.bin", np.int32, "r+")
+        codes = stored.reshape(-1, num_columns)
+        ends = np.cumsum([0, *self._part_rows])
+        for part, (start, end) in enumerate(pairwise(ends)):
+            block = codes[start:end]
+            for j, of_column in enumerate(numbers):
+                # Code -1, no value, finds the last entry.
+                block[:, j] = np.append(of_column[part], np.int32(-1))[block[:, j]]
+            progress(0.7 + 0.3 * end / ends[-1])
+        stored.flush()
+        for path in self._folder.glob("part-*"):
+            path.unlink()
+
+    def _join_texts(self, j: int) -> Sequence[NDArray[np.int32]]:
+        """Write one column's different texts; return their numbers, part by part, on disk."""
+        with pa.memory_map(str(self._part_texts(j))) as stored:
+            reader = pa.ipc.open_file(stored)
+            parts = [reader.get_batch(i).column(0) for i in range(reader.num_record_batches)]
+            joined = pa.chunked_array(
+                [
+                    pa.DictionaryArray.from_arrays(
+                        pa.array(np.arange(len(texts), dtype=np.int32)), texts
+                    )
+                    for texts in parts
+                ]
+            ).unify_dictionaries()
+        with (
+            pa.OSFile(str(categories_path(self._folder, j)), "wb") as file,
+            pa.ipc.new_file(file, TEXT) as writer,
+        ):
+            writer.write_batch(pa.record_batch([joined.chunk(0).dictionary], schema=TEXT))
+        path = self._folder / f"part-numbers-{j}"
+        with path.open("wb") as file:
+            for chunk in joined.chunks:
+                file.write(np.ascontiguousarray(chunk.indices.to_numpy(), np.int32).data)
+        ends = np.cumsum([0, *(len(texts) for texts in parts)])
+        if not ends[-1]:
+            return [np.empty(0, np.int32) for _ in parts]
+        numbers = np.memmap(path, np.int32, "r")
+        return [numbers[start:end] for start, end in pairwise(ends)]
+
+    def _part_texts(self, j: int) -> Path:
+        return self._folder / f"part-texts-{j}"
+
+
+TEXT = pa.schema([("text", pa.string())])
+
+
+def categories_path(folder: Path, j: int) -> Path:
+    """Return the file of one column's different texts."""
+    return folder / f"categories-{j}.arrow"
+
+
+def open_ids(folder: Path) -> StoredIds:
+    """Return the ids of a converted file."""
+    text = folder / "ids.bin"
+    return StoredIds(
+        np.memmap(text, np.uint8, "r"), np.memmap(folder / "id_ends.bin", np.int64, "r")
+    )
+
+
+def sync(path: Path) -> None:
+    """Make a file or the names in a folder survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,166 @@
+"""A party's file as memory-mapped arrays: converted once, in bounded memory, and then opened.
+
+    <cache_dir>/<file name>-<key>/
+        manifest.json           number of rows, names of the columns, shape of the images
+        numeric.bin             float64, (rows, numeric columns)
+        codes.bin               int32, (rows, categorical columns), -1 where there is no value
+        categories-<j>.arrow    the different texts of one column, in the order of the codes
+        labels.bin              float32, (rows,)
+        image.bin               uint8 or float32, (rows, channels, height, width)
+        ids.bin, id_ends.bin    the canonical ids, UTF-8, and where each one ends, int64
+
+All columns of a row lie together: a batch in a random order then costs one look-up per row and not
+one per cell. The key is a digest of the file's place, size and time of change and of the settings
+that decide what is read. The folder appears under its name when all of it is on disk: whoever
+finds it finds it whole, and what a killed conversion left is deleted by the next one.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from common.data.columns import CategoricalColumn
+from common.data.conversion import MANIFEST, Progress, categories_path, convert, open_ids, sync
+from common.data.settings import DataSettings, FileSource
+from common.data.stored_ids import RowNumbers
+from common.data.table import Table, open_table_source
+from common.errors import DataError, StorageError
+
+VERSION = 1
+"""Of the format of these files, and of how cells are read."""
+
+
+@dataclass(frozen=True, eq=False)
+class MappedTable(Table):
+    """A table whose rows stay on disk; its columns are views of these arrays."""
+
+    numeric_rows: NDArray[np.float64]
+    """(rows, numeric columns), in the order of ``numeric``."""
+
+    code_rows: NDArray[np.int32]
+    """(rows, categorical columns), in the order of ``categorical``."""
+
+
+def open_converted(settings: DataSettings, base_dir: Path, progress: Progress) -> MappedTable:
+    """Open the converted columns that the settings name; convert the file first where need be.
+
+    Args:
+        settings: the party's data settings, with a ``cache_dir``.
+        base_dir: folder in which relative paths start.
+        progress: of the conversion.
+
+    Raises:
+        DataError: the file cannot be used, or changes meanwhile.
+        SettingsError: a path names an environment variable that is not set.
+        StorageError: the cache cannot be written or read.
+    """
+    if not isinstance(settings.source, FileSource):
+        raise TypeError("only files are converted")
+    cache_dir = settings.source.resolve_cache(base_dir)
+    if cache_dir is None:
+        raise TypeError("the settings name no cache_dir")
+    stamps = _stamps(settings.source, base_dir)
+    folder = cache_dir / f"{settings.source.resolve(base_dir).name}-{_key(settings, stamps)}"
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        # Two parties on one machine may want the same columns of the same file at the same time.
+        with _only_one_process(folder):
+            if not (folder / MANIFEST).is_file():
+                _convert(settings, base_dir, folder, progress)
+                if _stamps(settings.source, base_dir) != stamps:
+                    shutil.rmtree(folder)
+                    raise DataError(f"{folder.name}: the file changed while it was converted")
+        return _open(folder)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise StorageError(f"{folder}: cannot be used as a cache: {reason}") from error
+
+
+def _key(settings: DataSettings, stamps: list[list[Any]]) -> str:
+    """Name what decides the content of the cache, and nothing else."""
+    plain = settings.model_dump(mode="json")
+    for name in ("cache_dir", "path", "table"):
+        plain["source"].pop(name, None)
+    for name in ("signed_log1p", "numeric_scaling", "min_count"):
+        (plain["features"] or {}).pop(name, None)
+    text = json.dumps([VERSION, stamps, plain], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _stamps(source: FileSource, base_dir: Path) -> list[list[Any]]:
+    stamps = []
+    for path in source.files(base_dir):
+        try:
+            found = path.stat()
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        stamps.append([str(path.resolve()), found.st_size, found.st_mtime_ns])
+    return stamps
+
+
+def _convert(settings: DataSettings, base_dir: Path, folder: Path, progress: Progress) -> None:
+    for left in folder.parent.glob(f".{folder.name}.*.tmp"):  # by a process that was killed
+        shutil.rmtree(left)
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir()
+        convert(settings, open_table_source(settings, base_dir), temporary, progress)
+        sync(temporary)
+        temporary.rename(folder)
+        sync(folder.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def _only_one_process(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder.with_name(f".{folder.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _open(folder: Path) -> MappedTable:
+    found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    num_rows, numeric, categorical = found["rows"], found["numeric"], found["categorical"]
+
+    def mapped(name: str, dtype: str, *shape: int) -> NDArray[Any]:
+        if 0 in shape:
+            return np.empty((num_rows, *shape), dtype)
+        return np.memmap(folder / name, dtype, "r", shape=(num_rows, *shape))
+
+    numeric_rows = mapped("numeric.bin", "float64", len(numeric))
+    code_rows = mapped("codes.bin", "int32", len(categorical))
+    image = found["image"]
+    return MappedTable(
+        source=found["source"],
+        ids=open_ids(folder) if found["ids"] else RowNumbers(num_rows),
+        labels=mapped("labels.bin", "float32") if found["labels"] else None,
+        numeric={name: numeric_rows[:, j] for j, name in enumerate(numeric)},
+        categorical={
+            name: CategoricalColumn(code_rows[:, j], _categories(folder, j))
+            for j, name in enumerate(categorical)
+        },
+        image=None if image is None else mapped("image.bin", image["dtype"], *image["shape"]),
+        numeric_rows=numeric_rows,
+        code_rows=code_rows,
+    )
+
+
+def _categories(folder: Path, j: int) -> Any:
+    """Return a column's different texts, which stay on disk, too."""
+    return pa.ipc.open_file(pa.memory_map(str(categories_path(folder, j)))).get_batch(0).column(0)

@@ -1,0 +1,109 @@
+"""Ids that are known to be canonical and distinct, and need no memory of their own."""
+
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import DataError
+
+_CHUNK = 64 * 1024
+_ROWS_NAMED = 5
+
+
+class CheckedIds(Sequence[str]):
+    """One id per row, each canonical and there once."""
+
+
+class RowNumbers(CheckedIds):
+    """The numbers of the rows, from 1, as ids."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._numbers = range(1, num_rows + 1)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, place: int) -> str: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[str]: ...
+
+    def __getitem__(self, place: int | slice) -> str | list[str]:
+        """Return one id, or those of a slice."""
+        if isinstance(place, slice):
+            return [str(number) for number in self._numbers[place]]
+        return str(self._numbers[int(place)])
+
+    def __iter__(self) -> Iterator[str]:
+        return map(str, self._numbers)
+
+
+class StoredIds(CheckedIds):
+    """Ids in a memory-mapped file.
+
+    Args:
+        text: all ids one after the other, UTF-8, uint8.
+        ends: where each one ends, (rows,) int64.
+    """
+
+    def __init__(self, text: NDArray[np.uint8], ends: NDArray[np.int64]) -> None:
+        self._text = text
+        self._ends = ends
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, place: int) -> str: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[str]: ...
+
+    def __getitem__(self, place: int | slice) -> str | list[str]:
+        """Return one id, or those of a slice."""
+        rows = range(len(self))[place]
+        if isinstance(rows, range):
+            return [self[row] for row in rows]
+        start = int(self._ends[rows - 1]) if rows else 0
+        return self._text[start : int(self._ends[rows])].tobytes().decode()
+
+    def __iter__(self) -> Iterator[str]:
+        start = 0
+        for first in range(0, len(self), _CHUNK):
+            ends = self._ends[first : first + _CHUNK].tolist()
+            text, origin = self._text[start : ends[-1]].tobytes(), start
+            for end in ends:
+                yield text[start - origin : end - origin].decode()
+                start = end
+
+
+def check_distinct(ids: Sequence[str], hashes: NDArray[np.int64], where: str) -> None:
+    """Check that no id is there twice, with 8 bytes of memory per row and as many to sort them.
+
+    Args:
+        ids: one per row.
+        hashes: a hash of each id, equal for equal ones, (rows,).
+        where: file and column, for messages.
+
+    Raises:
+        DataError: with the number of rows whose id an earlier row has, and the first of them.
+    """
+    ordered = np.sort(hashes)
+    shared = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    if not len(shared):
+        return
+    first_row: dict[str, int] = {}
+    duplicates = []
+    for row in np.flatnonzero(np.isin(hashes, shared)):
+        first = first_row.setdefault(ids[int(row)], int(row))
+        if first != row:
+            duplicates.append(f"{row + 1} (as {first + 1})")
+    if duplicates:
+        more = ", ..." if len(duplicates) > _ROWS_NAMED else ""
+        raise DataError(
+            f"{where}: {len(duplicates)} duplicate ids: data rows "
+            f"{', '.join(duplicates[:_ROWS_NAMED])}{more}"
+        )

@@ -75,6 +75,7 @@ class Disturbance:
     def warm_up(self, service: ActiveService) -> None:
         """Let be allocated what every process allocates once, whatever comes."""
         self._answered = self.tape.requests()  # before the step that is due
+        self.tape.is_full = True
         self._send(DirectSender(service, self._parties.run.contract), "", WARM_UP // 2)
         self._send_over_the_wire("", WARM_UP // 2)
         self.statuses.clear()

@@ -31,10 +31,13 @@ class Tape:
 
     def __init__(self) -> None:
         self.messages: dict[str, list[bytes]] = {}
+        self.is_full = False
         self._lock = threading.Lock()
 
     def note(self, crossing: Crossing) -> None:
         with self._lock:
+            if self.is_full:
+                return
             self.messages.setdefault(crossing.kind, []).append(crossing.data)
 
     def requests(self) -> dict[str, list[bytes]]:

@@ -325,6 +325,8 @@ class PassiveRun:
             else:
                 message = TensorMessage(self._header(batch), trainer.embed(features))
                 stops = peer.evaluate(message) == pb.COURSE_STOP
+                if stops and not batch.closes_epoch:
+                    raise InvalidMessage("the run is said to be over in the midst of an epoch")
                 self._place += 1
                 following = None if stops else next(course, None)
                 features = trainer.rows(following.positions) if following else None

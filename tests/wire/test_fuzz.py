@@ -14,7 +14,13 @@ import torch
 from active_party.service import ActiveService
 from active_party.session import Stage
 from common.alignment import AlignmentResources, align, build_engine
-from common.errors import AlignmentError, ContractMismatch, PeerError, SplitveilError
+from common.errors import (
+    AlignmentError,
+    ContractMismatch,
+    InvalidMessage,
+    PeerError,
+    SplitveilError,
+)
 from common.party_settings import ReconnectSettings
 from common.wire.audit_codec import AuditQuestion
 from common.wire.tensor_codec import TensorAssembler, TensorLimits, TensorMessage
@@ -31,6 +37,7 @@ from tests.mutations import (
     run_disturbed,
     send_mutants,
 )
+from tests.peers import InProcessPeer
 from tests.runs import Parties, build_parties, run_in_process, write_example
 
 FAULT = "fault in a handler"
@@ -147,6 +154,21 @@ def test_a_handshake_under_another_contract_ends_no_run_that_is_under_way(
 
 
 # ---- towards the passive party ----
+
+
+class StopsEarly(InProcessPeer):
+    """Says after the first held-out batch that the run is over."""
+
+    def evaluate(self, message: TensorMessage) -> "pb.Course":
+        super().evaluate(message)
+        return pb.COURSE_STOP
+
+
+def test_a_run_is_not_over_in_the_midst_of_an_epoch(example: Path) -> None:
+    parties = build_parties(example)
+    with pytest.raises(InvalidMessage, match="midst of an epoch"):
+        run_in_process(parties, StopsEarly)
+    assert parties.passive.epochs == []
 
 
 class Answers(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]

@@ -7,7 +7,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 BENCHMARKS := $(filter-out __init__ environment,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
-.PHONY: demo test faults lint protos bench
+.PHONY: demo test faults lint protos bench fuzz
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -33,6 +33,9 @@ bench: $(INSTALLED)
 	@set -e; for benchmark in $(BENCHMARKS); do \
 	  echo "== $$benchmark"; $(BIN)/python -m benchmarks.$$benchmark; \
 	done
+
+fuzz: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.fuzz --messages 100000
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null || { \

@@ -56,6 +56,8 @@ from common.wire.endpoint import check_security
 logger = logging.getLogger("active_party")
 
 GRACE_S = 5.0
+LAST_WORDS_S = 2.0
+"""How long a party that ends early waits for its peer's next call, to tell it so."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -150,6 +152,7 @@ def _run(parsed: argparse.Namespace) -> None:
         except (BudgetExhausted, LeakGateClosed) as error:
             stopped = error  # as it was asked for: it ends with a summary, like any other run
         finally:
+            service.tell_end(LAST_WORDS_S)
             server.stop(GRACE_S).wait()
             engine.close()
             if session.trainer is not None:

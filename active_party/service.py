@@ -70,6 +70,7 @@ class ActiveService:
         self._deadline_s = deadline_s
         self._limits = TensorLimits.of(session.contract)
         self._heard_at = time.monotonic()
+        self._told_of_end = threading.Event()
         self._aligning = threading.Lock()
         self._exchange_of_ids: StreamChannel | None = None
         self._align_places = StreamPlaces()
@@ -79,6 +80,11 @@ class ActiveService:
     def silent_s(self) -> float:
         """Return the seconds since the peer's last message."""
         return time.monotonic() - self._heard_at
+
+    def tell_end(self, timeout_s: float) -> None:
+        """Let a peer that is still there hear that the run ended early: its next call is told."""
+        if self._session.has_last_words:
+            self._told_of_end.wait(timeout_s)
 
     def handshake(self, request: pb.HandshakeRequest, _: grpc.ServicerContext) -> pb.HandshakeReply:
         """Open the run."""
@@ -211,6 +217,8 @@ class ActiveService:
 
     def on_error(self, error: Exception) -> None:
         """Log and count an error; one that is not the peer's fault ends the run."""
+        if self._session.error is not None:
+            self._told_of_end.set()
         # Contracts that differ end a run that waits for its peer, and the session does that itself.
         if isinstance(error, (ProtocolError, ContractMismatch)):
             kind = type(error).__name__

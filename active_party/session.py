@@ -31,7 +31,7 @@ from active_party.early_stopping import EarlyStop
 from active_party.ledger import ROUNDING, LeakBounds, LeakLedger
 from active_party.top_trainer import StepResult, TopTrainer
 from common.calibration import adaptive_calibration_error
-from common.checkpoint import AnswerLog, RunStore, State
+from common.checkpoint import AnswerLog, RunStore, State, as_whole_state
 from common.contract import Contract
 from common.errors import (
     AlignmentError,
@@ -40,6 +40,7 @@ from common.errors import (
     DataError,
     NotOpen,
     OutOfStep,
+    PeerError,
     PeerLeft,
     SplitveilError,
     StorageError,
@@ -198,6 +199,11 @@ class ActiveSession:
     def over(self) -> bool:
         """Whether nothing more will be answered."""
         return self._stage in (Stage.FINISHED, Stage.ENDED)
+
+    @property
+    def has_last_words(self) -> bool:
+        """Whether a peer that is still there has to hear that the run ended early."""
+        return self._is_open and self.error is not None and not isinstance(self.error, PeerError)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the run is over and say whether it is."""
@@ -544,6 +550,14 @@ class ActiveSession:
     def _restore(self, place: int, state: State) -> None:
         if self.trainer is None:
             raise RuntimeError("no state without a trainer")
+        with as_whole_state():
+            self._load(place, state)
+        self._observer.on_resumed(None if self._expected is None else self._expected.epoch)
+        self._move_to(Stage.FINISHED if self._expected is None else Stage.TRAINING)
+
+    def _load(self, place: int, state: State) -> None:
+        if self.trainer is None:
+            raise RuntimeError("no state without a trainer")
         self._take_place(place)
         self.trainer.load_state_dict(state["trainer"])
         self.ledger.load_state_dict(state["ledger"])
@@ -557,8 +571,6 @@ class ActiveSession:
         self._peer_has_left = state["peer_has_left"]
         if state["is_last"]:
             self._expected = None
-        self._observer.on_resumed(None if self._expected is None else self._expected.epoch)
-        self._move_to(Stage.FINISHED if self._expected is None else Stage.TRAINING)
 
     def _note_question(self, number: int, values: Tensor) -> bytes:
         """Make sure that no other question was answered here, and return the key of the answer.

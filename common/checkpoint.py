@@ -17,7 +17,8 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,22 @@ class AnswerLog:
                 os.close(descriptor)
         except OSError as error:
             raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+@contextmanager
+def as_whole_state() -> Iterator[None]:
+    """Load the parts of a state, of which each checks its own.
+
+    Raises:
+        StorageError: one of them is not what this version of splitveil saves.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise StorageError(
+            f"the run was saved by another version of splitveil ({error}); go on with that one, or "
+            f"begin anew with --fresh"
+        ) from error
 
 
 def _write_state(path: Path, state: State) -> None:

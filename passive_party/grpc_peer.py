@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 FAREWELL_S = 2.0
 MAX_DAMAGED = 3
 """How often in a row one question is asked again because it, or its answer, came damaged."""
+GOODBYE_S = 15.0
+"""How long the last goodbye is repeated to a peer that may just be starting again."""
 HEALTH_TIMEOUT_S = 3.0
 
 MessageT = TypeVar("MessageT", bound=Message)
@@ -221,9 +223,19 @@ class GrpcPeer:
         return percent / 100
 
     def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
-        """Say goodbye, once, without insisting."""
+        """Say goodbye, once; but for a while that a run has finished, as the peer waits for it."""
         request = pb.LeaveRequest(run_id=run_id, reason=reason)
-        self._unary("Leave", request, pb.LeaveReply, timeout_s=5.0)
+        patience_s = GOODBYE_S if reason == pb.LEAVE_REASON_FINISHED else 0.0
+        deadline = time.monotonic() + min(patience_s, self._reconnect.max_s)
+        while True:
+            try:
+                self._unary("Leave", request, pb.LeaveReply, timeout_s=5.0)
+            except PeerUnreachable:
+                if time.monotonic() > deadline:
+                    raise
+                self._sleep(self._reconnect.first_wait_s)
+            else:
+                return
 
     def _drop_streams(self) -> None:
         """Forget what was under way: the peer answers nothing of it after a handshake."""

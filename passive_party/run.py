@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from common.alignment import AlignmentEngine, align
-from common.checkpoint import RunStore, State
+from common.checkpoint import RunStore, State, as_whole_state
 from common.contract import Contract
 from common.errors import (
     AlignmentError,
@@ -274,9 +274,10 @@ class PassiveRun:
         if self._store is None or self.trainer is None or self._rows is None:
             raise RuntimeError("no state without a store and a trainer")
         state = self._store.load(place)
-        self._place, self._is_over = place, state["is_over"]
-        self.trainer.load_state_dict(state["trainer"])
-        self._observer.load_state_dict(state["observer"])
+        with as_whole_state():
+            self._place, self._is_over = place, state["is_over"]
+            self.trainer.load_state_dict(state["trainer"])
+            self._observer.load_state_dict(state["observer"])
         following = None if self._is_over else next(self._course(), None)
         self._observer.on_resumed(None if following is None else following.epoch)
 

@@ -34,6 +34,8 @@ DEFENSES = [
     "{name: marvell, noise: persistent}",
     "{name: max_norm_positive}",
     "{name: noisy_label}",
+    "{name: gafm}",
+    "{name: gafm, response: persistent, composed_with: {name: marvell, statistics: running}}",
 ]
 
 
@@ -321,3 +323,20 @@ def test_a_finished_run_can_still_be_gone_on_with_until_the_goodbye(
     run_in_process(second)
     assert second.session.stage is Stage.FINISHED
     assert_same(second, whole)
+
+
+@pytest.mark.parametrize("party", ["active", "passive"])
+def test_a_state_of_another_version_is_refused_with_a_sentence(
+    example: Path, tmp_path: Path, party: str
+) -> None:
+    parties = build_parties(example, [EVERY_2], [EVERY_2], runs=tmp_path)
+    with pytest.raises(Lost):
+        run_in_process(parties, dying(4, after=True))
+    store = RunStore(tmp_path / party, keep=3)
+    for place in reversed(store.places()):
+        state = store.load(place)
+        del state["trainer"]["model"]
+        store.save(place, state)
+    again = build_parties(example, [EVERY_2], [EVERY_2], runs=tmp_path)
+    with pytest.raises(StorageError, match="another version of splitveil"):
+        run_on(again)

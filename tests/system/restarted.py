@@ -36,7 +36,7 @@ from tests import certificates
 from tests.runs import CPU
 from tests.system.processes import Party, PartyName, free_address
 
-HANGS_AFTER_S = 120.0
+HANGS_AFTER_S = 240.0
 """How long anything may take before a test says that it hangs."""
 
 

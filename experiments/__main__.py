@@ -1,0 +1,241 @@
+"""The command ``python -m experiments``: list, run, report.
+
+    python -m experiments list
+    python -m experiments run NAME [--quick | --size SIZE] [--seeds N] [--jobs N] [--only ROW ...]
+    python -m experiments report NAME
+
+``NAME`` is a file of this folder without its ending, or any file's path. Results go to
+``experiments/results/NAME/``: ``results.parquet``, ``table.md``, ``plots/``, and the runs
+themselves under ``cells/``. What has run is not run again.
+"""
+
+import argparse
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from common.errors import SettingsError, SplitveilError
+from common.run_folder import write_text_atomically
+from experiments.cells import Cell, Choice, plan, problems
+from experiments.collection import circumstances_of, collect, read_rows, write_rows
+from experiments.execution import Ending, is_finished, run_cells
+from experiments.plots import draw
+from experiments.preparation import prepare
+from experiments.settings import Experiment, experiment_names, load_experiment
+from experiments.table import markdown
+
+DEFAULT_OUTPUT = Path(__file__).parent / "results"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return the exit code."""
+    options = _parser().parse_args(arguments)
+    actions: dict[str, Callable[[argparse.Namespace], int]] = {
+        "list": _list,
+        "run": _run,
+        "report": _report,
+    }
+    try:
+        return actions[options.command](options)
+    except SplitveilError as error:
+        sys.stderr.write(f"experiments: {error}\n")
+        return error.exit_code
+
+
+def _list(_options: argparse.Namespace) -> int:
+    for name in experiment_names():
+        _, experiment, base_dir = load_experiment(name)
+        _say(f"{name}: {experiment.title}")
+        cells = plan(experiment, base_dir, Choice(seeds=1))
+        lacking = Counter(words for cell in cells for words in cell.needs)
+        _say(f"    {len(cells)} cells per seed, {experiment.seeds} seeds by default")
+        for words, count in lacking.items():
+            _say(f"    {count} of them need {words}")
+    return 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    name, experiment, base_dir = load_experiment(options.name)
+    size = "quick" if options.quick else options.size
+    overrides = tuple(options.overrides)
+    only = tuple(options.only)
+    choice = Choice(size, options.seeds, only, options.device, overrides)
+    cells = plan(experiment, base_dir, choice)
+    results = _results(options, name, size)
+    prepared = (options.output / "prepared").resolve()
+    runnable, refused = _sorted_out(cells, prepared, makes_tables=not options.dry_run)
+    waiting = [cell for cell in runnable if not is_finished(cell, results)]
+    _say(
+        f"{name}: {len(cells)} cells; {len(runnable) - len(waiting)} have run, {len(waiting)} to "
+        f"run, {len(refused)} cannot"
+    )
+    _say_refused(refused)
+    if options.dry_run:
+        for cell in waiting:
+            _say(f"would run {cell.name}")
+        return 0
+    if not runnable:
+        return SettingsError.exit_code
+    failures = []
+    try:
+        endings = run_cells(waiting, results, prepared, options.jobs, options.threads)
+        for number, ending in enumerate(endings, start=1):
+            _say_ending(ending, f"[{number}/{len(waiting)}]")
+            failures += [ending.exit_code] if ending.last_lines else []
+    finally:
+        finished = [cell for cell in runnable if is_finished(cell, results)]
+        if finished:
+            command = shlex.join(["python", "-m", "experiments", *_words(options)])
+            _collect(name, size, finished, results, command)
+            _show(name, experiment, results, plots=options.plots)
+    return failures[0] if failures else 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    name, experiment, _ = load_experiment(options.name)
+    size = "quick" if options.quick else options.size
+    _show(name, experiment, _results(options, name, size), plots=options.plots)
+    return 0
+
+
+def _sorted_out(
+    cells: Iterable[Cell], prepared: Path, *, makes_tables: bool
+) -> tuple[list[Cell], list[tuple[Cell, list[str]]]]:
+    """Return the cells that can run, and of the others why not."""
+    runnable: list[Cell] = []
+    refused: list[tuple[Cell, list[str]]] = []
+    unprepared: dict[str, str | None] = {}
+    for cell in cells:
+        found = problems(cell, prepared)
+        if not found and cell.prepare is not None and makes_tables:
+            if cell.prepare not in unprepared:
+                unprepared[cell.prepare] = _why_unprepared(cell.prepare, prepared)
+            why = unprepared[cell.prepare]
+            found = [] if why is None else [why]
+        if found:
+            refused.append((cell, found))
+        else:
+            runnable.append(cell)
+    return runnable, refused
+
+
+def _why_unprepared(name: str, prepared: Path) -> str | None:
+    try:
+        prepare(name, prepared)
+    except SplitveilError as error:
+        return str(error)
+    return None
+
+
+def _collect(name: str, size: str, cells: Sequence[Cell], results: Path, command: str) -> None:
+    rows = [row for cell in cells for row in collect(name, size, cell, results)]
+    circumstances = {"command": command}
+    for key in ("machine", "python", "torch", "splitveil"):
+        found = {str(circumstances_of(cell, results)[key]) for cell in cells}
+        circumstances[key] = ", ".join(sorted(found))
+    write_rows(results / "results.parquet", rows, circumstances)
+
+
+def _show(name: str, experiment: Experiment, results: Path, *, plots: bool) -> None:
+    rows, circumstances = read_rows(results / "results.parquet")
+    page = markdown(name, experiment, rows, circumstances)
+    drawn = draw(experiment.plots, rows, results / "plots") if plots else []
+    if drawn:
+        page += "\n" + "\n".join(f"![{p.stem}](plots/{p.name})" for p in drawn) + "\n"
+    write_text_atomically(results / "table.md", page)
+    _say(page)
+    _say(f"{results / 'table.md'}")
+
+
+def _results(options: argparse.Namespace, name: str, size: str) -> Path:
+    folder: Path = options.output.resolve() / (name if size == "full" else f"{name}-{size}")
+    return folder
+
+
+def _words(options: argparse.Namespace) -> list[str]:
+    """Return the command line that asks for the same figures."""
+    words = ["run", str(options.name)]
+    size = "quick" if options.quick else options.size
+    words += ["--size", size] if size != "full" else []
+    words += ["--seeds", str(options.seeds)] if options.seeds else []
+    words += ["--device", options.device] if options.device != "cpu" else []
+    words += ["--only", *options.only] if options.only else []
+    return words + (["--set", *options.overrides] if options.overrides else [])
+
+
+def _say_refused(refused: Iterable[tuple[Cell, list[str]]]) -> None:
+    rows: dict[str, str] = {}
+    for cell, why in refused:
+        rows[f"{cell.dataset}, {cell.variant}"] = "; ".join(why)
+    for row, why_not in rows.items():
+        _say(f"cannot run {row}: {why_not}")
+
+
+def _say_ending(ending: Ending, progress: str) -> None:
+    if ending.last_lines:
+        _say(f"{progress} {ending.cell.name}: FAILED with exit code {ending.exit_code}")
+        _say(ending.last_lines)
+    else:
+        _say(f"{progress} {ending.cell.name}: done in {ending.wall_s:.0f} s")
+
+
+def _say(text: str) -> None:
+    Console(highlight=False, soft_wrap=True).print(text, markup=False)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="experiments", description="Run published tables and figures anew."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("list", help="name the experiments, and what they need")
+    run = _add(commands.add_parser("run", help="run what has not run yet, then report"))
+    run.add_argument("--seeds", type=_positive, help="runs of each variant: seeds 0, 1, ...")
+    run.add_argument("--jobs", type=_positive, default=1, help="cells that run side by side")
+    run.add_argument("--threads", type=_positive, default=1, help="cores of each party")
+    run.add_argument("--device", default="cpu", help="of both parties: cpu, cuda, cuda:N, auto")
+    run.add_argument(
+        "--only",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="ROW",
+        help="data sets, variants, or DATASET/VARIANT",
+    )
+    run.add_argument(
+        "--set",
+        dest="overrides",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="PARTY.NAME=VALUE",
+        help="a setting to override in every cell",
+    )
+    run.add_argument("--dry-run", action="store_true", help="print the cells that would run")
+    _add(commands.add_parser("report", help="write table and plots anew from results.parquet"))
+    return parser
+
+
+def _add(command: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    command.add_argument("name", help="of an experiment, or the path of its file")
+    command.add_argument("--size", default="full", help="a size that the file names")
+    command.add_argument("--quick", action="store_true", help="the same as --size quick")
+    command.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="folder of results")
+    command.add_argument(
+        "--no-plots", dest="plots", action="store_false", help="write the table only"
+    )
+    return command
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text}")
+    return int(text)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

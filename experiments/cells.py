@@ -1,0 +1,234 @@
+"""Cells: every dataset, variant and seed of an experiment is one run with settings of its own."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from active_party.settings import ActiveSettings
+from common.contract import Contract
+from common.data.settings import DataSettings, FileSource
+from common.errors import SettingsError
+from common.settings import apply_overrides, read_yaml, validate
+from experiments.needs import unmet
+from experiments.settings import (
+    Dataset,
+    Experiment,
+    Overlay,
+    Size,
+    row_names,
+    sweep_values,
+)
+from passive_party.settings import PassiveSettings
+
+FORMAT = 1
+"""Part of every cell's digest: raise it when the runner itself changes what a run comes to."""
+
+PREPARED = "${PREPARED}"
+"""In a path: the folder of prepared tables. Not in a digest, so that results may be moved."""
+
+Settings = dict[str, dict[str, Any]]
+"""``contract``, ``active`` and ``passive``, each as in a file of its own."""
+
+
+class Cell(NamedTuple):
+    """One run."""
+
+    dataset: str
+    variant: str
+    series: str
+    """The variant's name in the experiment's file: the curve that it is a point of."""
+
+    seed: int
+    settings: Settings
+    prepare: str | None
+    needs: tuple[str, ...]
+    """What is missing for it, in words."""
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        return f"{self.dataset}, {self.variant}, seed {self.seed}"
+
+    @property
+    def folder(self) -> Path:
+        """Where its files lie, under the experiment's results."""
+        return Path("cells", slug(self.dataset), slug(self.variant), f"seed-{self.seed}")
+
+    @property
+    def digest(self) -> str:
+        """What its settings are, in 16 hexadecimal digits."""
+        canonical = json.dumps([FORMAT, self.prepare, self.settings], sort_keys=True)
+        return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+class Choice(NamedTuple):
+    """What the command line chooses of an experiment."""
+
+    size: str = "full"
+    seeds: int | None = None
+    only: tuple[str, ...] = ()
+    """Names of datasets, variants and rows; all where there are none."""
+
+    device: str = "cpu"
+    overrides: tuple[str, ...] = ()
+    """``active.NAME=VALUE``, ``passive.NAME=VALUE``, ``contract.NAME=VALUE``."""
+
+
+def plan(experiment: Experiment, base_dir: Path, choice: Choice) -> list[Cell]:
+    """Return the cells, seed by seed: after the first seed, every variant has a figure.
+
+    Args:
+        experiment: what its file says.
+        base_dir: of the paths in that file.
+        choice: what is run of it.
+
+    Raises:
+        SettingsError: ``choice`` names what there is not, or an override is none.
+    """
+    size = _size(experiment, choice.size)
+    seeds = choice.seeds or size.seeds or experiment.seeds
+    found = [
+        cell
+        for seed in range(seeds)
+        for dataset in experiment.datasets
+        for cell in _rows(experiment, base_dir, choice, size, dataset, seed)
+    ]
+    chosen = [cell for cell in found if _is_chosen(cell, choice.only)]
+    known = {name for cell in found for name in _names(cell)}
+    unknown = [name for name in choice.only if name not in known]
+    if unknown:
+        raise SettingsError(
+            f"--only {', '.join(unknown)}: expected some of {', '.join(sorted(known))}"
+        )
+    return chosen
+
+
+def problems(cell: Cell, prepared: Path) -> list[str]:
+    """Return why a cell cannot be run, if it cannot: what it needs, what its settings get wrong."""
+    if cell.needs:
+        return [f"needs {words}" for words in cell.needs]
+    settings = with_prepared(cell.settings, prepared)
+    try:
+        contract = validate(Contract, settings["contract"], "contract")
+        active = validate(ActiveSettings, settings["active"] | {"contract": contract}, "active")
+        passive = validate(PassiveSettings, settings["passive"] | {"contract": contract}, "passive")
+        adversary = passive.adversary
+        labels = None if adversary is None else adversary.labels
+        tables = (active.data, passive.data, labels)
+        return [word for table in tables if table is not None for word in _missing(table, prepared)]
+    except SettingsError as error:
+        return list(error.problems)
+
+
+def with_prepared(settings: Settings, prepared: Path) -> Settings:
+    """Return the settings with the folder of prepared tables in place of its name."""
+    text = json.dumps(settings).replace(json.dumps(PREPARED)[1:-1], json.dumps(str(prepared))[1:-1])
+    replaced: Settings = json.loads(text)
+    return replaced
+
+
+def slug(name: str) -> str:
+    """Return a name as a folder can have it."""
+    return re.sub(r"[^A-Za-z0-9_.=+-]+", "-", name)
+
+
+def overlaid(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of ``base`` with the values of ``over``, section by section.
+
+    A section that names another kind of thing (``kind``, ``name``, ``mode``) replaces the whole:
+    the settings of a mlp are none of a convolution.
+    """
+    if any(key in over and over[key] != base.get(key) for key in ("kind", "name", "mode")):
+        return dict(over)
+    result = dict(base)
+    for name, value in over.items():
+        below = result.get(name)
+        is_section = isinstance(value, Mapping) and isinstance(below, dict)
+        result[name] = overlaid(below or {}, value) if is_section else value
+    return result
+
+
+def _size(experiment: Experiment, name: str) -> Size:
+    if name == "full" and name not in experiment.sizes:
+        return Size()
+    if name not in experiment.sizes:
+        raise SettingsError(f"--size {name}: expected one of full, {', '.join(experiment.sizes)}")
+    return experiment.sizes[name]
+
+
+def _rows(
+    experiment: Experiment, base_dir: Path, choice: Choice, size: Size, dataset_name: str, seed: int
+) -> Iterator[Cell]:
+    dataset = experiment.datasets[dataset_name]
+    for series, variant in experiment.variants.items():
+        names = row_names(series, variant)
+        for name, values in zip(names, sweep_values(variant), strict=True):
+            layers: Sequence[Overlay] = [
+                dataset,
+                variant,
+                dataset.variants.get(series, Overlay()),
+                size,
+                size.datasets.get(dataset_name, Overlay()),
+            ]
+            settings = _example(dataset, base_dir)
+            for layer in layers:
+                settings = overlaid(settings, layer.parts())
+            swept = zip(variant.sweep, values, strict=True)
+            settings = apply_overrides(settings, [f"{path}={value}" for path, value in swept])
+            settings = apply_overrides(settings, choice.overrides)
+            yield Cell(
+                dataset_name,
+                name,
+                series,
+                seed,
+                _completed(settings, experiment, choice, seed),
+                dataset.prepare,
+                tuple(unmet(dict.fromkeys((*dataset.needs, *variant.needs)))),
+            )
+
+
+def _example(dataset: Dataset, base_dir: Path) -> Settings:
+    if dataset.example is None:
+        return {"contract": {}, "active": {}, "passive": {}}
+    folder = base_dir / dataset.example
+    return {part: read_yaml(folder / f"{part}.yaml") for part in ("contract", "active", "passive")}
+
+
+def _completed(settings: Settings, experiment: Experiment, choice: Choice, seed: int) -> Settings:
+    """Return the settings with all that the runner decides."""
+    both = {
+        "contract": "contract.yaml",
+        "security": {"mode": "insecure"},
+        "device": choice.device,
+        "model_seed": seed,
+    }
+    active = {**settings["active"], **both, "insecure_nonce_seed": seed}
+    defense = active.get("defense", {})
+    if experiment.seeded_noise and defense.get("name") != "none":
+        active["defense"] = {**defense, "insecure_noise_seed": seed}
+    passive = {**settings["passive"], **both, "insecure_nonce_seed": seed + 1000}
+    return {
+        "contract": {**settings["contract"], "run_name": "run"},
+        "active": active,
+        "passive": passive,
+    }
+
+
+def _is_chosen(cell: Cell, only: Sequence[str]) -> bool:
+    return not only or any(name in _names(cell) for name in only)
+
+
+def _names(cell: Cell) -> tuple[str, ...]:
+    in_dataset = (f"{cell.dataset}/{cell.variant}", f"{cell.dataset}/{cell.series}")
+    return (cell.dataset, cell.variant, cell.series, *in_dataset)
+
+
+def _missing(table: DataSettings, prepared: Path) -> Iterator[str]:
+    if not isinstance(table.source, FileSource):
+        return
+    path = table.source.resolve(prepared)
+    if not path.is_relative_to(prepared) and not path.exists():
+        yield f"needs the file {path}"

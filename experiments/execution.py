@@ -1,0 +1,215 @@
+"""Runs cells: each as the local launcher in a process of its own, several side by side.
+
+    cells/<data set>/<variant>/seed-<n>/
+        settings/            what ``splitveil-local`` is given: run it by hand, if need be
+        runs/run/<party>/    what the parties write
+        output.log           what they say
+        cell.json            digest of the settings, written before the run
+        finished.json        the same with machine, versions and time, written after it
+
+A cell with a ``finished.json`` of the same digest is not run again. One that was interrupted goes
+on from its checkpoints; one whose settings changed begins anew.
+"""
+
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import yaml
+
+from common.errors import Interrupted, LeakGateClosed
+from common.run_folder import write_json_atomically, write_text_atomically
+from experiments.cells import Cell, with_prepared
+
+FINISHED = "finished.json"
+ENDED_AS_ASKED = (0, LeakGateClosed.exit_code)
+"""A budget or a gate may end a run; its figures count."""
+
+_LAST_LINES = 12
+
+
+class Ending(NamedTuple):
+    """How one cell ended."""
+
+    cell: Cell
+    exit_code: int
+    wall_s: float
+    last_lines: str
+    """Of what the parties said, where it failed."""
+
+
+def is_finished(cell: Cell, results: Path) -> bool:
+    """Tell whether a cell has run to its end with these very settings."""
+    return _digest_in(results / cell.folder / FINISHED) == cell.digest
+
+
+def run_cells(
+    cells: Sequence[Cell], results: Path, prepared: Path, jobs: int, threads: int
+) -> Iterator[Ending]:
+    """Run cells and yield each when it ends. Only in the main thread, whose signals it takes.
+
+    Args:
+        cells: which.
+        results: the experiment's folder.
+        prepared: the folder of prepared tables.
+        jobs: how many run side by side; each is two processes.
+        threads: cores that each party computes on.
+
+    Raises:
+        Interrupted: SIGINT or SIGTERM came; the parties have saved where they were.
+    """
+    launched = _Launched()
+    with _signals_to(launched.stop), ThreadPoolExecutor(jobs) as pool:
+
+        def run(cell: Cell) -> Ending | None:
+            return _run(cell, results / cell.folder, prepared, threads, launched)
+
+        for future in as_completed([pool.submit(run, cell) for cell in cells]):
+            ending = future.result()
+            if ending is not None:
+                yield ending
+    if launched.stopped_by is not None:
+        raise Interrupted(launched.stopped_by)
+
+
+class _Launched:
+    """The launchers that run now, so that a signal reaches them all. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.stopped_by: int | None = None
+        self._processes: set[subprocess.Popen[bytes]] = set()
+        # A signal's handler runs in the main thread, wherever that is: it must not wait for itself.
+        self._lock = threading.RLock()
+
+    def start(
+        self, command: Sequence[str], log: Path, threads: int
+    ) -> subprocess.Popen[bytes] | None:
+        """Start one, unless all are being stopped."""
+        with self._lock, log.open("ab") as output:
+            if self.stopped_by is not None:
+                return None
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # A group of its own: a terminal's Ctrl-C reaches this process only.
+                process_group=0,
+            )
+            self._processes.add(process)
+            return process
+
+    def ended(self, process: subprocess.Popen[bytes]) -> None:
+        """Forget one that has ended."""
+        with self._lock:
+            self._processes.discard(process)
+
+    def stop(self, signal_number: int) -> None:
+        """Let the launchers end their parties, and start no more."""
+        with self._lock:
+            if self.stopped_by is None:
+                self.stopped_by = signal_number
+                for process in self._processes:
+                    process.send_signal(signal_number)
+
+
+def _run(
+    cell: Cell, folder: Path, prepared: Path, threads: int, launched: _Launched
+) -> Ending | None:
+    if launched.stopped_by is not None:
+        return None
+    _make_ready(cell, folder, prepared)
+    begun = time.monotonic()
+    command = [sys.executable, "-m", "deploy.local", str(folder / "settings")]
+    command += ["--runs", str(folder / "runs")]
+    command += ["--set", *(f"{party}.torch_threads={threads}" for party in ("active", "passive"))]
+    process = launched.start(command, folder / "output.log", threads)
+    if process is None:
+        return None
+    exit_code = process.wait()
+    launched.ended(process)
+    wall_s = time.monotonic() - begun
+    if launched.stopped_by is not None and exit_code:
+        return None
+    if exit_code not in ENDED_AS_ASKED:
+        return Ending(cell, exit_code, wall_s, _last_lines(folder / "output.log"))
+    write_json_atomically(folder / FINISHED, _marker(cell) | _circumstances(wall_s, threads))
+    # Nothing goes on from a finished cell, and weights take most of its room.
+    for checkpoint in folder.glob("runs/*/*/checkpoint"):
+        shutil.rmtree(checkpoint)
+    return Ending(cell, exit_code, wall_s, "")
+
+
+def _make_ready(cell: Cell, folder: Path, prepared: Path) -> None:
+    if _digest_in(folder / "cell.json") != cell.digest and folder.exists():
+        shutil.rmtree(folder)
+    (folder / "settings").mkdir(parents=True, exist_ok=True)
+    for name, values in with_prepared(cell.settings, prepared).items():
+        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+        write_text_atomically(folder / "settings" / f"{name}.yaml", text)
+    write_json_atomically(folder / "cell.json", _marker(cell))
+
+
+def _marker(cell: Cell) -> dict[str, Any]:
+    return {"digest": cell.digest, "cell": cell.name}
+
+
+def _circumstances(wall_s: float, threads: int) -> dict[str, Any]:
+    return {
+        "wall_s": wall_s,
+        "threads": threads,
+        "machine": f"{processor()}, {len(os.sched_getaffinity(0))} cores",
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "splitveil": version("splitveil"),
+    }
+
+
+def processor() -> str:
+    """Name this machine's processor."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _digest_in(path: Path) -> str | None:
+    try:
+        digest: str = json.loads(path.read_text(encoding="utf-8"))["digest"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return digest
+
+
+def _last_lines(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return "\n".join(lines[-_LAST_LINES:])
+
+
+@contextmanager
+def _signals_to(stop: Callable[[int], None]) -> Iterator[None]:
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        stop(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,61 @@
+"""Models of the papers that splitveil's own kinds do not cover, for ``kind: custom``."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from common.data.features import Features, image_as_float
+
+GREY_SIDE = 64
+"""Pixels of GAFM's images of skin lesions, in both directions."""
+
+
+class SummedTop(nn.Module):
+    """The logit is the activation itself, summed over the cut, and a bias.
+
+    GAFM's networks end at the cut: the active party has the sigmoid and the loss. The bias is the
+    one that the bottom model's last layer has already; a top model needs something to learn.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, activation: Tensor, _features: Features | None) -> Tensor:
+        """Return one logit per row, (rows,)."""
+        return activation.flatten(1).sum(dim=1) + self.bias
+
+
+class GreyImageBottom(nn.Module):
+    """GAFM's network for skin lesions: a LeNet over images of 64 x 64 x 1.
+
+    Convolutions of 5 x 5 with ReLU and pooling, then dense layers, as published: ``channels``
+    [6, 16, 32] and ``hidden`` [120, 84, 40]. The last dense layer has as many outputs as the cut.
+    """
+
+    def __init__(
+        self,
+        channels: Sequence[int] = (6, 16, 32),
+        hidden: Sequence[int] = (120, 84, 40),
+        cut_dim: int = 1,
+    ) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        side, width = GREY_SIDE, 1
+        for number in channels:
+            layers += [nn.Conv2d(width, number, kernel_size=5), nn.ReLU(), nn.MaxPool2d(2)]
+            side, width = (side - 4) // 2, number
+        layers.append(nn.Flatten())
+        width *= side * side
+        for units in hidden:
+            layers += [nn.Linear(width, units), nn.ReLU()]
+            width = units
+        self.layers = nn.Sequential(*layers, nn.Linear(width, cut_dim))
+
+    def forward(self, features: Features) -> Tensor:
+        """Return the activation, (rows, cut_dim)."""
+        if features.image is None:
+            raise ValueError("expected images")
+        activation: Tensor = self.layers(image_as_float(features.image))
+        return activation

@@ -1,0 +1,212 @@
+"""The plots of an experiment: trade-off curves, and the course of the leak."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import cycle
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from common.errors import SettingsError
+from experiments.cells import slug
+from experiments.collection import Row
+from experiments.settings import CoursePlot, EpochPlot, Plot, TradeOffPlot
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLUMNS = 3
+_MARKERS = "osD^vPX*"
+
+Panel = tuple[str, str]
+"""Layer and attack."""
+
+
+class Point(NamedTuple):
+    """Means and standard deviations over the seeds."""
+
+    x: float
+    x_sd: float
+    y: float
+    y_sd: float
+
+
+def draw(plots: Iterable[Plot], rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Draw every plot for every data set as SVG, and return the files.
+
+    Raises:
+        SettingsError: matplotlib is not installed.
+    """
+    drawn = []
+    for number, plot in enumerate(plots, start=1):
+        for dataset in dict.fromkeys(row.dataset for row in rows):
+            found = [row for row in rows if row.dataset == dataset]
+            path = folder / f"{number}-{plot.kind}-{slug(dataset)}.svg"
+            if _draw(plot, dataset, found, path):
+                drawn.append(path)
+    return drawn
+
+
+def trade_off(plot: TradeOffPlot, rows: Sequence[Row]) -> dict[Panel, dict[str, list[Point]]]:
+    """Return panel -> series -> points, from the highest utility down."""
+    utility = _by_seed(row for row in rows if row.statistic == plot.utility and row.attack is None)
+    leak: dict[Panel, dict[str, dict[str, dict[int, float]]]] = {}
+    for row in _of_the_best_witness(row for row in rows if row.statistic == plot.leak):
+        if row.layer is None or row.attack is None or _is_left_out(row.attack, plot.attacks):
+            continue
+        series = leak.setdefault((row.layer, row.attack), {}).setdefault(row.series, {})
+        series.setdefault(row.variant, {})[row.seed] = row.value
+    return {
+        panel: {
+            series: sorted(
+                Point(*_mean_and_sd(utility[variant].values()), *_mean_and_sd(values.values()))
+                for variant, values in variants.items()
+                if variant in utility
+            )
+            for series, variants in by_series.items()
+        }
+        for panel, by_series in leak.items()
+    }
+
+
+def course(plot: CoursePlot, rows: Sequence[Row]) -> dict[Panel, dict[str, list[Point]]]:
+    """Return panel -> variant -> points over steps or epochs."""
+    wanted = "step_leak" if plot.over == "steps" else "epoch_leak"
+    found: dict[Panel, dict[str, dict[int, list[float]]]] = {}
+    for row in _of_the_best_witness(row for row in rows if row.statistic == wanted):
+        at = row.step if plot.over == "steps" else row.epoch
+        if at is None or row.layer is None or row.attack is None:
+            continue
+        if not _is_left_out(row.attack, plot.attacks):
+            lines = found.setdefault((row.layer, row.attack), {}).setdefault(row.variant, {})
+            lines.setdefault(at, []).append(row.value)
+    return {
+        panel: {variant: _line(values) for variant, values in variants.items()}
+        for panel, variants in found.items()
+    }
+
+
+def epochs(plot: EpochPlot, rows: Sequence[Row]) -> dict[str, list[Point]]:
+    """Return variant -> points over epochs."""
+    found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        if row.statistic == plot.statistic and row.epoch is not None:
+            found[row.variant][row.epoch].append(row.value)
+    return {variant: _line(values) for variant, values in found.items()}
+
+
+def _draw(plot: Plot, dataset: str, rows: Sequence[Row], path: Path) -> bool:
+    match plot:
+        case TradeOffPlot():
+            panels = trade_off(plot, rows)
+            axes_names = (plot.utility.replace("_", " "), f"leak AUC, {plot.leak}")
+            with _panels(len(panels), path, dataset) as all_axes:
+                for axes, ((layer, attack), curves) in zip(all_axes, panels.items(), strict=True):
+                    _decorate(axes, f"{attack}, {layer}", *axes_names)
+                    _draw_points(axes, curves)
+            return bool(panels)
+        case CoursePlot():
+            panels = course(plot, rows)
+            with _panels(len(panels), path, dataset) as all_axes:
+                for axes, ((layer, attack), lines) in zip(all_axes, panels.items(), strict=True):
+                    _decorate(axes, f"{attack}, {layer}", plot.over.removesuffix("s"), "leak AUC")
+                    _draw_lines(axes, lines)
+            return bool(panels)
+        case EpochPlot():
+            lines = epochs(plot, rows)
+            with _panels(min(len(lines), 1), path, dataset) as all_axes:
+                for axes in all_axes:
+                    words = plot.statistic.removeprefix("epoch_").replace("_", " ")
+                    _decorate(axes, words, "epoch", words)
+                    _draw_lines(axes, lines)
+            return bool(lines)
+
+
+def _of_the_best_witness(rows: Iterable[Row]) -> list[Row]:
+    """Keep one party's figures of each attack: the active party's, whose oracles know more.
+
+    At layers below the cut the passive party is the only one who sees the gradients.
+    """
+    kept = list(rows)
+    active = {(row.layer, row.attack) for row in kept if row.party == "active"}
+    return [row for row in kept if row.party == "active" or (row.layer, row.attack) not in active]
+
+
+def _is_left_out(attack: str, chosen: Sequence[str]) -> bool:
+    return bool(chosen) and attack not in chosen
+
+
+def _by_seed(rows: Iterable[Row]) -> dict[str, dict[int, float]]:
+    found: dict[str, dict[int, float]] = defaultdict(dict)
+    for row in rows:
+        found[row.variant][row.seed] = row.value
+    return found
+
+
+def _line(values: dict[int, list[float]]) -> list[Point]:
+    return [Point(float(at), 0.0, *_mean_and_sd(found)) for at, found in sorted(values.items())]
+
+
+def _mean_and_sd(values: Iterable[float]) -> tuple[float, float]:
+    found = list(values)
+    return statistics.mean(found), statistics.stdev(found) if len(found) > 1 else 0.0
+
+
+@contextmanager
+def _panels(count: int, path: Path, title: str) -> Iterator[list["Axes"]]:
+    """Make a figure with so many panels, and save it when they are drawn; none for none."""
+    if not count:
+        yield []
+        return
+    try:
+        import matplotlib as mpl  # noqa: PLC0415 (an extra, and slow to import)
+    except ImportError as error:
+        raise SettingsError(
+            "plots need matplotlib: pip install 'splitveil[experiments]', or --no-plots"
+        ) from error
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "splitveil"  # the same figures give the same file
+    from matplotlib import pyplot  # noqa: PLC0415
+
+    columns = min(count, _COLUMNS)
+    lines = -(-count // columns)
+    size = (4.2 * columns + 2.0, 3.4 * lines)
+    figure, grid = pyplot.subplots(lines, columns, figsize=size, squeeze=False)
+    axes = [one for line in grid for one in line]
+    for unused in axes[count:]:
+        unused.set_axis_off()
+    yield axes[:count]
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="center right", frameon=False, fontsize=8)
+    figure.suptitle(title)
+    figure.tight_layout(rect=(0, 0, 1 - 2.0 / size[0], 1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def _decorate(axes: "Axes", title: str, x_name: str, y_name: str) -> None:
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel(x_name)
+    axes.set_ylabel(y_name)
+    axes.set_ylim(0.45 if "leak" in y_name else None, 1.02 if "leak" in y_name else None)
+    axes.grid(alpha=0.25)
+
+
+def _draw_points(axes: "Axes", curves: dict[str, list[Point]]) -> None:
+    for (series, points), marker in zip(curves.items(), cycle(_MARKERS), strict=False):
+        x, x_sd, y, y_sd = zip(*points, strict=True)
+        axes.errorbar(
+            x, y, xerr=x_sd, yerr=y_sd, marker=marker, markersize=5, capsize=2, label=series
+        )
+
+
+def _draw_lines(axes: "Axes", lines: dict[str, list[Point]]) -> None:
+    for name, points in lines.items():
+        x, _, y, y_sd = zip(*points, strict=True)
+        drawn = axes.plot(x, y, label=name, linewidth=1.2)
+        below = [mean - sd for mean, sd in zip(y, y_sd, strict=True)]
+        above = [mean + sd for mean, sd in zip(y, y_sd, strict=True)]
+        axes.fill_between(x, below, above, color=drawn[0].get_color(), alpha=0.15, linewidth=0)

@@ -1,0 +1,92 @@
+"""Makes tables that splitveil can read of raw files that it cannot, once, before the first run."""
+
+import csv
+import gzip
+import io
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from common.errors import DataError, SettingsError
+from experiments.models import GREY_SIDE
+
+IMDB_WORDS = 500
+
+
+def prepare(name: str, folder: Path) -> None:
+    """Make the files of a preparation, unless they are there.
+
+    Raises:
+        SettingsError: SPLITVEIL_DATA is not set.
+        DataError: the raw file is missing.
+    """
+    source, make = _PREPARATIONS[name]
+    done = folder / f".{name}.done"
+    if done.exists():
+        return
+    root = os.environ.get("SPLITVEIL_DATA")
+    if root is None:
+        raise SettingsError(f"{name}: SPLITVEIL_DATA names no folder with data sets")
+    path = Path(root, source)
+    if not path.is_file():
+        raise DataError(f"needs the file {path}")
+    folder.mkdir(parents=True, exist_ok=True)
+    make(path, folder)
+    done.touch()
+
+
+def _imdb(path: Path, folder: Path) -> None:
+    with np.load(path, allow_pickle=False) as archive:
+        words = np.unpackbits(archive["x_bits"], axis=1, count=IMDB_WORDS)
+        np.savez(folder / "imdb.npz", x=words, y=archive["y"])
+
+
+def _melanoma(path: Path, folder: Path) -> None:
+    with np.load(path, allow_pickle=False) as archive:
+        images = np.stack([np.asarray(image) for image in _images(archive)])
+        np.savez(folder / "melanoma.npz", x=images, y=archive["y"])
+
+
+def _melanoma_grey64(path: Path, folder: Path) -> None:
+    size = (GREY_SIDE, GREY_SIDE)
+    with np.load(path, allow_pickle=False) as archive:
+        grey = (image.convert("L").resize(size) for image in _images(archive))
+        images = np.stack([np.asarray(image)[:, :, None] for image in grey])
+        np.savez(folder / "melanoma_grey64.npz", x=images, y=archive["y"])
+
+
+def _images(archive: Mapping[str, NDArray[np.uint8]]) -> Iterator[Image.Image]:
+    packed, offsets = archive["jpeg"].tobytes(), archive["offset"]
+    for begin, end in itertools.pairwise(offsets):
+        yield Image.open(io.BytesIO(packed[begin:end]))
+
+
+def _talkingdata_days(path: Path, folder: Path) -> None:
+    """Write one file per day, whose test rows are the day after."""
+    with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    days = sorted({row["click_time"][:10] for row in rows})
+    names = ["ip", "app", "device", "os", "channel", "hour", "is_attributed", "split"]
+    for number, (today, tomorrow) in enumerate(itertools.pairwise(days), start=1):
+        split = {today: "train", tomorrow: "test"}
+        with (folder / f"talkingdata_day_{number}.csv").open("w", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
+            writer.writeheader()
+            for row in rows:
+                day, _, time = row["click_time"].partition(" ")
+                if day in split:
+                    # attributed_time gives the label away, and is none of the names.
+                    writer.writerow(row | {"hour": time.partition(":")[0], "split": split[day]})
+
+
+_PREPARATIONS: Mapping[str, tuple[str, Callable[[Path, Path], None]]] = {
+    "imdb": ("imdb/imdb_top500.npz", _imdb),
+    "melanoma": ("melanoma/melanoma84_jpeg.npz", _melanoma),
+    "melanoma_grey64": ("melanoma/melanoma84_jpeg.npz", _melanoma_grey64),
+    "talkingdata_days": ("talkingdata/talkingdata.csv.gz", _talkingdata_days),
+}

@@ -1,0 +1,281 @@
+"""What an experiment's file may say: what is run, in which variants, and what is shown of it.
+
+    datasets:                 # the same variants on each
+      spambase:
+        contract: {...}       # as in a party's files; run name, addresses and security are not
+        active: {...}         # needed, for the runner sets them
+        passive: {...}
+    variants:
+      marvell:
+        active: {defense: {name: marvell}}
+        sweep: {active.defense.strength.power_ratio: [1, 4]}      # variants marvell 1, marvell 4
+    figures:                  # the columns of the table
+      norm: {statistic: q95, layer: cut, attack: norm}
+    published:
+      source: where it stands
+      values: {spambase: {marvell 4: {norm: 0.53}}}
+
+Later parts of the settings are laid over earlier ones, section by section: the example's files, the
+dataset, the variant, what the dataset says of the variant, the size, the command line.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt, StringConstraints, model_validator
+
+from common.errors import SettingsError
+from common.settings import Section, read_yaml, validate
+from experiments.needs import Need
+
+Label = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.=+ -]{0,59}$")]
+"""Names datasets, variants and figures, in tables and (with ``-`` for blanks) folders."""
+
+Party = Literal["active", "passive"]
+
+FOLDER = Path(__file__).parent
+"""Where the experiments' files lie."""
+
+
+class Overlay(Section):
+    """Settings that are laid over others; a section changes only the names that it has."""
+
+    contract: dict[str, Any] = Field(default_factory=dict)
+    """Of the contract."""
+
+    active: dict[str, Any] = Field(default_factory=dict)
+    """Of the active party."""
+
+    passive: dict[str, Any] = Field(default_factory=dict)
+    """Of the passive party."""
+
+    def parts(self) -> dict[str, dict[str, Any]]:
+        """Return the three parts by name."""
+        return {"contract": self.contract, "active": self.active, "passive": self.passive}
+
+
+class Dataset(Overlay):
+    """One data set with its models and its schedule."""
+
+    example: str | None = None
+    """Folder with ``contract.yaml``, ``active.yaml`` and ``passive.yaml`` to begin with, relative
+    to the experiment's file."""
+
+    prepare: Literal["imdb", "melanoma", "melanoma_grey64", "talkingdata_days"] | None = None
+    """Table to make of the raw files first; ``${PREPARED}`` in a path is the folder that holds it.
+    """
+
+    needs: tuple[Need, ...] = ()
+    """What splitveil has to have for this."""
+
+    variants: dict[Label, Overlay] = Field(default_factory=dict)
+    """What variants set otherwise on this data set, by the variant's name."""
+
+
+class Variant(Overlay):
+    """One row of the table, or with a sweep several."""
+
+    sweep: dict[str, tuple[bool | int | float | str, ...]] = Field(default_factory=dict)
+    """Setting, as ``active.defense.noise_ratio``, -> its values; several make every combination."""
+
+    needs: tuple[Need, ...] = ()
+    """What splitveil has to have for this."""
+
+    @model_validator(mode="after")
+    def _sweeps_over_settings(self) -> "Variant":
+        for name, values in self.sweep.items():
+            if name.partition(".")[0] not in self.parts() or "." not in name:
+                raise ValueError(
+                    f"sweep: {name}: expected a name as active.NAME, passive.NAME or contract.NAME"
+                )
+            if not values:
+                raise ValueError(f"sweep: {name}: expected at least one value")
+        return self
+
+
+class Size(Overlay):
+    """A shorter or smaller form of the experiment."""
+
+    seeds: PositiveInt | None = None
+    """How many seeds by default."""
+
+    datasets: dict[Label, Overlay] = Field(default_factory=dict)
+    """What differs on one data set only."""
+
+
+class Figure(Section):
+    """One figure of a run, as the results have it."""
+
+    statistic: str
+    """For instance ``test_auc``, ``best_test_auc``, ``calibration_error``, ``steps_per_s``; of an
+    attack ``mean``, ``q95``, ``first_epoch``, ``last_epoch``, ``worst_epoch``, ``run_level``."""
+
+    party: Party = "active"
+    """Who measured it: at the cut layer both do, and the active party's oracles know more."""
+
+    layer: str | None = None
+    """Layer of the passive party's model; ``cut`` for the gradients as they arrive."""
+
+    attack: str | None = None
+    """Which attack."""
+
+    title: str | None = None
+    """Heading of the column, by default the figure's name."""
+
+    @model_validator(mode="after")
+    def _attacks_a_layer(self) -> "Figure":
+        if (self.layer is None) != (self.attack is None):
+            raise ValueError("name a layer and an attack, or neither")
+        return self
+
+
+class Published(Section):
+    """The figures to stand beside."""
+
+    source: str
+    """Where they stand."""
+
+    values: dict[Label, dict[Label, dict[Label, float]]]
+    """Data set -> variant -> figure -> value."""
+
+
+class TradeOffPlot(Section):
+    """Leak over test AUC, one panel per layer and attack, one curve per variant of the file."""
+
+    kind: Literal["trade_off"]
+
+    utility: str = "best_test_auc"
+    """Statistic on the horizontal axis."""
+
+    leak: str = "q95"
+    """Statistic on the vertical axis."""
+
+    attacks: tuple[str, ...] = ()
+    """Which ones; all by default."""
+
+
+class CoursePlot(Section):
+    """Leak over the steps or epochs of the run, one panel per layer and attack."""
+
+    kind: Literal["course"]
+
+    over: Literal["steps", "epochs"] = "steps"
+    """Single batches, averaged over up to 200 stretches of the run; or epochs, where accumulated
+    attacks have their own."""
+
+    attacks: tuple[str, ...] = ()
+    """Which ones; all by default."""
+
+
+class EpochPlot(Section):
+    """A figure without an attack over the epochs, such as ``epoch_test_auc``."""
+
+    kind: Literal["epochs"]
+
+    statistic: str = "epoch_test_auc"
+    """What is drawn."""
+
+
+Plot = Annotated[TradeOffPlot | CoursePlot | EpochPlot, Field(discriminator="kind")]
+
+
+class Experiment(Section):
+    """One published table or figure, or one of our own."""
+
+    title: str
+    """Heading of the table."""
+
+    about: str
+    """What is asked, and how this differs from what was published."""
+
+    seeds: PositiveInt = 10
+    """Runs of each variant: seeds 0, 1, ..."""
+
+    seeded_noise: bool = False
+    """Whether a defense's noise follows from the run's seed, too. By default it stays secret, and
+    figures repeat in distribution only."""
+
+    datasets: dict[Label, Dataset] = Field(min_length=1)
+    """What is trained on."""
+
+    variants: dict[Label, Variant] = Field(min_length=1)
+    """What is compared."""
+
+    sizes: dict[Label, Size] = Field(default_factory=dict)
+    """Other forms than the full one, by the name that ``--size`` takes; ``quick`` is a smoke run.
+    """
+
+    figures: dict[Label, Figure] = Field(min_length=1)
+    """The columns of the table."""
+
+    published: Published | None = None
+    """What to stand beside."""
+
+    plots: tuple[Plot, ...] = ()
+    """What to draw."""
+
+    @model_validator(mode="after")
+    def _names_are_known(self) -> "Experiment":
+        known = set(self.variants)
+        for name, dataset in self.datasets.items():
+            _refuse_unknown(f"datasets.{name}.variants", dataset.variants, known)
+        for name, size in self.sizes.items():
+            _refuse_unknown(f"sizes.{name}.datasets", size.datasets, set(self.datasets))
+        if self.published is not None:
+            self._check_published(self.published)
+        return self
+
+    def _check_published(self, published: Published) -> None:
+        rows = {row for name, variant in self.variants.items() for row in row_names(name, variant)}
+        _refuse_unknown("published.values", published.values, set(self.datasets))
+        for dataset, variants in published.values.items():
+            _refuse_unknown(f"published.values.{dataset}", variants, rows)
+            for variant, figures in variants.items():
+                where = f"published.values.{dataset}.{variant}"
+                _refuse_unknown(where, figures, set(self.figures))
+
+
+def row_names(name: str, variant: Variant) -> list[str]:
+    """Return the names of the rows that a variant stands for."""
+    return [" ".join([name, *(str(v) for v in values)]) for values in sweep_values(variant)]
+
+
+def sweep_values(variant: Variant) -> Iterator[tuple[bool | int | float | str, ...]]:
+    """Yield every combination of a sweep's values; an empty one where there is no sweep."""
+    combinations: list[tuple[bool | int | float | str, ...]] = [()]
+    for values in variant.sweep.values():
+        combinations = [(*before, value) for before in combinations for value in values]
+    yield from combinations
+
+
+def load_experiment(name_or_path: str) -> tuple[str, Experiment, Path]:
+    """Read an experiment's file.
+
+    Args:
+        name_or_path: of a file in this folder, without its ending; or any file's path.
+
+    Returns:
+        Its name, what it says, and the folder that its paths are relative to.
+
+    Raises:
+        SettingsError: there is none, or it has mistakes; all are named.
+    """
+    path = Path(name_or_path)
+    if path.suffix != ".yaml":
+        path = FOLDER / f"{name_or_path}.yaml"
+        if not path.is_file():
+            names = ", ".join(experiment_names())
+            raise SettingsError(f"{name_or_path}: no such experiment; there are {names}")
+    return path.stem, validate(Experiment, read_yaml(path), str(path)), path.parent
+
+
+def experiment_names() -> list[str]:
+    """Return the names of the experiments in this folder."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def _refuse_unknown(where: str, given: Mapping[str, Any], known: set[str]) -> None:
+    unknown = sorted(given.keys() - known)
+    if unknown:
+        raise ValueError(f"{where}: {', '.join(unknown)}: expected {', '.join(sorted(known))}")

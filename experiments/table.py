@@ -1,0 +1,102 @@
+"""The Markdown table of an experiment: our figures, mean and spread over seeds, beside others'."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from experiments.collection import Row
+from experiments.settings import Experiment, Figure
+
+Values = Mapping[tuple[str, str], Sequence[float]]
+"""Data set and variant -> one value per seed."""
+
+
+def markdown(
+    name: str, experiment: Experiment, rows: Sequence[Row], circumstances: Mapping[str, str]
+) -> str:
+    """Return the page: what was asked, one table per data set, how it was run."""
+    found = {title: values_of(rows, figure) for title, figure in experiment.figures.items()}
+    lines = [f"# {experiment.title}", "", experiment.about.strip(), ""]
+    for dataset in experiment.datasets:
+        measured = list(dict.fromkeys(row.variant for row in rows if row.dataset == dataset))
+        lines += [f"## {dataset}", ""]
+        if measured:
+            lines += [*_table(experiment, dataset, measured, found), ""]
+        else:
+            lines += ["Not run.", ""]
+    if experiment.published is not None:
+        lines += [f"Published: {experiment.published.source}", ""]
+    lines += [_spread_note(rows), "", *_circumstances(name, rows, circumstances)]
+    return "\n".join(lines) + "\n"
+
+
+def values_of(rows: Iterable[Row], figure: Figure) -> Values:
+    """Return what the seeds found of a figure."""
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    wanted = (figure.statistic, figure.party, figure.layer, figure.attack)
+    for row in rows:
+        if (row.statistic, row.party, row.layer, row.attack) == wanted:
+            found[row.dataset, row.variant].append(row.value)
+    return found
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return mean and standard deviation over the seeds."""
+    if not values:
+        return "-"
+    mean = _figure(statistics.mean(values))
+    return mean if len(values) < 2 else f"{mean} ± {_figure(statistics.stdev(values))}"
+
+
+def _table(
+    experiment: Experiment, dataset: str, measured: Sequence[str], found: Mapping[str, Values]
+) -> list[str]:
+    published = experiment.published.values.get(dataset, {}) if experiment.published else {}
+    compared = {figure for values in published.values() for figure in values}
+    header = ["variant"]
+    for name, figure in experiment.figures.items():
+        header += [figure.title or name, *(["published"] if name in compared else [])]
+    lines = [_row(header), "|" + "---|" * len(header)]
+    for variant in _in_order(measured, published):
+        cells = [variant]
+        for name in experiment.figures:
+            cells.append(spread(found[name].get((dataset, variant), ())))
+            if name in compared:
+                value = published.get(variant, {}).get(name)
+                cells.append("" if value is None else _figure(value))
+        lines.append(_row(cells))
+    return lines
+
+
+def _in_order(measured: Sequence[str], published: Mapping[str, object]) -> list[str]:
+    """Return the variants that were run, then those that only the paper has."""
+    return list(dict.fromkeys([*measured, *published]))
+
+
+def _spread_note(rows: Sequence[Row]) -> str:
+    seeds = len({row.seed for row in rows})
+    if seeds < 2:
+        return "One seed; fields are `-` where nothing was measured."
+    return f"Mean ± standard deviation over {seeds} seeds."
+
+
+def _circumstances(
+    name: str, rows: Sequence[Row], circumstances: Mapping[str, str]
+) -> Iterable[str]:
+    if left_out := sum(row.value for row in rows if row.statistic == "left_out_batches"):
+        yield f"The audits left {left_out:.0f} batches out.\n"
+    sizes = sorted({row.size for row in rows})
+    command = circumstances.get("command", f"python -m experiments run {name}")
+    yield f"`{command}`; size {', '.join(sizes)}; " + "; ".join(
+        f"{key} {value}" for key, value in circumstances.items() if key != "command"
+    )
+
+
+def _figure(value: float) -> str:
+    if abs(value) >= 10:
+        return f"{value:.1f}"
+    return f"{value:.3f}".replace("0.", ".", 1) if abs(value) < 1 else f"{value:.3f}"
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"

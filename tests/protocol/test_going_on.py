@@ -335,7 +335,7 @@ def test_a_state_of_another_version_is_refused_with_a_sentence(
     store = RunStore(tmp_path / party, keep=3)
     for place in reversed(store.places()):
         state = store.load(place)
-        del state["trainer"]["model"]
+        del state["trainer"]["random"]
         store.save(place, state)
     again = build_parties(example, [EVERY_2], [EVERY_2], runs=tmp_path)
     with pytest.raises(StorageError, match="another version of splitveil"):

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 import torch
 
+from common.data import features as features_module
 from common.data.columns import CategoricalColumn
 from common.data.features import FeatureEncoder, Features, FeatureShapes, image_as_float
 from common.data.settings import DataSettings, FeatureSettings
@@ -67,6 +68,23 @@ def test_signed_logarithm_comes_before_scaling() -> None:
     numeric = transform(encoder, own).numeric
     assert numeric is not None
     torch.testing.assert_close(numeric[:, 0], torch.tensor([1.0, 0.0, -2.0]))
+
+
+def test_fitting_some_rows_at_a_time_gives_what_fitting_all_of_them_gives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generator = np.random.default_rng(8)
+    values = 1e6 + generator.normal(size=500) * np.linspace(0.1, 9, 500)
+    own = table({"a": values.tolist()}, {"c": [f"{int(v) % 9}" for v in values]})
+    rows = generator.permutation(500)[:330]
+    whole = fit(own, rows.tolist(), min_count=30)
+    monkeypatch.setattr(features_module, "FIT_ROWS", 7)
+    parts = fit(own, rows.tolist(), min_count=30)
+    assert parts.categorical == whole.categorical
+    for found in (parts.numeric[0], whole.numeric[0]):
+        assert found.shift == pytest.approx(values[rows].mean(), rel=1e-14)
+        assert found.scale == pytest.approx(values[rows].std(), rel=1e-10)
+        assert found.scale != pytest.approx(values.std(), rel=1e-10)
 
 
 @pytest.mark.parametrize("scaling", ["standard", "min_max"])

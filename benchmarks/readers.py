@@ -1,0 +1,211 @@
+"""What does it take to convert a file like Criteo's to columns on disk, and to read them?
+
+    OMP_NUM_THREADS=1 python -m benchmarks.readers [--rows 3000000] [--folder DIR]
+
+Writes rows shaped like Criteo's train.txt (13 counts with empty cells, 26 categories with the whole
+set's numbers of different values), converts them in a process of its own, which may hold 2 GiB, and
+reads batches of 1,024 in a random order. Figures per core are in CPU time: they hold on a busy
+machine, too. Aim: at most 2 GiB, and at least a million rows per second and core.
+
+Memory is the process's own (RssAnon): pages of mapped files are counted apart, as the system takes
+them back when others need room.
+"""
+
+import argparse
+import multiprocessing
+import shutil
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from pyarrow import csv as arrow_csv
+
+from benchmarks.environment import print_environment
+from common.data.converted import MappedTable, open_converted
+from common.data.features import FeatureEncoder
+from common.data.mapped_features import RowEncoder
+from common.data.settings import DataSettings
+from common.party_data import PartyData
+
+CARDINALITIES = (
+    *(1460, 583, 10_131_227, 2_202_608, 305, 24, 12_517, 633, 3, 93_145, 5683, 8_351_593, 3194),
+    *(27, 14_992, 5_461_306, 10, 5652, 2173, 4, 7_046_547, 18, 15, 286_181, 105, 142_572),
+)
+"""Different values of C1 to C26 in the whole set."""
+
+WHOLE_SET_ROWS = 45_840_617
+BATCH = 1024
+WRITTEN_AT_ONCE = 200_000
+
+
+def write_rows(path: Path, num_rows: int) -> None:
+    """Write rows shaped like Criteo's: few values are frequent, and most are rare."""
+    generator = np.random.default_rng(0)
+    with path.open("wb") as file:
+        for start in range(0, num_rows, WRITTEN_AT_ONCE):
+            count = min(WRITTEN_AT_ONCE, num_rows - start)
+            columns: list[Any] = [pa.array(generator.integers(0, 2, count)).cast(pa.string())]
+            for _ in range(13):
+                values = pa.array(generator.exponential(100, count).astype(np.int64))
+                columns.append(
+                    pa.array(values.cast(pa.string()), mask=generator.random(count) < 0.2)
+                )
+            for size in CARDINALITIES:
+                # Uniform to the power of 4: about as many different values as in the real file.
+                codes = (size * generator.random(count) ** 4).astype(np.uint64)
+                codes = (codes * np.uint64(2_654_435_761)) % np.uint64(2**32)
+                columns.append(_hexadecimal(codes))
+            table = pa.table(columns, names=[f"c{j}" for j in range(len(columns))])
+            options = arrow_csv.WriteOptions(
+                include_header=False, delimiter="\t", quoting_style="none"
+            )
+            arrow_csv.write_csv(table, file, options)
+
+
+def _hexadecimal(codes: Any) -> pa.Array:
+    digits = np.frombuffer(b"0123456789abcdef", np.uint8)
+    shifts = np.arange(28, -4, -4, dtype=np.uint64)
+    text = digits[(codes[:, None] >> shifts).astype(np.int64) & 15]
+    ends = pa.py_buffer(np.arange(0, 8 * len(codes) + 1, 8, dtype=np.int32))
+    return pa.Array.from_buffers(
+        pa.string(), len(codes), [None, ends, pa.py_buffer(text.tobytes())]
+    )
+
+
+def settings(folder: Path) -> DataSettings:
+    names = ["label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27))]
+    return DataSettings.model_validate(
+        {
+            "source": {
+                "kind": "csv",
+                "path": str(folder / "train.tsv"),
+                "column_names": names,
+                "cache_dir": str(folder / "cache"),
+            },
+            "label_column": "label",
+            "features": {
+                "numeric": "I*",
+                "categorical": "C*",
+                "missing_numeric": "zero",
+                "signed_log1p": True,
+                "numeric_scaling": "min_max",
+                "min_count": 10,
+            },
+        }
+    )
+
+
+class Memory:
+    """The most that this process holds, looked at 50 times a second."""
+
+    def __init__(self) -> None:
+        self.own_kib = self.all_kib = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> "Memory":
+        self._over.set()
+        self._thread.join()
+        return self
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.02):
+            lines = dict(
+                line.split(":", 1)
+                for line in Path("/proc/self/status").read_text().splitlines()
+                if line.startswith(("RssAnon", "VmRSS"))
+            )
+            self.own_kib = max(self.own_kib, int(lines["RssAnon"].split()[0]))
+            self.all_kib = max(self.all_kib, int(lines["VmRSS"].split()[0]))
+
+
+def measured_conversion(folder: Path, results: Any) -> None:
+    memory, start, cpu = Memory(), time.perf_counter(), time.process_time()
+    table = open_converted(settings(folder), Path(), lambda _: None)
+    wall_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu
+    memory.stop()
+    results.put((len(table), wall_s, cpu_s, memory.own_kib / 2**20, memory.all_kib / 2**20))
+
+
+def measured_reading(folder: Path, results: Any) -> None:
+    torch.set_num_threads(1)
+    data = PartyData.load(settings(folder), Path())
+    features = data.settings.features
+    if features is None or not isinstance(data.table, MappedTable):
+        raise TypeError("the settings name features and a cache")
+    memory, cpu = Memory(), time.process_time()
+    encoder = FeatureEncoder.fit(features, data.table, np.arange(len(data.ids)))
+    fit_s = time.process_time() - cpu
+    encode = RowEncoder(encoder, data.table)
+    order = np.random.default_rng(1).permutation(len(data.ids))
+    batches = [order[i : i + BATCH] for i in range(0, len(order), BATCH)]
+    speeds = []
+    for rows in (batches, [np.sort(batch) for batch in np.array_split(np.arange(len(order)), 999)]):
+        done, cpu = 0, time.process_time()
+        for batch in rows:
+            done += len(encode(batch))
+            if time.process_time() - cpu > 10:
+                break
+        speeds.append(done / (time.process_time() - cpu))
+    memory.stop()
+    results.put((fit_s, *speeds, memory.own_kib / 2**20, sum(encoder.shapes.vocabulary_sizes)))
+
+
+def in_a_process(action: Any, folder: Path) -> Any:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    process = context.Process(target=action, args=(folder, results))
+    process.start()
+    found = results.get()
+    process.join()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=3_000_000)
+    parser.add_argument("--folder", type=Path, help="where the file is kept; else a temporary one")
+    arguments = parser.parse_args()
+    print_environment("pyarrow")
+    folder = arguments.folder or Path(tempfile.mkdtemp())
+    try:
+        folder.mkdir(exist_ok=True)
+        path = folder / "train.tsv"
+        if not path.is_file():
+            write_rows(path, arguments.rows)
+        shutil.rmtree(folder / "cache", ignore_errors=True)
+        report(folder, path)
+    finally:
+        if arguments.folder is None:
+            shutil.rmtree(folder)
+
+
+def report(folder: Path, path: Path) -> None:
+    num_rows, wall_s, cpu_s, own_gib, all_gib = in_a_process(measured_conversion, folder)
+    kept = sum(file.stat().st_size for file in (folder / "cache").glob("train*/*"))
+    print(
+        f"convert: {num_rows:,} rows, {path.stat().st_size / 2**20:,.0f} MiB of text to "
+        f"{kept / 2**20:,.0f} MiB: {wall_s:.1f} s, {num_rows / wall_s:,.0f} rows/s, "
+        f"{num_rows / cpu_s:,.0f} rows per CPU second"
+    )
+    print(f"  most memory: {own_gib:.2f} GiB own, {all_gib:.2f} GiB with mapped pages")
+    hours = WHOLE_SET_ROWS / num_rows * cpu_s / 3600
+    print(f"  the whole set would take {hours:.2f} CPU hours at that rate")
+    fit_s, random_order, in_order, own_gib, slots = in_a_process(measured_reading, folder)
+    print(
+        f"fit: {num_rows / fit_s:,.0f} rows per CPU second, {slots:,} slots seen 10 times or more"
+    )
+    print(
+        f"read and encode, rows per CPU second: {random_order:,.0f} in batches of {BATCH} in a "
+        f"random order, {in_order:,.0f} in the file's; most memory {own_gib:.2f} GiB own"
+    )
+
+
+if __name__ == "__main__":
+    main()

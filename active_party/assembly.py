@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from active_party.defenses.example_keys import (
     example_keys,
     key_from_insecure_seed,
 )
-from active_party.defenses.gafm import build_critic, persistent_shifts, rises
+from active_party.defenses.gafm import build_critic, persistent_shifts
 from active_party.defenses.label_noise import draw_noisy_labels
 from active_party.defenses.noise import SecureNoise, fresh_key
 from active_party.defenses.settings import GafmDefense, NoisyLabelDefense
@@ -23,15 +23,12 @@ from active_party.session import ActiveSession, SessionObserver
 from active_party.settings import ActiveSettings
 from active_party.top_trainer import TopTrainer
 from common.checkpoint import RunStore
-from common.data.features import FeatureEncoder, Features
-from common.errors import DataError, SettingsError
+from common.data.features import FeatureEncoder
+from common.errors import DataError
 from common.models.factory import build_top_model
 from common.models.optimizers import build_optimizer
 from common.party_data import PartyData
 from common.run_course import AlignedRows
-
-_MODELS_TRIED = 64
-_PROBE_ROWS = 256
 
 
 class TrainerBuilder:
@@ -68,7 +65,12 @@ class TrainerBuilder:
                     f"hold only one class"
                 )
         self.encoder, features = self._data.encode(rows)
-        model = self._build_model(features)
+        model = build_top_model(
+            settings.top_model,
+            contract.cut_shape,
+            self.encoder,
+            seed=settings.model_seed,
+        )
         model.to(self._device)
         key, keys, noisy_labels = self._noise_key, None, None
         answer_keys = AnswerKeys()
@@ -89,26 +91,6 @@ class TrainerBuilder:
             noisy_labels=noisy_labels,
             answer_keys=answer_keys,
             data_digest=self._data.digest(self.encoder),
-        )
-
-    def _build_model(self, features: Features | None) -> nn.Module:
-        settings = self._settings
-        cut_shape = settings.contract.cut_shape
-        if not isinstance(settings.defense, GafmDefense):
-            return build_top_model(
-                settings.top_model, cut_shape, self.encoder, seed=settings.model_seed
-            )
-        seeds = range(settings.model_seed, settings.model_seed + _MODELS_TRIED)
-        models = (
-            build_top_model(settings.top_model, cut_shape, self.encoder, seed=seed)
-            for seed in seeds
-        )
-        for model in models:
-            if _rises(model, cut_shape, features):
-                return model
-        raise SettingsError(
-            f"top_model: of {_MODELS_TRIED} draws of its weights none rises with the activation, "
-            f"which gafm needs to tell the classes apart"
         )
 
     def _build_objective(
@@ -141,18 +123,6 @@ class TrainerBuilder:
             noise=SecureNoise(answer_keys),
             shifts=shifts,
         )
-
-
-def _rises(model: nn.Module, cut_shape: Sequence[int], features: Features | None) -> bool:
-    generator = torch.Generator().manual_seed(0)  # any activations will do
-    activation = torch.randn(_PROBE_ROWS, *cut_shape, generator=generator)
-    # One and the same row of own features beside all of them.
-    own = None if features is None else features.rows(torch.zeros(_PROBE_ROWS, dtype=torch.int64))
-    model.eval()
-    with torch.no_grad():
-        logits = model(activation, own)
-    model.train()
-    return rises(activation, logits)
 
 
 def _noisy_label_part(defense: DefenseSettings) -> NoisyLabelDefense | None:

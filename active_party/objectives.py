@@ -15,6 +15,7 @@ from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from active_party.defenses.gafm import (
+    Oriented,
     charge_of,
     clip_weights,
     draw_shifts,
@@ -168,7 +169,7 @@ class Adversarial:
 
     Args:
         settings: of GAFM.
-        model: the generator; its logit goes through a sigmoid.
+        generator: maps (activation, own features or None) to logits (batch,).
         optimizer: over its parameters.
         schedule: of both learning rates.
         critic: scores single numbers.
@@ -179,7 +180,7 @@ class Adversarial:
     def __init__(
         self,
         settings: GafmDefense,
-        model: nn.Module,
+        generator: nn.Module,
         optimizer: Optimizer,
         schedule: Schedule,
         *,
@@ -187,7 +188,9 @@ class Adversarial:
         noise: NoiseSource,
         shifts: Tensor | None = None,
     ) -> None:
-        self.model = model
+        self._oriented = Oriented(generator)
+        self.model: nn.Module = self._oriented
+        self._generator = generator
         self._settings = settings
         self._optimizer = optimizer
         self._critic = critic
@@ -199,17 +202,17 @@ class Adversarial:
     def answer(self, activation: Tensor, own: Features | None, labels: BatchLabels) -> Lesson:
         """Let critic and generator learn, and compute the mixed gradient."""
         self._teach_critic(activation, own, labels.sent)
-        predictions = torch.sigmoid(self.model(activation.detach(), own))
-        loss = generator_loss(self._critic, predictions)
-        _descend(loss, self.model.parameters(), self._optimizer)
-        logits = self.model(activation, own)
+        self._teach_generator(activation, own)
+        logits = self._generator(activation, own)
+        predictions = torch.sigmoid(logits)
         soft = soften(labels.sent, self._own_shifts(labels))
-        mixed = mix(self._settings, activation, torch.sigmoid(logits), self._critic, soft)
-        logits = logits.detach()
+        mixed = mix(self._settings, activation, predictions, self._critic, soft)
+        self._oriented.watch(predictions.detach(), labels.sent)
+        oriented = self._oriented.orient(logits.detach())
         return Lesson(
             mixed.raw,
-            torch.sigmoid(logits),
-            binary_cross_entropy_with_logits(logits, labels.true),
+            torch.sigmoid(oriented),
+            binary_cross_entropy_with_logits(oriented, labels.true),
             mixed.label_move,
         )
 
@@ -247,12 +250,17 @@ class Adversarial:
 
     def _teach_critic(self, activation: Tensor, own: Features | None, labels: Tensor) -> None:
         with torch.no_grad():
-            predictions = torch.sigmoid(self.model(activation, own))
+            predictions = torch.sigmoid(self._generator(activation, own))
         noise = self._noise.standard_normal(tuple(labels.shape), labels)
         noisy = labels + self._settings.label_noise * noise
         loss = -gan_loss(self._critic, noisy, predictions)
         _descend(loss, self._critic.parameters(), self._critic_optimizer)
         clip_weights(self._critic, self._settings.weight_limit)
+
+    def _teach_generator(self, activation: Tensor, own: Features | None) -> None:
+        predictions = torch.sigmoid(self._generator(activation.detach(), own))
+        loss = generator_loss(self._critic, predictions)
+        _descend(loss, self._generator.parameters(), self._optimizer)
 
     def _own_shifts(self, labels: BatchLabels) -> Tensor:
         if self._shifts is None:

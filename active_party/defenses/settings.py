@@ -227,8 +227,8 @@ class GafmDefense(Section):
     terms: Literal["both", "gan_only", "ce_only"] = "both"
     """What is sent: both terms, or one of them for comparison.
 
-    The adversarial term alone does not say which of the two outputs is the positive one: its test
-    AUC may as well come out below 0.5.
+    The adversarial term alone does not say which rows are the positive ones; what it teaches the
+    cut layer may have little to do with the labels.
     """
 
     label_noise: float = Field(default=0.01, ge=0, le=1)

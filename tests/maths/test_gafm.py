@@ -18,6 +18,7 @@ from active_party.defenses import AnswerKeys, DefenseSettings, build_defense
 from active_party.defenses.example_keys import key_from_insecure_seed
 from active_party.defenses.gafm import (
     MixedGradient,
+    Oriented,
     build_critic,
     charge_of,
     clip_weights,
@@ -26,7 +27,6 @@ from active_party.defenses.gafm import (
     generator_loss,
     mix,
     persistent_shifts,
-    rises,
     soften,
 )
 from active_party.defenses.noise import SecureNoise
@@ -185,12 +185,19 @@ def test_a_critic_starts_within_its_limit_from_its_entropy_alone() -> None:
     assert float(weights.std()) > 0.05
 
 
-def test_a_generator_that_falls_with_the_activation_is_told_from_one_that_rises() -> None:
-    activation = seeded(256, 3)
-    rising = activation.sum(dim=1) ** 3
-    assert rises(activation, rising)
-    assert not rises(activation, -rising)
-    assert not rises(activation, torch.zeros(256))
+@pytest.mark.parametrize("direction", [1, -1])
+def test_predictions_rise_with_the_label_whichever_way_the_generator_turns(direction: int) -> None:
+    labels = (torch.arange(64) % 3 == 0).float()
+    generator = generator_of(3)
+    oriented = Oriented(generator)
+    before = oriented(seeded(64, 3).float(), None)
+    assert torch.equal(before, generator(seeded(64, 3).float(), None))
+    oriented.watch(torch.sigmoid(direction * (2 * labels - 1)), labels)
+    oriented.watch(torch.rand(64), torch.zeros(64))  # of one class alone nothing can be seen
+    assert torch.equal(oriented(seeded(64, 3).float(), None), direction * before)
+    for _ in range(20):
+        oriented.watch(torch.sigmoid(-direction * (2 * labels - 1)), labels)
+    assert torch.equal(oriented(seeded(64, 3).float(), None), -direction * before)
 
 
 # ---- softened labels
@@ -414,11 +421,11 @@ def test_critic_and_generator_learn_before_the_answer_and_pull_in_their_directio
     before = found.state_dict()
     critic, model = build_critic(16, 1.0, ENTROPY), generator_of(3)
     critic.load_state_dict(before["critic"])
-    model.load_state_dict(before["model"])
+    model.load_state_dict(found._generator.state_dict())
     found.answer(activation, None, batch_of(labels))
     with torch.no_grad():
         old = torch.sigmoid(model(activation, None))
-        new = torch.sigmoid(found.model(activation, None))
+        new = torch.sigmoid(found._generator(activation, None))
         assert gan_loss(found._critic, labels, old) > gan_loss(critic, labels, old)
         assert generator_loss(found._critic, new) < generator_loss(found._critic, old)
     assert activation.grad is None

@@ -173,10 +173,11 @@ def test_with_the_active_party_killed_the_passive_one_goes_back_with_it(
     assert_same(parties, whole)
 
 
+@pytest.mark.parametrize("defense", ["{name: marvell}", "{name: gafm}"])
 def test_without_seeds_the_noise_of_a_step_done_again_is_the_same(
-    example: Path, tmp_path: Path
+    example: Path, tmp_path: Path, defense: str
 ) -> None:
-    active = overrides("{name: marvell}", seed="}")
+    active = overrides(defense, seed="}")
     first = build_parties(example, active, [EVERY_2], runs=tmp_path)
     with pytest.raises(Lost):
         run_in_process(first, dying(4, after=True))

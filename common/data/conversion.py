@@ -182,6 +182,7 @@ class _Writer:
             return
         numbers = []
         for j in range(num_columns):
+            pa.default_memory_pool().release_unused()  # one column's memory at a time
             numbers.append(self._join_texts(j))
             progress(0.7 * (j + 1) / num_columns)
         stored = np.memmap(self._folder / "codes.bin", np.int32, "r+")

@@ -30,7 +30,8 @@ PREPARED = "${PREPARED}"
 """In a path: the folder of prepared tables. Not in a digest, so that results may be moved."""
 
 Settings = dict[str, dict[str, Any]]
-"""``contract``, ``active`` and ``passive``, each as in a file of its own."""
+"""``contract``, ``active`` and ``passive``, each as in a file of its own; ``passives`` is what
+several passive parties set otherwise."""
 
 
 class Cell(NamedTuple):
@@ -110,6 +111,8 @@ def problems(cell: Cell, prepared: Path) -> list[str]:
     """Return why a cell cannot be run, if it cannot: what it needs, what its settings get wrong."""
     if cell.needs:
         return [f"needs {words}" for words in cell.needs]
+    if cell.settings["passives"]:
+        return ["needs a launcher of several passive parties: deploy.local starts one"]
     settings = with_prepared(cell.settings, prepared)
     try:
         contract = validate(Contract, settings["contract"], "contract")
@@ -192,9 +195,10 @@ def _rows(
 
 def _example(dataset: Dataset, base_dir: Path) -> Settings:
     if dataset.example is None:
-        return {"contract": {}, "active": {}, "passive": {}}
+        return Overlay().parts()
     folder = base_dir / dataset.example
-    return {part: read_yaml(folder / f"{part}.yaml") for part in ("contract", "active", "passive")}
+    files = {part: read_yaml(folder / f"{part}.yaml") for part in ("contract", "active", "passive")}
+    return Overlay().parts() | files
 
 
 def _completed(settings: Settings, experiment: Experiment, choice: Choice, seed: int) -> Settings:
@@ -214,6 +218,7 @@ def _completed(settings: Settings, experiment: Experiment, choice: Choice, seed:
         "contract": {**settings["contract"], "run_name": "run"},
         "active": active,
         "passive": passive,
+        "passives": settings["passives"],
     }
 
 

@@ -137,7 +137,8 @@ def _found(folder: Path) -> Iterator[_Found]:
         run = folder / "runs" / "run" / party
         summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
         yield from _of_summary(party, summary)
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").open(encoding="utf-8")]
+        text = (run / "metrics.jsonl").read_text(encoding="utf-8")
+        lines = [json.loads(line) for line in text.splitlines()]
         yield from _of_epochs(party, lines)
         yield from _of_steps(party, lines)
 

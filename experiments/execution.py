@@ -158,8 +158,9 @@ def _make_ready(cell: Cell, folder: Path, prepared: Path) -> None:
     if _digest_in(folder / "cell.json") != cell.digest and folder.exists():
         shutil.rmtree(folder)
     (folder / "settings").mkdir(parents=True, exist_ok=True)
-    for name, values in with_prepared(cell.settings, prepared).items():
-        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    settings = with_prepared(cell.settings, prepared)
+    for name in ("contract", "active", "passive"):
+        text = yaml.safe_dump(settings[name], sort_keys=False, allow_unicode=True)
         write_text_atomically(folder / "settings" / f"{name}.yaml", text)
     write_json_atomically(folder / "cell.json", _marker(cell))
 

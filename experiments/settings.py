@@ -48,11 +48,14 @@ class Overlay(Section):
     """Of the active party."""
 
     passive: dict[str, Any] = Field(default_factory=dict)
-    """Of the passive party."""
+    """Of the passive party; of all of them where there are several."""
+
+    passives: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """What each of several passive parties sets otherwise, by its name in the contract."""
 
     def parts(self) -> dict[str, dict[str, Any]]:
-        """Return the three parts by name."""
-        return {"contract": self.contract, "active": self.active, "passive": self.passive}
+        """Return the parts by name."""
+        return {name: getattr(self, name) for name in ("contract", "active", "passive", "passives")}
 
 
 class Dataset(Overlay):

@@ -14,7 +14,10 @@ Values = Mapping[tuple[str, str], Sequence[float]]
 def markdown(
     name: str, experiment: Experiment, rows: Sequence[Row], circumstances: Mapping[str, str]
 ) -> str:
-    """Return the page: what was asked, one table per data set, how it was run."""
+    """Return the page: what was asked, one table per data set, how it was run.
+
+    A figure that nobody measured or published on a data set has no column there.
+    """
     found = {title: values_of(rows, figure) for title, figure in experiment.figures.items()}
     lines = [f"# {experiment.title}", "", experiment.about.strip(), ""]
     for dataset in experiment.datasets:
@@ -53,13 +56,18 @@ def _table(
 ) -> list[str]:
     published = experiment.published.values.get(dataset, {}) if experiment.published else {}
     compared = {figure for values in published.values() for figure in values}
+    shown = {
+        name: figure
+        for name, figure in experiment.figures.items()
+        if name in compared or any(found[name].get((dataset, row)) for row in measured)
+    }
     header = ["variant"]
-    for name, figure in experiment.figures.items():
+    for name, figure in shown.items():
         header += [figure.title or name, *(["published"] if name in compared else [])]
     lines = [_row(header), "|" + "---|" * len(header)]
     for variant in _in_order(measured, published):
         cells = [variant]
-        for name in experiment.figures:
+        for name in shown:
             cells.append(spread(found[name].get((dataset, variant), ())))
             if name in compared:
                 value = published.get(variant, {}).get(name)
@@ -76,7 +84,7 @@ def _in_order(measured: Sequence[str], published: Mapping[str, object]) -> list[
 def _spread_note(rows: Sequence[Row]) -> str:
     seeds = len({row.seed for row in rows})
     if seeds < 2:
-        return "One seed; fields are `-` where nothing was measured."
+        return "One seed: no spread."
     return f"Mean ± standard deviation over {seeds} seeds."
 
 

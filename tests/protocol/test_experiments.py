@@ -1,0 +1,518 @@
+"""Experiments: what their files mean, which cells run, and what becomes of the figures."""
+
+import io
+import json
+import math
+import os
+import signal
+import statistics
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from common.data.features import Features
+from common.errors import DataError, Interrupted, SettingsError
+from experiments import needs
+from experiments.__main__ import main
+from experiments.cells import Cell, Choice, overlaid, plan, problems, with_prepared
+from experiments.collection import Row, collect, read_rows, write_rows
+from experiments.execution import Ending, is_finished, run_cells
+from experiments.models import GreyImageBottom, SummedTop
+from experiments.plots import Point, course, trade_off
+from experiments.preparation import prepare
+from experiments.settings import (
+    CoursePlot,
+    Experiment,
+    TradeOffPlot,
+    experiment_names,
+    load_experiment,
+)
+from experiments.table import markdown
+
+ISSUE = {
+    "marvell_tradeoff_criteo",
+    "marvell_tradeoff_avazu",
+    "marvell_tradeoff_melanoma",
+    "gafm_table2",
+    "gafm_multi_party",
+    "gafm_ablation",
+    "layers_fig10_11",
+    "hint_attack_v1",
+    "calibration_ace_v1",
+    "daily_stream",
+}
+EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
+TINY: dict[str, Any] = {
+    "title": "Tiny",
+    "about": "A smoke run.",
+    "seeds": 2,
+    "datasets": {"cancer": {"example": str(EXAMPLES / "breast_cancer")}},
+    "variants": {
+        "none": {},
+        "marvell": {
+            "active": {"defense": {"name": "marvell"}},
+            "sweep": {"active.defense.strength.power_ratio": [1, 4]},
+        },
+    },
+    "sizes": {"quick": {"seeds": 1, "contract": {"epochs": 2}}},
+    "figures": {
+        "test_auc": {"statistic": "test_auc"},
+        "norm": {"statistic": "q95", "layer": "cut", "attack": "norm"},
+    },
+    "published": {"source": "a paper", "values": {"cancer": {"marvell 4": {"norm": 0.6}}}},
+}
+
+
+def tiny(**changes: Any) -> Experiment:
+    return Experiment.model_validate(TINY | changes)
+
+
+def cells_of(experiment: Experiment, choice: Choice | None = None) -> list[Cell]:
+    return plan(experiment, Path(), choice or Choice())
+
+
+# ---- files and cells ----
+
+
+def test_all_experiments_are_there() -> None:
+    assert set(experiment_names()) >= ISSUE
+
+
+@pytest.mark.parametrize("name", experiment_names())
+def test_whatever_cannot_run_says_what_it_needs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mistake in a shipped file would be another problem than a missing file or feature."""
+    monkeypatch.setenv("SPLITVEIL_DATA", str(tmp_path))
+    _, experiment, base_dir = load_experiment(name)
+    for size in ("full", *experiment.sizes):
+        cells = plan(experiment, base_dir, Choice(size, seeds=1))
+        assert cells
+        found = [problem for cell in cells for problem in problems(cell, tmp_path / "prepared")]
+        assert [problem for problem in found if not problem.startswith("needs ")] == []
+
+
+def test_a_cell_for_every_data_set_variant_and_seed() -> None:
+    names = [cell.name for cell in cells_of(tiny())]
+    rows = ["none", "marvell 1", "marvell 4"]
+    assert names == [f"cancer, {row}, seed {seed}" for seed in (0, 1) for row in rows]
+
+
+def test_a_sweep_of_two_settings_makes_every_combination() -> None:
+    ratio, batch = "active.defense.noise_ratio", "contract.batch_size"
+    defended = {"active": {"defense": {"name": "iso"}}, "sweep": {ratio: [1, 4], batch: [16, 32]}}
+    cells = cells_of(tiny(variants={"iso": defended}, published=None), Choice(seeds=1))
+    assert [cell.variant for cell in cells] == ["iso 1 16", "iso 1 32", "iso 4 16", "iso 4 32"]
+    assert cells[2].settings["active"]["defense"] == {"name": "iso", "noise_ratio": 4}
+    assert cells[2].settings["contract"]["batch_size"] == 16
+
+
+def test_seeds_repeat_weights_and_split_and_leave_the_noise_secret() -> None:
+    settings = cells_of(tiny())[-1].settings
+    assert settings["active"]["model_seed"] == settings["passive"]["model_seed"] == 1
+    assert settings["active"]["insecure_nonce_seed"] != settings["passive"]["insecure_nonce_seed"]
+    assert "insecure_noise_seed" not in settings["active"]["defense"]
+
+
+def test_noise_follows_the_seed_where_it_is_asked_to() -> None:
+    defenses = [cell.settings["active"]["defense"] for cell in cells_of(tiny(seeded_noise=True))]
+    assert [defense.get("insecure_noise_seed") for defense in defenses] == [None, 0, 0, None, 1, 1]
+
+
+def test_a_cell_is_another_when_any_setting_is() -> None:
+    digests = {cell.digest for cell in cells_of(tiny())}
+    assert len(digests) == 6
+    assert digests == {cell.digest for cell in cells_of(tiny())}
+    changed = cells_of(tiny(), Choice(overrides=("active.optimizer.learning_rate=0.5",)))
+    assert not digests & {cell.digest for cell in changed}
+    assert digests == {cell.digest for cell in cells_of(tiny(figures=TINY["figures"], about="x"))}
+
+
+def test_only_chooses_rows_variants_and_data_sets() -> None:
+    def chosen(*only: str) -> list[str]:
+        return [cell.variant for cell in cells_of(tiny(), Choice(seeds=1, only=only))]
+
+    assert chosen("marvell") == ["marvell 1", "marvell 4"]
+    assert chosen("none", "cancer/marvell 4") == ["none", "marvell 4"]
+    assert chosen("cancer") == ["none", "marvell 1", "marvell 4"]
+    with pytest.raises(SettingsError, match=r"--only marvel: expected some of .*marvell 4"):
+        chosen("marvel")
+
+
+def test_a_size_changes_settings_and_seeds() -> None:
+    cells = cells_of(tiny(), Choice("quick"))
+    assert {cell.seed for cell in cells} == {0}
+    assert {cell.settings["contract"]["epochs"] for cell in cells} == {2}
+    with pytest.raises(SettingsError, match="--size slow"):
+        cells_of(tiny(), Choice("slow"))
+
+
+def test_another_kind_replaces_a_section_and_the_same_kind_changes_it() -> None:
+    base = {"model": {"kind": "mlp", "hidden": [4], "dropout": 0.1}, "seed": 1}
+    assert overlaid(base, {"model": {"kind": "mlp", "hidden": [8]}}) == {
+        "model": {"kind": "mlp", "hidden": [8], "dropout": 0.1},
+        "seed": 1,
+    }
+    conv = {"kind": "conv", "channels": [2]}
+    assert overlaid(base, {"model": conv}) == {"model": conv, "seed": 1}
+    assert base["model"] == {"kind": "mlp", "hidden": [4], "dropout": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"published": {"source": "x", "values": {"cancer": {"marvell 9": {}}}}}, "marvell 9"),
+        ({"published": {"source": "x", "values": {"cancer": {"none": {"nrm": 1}}}}}, "nrm"),
+        ({"variants": {"iso": {"sweep": {"defense.ratio": [1]}}}}, "expected a name as active"),
+        ({"figures": {"norm": {"statistic": "q95", "layer": "cut"}}}, "a layer and an attack"),
+    ],
+)
+def test_a_name_that_is_nowhere_is_refused(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        tiny(**changes)
+
+
+def test_a_prepared_table_s_folder_is_no_part_of_a_digest() -> None:
+    path = {"active": {"data": {"source": {"kind": "csv", "path": "${PREPARED}/a.csv"}}}}
+    cell = cells_of(tiny(variants={"none": path}, published=None), Choice(seeds=1))[0]
+    replaced = with_prepared(cell.settings, Path("/some/where"))
+    assert replaced["active"]["data"]["source"]["path"] == "/some/where/a.csv"
+    assert "/some/where" not in json.dumps(cell.settings)
+
+
+def test_what_is_missing_is_said_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lacking = needs._FEATURES["gafm"]._replace(is_there=lambda: False)
+    monkeypatch.setattr(needs, "_FEATURES", {**needs._FEATURES, "gafm": lacking})
+    gafm = {"needs": ["gafm"], "active": {"defense": {"name": "no such thing"}}}
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(TINY | {"variants": {"gafm": gafm}, "published": None}))
+    assert main(["run", str(path), "--output", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().out
+    assert "cannot run cancer, gafm: needs the defense gafm" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_need_is_a_question_that_has_an_answer() -> None:
+    assert {type(feature.is_there()) for feature in needs._FEATURES.values()} == {bool}
+    assert needs.unmet(["wide_deep"]) == []
+
+
+# ---- running ----
+
+
+def launcher(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Put a shell script in the place of the launcher."""
+    path = folder / "launcher"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(path))
+
+
+def run_all(cells: Sequence[Cell], folder: Path, jobs: int = 1) -> list[Ending]:
+    return list(run_cells(cells, folder / "out", folder / "prepared", jobs, threads=1))
+
+
+def test_a_finished_cell_is_marked_and_loses_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # $3 is the folder of the settings, beside which the runs lie.
+    made = '"$(dirname "$3")/runs/run/active/checkpoint"'
+    launcher(tmp_path, monkeypatch, f"mkdir -p {made}; echo weights > {made}/model")
+    cells = cells_of(tiny(), Choice("quick"))
+    endings = run_all(cells, tmp_path, jobs=3)
+    assert {ending.exit_code for ending in endings} == {0}
+    assert all(is_finished(cell, tmp_path / "out") for cell in cells)
+    assert list((tmp_path / "out").rglob("active"))
+    assert not list((tmp_path / "out").rglob("model"))
+    changed = cells_of(tiny(), Choice("quick", overrides=("contract.epochs=3",)))
+    assert not any(is_finished(cell, tmp_path / "out") for cell in changed)
+
+
+def test_a_half_finished_cell_keeps_its_files_and_one_with_other_settings_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher(tmp_path, monkeypatch, "echo no such patience; exit 4")
+    cell = cells_of(tiny(), Choice("quick"))[0]
+    (ending,) = run_all([cell], tmp_path)
+    assert ending.exit_code == 4
+    assert "no such patience" in ending.last_lines
+    checkpoint = tmp_path / "out" / cell.folder / "runs" / "checkpoint"
+    checkpoint.mkdir(parents=True)
+    run_all([cell], tmp_path)
+    assert checkpoint.exists()
+    run_all(cells_of(tiny(), Choice(overrides=("contract.epochs=3",)))[:1], tmp_path)
+    assert not checkpoint.exists()
+
+
+def test_ctrl_c_reaches_the_launchers_and_starts_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = tmp_path / "started"
+    trap = f"trap 'echo stopped; exit 130' INT; touch {started}"
+    launcher(tmp_path, monkeypatch, f"{trap}; while :; do sleep 0.05; done")
+
+    def interrupt() -> None:
+        while not started.exists():
+            threading.Event().wait(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    cells = cells_of(tiny(), Choice("quick"))
+    with pytest.raises(Interrupted):
+        run_all(cells, tmp_path)
+    logs = [tmp_path / "out" / cell.folder / "output.log" for cell in cells]
+    assert [log.exists() for log in logs] == [True, False, False]
+    assert "stopped" in logs[0].read_text()
+    assert not any(is_finished(cell, tmp_path / "out") for cell in cells)
+
+
+# ---- figures ----
+
+
+def leave_behind(cell: Cell, results: Path, auc: float = 0.9) -> None:
+    """Write what a run of two epochs with three steps each leaves."""
+    folder = results / cell.folder
+    marker = {"digest": cell.digest, "wall_s": 7.0}
+    marker |= {"machine": "abacus", "python": "3", "torch": "2", "splitveil": "0"}
+    run = folder / "runs" / "run"
+    for party, first in (("active", None), ("passive", 0.8)):
+        (run / party).mkdir(parents=True)
+        layers = {"cut": 0.7} | ({} if first is None else {"first": first})
+        found = {
+            layer: {"norm": {"mean": leak, "q95": leak + 0.1, "last_epoch": None}}
+            for layer, leak in layers.items()
+        }
+        summary: dict[str, Any] = {"steps_per_s": 5.0, "leak": found}
+        lines: list[dict[str, Any]] = []
+        for epoch in (0, 1):
+            for step in (0, 1, 2):
+                leak = {f"{layer}/norm_leak_auc": 0.5 + 0.1 * step for layer in layers}
+                lines.append({"kind": "leak", "epoch": epoch, "step": step} | leak)
+            lines.append({"kind": "epoch_leak", "epoch": epoch, "step": None, "cut/norm": 0.6})
+        if party == "active":
+            summary |= {"test_auc": auc, "test_calibration_error": 0.05, "test_loss": None}
+            summary["leak_run_level"] = {"cut": {"accumulated_cosine": {"auc": 0.95, "low": 0.9}}}
+            for epoch, value in ((0, 0.99), (1, auc)):
+                figures = {"auc": value, "loss": 0.3, "calibration_error": 0.1, "train_loss": 0.2}
+                lines.append({"kind": "test", "epoch": epoch, "step": None} | figures)
+        (run / party / "summary.json").write_text(json.dumps(summary))
+        (run / party / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (folder / "finished.json").write_text(json.dumps(marker))
+
+
+def test_figures_are_one_row_each_and_survive_the_file(tmp_path: Path) -> None:
+    cell = cells_of(tiny())[2]
+    leave_behind(cell, tmp_path)
+    rows = collect("tiny", "full", cell, tmp_path)
+    write_rows(tmp_path / "results.parquet", rows, {"command": "as it was"})
+    read, circumstances = read_rows(tmp_path / "results.parquet")
+    assert read == rows
+    assert circumstances == {"command": "as it was"}
+
+    def value(statistic: str, **where: Any) -> float:
+        (found,) = [
+            row.value
+            for row in rows
+            if row.statistic == statistic
+            and all(getattr(row, name) == wanted for name, wanted in where.items())
+        ]
+        return found
+
+    assert {
+        (r.experiment, r.size, r.dataset, r.variant, r.series, r.setting, r.seed) for r in rows
+    } == {("tiny", "full", "cancer", "marvell 4", "marvell", 4.0, 0)}
+    assert value("test_auc") == 0.9
+    assert value("best_test_auc") == 0.99
+    assert value("epoch_test_auc", epoch=0) == 0.99
+    assert value("calibration_error") == 0.05
+    assert value("q95", party="passive", layer="first", attack="norm") == pytest.approx(0.9)
+    assert value("run_level", layer="cut", attack="accumulated_cosine") == 0.95
+    assert value("low", attack="accumulated_cosine") == 0.9
+    assert value("first_epoch", party="active", attack="norm") == 0.6
+    assert value("step_leak", party="active", step=5) == pytest.approx(0.7)
+    assert "last_epoch" not in {row.statistic for row in rows}  # null: nothing was measured
+
+
+def test_a_long_course_is_averaged_over_stretches(tmp_path: Path) -> None:
+    cell = cells_of(tiny())[0]
+    leave_behind(cell, tmp_path)
+    values = np.random.default_rng(1).random(1000)
+    lines = [
+        {"kind": "leak", "epoch": 0, "step": step, "cut/norm_leak_auc": value}
+        for step, value in enumerate(values)
+    ]
+    path = tmp_path / cell.folder / "runs/run/active/metrics.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    rows = collect("tiny", "full", cell, tmp_path)
+    found = [r.value for r in rows if r.statistic == "step_leak" and r.party == "active"]
+    assert found == pytest.approx(values.reshape(200, 5).mean(axis=1))
+
+
+def row(variant: str, seed: int, statistic: str, value: float, **where: Any) -> Row:
+    series = variant.split(maxsplit=1)[0]
+    whose = ("t", "full", "cancer", variant, series, None, seed, "active")
+    base = Row(*whose, None, None, "", None, None, 0.0)
+    return base._replace(statistic=statistic, value=value, **where)
+
+
+NORM: Mapping[str, Any] = {"layer": "cut", "attack": "norm"}
+
+
+def test_the_table_has_mean_and_spread_beside_what_was_published() -> None:
+    aucs = [0.9, 0.94, 0.95]
+    rows = [row("marvell 4", seed, "test_auc", auc) for seed, auc in enumerate(aucs)]
+    rows += [row("marvell 4", seed, "q95", 0.7, **NORM) for seed in range(3)]
+    rows += [row("none", 0, "test_auc", 0.97), row("none", 0, "q95", 1.0, **NORM)]
+    page = markdown("tiny", tiny(), rows, {"command": "the command", "machine": "abacus"})
+    mean, sd = statistics.mean(aucs), np.std(aucs, ddof=1)
+    expected = f"| marvell 4 | {mean:.3f} ± {sd:.3f} | 0.700 ± 0.000 | 0.600 |".replace("0.", ".")
+    assert expected in page.splitlines()
+    assert "| none | .970 | 1.000 |  |" in page.splitlines()
+    assert "| variant | test_auc | norm | published |" in page.splitlines()
+    assert "`the command`" in page
+    assert "abacus" in page
+
+
+def test_a_trade_off_has_one_point_per_variant_with_both_spreads() -> None:
+    rows = [row("marvell 4", seed, "best_test_auc", auc) for seed, auc in enumerate((0.8, 0.9))]
+    rows += [row("marvell 4", seed, "q95", leak, **NORM) for seed, leak in enumerate((0.6, 0.7))]
+    rows += [row("marvell 1", 0, "best_test_auc", 0.7), row("marvell 1", 0, "q95", 0.9, **NORM)]
+    rows += [row("marvell 1", 0, "q95", 0.1, party="passive", **NORM)]  # knows less: not drawn
+    rows += [row("marvell 1", 0, "q95", 0.4, party="passive", layer="first", attack="norm")]
+    panels = trade_off(TradeOffPlot(kind="trade_off"), rows)
+    sd = 0.1 / math.sqrt(2)
+    cut = panels["cut", "norm"]["marvell"]
+    assert cut[0] == Point(0.7, 0.0, 0.9, 0.0)
+    assert cut[1] == pytest.approx(Point(0.85, sd, 0.65, sd))
+    assert panels["first", "norm"] == {"marvell": [Point(0.7, 0.0, 0.4, 0.0)]}
+    assert trade_off(TradeOffPlot(kind="trade_off", attacks=("cosine",)), rows) == {}
+
+
+def test_the_course_of_a_leak_is_the_mean_over_seeds_at_each_step() -> None:
+    rows = [row("none", seed, "step_leak", 0.5 + seed / 10, step=9, **NORM) for seed in (0, 2)]
+    rows += [row("none", 0, "step_leak", 0.9, step=1, **NORM)]
+    found = course(CoursePlot(kind="course"), rows)["cut", "norm"]["none"]
+    assert [(point.x, round(point.y, 9)) for point in found] == [(1.0, 0.9), (9.0, 0.6)]
+    assert found[1].y_sd == pytest.approx(0.2 / math.sqrt(2))
+
+
+def test_report_writes_table_and_plots_from_the_parquet_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plots = [{"kind": "trade_off", "utility": "test_auc"}, {"kind": "course"}, {"kind": "epochs"}]
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(TINY | {"plots": plots}, sort_keys=False))
+    results = tmp_path / "out" / "tiny"
+    cell = cells_of(tiny())[2]
+    leave_behind(cell, results)
+    rows = collect("tiny", "full", cell, results)
+    write_rows(results / "results.parquet", rows, {})
+    assert main(["report", str(path), "--output", str(tmp_path / "out")]) == 0
+    assert "| marvell 4 | .900 | .800 | .600 |" in (results / "table.md").read_text()
+    drawn = {file.name for file in (results / "plots").iterdir()}
+    assert drawn == {"1-trade_off-cancer.svg", "2-course-cancer.svg", "3-epochs-cancer.svg"}
+    assert "marvell 4" in capsys.readouterr().out
+    assert main(["report", "gafm_table2", "--output", str(tmp_path / "out")]) == 1
+
+
+# ---- preparations and models ----
+
+
+def test_packed_words_become_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = np.random.default_rng(2).integers(0, 2, (6, 500)).astype(np.uint8)
+    (tmp_path / "imdb").mkdir()
+    packed = np.packbits(words, axis=1)
+    np.savez(tmp_path / "imdb" / "imdb_top500.npz", x_bits=packed, y=np.arange(6) % 2)
+    monkeypatch.setenv("SPLITVEIL_DATA", str(tmp_path))
+    prepare("imdb", tmp_path / "prepared")
+    with np.load(tmp_path / "prepared" / "imdb.npz") as made:
+        assert np.array_equal(made["x"], words)
+        assert made["y"].tolist() == [0, 1, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("melanoma", (2, 84, 84, 3)), ("melanoma_grey64", (2, 64, 64, 1))]
+)
+def test_packed_images_become_pixels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, shape: tuple[int, ...]
+) -> None:
+    files = []
+    for colour in ((250, 0, 0), (0, 0, 0)):
+        file = io.BytesIO()
+        Image.new("RGB", (84, 84), colour).save(file, "JPEG", quality=95)
+        files.append(file.getvalue())
+    offsets = np.cumsum([0, *map(len, files)])
+    (tmp_path / "melanoma").mkdir()
+    packed = np.frombuffer(b"".join(files), np.uint8)
+    path = tmp_path / "melanoma" / "melanoma84_jpeg.npz"
+    np.savez(path, jpeg=packed, offset=offsets, y=np.array([1, 0]))
+    monkeypatch.setenv("SPLITVEIL_DATA", str(tmp_path))
+    prepare(name, tmp_path / "prepared")
+    with np.load(tmp_path / "prepared" / f"{name}.npz") as made:
+        assert made["x"].shape == shape
+        assert made["x"].dtype == np.uint8
+        assert made["x"][0].max() > 60
+        assert made["x"][1].max() < 10
+
+
+def test_each_day_trains_and_the_next_one_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gzip
+
+    header = "ip,app,device,os,channel,click_time,attributed_time,is_attributed"
+    rows = [f"{day},1,1,1,1,2017-11-0{day} {day}:30,2017-11-09 1:00,1" for day in (7, 6, 8, 6)]
+    (tmp_path / "talkingdata").mkdir()
+    with gzip.open(tmp_path / "talkingdata" / "talkingdata.csv.gz", "wt") as file:
+        file.write("\n".join([header, *rows, ""]))
+    monkeypatch.setenv("SPLITVEIL_DATA", str(tmp_path))
+    prepare("talkingdata_days", tmp_path / "prepared")
+    first, second = (
+        (tmp_path / "prepared" / f"talkingdata_day_{n}.csv").read_text() for n in (1, 2)
+    )
+    assert "attributed_time" not in first  # it is there only where the label is 1
+    assert first.splitlines()[1:] == [
+        "7,1,1,1,1,7,1,test",
+        "6,1,1,1,1,6,1,train",
+        "6,1,1,1,1,6,1,train",
+    ]
+    assert second.splitlines()[1:] == ["7,1,1,1,1,7,1,train", "8,1,1,1,1,8,1,test"]
+
+
+def test_a_preparation_without_its_raw_file_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPLITVEIL_DATA", str(tmp_path))
+    with pytest.raises(DataError, match=r"needs the file .*imdb_top500\.npz"):
+        prepare("imdb", tmp_path / "prepared")
+    monkeypatch.delenv("SPLITVEIL_DATA")
+    with pytest.raises(SettingsError, match="SPLITVEIL_DATA"):
+        prepare("imdb", tmp_path / "prepared")
+
+
+def test_the_top_model_at_a_cut_of_one_number_sends_probability_minus_label() -> None:
+    activation = torch.randn(5, 1, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    labels = torch.tensor([1.0, 0, 0, 1, 0])
+    logits = SummedTop()(activation, None)
+    loss = binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+    (gradient,) = torch.autograd.grad(loss, activation)
+    expected = (activation.detach().squeeze(1).sigmoid() - labels)[:, None]
+    assert torch.allclose(gradient, expected, atol=1e-6)
+
+
+def test_grey_images_come_down_to_the_cut() -> None:
+    images = torch.zeros(3, 1, 64, 64, dtype=torch.uint8)
+    assert GreyImageBottom()(Features(image=images)).shape == (3, 1)
+    with pytest.raises(ValueError, match="expected images"):
+        GreyImageBottom()(Features(numeric=torch.zeros(3, 2)))

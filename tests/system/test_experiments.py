@@ -1,0 +1,91 @@
+"""A whole experiment: real two-process runs, resumed, collected, shown."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from pyarrow import parquet
+
+from tests.system.conftest import ROOT
+
+EXPERIMENT = {
+    "title": "Tiny",
+    "about": "Two variants for two epochs.",
+    "seeds": 1,
+    "datasets": {
+        "cancer": {
+            "example": str(ROOT / "deploy" / "examples" / "breast_cancer"),
+            "contract": {"epochs": 2},
+            "active": {"leak_monitor": {"attacks": ["norm", "cosine", "accumulated_cosine"]}},
+            "passive": {"adversary": {"attacks": ["norm", "cosine"]}},
+        }
+    },
+    "variants": {
+        "none": {},
+        "marvell": {
+            "active": {"defense": {"name": "marvell"}},
+            "sweep": {"active.defense.strength.power_ratio": [4]},
+        },
+    },
+    "figures": {
+        "test_auc": {"statistic": "test_auc"},
+        "cosine": {"statistic": "mean", "layer": "cut", "attack": "cosine"},
+        "first": {"statistic": "mean", "party": "passive", "layer": "first", "attack": "cosine"},
+        "ace": {"statistic": "calibration_error"},
+    },
+    "published": {"source": "a paper", "values": {"cancer": {"none": {"cosine": 0.99}}}},
+    "plots": [
+        {"kind": "trade_off"},
+        {"kind": "trade_off", "leak": "run_level"},
+        {"kind": "course"},
+    ],
+}
+
+
+def run(folder: Path) -> str:
+    command = [sys.executable, "-m", "experiments", "run", str(folder / "tiny.yaml")]
+    done = subprocess.run(
+        [*command, "--jobs", "2", "--output", str(folder / "out")],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_an_experiment_runs_once_and_leaves_figures_table_and_plots(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(EXPERIMENT, sort_keys=False))
+    results = tmp_path / "out" / "tiny"
+    assert "2 to run" in run(tmp_path)
+    first = {path: path.stat().st_mtime_ns for path in results.rglob("finished.json")}
+    assert len(first) == 2
+
+    assert "2 have run, 0 to run" in run(tmp_path)
+    assert {path: path.stat().st_mtime_ns for path in results.rglob("finished.json")} == first
+
+    rows = parquet.read_table(results / "results.parquet").to_pylist()
+    leak = {
+        (row["variant"], row["party"], row["layer"]): row["value"]
+        for row in rows
+        if row["statistic"] == "mean" and row["attack"] == "cosine"
+    }
+    places = [("active", "cut"), ("passive", "cut"), ("passive", "first")]
+    assert set(leak) == {(variant, *at) for variant in ("none", "marvell 4") for at in places}
+    assert leak["none", "active", "cut"] - leak["marvell 4", "active", "cut"] > 0.2
+    statistics = {row["statistic"] for row in rows}
+    assert statistics >= {
+        *("test_auc", "best_test_auc", "calibration_error", "steps_per_s", "wall_s", "run_level"),
+        *("ledger_guarantee_max", "worst_epoch", "epoch_test_loss", "epoch_leak", "step_leak"),
+    }
+    assert sum(row["value"] for row in rows if row["statistic"] == "left_out_batches") == 0
+    table = (results / "table.md").read_text()
+    assert "| variant | test_auc | cosine | published | first | ace |" in table
+    drawn = ["1-trade_off-cancer.svg", "2-trade_off-cancer.svg", "3-course-cancer.svg"]
+    assert sorted(path.name for path in (results / "plots").iterdir()) == drawn

@@ -48,7 +48,7 @@ class PartyData:
         """
         if isinstance(settings.source, FileSource):
             if settings.source.cache_dir is not None:
-                with _conversion_bar() as progress:
+                with _conversion_bar(settings.source.path) as progress:
                     mapped = open_converted(settings, base_dir, progress)
                 return cls(settings, mapped, mapped.ids)
             _suggest_a_cache(settings.source.resolve(base_dir))
@@ -127,14 +127,30 @@ def _suggest_a_cache(path: Path) -> None:
 
 
 @contextmanager
-def _conversion_bar() -> Iterator[Callable[[float], None]]:
-    """Show how far a file is converted; nothing where it has been before."""
-    columns = (
+def _conversion_bar(path: str) -> Iterator[Callable[[float], None]]:
+    """Show how far a file is converted; say nothing where it has been before."""
+    console = Console(stderr=True)
+    bar = Progress(
         TextColumn("converting"),
         BarColumn(),
         TaskProgressColumn(),
         TimeRemainingColumn(elapsed_when_finished=True),
+        console=console,
+        disable=not console.is_terminal,
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("converting", total=1.0, visible=False)
-        yield lambda done_fraction: bar.update(task, completed=done_fraction, visible=True)
+    task = bar.add_task("converting", total=1.0)
+    begun = False
+
+    def show(done_fraction: float) -> None:
+        nonlocal begun
+        if not begun:
+            begun = True
+            _logger.info("converting %s to columns on disk; the next run finds them", path)
+            bar.start()
+        bar.update(task, completed=done_fraction)
+
+    try:
+        yield show
+    finally:
+        if begun:
+            bar.stop()

@@ -1,0 +1,49 @@
+"""The examples with wide_deep, on real rows: checked, and run by two processes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.system.conftest import ROOT, SAME_SPLIT, run_locally
+
+pytestmark = pytest.mark.skipif(
+    "SPLITVEIL_DATA" not in os.environ, reason="SPLITVEIL_DATA names no folder with data sets"
+)
+
+
+@pytest.mark.parametrize("party", ["active", "passive"])
+@pytest.mark.parametrize(("example", "rows"), [("criteo", 8000), ("avazu", 7999)])
+def test_settings_and_data_pass_the_check(example: str, rows: int, party: str) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", f"{party}_party", "check"),
+            f"deploy/examples/{example}/{party}.yaml",
+            *("--set", "security={mode: insecure}", "--set", "listen=127.0.0.1:0")[
+                : 4 if party == "active" else 2
+            ],
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    model = "top" if party == "active" else "bottom"
+    assert f"ok: data: {rows} rows in" in done.stdout + done.stderr
+    assert f"the {model} model fits them" in done.stdout + done.stderr
+
+
+def test_avazu_is_learnt_from_columns_on_disk(tmp_path: Path) -> None:
+    cache = [f"{party}.data.source.cache_dir={tmp_path}/cache" for party in ("active", "passive")]
+    run = run_locally(tmp_path / "runs", "avazu", "--set", *cache, *SAME_SPLIT)
+    assert run.exit_code == 0, run.output
+    summary = run.summary("avazu", "active")
+    assert summary["aligned_rows"] == 7_999
+    assert summary["test_auc"] > 0.62
+    assert run.summary("avazu", "passive")["leak"]["cut"]["cosine"]["mean"] > 0.95
+    assert "to columns on disk" in run.output
+    assert len(list((tmp_path / "cache").glob("avazu*"))) == 2  # each party reads other columns

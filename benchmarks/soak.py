@@ -48,8 +48,8 @@ class Slope(NamedTuple):
 def write_settings(folder: Path) -> list[str]:
     """Write data and settings; return the overrides for a run without an end."""
     write_example(folder, 128, BATCH, CUT, 64)
-    labels = {"source": {"kind": "npz", "path": "active.npz"}}
-    labels |= {"id_column": "id", "label_column": "label"}
+    source = {"kind": "npz", "path": "active.npz"}
+    labels = {"source": source, "id_column": "id", "label_column": "label"}
     adversary = {"attacks": ATTACKS, "layers": ["cut", "first"], "labels": labels}
     return [
         "contract.run_name=soak",

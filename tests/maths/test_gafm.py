@@ -42,6 +42,7 @@ from active_party.defenses.settings import (
 )
 from active_party.defenses.sum_kl import leak_auc_bound
 from active_party.objectives import Adversarial, BatchLabels, CrossEntropy, Lesson
+from benchmarks.gafm import read_labels
 from common.models.mlp import MlpTop
 from common.models.settings import MlpModel
 from common.privacy.attacks import norm
@@ -239,26 +240,6 @@ def test_fresh_responses_follow_the_question_and_persistent_ones_the_example() -
 
 
 # ---- what it tells
-
-
-def read_labels(sent: Tensor, activation: Tensor) -> Tensor:
-    """Score a peer's answers as one who knows its own activation, and no label at all.
-
-    All but the softened label is a smooth function of the activation: fits that and two levels,
-    one for each side of 1/2, in turns.
-    """
-    f = activation[:, 0].double().numpy()
-    answers = sent[:, 0].double().numpy()
-    knots = np.quantile(f, np.linspace(0, 1, 8)[1:-1])
-    smooth = [np.ones_like(f), f, 1 / (1 + np.exp(-f)), *(np.maximum(f - k, 0) for k in knots)]
-    design = np.stack(smooth, axis=1)
-    rest = answers - design @ np.linalg.lstsq(design, answers, rcond=None)[0]
-    side = np.where(rest < 0, 1.0, -1.0)
-    for _ in range(50):
-        fitted = np.linalg.lstsq(np.column_stack([design, side]), answers, rcond=None)[0]
-        rest = answers - design @ fitted[:-1]
-        side = np.where(rest * fitted[-1] > 0, 1.0, -1.0)
-    return torch.from_numpy(-rest)
 
 
 def one_number_batch(width: float) -> tuple[Tensor, Tensor, MixedGradient]:

@@ -77,10 +77,15 @@ def run_cells(
         def run(cell: Cell) -> Ending | None:
             return _run(cell, results / cell.folder, prepared, threads, launched)
 
-        for future in as_completed([pool.submit(run, cell) for cell in cells]):
-            ending = future.result()
-            if ending is not None:
-                yield ending
+        try:
+            for future in as_completed([pool.submit(run, cell) for cell in cells]):
+                ending = future.result()
+                if ending is not None:
+                    yield ending
+        except BaseException:
+            # A full disk, or whoever takes the endings has enough: leave nothing running.
+            launched.stop(signal.SIGTERM)
+            raise
     if launched.stopped_by is not None:
         raise Interrupted(launched.stopped_by)
 

@@ -100,7 +100,7 @@ def _draw(plot: Plot, dataset: str, rows: Sequence[Row], path: Path) -> bool:
     match plot:
         case TradeOffPlot():
             panels = trade_off(plot, rows)
-            axes_names = (plot.utility.replace("_", " "), f"leak AUC, {plot.leak}")
+            axes_names = (_words(plot.utility), f"leak AUC, {_words(plot.leak)}")
             with _panels(len(panels), path, dataset) as all_axes:
                 for axes, ((layer, attack), curves) in zip(all_axes, panels.items(), strict=True):
                     _decorate(axes, f"{attack}, {layer}", *axes_names)
@@ -117,7 +117,7 @@ def _draw(plot: Plot, dataset: str, rows: Sequence[Row], path: Path) -> bool:
             lines = epochs(plot, rows)
             with _panels(min(len(lines), 1), path, dataset) as all_axes:
                 for axes in all_axes:
-                    words = plot.statistic.removeprefix("epoch_").replace("_", " ")
+                    words = _words(plot.statistic.removeprefix("epoch_"))
                     _decorate(axes, words, "epoch", words)
                     _draw_lines(axes, lines)
             return bool(lines)
@@ -178,13 +178,20 @@ def _panels(count: int, path: Path, title: str) -> Iterator[list["Axes"]]:
     for unused in axes[count:]:
         unused.set_axis_off()
     yield axes[:count]
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="center right", frameon=False, fontsize=8)
+    # Not every panel has every curve.
+    named = {
+        n: h for one in axes[:count] for h, n in zip(*one.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(named.values(), named.keys(), loc="center right", frameon=False, fontsize=8)
     figure.suptitle(title)
     figure.tight_layout(rect=(0, 0, 1 - 2.0 / size[0], 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
+
+
+def _words(statistic: str) -> str:
+    return statistic.replace("_", " ").replace("auc", "AUC").replace("q95", "95 % of batches")
 
 
 def _decorate(axes: "Axes", title: str, x_name: str, y_name: str) -> None:

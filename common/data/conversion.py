@@ -128,7 +128,7 @@ class _Writer:
             where = f"{self._source}: column {id_column!r}"
             hashes = np.concatenate(self._id_hashes)
             self._id_hashes.clear()
-            check_distinct(open_ids(self._folder), hashes, where)
+            check_distinct(open_ids(self._folder, num_rows), hashes, where)
         self._number_categories(progress)
         manifest = {
             "source": self._source,
@@ -238,12 +238,15 @@ def categories_path(folder: Path, j: int) -> Path:
     return folder / f"categories-{j}.arrow"
 
 
-def open_ids(folder: Path) -> StoredIds:
-    """Return the ids of a converted file."""
-    text = folder / "ids.bin"
-    return StoredIds(
-        np.memmap(text, np.uint8, "r"), np.memmap(folder / "id_ends.bin", np.int64, "r")
-    )
+def open_ids(folder: Path, num_rows: int) -> StoredIds:
+    """Return the ids of a converted file.
+
+    Raises:
+        ValueError: the files are shorter than they were.
+    """
+    ends = np.memmap(folder / "id_ends.bin", np.int64, "r", shape=(num_rows,))
+    text = np.memmap(folder / "ids.bin", np.uint8, "r", shape=(int(ends[-1]),))
+    return StoredIds(text, ends)
 
 
 def sync(path: Path) -> None:

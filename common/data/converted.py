@@ -81,10 +81,15 @@ def open_converted(settings: DataSettings, base_dir: Path, progress: Progress) -
                 if _stamps(settings.source, base_dir) != stamps:
                     shutil.rmtree(folder)
                     raise DataError(f"{folder.name}: the file changed while it was converted")
-        return _open(folder)
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise StorageError(f"{folder}: cannot be used as a cache: {reason}") from error
+    try:
+        return _open(folder)
+    except (OSError, ValueError, LookupError) as error:
+        raise StorageError(
+            f"{folder}: is damaged ({type(error).__name__}); delete it to convert the file again"
+        ) from error
 
 
 def _key(settings: DataSettings, stamps: list[list[Any]]) -> str:
@@ -148,7 +153,7 @@ def _open(folder: Path) -> MappedTable:
     image = found["image"]
     return MappedTable(
         source=found["source"],
-        ids=open_ids(folder) if found["ids"] else RowNumbers(num_rows),
+        ids=open_ids(folder, num_rows) if found["ids"] else RowNumbers(num_rows),
         labels=mapped("labels.bin", "float32") if found["labels"] else None,
         numeric={name: numeric_rows[:, j] for j, name in enumerate(numeric)},
         categorical={

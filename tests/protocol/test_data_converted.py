@@ -325,6 +325,19 @@ def test_a_cache_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> No
         convert(settings({**source, "cache_dir": "taken/cache"}), tmp_path)
 
 
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "numeric.bin", "codes.bin", "categories-1.arrow", "id_ends.bin"]
+)
+def test_a_damaged_cache_is_a_storage_error(tmp_path: Path, name: str) -> None:
+    source = {**source_of("csv", tmp_path), "cache_dir": "cache"}
+    convert(settings(source), tmp_path)
+    (folder,) = (tmp_path / "cache").glob("rows*")
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[: len(content) // 3])
+    with pytest.raises(StorageError, match=r"is damaged .* delete it to convert the file again"):
+        convert(settings(source), tmp_path)
+
+
 # ---- bad files ----
 
 

@@ -18,8 +18,11 @@ from common.data.columns import (
     read_numeric,
     select_features,
 )
+from common.data.image_folder import ImageFolder
+from common.data.kinds import open_source
+from common.data.npz_file import NpzFile
 from common.data.settings import DataSettings, ImageSettings
-from common.data.sources import ImageFolder, NpzFile, TableSource, list_rows, open_source
+from common.data.sources import TableSource, list_rows
 from common.errors import DataError
 
 

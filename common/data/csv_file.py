@@ -1,0 +1,122 @@
+"""Text files with one row per line: read whole, or in parts."""
+
+import csv
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+from pyarrow import csv as arrow_csv
+
+from common.data import sources
+from common.data.sources import ArrowColumn, Part, list_rows, unreadable_is_data_error
+from common.errors import DataError
+
+CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4", ".br": "brotli"}
+"""Endings by which pyarrow, too, tells how a file is compressed."""
+
+
+class CsvFile:
+    """Rows as lines of text."""
+
+    def __init__(self, path: Path, separator: str, names: Sequence[str] | None) -> None:
+        self.name = str(path)
+        self._path = path
+        self._separator = separator
+        self._names = names
+
+    def column_names(self) -> list[str]:
+        """Return the names of all columns."""
+        if self._names is not None:
+            return list(self._names)
+        with (
+            unreadable_is_data_error(self._path),
+            pa.input_stream(str(self._path), compression="detect") as stream,
+        ):
+            lines = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+            header = next(csv.reader(lines, delimiter=self._separator), [])
+        if not any(header):
+            raise DataError(f"{self.name}: the file is empty: expected a line of column names")
+        return header
+
+    def read(self, names: Sequence[str]) -> Mapping[str, ArrowColumn]:
+        """Return the named columns as text."""
+        if not names:
+            return {}  # to pyarrow, an empty list of columns means all of them
+        try:
+            table = self._read(names)
+        except DataError:
+            self._report_bad_rows(names)
+            raise
+        return {name: table.column(name) for name in names}
+
+    def parts(self, names: Sequence[str]) -> Iterator[Part]:
+        """Yield the named columns as text, some rows at a time."""
+        try:
+            yield from self._parts(names)
+        except DataError:
+            self._report_bad_rows(names)
+            raise
+
+    def _report_bad_rows(self, names: Sequence[str]) -> None:
+        bad_rows: list[int] = []
+        with suppress(DataError):
+            for _ in self._parts(names, bad_rows):
+                pass
+        if bad_rows:
+            header_lines = self._names is None
+            raise DataError(
+                f"{self.name}: expected {len(self.column_names())} cells in every row, "
+                f"other numbers in {list_rows([number - header_lines for number in bad_rows])}"
+            )
+
+    def _parts(self, names: Sequence[str], bad_rows: list[int] | None = None) -> Iterator[Part]:
+        """Yield rows; those with a wrong number of cells are listed, or else an error."""
+        if not names:
+            raise ValueError("to pyarrow, an empty list of columns means all of them")
+        with unreadable_is_data_error(self._path), self._path.open("rb") as file:
+            total_bytes = max(1, self._path.stat().st_size)
+            options = self._options(names, bad_rows)
+            with arrow_csv.open_csv(_decompressed(file, self._path), **options) as reader:
+                for batch in reader:
+                    columns = {name: pa.chunked_array([batch.column(name)]) for name in names}
+                    yield Part(columns, None, min(1.0, file.tell() / total_bytes))
+
+    def _read(self, names: Sequence[str]) -> Any:
+        with unreadable_is_data_error(self._path):
+            return arrow_csv.read_csv(self._path, **self._options(names))
+
+    def _options(self, names: Sequence[str], bad_rows: list[int] | None = None) -> dict[str, Any]:
+        def skip(row: Any) -> str:
+            if bad_rows is not None:
+                bad_rows.append(row.number)
+            return "skip"
+
+        # A handler of bad rows goes with one thread only. Threads do not know their rows' numbers,
+        # and the last of them may still hold the handler when the interpreter ends: then the
+        # process aborts instead of ending with its exit code.
+        one_thread = bad_rows is not None
+        # Everything is text here, so that an id keeps its leading zeros, and so that a cell that is
+        # no number can be reported with its row.
+        return {
+            "read_options": arrow_csv.ReadOptions(
+                use_threads=not one_thread, column_names=self._names, block_size=sources.PART_BYTES
+            ),
+            "parse_options": arrow_csv.ParseOptions(
+                delimiter=self._separator, invalid_row_handler=skip if one_thread else None
+            ),
+            "convert_options": arrow_csv.ConvertOptions(
+                include_columns=list(names),
+                column_types=dict.fromkeys(names, pa.string()),
+                strings_can_be_null=False,
+            ),
+        }
+
+
+def _decompressed(file: BinaryIO, path: Path) -> Any:
+    """Return an open file's text, whatever packed it; its position tells how far one has read."""
+    stream = pa.PythonFile(file, mode="r")
+    codec = CODECS.get(path.suffix)
+    return stream if codec is None else pa.CompressedInputStream(stream, codec)

@@ -1,0 +1,79 @@
+"""Images as files, and a table that names them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from common.data import sources
+from common.data.csv_file import CsvFile
+from common.data.settings import ImagesSource, expand_path
+from common.data.sources import ArrowColumn, Part, suggest
+from common.errors import DataError
+
+RESIZING = Image.Resampling.BILINEAR
+
+
+class ImageFolder:
+    """Images as files, and a table that names them."""
+
+    def __init__(self, settings: ImagesSource, base_dir: Path) -> None:
+        table = expand_path("table", settings.table, base_dir)
+        separator = "\t" if ".tsv" in table.suffixes[-2:] else ","
+        self._table = CsvFile(table, separator, None)
+        self.name = self._table.name
+        self._folder = settings.resolve(base_dir)
+        self._settings = settings
+
+    def column_names(self) -> list[str]:
+        """Return the names of the table's columns."""
+        return self._table.column_names()
+
+    def read(self, names: Sequence[str]) -> Mapping[str, ArrowColumn]:
+        """Return the named columns of the table."""
+        return self._table.read(names)
+
+    def parts(self, names: Sequence[str]) -> Iterator[Part]:
+        """Yield columns and images, some rows at a time."""
+        settings = self._settings
+        column = settings.file_column
+        if column not in self.column_names():
+            raise DataError(
+                f"{self.name}: there is no column {column!r}{suggest(column, self.column_names())}"
+            )
+        rows_at_once = max(1, sources.PART_BYTES // (3 * settings.height * settings.width))
+        first_row = 1
+        for part in self._table.parts(list(dict.fromkeys([*names, column]))):
+            files = part.columns[column].to_pylist()
+            for start in range(0, len(files), rows_at_once):
+                some = files[start : start + rows_at_once]
+                image = np.stack(
+                    [self._load(name, first_row + i) for i, name in enumerate(some, start)]
+                )
+                columns = {name: part.columns[name].slice(start, len(some)) for name in names}
+                is_last = start + len(some) == len(files)
+                yield Part(columns, image, part.done_fraction if is_last else 0.0)
+            first_row += len(files)
+
+    def read_images(self) -> NDArray[np.uint8]:
+        """Return all images, (rows, height, width, channels)."""
+        images = [part.image for part in self.parts([]) if part.image is not None]
+        if not images:
+            raise DataError(f"{self.name}: there are no rows")
+        return np.concatenate(images)
+
+    def _load(self, name: str, row: int) -> NDArray[np.uint8]:
+        path = self._folder / f"{name}{self._settings.file_ending}"
+        size = (self._settings.width, self._settings.height)
+        try:
+            with Image.open(path) as image:
+                pixels = image.convert("RGB" if self._settings.colours == "rgb" else "L")
+                resized = pixels if pixels.size == size else pixels.resize(size, RESIZING)
+        except (OSError, ValueError, Image.DecompressionBombError) as error:
+            reason = "there is no such file" if isinstance(error, FileNotFoundError) else "damaged"
+            raise DataError(
+                f"{self.name}: row {row}: its image cannot be read ({reason}) in {self._folder}"
+            ) from error
+        return np.asarray(resized, np.uint8).reshape(*size[::-1], -1)

@@ -1,0 +1,107 @@
+"""The kinds of sources that settings can name, and how each is opened."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import parquet
+
+from common.data import sources
+from common.data.csv_file import CsvFile
+from common.data.image_folder import ImageFolder
+from common.data.npz_file import NpzFile
+from common.data.settings import (
+    CsvSource,
+    ImagesSource,
+    NpzSource,
+    ParquetSource,
+    SklearnSource,
+    Source,
+)
+from common.data.sources import ArrowColumn, Part, TableSource, unreadable_is_data_error
+
+
+def open_source(settings: Source, base_dir: Path, image_array: str | None = None) -> TableSource:
+    """Find the place that rows come from.
+
+    Args:
+        settings: which one.
+        base_dir: folder in which relative paths start.
+        image_array: the array of an npz file that holds images, if one does.
+
+    Raises:
+        SettingsError: a path names an environment variable that is not set.
+    """
+    match settings:
+        case CsvSource():
+            path = settings.resolve(base_dir)
+            return CsvFile(path, settings.separator(), settings.column_names)
+        case ParquetSource():
+            return ParquetFile(settings.resolve(base_dir))
+        case NpzSource():
+            return NpzFile(settings.resolve(base_dir), image_array)
+        case ImagesSource():
+            return ImageFolder(settings, base_dir)
+        case SklearnSource():
+            return BreastCancer(settings.shuffle_seed)
+
+
+class ParquetFile:
+    """Rows of typed columns."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._path = path
+
+    def column_names(self) -> list[str]:
+        """Return the names of all columns."""
+        with unreadable_is_data_error(self._path):
+            return list(parquet.read_schema(self._path).names)
+
+    def read(self, names: Sequence[str]) -> Mapping[str, ArrowColumn]:
+        """Return the named columns in the file's own types."""
+        with unreadable_is_data_error(self._path):
+            table = parquet.read_table(self._path, columns=list(names))
+        return {name: table.column(name) for name in names}
+
+    def parts(self, names: Sequence[str]) -> Iterator[Part]:
+        """Yield the named columns in the file's own types, some rows at a time."""
+        done_rows = 0
+        with unreadable_is_data_error(self._path), parquet.ParquetFile(self._path) as file:
+            for batch in file.iter_batches(sources.PART_ROWS, columns=list(names)):
+                done_rows += len(batch)
+                columns = {name: pa.chunked_array([batch.column(name)]) for name in names}
+                yield Part(columns, None, done_rows / file.metadata.num_rows)
+
+
+class BreastCancer:
+    """The Wisconsin diagnostic data set that scikit-learn ships."""
+
+    name = "scikit-learn's breast_cancer"
+
+    def __init__(self, shuffle_seed: int) -> None:
+        # It takes a second to import, which a party with a file of its own need not wait for.
+        from sklearn.datasets import load_breast_cancer  # noqa: PLC0415
+
+        bunch = load_breast_cancer()
+        order = np.random.default_rng(shuffle_seed).permutation(len(bunch.target))
+        self._columns: dict[str, Any] = {
+            "id": [f"patient-{row:04d}" for row in order],
+            "malignant": 1 - bunch.target[order],
+        }
+        for name, values in zip(bunch.feature_names, bunch.data.T, strict=True):
+            self._columns[str(name).replace(" ", "_")] = values[order]
+
+    def column_names(self) -> list[str]:
+        """Return the names of all columns."""
+        return list(self._columns)
+
+    def read(self, names: Sequence[str]) -> Mapping[str, ArrowColumn]:
+        """Return the named columns."""
+        return {name: pa.chunked_array([pa.array(self._columns[name])]) for name in names}
+
+    def parts(self, names: Sequence[str]) -> Iterator[Part]:
+        """Yield the named columns at once: they are few."""
+        yield Part(self.read(names), None, 1.0)

@@ -1,0 +1,154 @@
+"""NumPy archives: read whole, or in parts. Pickled objects are never loaded."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from common.data import sources
+from common.data.sources import ArrowColumn, Part, suggest, unreadable_is_data_error
+from common.errors import DataError
+
+
+class NpzFile:
+    """Rows as the first dimension of named arrays. Pickled objects are never loaded."""
+
+    def __init__(self, path: Path, image_array: str | None = None) -> None:
+        self.name = str(path)
+        self._path = path
+        self._image_array = image_array
+
+    def column_names(self) -> list[str]:
+        """Return the columns: ``name`` of one dimension, ``name.0``, ``name.1``, ... of two."""
+        names = []
+        for name, shape in self._shapes().items():
+            if len(shape) == 1:
+                names.append(name)
+            elif len(shape) == 2:
+                names += [f"{name}.{j}" for j in range(shape[1])]
+        return names
+
+    def read(self, names: Sequence[str]) -> Mapping[str, ArrowColumn]:
+        """Return the named columns."""
+        array_of = self._array_of(names)
+        arrays = {array: self.read_array(array) for array in set(array_of.values())}
+        self._check_lengths({name: len(array) for name, array in arrays.items()})
+        return self._columns(array_of, arrays)
+
+    def parts(self, names: Sequence[str]) -> Iterator[Part]:
+        """Yield the named columns, and the images, some rows at a time."""
+        array_of, array = self._array_of(names), self._image_array
+        arrays = {*array_of.values(), *([] if array is None else [array])}
+        with unreadable_is_data_error(self._path), self._open() as archive, ExitStack() as streams:
+            for name in arrays - set(archive.files):
+                raise DataError(f"{self.name}: there is no array {name!r}{suggest(name, archive)}")
+            readers = {name: _NpyReader(archive, name, streams, self.name) for name in arrays}
+            num_rows = self._check_lengths({name: r.shape[0] for name, r in readers.items()})
+            row_bytes = max(1, sum(reader.row_bytes for reader in readers.values()))
+            rows_at_once = min(sources.PART_ROWS, max(1, sources.PART_BYTES // row_bytes))
+            for start in range(0, num_rows, rows_at_once):
+                end = min(num_rows, start + rows_at_once)
+                found = {name: reader.read(end - start) for name, reader in readers.items()}
+                image = None if array is None else found[array]
+                yield Part(self._columns(array_of, found), image, end / num_rows)
+
+    def _array_of(self, names: Sequence[str]) -> dict[str, str]:
+        shapes = self._shapes()
+        return {name: name if name in shapes else name.rpartition(".")[0] for name in names}
+
+    def _check_lengths(self, lengths: Mapping[str, int]) -> int:
+        if len(set(lengths.values())) > 1:
+            raise DataError(
+                f"{self.name}: the arrays have different numbers of rows: "
+                f"{dict(sorted(lengths.items()))}"
+            )
+        return next(iter(lengths.values()), 0)
+
+    def _columns(
+        self, array_of: Mapping[str, str], arrays: Mapping[str, NDArray[Any]]
+    ) -> dict[str, ArrowColumn]:
+        columns = {}
+        for name, array in array_of.items():
+            values = arrays[array]
+            is_whole = values.ndim == 1
+            part = values if is_whole else values[:, int(name.rpartition(".")[2])]
+            columns[name] = self._column(array, part)
+        return columns
+
+    def read_array(self, name: str) -> NDArray[Any]:
+        """Return one array as it is stored.
+
+        Raises:
+            DataError: there is no such array, or it holds pickled objects.
+        """
+        with unreadable_is_data_error(self._path), self._open() as archive:
+            if name not in archive.files:
+                raise DataError(f"{self.name}: there is no array {name!r}{suggest(name, archive)}")
+            try:
+                return np.asarray(archive[name])
+            except ValueError as error:
+                raise DataError(
+                    f"{self.name}: array {name!r} cannot be read: expected numbers or text, "
+                    f"never pickled objects"
+                ) from error
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Read the arrays' shapes, not the arrays."""
+        shapes = {}
+        with unreadable_is_data_error(self._path), self._open() as archive:
+            for name in archive.files:
+                with archive.zip.open(f"{name}.npy") as stream:
+                    shapes[name] = _npy_header(stream)[0]
+        return shapes
+
+    def _open(self) -> Any:
+        try:
+            archive = np.load(self._path, allow_pickle=False)
+        except ValueError as error:
+            raise DataError(f"{self.name}: this is not an npz archive") from error
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise DataError(f"{self.name}: expected an npz archive, this is a single array")
+        return archive
+
+    def _column(self, name: str, array: NDArray[Any]) -> ArrowColumn:
+        try:
+            return pa.chunked_array([pa.array(np.ascontiguousarray(array))])
+        except pa.ArrowException as error:
+            raise DataError(
+                f"{self.name}: array {name!r} holds {array.dtype}: expected numbers or text"
+            ) from error
+
+
+def _npy_header(stream: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Return shape, whether columns come before rows, and element type."""
+    is_first_version = np.lib.format.read_magic(stream) == (1, 0)
+    if is_first_version:
+        return np.lib.format.read_array_header_1_0(stream)
+    return np.lib.format.read_array_header_2_0(stream)
+
+
+class _NpyReader:
+    """One array of an npz archive, read from its first row on."""
+
+    def __init__(self, archive: Any, name: str, streams: ExitStack, source: str) -> None:
+        self._stream = streams.enter_context(archive.zip.open(f"{name}.npy"))
+        self.shape, by_columns, self._dtype = _npy_header(self._stream)
+        if self._dtype.hasobject or not self.shape or (by_columns and len(self.shape) > 1):
+            raise DataError(
+                f"{source}: array {name!r} cannot be read row by row: expected numbers or text, "
+                f"never pickled objects, stored in the order of their rows"
+            )
+        self._source = f"{source}: array {name!r}"
+        self.row_bytes = math.prod(self.shape[1:]) * self._dtype.itemsize
+
+    def read(self, num_rows: int) -> NDArray[Any]:
+        """Return the next rows."""
+        data = self._stream.read(num_rows * self.row_bytes)
+        if len(data) < num_rows * self.row_bytes:
+            raise DataError(f"{self._source} ends before its last row")
+        return np.frombuffer(data, self._dtype).reshape(num_rows, *self.shape[1:])

@@ -30,6 +30,8 @@ class Point(NamedTuple):
     x_sd: float
     y: float
     y_sd: float
+    name: str = ""
+    """Which point of its curve: the swept setting."""
 
 
 def draw(plots: Iterable[Plot], rows: Sequence[Row], folder: Path) -> list[Path]:
@@ -60,7 +62,11 @@ def trade_off(plot: TradeOffPlot, rows: Sequence[Row]) -> dict[Panel, dict[str, 
     return {
         panel: {
             series: sorted(
-                Point(*_mean_and_sd(utility[variant].values()), *_mean_and_sd(values.values()))
+                Point(
+                    *_mean_and_sd(utility[variant].values()),
+                    *_mean_and_sd(values.values()),
+                    variant.removeprefix(series).strip(),
+                )
                 for variant, values in variants.items()
                 if variant in utility
             )
@@ -203,16 +209,19 @@ def _decorate(axes: "Axes", title: str, x_name: str, y_name: str) -> None:
 
 
 def _draw_points(axes: "Axes", curves: dict[str, list[Point]]) -> None:
-    for (series, points), marker in zip(curves.items(), cycle(_MARKERS), strict=False):
-        x, x_sd, y, y_sd = zip(*points, strict=True)
+    drawn = {series: points for series, points in curves.items() if points}
+    for (series, points), marker in zip(drawn.items(), cycle(_MARKERS), strict=False):
+        x, x_sd, y, y_sd, names = zip(*points, strict=True)
         axes.errorbar(
             x, y, xerr=x_sd, yerr=y_sd, marker=marker, markersize=5, capsize=2, label=series
         )
+        for at_x, at_y, name in zip(x, y, names, strict=True):
+            axes.annotate(name, (at_x, at_y), xytext=(4, 4), textcoords="offset points", fontsize=7)
 
 
 def _draw_lines(axes: "Axes", lines: dict[str, list[Point]]) -> None:
     for name, points in lines.items():
-        x, _, y, y_sd = zip(*points, strict=True)
+        x, _, y, y_sd, _ = zip(*points, strict=True)
         drawn = axes.plot(x, y, label=name, linewidth=1.2)
         below = [mean - sd for mean, sd in zip(y, y_sd, strict=True)]
         above = [mean + sd for mean, sd in zip(y, y_sd, strict=True)]

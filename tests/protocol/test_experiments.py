@@ -393,9 +393,10 @@ def test_a_trade_off_has_one_point_per_variant_with_both_spreads() -> None:
     panels = trade_off(TradeOffPlot(kind="trade_off"), rows)
     sd = 0.1 / math.sqrt(2)
     cut = panels["cut", "norm"]["marvell"]
-    assert cut[0] == Point(0.7, 0.0, 0.9, 0.0)
-    assert cut[1] == pytest.approx(Point(0.85, sd, 0.65, sd))
-    assert panels["first", "norm"] == {"marvell": [Point(0.7, 0.0, 0.4, 0.0)]}
+    assert cut[0] == Point(0.7, 0.0, 0.9, 0.0, "1")
+    assert cut[1].name == "4"
+    assert cut[1][:4] == pytest.approx((0.85, sd, 0.65, sd))
+    assert panels["first", "norm"] == {"marvell": [Point(0.7, 0.0, 0.4, 0.0, "1")]}
     assert trade_off(TradeOffPlot(kind="trade_off", attacks=("cosine",)), rows) == {}
 
 

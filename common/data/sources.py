@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 
 from common.errors import DataError
 
-PART_BYTES = 16 * 1024 * 1024
+PART_BYTES = 8 * 1024 * 1024
+"""Of text; pyarrow reads up to 32 such blocks ahead."""
+
 PART_ROWS = 64 * 1024
 
 ArrowColumn = Any

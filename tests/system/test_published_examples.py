@@ -1,4 +1,4 @@
-"""The examples with wide_deep, on real rows: checked, and run by two processes."""
+"""The examples of the published models, on real rows: checked, and run by two processes."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("party", ["active", "passive"])
-@pytest.mark.parametrize(("example", "rows"), [("criteo", 8000), ("avazu", 7999)])
+@pytest.mark.parametrize(("example", "rows"), [("criteo", 8000), ("avazu", 7999), ("isic", 1000)])
 def test_settings_and_data_pass_the_check(example: str, rows: int, party: str) -> None:
     done = subprocess.run(
         [

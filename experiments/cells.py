@@ -171,10 +171,10 @@ def _rows(
         for name, values in zip(names, sweep_values(variant), strict=True):
             layers: Sequence[Overlay] = [
                 dataset,
-                variant,
-                dataset.variants.get(series, Overlay()),
                 size,
                 size.datasets.get(dataset_name, Overlay()),
+                variant,
+                dataset.variants.get(series, Overlay()),
             ]
             settings = _example(dataset, base_dir)
             for layer in layers:

@@ -16,7 +16,7 @@
       values: {spambase: {marvell 4: {norm: 0.53}}}
 
 Later parts of the settings are laid over earlier ones, section by section: the example's files, the
-dataset, the variant, what the dataset says of the variant, the size, the command line.
+dataset, the size, the variant, what the dataset says of the variant, the command line.
 """
 
 from collections.abc import Iterator, Mapping

@@ -156,6 +156,16 @@ def test_a_size_changes_settings_and_seeds() -> None:
         cells_of(tiny(), Choice("slow"))
 
 
+def test_a_variant_stands_above_a_size() -> None:
+    """Else a shorter run would train the model that a variant leaves untrained."""
+    rate = {"passive": {"optimizer": {"learning_rate": 0.5}}}
+    still = {"passive": {"optimizer": {"kind": "sgd", "learning_rate": 1e-9}}}
+    experiment = tiny(variants={"none": {}, "still": still}, sizes={"fast": rate}, published=None)
+    cells = cells_of(experiment, Choice("fast", seeds=1))
+    rates = [cell.settings["passive"]["optimizer"]["learning_rate"] for cell in cells]
+    assert rates == [0.5, 1e-9]
+
+
 def test_another_kind_replaces_a_section_and_the_same_kind_changes_it() -> None:
     base = {"model": {"kind": "mlp", "hidden": [4], "dropout": 0.1}, "seed": 1}
     assert overlaid(base, {"model": {"kind": "mlp", "hidden": [8]}}) == {

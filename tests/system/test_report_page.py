@@ -97,7 +97,9 @@ def test_verdicts_of_real_runs_tell_a_defense_from_none(compared: LocalRun) -> N
         name: write_report(compared.runs_dir / name).read_text(encoding="utf-8")
         for name in (WITHOUT, DEFENDED)
     }
-    recovers = re.compile(r"Whoever keeps these gradients recovers the labels with AUC (1\.0|0\.9)")
+    recovers = re.compile(
+        r"Whoever keeps the gradients of this run recovers the labels with AUC (1\.0|0\.9)"
+    )
     assert recovers.search(pages[WITHOUT])
     assert not recovers.search(pages[DEFENDED])
     assert "ledger guarantees at most 0.9" in pages[DEFENDED]
@@ -111,7 +113,7 @@ def test_the_report_opens_with_all_its_charts_and_no_complaint(
     assert opened.console == []
     expected = CUT_CHARTS + LAYER_CHARTS + CLASS_CHARTS + 2 + 2  # ledger, training
     assert opened.dom.count('role="img"') == expected
-    assert opened.dom.count('class="line measured"') == CUT_CHARTS + 1  # and in the legend
+    assert opened.dom.count('class="line measured"') == CUT_CHARTS + 2  # legend, ledger's chart
     for layer in ("s0", "s1"):
         assert opened.dom.count(f'class="line {layer}"') == LAYER_CHARTS + 1
     for style in ("negative", "positive"):

@@ -164,11 +164,15 @@ def refused_twice(both: Both, whole: Outcome) -> None:
     """A second process of the same run goes without, and does the first one no harm."""
     both.start()
     wait_for_line(both, 5)
+    for party in both:
+        party.signal(signal.SIGSTOP)  # so that it is there for as long as the others need
     folder = both.active.folder.parents[2]
     with kept_up(folder, settings(), log="second") as others:
         others.start()
         assert others.wait() == (2, 2), others.outputs
         assert all("another process" in other.said for other in others)
+    for party in both:
+        party.signal(signal.SIGCONT)
     assert both.wait() == (0, 0), both.outputs
 
 

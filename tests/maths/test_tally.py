@@ -68,7 +68,7 @@ def test_memory_does_not_grow_with_the_run() -> None:
 
     def size() -> int:
         state = tally.state_dict()
-        return state["measured"]["counts"].numel() + sys.getsizeof(state["epochs"])
+        return int(state["measured"]["counts"].numel()) + sys.getsizeof(state["epochs"])
 
     for epoch in range(REMEMBERED_EPOCHS):
         tally.add(epoch, 0.7, 0.6)

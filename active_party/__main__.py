@@ -139,7 +139,8 @@ def _run(parsed: argparse.Namespace) -> None:
     with ExitStack() as resources:
         transcript = resources.enter_context(_transcript(settings, folder))
         recorder = resources.enter_context(ActiveRecorder(settings, folder))
-        store = RunStore(folder, settings.contract.checkpoints.keep)
+        plan, parties = settings.contract.checkpoints, settings.contract.passive_parties
+        store = RunStore(folder, plan.keep, questions_per_place=len(parties))
         nonces = partial(draw_nonce, settings)
         session = build_session(settings, data, build_trainer, recorder, nonces, store)
         session.reopen()
@@ -189,27 +190,39 @@ def _wait_for_end(
     interruption: Interruption,
 ) -> None:
     while not session.wait_for_farewell(0.2):
-        waits = session.stage in (Stage.WAITING, Stage.REJOINING)
-        patience_s = settings.first_contact_s if waits else settings.reconnect.max_s
         if interruption.signal_number is not None:
             if session.over:
                 break
             session.end(Interrupted(interruption.signal_number))
-        elif service.silent_s() <= patience_s:
             continue
-        elif session.stage is Stage.FINISHED:
-            logger.warning("the passive party has not said goodbye; ending without it")
+        silent = _silent_party(session, service, settings)
+        if silent is None:
+            continue
+        who, patience_s = silent
+        if session.stage is Stage.FINISHED:
+            logger.warning("%s has not said goodbye; ending without it", who)
             break
-        else:
-            session.end(
-                PeerUnreachable(f"nothing came from the passive party for {patience_s:g} s")
-            )
+        session.end(PeerUnreachable(f"nothing came from {who} for {patience_s:g} s"))
     if session.error is None:
         return
     # A terminal's Ctrl-C reaches both parties: then the peer's goodbye may come first.
     if isinstance(session.error, PeerError):
         interruption.check()
     raise session.error
+
+
+def _silent_party(
+    session: ActiveSession, service: ActiveService, settings: ActiveSettings
+) -> tuple[str, float] | None:
+    """Return who has let the run wait for too long, in words, and how long that is."""
+    awaited = session.awaited()
+    for party, waited_s in awaited.items():
+        met = session.was_met(party)
+        patience_s = settings.reconnect.max_s if met else settings.first_contact_s
+        if min(service.silent_s(party), waited_s) > patience_s:
+            alone = len(settings.contract.passive_parties) == 1
+            return "the passive party" if alone else f"passive party {party!r}", patience_s
+    return None
 
 
 def _check(parsed: argparse.Namespace) -> None:
@@ -232,7 +245,7 @@ def _check(parsed: argparse.Namespace) -> None:
         encoder = data.fit(np.arange(len(data.ids)))
         build_top_model(
             settings.top_model,
-            settings.contract.cut_shape,
+            settings.contract.aggregate_shape,
             encoder,
             seed=settings.model_seed,
         )
@@ -254,7 +267,7 @@ def _check_noise_key(settings: ActiveSettings) -> None:
     # Before the run's folder is opened, for the same reason as above. A key in that folder is new.
     path = settings.noise_key_file()
     if settings.noise_key_path is not None and path.exists():
-        open_noise_key(settings.defense, settings.contract.cut_dim, path)
+        open_noise_key(settings.defense, settings.contract.aggregate_dim, path)
 
 
 def _plan(parsed: argparse.Namespace) -> None:

@@ -46,7 +46,7 @@ class TrainerBuilder:
         self._device = device
         # Now rather than at the first step: a key that others can read ends a run before it begins.
         self._noise_key = open_noise_key(
-            settings.defense, settings.contract.cut_dim, settings.noise_key_file()
+            settings.defense, settings.contract.aggregate_dim, settings.noise_key_file()
         )
 
     def __call__(self, rows: AlignedRows) -> TopTrainer:
@@ -67,7 +67,7 @@ class TrainerBuilder:
         self.encoder, features = self._data.encode(rows)
         model = build_top_model(
             settings.top_model,
-            contract.cut_shape,
+            contract.aggregate_shape,
             self.encoder,
             seed=settings.model_seed,
         )

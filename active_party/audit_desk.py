@@ -31,10 +31,12 @@ class AuditDesk:
 
     Args:
         is_open: whether both the contract and this party's settings allow audits.
+        asker: number of the party that asks; each has its own questions.
     """
 
-    def __init__(self, *, is_open: bool) -> None:
+    def __init__(self, *, is_open: bool, asker: int = 0) -> None:
         self._is_open = is_open
+        self._asker = asker
         self._epoch: int | None = None
         self._layers: set[str] = set()
 
@@ -82,7 +84,7 @@ class AuditDesk:
             )
         self._check_time(question, positions)
         self._check_values(question, len(positions))
-        note(_number(question), question.scores)
+        note(_number(question, self._asker), question.scores)
         self._layers.add(question.layer)
         return round(leak_auc(question.scores, labels_of(positions)), 2)
 
@@ -110,8 +112,9 @@ class AuditDesk:
             raise InvalidMessage("audit: expected finite scores")
 
 
-def _number(question: AuditQuestion) -> int:
-    """Name epoch, attack and layer by a number that is no batch's place."""
+def _number(question: AuditQuestion, asker: int) -> int:
+    """Name asker, epoch, attack and layer by a number that is no batch's place."""
     text = f"{question.epoch} {question.attack} {question.layer}"
+    text += f" {asker}" if asker else ""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") | 1 << 63

@@ -142,13 +142,13 @@ def print_plan(
         markup=False,
         soft_wrap=True,
     )
-    charges = _charges(defense, contract.cut_dim, pos_fraction)
+    charges = _charges(defense, contract.aggregate_dim, pos_fraction)
     console.print(_forecast_table(settings, charges))
     for line in _remarks(settings, charges):
         console.print(line, markup=False, soft_wrap=True)
     if target_leak_auc is not None:
         console.print(
-            _target_table(target_leak_auc, contract.epochs, contract.cut_dim, pos_fraction)
+            _target_table(target_leak_auc, contract.epochs, contract.aggregate_dim, pos_fraction)
         )
 
 

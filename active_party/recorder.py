@@ -125,10 +125,12 @@ class ActiveRecorder:
         if evaluation.split == "test" and self._leaks is not None:  # the epoch's last split
             self._leaks.end_epoch(evaluation.epoch)
 
-    def on_audit(self, question: AuditQuestion, leak_auc: float) -> None:
-        """Note what the peer is told of its scores."""
+    def on_audit(self, question: AuditQuestion, leak_auc: float, party: str) -> None:
+        """Note what a passive party is told of its scores."""
         self._audits += 1
-        numbers = {f"{question.layer}/{question.attack}": leak_auc}
+        several = len(self._settings.contract.passive_parties) > 1
+        layer = f"{party}: {question.layer}" if several else question.layer
+        numbers = {f"{layer}/{question.attack}": leak_auc}
         self._metrics.write("audit", numbers, epoch=question.epoch)
 
     def on_resumed(self, epoch: int | None) -> None:

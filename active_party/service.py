@@ -12,14 +12,25 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from active_party.session import ActiveSession, Offer
-from common.alignment import AlignmentEngine, StreamChannel, align
+from common.alignment import (
+    WAIT_S,
+    AlignChannel,
+    Alignment,
+    AlignmentEngine,
+    StreamChannel,
+    align,
+    share_frames,
+    wait_frame,
+)
 from common.contract import Contract
 from common.credentials import CredentialFiles
 from common.errors import (
     AlignmentError,
     ContractMismatch,
     InvalidMessage,
+    NothingBegun,
     NotOpen,
+    OthersAwaited,
     PeerUnreachable,
     ProtocolError,
     SplitveilError,
@@ -33,11 +44,13 @@ from common.wire.limits import (
     CONCURRENT_RPCS,
     DIGEST_BYTES,
     HANDSHAKE_BYTES,
+    PARTY_KEY,
     PROTOCOL_VERSION,
     REFUSALS_LOGGED,
     SERVER_THREADS,
     SMALL_BYTES,
     STREAMS_PER_CONNECTION,
+    THREADS_PER_PARTY,
     believed,
     reader,
 )
@@ -52,8 +65,25 @@ logger = logging.getLogger(__name__)
 GOODBYE_WAIT_S = 5.0
 
 
+class _Caller:
+    """What the calls of one passive party share."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.heard_at = time.monotonic()
+        self.aligning = threading.Lock()
+        self.exchange_of_ids: StreamChannel | None = None
+        self.align_places = StreamPlaces()
+        self.train_places = StreamPlaces()
+        self.evaluate_places = StreamPlaces()
+
+    def hear(self) -> None:
+        """Note that something came, or that this party is ready for it."""
+        self.heard_at = time.monotonic()
+
+
 class ActiveService:
-    """Serves one session.
+    """Serves one session. Each passive party has streams of its own, and waits by itself.
 
     Args:
         session: holds the rules.
@@ -69,26 +99,25 @@ class ActiveService:
         self._engine = engine
         self._deadline_s = deadline_s
         self._limits = TensorLimits.of(session.contract)
-        self._heard_at = time.monotonic()
-        self._told_of_end = threading.Event()
-        self._aligning = threading.Lock()
-        self._exchange_of_ids: StreamChannel | None = None
-        self._align_places = StreamPlaces()
-        self._train_places = StreamPlaces()
-        self._evaluate_places = StreamPlaces()
+        self._told_of_end = threading.Semaphore(0)
+        self._callers = {name: _Caller(name) for name in session.contract.passive_parties}
 
-    def silent_s(self) -> float:
-        """Return the seconds since the peer's last message."""
-        return time.monotonic() - self._heard_at
+    def silent_s(self, party: str) -> float:
+        """Return the seconds since a passive party's last message."""
+        return time.monotonic() - self._callers[party].heard_at
 
     def tell_end(self, timeout_s: float) -> None:
-        """Let a peer that is still there hear that the run ended early: its next call is told."""
-        if self._session.has_last_words:
-            self._told_of_end.wait(timeout_s)
+        """Let peers that are still there hear that the run ended early: their next call is told."""
+        until = time.monotonic() + timeout_s
+        for _ in self._callers if self._session.has_last_words else ():
+            self._told_of_end.acquire(timeout=max(until - time.monotonic(), 0.0))
 
-    def handshake(self, request: pb.HandshakeRequest, _: grpc.ServicerContext) -> pb.HandshakeReply:
+    def handshake(
+        self, request: pb.HandshakeRequest, context: grpc.ServicerContext
+    ) -> pb.HandshakeReply:
         """Open the run."""
-        self._hear()
+        caller = self._caller(context)
+        caller.hear()
         if request.protocol_version != PROTOCOL_VERSION:
             raise ContractMismatch(["protocol_version"])
         if len(request.nonce_commitment) != DIGEST_BYTES or not request.contract:
@@ -98,12 +127,15 @@ class ActiveService:
         offer = None
         if request.resume_run_id:
             offer = Offer(request.resume_run_id, frozenset(request.resume_places))
+        if self._has_several and request.party != caller.name:
+            raise InvalidMessage("a handshake that names another party than its call")
         opening = self._session.handshake(
-            request.party, request.contract, request.nonce_commitment, offer
+            request.party, request.contract, request.nonce_commitment, offer, context.is_active
         )
-        if self._exchange_of_ids is not None:
-            self._exchange_of_ids.close()  # the peer has given it up, though its end may never come
-        self._align_places.clear()  # nor may it ever take what it was sent
+        if caller.exchange_of_ids is not None:
+            # The peer has given it up, though its end may never come.
+            caller.exchange_of_ids.close()
+        caller.align_places.clear()  # nor may it ever take what it was sent
         logger.info("handshake done: run %s with party %s", opening.run_id, request.party)
         digest = self._session.contract.digest()
         return pb.HandshakeReply(
@@ -111,45 +143,59 @@ class ActiveService:
             contract_digest=digest,
             nonce=opening.nonce,
             resumes_at=opening.resumes_at,
+            nonce_commitments=opening.commitments,
         )
 
     def align(
         self, requests: Iterator[pb.AlignFrame], context: grpc.ServicerContext
     ) -> Iterator[pb.AlignFrame]:
         """Run this side of the alignment over one stream, which ends when this side is ready."""
-        with self._align_places.enter(context):
-            self._wait_for_the_alignment_before(context)
+        caller = self._caller(context)
+        with caller.align_places.enter(context):
+            self._wait_for_the_alignment_before(caller, context)
             try:
-                yield from self._align(requests, context)
+                yield from self._align(caller, requests, context)
             finally:
-                self._exchange_of_ids = None
-                self._aligning.release()
+                caller.exchange_of_ids = None
+                caller.aligning.release()
 
-    def _wait_for_the_alignment_before(self, context: grpc.ServicerContext) -> None:
+    @staticmethod
+    def _wait_for_the_alignment_before(caller: _Caller, context: grpc.ServicerContext) -> None:
         # A peer that was lost and came back may be faster than the end of its earlier stream.
         until = time.monotonic() + GOODBYE_WAIT_S
         while context.is_active() and time.monotonic() < until:
-            if self._aligning.acquire(timeout=0.1):
+            if caller.aligning.acquire(timeout=0.1):
                 return
         raise NotOpen("a second alignment at the same time")
 
     def _align(
-        self, requests: Iterator[pb.AlignFrame], context: grpc.ServicerContext
+        self, caller: _Caller, requests: Iterator[pb.AlignFrame], context: grpc.ServicerContext
     ) -> Iterator[pb.AlignFrame]:
-        self._session.begin_alignment()
-        self._align_places.answered(context)
-        channel = StreamChannel(lambda _: self._heard(requests), deadline_s=self._deadline_s)
-        self._exchange_of_ids = channel
+        self._session.begin_alignment(party=caller.name)
+        caller.align_places.answered(context)
+        channel = StreamChannel(
+            lambda _: self._heard(caller, requests), deadline_s=self._deadline_s
+        )
+        caller.exchange_of_ids = channel
         with ThreadPoolExecutor(1, thread_name_prefix="align") as executor:
-            ready = executor.submit(self._align_over, channel)
+            ready = executor.submit(self._align_over, channel, caller.name)
             try:
                 yield from channel.outgoing
             finally:
                 channel.close()  # where the stream has ended before the exchange
             ready.result()
 
-    def _align_over(self, channel: StreamChannel) -> None:
+    def _align_over(self, channel: StreamChannel, party: str) -> None:
         session, run_id = self._session, self._session.run_id
+
+        def wait_for_all(alignment: Alignment, channel: AlignChannel) -> Alignment:
+            session.aligned(alignment.rows, alignment.peer_nonce, party)
+            while (share := session.share_of(party, WAIT_S)) is None:
+                channel.send(wait_frame())
+            for frame in share_frames(share):
+                channel.send(frame)
+            return alignment
+
         try:
             alignment = align(
                 self._engine,
@@ -158,7 +204,8 @@ class ActiveService:
                 nonce=session.nonce,
                 run_id=run_id,
                 # An interrupted session says so now, and not only when all ids are through.
-                progress=lambda _done_ids, _total_ids: session.begin_alignment(run_id),
+                progress=lambda _done_ids, _total_ids: session.begin_alignment(run_id, party),
+                agree=wait_for_all if self._has_several else None,
             )
         except AlignmentError as error:
             session.end(error)  # now, before the peer's goodbye that comes for the same reason
@@ -166,17 +213,18 @@ class ActiveService:
         except PeerUnreachable as error:
             # It may come back and align anew; nothing was answered yet.
             raise NotOpen(f"the alignment broke off: {error}") from error
-        session.aligned(alignment.rows, alignment.peer_nonce)
+        if not self._has_several:
+            session.aligned(alignment.rows, alignment.peer_nonce)
 
     def train(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Answer activations with defended gradients; learn only after the answer has left."""
-        assembler = TensorAssembler(self._limits)
-        with self._train_places.enter(context):
-            for frame in self._heard(requests):
+        assembler, caller = TensorAssembler(self._limits), self._caller(context)
+        with caller.train_places.enter(context):
+            for frame in self._heard(caller, requests):
                 message = assembler.add(frame)
                 if message is not None:
-                    gradient = self._session.exchange(message)
-                    self._train_places.answered(context)
+                    gradient = self._session.exchange(message, caller.name, context.is_active)
+                    caller.train_places.answered(context)
                     yield from encode_tensor(gradient, self._limits)
                     self._session.finish_step()
 
@@ -184,41 +232,46 @@ class ActiveService:
         self, requests: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[pb.EvaluateReply]:
         """Score held-out activations."""
-        assembler = TensorAssembler(self._limits)
-        with self._evaluate_places.enter(context):
-            for frame in self._heard(requests):
+        assembler, caller = TensorAssembler(self._limits), self._caller(context)
+        with caller.evaluate_places.enter(context):
+            for frame in self._heard(caller, requests):
                 message = assembler.add(frame)
                 if message is not None:
-                    course = self._session.evaluate(message)
-                    self._evaluate_places.answered(context)
+                    course = self._session.evaluate(message, caller.name, context.is_active)
+                    caller.evaluate_places.answered(context)
                     header = message.header
                     yield pb.EvaluateReply(
                         epoch=header.epoch, step=header.step, split=header.split, course=course
                     )
                     self._session.finish_step()
 
-    def audit(self, request: pb.AuditRequest, _: grpc.ServicerContext) -> pb.AuditReply:
+    def audit(self, request: pb.AuditRequest, context: grpc.ServicerContext) -> pb.AuditReply:
         """Measure the peer's scores."""
-        self._hear()
-        leak_auc = self._session.audit(decode_question(request))
+        caller = self._caller(context)
+        caller.hear()
+        leak_auc = self._session.audit(decode_question(request), caller.name)
         return pb.AuditReply(leak_auc_percent=round(100 * leak_auc))
 
-    def leave(self, request: pb.LeaveRequest, _: grpc.ServicerContext) -> pb.LeaveReply:
+    def leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
         """Take note of the peer's goodbye."""
-        self._hear()
+        caller = self._caller(context)
+        caller.hear()
         # A failing alignment fails on both sides: what this side found says more than the goodbye.
         if request.reason == pb.LEAVE_REASON_UNSPECIFIED:
             raise InvalidMessage("a goodbye without a reason")
         is_meant = request.run_id == self._session.run_id
-        if is_meant and self._aligning.acquire(timeout=GOODBYE_WAIT_S):
-            self._aligning.release()
-        self._session.leave(request.run_id, request.reason)
+        if is_meant and caller.aligning.acquire(timeout=GOODBYE_WAIT_S):
+            caller.aligning.release()
+        self._session.leave(request.run_id, request.reason, caller.name)
         return pb.LeaveReply()
 
     def on_error(self, error: Exception) -> None:
         """Log and count an error; one that is not the peer's fault ends the run."""
+        if isinstance(error, (OthersAwaited, NothingBegun)):
+            logger.info("a handshake: %s", error)
+            return
         if self._session.error is not None:
-            self._told_of_end.set()
+            self._told_of_end.release()
         # Contracts that differ end a run that waits for its peer, and the session does that itself.
         if isinstance(error, (ProtocolError, ContractMismatch)):
             kind = type(error).__name__
@@ -230,13 +283,23 @@ class ActiveService:
             logger.error("fault in a handler", exc_info=error)
             self._session.end(SplitveilError(f"fault in a handler: {error!r}"))
 
-    def _hear(self) -> None:
-        self._heard_at = time.monotonic()
+    @property
+    def _has_several(self) -> bool:
+        return len(self._callers) > 1
 
-    def _heard(self, requests: Iterator[Any]) -> Iterator[Any]:
+    def _caller(self, context: grpc.ServicerContext) -> _Caller:
+        """Return the calling party; with credentials, the interceptor has compared the two."""
+        if not self._has_several:
+            return next(iter(self._callers.values()))
+        named = [value for key, value in context.invocation_metadata() if key == PARTY_KEY]
+        if len(named) != 1 or named[0] not in self._callers:
+            raise InvalidMessage("a call that names no passive party of the contract")
+        return self._callers[str(named[0])]
+
+    def _heard(self, caller: _Caller, requests: Iterator[Any]) -> Iterator[Any]:
         """Pass a stream's messages on; one that breaks just ends, and the peer may come again."""
         while True:
-            self._hear()  # the peer's silence begins when this party is ready for its next message
+            caller.hear()  # the peer's silence begins when this party is ready for its next message
             try:
                 message = next(requests)
             except StopIteration:
@@ -249,7 +312,7 @@ class ActiveService:
                         self._broken_streams,
                     )
                 return
-            self._hear()
+            caller.hear()
             yield believed(message)
 
 
@@ -281,12 +344,15 @@ def start_server(
         SettingsError: the address is taken, or not this machine's, or needs credentials.
     """
     protection: list[grpc.ServerInterceptor] = []
+    parties = len(contract.passive_parties)
     if credentials is not None:
         protection.append(PartyInterceptor(contract))
     if transcript is not None:
         protection.append(NotingServer(transcript))
     server = grpc.server(
-        ThreadPoolExecutor(SERVER_THREADS, thread_name_prefix="grpc"),
+        ThreadPoolExecutor(
+            SERVER_THREADS + THREADS_PER_PARTY * (parties - 1), thread_name_prefix="grpc"
+        ),
         interceptors=[*protection, ErrorInterceptor(service.on_error)],
         options=[
             *channel_options(contract),
@@ -294,7 +360,7 @@ def start_server(
             # A few kilobytes would become any number of them.
             ("grpc.compression_enabled_algorithms_bitset", 1),
         ],
-        maximum_concurrent_rpcs=CONCURRENT_RPCS,
+        maximum_concurrent_rpcs=CONCURRENT_RPCS * parties,
     )
     handlers = method_handlers(service, contract)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))

@@ -1,7 +1,11 @@
 """The rules of one run, as the active party holds them. No I/O: gRPC and tests use the same object.
 
 waiting -> handshaken -> training -> finished
-              any state -> ended, by an error of this party or by the peer leaving
+              any state -> ended, by an error of this party or by a peer leaving
+
+With several passive parties every step needs all of them: a question waits until each has asked its
+own, and then one gradient is computed, defended and charged for all. Whoever opens the run again
+takes the others with it: they are told to open it again, too, and all go on from one place.
 
 A run that has answered something never begins anew: it goes on from a checkpoint that both parties
 have, and what is done again after it is answered only where the same bytes come again, with the
@@ -13,7 +17,8 @@ import hmac
 import math
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -24,12 +29,15 @@ from cryptography.hazmat.primitives.poly1305 import Poly1305
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from active_party.aggregation import aggregate, parts_of
 from active_party.audit_desk import AuditDesk
 from active_party.defenses.report import LeakCharge
 from active_party.defenses.sum_kl import leak_auc_bound
 from active_party.early_stopping import EarlyStop
 from active_party.ledger import ROUNDING, LeakBounds, LeakLedger
+from active_party.parties import PassiveParty, Question, names_of
 from active_party.top_trainer import StepResult, TopTrainer
+from common.alignment import Share, intersect
 from common.calibration import adaptive_calibration_error
 from common.checkpoint import AnswerLog, RunStore, State, as_whole_state
 from common.contract import Contract
@@ -38,7 +46,9 @@ from common.errors import (
     BudgetExhausted,
     ContractMismatch,
     DataError,
+    NothingBegun,
     NotOpen,
+    OthersAwaited,
     OutOfStep,
     PeerError,
     PeerLeft,
@@ -52,6 +62,13 @@ from common.wire.audit_codec import AuditQuestion
 from common.wire.tensor_codec import BatchHeader, TensorMessage
 from common.wire.words import SPLIT_ON_WIRE
 from protos import split_learning_pb2 as pb
+
+
+HANDSHAKE_WAIT_S = 10.0
+"""How long a handshake waits for those of the other parties; then it is asked for again."""
+
+_POLL_S = 0.2
+"""How often a call that waits for other parties looks whether its caller is still there."""
 
 
 class Stage(Enum):
@@ -90,7 +107,14 @@ class Opening(NamedTuple):
     run_id: str
     nonce: bytes
     resumes_at: int | None
-    """Where both go on from; None for a new run."""
+    """Where all go on from; None for a new run."""
+    commitments: tuple[bytes, ...] = ()
+    """To the nonces of all passive parties, where there are several."""
+
+
+def _always() -> bool:
+    """Stand in for the question whether a caller still listens."""
+    return True
 
 
 class SessionObserver(Protocol):
@@ -111,8 +135,8 @@ class SessionObserver(Protocol):
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """A split was evaluated."""
 
-    def on_audit(self, question: AuditQuestion, leak_auc: float) -> None:
-        """Scores of the peer were measured, and the figure is about to be sent."""
+    def on_audit(self, question: AuditQuestion, leak_auc: float, party: str) -> None:
+        """Scores of a passive party were measured, and the figure is about to be sent."""
 
     def objection(self) -> SplitveilError | None:
         """Say why the run must not go on, if there is a reason; asked before every answer."""
@@ -128,10 +152,13 @@ TrainerFactory = Callable[[AlignedRows], TopTrainer]
 
 
 class ActiveSession:
-    """One run with one passive party.
+    """One run with the contract's passive parties.
+
+    Every call says which of them is calling; where there is one, it need not. A call that waits for
+    the others ends when ``is_listening`` says that nobody waits for it any more.
 
     Args:
-        contract: what both parties hold.
+        contract: what all parties hold.
         ids: this party's canonical ids, by row of its file.
         build_trainer: makes the trainer once the common rows are known.
         observer: is told of steps and evaluations.
@@ -175,19 +202,21 @@ class ActiveSession:
         self._observer = observer
         self._early_stop = early_stop
         self._max_sum_kl = max_sum_kl
-        self._audits = AuditDesk(is_open=allow_audits and contract.audits_allowed)
-        self._audited: set[tuple[int, str, str]] = set()
+        allows = allow_audits and contract.audits_allowed
+        self.parties = tuple(
+            PassiveParty(name, index, AuditDesk(is_open=allows, asker=index))
+            for index, name in enumerate(contract.passive_parties)
+        )
+        self._moved_at = time.monotonic()
         self._training_positions = np.empty(0, dtype=np.int64)
         self._stage = Stage.WAITING
-        self._commitment = b""
         self._course: Iterator[Batch] = iter(())
         self._expected: Batch | None = None
-        self._answered: _Answered | None = None
         self._unobserved: tuple[Batch, StepResult] | None = None
         self._scores: list[tuple[Tensor, Tensor]] = []
         self._validation_auc: float | None = None
-        self._is_open = False
-        self._peer_has_left = False
+        self._resumed_at: int | None = None
+        self._dropped_runs: set[str] = set()
         self._changed = threading.Condition(threading.RLock())
 
     @property
@@ -203,7 +232,20 @@ class ActiveSession:
     @property
     def has_last_words(self) -> bool:
         """Whether a peer that is still there has to hear that the run ended early."""
-        return self._is_open and self.error is not None and not isinstance(self.error, PeerError)
+        if self.error is None or not any(party.has_opened for party in self.parties):
+            return False
+        # Of a peer that ended the run only the others have to be told.
+        return self._has_several or not isinstance(self.error, PeerError)
+
+    def awaited(self) -> Mapping[str, float]:
+        """Return the parties whose message the run waits for, and for how many seconds."""
+        with self._changed:
+            waited_s = time.monotonic() - self._moved_at
+            return {party.name: waited_s for party in self.parties if self._awaits(party)}
+
+    def was_met(self, party: str) -> bool:
+        """Tell whether a party has shaken hands with this process, as far as it had to."""
+        return self._stage is Stage.FINISHED or self._party(party).was_met
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the run is over and say whether it is."""
@@ -220,7 +262,10 @@ class ActiveSession:
         with self._changed:
             self._end_on_objection()
             return self._changed.wait_for(
-                lambda: self._stage is Stage.ENDED or (self.over and self._peer_has_left),
+                lambda: (
+                    self._stage is Stage.ENDED
+                    or (self.over and all(party.has_left for party in self.parties))
+                ),
                 timeout_s,
             )
 
@@ -238,11 +283,15 @@ class ActiveSession:
                 return False
             self.run_id, self.nonce = stored["run_id"], stored["nonce"]
             self._secret = stored["secret"]
-            self._commitment = hashlib.sha256(stored["peer_nonce"]).digest()
+            nonces = [
+                stored["peer_nonce"][i : i + 32] for i in range(0, 32 * len(self.parties), 32)
+            ]
+            for party, nonce in zip(self.parties, nonces, strict=True):
+                party.nonce, party.commitment = nonce, hashlib.sha256(nonce).digest()
             file_rows = stored["file_rows"].numpy()
             if len(file_rows) and int(file_rows.max()) >= len(self.ids):
                 raise _other_data()
-            self._prepare(file_rows, joint_seed(self.nonce, stored["peer_nonce"]))
+            self._prepare(file_rows, joint_seed(self.nonce, *nonces))
             if self.trainer is None or self.trainer.data_digest != stored["data"]:
                 raise _other_data()
             self._answers = self._store.answers()
@@ -254,17 +303,24 @@ class ActiveSession:
             return True
 
     def handshake(
-        self, party: str, canonical_contract: str, commitment: bytes, offer: Offer | None = None
+        self,
+        party: str,
+        canonical_contract: str,
+        commitment: bytes,
+        offer: Offer | None = None,
+        is_listening: Callable[[], bool] = _always,
     ) -> Opening:
         """Open a run, or go on with one. The same request again gets the same answer.
 
         A peer that was lost before anything was answered may begin anew; the nonce that it has
-        seen is then not used again.
+        seen is then not used again. Of several peers each is answered when all have asked.
 
         Raises:
             ContractMismatch: naming the fields that differ; the run then ends on both sides.
             OutOfStep: another peer asks for a run that has begun, or this one for another run, or
                 from where this party has no checkpoint.
+            OthersAwaited: other peers have not asked yet; worth another attempt.
+            NothingBegun: the run to go on with was begun anew before its first answer.
         """
         with self._changed:
             self._refuse_if_ended()
@@ -276,25 +332,18 @@ class ActiveSession:
                 if self._stage is Stage.WAITING:
                     self.end(error)
                 raise error
-            known = hmac.compare_digest(self._commitment, commitment)
+            asking = self._party(party)
+            known = hmac.compare_digest(asking.commitment, commitment)
             if offer is not None:
-                return self._go_on(offer, known=known)
-            if self._stage is Stage.HANDSHAKEN and known:
-                return Opening(self.run_id, self.nonce, None)
-            if self._place or len(self._answers):
-                raise OutOfStep("a handshake for a new run, where one has begun")
-            if self._stage is not Stage.WAITING:
-                self.run_id, self.nonce = secrets.token_hex(8), self._draw_nonce()
-            self._commitment = commitment
-            self._is_open = True
-            self._move_to(Stage.HANDSHAKEN)
-            return Opening(self.run_id, self.nonce, None)
+                return self._go_on(asking, offer, is_listening, known=known)
+            return self._open(asking, commitment, is_listening, known=known)
 
-    def begin_alignment(self, run_id: str | None = None) -> None:
+    def begin_alignment(self, run_id: str | None = None, party: str | None = None) -> None:
         """Make sure that it is time to align.
 
         Args:
             run_id: the run that is being aligned, once that is known.
+            party: who aligns.
 
         Raises:
             NotOpen: this process has not opened the run with the peer yet.
@@ -303,15 +352,19 @@ class ActiveSession:
         with self._changed:
             self._refuse_if_ended()
             self._refuse_if_not_open()
-            if self._stage is not Stage.HANDSHAKEN or run_id not in (None, self.run_id):
+            is_through = self._party(party).pair_rows is not None
+            is_other = run_id not in (None, self.run_id)
+            if self._stage is not Stage.HANDSHAKEN or is_other or is_through:
                 raise OutOfStep(f"an alignment while {self._stage.value}")
 
-    def aligned(self, file_rows: Positions, peer_nonce: bytes) -> None:
-        """Take the common rows, in any order, and get ready to train.
+    def aligned(self, file_rows: Positions, peer_nonce: bytes, party: str | None = None) -> None:
+        """Take the rows that are common with one party; with those of all, get ready to train.
 
         Args:
-            file_rows: this party's rows of the common ids, (aligned,).
+            file_rows: this party's rows of the common ids, (aligned,), in any order; where there
+                are several parties, in the order of the pair's tags.
             peer_nonce: the peer's share of the joint seed, opened in its hello.
+            party: whose they are.
 
         Raises:
             OutOfStep: the nonce is not the one that the handshake committed to.
@@ -319,30 +372,51 @@ class ActiveSession:
             DataError: the common rows cannot be trained on, for instance for want of a class.
         """
         with self._changed:
-            self.begin_alignment()
+            self.begin_alignment(party=party)
+            asking = self._party(party)
             committed = hashlib.sha256(peer_nonce).digest()
-            if len(peer_nonce) != 32 or not hmac.compare_digest(committed, self._commitment):
+            if len(peer_nonce) != 32 or not hmac.compare_digest(committed, asking.commitment):
                 raise OutOfStep("the peer's nonce is not the one it committed to")
-            rows = self._prepare(file_rows, joint_seed(self.nonce, peer_nonce))
-            self._take_place(0)
-            if self._store is not None and self.trainer is not None:
-                self._store.save_run(
-                    {
-                        "run_id": self.run_id,
-                        "nonce": self.nonce,
-                        "peer_nonce": peer_nonce,
-                        "secret": self._secret,
-                        "file_rows": torch.from_numpy(rows.file_rows),
-                        "data": self.trainer.data_digest,
-                    }
+            asking.nonce, asking.pair_rows = peer_nonce, file_rows
+            pairs = [each.pair_rows for each in self.parties if each.pair_rows is not None]
+            if len(pairs) < len(self.parties):
+                return
+            masks = intersect(pairs) if self._has_several else []
+            common = pairs[0][masks[0]] if masks else pairs[0]
+            if masks and len(common) < self.contract.alignment.min_aligned:
+                raise AlignmentError(
+                    f"too few ids to train on: {len(common)} that all parties have, "
+                    f"needed {self.contract.alignment.min_aligned}"
                 )
-                self._answers = self._store.answers()
-                self._save()
+            nonces = tuple(each.nonce for each in self.parties)
+            self._begin(common, nonces)
+            for each, mask in zip(self.parties, masks, strict=False):
+                each.share = Share(mask, nonces)
             self._move_to(Stage.TRAINING)
+
+    def share_of(self, party: str, timeout_s: float) -> Share | None:
+        """Wait for what ends a party's alignment where there are several, None if it takes longer.
+
+        Raises:
+            NotOpen: the run has to be opened again, as another party does.
+        """
+        with self._changed:
+            asking = self._party(party)
+            self._changed.wait_for(
+                lambda: asking.share is not None or self.over or not self._is_open, timeout_s
+            )
+            self._refuse_if_ended()
+            self._refuse_if_not_open()
+            return asking.share
 
     # ---- training ----
 
-    def exchange(self, message: TensorMessage) -> TensorMessage:
+    def exchange(
+        self,
+        message: TensorMessage,
+        party: str | None = None,
+        is_listening: Callable[[], bool] = _always,
+    ) -> TensorMessage:
         """Answer a training activation with its defended gradient.
 
         Asked again with the same bytes, the stored answer comes back: fresh noise on a repeated
@@ -356,16 +430,18 @@ class ActiveSession:
         """
         with self._changed:
             self.finish_step()
-            stored = self._stored_answer(message)
+            asking = self._party(party)
+            stored = self._stored_answer(asking, message)
             if isinstance(stored, TensorMessage):
                 return stored
             batch, trainer = self._take(message, training=True)
-            answer_key = self._note_question(self._place, message.values)
-            result = trainer.gradient(batch.positions, message.values, answer_key)
-            self._charge(batch, result.report.charge)
-            reply = TensorMessage(message.header, result.defended)
-            self._answer(message, reply)
-            self._unobserved = (batch, result)
+            if not self._is_last_to_ask(asking, message):
+                reply = self._wait_for_answer(asking, message, is_listening)
+            else:
+                self._answer_all(batch, trainer)
+                reply = asking.reply()
+            if not isinstance(reply, TensorMessage):
+                raise OutOfStep("a training activation where held-out rows are due")
             return reply
 
     def finish_step(self) -> None:
@@ -385,7 +461,12 @@ class ActiveSession:
         with self._changed:
             return self.ledger.bounds(self._training_positions)
 
-    def evaluate(self, message: TensorMessage) -> "pb.Course":
+    def evaluate(
+        self,
+        message: TensorMessage,
+        party: str | None = None,
+        is_listening: Callable[[], bool] = _always,
+    ) -> "pb.Course":
         """Score held-out rows; tell the peer only whether the run goes on.
 
         Raises:
@@ -393,26 +474,21 @@ class ActiveSession:
         """
         with self._changed:
             self.finish_step()
-            stored = self._stored_answer(message)
+            asking = self._party(party)
+            stored = self._stored_answer(asking, message)
             if stored is not None and not isinstance(stored, TensorMessage):
                 return stored
             batch, trainer = self._take(message, training=False)
-            self._note_question(self._place, message.values)
-            self._scores.append(trainer.predict(batch.positions, message.values))
-            if batch.closes_split:
-                self._close_split(batch)
-            course = self._course_after(batch)
-            self._answer(message, course)
-            if batch.closes_epoch:
-                self._audits.open_epoch(batch.epoch)
-            if course == pb.COURSE_STOP or self._expected is None:
-                self._expected = None
-                # Before the answer leaves: a peer that has it may never come back.
-                self._save()
-                self._move_to(Stage.FINISHED)
+            if not self._is_last_to_ask(asking, message):
+                course = self._wait_for_answer(asking, message, is_listening)
+            else:
+                self._tell_all(batch, trainer)
+                course = asking.reply()
+            if isinstance(course, TensorMessage):
+                raise OutOfStep("held-out rows where a training activation is due")
             return course
 
-    def audit(self, question: AuditQuestion) -> float:
+    def audit(self, question: AuditQuestion, party: str | None = None) -> float:
         """Measure the peer's scores of the training rows, to two digits.
 
         Raises:
@@ -425,18 +501,19 @@ class ActiveSession:
             if question.run_id != self.run_id or self.trainer is None:
                 raise OutOfStep("an audit of another run than this one")
             positions = self._training_positions
-            leak_auc = self._audits.answer(
+            asking = self._party(party)
+            leak_auc = asking.audits.answer(
                 question, positions, self.trainer.labels_of, self._note_question
             )
             asked = (question.epoch, question.attack, question.layer)
-            if asked not in self._audited:
-                self._audited.add(asked)
-                self._observer.on_audit(question, leak_auc)
+            if asked not in asking.audited:
+                asking.audited.add(asked)
+                self._observer.on_audit(question, leak_auc, asking.name)
             return leak_auc
 
     # ---- ending ----
 
-    def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
+    def leave(self, run_id: str, reason: "pb.LeaveReason", party: str | None = None) -> None:
         """Take note that the peer ends its part.
 
         Raises:
@@ -445,18 +522,20 @@ class ActiveSession:
         with self._changed:
             if run_id != self.run_id:
                 raise OutOfStep("a peer leaves another run than this one")
-            self._peer_has_left = True
+            leaving = self._party(party)
+            leaving.has_left = True
             self._changed.notify_all()
             if self._stage is Stage.FINISHED:
                 self._save()  # a restart must not wait for a peer that is through
             if self.over:
                 return
+            who = f"passive party {leaving.name!r}" if self._has_several else "the peer"
             if reason == pb.LEAVE_REASON_ALIGNMENT_FAILED:
-                self.end(AlignmentError("the peer found no usable intersection of the ids"))
+                self.end(AlignmentError(f"{who} found no usable intersection of the ids"))
             elif reason == pb.LEAVE_REASON_INTERRUPTED:
-                self.end(PeerLeft("the peer was stopped by a person or a supervisor"))
+                self.end(PeerLeft(f"{who} was stopped by a person or a supervisor"))
             else:
-                self.end(PeerLeft("the peer ended the run before its last step"))
+                self.end(PeerLeft(f"{who} ended the run before its last step"))
 
     def end(self, error: SplitveilError) -> None:
         """End the run early; every later call of the peer gets this error's status."""
@@ -476,8 +555,40 @@ class ActiveSession:
 
     # ---- inside ----
 
+    @property
+    def _has_several(self) -> bool:
+        return len(self.parties) > 1
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether this process has opened the run with all parties."""
+        return all(party.has_opened for party in self.parties)
+
+    def _party(self, name: str | None) -> PassiveParty:
+        """Return a passive party; the only one need not be named."""
+        if name is None and not self._has_several:
+            return self.parties[0]
+        for party in self.parties:
+            if party.name == name:
+                return party
+        raise OutOfStep("a call of nobody whom the contract names")
+
+    def _awaits(self, party: PassiveParty) -> bool:
+        if self.over:
+            return not party.has_left
+        if not self._is_open:
+            return not party.has_opened
+        if self._stage is Stage.HANDSHAKEN:
+            return party.pair_rows is None
+        return party.question is None
+
     def _move_to(self, stage: Stage) -> None:
         self._stage = stage
+        self._tell_waiting()
+
+    def _tell_waiting(self) -> None:
+        """Let every call that waits look again."""
+        self._moved_at = time.monotonic()
         self._changed.notify_all()
 
     def _end_on_objection(self) -> None:
@@ -489,6 +600,80 @@ class ActiveSession:
         if self._expected is not None:
             self._observer.on_ledger(self._expected.epoch, self.leak_bounds())
         self.end(objection)
+
+    # ---- opening, inside ----
+
+    def _open(
+        self,
+        asking: PassiveParty,
+        commitment: bytes,
+        is_listening: Callable[[], bool],
+        *,
+        known: bool,
+    ) -> Opening:
+        """Open a new run, as soon as all parties want to."""
+        if not (self._stage is Stage.HANDSHAKEN and known):
+            if self._place or len(self._answers):
+                raise OutOfStep("a handshake for a new run, where one has begun")
+            if self._stage is not Stage.WAITING:
+                self._begin_anew()
+            asking.commitment = commitment
+            self._note_opening(asking)
+            if self._is_open:
+                self._move_to(Stage.HANDSHAKEN)
+            self._wait_for_others(asking, Stage.HANDSHAKEN, is_listening=is_listening)
+        commitments = tuple(party.commitment for party in self.parties)
+        return Opening(self.run_id, self.nonce, None, commitments if self._has_several else ())
+
+    def _begin_anew(self) -> None:
+        """Drop a run of which nothing was answered, with the nonce that a party has seen."""
+        self._dropped_runs.add(self.run_id)
+        self.run_id, self.nonce = secrets.token_hex(8), self._draw_nonce()
+        self._resumed_at = None
+        for party in self.parties:
+            party.forget_alignment()
+        self._move_to(Stage.WAITING)
+
+    def _note_opening(self, asking: PassiveParty) -> None:
+        asking.has_opened = asking.was_met = True
+        asking.calls += 1
+        self._tell_waiting()
+
+    def _wait_for_others(
+        self, asking: PassiveParty, *stages: Stage, is_listening: Callable[[], bool]
+    ) -> None:
+        """Wait until all have opened the run.
+
+        Raises:
+            OthersAwaited: some have not come, or this call is not its party's newest any more.
+        """
+        call, until = asking.calls, time.monotonic() + HANDSHAKE_WAIT_S
+        while not (self._is_open and self._stage in stages):
+            self._refuse_if_ended()
+            is_newest = asking.has_opened and asking.calls == call
+            if not is_newest or time.monotonic() > until or not is_listening():
+                missing = [party for party in self.parties if not party.has_opened]
+                raise OthersAwaited(f"waits for passive party {names_of(missing)}")
+            self._changed.wait(_POLL_S)
+
+    def _begin(self, file_rows: Positions, nonces: Sequence[bytes]) -> None:
+        """Get ready to train on the common rows."""
+        rows = self._prepare(file_rows, joint_seed(self.nonce, *nonces))
+        self._take_place(0)
+        if self._store is None or self.trainer is None:
+            return
+        self._store.save_run(
+            {
+                "run_id": self.run_id,
+                "nonce": self.nonce,
+                "peer_nonce": b"".join(nonces),
+                "secret": self._secret,
+                "file_rows": torch.from_numpy(rows.file_rows),
+                "data": self.trainer.data_digest,
+            }
+        )
+        self._answers = self._store.answers()
+        self._save()
 
     # ---- going on ----
 
@@ -512,23 +697,59 @@ class ActiveSession:
         self._place = place
         self._course = run_course(self.contract, self._rows, place)
         self._expected = next(self._course, None)
-        self._answered = None
+        for party in self.parties:
+            party.at_place()
         self._unobserved = None
         self._checkpoint_due = False
 
-    def _go_on(self, offer: Offer, *, known: bool) -> Opening:
-        opened = self._stage in (Stage.REJOINING, Stage.TRAINING, Stage.FINISHED)
+    def _go_on(
+        self,
+        asking: PassiveParty,
+        offer: Offer,
+        is_listening: Callable[[], bool],
+        *,
+        known: bool,
+    ) -> Opening:
+        """Go on with this run, as soon as all parties want to."""
+        stages = (Stage.REJOINING, Stage.TRAINING, Stage.FINISHED)
+        opened = self._stage in stages
+        if offer.run_id in self._dropped_runs:
+            raise NothingBegun("a peer wants to go on with a run that was begun anew")
         if not opened or self._store is None or offer.run_id != self.run_id or not known:
             raise OutOfStep("a peer wants to go on with another run than this one")
+        gone = [party for party in self.parties if party.has_left and party is not asking]
+        if gone:
+            raise OutOfStep(f"a peer wants to go on, and {names_of(gone)} has left for good")
+        if not offer.places & set(self._store.places()):
+            raise OutOfStep("the parties have no checkpoint in common")
         self.finish_step()
-        common = offer.places & set(self._store.places())
-        if not common:
+        if self._is_open and not self._is_where_it_was_opened(offer):
+            for party in self.parties:
+                party.forget_opening()
+        asking.offer = offer.places
+        opens = not self._is_open
+        self._note_opening(asking)
+        if opens and self._is_open:
+            self._resume(asking)
+        self._wait_for_others(asking, *stages[1:], is_listening=is_listening)
+        return Opening(self.run_id, self.nonce, self._resumed_at)
+
+    def _is_where_it_was_opened(self, offer: Offer) -> bool:
+        """Tell whether a peer asks again for the answer that it was given before."""
+        return self._has_several and self._place == self._resumed_at in offer.places
+
+    def _resume(self, asking: PassiveParty) -> None:
+        """Go to the newest place that all have."""
+        places = set() if self._store is None else set(self._store.places())
+        common = places.intersection(*(party.offer for party in self.parties))
+        if not common or self._store is None:
+            asking.has_opened = False
             raise OutOfStep("the parties have no checkpoint in common")
         place = max(common)
+        self._resumed_at = place
         self._restore(place, self._store.load(place))
-        self._peer_has_left = False
-        self._is_open = True
-        return Opening(self.run_id, self.nonce, place)
+        for party in self.parties:
+            party.has_left = False
 
     def _save(self) -> None:
         self._checkpoint_due = False
@@ -540,9 +761,9 @@ class ActiveSession:
             "early_stop": None if self._early_stop is None else self._early_stop.state_dict(),
             "validation_auc": self._validation_auc,
             "scores": self._scores,
-            "audits": self._audits.state_dict(),
+            "audits": [party.audits.state_dict() for party in self.parties],
             "is_last": self._expected is None,
-            "peer_has_left": self._peer_has_left,
+            "left": [party.name for party in self.parties if party.has_left],
             "observer": self._observer.state_dict(),
         }
         self._store.save(self._place, state)
@@ -565,31 +786,41 @@ class ActiveSession:
             self._early_stop.load_state_dict(state["early_stop"])
         self._validation_auc = state["validation_auc"]
         self._scores = [(logits, labels) for logits, labels in state["scores"]]
-        self._audits.load_state_dict(state["audits"])
-        self._audited.clear()  # what the observer forgets now, it is told of again
+        for party, audits in zip(self.parties, state["audits"], strict=True):
+            party.audits.load_state_dict(audits)
+            party.audited.clear()  # what the observer forgets now, it is told of again
+            party.has_left = party.name in state["left"]
         self._observer.load_state_dict(state["observer"])
-        self._peer_has_left = state["peer_has_left"]
         if state["is_last"]:
             self._expected = None
 
-    def _note_question(self, number: int, values: Tensor) -> bytes:
-        """Make sure that no other question was answered here, and return the key of the answer.
+    def _fingerprint(self, number: int, values: Tensor) -> bytes:
+        """Return what tells a question from others, 16 bytes.
 
-        Written before anything is computed: a crash between the two costs nothing, for the same
-        question gives the same answer.
+        Raises:
+            OutOfStep: another question than this one was answered here before.
         """
-        place = number.to_bytes(8, "little")
-        key = _keyed(self._secret, b"fingerprint", place)
+        key = _keyed(self._secret, b"fingerprint", number.to_bytes(8, "little"))
         fingerprint = Poly1305.generate_tag(key, _bytes_of(values))
         earlier = self._answers.fingerprint(number)
-        if earlier is None:
-            self._answers.record(number, fingerprint)
-        elif not hmac.compare_digest(earlier, fingerprint):
+        if earlier is not None and not hmac.compare_digest(earlier, fingerprint):
             raise OutOfStep("what was answered before came again with other bytes")
-        return _keyed(self._secret, b"answer", place + fingerprint)
+        return fingerprint
+
+    def _record(self, number: int, fingerprint: bytes) -> None:
+        if self._answers.fingerprint(number) is None:
+            self._answers.record(number, fingerprint)
+
+    def _note_question(self, number: int, values: Tensor) -> None:
+        """Make sure that no other question is ever answered under a number."""
+        self._record(number, self._fingerprint(number, values))
+
+    def _number(self, party: PassiveParty) -> int:
+        """Return what stands for a party's question at the present place."""
+        return self._place * len(self.parties) + party.index
 
     def _refuse_if_not_open(self) -> None:
-        if not self._is_open and self._store is not None:
+        if not self._is_open and (self._store is not None or self._has_several):
             raise NotOpen(f"a message while {self._stage.value}")
 
     def _refuse_if_ended(self) -> None:
@@ -598,14 +829,82 @@ class ActiveSession:
             # Raised again for every call: its traceback would hold the frames of all of them.
             raise self.error.with_traceback(None)
 
-    def _stored_answer(self, message: TensorMessage) -> "TensorMessage | pb.Course | None":
+    def _stored_answer(
+        self, asking: PassiveParty, message: TensorMessage
+    ) -> "TensorMessage | pb.Course | None":
         self._refuse_if_ended()
-        answered = self._answered
-        if answered is None or message.header != answered.header:
-            return None
-        if not _same_bytes(message.values, answered.values):
-            raise OutOfStep("a repeated step came with other bytes")
-        return answered.reply
+        return asking.stored_reply(message)
+
+    def _is_last_to_ask(self, asking: PassiveParty, message: TensorMessage) -> bool:
+        """Take a question that is due, and tell whether all parties have asked now."""
+        asking.ask(Question(message, self._fingerprint(self._number(asking), message.values)))
+        return all(party.question is not None for party in self.parties)
+
+    def _wait_for_answer(
+        self, asking: PassiveParty, message: TensorMessage, is_listening: Callable[[], bool]
+    ) -> "TensorMessage | pb.Course":
+        """Wait until the other parties have asked, too, and the last of them computes the answer.
+
+        Raises:
+            NotOpen: the run has to be opened again, as another party does; or the caller has given
+                up, which nobody hears any more.
+        """
+        while True:
+            stored = self._stored_answer(asking, message)
+            if stored is not None:
+                return stored
+            self._refuse_if_not_open()
+            if asking.question is None or asking.question.message.header != message.header:
+                raise OutOfStep("a question that was overtaken by the party's next one")
+            if not is_listening():
+                raise NotOpen("a party gave up while it waited for others")
+            self._changed.wait(_POLL_S)
+
+    def _take_questions(self) -> tuple[Tensor, bytes]:
+        """Return the aggregate of what all ask, and the key of what they are answered.
+
+        The questions are written down before anything is computed: a crash between the two costs
+        nothing, for the same questions get the same answer.
+        """
+        questions = [party.question for party in self.parties if party.question is not None]
+        for party, question in zip(self.parties, questions, strict=True):
+            self._record(self._number(party), question.fingerprint)
+        place = self._place.to_bytes(8, "little")
+        fingerprints = b"".join(question.fingerprint for question in questions)
+        answer_key = _keyed(self._secret, b"answer", place + fingerprints)
+        values = [question.message.values for question in questions]
+        return aggregate(self.contract.aggregation, values), answer_key
+
+    def _answer_all(self, batch: Batch, trainer: TopTrainer) -> None:
+        """Compute one gradient, and give each party its part of what the defense makes of it."""
+        activation, answer_key = self._take_questions()
+        result = trainer.gradient(batch.positions, activation, answer_key)
+        self._charge(batch, result.report.charge)
+        parts = parts_of(self.contract.aggregation, result.defended, len(self.parties))
+        for party, part in zip(self.parties, parts, strict=True):
+            if party.question is not None:
+                party.answer(TensorMessage(party.question.message.header, part))
+        self._go_to_next()
+        self._unobserved = (batch, result)
+
+    def _tell_all(self, batch: Batch, trainer: TopTrainer) -> None:
+        """Score held-out rows, and tell every party whether the run goes on."""
+        activation, _ = self._take_questions()
+        self._scores.append(trainer.predict(batch.positions, activation))
+        if batch.closes_split:
+            self._close_split(batch)
+        course = self._course_after(batch)
+        for party in self.parties:
+            party.answer(course)
+        self._go_to_next()
+        if batch.closes_epoch:
+            for party in self.parties:
+                party.audits.open_epoch(batch.epoch)
+        if course == pb.COURSE_STOP or self._expected is None:
+            self._expected = None
+            # Before the answer leaves: a peer that has it may never come back.
+            self._save()
+            self._move_to(Stage.FINISHED)
 
     def _take(self, message: TensorMessage, *, training: bool) -> tuple[Batch, TopTrainer]:
         expected, header = self._expected, message.header
@@ -646,12 +945,12 @@ class ActiveSession:
         self.end(error)
         raise error
 
-    def _answer(self, message: TensorMessage, reply: "TensorMessage | pb.Course") -> None:
+    def _go_to_next(self) -> None:
         answered, self._expected = self._expected, next(self._course, None)
-        self._answered = _Answered(message.header, message.values, reply)
         self._place += 1
+        self._tell_waiting()
         if self._store is None:
-            self._answers.forget_before(self._place)
+            self._answers.forget_before(self._place * len(self.parties))
         if answered is not None and self._rows is not None:
             self._checkpoint_due = is_checkpoint(self.contract, self._rows, answered)
 
@@ -679,15 +978,6 @@ class ActiveSession:
         return pb.COURSE_CONTINUE
 
 
-@dataclass(frozen=True)
-class _Answered:
-    """The last question of the peer, and what it was told."""
-
-    header: BatchHeader
-    values: Tensor
-    reply: "TensorMessage | pb.Course"
-
-
 def _secret(noise_seed: int | None) -> bytes:
     """Return what the run's answers and fingerprints are keyed with, 32 bytes."""
     if noise_seed is None:
@@ -708,8 +998,3 @@ def _other_data() -> DataError:
         "this party's data are not those that the run began with; put them back, or begin anew "
         "with --fresh"
     )
-
-
-def _same_bytes(one: Tensor, other: Tensor) -> bool:
-    # By bits, not by value: 0.0 and -0.0 are different bytes.
-    return one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))

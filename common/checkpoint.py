@@ -76,11 +76,13 @@ class RunStore:
     Args:
         folder: the run's folder.
         keep: how many of the newest checkpoints to keep.
+        questions_per_place: how many fingerprints each place has in the log of answers.
     """
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, questions_per_place: int = 1) -> None:
         self._folder = folder / "checkpoint"
         self._keep = keep
+        self._questions_per_place = questions_per_place
         self._answers: AnswerLog | None = None
 
     def run(self) -> State | None:
@@ -115,7 +117,8 @@ class RunStore:
             _delete(path)
         if self._answers is not None:
             # No run goes back to before the oldest state.
-            self._answers.forget_before(min(kept for kept, _ in self._files()))
+            oldest = min(kept for kept, _ in self._files())
+            self._answers.forget_before(oldest * self._questions_per_place)
         self._delete_halves()
 
     def load(self, place: int) -> State:
@@ -182,6 +185,9 @@ class RunStore:
 class AnswerLog:
     """Which questions were answered, in the order of their answers: 24 bytes each, never changed.
 
+    A question is named by a number: its place in the run or, where several are answered at each
+    place, the place times their number, and then counted on.
+
     Written before the answer leaves, so that no restart leads to a second answer to another
     question at the same place.
     """
@@ -203,26 +209,26 @@ class AnswerLog:
     def __len__(self) -> int:
         return len(self._known)
 
-    def fingerprint(self, place: int) -> bytes | None:
-        """Return the fingerprint of the question answered at a place, 16 bytes."""
-        return self._known.get(place)
+    def fingerprint(self, number: int) -> bytes | None:
+        """Return the fingerprint of the question answered under a number, 16 bytes."""
+        return self._known.get(number)
 
-    def record(self, place: int, fingerprint: bytes) -> None:
+    def record(self, number: int, fingerprint: bytes) -> None:
         """Note that a question is about to be answered.
 
         Raises:
             StorageError: it cannot be written: then it must not be answered.
         """
         if self._path is not None:
-            self._append(self._path, place.to_bytes(8, "little") + fingerprint)
-        self._known[place] = fingerprint
+            self._append(self._path, number.to_bytes(8, "little") + fingerprint)
+        self._known[number] = fingerprint
 
-    def forget_before(self, place: int) -> None:
-        """Drop what this process remembers of earlier places; the file keeps it."""
+    def forget_before(self, number: int) -> None:
+        """Drop what this process remembers of earlier ones; the file keeps it."""
         self._known = {
             known: fingerprint
             for known, fingerprint in self._known.items()
-            if known >= place  # numbers that are no places are larger than all of them
+            if known >= number  # those of no place are larger than all of them
         }
 
     def _read(self, path: Path) -> None:

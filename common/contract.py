@@ -14,8 +14,10 @@ from pydantic import Field, PositiveInt, StringConstraints, model_validator
 
 from common.alignment import AlignmentSettings
 from common.settings import Section
+from common.wire.limits import PASSIVE_PARTIES
 
 CutDtype = Literal["float32", "float16", "bfloat16"]
+Aggregation = Literal["mean", "sum", "concat"]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 
 DnsName = Annotated[
@@ -106,8 +108,14 @@ class Contract(Section):
     run_name: Name
     """Name of the run, and of its folder on both sides."""
 
-    passive_parties: tuple[Name, ...] = Field(default=("passive",), min_length=1, max_length=1)
+    passive_parties: tuple[Name, ...] = Field(
+        default=("passive",), min_length=1, max_length=PASSIVE_PARTIES
+    )
     """The passive parties, in the order of their cut layers."""
+
+    aggregation: Aggregation = "mean"
+    """What the top model sees of several passive parties' activations: their ``mean``, their
+    ``sum``, or all of them one after the other along the first dimension (``concat``)."""
 
     identities: dict[Name, DnsName] = Field(default_factory=dict)
     """DNS name that each party's certificate carries, by the party's name; the active party's is
@@ -115,7 +123,7 @@ class Contract(Section):
     certificate only, and never looked up."""
 
     cut_shape: tuple[PositiveInt, ...] = Field(min_length=1, max_length=4)
-    """Shape of one example's activation at the cut layer."""
+    """Shape of one example's activation at the cut layer, the same for every passive party."""
 
     cut_dtype: CutDtype = "float32"
     """Element type in which activations and gradients travel."""
@@ -166,6 +174,8 @@ class Contract(Section):
     def _every_party_has_an_identity_of_its_own(self) -> "Contract":
         if ACTIVE in self.passive_parties:
             raise ValueError(f"passive_parties: {ACTIVE!r} is the other party's name")
+        if len(set(self.passive_parties)) < len(self.passive_parties):
+            raise ValueError("passive_parties: two have the same name")
         unknown = self.identities.keys() - {ACTIVE, *self.passive_parties}
         if unknown:
             raise ValueError(f"identities: there is no party {', '.join(sorted(unknown))}")
@@ -177,6 +187,18 @@ class Contract(Section):
     def cut_dim(self) -> int:
         """Number of values in one example's activation."""
         return math.prod(self.cut_shape)
+
+    @property
+    def aggregate_shape(self) -> tuple[int, ...]:
+        """Shape of what the top model sees of one example's activations."""
+        if self.aggregation != "concat":
+            return self.cut_shape
+        return (self.cut_shape[0] * len(self.passive_parties), *self.cut_shape[1:])
+
+    @property
+    def aggregate_dim(self) -> int:
+        """Number of values in that."""
+        return math.prod(self.aggregate_shape)
 
     @property
     def max_rows(self) -> int:
@@ -191,7 +213,7 @@ class Contract(Section):
 
     def canonical_json(self) -> str:
         """Return the one text that stands for this contract on the wire."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return json.dumps(self._agreed_values(), sort_keys=True, separators=(",", ":"))
 
     def digest(self) -> bytes:
         """Return the SHA-256 of the canonical form, 32 bytes."""
@@ -210,8 +232,13 @@ class Contract(Section):
         except (ValueError, RecursionError):
             return [_OTHER_FIELDS]
         # Differing texts of equal values, such as 1 and true, are no canonical form either.
-        names = dict.fromkeys(_differing(self.model_dump(mode="json"), other))
+        names = dict.fromkeys(_differing(self._agreed_values(), other))
         return list(names) or [_OTHER_FIELDS]
+
+    def _agreed_values(self) -> dict[str, Any]:
+        # One party's cut layer is its own mean, sum and whole: there is nothing to agree on.
+        alone = len(self.passive_parties) == 1
+        return self.model_dump(mode="json", exclude={"aggregation"} if alone else None)
 
 
 def _differing(own: dict[str, Any], other: Any, prefix: str = "") -> Iterator[str]:

@@ -10,6 +10,8 @@
     |  |- PeerUntrusted                one of the two does not believe who the other is
     |  |- PeerLeft                     it said that it stops
     |  |- PeerRestarted                it was restarted, and the run has to be opened again
+    |  |- NothingBegun                 its run began anew before anything was answered
+    |  |- OthersAwaited                it waits for another passive party
     |  `- ProtocolError                it broke a rule of the protocol
     |     |- InvalidMessage            a message that cannot be what it claims to be
     |     |- OutOfStep                 a well-formed message at the wrong time
@@ -85,6 +87,14 @@ class PeerLeft(PeerError):
 
 class PeerRestarted(PeerError):
     """The other party was restarted: the run goes on from a checkpoint once it is opened again."""
+
+
+class NothingBegun(PeerError):
+    """A run to go on with, of which nothing was answered yet, and which began anew since."""
+
+
+class OthersAwaited(PeerError):
+    """What one passive party asks for needs another one, which is not there yet."""
 
 
 class ProtocolError(PeerError):

@@ -67,7 +67,7 @@ def _run(parsed: argparse.Namespace) -> None:
     folder = open_run_folder(
         settings.runs_dir,
         settings.contract.run_name,
-        "passive",
+        settings.folder_name(),
         lambda folder: goes_on(settings, fresh=parsed.fresh, folder=folder),
     )
     save_resolved(settings, folder)
@@ -100,6 +100,7 @@ def _run(parsed: argparse.Namespace) -> None:
                 interruption,
                 credentials,
                 transcript,
+                settings.party,
             ) as peer:
                 run.run(peer)
         finally:
@@ -159,7 +160,11 @@ def _check(parsed: argparse.Namespace) -> None:
 def _peer_state(settings: PassiveSettings) -> str:
     credentials = settings.credential_files(settings.party)
     with GrpcPeer(
-        settings.connect, settings.contract, settings.reconnect, credentials=credentials
+        settings.connect,
+        settings.contract,
+        settings.reconnect,
+        credentials=credentials,
+        party=settings.party,
     ) as peer:
         try:
             ready = peer.is_ready()

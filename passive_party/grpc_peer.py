@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -32,6 +33,7 @@ from common.wire.endpoint import HANDSHAKE_TIMEOUT_S, SERVICE, method_path, open
 from common.wire.limits import (
     ALIGN_FRAME_BYTES,
     DIGEST_BYTES,
+    PARTY_KEY,
     PROTOCOL_VERSION,
     RUN_ID_PATTERN,
     SMALL_BYTES,
@@ -69,6 +71,7 @@ class GrpcPeer:
         interruption: returns the signal that asks this party to stop, once there is one.
         credentials: this party's; without them plain text is spoken, on loopback only.
         transcript: notes what crosses, if there is one.
+        party: this party's name, which every call carries where there are several.
     """
 
     def __init__(
@@ -79,9 +82,12 @@ class GrpcPeer:
         interruption: Interruption = lambda: None,
         credentials: CredentialFiles | None = None,
         transcript: Transcript | None = None,
+        party: str | None = None,
     ) -> None:
         self._address = address
         self._contract = contract
+        several = len(contract.passive_parties) > 1
+        self._metadata = ((PARTY_KEY, party),) if several and party is not None else None
         self._limits = TensorLimits.of(contract)
         self._reconnect = reconnect
         self._interruption = interruption
@@ -164,7 +170,7 @@ class GrpcPeer:
 
     def _start_alignment(self, method: Any) -> Callable[[Iterator[pb.AlignFrame]], Any]:
         def connect(outgoing: Iterator[pb.AlignFrame]) -> Any:
-            self._align = method(outgoing)
+            self._align = method(outgoing, metadata=self._metadata)
             return map(believed, self._align)
 
         return connect
@@ -351,7 +357,7 @@ class GrpcPeer:
             response_deserializer=reader(reply, SMALL_BYTES),
         )
         try:
-            answer: MessageT | Refused = call(request, timeout=timeout_s)
+            answer: MessageT | Refused = call(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise _error_of(error) from error
         return believed(answer)
@@ -363,7 +369,8 @@ class GrpcPeer:
     ) -> "_Stream":
         """Open a stream of tensors, and of answers to them, which stay bytes without ``read``."""
         call: Any = self._channel.stream_stream(method_path(method), response_deserializer=read)
-        return _Stream(call, self._reconnect.deadline_s, self._interruption)
+        named = partial(call, metadata=self._metadata)
+        return _Stream(named, self._reconnect.deadline_s, self._interruption)
 
 
 class _Stream:
@@ -422,13 +429,15 @@ class _Stream:
 def _opening(reply: pb.HandshakeReply, offer: Offer | None) -> Opening:
     if not re.fullmatch(RUN_ID_PATTERN, reply.run_id):
         raise InvalidMessage("the handshake's reply names no run")
-    for name, value in (("nonce", reply.nonce), ("contract_digest", reply.contract_digest)):
+    commitments = tuple(reply.nonce_commitments)
+    named = [("nonce", reply.nonce), ("contract_digest", reply.contract_digest)]
+    for name, value in named + [("nonce_commitments", value) for value in commitments]:
         if len(value) != DIGEST_BYTES:  # as long as a nonce
             raise InvalidMessage(f"{name}: expected {DIGEST_BYTES} bytes, got {len(value)}")
     resumes_at = reply.resumes_at if reply.HasField("resumes_at") else None
     if offer is not None and (reply.run_id != offer.run_id or resumes_at not in offer.places):
         raise InvalidMessage("the active party goes on with another run than this one")
-    return Opening(reply.run_id, reply.contract_digest, reply.nonce, resumes_at)
+    return Opening(reply.run_id, reply.contract_digest, reply.nonce, resumes_at, commitments)
 
 
 def _error_of(error: Exception) -> SplitveilError:

@@ -23,7 +23,9 @@ class Opening(NamedTuple):
     contract_digest: bytes
     nonce: bytes
     resumes_at: int | None = None
-    """The place that both go on from; None for a new run."""
+    """The place that all go on from; None for a new run."""
+    commitments: tuple[bytes, ...] = ()
+    """To the nonces of all passive parties, where there are several."""
 
 
 class Peer(Protocol):

@@ -12,7 +12,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from common.alignment import AlignmentEngine, align
+from common.alignment import (
+    Agree,
+    AlignChannel,
+    Alignment,
+    AlignmentEngine,
+    align,
+    receive_share,
+)
 from common.checkpoint import RunStore, State, as_whole_state
 from common.contract import Contract
 from common.errors import (
@@ -22,6 +29,7 @@ from common.errors import (
     DataError,
     Interrupted,
     InvalidMessage,
+    NothingBegun,
     PeerError,
     PeerLeft,
     PeerRestarted,
@@ -199,7 +207,6 @@ class PassiveRun:
         if len(opening.nonce) != 32:
             raise InvalidMessage(f"nonce: expected 32 bytes, got {len(opening.nonce)}")
         self.run_id = opening.run_id
-        seed = joint_seed(opening.nonce, self._nonce)
         alignment = align(
             self._engine,
             self._ids,
@@ -207,22 +214,50 @@ class PassiveRun:
             nonce=self._nonce,
             run_id=self.run_id,
             progress=self._on_alignment_progress,
+            agree=self._agree_with_all(opening) if self._has_several else None,
         )
         peer.close_alignment()
         if alignment.peer_nonce != opening.nonce:
             raise InvalidMessage("the active party's nonce changed since the handshake")
-        rows, trainer = self._prepare(alignment.rows, seed)
+        nonces = alignment.nonces if self._has_several else (self._nonce,)
+        rows, trainer = self._prepare(alignment.rows, joint_seed(opening.nonce, *nonces))
         if self._store is not None:
             self._store.save_run(
                 {
                     "run_id": self.run_id,
                     "nonce": self._nonce,
                     "peer_nonce": opening.nonce,
+                    "passive_nonces": list(nonces),
                     "file_rows": torch.from_numpy(rows.file_rows),
                     "data": trainer.data_digest,
                 }
             )
         self._save(trainer)
+
+    def _agree_with_all(self, opening: Opening) -> Agree:
+        """Return what finds the ids that all parties have, of those that this pair has."""
+        place = self.contract.passive_parties.index(self._party)
+        own = hashlib.sha256(self._nonce).digest()
+        if (
+            len(opening.commitments) != len(self.contract.passive_parties)
+            or opening.commitments[place] != own
+        ):
+            raise InvalidMessage("the handshake's reply does not hold this party's commitment")
+
+        def agree(alignment: Alignment, channel: AlignChannel) -> Alignment:
+            in_common = len(alignment.rows)
+            share = receive_share(
+                channel, in_common, opening.commitments, self._stop_if_interrupted
+            )
+            rows = alignment.rows[share.mask]
+            if len(rows) < self.contract.alignment.min_aligned:
+                raise AlignmentError(
+                    f"too few ids to train on: {in_common} in common with the active party, "
+                    f"{len(rows)} of them with all, needed {self.contract.alignment.min_aligned}"
+                )
+            return alignment._replace(rows=rows, nonces=share.nonces)
+
+        return agree
 
     def _prepare(self, file_rows: Positions, seed: bytes) -> tuple[AlignedRows, BottomTrainer]:
         """Make all that the common rows are needed for."""
@@ -246,7 +281,8 @@ class PassiveRun:
         file_rows = stored["file_rows"].numpy()
         if len(file_rows) and int(file_rows.max()) >= len(self._ids):
             raise _other_data()
-        _, trainer = self._prepare(file_rows, joint_seed(stored["peer_nonce"], self._nonce))
+        seed = joint_seed(stored["peer_nonce"], *stored["passive_nonces"])
+        _, trainer = self._prepare(file_rows, seed)
         if trainer.data_digest != stored["data"]:
             raise _other_data()
         self._restore(places[-1])
@@ -261,6 +297,12 @@ class PassiveRun:
         offer = Offer(self.run_id, tuple(self._store.places()))
         try:
             opening = self._handshake(peer, offer)
+        except NothingBegun:
+            if self._place:
+                raise
+            self.run_id = ""
+            self._open_patiently(peer)
+            return
         except ProtocolError as error:
             raise ProtocolError(
                 "the active party cannot go on with this run; to begin anew, start both with "
@@ -362,6 +404,11 @@ class PassiveRun:
     def _on_alignment_progress(self, done_ids: int, total_ids: int) -> None:
         self._stop_if_interrupted()
         self._observer.on_alignment_progress(done_ids, total_ids)
+
+    @property
+    def _has_several(self) -> bool:
+        """Whether there are other passive parties."""
+        return len(self.contract.passive_parties) > 1
 
     def _stop_if_interrupted(self) -> None:
         signal_number = self._interruption()

@@ -63,6 +63,10 @@ class PassiveSettings(PartySettings):
     adversary: AdversarySettings | None = None
     """Red team: measure what the received gradients leak; ``null`` for none."""
 
+    def folder_name(self) -> str:
+        """Return the name of this party's folder among a run's results."""
+        return self.party if len(self.contract.passive_parties) > 1 else "passive"
+
     @property
     def audits(self) -> bool:
         """Whether the active party is to measure scores."""

@@ -68,28 +68,34 @@ class HandshakeRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., party: _Optional[str] = ..., contract: _Optional[str] = ..., nonce_commitment: _Optional[bytes] = ..., resume_run_id: _Optional[str] = ..., resume_places: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HandshakeReply(_message.Message):
-    __slots__ = ("run_id", "contract_digest", "nonce", "resumes_at")
+    __slots__ = ("run_id", "contract_digest", "nonce", "resumes_at", "nonce_commitments")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     CONTRACT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
     RESUMES_AT_FIELD_NUMBER: _ClassVar[int]
+    NONCE_COMMITMENTS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     contract_digest: bytes
     nonce: bytes
     resumes_at: int
-    def __init__(self, run_id: _Optional[str] = ..., contract_digest: _Optional[bytes] = ..., nonce: _Optional[bytes] = ..., resumes_at: _Optional[int] = ...) -> None: ...
+    nonce_commitments: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, run_id: _Optional[str] = ..., contract_digest: _Optional[bytes] = ..., nonce: _Optional[bytes] = ..., resumes_at: _Optional[int] = ..., nonce_commitments: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class AlignFrame(_message.Message):
-    __slots__ = ("hello", "points", "tags", "done")
+    __slots__ = ("hello", "points", "tags", "done", "wait", "share")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     POINTS_FIELD_NUMBER: _ClassVar[int]
     TAGS_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
     hello: AlignHello
     points: MaskedPoints
     tags: Tags
     done: AlignDone
-    def __init__(self, hello: _Optional[_Union[AlignHello, _Mapping]] = ..., points: _Optional[_Union[MaskedPoints, _Mapping]] = ..., tags: _Optional[_Union[Tags, _Mapping]] = ..., done: _Optional[_Union[AlignDone, _Mapping]] = ...) -> None: ...
+    wait: AlignWait
+    share: AlignShare
+    def __init__(self, hello: _Optional[_Union[AlignHello, _Mapping]] = ..., points: _Optional[_Union[MaskedPoints, _Mapping]] = ..., tags: _Optional[_Union[Tags, _Mapping]] = ..., done: _Optional[_Union[AlignDone, _Mapping]] = ..., wait: _Optional[_Union[AlignWait, _Mapping]] = ..., share: _Optional[_Union[AlignShare, _Mapping]] = ...) -> None: ...
 
 class AlignHello(_message.Message):
     __slots__ = ("engine", "version", "normalisation", "tag_bytes", "chunk_ids", "set_size", "nonce", "run_id")
@@ -134,6 +140,20 @@ class AlignDone(_message.Message):
     count: int
     digest: bytes
     def __init__(self, count: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+
+class AlignWait(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AlignShare(_message.Message):
+    __slots__ = ("chunk", "mask", "nonces")
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    MASK_FIELD_NUMBER: _ClassVar[int]
+    NONCES_FIELD_NUMBER: _ClassVar[int]
+    chunk: int
+    mask: bytes
+    nonces: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, chunk: _Optional[int] = ..., mask: _Optional[bytes] = ..., nonces: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class TensorFrame(_message.Message):
     __slots__ = ("run_id", "epoch", "step", "rows", "positions_digest", "split", "dtype", "shape", "total_bytes", "offset", "data")

@@ -158,7 +158,7 @@ class ActiveRecording(Recording):
     def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
         self.ledger.append((epoch, bounds))
 
-    def on_audit(self, question: AuditQuestion, leak_auc: float) -> None:
+    def on_audit(self, question: AuditQuestion, leak_auc: float, party: str) -> None:
         self.audits.append((question, leak_auc))
 
     def objection(self) -> SplitveilError | None:

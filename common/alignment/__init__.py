@@ -15,10 +15,20 @@ from pydantic import Field
 from common.alignment.channel import AlignChannel, QueueChannel, StreamChannel, channel_pair
 from common.alignment.ecdh import EcdhEngine, RowIndices
 from common.alignment.ids import canonical_ids
+from common.alignment.share import (
+    WAIT_S,
+    Share,
+    intersect,
+    receive_share,
+    share_frames,
+    wait_frame,
+)
 from common.settings import Section
 from protos.split_learning_pb2 import AlignFrame
 
 __all__ = [
+    "Agree",
+    "WAIT_S",
     "AlignChannel",
     "Alignment",
     "AlignmentEngine",
@@ -28,11 +38,16 @@ __all__ = [
     "EcdhAlignment",
     "QueueChannel",
     "RowIndices",
+    "Share",
     "StreamChannel",
     "align",
     "build_engine",
     "canonical_ids",
     "channel_pair",
+    "intersect",
+    "receive_share",
+    "share_frames",
+    "wait_frame",
 ]
 
 
@@ -114,6 +129,11 @@ class Alignment(NamedTuple):
     rows: RowIndices  # own rows of the common ids, in the order that both parties share
     peer_nonce: bytes
     peer_set_size: int
+    nonces: tuple[bytes, ...] = ()  # of all passive parties, where there are several
+
+
+Agree = Callable[[Alignment, AlignChannel], Alignment]
+"""What two parties do once they know their common ids, before they close the channel."""
 
 
 def build_engine(settings: AlignmentSettings, resources: AlignmentResources) -> AlignmentEngine:
@@ -133,6 +153,7 @@ def align(
     nonce: bytes,
     run_id: str,
     progress: Callable[[int, int], None] | None = None,
+    agree: Agree | None = None,
 ) -> Alignment:
     """Find the ids that both parties have. Closes the channel in the end, come what may.
 
@@ -143,6 +164,7 @@ def align(
         nonce: this party's share of the joint seed.
         run_id: as the handshake gave it.
         progress: is told how many ids of both parties are through, and of how many.
+        agree: what is left to do where there are several passive parties.
 
     Raises:
         AlignmentError: the intersection is too small, or the parties disagree; on both ends.
@@ -154,10 +176,10 @@ def align(
         for reply in session.receive(channel.receive()):
             channel.send(reply)
         _exchange(session, channel, progress or _ignore)
-        rows = session.result()
+        found = Alignment(session.result(), session.peer_nonce, session.peer_set_size)
+        return found if agree is None else agree(found, channel)
     finally:
         channel.close()
-    return Alignment(rows, session.peer_nonce, session.peer_set_size)
 
 
 def _exchange(

@@ -52,6 +52,16 @@ CONTRACT_DEPTH = 4
 DETAILS_CHARACTERS = 2000
 """Of a status from the peer, what is looked at."""
 
+MASK_BYTES = CHUNK_IDS * POINT_BYTES
+"""A chunk of the mask that ends an alignment of several: as large as one of points."""
+
+# ---- several passive parties ----
+
+PASSIVE_PARTIES = 8
+"""Most passive parties of one run."""
+PARTY_KEY = "splitveil-party"
+"""Metadata of every call where there are several: the calling party's name in the contract."""
+
 # ---- names and audits ----
 
 LAYER_NAME_PATTERN = r"[A-Za-z0-9_.-]{1,64}"
@@ -69,6 +79,8 @@ would be another question."""
 SERVER_THREADS = 12
 """Two each for Train, Evaluate and Align (``stream_places.py``), the rest for what is unary: the
 longest of those waits for an alignment to end, five seconds."""
+THREADS_PER_PARTY = 8
+"""More of them for each further passive party: its streams, and two calls that wait for others."""
 CONCURRENT_RPCS = 64
 """Calls under way or waiting for a thread, over all connections; the next one is sent away, and
 comes again."""
@@ -108,6 +120,7 @@ FIELDS: Mapping[str, Bound] = {
     "HandshakeReply.run_id": _NAME,
     "HandshakeReply.contract_digest": _DIGEST,
     "HandshakeReply.nonce": _NONCE,
+    "HandshakeReply.nonce_commitments": Bound(PASSIVE_PARTIES, "one for each passive party"),
     "AlignHello.engine": _NAME,
     "AlignHello.version": _VERSION,
     "AlignHello.normalisation": _NAME,
@@ -122,6 +135,9 @@ FIELDS: Mapping[str, Bound] = {
     "Tags.tags": Bound(CHUNK_IDS * TAG_BYTES, "one chunk"),
     "AlignDone.count": Bound(2**31, "the largest set that a contract can allow"),
     "AlignDone.digest": _DIGEST,
+    "AlignShare.chunk": Bound(2**31 // (8 * MASK_BYTES), "as many bits as the largest set has ids"),
+    "AlignShare.mask": Bound(MASK_BYTES, "one chunk"),
+    "AlignShare.nonces": Bound(PASSIVE_PARTIES, "one for each passive party"),
     "TensorFrame.run_id": _NAME,
     "TensorFrame.epoch": _EPOCH,
     "TensorFrame.step": _STEP,
@@ -145,6 +161,10 @@ EXEMPT: Mapping[str, str] = {
     "AlignFrame.points": "a message: its own fields are bounded",
     "AlignFrame.tags": "a message: its own fields are bounded",
     "AlignFrame.done": "a message: its own fields are bounded",
+    "AlignFrame.wait": "a message, without fields",
+    "AlignFrame.share": "a message: its own fields are bounded",
+    "AlignShare.nonces[]": "has to be what its commitment says",
+    "HandshakeReply.nonce_commitments[]": "grpc_peer wants 32 bytes",
     "TensorFrame.rows": "tensor_codec holds it against the contract's max_rows",
     "TensorFrame.total_bytes": "tensor_codec: exactly what the shape says",
     "TensorFrame.offset": "tensor_codec: exactly what was received before",

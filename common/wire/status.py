@@ -16,7 +16,9 @@ from common.errors import (
     ContractMismatch,
     Interrupted,
     InvalidMessage,
+    NothingBegun,
     NotOpen,
+    OthersAwaited,
     OutOfStep,
     PeerError,
     PeerLeft,
@@ -67,6 +69,17 @@ _SENT: tuple[tuple[type[Exception], PeerStatus], ...] = (
         ),
     ),
     (
+        OthersAwaited,
+        PeerStatus(grpc.StatusCode.UNAVAILABLE, "others-awaited: another party is not there yet"),
+    ),
+    (
+        NothingBegun,
+        PeerStatus(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "nothing-begun: nothing of this run was answered; align again",
+        ),
+    ),
+    (
         OutOfStep,
         PeerStatus(
             grpc.StatusCode.FAILED_PRECONDITION,
@@ -107,6 +120,8 @@ _RECEIVED: dict[str, tuple[type[SplitveilError], str]] = {
     "invalid-message": (ProtocolError, "the peer found a message of this party invalid"),
     "too-large": (ProtocolError, "the peer found a message of this party too large"),
     "not-open": (PeerRestarted, "the peer was restarted, and its run has to be opened again"),
+    "others-awaited": (PeerUnreachable, "the active party waits for another passive party"),
+    "nothing-begun": (NothingBegun, "the active party has begun anew before the first answer"),
     "out-of-step": (ProtocolError, "the peer is at another run, epoch, step or other rows"),
     "audit-refused": (AuditRefused, "the peer measures no scores in this run"),
     "untrusted": (PeerUntrusted, "the peer does not accept this party's certificate"),

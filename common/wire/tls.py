@@ -11,6 +11,7 @@ import common
 from common.contract import Contract
 from common.credentials import CredentialFiles, Credentials, printable
 from common.errors import SettingsError
+from common.wire.limits import PARTY_KEY
 from common.wire.status import UNTRUSTED
 from protos import split_learning_pb2 as pb
 
@@ -105,8 +106,10 @@ class PartyInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ign
             # grpcio's stubs say bytes where lists of bytes come.
             shown = cast("_Shown", context.auth_context())
             party = self._party_of(shown)
-            claimed = request.party if isinstance(request, pb.HandshakeRequest) else party
-            if party is None or claimed != party:
+            claimed = {value for key, value in context.invocation_metadata() if key == PARTY_KEY}
+            if isinstance(request, pb.HandshakeRequest):
+                claimed.add(request.party)
+            if party is None or claimed - {party}:
                 self._tell(shown, context.peer(), party)
                 context.abort(UNTRUSTED.code, UNTRUSTED.details)
             return behaviour(request, context)
@@ -129,6 +132,6 @@ class PartyInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ign
         reason = (
             "it carries the name of no passive party of the contract"
             if party is None
-            else f"it is {party}'s, and the handshake names another party"
+            else f"it is {party}'s, and the call names another party"
         )
         logger.warning("refused %s with certificate %s: %s", peer, printable(subject), reason)

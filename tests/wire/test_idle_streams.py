@@ -113,7 +113,7 @@ def test_without_places_idle_streams_lock_the_honest_peer_out(example: Path, por
     """The attack that succeeds where the rule is not."""
     parties = build_parties(example)
     with met(parties, port) as (service, hostile):
-        service._train_places = NoPlaces()
+        service._callers["passive"].train_places = NoPlaces()
         hostile.fill("Train")
         time.sleep(1)  # until all are there
         with pytest.raises(grpc.RpcError) as caught:

@@ -221,12 +221,12 @@ def test_a_genuine_certificate_with_another_name_reaches_no_handler(
         peer_of(parties, port, Unchecked(trusted, "mallory")) as peer,
     ):
         caplog.clear()
-        heard_at = service._heard_at
+        heard_at = service._callers["passive"].heard_at
         with pytest.raises(PeerUntrusted, match="does not accept this party's certificate"):
             parties.run.run(peer)
         with pytest.raises(PeerUntrusted):
             peer.is_ready()
-        assert service._heard_at == heard_at
+        assert service._callers["passive"].heard_at == heard_at
     (line,) = warnings(caplog)
     assert re.fullmatch(
         r"refused ipv4:127\.0\.0\.1:\d+ with certificate CN=mallory\.splitveil: "

@@ -1,0 +1,133 @@
+"""What the active party holds of each passive party of a run, between its messages."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from active_party.audit_desk import AuditDesk
+from common.alignment import Share
+from common.errors import OutOfStep
+from common.sample_order import Positions
+from common.wire.tensor_codec import BatchHeader, TensorMessage
+from protos import split_learning_pb2 as pb
+
+
+class Question(NamedTuple):
+    """What a party asks, while the others have not asked yet."""
+
+    message: TensorMessage
+    fingerprint: bytes
+    """Tells whether the same was asked at this place before, 16 bytes."""
+
+
+class Answered(NamedTuple):
+    """A party's last question, and what it was told."""
+
+    header: BatchHeader
+    values: Tensor
+    reply: "TensorMessage | pb.Course"
+
+
+@dataclass(eq=False)
+class PassiveParty:
+    """One passive party of the contract."""
+
+    name: str
+    index: int
+    """Its place in the contract's order."""
+
+    audits: AuditDesk
+
+    audited: set[tuple[int, str, str]] = field(default_factory=set)
+    """Epoch, attack and layer of which the observer knows."""
+
+    commitment: bytes = b""
+    """To its nonce, from the handshake."""
+
+    was_met: bool = False
+    """Whether it has ever shaken hands with this process."""
+
+    has_opened: bool = False
+    """Whether it has, since the run was last opened or gone on with."""
+
+    calls: int = 0
+    """How many handshakes it began: only the newest one waits for others."""
+
+    offer: frozenset[int] = frozenset()
+    """Places where it can go on."""
+
+    nonce: bytes = b""
+    pair_rows: Positions | None = None
+    """The active party's rows of the ids that the two have in common, once they are aligned."""
+
+    share: Share | None = None
+    """Which of those all parties have, once all are aligned."""
+
+    question: Question | None = None
+    answered: Answered | None = None
+    has_left: bool = False
+
+    def forget_opening(self) -> None:
+        """Let it open the run again, before any other message of it is taken."""
+        self.has_opened = False
+        self.question = None
+
+    def forget_alignment(self) -> None:
+        """Let it begin anew."""
+        self.forget_opening()
+        self.commitment = self.nonce = b""
+        self.pair_rows = self.share = None
+
+    def at_place(self) -> None:
+        """Forget what was asked before the run went to another place."""
+        self.question = self.answered = None
+
+    def stored_reply(self, message: TensorMessage) -> "TensorMessage | pb.Course | None":
+        """Return what it was told when it asked this last.
+
+        Raises:
+            OutOfStep: it asks again with other bytes.
+        """
+        answered = self.answered
+        if answered is None or message.header != answered.header:
+            return None
+        if not _same_bytes(message.values, answered.values):
+            raise OutOfStep("a repeated step came with other bytes")
+        return answered.reply
+
+    def ask(self, question: Question) -> None:
+        """Take a question that may have to wait for others.
+
+        Raises:
+            OutOfStep: it waits already, with other bytes.
+        """
+        waiting = self.question
+        if waiting is not None and not _same_bytes(waiting.message.values, question.message.values):
+            raise OutOfStep("a step that waits for other parties came again with other bytes")
+        self.question = question
+
+    def answer(self, reply: "TensorMessage | pb.Course") -> None:
+        """Keep the answer to its question."""
+        if self.question is None:
+            raise RuntimeError("an answer without a question")
+        message, self.question = self.question.message, None
+        self.answered = Answered(message.header, message.values, reply)
+
+    def reply(self) -> "TensorMessage | pb.Course":
+        """Return what it was told last."""
+        if self.answered is None:
+            raise RuntimeError("no answer yet")
+        return self.answered.reply
+
+
+def names_of(parties: Sequence[PassiveParty]) -> str:
+    """Return their names in words."""
+    return " and ".join(repr(party.name) for party in parties)
+
+
+def _same_bytes(one: Tensor, other: Tensor) -> bool:
+    # By bits, not by value: 0.0 and -0.0 are different bytes.
+    return one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))

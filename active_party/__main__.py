@@ -36,7 +36,7 @@ from common.command_line import (
     save_resolved,
     verify_transcript,
 )
-from common.contract import ACTIVE
+from common.contract import ACTIVE, Contract
 from common.errors import (
     BudgetExhausted,
     Interrupted,
@@ -116,6 +116,7 @@ def _run(parsed: argparse.Namespace) -> None:
     interruption = Interruption()
     interruption.install()
     settings = _load(parsed)
+    contract = settings.contract
     credentials = settings.credential_files(ACTIVE)
     security = check_security(credentials, settings.listen, "listen")
     logger.log(logging.WARNING if credentials is None else logging.INFO, "security: %s", security)
@@ -127,26 +128,26 @@ def _run(parsed: argparse.Namespace) -> None:
     interruption.check()
     folder = open_run_folder(
         settings.runs_dir,
-        settings.contract.run_name,
+        contract.run_name,
         "active",
         lambda folder: goes_on(settings, fresh=parsed.fresh, folder=folder),
     )
     save_resolved(settings, folder)
     engine = build_engine(
-        settings.contract.alignment, AlignmentResources(workers=settings.alignment_workers)
+        contract.alignment, AlignmentResources(workers=settings.alignment_workers)
     )
     build_trainer = TrainerBuilder(settings, data, device)
     with ExitStack() as resources:
         transcript = resources.enter_context(_transcript(settings, folder))
         recorder = resources.enter_context(ActiveRecorder(settings, folder))
-        plan, parties = settings.contract.checkpoints, settings.contract.passive_parties
-        store = RunStore(folder, plan.keep, questions_per_place=len(parties))
-        nonces = partial(draw_nonce, settings)
-        session = build_session(settings, data, build_trainer, recorder, nonces, store)
+        store = RunStore(folder, contract.checkpoints.keep, len(contract.passive_parties))
+        session = build_session(
+            settings, data, build_trainer, recorder, partial(draw_nonce, settings), store
+        )
         session.reopen()
         service = ActiveService(session, engine, settings.reconnect.deadline_s)
-        server = start_server(service, settings.contract, settings.listen, credentials, transcript)
-        logger.info("waiting for the passive party at %s", settings.listen)
+        server = start_server(service, contract, settings.listen, credentials, transcript)
+        logger.info("waiting for %s at %s", _parties_of(contract), settings.listen)
         stopped: BudgetExhausted | LeakGateClosed | None = None
         try:
             _wait_for_end(session, service, settings, interruption)
@@ -209,6 +210,13 @@ def _wait_for_end(
     if isinstance(session.error, PeerError):
         interruption.check()
     raise session.error
+
+
+def _parties_of(contract: Contract) -> str:
+    names = contract.passive_parties
+    if len(names) == 1:
+        return "the passive party"
+    return f"the passive parties {', '.join(names)}"
 
 
 def _silent_party(

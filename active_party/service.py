@@ -14,6 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from active_party.session import ActiveSession, Offer
 from common.alignment import (
     WAIT_S,
+    Agree,
     AlignChannel,
     Alignment,
     AlignmentEngine,
@@ -187,15 +188,6 @@ class ActiveService:
 
     def _align_over(self, channel: StreamChannel, party: str) -> None:
         session, run_id = self._session, self._session.run_id
-
-        def wait_for_all(alignment: Alignment, channel: AlignChannel) -> Alignment:
-            session.aligned(alignment.rows, alignment.peer_nonce, party)
-            while (share := session.share_of(party, WAIT_S)) is None:
-                channel.send(wait_frame())
-            for frame in share_frames(share):
-                channel.send(frame)
-            return alignment
-
         try:
             alignment = align(
                 self._engine,
@@ -205,7 +197,7 @@ class ActiveService:
                 run_id=run_id,
                 # An interrupted session says so now, and not only when all ids are through.
                 progress=lambda _done_ids, _total_ids: session.begin_alignment(run_id, party),
-                agree=wait_for_all if self._has_several else None,
+                agree=agreeing(session, party) if self._has_several else None,
             )
         except AlignmentError as error:
             session.end(error)  # now, before the peer's goodbye that comes for the same reason
@@ -314,6 +306,20 @@ class ActiveService:
                 return
             caller.hear()
             yield believed(message)
+
+
+def agreeing(session: ActiveSession, party: str) -> Agree:
+    """Return what tells a passive party, once all are aligned, which ids they all have."""
+
+    def agree(alignment: Alignment, channel: AlignChannel) -> Alignment:
+        session.aligned(alignment.rows, alignment.peer_nonce, party)
+        while (share := session.share_of(party, WAIT_S)) is None:
+            channel.send(wait_frame())
+        for frame in share_frames(share):
+            channel.send(frame)
+        return alignment
+
+    return agree
 
 
 class HealthService(health.HealthServicer):  # type: ignore[misc]

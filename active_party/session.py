@@ -63,7 +63,6 @@ from common.wire.tensor_codec import BatchHeader, TensorMessage
 from common.wire.words import SPLIT_ON_WIRE
 from protos import split_learning_pb2 as pb
 
-
 HANDSHAKE_WAIT_S = 10.0
 """How long a handshake waits for those of the other parties; then it is asked for again."""
 

@@ -281,7 +281,8 @@ class PassiveRun:
         file_rows = stored["file_rows"].numpy()
         if len(file_rows) and int(file_rows.max()) >= len(self._ids):
             raise _other_data()
-        seed = joint_seed(stored["peer_nonce"], *stored["passive_nonces"])
+        with as_whole_state():
+            seed = joint_seed(stored["peer_nonce"], *stored["passive_nonces"])
         _, trainer = self._prepare(file_rows, seed)
         if trainer.data_digest != stored["data"]:
             raise _other_data()

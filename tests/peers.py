@@ -29,7 +29,8 @@ class InProcessPeer:
         wanted = None if offer is None else ActiveOffer(offer.run_id, frozenset(offer.places))
         opening = self._session.handshake(party, canonical_contract, commitment, wanted)
         digest = self._session.contract.digest()
-        return Opening(opening.run_id, digest, opening.nonce, opening.resumes_at)
+        told = opening.nonce, opening.resumes_at, opening.commitments
+        return Opening(opening.run_id, digest, *told)
 
     def open_alignment(self) -> AlignChannel:
         own, other = channel_pair()

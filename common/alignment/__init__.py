@@ -27,8 +27,8 @@ from common.settings import Section
 from protos.split_learning_pb2 import AlignFrame
 
 __all__ = [
-    "Agree",
     "WAIT_S",
+    "Agree",
     "AlignChannel",
     "Alignment",
     "AlignmentEngine",

@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from active_party.aggregation import aggregate, parts_of
 from active_party.defenses import build_defense
-from active_party.defenses.joint_draw import defend_jointly
+from active_party.defenses.report import DefendedGradient, DefenseReport
 from active_party.defenses.settings import MarvellDefense, PowerRatio
 from active_party.defenses.sum_kl import leak_auc_bound
+from common.contract import Aggregation
 from common.privacy.leakage import leak_auc
 
 PARTIES = 3
@@ -48,51 +50,65 @@ def expected_leak(sum_kl: float) -> float:
     return NormalDist().cdf(math.sqrt(sum_kl / 2))
 
 
+def defend_jointly(gradients: list[Tensor], labels: Tensor) -> tuple[list[Tensor], DefenseReport]:
+    """Answer the parties of a concatenation: the aggregate's gradient is all of theirs."""
+    joint = torch.cat(gradients, dim=1)
+    defended, report = build_defense(SETTINGS).defend(joint, labels)
+    return [*parts_of("concat", defended, len(gradients))], report
+
+
 def test_parties_that_join_gain_from_independent_draws_and_not_from_a_joint_one() -> None:
     gradients, labels = parties_gradients()
-    jointly, report = defend_jointly(build_defense(SETTINGS), gradients, labels)
+    jointly, report = defend_jointly(gradients, labels)
     defense = build_defense(SETTINGS)
     separately: list[Tensor] = [defense.defend(raw, labels)[0] for raw in gradients]
     assert report.charge.sum_kl == pytest.approx(1 / 4, rel=0.01)
     bound = leak_auc_bound(report.charge.sum_kl)
-    assert best_leak([*jointly], gradients, labels) == pytest.approx(expected_leak(1 / 4), abs=0.01)
+    assert best_leak(jointly, gradients, labels) == pytest.approx(expected_leak(1 / 4), abs=0.01)
     assert best_leak(separately, gradients, labels) == pytest.approx(
         expected_leak(PARTIES / 4), abs=0.01
     )
-    assert best_leak([*jointly], gradients, labels) < bound < expected_leak(PARTIES / 4) + 0.01
+    assert best_leak(jointly, gradients, labels) < bound < expected_leak(PARTIES / 4) + 0.01
 
 
 @pytest.mark.parametrize("party", range(PARTIES))
 def test_a_party_alone_knows_as_much_as_all_together(party: int) -> None:
     gradients, labels = parties_gradients()
-    jointly, report = defend_jointly(build_defense(SETTINGS), gradients, labels)
+    jointly, report = defend_jointly(gradients, labels)
     alone = best_leak([jointly[party]], [gradients[party]], labels)
     assert alone == pytest.approx(expected_leak(report.charge.sum_kl), abs=0.01)
 
 
-def test_each_party_gets_its_gradients_shape_and_the_power_is_shared() -> None:
-    gradients, labels = parties_gradients(rows=4000)
-    shaped = [gradients[0].reshape(-1, 2, 4), *gradients[1:]]
-    jointly, report = defend_jointly(build_defense(SETTINGS), shaped, labels)
-    assert [tuple(sent.shape) for sent in jointly] == [tuple(raw.shape) for raw in shaped]
-    power = sum(
-        float((sent - raw).square().flatten(1).sum(dim=1).mean())
-        for sent, raw in zip(jointly, shaped, strict=True)
-    )
-    gap_squared = sum(float(gap_of(raw, labels).square().sum()) for raw in gradients)
-    assert report.noise_power == pytest.approx(4 * gap_squared, rel=1e-5)
-    assert power == pytest.approx(report.noise_power, rel=0.1)
+RULES: list[Aggregation] = ["mean", "sum", "concat"]
 
 
-def test_one_party_is_answered_as_without_a_joint_draw() -> None:
-    gradients, labels = parties_gradients(rows=200)
-    (jointly,), _ = defend_jointly(build_defense(SETTINGS), gradients[:1], labels)
-    alone, _ = build_defense(SETTINGS).defend(gradients[0], labels)
-    assert torch.equal(jointly, alone)
+@pytest.mark.parametrize("rule", RULES)
+def test_the_parts_are_what_the_chain_rule_makes_of_the_aggregate_s_gradient(
+    rule: Aggregation,
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    activations = [torch.randn(5, 2, 3, generator=generator) for _ in range(PARTIES)]
+    for activation in activations:
+        activation.requires_grad_()
+    whole = aggregate(rule, activations)
+    sent = torch.randn(whole.shape, generator=generator)
+    expected = torch.autograd.grad(whole, activations, sent)
+    parts = parts_of(rule, DefendedGradient(sent), PARTIES)
+    assert all(torch.allclose(*pair) for pair in zip(parts, expected, strict=True))
+    assert whole.shape == (5, 6, 3) if rule == "concat" else (5, 2, 3)
 
 
-def test_gradients_of_different_batches_are_refused() -> None:
-    gradients, labels = parties_gradients(rows=20)
-    for wrong in ([], [gradients[0], gradients[1][:10]], [gradients[0], gradients[1].double()]):
-        with pytest.raises(ValueError, match="one batch"):
-            defend_jointly(build_defense(SETTINGS), wrong, labels)
+@pytest.mark.parametrize("rule", RULES)
+def test_of_one_party_everything_stays_as_it_is(rule: Aggregation) -> None:
+    activation = torch.randn(4, 3, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    assert aggregate(rule, [activation]) is activation
+    sent = DefendedGradient(activation)
+    assert parts_of(rule, sent, 1)[0] is sent
+
+
+@pytest.mark.parametrize("rule", ["mean", "sum"])
+def test_parties_whose_activations_are_added_all_get_the_same(rule: Aggregation) -> None:
+    """So that together they know what each one knows, whatever the defense."""
+    sent = DefendedGradient(torch.randn(4, 3, generator=torch.Generator().manual_seed(2)))
+    first, *others = parts_of(rule, sent, PARTIES)
+    assert all(torch.equal(first, other) for other in others)

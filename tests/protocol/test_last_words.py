@@ -156,7 +156,7 @@ def damaged_gradients(parties: Parties, times: int) -> Callable[[], int]:
     """Let the active party answer for another step, some times; return how often it was asked."""
     exchange, asked = parties.session.exchange, 0
 
-    def answer(message: TensorMessage) -> TensorMessage:
+    def answer(message: TensorMessage, *_: object) -> TensorMessage:
         nonlocal asked
         asked += 1
         reply = exchange(message)
@@ -171,7 +171,7 @@ def damaged_gradients(parties: Parties, times: int) -> Callable[[], int]:
         assert again is not None
         return again
 
-    parties.session.exchange = answer  # type: ignore[method-assign]
+    parties.session.exchange = answer  # type: ignore[method-assign, assignment]
     return lambda: asked
 
 
@@ -210,12 +210,12 @@ def test_a_refused_message_is_sent_a_few_times_more(example: Path, address: str)
     parties = build(example)
     asked = 0
 
-    def refuse(message: TensorMessage) -> TensorMessage:
+    def refuse(*_: object) -> TensorMessage:
         nonlocal asked
         asked += 1
         raise OutOfStep("not now")
 
-    parties.session.exchange = refuse  # type: ignore[method-assign]
+    parties.session.exchange = refuse  # type: ignore[method-assign, assignment]
     with pytest.raises(ProtocolError):
         run_over(parties, address)
     assert asked == MAX_DAMAGED + 1

@@ -155,7 +155,7 @@ def test_a_peer_that_takes_messages_and_never_answers_is_given_up(example: Path,
     overrides = ["reconnect={max_s: 1, first_wait_s: 0.1, deadline_s: 1}"]
     parties = build_parties(example, [], overrides)
     stuck = threading.Event()
-    parties.session.exchange = lambda message: stuck.wait(30)  # type: ignore[method-assign, assignment, return-value]
+    parties.session.exchange = lambda *_: stuck.wait(30)  # type: ignore[method-assign, assignment]
     contract, reconnect = parties.run.contract, parties.passive_settings.reconnect
     with (
         serving(parties, port),
@@ -348,10 +348,10 @@ def test_the_peer_reads_fixed_sentences_only(
 def test_a_fault_of_this_party_is_not_described_to_the_peer(example: Path, port: int) -> None:
     parties = build_parties(example)
 
-    def break_down(message: TensorMessage) -> TensorMessage:
+    def break_down(*_: object) -> TensorMessage:
         raise ValueError("secret detail")
 
-    parties.session.exchange = break_down  # type: ignore[method-assign]
+    parties.session.exchange = break_down  # type: ignore[method-assign, assignment]
     with pytest.raises(PeerError, match="fault of its own") as caught:
         run_over_grpc(parties, port)
     assert "secret" not in str(caught.value)

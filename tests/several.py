@@ -1,0 +1,268 @@
+"""Small whole runs with several passive parties, in one process or over a wire."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+import yaml
+from torch import Tensor
+
+from active_party.assembly import TrainerBuilder as TopBuilder
+from active_party.assembly import build_session
+from active_party.service import agreeing
+from active_party.session import ActiveSession
+from active_party.settings import ActiveSettings
+from common.alignment import AlignChannel, AlignmentEngine, AlignmentResources, align, build_engine
+from common.checkpoint import RunStore
+from common.command_line import draw_nonce
+from common.errors import NotOpen, OthersAwaited, PeerRestarted, SplitveilError
+from common.party_data import PartyData
+from common.party_settings import load_party_settings
+from common.wire.audit_codec import AuditQuestion
+from common.wire.tensor_codec import TensorMessage
+from passive_party.assembly import TrainerBuilder as BottomBuilder
+from passive_party.peer import Offer, Opening
+from passive_party.run import PassiveRun
+from passive_party.settings import PassiveSettings
+from protos import split_learning_pb2 as pb
+from tests.peers import InProcessPeer
+from tests.runs import ACTIVE, CONTRACT, CPU, PASSIVE, ActiveRecording, PassiveRecording
+
+NAMES = ("ash", "birch", "cedar")
+HANGS_AFTER_S = 60.0
+
+ResultT = TypeVar("ResultT")
+
+
+def write_several(folder: Path, parties: int = 3, rows: int = 400, seed: int = 3) -> None:
+    """Write data of an active and several passive parties, of which each lacks other rows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = np.random.default_rng(seed)
+    x, own = generator.normal(size=(rows, 2 * parties)), generator.normal(size=(rows, 2))
+    score = x[:, ::2].sum(axis=1) + own[:, 0] + generator.normal(scale=0.5, size=rows)
+    labels = (score > 1.0).astype(int)
+    ids = [f"person-{number:05d}" for number in range(rows)]
+    names, cut = NAMES[:parties], rows // 20
+    contract = {**CONTRACT, "passive_parties": list(names)}
+    settings: dict[str, dict[str, object]] = {"contract": contract, "active": {**ACTIVE}}
+    (folder / "active.csv").write_text(
+        "id,label,own1,own2\n"
+        + "".join(
+            f"{ids[i]},{labels[i]},{own[i, 0]},{own[i, 1]}\n"
+            for i in generator.permutation(rows - cut)
+        )
+    )
+    for place, name in enumerate(names):
+        columns = x[:, 2 * place : 2 * place + 2]
+        present = [i for i in generator.permutation(rows) if (i + place * cut) % rows >= cut]
+        (folder / f"{name}.csv").write_text(
+            "id,x1,x2\n" + "".join(f"{ids[i]},{columns[i, 0]},{columns[i, 1]}\n" for i in present)
+        )
+        data = {"source": {"kind": "csv", "path": f"{name}.csv"}, "id_column": "id"}
+        settings[name] = {
+            **PASSIVE,
+            "party": name,
+            "data": {**data, "features": {"numeric": "x*"}},
+            "insecure_nonce_seed": 10 + place,
+            "model_seed": 20 + place,
+        }
+    for name, values in settings.items():
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
+
+
+@dataclass
+class Passive:
+    """One passive party."""
+
+    settings: PassiveSettings
+    run: PassiveRun
+    seen: PassiveRecording
+
+
+@dataclass
+class Several:
+    """All parties of a run, built from the settings in a folder, ready to meet."""
+
+    session: ActiveSession
+    settings: ActiveSettings
+    seen: ActiveRecording
+    engine: AlignmentEngine
+    passive: dict[str, Passive]
+    errors: dict[str, BaseException] = field(default_factory=dict)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return all models' weights by name."""
+        assert self.session.trainer is not None
+        found = {f"top.{k}": v for k, v in self.session.trainer.model.state_dict().items()}
+        for name, party in self.passive.items():
+            assert party.run.trainer is not None
+            weights = party.run.trainer.model.state_dict()
+            found |= {f"{name}.{k}": v for k, v in weights.items()}
+        return found
+
+
+def build_several(
+    folder: Path,
+    both: Sequence[str] = (),
+    active: Sequence[str] = (),
+    *,
+    runs: Path | None = None,
+) -> Several:
+    """Build all parties with overrides.
+
+    Args:
+        folder: where ``write_several`` has written.
+        both: overrides for all.
+        active: overrides for the active party.
+        runs: where all keep checkpoints; by default they keep none.
+    """
+    settings = load_party_settings(ActiveSettings, folder / "active.yaml", [*both, *active])
+    data, seen = PartyData.load(settings.data, folder), ActiveRecording()
+    session = build_session(
+        settings,
+        data,
+        TopBuilder(settings, data, CPU),
+        seen,
+        partial(draw_nonce, settings),
+        _store(runs, "active", settings.contract.passive_parties),
+    )
+    engine = build_engine(settings.contract.alignment, AlignmentResources())
+    passive = {
+        name: build_passive(folder, name, both, runs=runs)
+        for name in settings.contract.passive_parties
+    }
+    return Several(session, settings, seen, engine, passive)
+
+
+def build_passive(
+    folder: Path, name: str, overrides: Sequence[str] = (), *, runs: Path | None = None
+) -> Passive:
+    """Build one passive party."""
+    settings = load_party_settings(PassiveSettings, folder / f"{name}.yaml", overrides)
+    data, seen = PartyData.load(settings.data, folder), PassiveRecording()
+    run = PassiveRun(
+        settings.contract,
+        name,
+        data.ids,
+        build_engine(settings.contract.alignment, AlignmentResources()),
+        BottomBuilder(settings, data, CPU),
+        seen,
+        partial(draw_nonce, settings),
+        store=_store(runs, name),
+    )
+    return Passive(settings, run, seen)
+
+
+def _store(runs: Path | None, name: str, asked_by: Sequence[str] = ("one",)) -> RunStore | None:
+    if runs is None:
+        return None
+    (runs / name).mkdir(parents=True, exist_ok=True)
+    return RunStore(runs / name, 3, len(asked_by))
+
+
+class PartyPeer(InProcessPeer):
+    """The active party in the same process, for one of several: what fails there, ends the run."""
+
+    def __init__(self, session: ActiveSession, engine: AlignmentEngine, party: str) -> None:
+        super().__init__(session, engine)
+        self._party = party
+
+    def handshake(
+        self, party: str, canonical_contract: str, commitment: bytes, offer: Offer | None = None
+    ) -> Opening:
+        until = time.monotonic() + HANGS_AFTER_S
+        while True:
+            try:
+                return super().handshake(party, canonical_contract, commitment, offer)
+            except OthersAwaited:
+                if time.monotonic() > until:
+                    raise
+
+    def _align(self, channel: AlignChannel) -> None:
+        session = self._session
+        try:
+            session.begin_alignment(party=self._party)
+            align(
+                self._engine,
+                session.ids,
+                channel,
+                nonce=session.nonce,
+                run_id=session.run_id,
+                agree=agreeing(session, self._party),
+            )
+        except SplitveilError as error:
+            self._failure = error
+            if not isinstance(error, NotOpen):
+                session.end(error)
+
+    def close_alignment(self) -> None:
+        self._told(super().close_alignment)
+
+    def receive_gradient(self) -> TensorMessage:
+        sent = self._sent
+        assert sent is not None
+        reply = self._told(lambda: self._session.exchange(sent, self._party))
+        self._session.finish_step()
+        return reply
+
+    def evaluate(self, message: TensorMessage) -> "pb.Course":
+        course = self._told(lambda: self._session.evaluate(message, self._party))
+        self._session.finish_step()
+        return course
+
+    def audit(self, question: AuditQuestion) -> float:
+        return self._session.audit(question, self._party)
+
+    def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
+        self._session.leave(run_id, reason, self._party)
+
+    @staticmethod
+    def _told(ask: Callable[[], ResultT]) -> ResultT:
+        try:
+            return ask()
+        except NotOpen as error:
+            raise PeerRestarted from error  # as its status means on the other side
+
+
+Connect = Callable[[ActiveSession, AlignmentEngine, str], InProcessPeer]
+
+
+def start(several: Several, name: str, connect: Connect = PartyPeer) -> threading.Thread:
+    """Let one passive party run beside the test."""
+    several.errors.pop(name, None)
+
+    def run() -> None:
+        peer = connect(several.session, several.engine, name)
+        try:
+            several.passive[name].run.run(peer)
+        except BaseException as error:
+            several.errors[name] = error
+
+    thread = threading.Thread(target=run, daemon=True, name=name)
+    thread.start()
+    return thread
+
+
+def finish(threads: Sequence[threading.Thread]) -> None:
+    """Wait for their end."""
+    for thread in threads:
+        thread.join(HANGS_AFTER_S)
+        assert not thread.is_alive(), f"{thread.name} hangs"
+
+
+def run_in_process(several: Several, **connect: Connect) -> None:
+    """Let all parties meet in this process."""
+    finish([start(several, name, connect.get(name, PartyPeer)) for name in several.passive])
+    for error in several.errors.values():
+        raise error
+
+
+def assert_same_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)

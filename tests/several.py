@@ -18,12 +18,25 @@ from active_party.assembly import build_session
 from active_party.service import agreeing
 from active_party.session import ActiveSession
 from active_party.settings import ActiveSettings
-from common.alignment import AlignChannel, AlignmentEngine, AlignmentResources, align, build_engine
+from common.alignment import (
+    AlignChannel,
+    AlignmentEngine,
+    AlignmentResources,
+    align,
+    build_engine,
+)
 from common.checkpoint import RunStore
 from common.command_line import draw_nonce
-from common.errors import NotOpen, OthersAwaited, PeerRestarted, SplitveilError
+from common.errors import (
+    NotOpen,
+    OthersAwaited,
+    PeerRestarted,
+    PeerUnreachable,
+    SplitveilError,
+)
 from common.party_data import PartyData
 from common.party_settings import load_party_settings
+from common.run_course import AlignedRows
 from common.wire.audit_codec import AuditQuestion
 from common.wire.tensor_codec import TensorMessage
 from passive_party.assembly import TrainerBuilder as BottomBuilder
@@ -74,6 +87,19 @@ def write_several(folder: Path, parties: int = 3, rows: int = 400, seed: int = 3
         }
     for name, values in settings.items():
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
+
+
+_seeding = threading.Lock()
+
+
+def one_at_a_time(build: Callable[[AlignedRows], ResultT]) -> Callable[[AlignedRows], ResultT]:
+    """Let no other party of this process draw weights meanwhile: torch has one generator."""
+
+    def locked(rows: AlignedRows) -> ResultT:
+        with _seeding:
+            return build(rows)
+
+    return locked
 
 
 @dataclass
@@ -127,7 +153,7 @@ def build_several(
     session = build_session(
         settings,
         data,
-        TopBuilder(settings, data, CPU),
+        one_at_a_time(TopBuilder(settings, data, CPU)),
         seen,
         partial(draw_nonce, settings),
         _store(runs, "active", settings.contract.passive_parties),
@@ -151,7 +177,7 @@ def build_passive(
         name,
         data.ids,
         build_engine(settings.contract.alignment, AlignmentResources()),
-        BottomBuilder(settings, data, CPU),
+        one_at_a_time(BottomBuilder(settings, data, CPU)),
         seen,
         partial(draw_nonce, settings),
         store=_store(runs, name),
@@ -167,10 +193,14 @@ def _store(runs: Path | None, name: str, asked_by: Sequence[str] = ("one",)) -> 
 
 
 class PartyPeer(InProcessPeer):
-    """The active party in the same process, for one of several: what fails there, ends the run."""
+    """The active party in the same process, for one of several: what fails there, ends the run.
 
-    def __init__(self, session: ActiveSession, engine: AlignmentEngine, party: str) -> None:
-        super().__init__(session, engine)
+    Where the test replaces the session, the active party was started again.
+    """
+
+    def __init__(self, several: Several, party: str) -> None:
+        super().__init__(several.session, several.engine)
+        self._several = several
         self._party = party
 
     def handshake(
@@ -178,6 +208,7 @@ class PartyPeer(InProcessPeer):
     ) -> Opening:
         until = time.monotonic() + HANGS_AFTER_S
         while True:
+            self._session = self._several.session
             try:
                 return super().handshake(party, canonical_contract, commitment, offer)
             except OthersAwaited:
@@ -198,29 +229,39 @@ class PartyPeer(InProcessPeer):
             )
         except SplitveilError as error:
             self._failure = error
-            if not isinstance(error, NotOpen):
+            if not isinstance(error, NotOpen | PeerUnreachable):
                 session.end(error)
+
+    def open_alignment(self) -> AlignChannel:
+        self._failure = None
+        return super().open_alignment()
 
     def close_alignment(self) -> None:
         self._told(super().close_alignment)
 
     def receive_gradient(self) -> TensorMessage:
-        sent = self._sent
+        session, sent = self._several.session, self._sent
         assert sent is not None
-        reply = self._told(lambda: self._session.exchange(sent, self._party))
-        self._session.finish_step()
+        reply = self._told(lambda: session.exchange(sent, self._party, self._is_connected(session)))
+        session.finish_step()
         return reply
 
     def evaluate(self, message: TensorMessage) -> "pb.Course":
-        course = self._told(lambda: self._session.evaluate(message, self._party))
-        self._session.finish_step()
+        session = self._several.session
+        course = self._told(
+            lambda: session.evaluate(message, self._party, self._is_connected(session))
+        )
+        session.finish_step()
         return course
 
     def audit(self, question: AuditQuestion) -> float:
-        return self._session.audit(question, self._party)
+        return self._several.session.audit(question, self._party)
 
     def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
-        self._session.leave(run_id, reason, self._party)
+        self._several.session.leave(run_id, reason, self._party)
+
+    def _is_connected(self, session: ActiveSession) -> Callable[[], bool]:
+        return lambda: session is self._several.session
 
     @staticmethod
     def _told(ask: Callable[[], ResultT]) -> ResultT:
@@ -230,17 +271,17 @@ class PartyPeer(InProcessPeer):
             raise PeerRestarted from error  # as its status means on the other side
 
 
-Connect = Callable[[ActiveSession, AlignmentEngine, str], InProcessPeer]
+Connect = Callable[[Several, str], PartyPeer]
 
 
 def start(several: Several, name: str, connect: Connect = PartyPeer) -> threading.Thread:
     """Let one passive party run beside the test."""
     several.errors.pop(name, None)
+    party = several.passive[name]
 
     def run() -> None:
-        peer = connect(several.session, several.engine, name)
         try:
-            several.passive[name].run.run(peer)
+            party.run.run(connect(several, name))
         except BaseException as error:
             several.errors[name] = error
 
@@ -266,3 +307,11 @@ def run_in_process(several: Several, **connect: Connect) -> None:
 def assert_same_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    until = time.monotonic() + HANGS_AFTER_S
+    while not condition():
+        assert time.monotonic() < until, "hangs"
+        time.sleep(0.01)

@@ -1,15 +1,36 @@
-"""Runs with several passive parties: what they learn together, and from whom they wait."""
+"""Runs with several passive parties: what they learn together, and for whom they wait."""
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
+from active_party.assembly import TrainerBuilder as TopBuilder
 from active_party.session import Stage
+from common.checkpoint import RunStore
+from common.errors import OutOfStep, PeerLeft
+from common.models.optimizers import build_optimizer
+from common.party_data import PartyData
+from common.wire.tensor_codec import TensorMessage
+from passive_party.assembly import TrainerBuilder as BottomBuilder
+from protos import split_learning_pb2 as pb
+from tests.runs import CPU
 from tests.several import (
+    HANGS_AFTER_S,
     NAMES,
+    PartyPeer,
     Several,
+    assert_same_weights,
+    build_passive,
     build_several,
+    finish,
     run_in_process,
+    start,
+    wait_until,
     write_several,
 )
 
@@ -40,3 +61,256 @@ def test_all_parties_train_on_the_ids_that_all_have(three: Path) -> None:
     assert set(common) == expected
     assert 0 < len(expected) < min(map(len, files))
     assert all(ids_at(several, name) == common for name in NAMES)
+
+
+# ---- what they learn ----
+
+
+def trained_whole(folder: Path, several: Several, aggregation: str) -> dict[str, Tensor]:
+    """Train the same models as one, with the same batches, without any protocol."""
+    rows, settings = several.seen.rows, several.settings
+    assert rows is not None
+    data = PartyData.load(settings.data, folder)
+    top = TopBuilder(settings, data, CPU)(rows)
+    bottoms = {}
+    for name, party in several.passive.items():
+        assert party.seen.rows is not None
+        own = PartyData.load(party.settings.data, folder)
+        bottoms[name] = BottomBuilder(party.settings, own, CPU)(party.seen.rows)
+    optimizers = [build_optimizer(settings.optimizer, top.model)]
+    optimizers += [
+        build_optimizer(several.passive[name].settings.optimizer, bottom.model)
+        for name, bottom in bottoms.items()
+    ]
+    for epoch in range(settings.contract.epochs):
+        for positions in rows.order.epoch(epoch):
+            cuts = [bottom.model(bottom.rows(positions)) for bottom in bottoms.values()]
+            whole = torch.cat(cuts, dim=1)
+            if aggregation != "concat":
+                whole = torch.stack(cuts).sum(dim=0)
+            if aggregation == "mean":
+                whole = whole / len(cuts)
+            logits = top.model(whole, top._own(torch.from_numpy(positions.copy())))
+            loss = binary_cross_entropy_with_logits(logits, top.labels_of(positions))
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            for optimizer in optimizers:
+                optimizer.step()
+    models = {"top": top.model} | {name: bottom.model for name, bottom in bottoms.items()}
+    return {f"{n}.{k}": v for n, model in models.items() for k, v in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("aggregation", ["mean", "sum", "concat"])
+def test_the_parties_learn_what_one_model_of_all_would(three: Path, aggregation: str) -> None:
+    several = build_several(three, [f"contract.aggregation={aggregation}"])
+    run_in_process(several)
+    found, expected = several.weights(), trained_whole(three, several, aggregation)
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        assert torch.allclose(weight, expected[name], atol=1e-4), name
+    other = {"mean": "sum", "sum": "mean", "concat": "concat"}[aggregation]
+    if other != aggregation:
+        wrong = trained_whole(three, several, other)
+        assert not all(torch.allclose(found[name], wrong[name], atol=1e-4) for name in found)
+
+
+def test_every_step_is_charged_once_for_all(three: Path) -> None:
+    active = ["defense={name: marvell, strength: {power_ratio: 4}, insecure_noise_seed: 7}"]
+    several = build_several(three, ["contract.aggregation=concat"], active)
+    run_in_process(several)
+    _, bounds = several.seen.ledger[-1]
+    assert bounds.sum_kl.max == pytest.approx(2 * 0.25, rel=0.1)  # two epochs
+    received = [torch.cat(parts, dim=1) for parts in zip(*received_by_each(several), strict=True)]
+    assert all(torch.equal(*pair) for pair in zip(received, several.seen.sent, strict=True))
+
+
+def received_by_each(several: Several) -> list[list[Tensor]]:
+    return [party.seen.received for party in several.passive.values()]
+
+
+# ---- waiting for each other ----
+
+
+class Slow(PartyPeer):
+    """Takes its time before one of its steps."""
+
+    _calls = 0
+
+    def receive_gradient(self) -> TensorMessage:
+        self._calls += 1
+        if self._calls == 3:
+            time.sleep(0.7)  # longer than a waiting call sleeps between two looks
+        return super().receive_gradient()
+
+
+def test_a_slow_party_pauses_the_step_and_changes_nothing(three: Path) -> None:
+    several, whole = build_several(three), build_several(three)
+    run_in_process(several, birch=Slow)
+    run_in_process(whole)
+    assert_same_weights(several.weights(), whole.weights())
+    assert several.seen.losses == whole.seen.losses
+
+
+class Held(PartyPeer):
+    """Does not ask its third question before the test says so."""
+
+    may_go: threading.Event
+    _calls = 0
+
+    def receive_gradient(self) -> TensorMessage:
+        self._calls += 1
+        if self._calls == 3:
+            self.may_go.wait(HANGS_AFTER_S)
+        return super().receive_gradient()
+
+
+def held() -> type[Held]:
+    return type("HeldOnce", (Held,), {"may_go": threading.Event()})
+
+
+def test_the_run_waits_for_those_who_have_not_asked(three: Path) -> None:
+    several, stuck = build_several(three), held()
+    assert set(several.session.awaited()) == set(NAMES)
+    threads = [
+        start(several, "ash"),
+        start(several, "birch", stuck),
+        start(several, "cedar"),
+    ]
+    wait_until(lambda: several.session.stage is Stage.TRAINING)
+    wait_until(lambda: len(several.seen.losses) == 2)
+    wait_until(lambda: set(several.session.awaited()) == {"birch"})
+    several.session.end(PeerLeft("the test is over"))
+    stuck.may_go.set()
+    finish(threads)
+    assert {str(error) for error in several.errors.values()} == {"the test is over"}
+
+
+def test_a_party_that_leaves_ends_the_run_of_all_by_name(three: Path) -> None:
+    several, stuck = build_several(three), held()
+    threads = [start(several, "ash"), start(several, "birch", stuck), start(several, "cedar")]
+    wait_until(lambda: len(several.seen.losses) == 2)
+    several.session.leave(several.session.run_id, pb.LEAVE_REASON_INTERRUPTED, "birch")
+    stuck.may_go.set()
+    finish(threads)
+    assert "'birch' was stopped" in str(several.session.error)
+    assert all(isinstance(error, PeerLeft) for error in several.errors.values())
+    assert len(several.errors) == 3
+
+
+# ---- going on ----
+
+
+class Lost(BaseException):
+    """Stands for kill -9: nothing of ours catches it."""
+
+
+class Dies(PartyPeer):
+    """Ends its process at one of its messages, before or after the active party sees it."""
+
+    at = 0
+    after = False
+    _calls = 0
+
+    def _count(self, *, after: bool) -> None:
+        self._calls += not after
+        if after is self.after and self._calls == self.at:
+            raise Lost
+
+    def receive_gradient(self) -> TensorMessage:
+        self._count(after=False)
+        reply = super().receive_gradient()
+        self._count(after=True)
+        return reply
+
+    def evaluate(self, message: TensorMessage) -> "pb.Course":
+        self._count(after=False)
+        course = super().evaluate(message)
+        self._count(after=True)
+        return course
+
+    def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
+        """A killed process says nothing."""
+
+
+MARVELL = ["defense={name: marvell, statistics: running, insecure_noise_seed: 7}"]
+EVERY_2 = ["contract.checkpoints.every_steps=2"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(three: Path) -> Several:
+    several = build_several(three, EVERY_2, MARVELL)
+    run_in_process(several)
+    return several
+
+
+def dying(at: int, *, after: bool) -> type[Dies]:
+    return type("DiesOnce", (Dies,), {"at": at, "after": after})
+
+
+@pytest.mark.parametrize(("at", "after"), [(1, False), (3, True), (4, False), (9, True)])
+def test_a_party_that_is_killed_comes_back_and_all_go_back_with_it(
+    three: Path, tmp_path: Path, undisturbed: Several, at: int, after: bool
+) -> None:
+    several = build_several(three, EVERY_2, MARVELL, runs=tmp_path)
+    threads = [start(several, name) for name in ("ash", "cedar")]
+    finish([start(several, "birch", dying(at, after=after))])
+    assert isinstance(several.errors["birch"], Lost)
+    several.passive["birch"] = build_passive(three, "birch", EVERY_2, runs=tmp_path)
+    finish([start(several, "birch"), *threads])
+    assert several.errors == {}
+    assert_same_weights(several.weights(), undisturbed.weights())
+    assert several.seen.losses == undisturbed.seen.losses
+    assert several.seen.ledger == undisturbed.seen.ledger
+    assert len(several.passive["ash"].seen.resumed) == 1
+
+
+def test_the_active_party_that_is_killed_comes_back_and_all_go_back_with_it(
+    three: Path, tmp_path: Path, undisturbed: Several
+) -> None:
+    several, stuck = build_several(three, EVERY_2, MARVELL, runs=tmp_path), held()
+    threads = [start(several, "ash"), start(several, "birch", stuck), start(several, "cedar")]
+    wait_until(lambda: len(several.seen.losses) == 2)
+    again = build_several(three, EVERY_2, MARVELL, runs=tmp_path)
+    assert again.session.reopen()
+    several.session, several.seen = again.session, again.seen
+    stuck.may_go.set()
+    finish(threads)
+    assert several.errors == {}
+    assert_same_weights(several.weights(), undisturbed.weights())
+
+
+def test_before_the_first_answer_all_align_anew(three: Path, tmp_path: Path) -> None:
+    several = build_several(three, EVERY_2, MARVELL, runs=tmp_path)
+    threads = [start(several, name) for name in ("ash", "cedar")]
+    finish([start(several, "birch", dying(1, after=False))])
+    first = several.session.run_id
+    RunStore(tmp_path / "birch", 3).forget()  # as if it had been killed before it was written
+    several.passive["birch"] = build_passive(three, "birch", EVERY_2, runs=tmp_path)
+    finish([start(several, "birch"), *threads])
+    assert several.errors == {}
+    assert several.session.stage is Stage.FINISHED
+    assert several.session.run_id != first
+    assert len({name for name in NAMES if several.passive[name].run.run_id != first}) == 3
+
+
+def test_a_party_that_goes_on_with_other_bytes_is_refused_alone(
+    three: Path, tmp_path: Path
+) -> None:
+    several = build_several(three, EVERY_2, MARVELL, runs=tmp_path)
+    threads = [start(several, name) for name in ("ash", "cedar")]
+    finish([start(several, "birch", dying(4, after=True))])
+    answered = len(several.seen.sent)
+    changed = build_passive(three, "birch", [*EVERY_2, "model_seed=5"], runs=tmp_path)
+    assert changed.run._reopen()
+    assert changed.run.trainer is not None
+    with torch.no_grad():
+        next(changed.run.trainer.model.parameters()).add_(1e-3)
+    changed.run._save(changed.run.trainer)
+    several.passive["birch"] = build_passive(three, "birch", EVERY_2, runs=tmp_path)
+    finish([start(several, "birch")])
+    assert isinstance(several.errors["birch"], OutOfStep)
+    assert "other bytes" in str(several.errors["birch"])
+    finish(threads)
+    assert all(isinstance(several.errors[name], PeerLeft) for name in ("ash", "cedar"))
+    assert len(several.seen.sent) <= answered

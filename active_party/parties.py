@@ -59,6 +59,9 @@ class PassiveParty:
     offer: frozenset[int] = frozenset()
     """Places where it can go on."""
 
+    is_going_back: bool = False
+    """Whether it waits for the others to go on from an earlier place."""
+
     nonce: bytes = b""
     pair_rows: Positions | None = None
     """The active party's rows of the ids that the two have in common, once they are aligned."""
@@ -72,7 +75,7 @@ class PassiveParty:
 
     def forget_opening(self) -> None:
         """Let it open the run again, before any other message of it is taken."""
-        self.has_opened = False
+        self.has_opened = self.is_going_back = False
         self.question = None
 
     def forget_alignment(self) -> None:

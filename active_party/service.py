@@ -254,13 +254,13 @@ class ActiveService:
         is_meant = request.run_id == self._session.run_id
         if is_meant and caller.aligning.acquire(timeout=GOODBYE_WAIT_S):
             caller.aligning.release()
-        self._session.leave(request.run_id, request.reason, caller.name)
+        self._session.leave(request.run_id, request.reason, caller.name, context.is_active)
         return pb.LeaveReply()
 
     def on_error(self, error: Exception) -> None:
         """Log and count an error; one that is not the peer's fault ends the run."""
         if isinstance(error, (OthersAwaited, NothingBegun)):
-            logger.info("a handshake: %s", error)
+            logger.info("%s", error)
             return
         if self._session.error is not None:
             self._told_of_end.release()

@@ -66,6 +66,9 @@ from protos import split_learning_pb2 as pb
 HANDSHAKE_WAIT_S = 10.0
 """How long a handshake waits for those of the other parties; then it is asked for again."""
 
+FAREWELL_WAIT_S = 3.0
+"""How long a goodbye waits for those of the other parties; then it is said again."""
+
 _POLL_S = 0.2
 """How often a call that waits for other parties looks whether its caller is still there."""
 
@@ -512,11 +515,22 @@ class ActiveSession:
 
     # ---- ending ----
 
-    def leave(self, run_id: str, reason: "pb.LeaveReason", party: str | None = None) -> None:
+    def leave(
+        self,
+        run_id: str,
+        reason: "pb.LeaveReason",
+        party: str | None = None,
+        is_listening: Callable[[], bool] = _always,
+    ) -> None:
         """Take note that the peer ends its part.
+
+        Of several, none is let go before the last has its last answer: a party that is killed just
+        before the end needs all others to go back with it.
 
         Raises:
             OutOfStep: it speaks of another run.
+            OthersAwaited: other peers are not through yet; worth another attempt.
+            NotOpen: another peer goes back, and this one has to, as well.
         """
         with self._changed:
             if run_id != self.run_id:
@@ -526,6 +540,7 @@ class ActiveSession:
             self._changed.notify_all()
             if self._stage is Stage.FINISHED:
                 self._save()  # a restart must not wait for a peer that is through
+                self._wait_for_farewells(is_listening)
             if self.over:
                 return
             who = f"passive party {leaving.name!r}" if self._has_several else "the peer"
@@ -655,6 +670,15 @@ class ActiveSession:
                 raise OthersAwaited(f"waits for passive party {names_of(missing)}")
             self._changed.wait(_POLL_S)
 
+    def _wait_for_farewells(self, is_listening: Callable[[], bool]) -> None:
+        until = time.monotonic() + FAREWELL_WAIT_S
+        while missing := [party for party in self.parties if not party.has_left]:
+            if self._stage is not Stage.FINISHED or any(p.is_going_back for p in self.parties):
+                raise NotOpen("a goodbye while another party goes back")
+            if time.monotonic() > until or not is_listening():
+                raise OthersAwaited(f"waits for the goodbye of passive party {names_of(missing)}")
+            self._changed.wait(_POLL_S)
+
     def _begin(self, file_rows: Positions, nonces: Sequence[bytes]) -> None:
         """Get ready to train on the common rows."""
         rows = self._prepare(file_rows, joint_seed(self.nonce, *nonces))
@@ -716,16 +740,13 @@ class ActiveSession:
             raise NothingBegun("a peer wants to go on with a run that was begun anew")
         if not opened or self._store is None or offer.run_id != self.run_id or not known:
             raise OutOfStep("a peer wants to go on with another run than this one")
-        gone = [party for party in self.parties if party.has_left and party is not asking]
-        if gone:
-            raise OutOfStep(f"a peer wants to go on, and {names_of(gone)} has left for good")
         if not offer.places & set(self._store.places()):
             raise OutOfStep("the parties have no checkpoint in common")
         self.finish_step()
         if self._is_open and not self._is_where_it_was_opened(offer):
             for party in self.parties:
                 party.forget_opening()
-        asking.offer = offer.places
+        asking.offer, asking.is_going_back = offer.places, True
         opens = not self._is_open
         self._note_opening(asking)
         if opens and self._is_open:
@@ -748,7 +769,7 @@ class ActiveSession:
         self._resumed_at = place
         self._restore(place, self._store.load(place))
         for party in self.parties:
-            party.has_left = False
+            party.has_left = party.is_going_back = False
 
     def _save(self) -> None:
         self._checkpoint_due = False

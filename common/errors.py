@@ -7,11 +7,11 @@
     |- AlignmentError              3   the intersection of the two parties' ids
     |- PeerError                   4   the other party
     |  |- PeerUnreachable              it is silent or gone
+    |  |  `- OthersAwaited             it waits for another passive party
     |  |- PeerUntrusted                one of the two does not believe who the other is
     |  |- PeerLeft                     it said that it stops
     |  |- PeerRestarted                it was restarted, and the run has to be opened again
     |  |- NothingBegun                 its run began anew before anything was answered
-    |  |- OthersAwaited                it waits for another passive party
     |  `- ProtocolError                it broke a rule of the protocol
     |     |- InvalidMessage            a message that cannot be what it claims to be
     |     |- OutOfStep                 a well-formed message at the wrong time
@@ -77,6 +77,10 @@ class PeerUnreachable(PeerError):
     """The other party is silent or gone."""
 
 
+class OthersAwaited(PeerUnreachable):
+    """What one passive party asks for needs another one, which is not there yet."""
+
+
 class PeerUntrusted(PeerError):
     """One of the parties does not accept the other's certificate, or its protection."""
 
@@ -91,10 +95,6 @@ class PeerRestarted(PeerError):
 
 class NothingBegun(PeerError):
     """A run to go on with, of which nothing was answered yet, and which began anew since."""
-
-
-class OthersAwaited(PeerError):
-    """What one passive party asks for needs another one, which is not there yet."""
 
 
 class ProtocolError(PeerError):

@@ -21,6 +21,7 @@ from common.credentials import CredentialFiles
 from common.errors import (
     Interrupted,
     InvalidMessage,
+    OthersAwaited,
     PeerUnreachable,
     PeerUntrusted,
     ProtocolError,
@@ -236,7 +237,9 @@ class GrpcPeer:
         while True:
             try:
                 self._unary("Leave", request, pb.LeaveReply, timeout_s=5.0)
-            except PeerUnreachable:
+            except PeerUnreachable as error:
+                if isinstance(error, OthersAwaited):
+                    deadline = time.monotonic() + patience_s  # the active party says when to go
                 if time.monotonic() > deadline:
                     raise
                 self._sleep(self._reconnect.first_wait_s)

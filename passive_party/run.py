@@ -153,13 +153,15 @@ class PassiveRun:
                 model as far as it got.
         """
         try:
-            if self._reopen():
-                self._go_on(peer)
-            else:
+            if not self._reopen():
                 self._open_patiently(peer)
-            while not self._is_over:
+            elif not self._is_over:
+                self._go_on(peer)
+            while True:
                 with contextlib.suppress(PeerRestarted):
-                    self._train(peer)
+                    if not self._is_over:
+                        self._train(peer)
+                    self._part_from_others(peer)
                     break
                 self._go_on(peer)
         except (PeerUnreachable, PeerLeft, ContractMismatch):
@@ -173,7 +175,8 @@ class PassiveRun:
         except BaseException:
             self._say_goodbye(peer, pb.LEAVE_REASON_FAILED)
             raise
-        self._say_goodbye(peer, pb.LEAVE_REASON_FINISHED)
+        if not self._has_several:
+            self._say_goodbye(peer, pb.LEAVE_REASON_FINISHED)
 
     # ---- opening ----
 
@@ -291,7 +294,7 @@ class PassiveRun:
 
     def _go_on(self, peer: Peer) -> None:
         """Agree with the peer on a checkpoint, and go back to it."""
-        if self._is_over:
+        if self._is_over and not self._has_several:
             return  # whatever the peer has left to do, it does without this party
         if self._store is None:
             raise PeerLeft("the peer was restarted, and this party keeps no checkpoints")
@@ -426,6 +429,17 @@ class PassiveRun:
             raise InvalidMessage(
                 f"the gradient that came back is not for epoch {batch.epoch} step {batch.step}"
             )
+
+    def _part_from_others(self, peer: Peer) -> None:
+        """Say goodbye and wait until all do: another party may yet have to go back."""
+        if not self._has_several:
+            return
+        try:
+            peer.leave(self.run_id, pb.LEAVE_REASON_FINISHED)
+        except PeerRestarted:
+            raise
+        except PeerError:
+            return  # it changes nothing here: the peer notices the silence
 
     def _say_goodbye(self, peer: Peer, reason: "pb.LeaveReason") -> None:
         if not self.run_id:

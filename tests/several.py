@@ -1,5 +1,6 @@
 """Small whole runs with several passive parties, in one process or over a wire."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -258,7 +259,12 @@ class PartyPeer(InProcessPeer):
         return self._several.session.audit(question, self._party)
 
     def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
-        self._several.session.leave(run_id, reason, self._party)
+        while True:
+            session = self._several.session
+            connected = self._is_connected(session)
+            with contextlib.suppress(OthersAwaited):
+                self._told(lambda: session.leave(run_id, reason, self._party, connected))  # noqa: B023
+                return
 
     def _is_connected(self, session: ActiveSession) -> Callable[[], bool]:
         return lambda: session is self._several.session

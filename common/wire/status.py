@@ -120,7 +120,7 @@ _RECEIVED: dict[str, tuple[type[SplitveilError], str]] = {
     "invalid-message": (ProtocolError, "the peer found a message of this party invalid"),
     "too-large": (ProtocolError, "the peer found a message of this party too large"),
     "not-open": (PeerRestarted, "the peer was restarted, and its run has to be opened again"),
-    "others-awaited": (PeerUnreachable, "the active party waits for another passive party"),
+    "others-awaited": (OthersAwaited, "the active party waits for another passive party"),
     "nothing-begun": (NothingBegun, "the active party has begun anew before the first answer"),
     "out-of-step": (ProtocolError, "the peer is at another run, epoch, step or other rows"),
     "audit-refused": (AuditRefused, "the peer measures no scores in this run"),

@@ -265,6 +265,25 @@ def test_a_party_that_is_killed_comes_back_and_all_go_back_with_it(
     assert len(several.passive["ash"].seen.resumed) == 1
 
 
+def test_a_party_that_is_killed_before_its_last_answer_takes_all_back(
+    three: Path, tmp_path: Path, undisturbed: Several
+) -> None:
+    """The others have theirs already, and have said goodbye."""
+    questions = len(undisturbed.seen.losses) + 2 * len(undisturbed.seen.evaluations)
+    several = build_several(three, EVERY_2, MARVELL, runs=tmp_path)
+    threads = [start(several, name) for name in ("ash", "cedar")]
+    finish([start(several, "birch", dying(questions, after=True))])
+    assert isinstance(several.errors["birch"], Lost)
+    assert several.session.stage is Stage.FINISHED
+    wait_until(lambda: set(several.session.awaited()) == {"birch"})
+    several.passive["birch"] = build_passive(three, "birch", EVERY_2, runs=tmp_path)
+    finish([start(several, "birch"), *threads])
+    assert several.errors == {}
+    assert several.session.stage is Stage.FINISHED
+    assert_same_weights(several.weights(), undisturbed.weights())
+    assert several.seen.ledger == undisturbed.seen.ledger
+
+
 def test_the_active_party_that_is_killed_comes_back_and_all_go_back_with_it(
     three: Path, tmp_path: Path, undisturbed: Several
 ) -> None:

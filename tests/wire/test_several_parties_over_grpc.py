@@ -1,0 +1,328 @@
+"""Several passive parties over gRPC: each on its own streams, and under its own name alone."""
+
+import hashlib
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from active_party.service import ActiveService, start_server
+from active_party.session import Stage
+from common.alignment import Share, channel_pair, receive_share, share_frames
+from common.credentials import CredentialFiles
+from common.errors import InvalidMessage, OutOfStep, PeerError, PeerUntrusted, ProtocolError
+from common.wire.endpoint import method_path
+from common.wire.limits import PARTY_KEY
+from common.wire.tensor_codec import TensorMessage
+from deploy.certs import make_certificates
+from passive_party.grpc_peer import GrpcPeer
+from protos import split_learning_pb2 as pb
+from tests.certificates import files
+from tests.several import (
+    HANGS_AFTER_S,
+    NAMES,
+    Several,
+    assert_same_weights,
+    build_passive,
+    build_several,
+    finish,
+    run_in_process,
+    wait_until,
+    write_several,
+)
+
+MARVELL = ["defense={name: marvell, statistics: running, insecure_noise_seed: 7}"]
+EVERY_2 = ["contract.checkpoints.every_steps=2"]
+HASTY = "reconnect={max_s: 20, first_wait_s: 0.1, longest_wait_s: 0.2, deadline_s: 1}"
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("three")
+    write_several(folder, 3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(three: Path) -> Several:
+    several = build_several(three, EVERY_2, MARVELL)
+    run_in_process(several)
+    return several
+
+
+@pytest.fixture
+def address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@contextmanager
+def serving(
+    several: Several, address: str, credentials: CredentialFiles | None = None
+) -> Iterator[ActiveService]:
+    service = ActiveService(several.session, several.engine, deadline_s=20)
+    server = start_server(service, several.settings.contract, address, credentials)
+    try:
+        yield service
+    finally:
+        server.stop(0).wait()
+
+
+class Lost(BaseException):
+    """Stands for kill -9: nothing of ours catches it."""
+
+
+class Peer(GrpcPeer):
+    """Does something before one of its questions."""
+
+    def __init__(self, *settings: object, third: Callable[[], None], **others: object) -> None:
+        super().__init__(*settings, **others)  # type: ignore[arg-type]
+        self._third = third
+        self._calls = 0
+        self._is_lost = False
+
+    def receive_gradient(self) -> TensorMessage:
+        self._calls += 1
+        if self._calls == 3:
+            try:
+                self._third()
+            except Lost:
+                self._is_lost = True
+                raise
+        return super().receive_gradient()
+
+    def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
+        """Say goodbye, unless it was killed."""
+        if not self._is_lost:
+            super().leave(run_id, reason)
+
+
+def start(
+    several: Several,
+    name: str,
+    address: str,
+    third: Callable[[], None] = lambda: None,
+    *,
+    credentials: CredentialFiles | None = None,
+) -> threading.Thread:
+    """Let one passive party run beside the test."""
+    several.errors.pop(name, None)
+    party = several.passive[name]
+
+    def run() -> None:
+        try:
+            contract, reconnect = party.run.contract, party.settings.reconnect
+            with Peer(
+                address,
+                contract,
+                reconnect,
+                third=third,
+                party=name,
+                credentials=credentials,
+            ) as peer:
+                party.run.run(peer)
+        except BaseException as error:
+            several.errors[name] = error
+
+    thread = threading.Thread(target=run, daemon=True, name=name)
+    thread.start()
+    return thread
+
+
+def start_all(several: Several, address: str) -> Sequence[threading.Thread]:
+    return [start(several, name, address) for name in several.passive]
+
+
+def test_the_wire_changes_nothing(three: Path, undisturbed: Several, address: str) -> None:
+    several = build_several(three, EVERY_2, MARVELL)
+    with serving(several, address) as service:
+        finish(start_all(several, address))
+        assert several.session.wait_for_farewell(HANGS_AFTER_S)
+    assert several.errors == {}
+    assert several.session.stage is Stage.FINISHED
+    assert_same_weights(several.weights(), undisturbed.weights())
+    assert not service.refused
+
+
+def test_two_parties_are_enough(tmp_path: Path, address: str) -> None:
+    write_several(tmp_path, 2)
+    several = build_several(tmp_path, ["contract.aggregation=concat"])
+    with serving(several, address):
+        finish(start_all(several, address))
+    assert several.errors == {}
+    assert several.session.stage is Stage.FINISHED
+
+
+def test_parties_whose_deadlines_pass_while_they_wait_ask_again(
+    three: Path, undisturbed: Several, address: str
+) -> None:
+    several, may_go = build_several(three, [*EVERY_2, HASTY], MARVELL), threading.Event()
+    with serving(several, address) as service:
+        threads = [start(several, name, address) for name in ("ash", "cedar")]
+        threads.append(start(several, "birch", address, lambda: _wait(may_go)))
+        wait_until(
+            lambda: set(several.session.awaited()) == {"birch"} and bool(several.seen.losses)
+        )
+        threading.Event().wait(2.5)  # their deadline is one second
+        assert {"ash", "cedar"} - set(several.errors) == {"ash", "cedar"}
+        may_go.set()
+        finish(threads)
+    assert several.errors == {}
+    assert_same_weights(several.weights(), undisturbed.weights())
+    assert not service.refused
+
+
+def _wait(event: threading.Event) -> None:
+    assert event.wait(HANGS_AFTER_S)
+
+
+def test_a_killed_party_comes_back_over_the_wire(
+    three: Path, undisturbed: Several, address: str, tmp_path: Path
+) -> None:
+    def die() -> None:
+        raise Lost
+
+    several = build_several(three, EVERY_2, MARVELL, runs=tmp_path)
+    with serving(several, address):
+        threads = [start(several, name, address) for name in ("ash", "cedar")]
+        finish([start(several, "birch", address, die)])
+        assert isinstance(several.errors["birch"], Lost)
+        several.passive["birch"] = build_passive(three, "birch", EVERY_2, runs=tmp_path)
+        finish([start(several, "birch", address), *threads])
+    assert several.errors == {}
+    assert_same_weights(several.weights(), undisturbed.weights())
+
+
+def test_an_active_party_that_is_killed_comes_back_over_the_wire(
+    three: Path, undisturbed: Several, address: str, tmp_path: Path
+) -> None:
+    several, may_go = build_several(three, EVERY_2, MARVELL, runs=tmp_path), threading.Event()
+    with serving(several, address):
+        threads = [start(several, name, address) for name in ("ash", "cedar")]
+        threads.append(start(several, "birch", address, lambda: _wait(may_go)))
+        wait_until(lambda: len(several.seen.losses) == 2)
+    again = build_several(three, EVERY_2, MARVELL, runs=tmp_path)
+    assert again.session.reopen()
+    several.session, several.seen = again.session, again.seen
+    with serving(several, address):
+        may_go.set()
+        finish(threads)
+    assert several.errors == {}
+    assert_same_weights(several.weights(), undisturbed.weights())
+
+
+# ---- who is calling ----
+
+
+def test_a_handshake_for_another_party_than_the_call_s_is_refused(
+    three: Path, address: str
+) -> None:
+    several = build_several(three)
+    ash = several.passive["ash"]
+    with (
+        serving(several, address),
+        GrpcPeer(address, ash.run.contract, ash.settings.reconnect, party="birch") as peer,
+        pytest.raises(ProtocolError),
+    ):
+        ash.run.run(peer)
+    assert several.session.stage is Stage.WAITING
+
+
+@pytest.mark.parametrize("named", [(), ("elm",), ("ash", "birch")])
+def test_a_call_has_to_name_one_party_of_the_contract(
+    three: Path, address: str, named: Sequence[str]
+) -> None:
+    several = build_several(three)
+    with serving(several, address), grpc.insecure_channel(address) as channel:
+        leave: Any = channel.unary_unary(method_path("Leave"))
+        request = pb.LeaveRequest(run_id=several.session.run_id, reason=pb.LEAVE_REASON_FAILED)
+        with pytest.raises(grpc.RpcError) as caught:
+            leave(
+                request.SerializeToString(),
+                metadata=tuple((PARTY_KEY, name) for name in named),
+                timeout=10,
+            )
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert several.session.error is None
+
+
+def test_a_certificate_lets_its_own_party_in_and_no_other(
+    three: Path, tmp_path: Path, address: str
+) -> None:
+    make_certificates(tmp_path, {name: f"{name}.splitveil" for name in ("active", *NAMES)})
+    several = build_several(three)
+    ash = several.passive["ash"]
+    with serving(several, address, files(tmp_path, "active")):
+        own = files(tmp_path, "ash")
+        for claimed in ("birch", "cedar"):
+            with (
+                GrpcPeer(
+                    address,
+                    ash.run.contract,
+                    ash.settings.reconnect,
+                    credentials=own,
+                    party=claimed,
+                ) as peer,
+                pytest.raises(PeerUntrusted, match="does not accept"),
+            ):
+                peer.leave(several.session.run_id, pb.LEAVE_REASON_FAILED)
+        assert several.session.error is None
+        finish(
+            [
+                start(several, name, address, credentials=files(tmp_path, name))
+                for name in several.passive
+            ]
+        )
+    assert several.errors == {}
+    assert several.session.stage is Stage.FINISHED
+
+
+# ---- the last frames of an alignment ----
+
+
+COMMITTED = [bytes([number]) * 32 for number in range(3)]
+
+
+def told(*frames: pb.AlignFrame, num_ids: int = 20) -> Share:
+    there, back = channel_pair(deadline_s=1)
+    for frame in frames:
+        there.send(frame)
+    commitments = [hashlib.sha256(nonce).digest() for nonce in COMMITTED]
+    return receive_share(back, num_ids, commitments, lambda: None)
+
+
+def share_frame(**changes: object) -> pb.AlignFrame:
+    fields = {"chunk": 0, "mask": b"\x01\x80\x0f", "nonces": COMMITTED} | changes
+    return pb.AlignFrame(share=pb.AlignShare(**fields))  # type: ignore[arg-type]
+
+
+def test_a_share_comes_as_it_was_sent_after_some_waiting() -> None:
+    wait = pb.AlignFrame(wait=pb.AlignWait())
+    share = told(wait, wait, share_frame())
+    assert share.mask.tolist() == [i in (0, 15, 16, 17, 18, 19) for i in range(20)]
+    (frame,) = share_frames(share)
+    assert frame == share_frame()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"mask": b"\x01\x80"}, InvalidMessage),
+        ({"mask": b"\x01\x80\x0f\x00"}, InvalidMessage),
+        ({"mask": b"\x01\x80\x1f"}, InvalidMessage),
+        ({"chunk": 1}, OutOfStep),
+        ({"nonces": COMMITTED[:2]}, InvalidMessage),
+        ({"nonces": COMMITTED[::-1]}, InvalidMessage),
+        ({"nonces": [*COMMITTED[:2], bytes(31)]}, InvalidMessage),
+    ],
+)
+def test_a_share_that_cannot_be_is_refused(
+    changes: dict[str, object], error: type[PeerError]
+) -> None:
+    with pytest.raises(error):
+        told(share_frame(**changes))

@@ -107,10 +107,12 @@ class PartyInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ign
             shown = cast("_Shown", context.auth_context())
             party = self._party_of(shown)
             claimed = {value for key, value in context.invocation_metadata() if key == PARTY_KEY}
+            message = "call"
             if isinstance(request, pb.HandshakeRequest):
                 claimed.add(request.party)
+                message = "handshake"
             if party is None or claimed - {party}:
-                self._tell(shown, context.peer(), party)
+                self._tell(shown, context.peer(), party, message)
                 context.abort(UNTRUSTED.code, UNTRUSTED.details)
             return behaviour(request, context)
 
@@ -121,7 +123,7 @@ class PartyInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ign
         parties = {self._parties[name] for name in names & self._parties.keys()}
         return parties.pop() if len(parties) == 1 else None
 
-    def _tell(self, shown: _Shown, peer: str, party: str | None) -> None:
+    def _tell(self, shown: _Shown, peer: str, party: str | None, message: str) -> None:
         with self._lock:
             if peer in self._told:
                 return
@@ -132,6 +134,6 @@ class PartyInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ign
         reason = (
             "it carries the name of no passive party of the contract"
             if party is None
-            else f"it is {party}'s, and the call names another party"
+            else f"it is {party}'s, and the {message} names another party"
         )
         logger.warning("refused %s with certificate %s: %s", peer, printable(subject), reason)

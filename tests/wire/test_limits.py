@@ -34,7 +34,8 @@ def filled(name: str, size: int) -> Message:
     message: Message = getattr(pb, kind)()
     field = ALL_FIELDS[name]
     if field.is_repeated:
-        getattr(message, attribute).extend([1] * size)
+        entry = b"x" if field.type == field.TYPE_BYTES else 1
+        getattr(message, attribute).extend([entry] * size)
     elif field.cpp_type == field.CPPTYPE_STRING:
         text = field.type == field.TYPE_STRING
         setattr(message, attribute, "x" * size if text else b"x" * size)

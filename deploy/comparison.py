@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
+from common.contract import ACTIVE
+from common.settings import read_yaml
+
 Leak = Mapping[str, Mapping[str, Mapping[str, float | None]]]
 """Layer -> attack -> figure -> value, as in ``summary.json``."""
 
@@ -38,8 +41,14 @@ class RunResults(NamedTuple):
 
 
 def read_results(run_dir: Path) -> RunResults:
-    """Read the summaries that both parties wrote at the end of a run."""
-    return RunResults(*(_read(run_dir / party / "summary.json") for party in ("active", "passive")))
+    """Read the summaries that all parties wrote at the end of a run."""
+    active = _read(run_dir / ACTIVE / "summary.json")
+    contract = read_yaml(run_dir / ACTIVE / "settings.yaml").get("contract")
+    parties = contract.get("passive_parties", []) if isinstance(contract, dict) else []
+    if len(parties) <= 1:
+        return RunResults(active, _read(run_dir / "passive" / "summary.json"))
+    found = {str(name): _read(run_dir / str(name) / "summary.json") for name in parties}
+    return RunResults(active, {name: _by_party(found, name) for name in ("leak", "leak_run_level")})
 
 
 def comparison_table(title: str, results: Mapping[str, RunResults]) -> Table:
@@ -68,6 +77,15 @@ def comparison_table(title: str, results: Mapping[str, RunResults]) -> Table:
     table.add_row("ledger: estimate", *(_number(one.get("estimate_max"), 3) for one in ledgers))
     table.add_row("ledger: guarantee", *(_at_most(one.get("guarantee_max")) for one in ledgers))
     return table
+
+
+def _by_party(found: Mapping[str, Mapping[str, Any]], name: str) -> Leak:
+    """Return the layers of several passive parties, each with its party's name."""
+    return {
+        f"{party}: {layer}": attacks
+        for party, summary in found.items()
+        for layer, attacks in (summary.get(name) or {}).items()
+    }
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,8 +1,11 @@
-"""The command ``splitveil-local``: both parties of an example as two processes on this machine.
+"""The command ``splitveil-local``: all parties of an example as processes on this machine.
 
     splitveil-local EXAMPLE_DIR [--defense DEFENSE ...] [--set PARTY.NAME=VALUE ...] [--runs DIR]
 
-Once both parties have ended, the report is written anew, with the figures of both. With several
+An example is a folder with ``active.yaml`` and ``passive.yaml`` or, with several passive parties,
+one file for each, such as ``passive_a.yaml``. ``--set passive.NAME=VALUE`` reaches all of them.
+
+Once all parties have ended, the report is written anew, with the figures of all. With several
 defenses it runs one after the other, and sets the results side by side in a table and in
 ``<run name>-comparison.html`` in the runs' folder. Ends with the exit code of the first party that
 fails.
@@ -14,20 +17,21 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import yaml
 from rich.console import Console
 
+from common.contract import ACTIVE
 from common.errors import LeakGateClosed, SettingsError
 from common.settings import apply_overrides, read_yaml
 from deploy.comparison import comparison_table, read_results
 from deploy.party_processes import run_parties
 from deploy.trial_certificates import trial_overrides
 
-PARTIES = ("active", "passive")
 WITH_SUMMARY = (0, LeakGateClosed.exit_code)
 """Exit codes of runs that ended as they were asked to, be it by a budget or a gate."""
 
@@ -48,6 +52,14 @@ class Overrides(NamedTuple):
 
     active: list[str]
     passive: list[str]
+    each: Mapping[str, list[str]] = MappingProxyType({})
+    """Of one of several passive parties, by the name of its file."""
+
+    def of(self, kind: str) -> list[str]:
+        """Return those of one party, named as its file is."""
+        if kind == ACTIVE:
+            return self.active
+        return [*self.passive, *self.each.get(kind, [])]
 
     def adding(self, *overrides: str) -> "Overrides":
         """Return a copy with more, each routed by what stands before its first dot.
@@ -56,6 +68,7 @@ class Overrides(NamedTuple):
             SettingsError: it stands neither for a party nor for the contract.
         """
         active, passive = list(self.active), list(self.passive)
+        each = {kind: list(own) for kind, own in self.each.items()}
         for override in overrides:
             owner, _, own = override.partition(".")
             match owner:
@@ -66,12 +79,14 @@ class Overrides(NamedTuple):
                 case "contract":
                     active.append(override)
                     passive.append(override)
+                case kind if kind.startswith("passive_"):
+                    each.setdefault(kind, []).append(own)
                 case _:
                     raise SettingsError(
                         f"--set {override}: expected active.NAME=VALUE, passive.NAME=VALUE or "
                         "contract.NAME=VALUE"
                     )
-        return Overrides(active, passive)
+        return Overrides(active, passive, each)
 
 
 class PlannedRun(NamedTuple):
@@ -125,7 +140,11 @@ def _title_parts(settings: dict[str, Any]) -> Iterator[str]:
 
 
 def _run(example_dir: Path, defenses: list[str], overrides: list[str], runs_dir: Path) -> int:
-    base = Overrides([], []).adding(*_defaults(), *overrides)
+    kinds = party_kinds(example_dir)
+    base = Overrides([], []).adding(*_defaults(len(kinds)), *overrides)
+    unknown = base.each.keys() - set(kinds)
+    if unknown:
+        raise SettingsError(f"--set: {example_dir} has no {', '.join(sorted(unknown))}.yaml")
     name = _run_name(example_dir, base.active)
     results = {}
     plan = _plan(name, base, [parse_defense(text) for text in defenses])
@@ -166,25 +185,32 @@ def _plan(name: str, base: Overrides, defenses: Sequence[NamedDefense]) -> dict[
 def _commands(example_dir: Path, overrides: Overrides, runs_dir: Path) -> dict[str, list[str]]:
     address = f"127.0.0.1:{_free_port()}"
     own = overrides.adding(f"active.listen={address}", f"passive.connect={address}")
-    certificates = trial_overrides(example_dir, runs_dir, own._asdict())
+    kinds = party_kinds(example_dir)
+    certificates = trial_overrides(example_dir, runs_dir, {kind: own.of(kind) for kind in kinds})
     return {
-        party: [
-            *(sys.executable, "-m", f"{party}_party", "run", str(example_dir / f"{party}.yaml")),
-            *("--runs", str(runs_dir)),
+        kind: [
+            *(sys.executable, "-m", f"{kind.partition('_')[0]}_party", "run"),
+            *(str(example_dir / f"{kind}.yaml"), "--runs", str(runs_dir)),
             *(
                 argument
-                for override in [*getattr(own, party), *certificates[party]]
+                for override in [*own.of(kind), *certificates[kind]]
                 for argument in ("--set", override)
             ),
         ]
-        for party in PARTIES
+        for kind in kinds
     }
 
 
-def _defaults() -> list[str]:
-    """Give each party half of the cores, which the example's own files know nothing of."""
-    threads = max(len(os.sched_getaffinity(0)) // len(PARTIES), 1)
-    return [f"{party}.torch_threads={threads}" for party in PARTIES]
+def party_kinds(example_dir: Path) -> list[str]:
+    """Return the names of the parties' files without their ending, the active party's first."""
+    several = sorted(path.stem for path in example_dir.glob("passive_*.yaml"))
+    return [ACTIVE, *(several or ["passive"])]
+
+
+def _defaults(num_parties: int) -> list[str]:
+    """Give each party its share of the cores, which the example's own files know nothing of."""
+    threads = max(len(os.sched_getaffinity(0)) // num_parties, 1)
+    return [f"{party}.torch_threads={threads}" for party in (ACTIVE, "passive")]
 
 
 def _defense_override(defense: NamedDefense) -> str:
@@ -208,9 +234,13 @@ def _free_port() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="splitveil-local",
-        description="Run both parties of an example as two processes on this machine.",
+        description="Run all parties of an example as processes on this machine.",
     )
-    parser.add_argument("example_dir", type=Path, help="folder with active.yaml and passive.yaml")
+    parser.add_argument(
+        "example_dir",
+        type=Path,
+        help="folder with active.yaml and passive.yaml, or passive_a.yaml, passive_b.yaml, ...",
+    )
     parser.add_argument(
         "--defense",
         nargs="+",
@@ -227,7 +257,8 @@ def _parser() -> argparse.ArgumentParser:
         action="extend",
         default=[],
         metavar="PARTY.NAME=VALUE",
-        help="a setting to override: active.NAME=VALUE, passive.NAME=VALUE, contract.NAME=VALUE",
+        help="a setting to override: active.NAME=VALUE, passive.NAME=VALUE (one of several: "
+        "passive_a.NAME=VALUE), contract.NAME=VALUE",
     )
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all runs")
     return parser

@@ -22,7 +22,7 @@ def trial_overrides(
     """Make certificates where a party's settings ask for mTLS and name files that do not exist.
 
     Args:
-        example_dir: holds ``active.yaml`` and ``passive.yaml``.
+        example_dir: holds a settings file for each kind of party, such as ``active.yaml``.
         runs_dir: keeps the certificates for the next call.
         overrides: ``dotted.name=yaml`` of each kind of party; a contract's among them.
 

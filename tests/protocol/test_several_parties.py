@@ -1,5 +1,6 @@
 """Runs with several passive parties: what they learn together, and for whom they wait."""
 
+import statistics
 import threading
 import time
 from pathlib import Path
@@ -10,15 +11,23 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from active_party.assembly import TrainerBuilder as TopBuilder
+from active_party.defenses import build_defense
+from active_party.defenses.settings import MarvellDefense, PowerRatio
+from active_party.defenses.sum_kl import leak_auc_bound
 from active_party.session import Stage
+from active_party.top_trainer import StepResult
 from common.checkpoint import RunStore
 from common.errors import OutOfStep, PeerLeft
 from common.models.optimizers import build_optimizer
 from common.party_data import PartyData
+from common.privacy.leakage import leak_auc
+from common.run_course import Batch
+from common.sample_order import positions_digest
+from common.wire.audit_codec import AuditQuestion
 from common.wire.tensor_codec import TensorMessage
 from passive_party.assembly import TrainerBuilder as BottomBuilder
 from protos import split_learning_pb2 as pb
-from tests.runs import CPU
+from tests.runs import CPU, ActiveRecording
 from tests.several import (
     HANGS_AFTER_S,
     NAMES,
@@ -234,6 +243,7 @@ class Dies(PartyPeer):
 
 
 MARVELL = ["defense={name: marvell, statistics: running, insecure_noise_seed: 7}"]
+SETTINGS = MarvellDefense(strength=PowerRatio(power_ratio=4.0), insecure_noise_seed=11)
 EVERY_2 = ["contract.checkpoints.every_steps=2"]
 
 
@@ -333,3 +343,96 @@ def test_a_party_that_goes_on_with_other_bytes_is_refused_alone(
     finish(threads)
     assert all(isinstance(several.errors[name], PeerLeft) for name in ("ash", "cedar"))
     assert len(several.seen.sent) <= answered
+
+
+# ---- parties that put together what they receive ----
+
+
+class Colluders(ActiveRecording):
+    """Keeps what the parties received, and what each would have with a draw of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]] = []
+        self._own = build_defense(SETTINGS)
+
+    def on_step(self, batch: Batch, result: StepResult) -> None:
+        super().on_step(batch, result)
+        raw, sent = (
+            list(gradients.detach().chunk(3, dim=1)) for gradients in (result.raw, result.defended)
+        )
+        separate: list[Tensor] = [self._own.defend(part, result.labels)[0] for part in raw]
+        self.batches.append((raw, sent, separate, result.labels))
+
+
+def leak_of(received: list[Tensor], raw: list[Tensor], labels: Tensor) -> float:
+    """Return the leak AUC of parties that know their gaps, and weigh each one's projection."""
+    positive = labels == 1
+    gaps = [part[positive].mean(dim=0) - part[~positive].mean(dim=0) for part in raw]
+    scores = [part @ gap / gap.square().sum() for part, gap in zip(received, gaps, strict=True)]
+    return leak_auc(torch.stack(scores).mean(dim=0), labels)
+
+
+def test_parties_that_collude_in_a_run_gain_nothing_from_the_joint_draw(tmp_path: Path) -> None:
+    """The same attack on the same run gains where each party's noise is drawn on its own."""
+    write_several(tmp_path, 3, rows=3000)
+    several = build_several(
+        tmp_path,
+        ["contract.aggregation=concat", "contract.batch_size=256", "contract.epochs=4"],
+        ["defense={name: marvell, strength: {power_ratio: 4}, insecure_noise_seed: 7}"],
+    )
+    several.session._observer = several.seen = seen = Colluders()
+    run_in_process(several)
+    whole = [batch for batch in seen.batches if len(batch[3]) == 256]
+    assert len(whole) >= 20
+    alone, jointly, separately = (
+        statistics.fmean(figures)
+        for figures in zip(
+            *(
+                (
+                    statistics.fmean(
+                        leak_of([part], [own], labels) for part, own in zip(sent, raw, strict=True)
+                    ),
+                    leak_of(sent, raw, labels),
+                    leak_of(separate, raw, labels),
+                )
+                for raw, sent, separate, labels in whole
+            ),
+            strict=True,
+        )
+    )
+    assert jointly == pytest.approx(alone, abs=0.02)
+    assert separately > jointly + 0.05
+    charges = several.seen.ledger[-1][1].sum_kl.max / several.settings.contract.epochs
+    assert jointly < leak_auc_bound(charges)
+
+
+# ---- audits ----
+
+
+def test_each_party_has_audits_of_its_own(tmp_path: Path) -> None:
+    write_several(tmp_path, 2, rows=2500)
+    both = ["contract.audits_allowed=true", "contract.epochs=1"]
+    several = build_several(tmp_path, both, ["allow_audits=true"], runs=tmp_path / "runs")
+    run_in_process(several)
+    session, rows = several.session, several.seen.rows
+    assert rows is not None
+    train = rows.splits["train"]
+    generator = torch.Generator().manual_seed(1)
+    asked = {
+        name: AuditQuestion(
+            session.run_id,
+            0,
+            "norm",
+            "cut",
+            positions_digest(train),
+            torch.rand(len(train), generator=generator),
+        )
+        for name in ("ash", "birch")
+    }
+    answers = {name: session.audit(question, name) for name, question in asked.items()}
+    assert {name: session.audit(question, name) for name, question in asked.items()} == answers
+    for name, other in (("ash", "birch"), ("birch", "ash")):
+        with pytest.raises(OutOfStep):
+            session.audit(asked[other], name)
+    assert len(several.seen.audits) == 2

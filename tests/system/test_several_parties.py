@@ -1,0 +1,147 @@
+"""Four processes of one run: one active party and three passive ones, of which some are killed."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.several import NAMES, write_several
+from tests.system.conftest import run_locally
+from tests.system.processes import ROOT, START_S
+
+OVERRIDES = ("contract.epochs=12", "contract.checkpoints.every_steps=3")
+
+
+class Process:
+    """One party's process, started with the same command whenever it was killed."""
+
+    def __init__(self, folder: Path, name: str, address: str, *overrides: str) -> None:
+        where = f"{'listen' if name == 'active' else 'connect'}={address}"
+        program = "active_party" if name == "active" else "passive_party"
+        self._command = [sys.executable, "-m", program, "run", str(folder / f"{name}.yaml")]
+        self._command += ["--runs", str(folder / "runs")]
+        self._command += [
+            word for text in (where, *OVERRIDES, *overrides) for word in ("--set", text)
+        ]
+        self._log = folder / f"{name}.log"
+        self.results = folder / "runs" / "small" / name
+        self.start()
+
+    def start(self) -> None:
+        with self._log.open("ab") as output:
+            self._process = subprocess.Popen(
+                self._command,
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def wait(self) -> int:
+        return self._process.wait(START_S)
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text()
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def lines(self) -> int:
+        path = self.results / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+
+@contextmanager
+def all_parties(folder: Path, *overrides: str) -> Iterator[dict[str, Process]]:
+    write_several(folder, 3)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    processes = {name: Process(folder, name, address, *overrides) for name in ("active", *NAMES)}
+    try:
+        yield processes
+    finally:
+        for process in processes.values():
+            process.kill()
+
+
+def wait_until(condition: Callable[[], bool], processes: dict[str, Process]) -> None:
+    until = time.monotonic() + START_S
+    while not condition():
+        outputs = "\n".join(f"--- {name}\n{one.output}" for name, one in processes.items())
+        assert time.monotonic() < until, outputs
+        assert any(process.is_running for process in processes.values()), outputs
+        time.sleep(0.02)
+
+
+def ended_well(processes: dict[str, Process]) -> dict[str, dict[str, bytes]]:
+    """Wait for the end of all and return their weights, byte by byte."""
+    codes = {name: process.wait() for name, process in processes.items()}
+    assert set(codes.values()) == {0}, "\n".join(one.output for one in processes.values())
+    found = {}
+    for name, process in processes.items():
+        weights = load_file(process.results / "checkpoint" / "model.safetensors")
+        found[name] = {key: value.numpy().tobytes() for key, value in weights.items()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, bytes]]:
+    with all_parties(tmp_path_factory.mktemp("whole")) as processes:
+        return ended_well(processes)
+
+
+@pytest.mark.parametrize("victims", [("birch",), ("active",), ("ash", "active", "cedar")])
+def test_whoever_is_killed_and_started_again_changes_no_bit(
+    tmp_path: Path, undisturbed: dict[str, dict[str, bytes]], victims: tuple[str, ...]
+) -> None:
+    with all_parties(tmp_path) as processes:
+        for victim in victims:
+            before = processes["active"].lines
+            wait_until(lambda: processes["active"].lines > before + 12, processes)  # noqa: B023
+            processes[victim].kill()
+            processes[victim].start()
+        assert ended_well(processes) == undisturbed
+    summary = json.loads((tmp_path / "runs" / "small" / "active" / "summary.json").read_text())
+    assert summary["epochs"] == 12
+
+
+def test_a_party_that_stays_away_ends_the_run_by_name(tmp_path: Path) -> None:
+    patience = "reconnect={max_s: 4, deadline_s: 2, first_wait_s: 0.1, longest_wait_s: 0.5}"
+    with all_parties(tmp_path, "contract.epochs=2000", patience) as processes:
+        wait_until(lambda: processes["active"].lines > 20, processes)
+        processes["birch"].kill()
+        codes = {name: processes[name].wait() for name in ("active", "ash", "cedar")}
+        assert set(codes.values()) == {4}, codes
+        told = "nothing came from passive party 'birch' for 4 s"
+        assert told in " ".join(processes["active"].output.split())
+
+
+def test_the_example_with_two_laboratories_runs(tmp_path: Path) -> None:
+    options = ("--set", "contract.epochs=2", "passive_b.model_seed=5")
+    run = run_locally(tmp_path, "breast_cancer_two_labs", *options)
+    assert run.exit_code == 0, run.output
+    for party in ("active", "means", "extremes"):
+        assert run.summary("breast_cancer_two_labs", party)["aligned_rows"] == 569
+    table = run.output[run.output.rindex("┏") :]
+    assert "extremes: cut: cosine" in table
+    assert "means: first: norm" in table

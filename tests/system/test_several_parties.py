@@ -126,13 +126,13 @@ def test_whoever_is_killed_and_started_again_changes_no_bit(
 
 
 def test_a_party_that_stays_away_ends_the_run_by_name(tmp_path: Path) -> None:
-    patience = "reconnect={max_s: 4, deadline_s: 2, first_wait_s: 0.1, longest_wait_s: 0.5}"
+    patience = "reconnect={max_s: 15, deadline_s: 4, first_wait_s: 0.1, longest_wait_s: 0.5}"
     with all_parties(tmp_path, "contract.epochs=2000", patience) as processes:
         wait_until(lambda: processes["active"].lines > 20, processes)
         processes["birch"].kill()
         codes = {name: processes[name].wait() for name in ("active", "ash", "cedar")}
         assert set(codes.values()) == {4}, codes
-        told = "nothing came from passive party 'birch' for 4 s"
+        told = "nothing came from passive party 'birch' for 15 s"
         assert told in " ".join(processes["active"].output.split())
 
 

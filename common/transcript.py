@@ -41,6 +41,8 @@ class Crossing(NamedTuple):
     data: bytes
     epoch: int | None = None
     step: int | None = None
+    party: str | None = None
+    """The passive party at the other end, where there are several."""
 
 
 class Transcript:
@@ -130,6 +132,8 @@ class Transcript:
         entry: dict[str, Any] = {"direction": crossing.direction, "kind": crossing.kind}
         entry |= {"epoch": crossing.epoch, "step": crossing.step, "bytes": len(crossing.data)}
         entry["digest"] = hashlib.sha256(crossing.data).hexdigest()
+        if crossing.party is not None:
+            entry["party"] = crossing.party
         if crossing.kind in self._defenses:
             entry["defense"] = self._defenses[crossing.kind]
         return entry
@@ -153,14 +157,27 @@ class Broken(NamedTuple):
     reason: str
 
 
+Noted = tuple[Direction, str, int | None, int | None, str]
+"""Direction, kind, epoch, step and digest of a message."""
+
+
 class Verified(NamedTuple):
     """What a transcript with a whole chain holds."""
 
     entries: int
     starts: int
     last_link: str
-    crossings: Counter[tuple[Direction, str, int | None, int | None, str]]
-    """(direction, kind, epoch, step, digest) -> how often."""
+    party: str | None
+    """Whose it is."""
+    crossings: Mapping[str | None, Counter[Noted]]
+    """Passive party at the other end, None where there is one -> message -> how often."""
+
+    def with_party(self, name: str | None) -> Counter[Noted]:
+        """Return what crossed between this party and one other."""
+        found: Counter[Noted] = Counter()
+        for end in {None, name}:
+            found.update(self.crossings.get(end, {}))
+        return found
 
 
 def verify(path: Path) -> Verified | Broken:
@@ -170,7 +187,8 @@ def verify(path: Path) -> Verified | Broken:
         OSError: it cannot be read.
     """
     link, starts, number = _FIRST_LINK, 0, 0
-    crossings: Counter[tuple[Direction, str, int | None, int | None, str]] = Counter()
+    party: str | None = None
+    crossings: dict[str | None, Counter[Noted]] = {}
     for number, (line, entry) in enumerate(_lines(path), start=1):
         if entry is None:
             return Broken(number, "the line is no entry")
@@ -180,11 +198,12 @@ def verify(path: Path) -> Verified | Broken:
             return Broken(number, f"expected number {number - 1}, got {entry.get('number')}")
         link = hashlib.sha256(line).hexdigest()
         if "event" in entry:
-            starts += 1
+            starts, party = starts + 1, entry.get("party")
         else:
             fields = ("direction", "kind", "epoch", "step", "digest")
-            crossings[tuple(entry.get(field) for field in fields)] += 1  # type: ignore[index]
-    return Verified(number, starts, link, crossings)
+            noted = tuple(entry.get(field) for field in fields)
+            crossings.setdefault(entry.get("party"), Counter())[noted] += 1  # type: ignore[index]
+    return Verified(number, starts, link, party, crossings)
 
 
 class Comparison(NamedTuple):
@@ -205,9 +224,10 @@ def compare(one: Verified, other: Verified) -> Comparison:
     agreed = 0
     lost: Counter[str] = Counter()
     unsent: Counter[str] = Counter()
-    for mine, theirs in ((one, other), (other, one)):
-        for (direction, *rest), count in mine.crossings.items():
-            matched = min(count, theirs.crossings[_OTHER[direction], *rest])  # type: ignore[index]
+    ours = one.with_party(other.party), other.with_party(one.party)
+    for mine, theirs in (ours, ours[::-1]):
+        for (direction, *rest), count in mine.items():
+            matched = min(count, theirs[_OTHER[direction], *rest])  # type: ignore[index]
             if direction == "sent":
                 agreed += matched
                 lost[str(rest[0])] += count - matched

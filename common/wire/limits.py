@@ -64,6 +64,8 @@ PARTY_KEY = "splitveil-party"
 
 # ---- names and audits ----
 
+NAME_CHARACTERS = 64
+"""Of a party's or a run's name, as in the contract."""
 LAYER_NAME_PATTERN = r"[A-Za-z0-9_.-]{1,64}"
 """Printable as it is, in a report and on a terminal."""
 RUN_ID_PATTERN = r"[A-Za-z0-9_-]{1,64}"
@@ -99,7 +101,9 @@ class Bound(NamedTuple):
     why: str
 
 
-_NAME = Bound(64, "names of runs and parties are at most this long in the contract, too")
+_NAME = Bound(
+    NAME_CHARACTERS, "names of runs and parties are at most this long in the contract, too"
+)
 _DIGEST = Bound(DIGEST_BYTES, "SHA-256")
 _NONCE = Bound(NONCE_BYTES, "a nonce is as long as the joint seed")
 _POSITIONS = Bound(POSITIONS_DIGEST_BYTES, "as sample_order makes it")

@@ -1,12 +1,14 @@
 """Notes every message of every call in a transcript, on either side, as the bytes that cross."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 
 from common.transcript import Crossing, Direction, Transcript
 from common.wire.endpoint import SERVICE
+from common.wire.limits import NAME_CHARACTERS, PARTY_KEY
 from common.wire.tensor_codec import place_of
 
 if TYPE_CHECKING:
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 _PREFIX = f"/{SERVICE}/"
 
 _Note = Callable[[Direction, str, Any], Any]
+_NoteOf = Callable[[str | None, Direction, str, Any], Any]
 
 
 class NotingServer(grpc.ServerInterceptor):  # type: ignore[misc, unused-ignore]
@@ -26,7 +29,7 @@ class NotingServer(grpc.ServerInterceptor):  # type: ignore[misc, unused-ignore]
     """
 
     def __init__(self, transcript: Transcript) -> None:
-        self._note = _noting(transcript)
+        self._note_of = _noting(transcript)
 
     def intercept_service(
         self,
@@ -38,11 +41,12 @@ class NotingServer(grpc.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         method = _own_method(handler_call_details.method)
         if handler is None or method is None:
             return cast("_Handler | None", handler)
-        note = self._note
+        note_of = self._note_of
         if handler.unary_unary is not None:
             answer = handler.unary_unary
 
             def unary(request: Any, context: grpc.ServicerContext) -> Any:
+                note = partial(note_of, _caller(context))
                 note("received", f"{method} request", request)
                 return note("sent", f"{method} reply", answer(request, context))
 
@@ -50,6 +54,7 @@ class NotingServer(grpc.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         stream_answers = handler.stream_stream
 
         def stream(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+            note = partial(note_of, _caller(context))
             heard = (note("received", f"{method} request", request) for request in requests)
             for reply in stream_answers(heard, context):
                 yield note("sent", f"{method} reply", reply)
@@ -68,7 +73,7 @@ class NotingClient(
     """
 
     def __init__(self, transcript: Transcript) -> None:
-        self._note = _noting(transcript)
+        self._note: _Note = partial(_noting(transcript), None)
 
     def intercept_unary_unary(
         self, continuation: Callable[..., Any], details: grpc.ClientCallDetails, request: Any
@@ -121,15 +126,21 @@ def _own_method(path: str | bytes) -> str | None:
     return text.removeprefix(_PREFIX) if text.startswith(_PREFIX) else None
 
 
-def _noting(transcript: Transcript) -> _Note:
-    def note(direction: Direction, kind: str, message: Any) -> Any:
+def _caller(context: grpc.ServicerContext) -> str | None:
+    """Return the name that a call gives itself, which calls do where there are several parties."""
+    named = [value for key, value in context.invocation_metadata() if key == PARTY_KEY]
+    return str(named[0])[:NAME_CHARACTERS] if named else None
+
+
+def _noting(transcript: Transcript) -> _NoteOf:
+    def note(party: str | None, direction: Direction, kind: str, message: Any) -> Any:
         """Note a message, and hand it on."""
         if isinstance(message, bytes):
             data, (epoch, step) = message, place_of(message)
         else:
             data = message.SerializeToString(deterministic=True)
             epoch, step = getattr(message, "epoch", None), getattr(message, "step", None)
-        transcript.note(Crossing(direction, kind, data, epoch, step))
+        transcript.note(Crossing(direction, kind, data, epoch, step, party))
         return message
 
     return note

@@ -1,6 +1,7 @@
 """What the active party holds of each passive party of a run, between its messages."""
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from active_party.audit_desk import AuditDesk
 from common.alignment import Share
 from common.errors import OutOfStep
 from common.sample_order import Positions
+from common.wire.limits import NONCE_BYTES
 from common.wire.tensor_codec import BatchHeader, TensorMessage
 from protos import split_learning_pb2 as pb
 
@@ -124,6 +126,62 @@ class PassiveParty:
         if self.answered is None:
             raise RuntimeError("no answer yet")
         return self.answered.reply
+
+
+class PassiveParties:
+    """All passive parties of a run, in the contract's order.
+
+    Args:
+        names: as the contract lists them.
+        allow_audits: whether their scores are measured.
+    """
+
+    def __init__(self, names: Sequence[str], *, allow_audits: bool) -> None:
+        self._parties = tuple(
+            PassiveParty(name, index, AuditDesk(is_open=allow_audits, asker=index))
+            for index, name in enumerate(names)
+        )
+
+    def __iter__(self) -> Iterator[PassiveParty]:
+        return iter(self._parties)
+
+    def __len__(self) -> int:
+        return len(self._parties)
+
+    @property
+    def are_several(self) -> bool:
+        """Whether there are more than one."""
+        return len(self._parties) > 1
+
+    @property
+    def have_opened(self) -> bool:
+        """Whether this process has opened the run with all of them."""
+        return all(party.has_opened for party in self._parties)
+
+    @property
+    def have_asked(self) -> bool:
+        """Whether each has asked what is due."""
+        return all(party.question is not None for party in self._parties)
+
+    def named(self, name: str | None) -> PassiveParty:
+        """Return one of them; the only one need not be named.
+
+        Raises:
+            OutOfStep: there is none of that name.
+        """
+        if name is None and not self.are_several:
+            return self._parties[0]
+        for party in self._parties:
+            if party.name == name:
+                return party
+        raise OutOfStep("a call of nobody whom the contract names")
+
+    def take_nonces(self, joined: bytes) -> list[bytes]:
+        """Give each party the nonce with which a stored run began, and return all of them."""
+        nonces = [joined[i : i + NONCE_BYTES] for i in range(0, len(joined), NONCE_BYTES)]
+        for party, nonce in zip(self._parties, nonces, strict=True):
+            party.nonce, party.commitment = nonce, hashlib.sha256(nonce).digest()
+        return nonces
 
 
 def names_of(parties: Sequence[PassiveParty]) -> str:

@@ -25,17 +25,16 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from cryptography.hazmat.primitives.poly1305 import Poly1305
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from active_party.aggregation import aggregate, parts_of
-from active_party.audit_desk import AuditDesk
+from active_party.answered import AnsweredQuestions, run_secret
 from active_party.defenses.report import LeakCharge
 from active_party.defenses.sum_kl import leak_auc_bound
 from active_party.early_stopping import EarlyStop
 from active_party.ledger import ROUNDING, LeakBounds, LeakLedger
-from active_party.parties import PassiveParty, Question, names_of
+from active_party.parties import PassiveParties, PassiveParty, Question, names_of
 from active_party.top_trainer import StepResult, TopTrainer
 from common.alignment import Share, intersect
 from common.calibration import adaptive_calibration_error
@@ -195,8 +194,7 @@ class ActiveSession:
         self.error: SplitveilError | None = None
         self._draw_nonce = draw_nonce
         self._store = store
-        self._secret = _secret(noise_seed)
-        self._answers = AnswerLog()
+        self._questions = AnsweredQuestions(run_secret(noise_seed), AnswerLog())
         self._rows: AlignedRows | None = None
         self._place = 0
         self._checkpoint_due = False
@@ -205,10 +203,7 @@ class ActiveSession:
         self._early_stop = early_stop
         self._max_sum_kl = max_sum_kl
         allows = allow_audits and contract.audits_allowed
-        self.parties = tuple(
-            PassiveParty(name, index, AuditDesk(is_open=allows, asker=index))
-            for index, name in enumerate(contract.passive_parties)
-        )
+        self.parties = PassiveParties(contract.passive_parties, allow_audits=allows)
         self._moved_at = time.monotonic()
         self._training_positions = np.empty(0, dtype=np.int64)
         self._stage = Stage.WAITING
@@ -237,7 +232,7 @@ class ActiveSession:
         if self.error is None or not any(party.has_opened for party in self.parties):
             return False
         # Of a peer that ended the run only the others have to be told.
-        return self._has_several or not isinstance(self.error, PeerError)
+        return self.parties.are_several or not isinstance(self.error, PeerError)
 
     def awaited(self) -> Mapping[str, float]:
         """Return the parties whose message the run waits for, and for how many seconds."""
@@ -247,7 +242,7 @@ class ActiveSession:
 
     def was_met(self, party: str) -> bool:
         """Tell whether a party has shaken hands with this process, as far as it had to."""
-        return self._stage is Stage.FINISHED or self._party(party).was_met
+        return self._stage is Stage.FINISHED or self.parties.named(party).was_met
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the run is over and say whether it is."""
@@ -284,19 +279,14 @@ class ActiveSession:
             if self._store is None or stored is None or not self._store.places():
                 return False
             self.run_id, self.nonce = stored["run_id"], stored["nonce"]
-            self._secret = stored["secret"]
-            nonces = [
-                stored["peer_nonce"][i : i + 32] for i in range(0, 32 * len(self.parties), 32)
-            ]
-            for party, nonce in zip(self.parties, nonces, strict=True):
-                party.nonce, party.commitment = nonce, hashlib.sha256(nonce).digest()
+            nonces = self.parties.take_nonces(stored["peer_nonce"])
             file_rows = stored["file_rows"].numpy()
             if len(file_rows) and int(file_rows.max()) >= len(self.ids):
                 raise _other_data()
             self._prepare(file_rows, joint_seed(self.nonce, *nonces))
             if self.trainer is None or self.trainer.data_digest != stored["data"]:
                 raise _other_data()
-            self._answers = self._store.answers()
+            self._questions = AnsweredQuestions(stored["secret"], self._store.answers())
             self._move_to(Stage.REJOINING)
             newest = self._store.places()[-1]
             state = self._store.load(newest)
@@ -334,7 +324,7 @@ class ActiveSession:
                 if self._stage is Stage.WAITING:
                     self.end(error)
                 raise error
-            asking = self._party(party)
+            asking = self.parties.named(party)
             known = hmac.compare_digest(asking.commitment, commitment)
             if offer is not None:
                 return self._go_on(asking, offer, is_listening, known=known)
@@ -354,7 +344,7 @@ class ActiveSession:
         with self._changed:
             self._refuse_if_ended()
             self._refuse_if_not_open()
-            is_through = self._party(party).pair_rows is not None
+            is_through = self.parties.named(party).pair_rows is not None
             is_other = run_id not in (None, self.run_id)
             if self._stage is not Stage.HANDSHAKEN or is_other or is_through:
                 raise OutOfStep(f"an alignment while {self._stage.value}")
@@ -375,7 +365,7 @@ class ActiveSession:
         """
         with self._changed:
             self.begin_alignment(party=party)
-            asking = self._party(party)
+            asking = self.parties.named(party)
             committed = hashlib.sha256(peer_nonce).digest()
             if len(peer_nonce) != 32 or not hmac.compare_digest(committed, asking.commitment):
                 raise OutOfStep("the peer's nonce is not the one it committed to")
@@ -383,7 +373,7 @@ class ActiveSession:
             pairs = [each.pair_rows for each in self.parties if each.pair_rows is not None]
             if len(pairs) < len(self.parties):
                 return
-            masks = intersect(pairs) if self._has_several else []
+            masks = intersect(pairs) if self.parties.are_several else []
             common = pairs[0][masks[0]] if masks else pairs[0]
             if masks and len(common) < self.contract.alignment.min_aligned:
                 raise AlignmentError(
@@ -403,9 +393,10 @@ class ActiveSession:
             NotOpen: the run has to be opened again, as another party does.
         """
         with self._changed:
-            asking = self._party(party)
+            asking = self.parties.named(party)
             self._changed.wait_for(
-                lambda: asking.share is not None or self.over or not self._is_open, timeout_s
+                lambda: asking.share is not None or self.over or not self.parties.have_opened,
+                timeout_s,
             )
             self._refuse_if_ended()
             self._refuse_if_not_open()
@@ -432,7 +423,7 @@ class ActiveSession:
         """
         with self._changed:
             self.finish_step()
-            asking = self._party(party)
+            asking = self.parties.named(party)
             stored = self._stored_answer(asking, message)
             if isinstance(stored, TensorMessage):
                 return stored
@@ -476,7 +467,7 @@ class ActiveSession:
         """
         with self._changed:
             self.finish_step()
-            asking = self._party(party)
+            asking = self.parties.named(party)
             stored = self._stored_answer(asking, message)
             if stored is not None and not isinstance(stored, TensorMessage):
                 return stored
@@ -503,9 +494,9 @@ class ActiveSession:
             if question.run_id != self.run_id or self.trainer is None:
                 raise OutOfStep("an audit of another run than this one")
             positions = self._training_positions
-            asking = self._party(party)
+            asking = self.parties.named(party)
             leak_auc = asking.audits.answer(
-                question, positions, self.trainer.labels_of, self._note_question
+                question, positions, self.trainer.labels_of, self._questions.note
             )
             asked = (question.epoch, question.attack, question.layer)
             if asked not in asking.audited:
@@ -535,7 +526,7 @@ class ActiveSession:
         with self._changed:
             if run_id != self.run_id:
                 raise OutOfStep("a peer leaves another run than this one")
-            leaving = self._party(party)
+            leaving = self.parties.named(party)
             leaving.has_left = True
             self._changed.notify_all()
             if self._stage is Stage.FINISHED:
@@ -543,7 +534,7 @@ class ActiveSession:
                 self._wait_for_farewells(is_listening)
             if self.over:
                 return
-            who = f"passive party {leaving.name!r}" if self._has_several else "the peer"
+            who = f"passive party {leaving.name!r}" if self.parties.are_several else "the peer"
             if reason == pb.LEAVE_REASON_ALIGNMENT_FAILED:
                 self.end(AlignmentError(f"{who} found no usable intersection of the ids"))
             elif reason == pb.LEAVE_REASON_INTERRUPTED:
@@ -569,28 +560,10 @@ class ActiveSession:
 
     # ---- inside ----
 
-    @property
-    def _has_several(self) -> bool:
-        return len(self.parties) > 1
-
-    @property
-    def _is_open(self) -> bool:
-        """Whether this process has opened the run with all parties."""
-        return all(party.has_opened for party in self.parties)
-
-    def _party(self, name: str | None) -> PassiveParty:
-        """Return a passive party; the only one need not be named."""
-        if name is None and not self._has_several:
-            return self.parties[0]
-        for party in self.parties:
-            if party.name == name:
-                return party
-        raise OutOfStep("a call of nobody whom the contract names")
-
     def _awaits(self, party: PassiveParty) -> bool:
         if self.over:
             return not party.has_left
-        if not self._is_open:
+        if not self.parties.have_opened:
             return not party.has_opened
         if self._stage is Stage.HANDSHAKEN:
             return party.pair_rows is None
@@ -627,17 +600,19 @@ class ActiveSession:
     ) -> Opening:
         """Open a new run, as soon as all parties want to."""
         if not (self._stage is Stage.HANDSHAKEN and known):
-            if self._place or len(self._answers):
+            if self._place or len(self._questions):
                 raise OutOfStep("a handshake for a new run, where one has begun")
             if self._stage is not Stage.WAITING:
                 self._begin_anew()
             asking.commitment = commitment
             self._note_opening(asking)
-            if self._is_open:
+            if self.parties.have_opened:
                 self._move_to(Stage.HANDSHAKEN)
             self._wait_for_others(asking, Stage.HANDSHAKEN, is_listening=is_listening)
         commitments = tuple(party.commitment for party in self.parties)
-        return Opening(self.run_id, self.nonce, None, commitments if self._has_several else ())
+        return Opening(
+            self.run_id, self.nonce, None, commitments if self.parties.are_several else ()
+        )
 
     def _begin_anew(self) -> None:
         """Drop a run of which nothing was answered, with the nonce that a party has seen."""
@@ -662,7 +637,7 @@ class ActiveSession:
             OthersAwaited: some have not come, or this call is not its party's newest any more.
         """
         call, until = asking.calls, time.monotonic() + HANDSHAKE_WAIT_S
-        while not (self._is_open and self._stage in stages):
+        while not (self.parties.have_opened and self._stage in stages):
             self._refuse_if_ended()
             is_newest = asking.has_opened and asking.calls == call
             if not is_newest or time.monotonic() > until or not is_listening():
@@ -690,12 +665,12 @@ class ActiveSession:
                 "run_id": self.run_id,
                 "nonce": self.nonce,
                 "peer_nonce": b"".join(nonces),
-                "secret": self._secret,
+                "secret": self._questions.secret,
                 "file_rows": torch.from_numpy(rows.file_rows),
                 "data": self.trainer.data_digest,
             }
         )
-        self._answers = self._store.answers()
+        self._questions = AnsweredQuestions(self._questions.secret, self._store.answers())
         self._save()
 
     # ---- going on ----
@@ -743,20 +718,20 @@ class ActiveSession:
         if not offer.places & set(self._store.places()):
             raise OutOfStep("the parties have no checkpoint in common")
         self.finish_step()
-        if self._is_open and not self._is_where_it_was_opened(offer):
+        if self.parties.have_opened and not self._is_where_it_was_opened(offer):
             for party in self.parties:
                 party.forget_opening()
         asking.offer, asking.is_going_back = offer.places, True
-        opens = not self._is_open
+        opens = not self.parties.have_opened
         self._note_opening(asking)
-        if opens and self._is_open:
+        if opens and self.parties.have_opened:
             self._resume(asking)
         self._wait_for_others(asking, *stages[1:], is_listening=is_listening)
         return Opening(self.run_id, self.nonce, self._resumed_at)
 
     def _is_where_it_was_opened(self, offer: Offer) -> bool:
         """Tell whether a peer asks again for the answer that it was given before."""
-        return self._has_several and self._place == self._resumed_at in offer.places
+        return self.parties.are_several and self._place == self._resumed_at in offer.places
 
     def _resume(self, asking: PassiveParty) -> None:
         """Go to the newest place that all have."""
@@ -814,33 +789,12 @@ class ActiveSession:
         if state["is_last"]:
             self._expected = None
 
-    def _fingerprint(self, number: int, values: Tensor) -> bytes:
-        """Return what tells a question from others, 16 bytes.
-
-        Raises:
-            OutOfStep: another question than this one was answered here before.
-        """
-        key = _keyed(self._secret, b"fingerprint", number.to_bytes(8, "little"))
-        fingerprint = Poly1305.generate_tag(key, _bytes_of(values))
-        earlier = self._answers.fingerprint(number)
-        if earlier is not None and not hmac.compare_digest(earlier, fingerprint):
-            raise OutOfStep("what was answered before came again with other bytes")
-        return fingerprint
-
-    def _record(self, number: int, fingerprint: bytes) -> None:
-        if self._answers.fingerprint(number) is None:
-            self._answers.record(number, fingerprint)
-
-    def _note_question(self, number: int, values: Tensor) -> None:
-        """Make sure that no other question is ever answered under a number."""
-        self._record(number, self._fingerprint(number, values))
-
     def _number(self, party: PassiveParty) -> int:
         """Return what stands for a party's question at the present place."""
         return self._place * len(self.parties) + party.index
 
     def _refuse_if_not_open(self) -> None:
-        if not self._is_open and (self._store is not None or self._has_several):
+        if not self.parties.have_opened and (self._store is not None or self.parties.are_several):
             raise NotOpen(f"a message while {self._stage.value}")
 
     def _refuse_if_ended(self) -> None:
@@ -857,8 +811,9 @@ class ActiveSession:
 
     def _is_last_to_ask(self, asking: PassiveParty, message: TensorMessage) -> bool:
         """Take a question that is due, and tell whether all parties have asked now."""
-        asking.ask(Question(message, self._fingerprint(self._number(asking), message.values)))
-        return all(party.question is not None for party in self.parties)
+        fingerprint = self._questions.fingerprint(self._number(asking), message.values)
+        asking.ask(Question(message, fingerprint))
+        return self.parties.have_asked
 
     def _wait_for_answer(
         self, asking: PassiveParty, message: TensorMessage, is_listening: Callable[[], bool]
@@ -881,17 +836,12 @@ class ActiveSession:
             self._changed.wait(_POLL_S)
 
     def _take_questions(self) -> tuple[Tensor, bytes]:
-        """Return the aggregate of what all ask, and the key of what they are answered.
-
-        The questions are written down before anything is computed: a crash between the two costs
-        nothing, for the same questions get the same answer.
-        """
+        """Return the aggregate of what all ask, and the key of what they are answered."""
         questions = [party.question for party in self.parties if party.question is not None]
         for party, question in zip(self.parties, questions, strict=True):
-            self._record(self._number(party), question.fingerprint)
-        place = self._place.to_bytes(8, "little")
-        fingerprints = b"".join(question.fingerprint for question in questions)
-        answer_key = _keyed(self._secret, b"answer", place + fingerprints)
+            self._questions.record(self._number(party), question.fingerprint)
+        fingerprints = [question.fingerprint for question in questions]
+        answer_key = self._questions.answer_key(self._place, fingerprints)
         values = [question.message.values for question in questions]
         return aggregate(self.contract.aggregation, values), answer_key
 
@@ -970,7 +920,7 @@ class ActiveSession:
         self._place += 1
         self._tell_waiting()
         if self._store is None:
-            self._answers.forget_before(self._place * len(self.parties))
+            self._questions.forget_before(self._place * len(self.parties))
         if answered is not None and self._rows is not None:
             self._checkpoint_due = is_checkpoint(self.contract, self._rows, answered)
 
@@ -996,21 +946,6 @@ class ActiveSession:
         ):
             return pb.COURSE_STOP
         return pb.COURSE_CONTINUE
-
-
-def _secret(noise_seed: int | None) -> bytes:
-    """Return what the run's answers and fingerprints are keyed with, 32 bytes."""
-    if noise_seed is None:
-        return secrets.token_bytes(32)
-    return hashlib.sha256(b"splitveil test secret %d" % noise_seed).digest()
-
-
-def _keyed(secret: bytes, purpose: bytes, message: bytes) -> bytes:
-    return hashlib.blake2b(message, digest_size=32, key=secret, person=purpose).digest()
-
-
-def _bytes_of(values: Tensor) -> memoryview:
-    return values.contiguous().view(torch.uint8).numpy().data.cast("B")
 
 
 def _other_data() -> DataError:

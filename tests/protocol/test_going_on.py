@@ -219,7 +219,7 @@ def test_a_peer_cannot_go_on_with_a_run_that_is_not_its_own(example: Path, tmp_p
     places = frozenset({0, 2})
     with pytest.raises(OutOfStep, match="another run"):
         session.handshake("passive", contract, b"c" * 32, Offer(session.run_id, places))
-    commitment = session.parties[0].commitment
+    commitment = session.parties.named("passive").commitment
     with pytest.raises(OutOfStep, match="another run"):
         session.handshake("passive", contract, commitment, Offer("another", places))
     with pytest.raises(OutOfStep, match="no checkpoint in common"):

@@ -1,12 +1,16 @@
 """Runs with several passive parties: what they learn together, and for whom they wait."""
 
+import hashlib
 import statistics
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
@@ -14,16 +18,19 @@ from active_party.assembly import TrainerBuilder as TopBuilder
 from active_party.defenses import build_defense
 from active_party.defenses.settings import MarvellDefense, PowerRatio
 from active_party.defenses.sum_kl import leak_auc_bound
-from active_party.session import Stage
+from active_party.session import Opening, Stage
 from active_party.top_trainer import StepResult
+from common.alignment import Share, channel_pair, receive_share, share_frames
 from common.checkpoint import RunStore
-from common.errors import OutOfStep, PeerLeft
+from common.contract import Contract
+from common.errors import AlignmentError, NotOpen, OthersAwaited, OutOfStep, PeerError, PeerLeft
 from common.models.optimizers import build_optimizer
 from common.party_data import PartyData
 from common.privacy.leakage import leak_auc
 from common.run_course import Batch
 from common.sample_order import positions_digest
 from common.wire.audit_codec import AuditQuestion
+from common.wire.limits import ALIGN_FRAME_BYTES, check_fields
 from common.wire.tensor_codec import TensorMessage
 from passive_party.assembly import TrainerBuilder as BottomBuilder
 from protos import split_learning_pb2 as pb
@@ -436,3 +443,91 @@ def test_each_party_has_audits_of_its_own(tmp_path: Path) -> None:
         with pytest.raises(OutOfStep):
             session.audit(asked[other], name)
     assert len(several.seen.audits) == 2
+
+
+# ---- what the parties agree on ----
+
+
+def test_ids_that_only_some_have_are_no_intersection(tmp_path: Path) -> None:
+    """Each pair has enough in common, and all together too little."""
+    write_several(tmp_path, 3)
+    several = build_several(tmp_path, ["contract.alignment.min_aligned=345"])
+    with pytest.raises(AlignmentError):
+        run_in_process(several)
+    assert "that all parties have, needed 345" in str(several.session.error)
+    assert set(several.errors) == set(NAMES)
+
+
+def test_a_handshake_waits_for_all_and_the_newest_of_a_party_counts(three: Path) -> None:
+    several = build_several(three)
+    session, contract = several.session, several.settings.contract.canonical_json()
+    replies: list[object] = []
+
+    def shake(party: str, commitment: bytes) -> threading.Thread:
+        def ask() -> None:
+            try:
+                replies.append(session.handshake(party, contract, commitment))
+            except PeerError as error:
+                replies.append(error)
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        return thread
+
+    ash = shake("ash", b"a" * 32)
+    wait_until(lambda: set(session.awaited()) == {"birch", "cedar"})
+    again = shake("ash", b"b" * 32)
+    ash.join(HANGS_AFTER_S)
+    (displaced,) = replies
+    assert isinstance(displaced, OthersAwaited)
+    others = [shake(party, party.ljust(32).encode()) for party in ("birch", "cedar")]
+    finish([again, *others])
+    openings = [reply for reply in replies if isinstance(reply, Opening)]
+    assert len(openings) == 3
+    assert len({(opening.run_id, opening.nonce) for opening in openings}) == 1
+    assert openings[0].commitments[0] == b"b" * 32
+    # With the nonce known, another commitment begins anew, with another nonce, for all.
+    later = shake("ash", b"c" * 32)
+    wait_until(lambda: set(session.awaited()) == {"birch", "cedar"})
+    assert session.nonce == openings[0].nonce  # of the test's seed
+    assert session.run_id != openings[0].run_id
+    with pytest.raises(NotOpen):
+        session.begin_alignment(party="birch")
+    session.end(PeerLeft("the test is over"))
+    finish([later])
+
+
+def test_with_one_party_there_is_no_aggregation_to_agree_on() -> None:
+    one = Contract(run_name="r", cut_shape=(4, 3), batch_size=8, epochs=1, aggregation="concat")
+    assert "aggregation" not in one.canonical_json()
+    assert one.aggregate_shape == (4, 3)
+    assert one.fields_differing_from(one.canonical_json()) == []
+
+
+def test_several_parties_agree_on_names_and_aggregation() -> None:
+    values: dict[str, Any] = {"run_name": "r", "cut_shape": (4, 3), "batch_size": 8, "epochs": 1}
+    two = Contract(**values, passive_parties=("ash", "birch"))
+    concat = Contract(**values, passive_parties=("ash", "birch"), aggregation="concat")
+    assert two.fields_differing_from(concat.canonical_json()) == ["aggregation"]
+    assert (two.aggregate_shape, concat.aggregate_shape) == ((4, 3), (8, 3))
+    with pytest.raises(ValidationError, match="two have the same name"):
+        Contract(**values, passive_parties=("ash", "ash"))
+    with pytest.raises(ValidationError):
+        Contract(**values, passive_parties=tuple(f"p{number}" for number in range(9)))
+
+
+def test_a_mask_of_many_ids_comes_in_chunks() -> None:
+    generator = np.random.default_rng(1)
+    share = Share(generator.random(1_500_000) < 0.5, (b"n" * 32, b"m" * 32))
+    frames = list(share_frames(share))
+    assert len(frames) == 2
+    for frame in frames:
+        check_fields(frame)
+        assert frame.ByteSize() <= ALIGN_FRAME_BYTES
+    there, back = channel_pair(deadline_s=5)
+    for frame in frames:
+        there.send(frame)
+    commitments = [hashlib.sha256(nonce).digest() for nonce in share.nonces]
+    found = receive_share(back, len(share.mask), commitments, lambda: None)
+    assert (found.mask == share.mask).all()
+    assert found.nonces == share.nonces

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from common.transcript import FILE, Verified, compare, verify
 from tests.several import NAMES, write_several
 from tests.system.conftest import run_locally
 from tests.system.processes import ROOT, START_S
@@ -145,3 +146,12 @@ def test_the_example_with_two_laboratories_runs(tmp_path: Path) -> None:
     table = run.output[run.output.rindex("┏") :]
     assert "extremes: cut: cosine" in table
     assert "means: first: norm" in table
+    folder = tmp_path / "breast_cancer_two_labs"
+    noted = {party: verify(folder / party / FILE) for party in ("active", "means", "extremes")}
+    for party in ("means", "extremes"):
+        one, other = noted["active"], noted[party]
+        assert isinstance(one, Verified)
+        assert isinstance(other, Verified)
+        compared = compare(one, other)
+        assert compared.agreed > 100
+        assert not compared.unsent

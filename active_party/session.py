@@ -531,7 +531,8 @@ class ActiveSession:
             self._changed.notify_all()
             if self._stage is Stage.FINISHED:
                 self._save()  # a restart must not wait for a peer that is through
-                self._wait_for_farewells(is_listening)
+                if reason == pb.LEAVE_REASON_FINISHED:
+                    self._wait_for_farewells(is_listening)
             if self.over:
                 return
             who = f"passive party {leaving.name!r}" if self.parties.are_several else "the peer"
@@ -711,7 +712,7 @@ class ActiveSession:
         """Go on with this run, as soon as all parties want to."""
         stages = (Stage.REJOINING, Stage.TRAINING, Stage.FINISHED)
         opened = self._stage in stages
-        if offer.run_id in self._dropped_runs:
+        if self.parties.are_several and offer.run_id in self._dropped_runs:
             raise NothingBegun("a peer wants to go on with a run that was begun anew")
         if not opened or self._store is None or offer.run_id != self.run_id or not known:
             raise OutOfStep("a peer wants to go on with another run than this one")
@@ -721,11 +722,11 @@ class ActiveSession:
         if self.parties.have_opened and not self._is_where_it_was_opened(offer):
             for party in self.parties:
                 party.forget_opening()
-        asking.offer, asking.is_going_back = offer.places, True
-        opens = not self.parties.have_opened
-        self._note_opening(asking)
-        if opens and self.parties.have_opened:
-            self._resume(asking)
+        if not self.parties.have_opened:
+            asking.offer, asking.is_going_back = offer.places, True
+            self._note_opening(asking)
+            if self.parties.have_opened:
+                self._resume(asking)
         self._wait_for_others(asking, *stages[1:], is_listening=is_listening)
         return Opening(self.run_id, self.nonce, self._resumed_at)
 

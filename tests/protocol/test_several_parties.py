@@ -33,6 +33,7 @@ from common.wire.audit_codec import AuditQuestion
 from common.wire.limits import ALIGN_FRAME_BYTES, check_fields
 from common.wire.tensor_codec import TensorMessage
 from passive_party.assembly import TrainerBuilder as BottomBuilder
+from passive_party.peer import Opening as PeerOpening
 from protos import split_learning_pb2 as pb
 from tests.runs import CPU, ActiveRecording
 from tests.several import (
@@ -299,6 +300,28 @@ def test_a_party_that_is_killed_before_its_last_answer_takes_all_back(
     assert several.session.stage is Stage.FINISHED
     assert_same_weights(several.weights(), undisturbed.weights())
     assert several.seen.ledger == undisturbed.seen.ledger
+
+
+class Twice(PartyPeer):
+    """Loses the first answer to each handshake."""
+
+    def handshake(self, *question: Any) -> PeerOpening:
+        first, again = super().handshake(*question), super().handshake(*question)
+        assert again == first
+        return again
+
+
+def test_a_handshake_whose_answer_was_lost_takes_nobody_back_again(
+    three: Path, tmp_path: Path, undisturbed: Several
+) -> None:
+    several = build_several(three, EVERY_2, MARVELL, runs=tmp_path)
+    threads = [start(several, name, Twice) for name in ("ash", "cedar")]
+    finish([start(several, "birch", dying(4, after=True))])
+    several.passive["birch"] = build_passive(three, "birch", EVERY_2, runs=tmp_path)
+    finish([start(several, "birch"), *threads])
+    assert several.errors == {}
+    assert len(several.seen.resumed) == 1
+    assert_same_weights(several.weights(), undisturbed.weights())
 
 
 def test_the_active_party_that_is_killed_comes_back_and_all_go_back_with_it(

@@ -4,7 +4,6 @@ import argparse
 import json
 import logging
 import socket
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -27,6 +26,7 @@ from common.command_line import (
     Interruption,
     add_command,
     draw_nonce,
+    end_program,
     exit_code_of,
     goes_on,
     overrides_of,
@@ -71,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "report": _report,
         "verify-transcript": verify_transcript,
     }
-    sys.exit(exit_code_of(partial(actions[parsed.command], parsed)))
+    exit_code = exit_code_of(partial(actions[parsed.command], parsed))
+    end_program(exit_code, is_program=arguments is None)
 
 
 def _add_own_commands(commands: Commands) -> None:

@@ -8,9 +8,10 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import torch
 import yaml
@@ -164,6 +165,24 @@ def exit_code_of(action: Callable[[], None]) -> int:
         logger.error("stopped at once; nothing was saved")
         return 130
     return 0
+
+
+def end_program(exit_code: int, *, is_program: bool) -> NoReturn:
+    """End with an exit code.
+
+    Args:
+        exit_code: of the process.
+        is_program: whether this process has nothing else to do. It then ends without the
+            interpreter's teardown, in which threads of libraries (those of Arrow, after a file that
+            cannot be read) now and then abort it, and the exit code is lost.
+    """
+    if is_program:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(exit_code)
+    sys.exit(exit_code)
 
 
 def _with_earlier(error: SplitveilError) -> Iterator[SplitveilError]:

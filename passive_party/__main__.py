@@ -2,7 +2,6 @@
 
 import argparse
 import logging
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -14,6 +13,7 @@ from common.checkpoint import RunStore, save_model
 from common.command_line import (
     Interruption,
     draw_nonce,
+    end_program,
     exit_code_of,
     goes_on,
     overrides_of,
@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parsed = parse_arguments("passive-party", arguments)
     configure_logging("passive", parsed.verbose - parsed.quiet)
     actions = {"run": _run, "check": _check, "verify-transcript": verify_transcript}
-    sys.exit(exit_code_of(partial(actions[parsed.command], parsed)))
+    exit_code = exit_code_of(partial(actions[parsed.command], parsed))
+    end_program(exit_code, is_program=arguments is None)
 
 
 def _load(parsed: argparse.Namespace) -> PassiveSettings:

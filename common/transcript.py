@@ -28,7 +28,8 @@ FILE = "transcript.jsonl"
 Direction = Literal["sent", "received"]
 
 _FIRST_LINK = 64 * "0"
-_QUEUED_MESSAGES = 64
+_QUEUED_BYTES = 8 * 2**20
+"""How much may wait to be hashed and written before the next message waits, too."""
 _OTHER: Mapping[str, Direction] = {"sent": "received", "received": "sent"}
 
 
@@ -65,7 +66,9 @@ class Transcript:
         """
         self._path = folder / FILE
         self._defenses = dict(defenses or {})
-        self._queue: queue.Queue[tuple[str, Crossing] | None] = queue.Queue(_QUEUED_MESSAGES)
+        self._queue: queue.SimpleQueue[tuple[str, Crossing] | None] = queue.SimpleQueue()
+        self._queued_bytes = 0
+        self._written = threading.Condition()
         self._error: OSError | None = None
         self._closed = False
         try:
@@ -96,8 +99,12 @@ class Transcript:
         """
         if self._error is not None:
             raise self._storage_error(self._error)
-        if not self._closed:
-            self._queue.put((_now(), crossing))
+        if self._closed:
+            return
+        with self._written:
+            self._written.wait_for(lambda: self._queued_bytes < _QUEUED_BYTES)
+            self._queued_bytes += len(crossing.data)
+        self._queue.put((_now(), crossing))
 
     def summary(self) -> dict[str, Any]:
         """Return number and last link of the lines, for ``summary.json``; call it when closed."""
@@ -127,6 +134,9 @@ class Transcript:
                     self._write(self._entry(crossing), when)
                 except OSError as error:
                     self._error = error
+            with self._written:
+                self._queued_bytes -= len(crossing.data)
+                self._written.notify_all()
 
     def _entry(self, crossing: Crossing) -> dict[str, Any]:
         entry: dict[str, Any] = {"direction": crossing.direction, "kind": crossing.kind}

@@ -44,7 +44,7 @@ _NICENESS = 10
 _BURST_S = 1.0
 """CPU time that the worker may take before its share counts: short runs are measured whole."""
 
-_CORES_ARE_SHORT = 1.5
+_CORES_ARE_SHORT = 1.1
 """How many times longer than its CPU time a batch takes where the thread has to wait for a core."""
 
 LeakByAttack = dict[str, dict[str, float]]

@@ -27,8 +27,8 @@ from tests.runs import build_parties, run_in_process, write_example
 
 ROOT = Path(__file__).parents[2]
 MOST_GROWTH_MIB = 96
-"""Windows, buffers and threads at work hold up to 70 MiB of a flood of megabyte tensors, first or
-tenth; memory that a flood fills is past this in a second."""
+"""Windows, buffers and threads at work held up to 68 MiB of a flood of megabyte tensors; memory
+that a flood fills is past this in a second."""
 FLOOD_S = 2.0
 
 # A megabyte a tensor, in two chunks: what fills windows and buffers soonest.

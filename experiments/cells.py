@@ -26,12 +26,15 @@ from passive_party.settings import PassiveSettings
 FORMAT = 1
 """Part of every cell's digest: raise it when the runner itself changes what a run comes to."""
 
+_NONCES_APART = 1000
+"""Between two parties' shares of the joint seed: more than there are seeds."""
+
 PREPARED = "${PREPARED}"
 """In a path: the folder of prepared tables. Not in a digest, so that results may be moved."""
 
 Settings = dict[str, dict[str, Any]]
-"""``contract``, ``active`` and ``passive``, each as in a file of its own; ``passives`` is what
-several passive parties set otherwise."""
+"""``contract``, ``active`` and ``passive``, each as in a file of its own; ``passives`` has all that
+each of several passive parties sets, by its name, and ``passive`` is then nobody's."""
 
 
 class Cell(NamedTuple):
@@ -111,19 +114,30 @@ def problems(cell: Cell, prepared: Path) -> list[str]:
     """Return why a cell cannot be run, if it cannot: what it needs, what its settings get wrong."""
     if cell.needs:
         return [f"needs {words}" for words in cell.needs]
-    if cell.settings["passives"]:
-        return ["needs a launcher of several passive parties: deploy.local starts one"]
     settings = with_prepared(cell.settings, prepared)
     try:
         contract = validate(Contract, settings["contract"], "contract")
         active = validate(ActiveSettings, settings["active"] | {"contract": contract}, "active")
-        passive = validate(PassiveSettings, settings["passive"] | {"contract": contract}, "passive")
-        adversary = passive.adversary
-        labels = None if adversary is None else adversary.labels
-        tables = (active.data, passive.data, labels)
-        return [word for table in tables if table is not None for word in _missing(table, prepared)]
+        passives = [
+            validate(PassiveSettings, values | {"contract": contract}, name)
+            for name, values in passive_parties(settings).items()
+        ]
+        if absent := set(contract.passive_parties) - {passive.party for passive in passives}:
+            return [f"passives: there is nothing of {', '.join(sorted(absent))}"]
+        adversaries = [passive.adversary for passive in passives if passive.adversary is not None]
+        labels = [adversary.labels for adversary in adversaries if adversary.labels is not None]
+        tables = [active.data, *(passive.data for passive in passives), *labels]
+        return list(dict.fromkeys(word for table in tables for word in _missing(table, prepared)))
     except SettingsError as error:
         return list(error.problems)
+
+
+def passive_parties(settings: Settings) -> dict[str, dict[str, Any]]:
+    """Return what each passive party sets, by the name of its file without the ending.
+
+    Where there are several, that is its name in the contract, too, and that of its results' folder.
+    """
+    return settings["passives"] or {"passive": settings["passive"]}
 
 
 def with_prepared(settings: Settings, prepared: Path) -> Settings:
@@ -213,12 +227,20 @@ def _completed(settings: Settings, experiment: Experiment, choice: Choice, seed:
     defense = active.get("defense", {})
     if experiment.seeded_noise and defense.get("name") != "none":
         active["defense"] = {**defense, "insecure_noise_seed": seed}
-    passive = {**settings["passive"], **both, "insecure_nonce_seed": seed + 1000}
+    passive = {**settings["passive"], **both, "insecure_nonce_seed": seed + _NONCES_APART}
+    passives = {
+        name: {
+            **overlaid(passive, own),
+            "party": name,
+            "insecure_nonce_seed": seed + number * _NONCES_APART,
+        }
+        for number, (name, own) in enumerate(settings["passives"].items(), start=1)
+    }
     return {
         "contract": {**settings["contract"], "run_name": "run"},
         "active": active,
         "passive": passive,
-        "passives": settings["passives"],
+        "passives": passives,
     }
 
 

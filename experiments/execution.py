@@ -32,7 +32,7 @@ import yaml
 
 from common.errors import Interrupted, LeakGateClosed
 from common.run_folder import write_json_atomically, write_text_atomically
-from experiments.cells import Cell, with_prepared
+from experiments.cells import Cell, passive_parties, with_prepared
 
 FINISHED = "finished.json"
 ENDED_AS_ASKED = (0, LeakGateClosed.exit_code)
@@ -65,7 +65,7 @@ def run_cells(
         cells: which.
         results: the experiment's folder.
         prepared: the folder of prepared tables.
-        jobs: how many run side by side; each is two processes.
+        jobs: how many run side by side; each is a process per party.
         threads: cores that each party computes on.
 
     Raises:
@@ -164,8 +164,9 @@ def _make_ready(cell: Cell, folder: Path, prepared: Path) -> None:
         shutil.rmtree(folder)
     (folder / "settings").mkdir(parents=True, exist_ok=True)
     settings = with_prepared(cell.settings, prepared)
-    for name in ("contract", "active", "passive"):
-        text = yaml.safe_dump(settings[name], sort_keys=False, allow_unicode=True)
+    files = {name: settings[name] for name in ("contract", "active")} | passive_parties(settings)
+    for name, values in files.items():
+        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
         write_text_atomically(folder / "settings" / f"{name}.yaml", text)
     write_json_atomically(folder / "cell.json", _marker(cell))
 

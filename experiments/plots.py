@@ -132,11 +132,22 @@ def _draw(plot: Plot, dataset: str, rows: Sequence[Row], path: Path) -> bool:
 def _of_the_best_witness(rows: Iterable[Row]) -> list[Row]:
     """Keep one party's figures of each attack: the active party's, whose oracles know more.
 
-    At layers below the cut the passive party is the only one who sees the gradients.
+    At layers below the cut the passive party is the only one who sees the gradients; where there
+    are several, each has layers of its own.
     """
-    kept = list(rows)
-    active = {(row.layer, row.attack) for row in kept if row.party == "active"}
-    return [row for row in kept if row.party == "active" or (row.layer, row.attack) not in active]
+    found = list(rows)
+    active = {(row.layer, row.attack) for row in found if row.party == "active"}
+    return [
+        _told_apart(row)
+        for row in found
+        if row.party == "active" or (row.layer, row.attack) not in active
+    ]
+
+
+def _told_apart(row: Row) -> Row:
+    if row.layer is None or row.party in {"active", "passive"}:
+        return row
+    return row._replace(layer=f"{row.layer}, {row.party}")
 
 
 def _is_left_out(attack: str, chosen: Sequence[str]) -> bool:

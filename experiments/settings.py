@@ -32,7 +32,10 @@ from experiments.needs import Need
 Label = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.=+ -]{0,59}$")]
 """Names datasets, variants and figures, in tables and (with ``-`` for blanks) folders."""
 
-Party = Literal["active", "passive"]
+PassiveName = Annotated[str, StringConstraints(pattern=r"^passive_[A-Za-z0-9_.-]{1,56}$")]
+"""Names one of several passive parties: in the contract, its settings file and its results."""
+
+Party = Literal["active", "passive"] | PassiveName
 
 FOLDER = Path(__file__).parent
 """Where the experiments' files lie."""
@@ -50,7 +53,7 @@ class Overlay(Section):
     passive: dict[str, Any] = Field(default_factory=dict)
     """Of the passive party; of all of them where there are several."""
 
-    passives: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    passives: dict[PassiveName, dict[str, Any]] = Field(default_factory=dict)
     """What each of several passive parties sets otherwise, by its name in the contract."""
 
     def parts(self) -> dict[str, dict[str, Any]]:

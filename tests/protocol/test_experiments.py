@@ -23,7 +23,15 @@ from common.data.features import Features
 from common.errors import DataError, Interrupted, SettingsError
 from experiments import needs
 from experiments.__main__ import main
-from experiments.cells import Cell, Choice, overlaid, plan, problems, with_prepared
+from experiments.cells import (
+    Cell,
+    Choice,
+    overlaid,
+    passive_parties,
+    plan,
+    problems,
+    with_prepared,
+)
 from experiments.collection import Row, collect, read_rows, write_rows
 from experiments.execution import Ending, is_finished, run_cells
 from experiments.models import GreyImageBottom, SummedTop
@@ -218,6 +226,79 @@ def test_every_need_is_a_question_that_has_an_answer() -> None:
     assert needs.unmet(["wide_deep"]) == []
 
 
+# ---- several passive parties ----
+
+CANCER = {"kind": "sklearn", "dataset": "breast_cancer"}
+LABS: dict[str, Any] = {
+    "contract": {
+        "passive_parties": ["passive_a", "passive_b"],
+        "cut_shape": [2],
+        "batch_size": 64,
+        "epochs": 1,
+    },
+    "active": {
+        "data": {"source": CANCER, "id_column": "id", "label_column": "malignant"},
+        "defense": {"name": "none"},
+        "top_model": {"kind": "mlp", "hidden": [4]},
+        "optimizer": {"kind": "adam", "learning_rate": 0.01},
+    },
+    "passive": {
+        "data": {"source": CANCER, "id_column": "id", "features": {"numeric": "mean_*"}},
+        "bottom_model": {"kind": "mlp", "hidden": [4]},
+        "optimizer": {"kind": "adam", "learning_rate": 0.01},
+    },
+    "passives": {
+        "passive_a": {},
+        "passive_b": {"data": {"features": {"numeric": "worst_*"}}},
+    },
+}
+
+
+def labs(**changes: Any) -> Experiment:
+    return tiny(datasets={"labs": LABS | changes}, variants={"none": {}}, published=None)
+
+
+def test_each_of_several_passive_parties_has_settings_of_its_own() -> None:
+    first, second = cells_of(labs())
+    parties = passive_parties(first.settings)
+    assert list(parties) == ["passive_a", "passive_b"]
+    assert [own["party"] for own in parties.values()] == ["passive_a", "passive_b"]
+    numeric = [own["data"]["features"]["numeric"] for own in parties.values()]
+    assert numeric == ["mean_*", "worst_*"]
+    assert {own["bottom_model"]["kind"] for own in parties.values()} == {"mlp"}
+    nonces = [
+        own["insecure_nonce_seed"]
+        for cell in (first, second)
+        for own in (cell.settings["active"], *passive_parties(cell.settings).values())
+    ]
+    assert len(set(nonces)) == 6
+    assert problems(first, Path()) == []
+
+
+def test_mistakes_in_one_passive_party_s_settings_are_named() -> None:
+    misspelt = {"passive_a": {}, "passive_b": {"bottom_modl": {"kind": "mlp"}}}
+    (found, *_) = problems(cells_of(labs(passives=misspelt))[0], Path())
+    assert "passive_b: bottom_modl: there is no such setting" in found
+    (found,) = problems(cells_of(labs(passives={"passive_a": {}}))[0], Path())
+    assert found == "passives: there is nothing of passive_b"
+    with pytest.raises(ValueError, match="means"):
+        labs(passives={"means": {}})
+
+
+def test_figures_of_several_passive_parties_are_told_apart(tmp_path: Path) -> None:
+    cell = cells_of(labs())[0]
+    leave_behind(cell, tmp_path, passive=("passive_a", "passive_b"))
+    rows = collect("labs", "full", cell, tmp_path)
+    first = {r.party for r in rows if r.statistic == "q95" and r.layer == "first"}
+    assert first == {"passive_a", "passive_b"}
+    panels = course(CoursePlot(kind="course"), rows)
+    assert set(panels) == {
+        ("cut", "norm"),
+        ("first, passive_a", "norm"),
+        ("first, passive_b", "norm"),
+    }
+
+
 # ---- running ----
 
 
@@ -243,6 +324,12 @@ def test_a_finished_cell_is_marked_and_loses_its_weights(
     endings = run_all(cells, tmp_path, jobs=3)
     assert {ending.exit_code for ending in endings} == {0}
     assert all(is_finished(cell, tmp_path / "out") for cell in cells)
+    settings = tmp_path / "out" / cells[0].folder / "settings"
+    assert {path.name for path in settings.iterdir()} == {
+        "contract.yaml",
+        "active.yaml",
+        "passive.yaml",
+    }
     assert list((tmp_path / "out").rglob("active"))
     assert not list((tmp_path / "out").rglob("model"))
     changed = cells_of(tiny(), Choice("quick", overrides=("contract.epochs=3",)))
@@ -290,13 +377,15 @@ def test_ctrl_c_reaches_the_launchers_and_starts_no_more(
 # ---- figures ----
 
 
-def leave_behind(cell: Cell, results: Path, auc: float = 0.9) -> None:
+def leave_behind(
+    cell: Cell, results: Path, auc: float = 0.9, passive: Sequence[str] = ("passive",)
+) -> None:
     """Write what a run of two epochs with three steps each leaves."""
     folder = results / cell.folder
     marker = {"digest": cell.digest, "wall_s": 7.0}
     marker |= {"machine": "abacus", "python": "3", "torch": "2", "splitveil": "0"}
     run = folder / "runs" / "run"
-    for party, first in (("active", None), ("passive", 0.8)):
+    for party, first in (("active", None), *((name, 0.8) for name in passive)):
         (run / party).mkdir(parents=True)
         layers = {"cut": 0.7} | ({} if first is None else {"first": first})
         found = {

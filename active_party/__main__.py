@@ -124,7 +124,7 @@ def _run(parsed: argparse.Namespace) -> None:
     _check_listen(settings)
     _check_noise_key(settings)
     device = prepare(settings)
-    data = PartyData.load(settings.data, settings.base_dir)
+    data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
     logger.info("%d rows read from %s", len(data.ids), data.table.source)
     interruption.check()
     folder = open_run_folder(
@@ -273,7 +273,7 @@ def _check(parsed: argparse.Namespace) -> None:
 
 
 def _check_noise_key(settings: ActiveSettings) -> None:
-    # Before the run's folder is opened, for the same reason as above. A key in that folder is new.
+    # A key in the run's own folder is new.
     path = settings.noise_key_file()
     if settings.noise_key_path is not None and path.exists():
         open_noise_key(settings.defense, settings.contract.aggregate_dim, path)
@@ -284,7 +284,8 @@ def _plan(parsed: argparse.Namespace) -> None:
     target = parsed.target_leak_auc
     if target is not None and not 0.5 < target < 1:
         raise SettingsError(f"--target-leak-auc: expected an AUC between 0.5 and 1, got {target}")
-    print_plan(settings, PartyData.load(settings.data, settings.base_dir), target)
+    data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
+    print_plan(settings, data, target)
 
 
 def _report(parsed: argparse.Namespace) -> None:
@@ -309,7 +310,6 @@ def _try_to_report(run_dir: Path) -> None:
 
 
 def _check_listen(settings: ActiveSettings) -> None:
-    # Before the run's folder is opened: a second start must not move a running one's results aside.
     host, _, port = settings.listen.rpartition(":")
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -57,6 +57,11 @@ class TrainerBuilder:
         """
         settings, contract = self._settings, self._settings.contract
         labels = self._data.labels_at(rows.file_rows)
+        if settings.early_stopping is not None and not len(rows.splits["validation"]):
+            raise DataError(
+                f"{self._data.table.source}: early_stopping needs validation rows, and none of the "
+                f"aligned ones is"
+            )
         for name, positions in rows.splits.items():
             positives = int(labels[positions].sum())
             if len(positions) and positives in (0, len(positions)):
@@ -157,3 +162,4 @@ def build_session(
         store=store,
         noise_seed=getattr(settings.defense, "insecure_noise_seed", None),
     )
+        file_splits=data.table.splits,

@@ -132,7 +132,7 @@ def print_plan(
     console = console or Console(file=sys.stdout, highlight=False)
     contract, defense = settings.contract, settings.defense
     pos_fraction = float(data.labels_of(data.ids).double().mean())
-    training_rows = round(contract.split.train * len(data.ids))
+    training_rows = data.training_rows(contract.split)
     steps = training_rows / contract.batch_size
     console.print(
         f"{data.table.source}: {len(data.ids)} rows, {pos_fraction:.2%} positive; if all of them "

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from torch import Tensor
 
 from common.alignment import canonical_ids
+from common.contract import ColumnSplit, SplitSettings
 from common.data.converted import MappedTable, open_converted
 from common.data.features import FeatureEncoder, Features
 from common.data.mapped_features import MappedFeatures, RowEncoder
@@ -24,6 +25,7 @@ from common.errors import DataError
 from common.run_course import AlignedRows
 from common.sample_order import Positions
 
+from common.splits import SPLITS
 _logger = logging.getLogger(__name__)
 
 LARGE_FILE_BYTES = 2**30
@@ -39,20 +41,28 @@ class PartyData:
     ids: Sequence[str]
 
     @classmethod
-    def load(cls, settings: DataSettings, base_dir: Path) -> "PartyData":
+    def load(
+        cls, settings: DataSettings, base_dir: Path, split: SplitSettings | None = None
+    ) -> "PartyData":
         """Read a party's file, or open what was made of it in the cache.
 
         Raises:
+        Args:
+            settings: which file, and which of its columns.
+            base_dir: folder in which relative paths start.
+            split: the contract's, which may need a column; None for a table that is not trained on.
+
             DataError: with file, column, rows and count of what is wrong.
             StorageError: the cache cannot be used.
         """
         if isinstance(settings.source, FileSource):
+        split_column = split.column if isinstance(split, ColumnSplit) else None
             if settings.source.cache_dir is not None:
                 with _conversion_bar(settings.source.path) as progress:
-                    mapped = open_converted(settings, base_dir, progress)
+                    mapped = open_converted(settings, base_dir, progress, split_column)
                 return cls(settings, mapped, mapped.ids)
             _suggest_a_cache(settings.source.resolve(base_dir))
-        table = read_table(settings, base_dir)
+        table = read_table(settings, base_dir, split_column)
         where = f"{table.source}: column {settings.id_column!r}"
         return cls(settings, table, canonical_ids(table.ids, where))
 
@@ -95,10 +105,27 @@ class PartyData:
 
     def labels_of(self, ids: Sequence[str]) -> Tensor:
         """Look up the labels of some ids, (ids,) float32.
+        if self.table.splits is not None:
+            found.update(np.ascontiguousarray(self.table.splits).tobytes())
 
         Raises:
             DataError: some of the ids have no label here.
         """
+    def training_rows(self, split: SplitSettings) -> int:
+        """Return how many rows would be trained on if all were aligned; about, with a hash."""
+        if self.table.splits is None:
+            return 0 if isinstance(split, ColumnSplit) else round(split.train * len(self.ids))
+        return int(np.count_nonzero(self.table.splits == SPLITS.index("train")))
+
+    def summary(self) -> str:
+        """Say how many rows there are, and where."""
+        text = f"{len(self.ids)} rows in {self.table.source}"
+        if self.table.splits is None:
+            return text
+        counts = np.bincount(self.table.splits, minlength=len(SPLITS))
+        parts = (f"{count} {word}" for word, count in zip(SPLITS, counts, strict=True))
+        return f"{text} ({', '.join(parts)})"
+
         if self.table.labels is None:
             raise DataError(f"{self.table.source}: there is no label column")
         row_of = {name: row for row, name in enumerate(self.ids)}

@@ -61,7 +61,7 @@ def _run(parsed: argparse.Namespace) -> None:
     security = check_security(credentials, settings.connect, "connect")
     logger.log(logging.WARNING if credentials is None else logging.INFO, "security: %s", security)
     device = prepare(settings)
-    data = PartyData.load(settings.data, settings.base_dir)
+    data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
     logger.info("%d rows read from %s", len(data.ids), data.table.source)
     labels = _evaluation_labels(settings)
     interruption.check()
@@ -93,6 +93,7 @@ def _run(parsed: argparse.Namespace) -> None:
             recorder if settings.audits else None,
             store,
         )
+            data.table.splits,
         try:
             with GrpcPeer(
                 settings.connect,

@@ -121,8 +121,7 @@ def _run(parsed: argparse.Namespace) -> None:
     credentials = settings.credential_files(ACTIVE)
     security = check_security(credentials, settings.listen, "listen")
     logger.log(logging.WARNING if credentials is None else logging.INFO, "security: %s", security)
-    _check_listen(settings)
-    _check_noise_key(settings)
+    _check_files_and_address(settings)
     device = prepare(settings)
     data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
     logger.info("%d rows read from %s", len(data.ids), data.table.source)
@@ -250,15 +249,18 @@ def _check(parsed: argparse.Namespace) -> None:
         return f"noise key: {settings.noise_key_path or 'a fresh one for each run, if needed'}"
 
     def data_and_model() -> str:
-        data = PartyData.load(settings.data, settings.base_dir)
-        encoder = data.fit(np.arange(len(data.ids)))
-        build_top_model(
+        data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
+        earlier = settings.earlier_model()
+        encoder = data.fit(np.arange(len(data.ids)), earlier)
+        model = build_top_model(
             settings.top_model,
             settings.contract.aggregate_shape,
             encoder,
             seed=settings.model_seed,
         )
-        return f"data: {len(data.ids)} rows in {data.table.source}; the top model fits them"
+        if earlier is not None:
+            earlier.put_into(model)
+        return f"data: {data.summary()}; the top model fits them"
 
     report_check(
         settings,
@@ -270,6 +272,13 @@ def _check(parsed: argparse.Namespace) -> None:
             data_and_model,
         ],
     )
+
+
+def _check_files_and_address(settings: ActiveSettings) -> None:
+    """Find out what would end a run, before its folder is opened and earlier results move aside."""
+    _check_listen(settings)
+    _check_noise_key(settings)
+    settings.earlier_model()
 
 
 def _check_noise_key(settings: ActiveSettings) -> None:

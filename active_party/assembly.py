@@ -44,6 +44,7 @@ class TrainerBuilder:
         self._settings = settings
         self._data = data
         self._device = device
+        self._earlier = settings.earlier_model()
         # Now rather than at the first step: a key that others can read ends a run before it begins.
         self._noise_key = open_noise_key(
             settings.defense, settings.contract.aggregate_dim, settings.noise_key_file()
@@ -56,12 +57,12 @@ class TrainerBuilder:
             DataError: a split has rows of one class only.
         """
         settings, contract = self._settings, self._settings.contract
-        labels = self._data.labels_at(rows.file_rows)
         if settings.early_stopping is not None and not len(rows.splits["validation"]):
             raise DataError(
                 f"{self._data.table.source}: early_stopping needs validation rows, and none of the "
                 f"aligned ones is"
             )
+        labels = self._data.labels_at(rows.file_rows)
         for name, positions in rows.splits.items():
             positives = int(labels[positions].sum())
             if len(positions) and positives in (0, len(positions)):
@@ -69,13 +70,15 @@ class TrainerBuilder:
                     f"{self._data.table.source}: the {len(positions)} aligned {name} rows "
                     f"hold only one class"
                 )
-        self.encoder, features = self._data.encode(rows)
+        self.encoder, features = self._data.encode(rows, self._earlier)
         model = build_top_model(
             settings.top_model,
             contract.aggregate_shape,
             self.encoder,
             seed=settings.model_seed,
         )
+        if self._earlier is not None:
+            self._earlier.put_into(model)
         model.to(self._device)
         key, keys, noisy_labels = self._noise_key, None, None
         answer_keys = AnswerKeys()
@@ -161,5 +164,5 @@ def build_session(
         allow_audits=settings.allow_audits,
         store=store,
         noise_seed=getattr(settings.defense, "insecure_noise_seed", None),
-    )
         file_splits=data.table.splits,
+    )

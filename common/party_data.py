@@ -22,10 +22,11 @@ from common.data.mapped_features import MappedFeatures, RowEncoder
 from common.data.settings import DataSettings, FileSource
 from common.data.table import Table, read_table
 from common.errors import DataError
+from common.initial_weights import EarlierModel
 from common.run_course import AlignedRows
 from common.sample_order import Positions
-
 from common.splits import SPLITS
+
 _logger = logging.getLogger(__name__)
 
 LARGE_FILE_BYTES = 2**30
@@ -46,17 +47,17 @@ class PartyData:
     ) -> "PartyData":
         """Read a party's file, or open what was made of it in the cache.
 
-        Raises:
         Args:
             settings: which file, and which of its columns.
             base_dir: folder in which relative paths start.
             split: the contract's, which may need a column; None for a table that is not trained on.
 
+        Raises:
             DataError: with file, column, rows and count of what is wrong.
             StorageError: the cache cannot be used.
         """
-        if isinstance(settings.source, FileSource):
         split_column = split.column if isinstance(split, ColumnSplit) else None
+        if isinstance(settings.source, FileSource):
             if settings.source.cache_dir is not None:
                 with _conversion_bar(settings.source.path) as progress:
                     mapped = open_converted(settings, base_dir, progress, split_column)
@@ -66,15 +67,30 @@ class PartyData:
         where = f"{table.source}: column {settings.id_column!r}"
         return cls(settings, table, canonical_ids(table.ids, where))
 
-    def fit(self, training_rows: Positions) -> FeatureEncoder | None:
-        """Fit scalers and vocabularies on some rows of the file; None without features."""
+    def fit(
+        self, training_rows: Positions, earlier: EarlierModel | None = None
+    ) -> FeatureEncoder | None:
+        """Fit scalers and vocabularies on some rows of the file; None without features.
+
+        Raises:
+            SettingsError: nothing is to be fitted, and the earlier model is not of these features.
+            DataError: there is no row to fit on, or not what the earlier model needs.
+        """
+        if earlier is not None:
+            table = None if self.settings.features is None else self.table
+            return earlier.encoder_for(table, self.table.source)
         if self.settings.features is None:
             return None
         return FeatureEncoder.fit(self.settings.features, self.table, training_rows)
 
-    def encode(self, rows: AlignedRows) -> tuple[FeatureEncoder | None, Features | None]:
-        """Fit on the training rows and return the features of all rows in the common order."""
-        encoder = self.fit(rows.file_rows[rows.splits["train"]])
+    def encode(
+        self, rows: AlignedRows, earlier: EarlierModel | None = None
+    ) -> tuple[FeatureEncoder | None, Features | None]:
+        """Fit on the training rows and return the features of all rows in the common order.
+
+        With an earlier model nothing is fitted: its features are encoded as they were then.
+        """
+        encoder = self.fit(rows.file_rows[rows.splits["train"]], earlier)
         if encoder is None:
             return None, None
         if isinstance(self.table, MappedTable):
@@ -89,28 +105,12 @@ class PartyData:
             found.update(text.encode())
         if self.table.labels is not None:
             found.update(np.ascontiguousarray(self.table.labels).tobytes())
+        if self.table.splits is not None:
+            found.update(np.ascontiguousarray(self.table.splits).tobytes())
         if encoder is not None:
             found.update(json.dumps(encoder.state(), sort_keys=True).encode())
         return found.hexdigest()
 
-    def labels_at(self, file_rows: Positions) -> Tensor:
-        """Return the labels of some rows of the file, (rows,) float32.
-
-        Raises:
-            DataError: there are no labels.
-        """
-        if self.table.labels is None:
-            raise DataError(f"{self.table.source}: there is no label column")
-        return torch.from_numpy(self.table.labels[file_rows])
-
-    def labels_of(self, ids: Sequence[str]) -> Tensor:
-        """Look up the labels of some ids, (ids,) float32.
-        if self.table.splits is not None:
-            found.update(np.ascontiguousarray(self.table.splits).tobytes())
-
-        Raises:
-            DataError: some of the ids have no label here.
-        """
     def training_rows(self, split: SplitSettings) -> int:
         """Return how many rows would be trained on if all were aligned; about, with a hash."""
         if self.table.splits is None:
@@ -126,6 +126,22 @@ class PartyData:
         parts = (f"{count} {word}" for word, count in zip(SPLITS, counts, strict=True))
         return f"{text} ({', '.join(parts)})"
 
+    def labels_at(self, file_rows: Positions) -> Tensor:
+        """Return the labels of some rows of the file, (rows,) float32.
+
+        Raises:
+            DataError: there are no labels.
+        """
+        if self.table.labels is None:
+            raise DataError(f"{self.table.source}: there is no label column")
+        return torch.from_numpy(self.table.labels[file_rows])
+
+    def labels_of(self, ids: Sequence[str]) -> Tensor:
+        """Look up the labels of some ids, (ids,) float32.
+
+        Raises:
+            DataError: some of the ids have no label here.
+        """
         if self.table.labels is None:
             raise DataError(f"{self.table.source}: there is no label column")
         row_of = {name: row for row, name in enumerate(self.ids)}

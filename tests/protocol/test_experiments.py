@@ -24,13 +24,14 @@ from common.errors import DataError, Interrupted, SettingsError
 from experiments import needs
 from experiments.__main__ import main
 from experiments.cells import (
+    PREPARED,
     Cell,
     Choice,
     overlaid,
     passive_parties,
     plan,
     problems,
-    with_prepared,
+    with_folders,
 )
 from experiments.collection import Row, collect, read_rows, write_rows
 from experiments.execution import Ending, is_finished, run_cells
@@ -40,11 +41,12 @@ from experiments.preparation import prepare
 from experiments.settings import (
     CoursePlot,
     Experiment,
+    Figure,
     TradeOffPlot,
     experiment_names,
     load_experiment,
 )
-from experiments.table import markdown
+from experiments.table import markdown, values_of
 
 ISSUE = {
     "marvell_tradeoff_criteo",
@@ -202,7 +204,7 @@ def test_a_name_that_is_nowhere_is_refused(changes: dict[str, Any], complaint: s
 def test_a_prepared_table_s_folder_is_no_part_of_a_digest() -> None:
     path = {"active": {"data": {"source": {"kind": "csv", "path": "${PREPARED}/a.csv"}}}}
     cell = cells_of(tiny(variants={"none": path}, published=None), Choice(seeds=1))[0]
-    replaced = with_prepared(cell.settings, Path("/some/where"))
+    replaced = with_folders(cell.settings, {PREPARED: Path("/some/where")})
     assert replaced["active"]["data"]["source"]["path"] == "/some/where/a.csv"
     assert "/some/where" not in json.dumps(cell.settings)
 
@@ -297,6 +299,80 @@ def test_figures_of_several_passive_parties_are_told_apart(tmp_path: Path) -> No
         ("first, passive_a", "norm"),
         ("first, passive_b", "norm"),
     }
+
+
+# ---- cells that begin with others' weights ----
+
+
+def chain(**changes: Any) -> Experiment:
+    cancer = TINY["datasets"]["cancer"]
+    days = {"monday": cancer, "tuesday": cancer | {"after": "monday"}}
+    return tiny(datasets=days | changes, published=None)
+
+
+def test_a_day_begins_with_the_weights_of_the_day_before_of_its_variant_and_seed() -> None:
+    found = {(cell.dataset, cell.variant, cell.seed): cell for cell in cells_of(chain())}
+    tuesday = found["tuesday", "marvell 4", 1]
+    assert tuesday.after == found["monday", "marvell 4", 1]
+    weights = [tuesday.settings[party]["initial_weights"] for party in ("active", "passive")]
+    assert weights == ["${EARLIER}/active/checkpoint", "${EARLIER}/passive/checkpoint"]
+    monday = found["monday", "none", 0]
+    assert monday.after is None
+    assert "initial_weights" not in monday.settings["active"]
+
+
+def test_a_day_is_another_when_the_day_before_is() -> None:
+    def digests(experiment: Experiment) -> dict[str, str]:
+        return {cell.dataset: cell.digest for cell in cells_of(experiment, Choice(seeds=1))}
+
+    example = TINY["datasets"]["cancer"]
+    changed = chain(monday=example | {"contract": {"epochs": 9}})
+    assert digests(chain())["tuesday"] != digests(changed)["tuesday"]
+    # And a cell without one before it is what it was: results made before stay good.
+    alone, among = tiny(published=None), chain()
+    (one,) = {cell.digest for cell in cells_of(alone, Choice(only=("none",), seeds=1))}
+    assert one in {cell.digest for cell in cells_of(among, Choice(seeds=1))}
+
+
+def test_whoever_chooses_a_day_gets_the_days_before_it() -> None:
+    chosen = cells_of(chain(), Choice(seeds=1, only=("tuesday/none",)))
+    assert [cell.name for cell in chosen] == ["monday, none, seed 0", "tuesday, none, seed 0"]
+
+
+def test_a_day_that_begins_with_a_later_one_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"tuesday\.after: expected a data set before it"):
+        chain(tuesday=TINY["datasets"]["cancer"] | {"after": "wednesday"})
+
+
+def test_days_wait_for_the_day_before_and_find_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many run side by side."""
+    # $3 is the folder of the settings. The first weights take a while; the second day wants them.
+    script = """
+runs="$(dirname "$3")/runs/run/active/checkpoint"
+earlier=$(sed -n 's/^initial_weights: //p' "$3/active.yaml")
+if [ -n "$earlier" ]; then [ -e "$earlier/model" ] || exit 2; else sleep 0.5; fi
+mkdir -p "$runs"; touch "$runs/model"
+"""
+    launcher(tmp_path, monkeypatch, script)
+    cells = cells_of(chain(), Choice("quick"))
+    endings = run_all(cells, tmp_path, jobs=6)
+    assert [ending.last_lines for ending in endings if ending.exit_code] == []
+    assert len(endings) == 6
+    kept = {path.parents[4].parent.parent.name for path in (tmp_path / "out").rglob("model")}
+    assert kept == {"monday"}
+
+
+def test_a_day_is_not_run_where_the_day_before_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher(tmp_path, monkeypatch, "exit 4")
+    endings = run_all(cells_of(chain(), Choice(seeds=1, only=("none",))), tmp_path, jobs=2)
+    said = {ending.cell.dataset: (ending.exit_code, ending.last_lines) for ending in endings}
+    assert said["monday"][0] == 4
+    assert said["tuesday"][0] == 1
+    assert "begins with the weights of monday, none, seed 0: not finished" in said["tuesday"][1]
 
 
 # ---- running ----
@@ -492,11 +568,31 @@ def test_a_trade_off_has_one_point_per_variant_with_both_spreads() -> None:
     panels = trade_off(TradeOffPlot(kind="trade_off"), rows)
     sd = 0.1 / math.sqrt(2)
     cut = panels["cut", "norm"]["marvell"]
-    assert cut[0] == Point(0.7, 0.0, 0.9, 0.0, "1")
-    assert cut[1].name == "4"
-    assert cut[1][:4] == pytest.approx((0.85, sd, 0.65, sd))
+    assert [point.name for point in cut] == ["4", "1"]  # a curve follows the sweep
+    assert cut[0][:4] == pytest.approx((0.85, sd, 0.65, sd))
+    assert cut[1] == Point(0.7, 0.0, 0.9, 0.0, "1")
     assert panels["first", "norm"] == {"marvell": [Point(0.7, 0.0, 0.4, 0.0, "1")]}
     assert trade_off(TradeOffPlot(kind="trade_off", attacks=("cosine",)), rows) == {}
+
+
+def test_a_figure_may_be_compared_with_another_variant_s_of_the_same_seed() -> None:
+    by_seed = {"none": (0.70, 0.80), "marvell 4": (0.69, 0.77)}
+    rows = [
+        row(variant, seed, "best_test_auc", auc)
+        for variant, aucs in by_seed.items()
+        for seed, auc in enumerate(aucs)
+    ]
+    rows += [row("marvell 4", 2, "best_test_auc", 0.5)]  # nothing to compare it with
+    rows += [row("marvell 4", seed, "q95", 0.6, **NORM) for seed in (0, 1, 2)]
+    figure = Figure(statistic="best_test_auc", less="none")
+    found = values_of(rows, figure)
+    (dataset,) = {one.dataset for one in rows}
+    assert found[dataset, "marvell 4"] == pytest.approx([-0.01, -0.03])
+    assert found[dataset, "none"] == [0.0, 0.0]
+    (point,) = trade_off(TradeOffPlot(kind="trade_off", less="none"), rows)["cut", "norm"][
+        "marvell"
+    ]
+    assert point[:2] == pytest.approx((-0.02, 0.02 / math.sqrt(2)))
 
 
 def test_the_course_of_a_leak_is_the_mean_over_seeds_at_each_step() -> None:

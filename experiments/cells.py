@@ -23,6 +23,8 @@ from experiments.settings import (
 )
 from passive_party.settings import PassiveSettings
 
+RUN_NAME = "run"
+
 FORMAT = 1
 """Part of every cell's digest: raise it when the runner itself changes what a run comes to."""
 
@@ -31,6 +33,9 @@ _NONCES_APART = 1000
 
 PREPARED = "${PREPARED}"
 """In a path: the folder of prepared tables. Not in a digest, so that results may be moved."""
+
+EARLIER = "${EARLIER}"
+"""Likewise: the run whose weights a cell begins with. Its settings are in the digest."""
 
 Settings = dict[str, dict[str, Any]]
 """``contract``, ``active`` and ``passive``, each as in a file of its own; ``passives`` has all that
@@ -51,6 +56,12 @@ class Cell(NamedTuple):
     needs: tuple[str, ...]
     """What is missing for it, in words."""
 
+    after: "Cell | None" = None
+    """The one whose weights it begins with."""
+
+    is_followed: bool = False
+    """Whether others begin with its weights."""
+
     @property
     def name(self) -> str:
         """How messages call it."""
@@ -62,9 +73,15 @@ class Cell(NamedTuple):
         return Path("cells", slug(self.dataset), slug(self.variant), f"seed-{self.seed}")
 
     @property
+    def run_folder(self) -> Path:
+        """Where the parties' results lie, under the experiment's results."""
+        return self.folder / "runs" / RUN_NAME
+
+    @property
     def digest(self) -> str:
-        """What its settings are, in 16 hexadecimal digits."""
-        canonical = json.dumps([FORMAT, self.prepare, self.settings], sort_keys=True)
+        """What its settings are, and those of all before it, in 16 hexadecimal digits."""
+        before = [] if self.after is None else [self.after.digest]
+        canonical = json.dumps([FORMAT, self.prepare, self.settings, *before], sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
@@ -84,6 +101,8 @@ class Choice(NamedTuple):
 def plan(experiment: Experiment, base_dir: Path, choice: Choice) -> list[Cell]:
     """Return the cells, seed by seed: after the first seed, every variant has a figure.
 
+    Whatever a chosen cell begins with is chosen, too, and comes before it.
+
     Args:
         experiment: what its file says.
         base_dir: of the paths in that file.
@@ -94,13 +113,21 @@ def plan(experiment: Experiment, base_dir: Path, choice: Choice) -> list[Cell]:
     """
     size = _size(experiment, choice.size)
     seeds = choice.seeds or size.seeds or experiment.seeds
-    found = [
-        cell
-        for seed in range(seeds)
-        for dataset in experiment.datasets
-        for cell in _rows(experiment, base_dir, choice, size, dataset, seed)
-    ]
-    chosen = [cell for cell in found if _is_chosen(cell, choice.only)]
+    found: list[Cell] = []
+    followed = {dataset.after for dataset in experiment.datasets.values()}
+    for seed in range(seeds):
+        before: dict[tuple[str | None, str], Cell] = {}
+        for name, dataset in experiment.datasets.items():
+            for row in _rows(experiment, base_dir, choice, size, name, seed):
+                after = before.get((dataset.after, row.variant))
+                cell = row._replace(after=after, is_followed=name in followed)
+                before[name, cell.variant] = cell
+                found.append(cell)
+    wanted = {cell.folder for cell in found if _is_chosen(cell, choice.only)}
+    for cell in reversed(found):
+        if cell.folder in wanted and cell.after is not None:
+            wanted.add(cell.after.folder)
+    chosen = [cell for cell in found if cell.folder in wanted]
     known = {name for cell in found for name in _names(cell)}
     unknown = [name for name in choice.only if name not in known]
     if unknown:
@@ -114,7 +141,9 @@ def problems(cell: Cell, prepared: Path) -> list[str]:
     """Return why a cell cannot be run, if it cannot: what it needs, what its settings get wrong."""
     if cell.needs:
         return [f"needs {words}" for words in cell.needs]
-    settings = with_prepared(cell.settings, prepared)
+    if cell.after is not None and (found := problems(cell.after, prepared)):
+        return found
+    settings = with_folders(cell.settings, {PREPARED: prepared})
     try:
         contract = validate(Contract, settings["contract"], "contract")
         active = validate(ActiveSettings, settings["active"] | {"contract": contract}, "active")
@@ -140,9 +169,11 @@ def passive_parties(settings: Settings) -> dict[str, dict[str, Any]]:
     return settings["passives"] or {"passive": settings["passive"]}
 
 
-def with_prepared(settings: Settings, prepared: Path) -> Settings:
-    """Return the settings with the folder of prepared tables in place of its name."""
-    text = json.dumps(settings).replace(json.dumps(PREPARED)[1:-1], json.dumps(str(prepared))[1:-1])
+def with_folders(settings: Settings, folders: Mapping[str, Path]) -> Settings:
+    """Return the settings with folders in place of ``PREPARED`` and ``EARLIER``."""
+    text = json.dumps(settings)
+    for name, folder in folders.items():
+        text = text.replace(json.dumps(name)[1:-1], json.dumps(str(folder))[1:-1])
     replaced: Settings = json.loads(text)
     return replaced
 
@@ -201,7 +232,7 @@ def _rows(
                 name,
                 series,
                 seed,
-                _completed(settings, experiment, choice, seed),
+                _completed(settings, experiment, choice, seed, follows=dataset.after is not None),
                 dataset.prepare,
                 tuple(unmet(dict.fromkeys((*dataset.needs, *variant.needs)))),
             )
@@ -215,7 +246,9 @@ def _example(dataset: Dataset, base_dir: Path) -> Settings:
     return Overlay().parts() | files
 
 
-def _completed(settings: Settings, experiment: Experiment, choice: Choice, seed: int) -> Settings:
+def _completed(
+    settings: Settings, experiment: Experiment, choice: Choice, seed: int, *, follows: bool
+) -> Settings:
     """Return the settings with all that the runner decides."""
     both = {
         "contract": "contract.yaml",
@@ -236,12 +269,16 @@ def _completed(settings: Settings, experiment: Experiment, choice: Choice, seed:
         }
         for number, (name, own) in enumerate(settings["passives"].items(), start=1)
     }
-    return {
-        "contract": {**settings["contract"], "run_name": "run"},
+    completed = {
+        "contract": {**settings["contract"], "run_name": RUN_NAME},
         "active": active,
         "passive": passive,
         "passives": passives,
     }
+    if follows:
+        for name, own in {"active": active, **passive_parties(completed)}.items():
+            own["initial_weights"] = f"{EARLIER}/{name}/checkpoint"
+    return completed
 
 
 def _is_chosen(cell: Cell, only: Sequence[str]) -> bool:

@@ -17,7 +17,7 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from common.errors import StorageError
-from experiments.cells import Cell, passive_parties
+from experiments.cells import RUN_NAME, Cell, passive_parties
 from experiments.execution import FINISHED
 
 STRETCHES = 200
@@ -133,7 +133,7 @@ def _found(folder: Path, parties: Iterable[str]) -> Iterator[_Found]:
     marker = json.loads((folder / FINISHED).read_text(encoding="utf-8"))
     yield _Found("active", "wall_s", marker["wall_s"])
     for party in parties:
-        run = folder / "runs" / "run" / party
+        run = folder / "runs" / RUN_NAME / party
         summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
         yield from _of_summary(party, summary)
         text = (run / "metrics.jsonl").read_text(encoding="utf-8")

@@ -1,7 +1,9 @@
 """What a party finds out and writes down of the leak: an audit beside the training, its figures."""
 
 import logging
+import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,6 +27,10 @@ logger = logging.getLogger(__name__)
 
 IDLE_S = 120.0
 """How long a checkpoint waits for the attacks on the batches before it."""
+
+_CHARTED_EVERY_S = 0.1
+"""Least time between two batches in TensorBoard's charts: a point there costs a thread as much CPU
+as some attacks. The metrics file has a line for each batch."""
 
 
 class LeakRecorder:
@@ -56,6 +62,7 @@ class LeakRecorder:
         self._unwritten: StorageError | None = None
         self._next_epoch = 0
         self._ended_epoch = -1
+        self._charted_s = -_CHARTED_EVERY_S
         self._audit = LeakAudit(settings.attacks, settings.every_steps, num_examples)
         self._worker = AuditWorker(
             self._audit, settings.queue_batches, self._note, settings.max_cpu_share
@@ -97,26 +104,10 @@ class LeakRecorder:
         """
         if self._unwritten is not None:
             raise self._unwritten
-        if not self._audit.wants(batch.step):
-            return
-        row = pick_reference_row(labels, self._seed, batch.epoch, batch.step)
-        sources = gradients if clean is None else clean
-        references = {} if row is None else {name: rows[row] for name, rows in sources.items()}
-        hints = pick_hint_rows(labels, self._seed, batch.epoch, batch.step, self._audit.num_hints)
-        positions = torch.from_numpy(batch.positions.copy())
-        self._worker.submit(
-            Observation(
-                batch.epoch,
-                batch.step,
-                gradients,
-                labels,
-                references=references,
-                references_are_clean=clean is not None,
-                reference_row=row,
-                positions=positions,
-                hint_rows=hints,
-                activations=activations,
-            )
+        self._worker.submit_later(
+            batch.step,
+            gradients,
+            partial(self._observation, batch, gradients, labels, clean, activations),
         )
 
     def end_epoch(self, epoch: int) -> None:
@@ -182,6 +173,32 @@ class LeakRecorder:
         self._next_epoch = state["next_epoch"]
         self._ended_epoch = state["ended_epoch"]
 
+    def _observation(
+        self,
+        batch: Batch,
+        gradients: Mapping[str, Tensor],
+        labels: Tensor,
+        clean: Mapping[str, Tensor] | None,
+        activations: Tensor | None,
+    ) -> Observation:
+        """Put together what the attacks see and know."""
+        row = pick_reference_row(labels, self._seed, batch.epoch, batch.step)
+        sources = gradients if clean is None else clean
+        return Observation(
+            batch.epoch,
+            batch.step,
+            gradients,
+            labels,
+            references={} if row is None else {name: rows[row] for name, rows in sources.items()},
+            references_are_clean=clean is not None,
+            reference_row=row,
+            positions=torch.from_numpy(batch.positions.copy()),
+            hint_rows=pick_hint_rows(
+                labels, self._seed, batch.epoch, batch.step, self._audit.num_hints
+            ),
+            activations=activations,
+        )
+
     def _write_epochs(self, last_epoch: int) -> None:
         while self._next_epoch <= last_epoch:
             epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
@@ -193,11 +210,22 @@ class LeakRecorder:
             }
             self._metrics.write("epoch_leak", numbers, epoch=epoch)
 
+    def _is_to_be_charted(self) -> bool:
+        now_s = time.monotonic()
+        charted = now_s - self._charted_s >= _CHARTED_EVERY_S
+        if charted:
+            self._charted_s = now_s
+        return charted
+
     def _note(self, measured: BatchLeak) -> None:
         try:
             self._write_epochs(measured.epoch - 1)
             self._metrics.write(
-                "leak", measured.numbers(), epoch=measured.epoch, step=measured.step
+                "leak",
+                measured.numbers(),
+                epoch=measured.epoch,
+                step=measured.step,
+                charted=self._is_to_be_charted(),
             )
         except StorageError as error:
             # A full disk ends the run; this thread cannot, so the next batch does.

@@ -147,6 +147,7 @@ class PassiveRun:
         self._rows: AlignedRows | None = None
         self._place = 0
         self._is_over = False
+        self._unobserved: tuple[Batch, Tensor, Tensor, dict[str, Tensor]] | None = None
 
     def run(self, peer: Peer) -> None:
         """Go through the whole run, and tell the peer how it ended.
@@ -361,6 +362,12 @@ class PassiveRun:
         rows, trainer = self._rows, self.trainer
         if rows is None or trainer is None:
             raise RuntimeError("no training before the rows are known")
+        try:
+            self._follow_course(peer, trainer, rows)
+        finally:
+            self._finish_step()
+
+    def _follow_course(self, peer: Peer, trainer: BottomTrainer, rows: AlignedRows) -> None:
         course = self._course()
         batch = next(course, None)
         features = trainer.rows(batch.positions) if batch else None
@@ -369,14 +376,16 @@ class PassiveRun:
             if batch.split == "train":
                 activation = trainer.forward(features)
                 peer.send_activation(TensorMessage(self._header(batch), activation))
+                self._finish_step()
                 following = next(course, None)
                 features = trainer.rows(following.positions) if following else None
                 reply = peer.receive_gradient()
                 self._check(reply, batch)
                 layers = trainer.backward(reply.values)
                 self._place += 1
-                self._observer.on_step(batch, activation, reply.values, layers)
+                self._unobserved = (batch, activation, reply.values, layers)
             else:
+                self._finish_step()
                 message = TensorMessage(self._header(batch), trainer.embed(features))
                 stops = peer.evaluate(message) == pb.COURSE_STOP
                 if stops and not batch.closes_epoch:
@@ -389,8 +398,15 @@ class PassiveRun:
                     self._audit(peer, batch.epoch, rows)
             self._is_over = following is None
             if is_checkpoint(self.contract, rows, batch):
+                self._finish_step()
                 self._save(trainer)
             batch = following
+
+    def _finish_step(self) -> None:
+        """Tell of the step before: while the peer works on the next one, which nobody waits for."""
+        if self._unobserved is not None:
+            step, self._unobserved = self._unobserved, None
+            self._observer.on_step(*step)
 
     def _audit(self, peer: Peer, epoch: int, rows: AlignedRows) -> None:
         if self._auditor is None:

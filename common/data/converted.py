@@ -95,6 +95,8 @@ def open_converted(settings: DataSettings, base_dir: Path, progress: Progress) -
 def _key(settings: DataSettings, stamps: list[list[Any]]) -> str:
     """Name what decides the content of the cache, and nothing else."""
     plain = settings.model_dump(mode="json")
+    if plain["classes"] is None:  # as before there were several
+        del plain["classes"]
     for name in ("cache_dir", "path", "table"):
         plain["source"].pop(name, None)
     for name in ("signed_log1p", "numeric_scaling", "min_count"):

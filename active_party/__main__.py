@@ -257,6 +257,7 @@ def _check(parsed: argparse.Namespace) -> None:
             settings.contract.aggregate_shape,
             encoder,
             seed=settings.model_seed,
+            num_classes=settings.data.num_classes,
         )
         return f"data: {len(data.ids)} rows in {data.table.source}; the top model fits them"
 
@@ -276,7 +277,8 @@ def _check_noise_key(settings: ActiveSettings) -> None:
     # Before the run's folder is opened, for the same reason as above. A key in that folder is new.
     path = settings.noise_key_file()
     if settings.noise_key_path is not None and path.exists():
-        open_noise_key(settings.defense, settings.contract.aggregate_dim, path)
+        dim, classes = settings.contract.aggregate_dim, settings.data.num_classes
+        open_noise_key(settings.defense, dim, path, classes)
 
 
 def _plan(parsed: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from active_party.defenses import DefenseSettings
+from active_party.defenses.settings import refusal_of_several_classes
 from active_party.defenses.sum_kl import sum_kl_for_leak_auc
 from common.models.settings import ModelSettings
 from common.party_settings import Address, PartySettings
@@ -150,7 +151,7 @@ class ActiveSettings(PartySettings):
 
     distributions: DistributionSettings | None = DistributionSettings()
     """Histograms of gradients before and after the defense, by class, in this party's own metrics
-    and report; ``null`` for none."""
+    and report; ``null`` for none. A run of several classes has none."""
 
     run_budget: RunBudget | None = None
     """What the run may tell of each label in all; ``null`` for no limit.
@@ -197,6 +198,10 @@ class ActiveSettings(PartySettings):
         if self.allow_audits and not self.contract.audits_allowed:
             raise ValueError("allow_audits needs contract.audits_allowed")
         self._check_leak_gate()
+        if self.data.classes is not None:
+            refusal = refusal_of_several_classes(self.defense)
+            if refusal is not None:
+                raise ValueError(f"defense: {refusal} (data.classes: {self.data.num_classes})")
         return self
 
     def _check_leak_gate(self) -> None:

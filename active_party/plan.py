@@ -246,7 +246,7 @@ def _remarks(
     if num_classes > 2:
         remarks = [
             _honesty_of_several(settings.defense),
-            "Of the pair of classes left furthest apart.",
+            "All figures are of the pair of classes left furthest apart.",
         ]
     if settings.run_budget is None:
         return [*remarks, "run_budget: none is set"]

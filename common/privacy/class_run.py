@@ -302,22 +302,20 @@ class _Layer:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "sums": {name: [one.state_dict() for one in sums] for name, sums in self.sums.items()},
+            "sums": {name: _states(sums) for name, sums in self.sums.items()},
             "history": self.history.state_dict(),
             "sign": self._sign.state_dict(),
-            "reference_signs": [sign.state_dict() for sign in self._reference_signs],
+            "reference_signs": _states(self._reference_signs),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state["sums"].keys() != self.sums.keys():
             raise ValueError("expected what the same attacks have gathered")
         for name, sums in self.sums.items():
-            for one, stored in zip(sums, state["sums"][name], strict=True):
-                one.load_state_dict(stored)
+            _load_states(sums, state["sums"][name])
         self.history.load_state_dict(state["history"])
         self._sign.load_state_dict(state["sign"])
-        for sign, stored in zip(self._reference_signs, state["reference_signs"], strict=True):
-            sign.load_state_dict(stored)
+        _load_states(self._reference_signs, state["reference_signs"])
 
     def _add_cosines(self, positions: Tensor, found: LayerClassScores) -> None:
         cosines = found.scores["cosine"]
@@ -332,3 +330,14 @@ class _Layer:
             kept = torch.ones(len(positions), dtype=torch.bool)
             kept[list(cosines.left_out[place])] = False
             sums.add(positions[kept], standardised(scores.cpu()[kept]))
+
+
+def _states(of_classes: Sequence[AccumulatedScores | ContinuousSign]) -> dict[str, Any]:
+    return {str(place): one.state_dict() for place, one in enumerate(of_classes)}
+
+
+def _load_states(
+    of_classes: Sequence[AccumulatedScores | ContinuousSign], state: Mapping[str, Any]
+) -> None:
+    for place, one in enumerate(of_classes):
+        one.load_state_dict(state[str(place)])

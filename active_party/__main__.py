@@ -121,10 +121,9 @@ def _run(parsed: argparse.Namespace) -> None:
     credentials = settings.credential_files(ACTIVE)
     security = check_security(credentials, settings.listen, "listen")
     logger.log(logging.WARNING if credentials is None else logging.INFO, "security: %s", security)
-    _check_listen(settings)
-    _check_noise_key(settings)
+    _check_files_and_address(settings)
     device = prepare(settings)
-    data = PartyData.load(settings.data, settings.base_dir)
+    data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
     logger.info("%d rows read from %s", len(data.ids), data.table.source)
     interruption.check()
     folder = open_run_folder(
@@ -250,16 +249,19 @@ def _check(parsed: argparse.Namespace) -> None:
         return f"noise key: {settings.noise_key_path or 'a fresh one for each run, if needed'}"
 
     def data_and_model() -> str:
-        data = PartyData.load(settings.data, settings.base_dir)
-        encoder = data.fit(np.arange(len(data.ids)))
-        build_top_model(
+        data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
+        earlier = settings.earlier_model()
+        encoder = data.fit(np.arange(len(data.ids)), earlier)
+        model = build_top_model(
             settings.top_model,
             settings.contract.aggregate_shape,
             encoder,
             seed=settings.model_seed,
             num_classes=settings.data.num_classes,
         )
-        return f"data: {len(data.ids)} rows in {data.table.source}; the top model fits them"
+        if earlier is not None:
+            earlier.put_into(model)
+        return f"data: {data.summary()}; the top model fits them"
 
     report_check(
         settings,
@@ -273,8 +275,15 @@ def _check(parsed: argparse.Namespace) -> None:
     )
 
 
+def _check_files_and_address(settings: ActiveSettings) -> None:
+    """Find out what would end a run, before its folder is opened and earlier results move aside."""
+    _check_listen(settings)
+    _check_noise_key(settings)
+    settings.earlier_model()
+
+
 def _check_noise_key(settings: ActiveSettings) -> None:
-    # Before the run's folder is opened, for the same reason as above. A key in that folder is new.
+    # A key in the run's own folder is new.
     path = settings.noise_key_file()
     if settings.noise_key_path is not None and path.exists():
         dim, classes = settings.contract.aggregate_dim, settings.data.num_classes
@@ -286,7 +295,8 @@ def _plan(parsed: argparse.Namespace) -> None:
     target = parsed.target_leak_auc
     if target is not None and not 0.5 < target < 1:
         raise SettingsError(f"--target-leak-auc: expected an AUC between 0.5 and 1, got {target}")
-    print_plan(settings, PartyData.load(settings.data, settings.base_dir), target)
+    data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
+    print_plan(settings, data, target)
 
 
 def _report(parsed: argparse.Namespace) -> None:
@@ -311,7 +321,6 @@ def _try_to_report(run_dir: Path) -> None:
 
 
 def _check_listen(settings: ActiveSettings) -> None:
-    # Before the run's folder is opened: a second start must not move a running one's results aside.
     host, _, port = settings.listen.rpartition(":")
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

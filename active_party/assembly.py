@@ -45,6 +45,7 @@ class TrainerBuilder:
         self._data = data
         self._device = device
         self._num_classes = settings.data.num_classes
+        self._earlier = settings.earlier_model()
         # Now rather than at the first step: a key that others can read ends a run before it begins.
         self._noise_key = open_noise_key(
             settings.defense,
@@ -61,9 +62,14 @@ class TrainerBuilder:
                 several.
         """
         settings, contract = self._settings, self._settings.contract
+        if settings.early_stopping is not None and not len(rows.splits["validation"]):
+            raise DataError(
+                f"{self._data.table.source}: early_stopping needs validation rows, and none of the "
+                f"aligned ones is"
+            )
         labels = self._data.labels_at(rows.file_rows)
         self._check_classes(rows, labels)
-        self.encoder, features = self._data.encode(rows)
+        self.encoder, features = self._data.encode(rows, self._earlier)
         model = build_top_model(
             settings.top_model,
             contract.aggregate_shape,
@@ -71,6 +77,8 @@ class TrainerBuilder:
             seed=settings.model_seed,
             num_classes=self._num_classes,
         )
+        if self._earlier is not None:
+            self._earlier.put_into(model)
         model.to(self._device)
         key, keys, noisy_labels = self._noise_key, None, None
         answer_keys = AnswerKeys()
@@ -172,4 +180,5 @@ def build_session(
         allow_audits=settings.allow_audits,
         store=store,
         noise_seed=getattr(settings.defense, "insecure_noise_seed", None),
+        file_splits=data.table.splits,
     )

@@ -171,7 +171,7 @@ def print_plan(
     labels, num_classes = data.labels_of(data.ids), data.settings.num_classes
     # Of several classes none is the positives: no charge depends on their shares.
     pos_fraction = float(labels.double().mean()) if num_classes == 2 else 1 / num_classes
-    training_rows = round(contract.split.train * len(data.ids))
+    training_rows = data.training_rows(contract.split)
     steps = training_rows / contract.batch_size
     console.print(
         f"{data.table.source}: {len(data.ids)} rows, {_shares(labels, data)}; if all of them "

@@ -19,7 +19,8 @@ from common.errors import LeakGateClosed
 from common.leak_recorder import LeakRecorder
 from common.privacy.audit import BatchLeak
 from common.privacy.distributions import gradient_distributions, spread_epochs
-from common.run_course import AlignedRows, Batch, SplitName
+from common.run_course import AlignedRows, Batch
+from common.splits import SplitName
 from common.telemetry import MetricsLog, TrainingProgress
 from common.wire.audit_codec import AuditQuestion
 

@@ -198,6 +198,7 @@ class ActiveService:
                 # An interrupted session says so now, and not only when all ids are through.
                 progress=lambda _done_ids, _total_ids: session.begin_alignment(run_id, party),
                 agree=agreeing(session, party) if self._has_several else None,
+                splits=session.file_splits,
             )
         except AlignmentError as error:
             session.end(error)  # now, before the peer's goodbye that comes for the same reason

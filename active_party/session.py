@@ -36,7 +36,7 @@ from active_party.ledger import ROUNDING, LeakBounds, LeakLedger
 from active_party.parties import PassiveParties, PassiveParty, Question, names_of
 from active_party.predictions import ClassFigures, measure_predictions
 from active_party.top_trainer import StepResult, TopTrainer
-from common.alignment import Share, intersect
+from common.alignment import Share, Splits, intersect
 from common.checkpoint import AnswerLog, RunStore, State, as_whole_state
 from common.contract import Contract
 from common.errors import (
@@ -53,8 +53,9 @@ from common.errors import (
     SplitveilError,
     StorageError,
 )
-from common.run_course import AlignedRows, Batch, SplitName, is_checkpoint, run_course
+from common.run_course import AlignedRows, Batch, is_checkpoint, run_course
 from common.sample_order import Positions, joint_seed
+from common.splits import SplitName
 from common.wire.audit_codec import AuditQuestion
 from common.wire.tensor_codec import BatchHeader, TensorMessage
 from common.wire.words import SPLIT_ON_WIRE
@@ -170,6 +171,7 @@ class ActiveSession:
         allow_audits: whether scores of the peer are measured, if the contract allows it, too.
         store: where checkpoints go, and come from; None for a run that cannot be gone on with.
         noise_seed: for tests only: makes fresh noise predictable.
+        file_splits: split of each row of this party's file, where the contract splits by a column.
     """
 
     def __init__(
@@ -185,8 +187,10 @@ class ActiveSession:
         allow_audits: bool = False,
         store: RunStore | None = None,
         noise_seed: int | None = None,
+        file_splits: Splits | None = None,
     ) -> None:
         self.contract = contract
+        self.file_splits = file_splits
         self.run_id = secrets.token_hex(8)
         self.ids = ids
         self.nonce = draw_nonce()
@@ -687,7 +691,7 @@ class ActiveSession:
 
     def _prepare(self, file_rows: Positions, seed: bytes) -> AlignedRows:
         """Make all that the common rows are needed for."""
-        rows = AlignedRows.derive(self.contract, seed, self.ids, file_rows)
+        rows = AlignedRows.derive(self.contract, seed, self.ids, file_rows, self.file_splits)
         self.trainer = self._build_trainer(rows)
         self.ledger = LeakLedger(len(rows))
         self._training_positions = rows.splits["train"]

@@ -188,7 +188,8 @@ class ActiveSettings(PartySettings):
     def _needs_what_it_uses(self) -> "ActiveSettings":
         if self.data.label_column is None:
             raise ValueError("data.label_column: the active party's data need a label column")
-        if self.early_stopping is not None and self.contract.split.validation == 0:
+        split = self.contract.split
+        if self.early_stopping is not None and split.kind == "hash" and split.validation == 0:
             raise ValueError("early_stopping needs contract.split.validation > 0")
         if self.run_budget is not None and self.defense.name == "none":
             raise ValueError(

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, StringConstraints, model_validator
+from pydantic import Discriminator, Field, PositiveInt, StringConstraints, Tag, model_validator
 
 from common.alignment import AlignmentSettings
 from common.settings import Section
@@ -55,6 +55,31 @@ class HashSplit(Section):
         if not math.isclose(total, 1.0, abs_tol=1e-9):
             raise ValueError(f"train + validation + test must be 1, not {total:g}")
         return self
+
+
+class ColumnSplit(Section):
+    """Rows are split by what a column says of them, such as the day that they are of."""
+
+    kind: Literal["column"]
+
+    column: str = Field(min_length=1)
+    """Column with ``train``, ``validation`` or ``test`` in each row. Every party's table has it,
+    and all must say the same of the rows in common, or nobody trains. It is never a feature."""
+
+
+def _split_kind(value: object) -> object:
+    kind = value.get("kind", "hash") if isinstance(value, dict) else getattr(value, "kind", None)
+    return kind if kind in {"hash", "column"} else None
+
+
+SplitSettings = Annotated[
+    Annotated[HashSplit, Tag("hash")] | Annotated[ColumnSplit, Tag("column")],
+    Discriminator(
+        _split_kind,
+        custom_error_type="split_kind",
+        custom_error_message="expected kind hash or column",
+    ),
+]
 
 
 class LearningRateSchedule(Section):
@@ -140,7 +165,7 @@ class Contract(Section):
     drop_last: bool = False
     """Whether an epoch leaves out its last batch when that is smaller than ``batch_size``."""
 
-    split: HashSplit = HashSplit()
+    split: SplitSettings = HashSplit()
     """How the aligned rows are divided into training, validation and test rows."""
 
     schedule: LearningRateSchedule = LearningRateSchedule()

@@ -15,14 +15,17 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from torch import Tensor
 
 from common.alignment import canonical_ids
+from common.contract import ColumnSplit, SplitSettings
 from common.data.converted import MappedTable, open_converted
 from common.data.features import FeatureEncoder, Features
 from common.data.mapped_features import MappedFeatures, RowEncoder
 from common.data.settings import DataSettings, FileSource
 from common.data.table import Table, read_table
 from common.errors import DataError
+from common.initial_weights import EarlierModel
 from common.run_course import AlignedRows
 from common.sample_order import Positions
+from common.splits import SPLITS
 
 _logger = logging.getLogger(__name__)
 
@@ -39,32 +42,55 @@ class PartyData:
     ids: Sequence[str]
 
     @classmethod
-    def load(cls, settings: DataSettings, base_dir: Path) -> "PartyData":
+    def load(
+        cls, settings: DataSettings, base_dir: Path, split: SplitSettings | None = None
+    ) -> "PartyData":
         """Read a party's file, or open what was made of it in the cache.
+
+        Args:
+            settings: which file, and which of its columns.
+            base_dir: folder in which relative paths start.
+            split: the contract's, which may need a column; None for a table that is not trained on.
 
         Raises:
             DataError: with file, column, rows and count of what is wrong.
             StorageError: the cache cannot be used.
         """
+        split_column = split.column if isinstance(split, ColumnSplit) else None
         if isinstance(settings.source, FileSource):
             if settings.source.cache_dir is not None:
                 with _conversion_bar(settings.source.path) as progress:
-                    mapped = open_converted(settings, base_dir, progress)
+                    mapped = open_converted(settings, base_dir, progress, split_column)
                 return cls(settings, mapped, mapped.ids)
             _suggest_a_cache(settings.source.resolve(base_dir))
-        table = read_table(settings, base_dir)
+        table = read_table(settings, base_dir, split_column)
         where = f"{table.source}: column {settings.id_column!r}"
         return cls(settings, table, canonical_ids(table.ids, where))
 
-    def fit(self, training_rows: Positions) -> FeatureEncoder | None:
-        """Fit scalers and vocabularies on some rows of the file; None without features."""
+    def fit(
+        self, training_rows: Positions, earlier: EarlierModel | None = None
+    ) -> FeatureEncoder | None:
+        """Fit scalers and vocabularies on some rows of the file; None without features.
+
+        Raises:
+            SettingsError: nothing is to be fitted, and the earlier model is not of these features.
+            DataError: there is no row to fit on, or not what the earlier model needs.
+        """
+        if earlier is not None:
+            table = None if self.settings.features is None else self.table
+            return earlier.encoder_for(table, self.table.source)
         if self.settings.features is None:
             return None
         return FeatureEncoder.fit(self.settings.features, self.table, training_rows)
 
-    def encode(self, rows: AlignedRows) -> tuple[FeatureEncoder | None, Features | None]:
-        """Fit on the training rows and return the features of all rows in the common order."""
-        encoder = self.fit(rows.file_rows[rows.splits["train"]])
+    def encode(
+        self, rows: AlignedRows, earlier: EarlierModel | None = None
+    ) -> tuple[FeatureEncoder | None, Features | None]:
+        """Fit on the training rows and return the features of all rows in the common order.
+
+        With an earlier model nothing is fitted: its features are encoded as they were then.
+        """
+        encoder = self.fit(rows.file_rows[rows.splits["train"]], earlier)
         if encoder is None:
             return None, None
         if isinstance(self.table, MappedTable):
@@ -79,9 +105,26 @@ class PartyData:
             found.update(text.encode())
         if self.table.labels is not None:
             found.update(np.ascontiguousarray(self.table.labels).tobytes())
+        if self.table.splits is not None:
+            found.update(np.ascontiguousarray(self.table.splits).tobytes())
         if encoder is not None:
             found.update(json.dumps(encoder.state(), sort_keys=True).encode())
         return found.hexdigest()
+
+    def training_rows(self, split: SplitSettings) -> int:
+        """Return how many rows would be trained on if all were aligned; about, with a hash."""
+        if self.table.splits is None:
+            return 0 if isinstance(split, ColumnSplit) else round(split.train * len(self.ids))
+        return int(np.count_nonzero(self.table.splits == SPLITS.index("train")))
+
+    def summary(self) -> str:
+        """Say how many rows there are, and where."""
+        text = f"{len(self.ids)} rows in {self.table.source}"
+        if self.table.splits is None:
+            return text
+        counts = np.bincount(self.table.splits, minlength=len(SPLITS))
+        parts = (f"{count} {word}" for word, count in zip(SPLITS, counts, strict=True))
+        return f"{text} ({', '.join(parts)})"
 
     def labels_at(self, file_rows: Positions) -> Tensor:
         """Return the labels of some rows of the file, (rows,) float32.

@@ -10,8 +10,9 @@ from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from common.contract import Contract
 from common.credentials import CredentialFiles
-from common.data.settings import DataSettings
+from common.data.settings import DataSettings, expand_path
 from common.errors import SettingsError
+from common.initial_weights import EarlierModel
 from common.models.settings import OptimizerSettings
 from common.settings import Section, apply_overrides, read_yaml, validate
 
@@ -90,6 +91,12 @@ class PartySettings(Section):
     device: Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:[0-9]{1,2})?)$")] = "auto"
     """``auto`` (the first GPU where there is one), ``cpu``, ``cuda`` or ``cuda:N``."""
 
+    initial_weights: str | None = Field(default=None, min_length=1)
+    """Folder with the model to begin with: this party's ``checkpoint`` in an earlier run, as
+    ``runs/monday/active/checkpoint``. Relative to this settings file; ``~`` and ``${NAME}`` are
+    replaced. What was fitted to the features then, vocabularies and scaling, comes with it; the
+    optimizer begins anew, and so does the ledger: rows that both runs train on tell twice."""
+
     model_seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the initial weights and of dropout. It has no influence on batches or noise."""
 
@@ -129,6 +136,18 @@ class PartySettings(Section):
                 f"{torch.cuda.device_count()} CUDA device(s)"
             )
         return device
+
+    def earlier_model(self) -> EarlierModel | None:
+        """Return the model to begin with, if there is one.
+
+        Raises:
+            SettingsError: it cannot be read.
+        """
+        if self.initial_weights is None:
+            return None
+        return EarlierModel.open(
+            expand_path("initial_weights", self.initial_weights, self.base_dir)
+        )
 
     def credential_files(self, party: str) -> CredentialFiles | None:
         """Return this party's certificate, key and authority; None for an insecure connection.

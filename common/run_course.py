@@ -4,10 +4,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal
 
-from common.contract import Contract
-from common.errors import AlignmentError
+import numpy as np
+from numpy.typing import NDArray
+
+from common.contract import ColumnSplit, Contract, HashSplit
+from common.errors import AlignmentError, DataError
 from common.sample_order import (
     Positions,
     SampleOrder,
@@ -16,8 +18,8 @@ from common.sample_order import (
     positions_digest,
     split_rows,
 )
+from common.splits import SPLITS, SplitName
 
-SplitName = Literal["train", "validation", "test"]
 HELD_OUT: tuple[SplitName, ...] = ("validation", "test")
 
 
@@ -39,7 +41,12 @@ class AlignedRows:
 
     @classmethod
     def derive(
-        cls, contract: Contract, joint_seed: bytes, ids: Sequence[str], file_rows: Positions
+        cls,
+        contract: Contract,
+        joint_seed: bytes,
+        ids: Sequence[str],
+        file_rows: Positions,
+        file_splits: NDArray[np.int8] | None = None,
     ) -> "AlignedRows":
         """Put the rows of the intersection into the common order and split them.
 
@@ -47,24 +54,26 @@ class AlignedRows:
         known to neither party before both nonces are.
 
         Args:
-            contract: gives split shares and batch size.
+            contract: says how to split, and gives the batch size.
             joint_seed: made of both parties' nonces.
             ids: this party's canonical ids, all of them.
             file_rows: indices into ``ids`` of the common ones, in any order, (aligned,).
+            file_splits: each row's place in ``SPLITS``, all of them, where the contract splits
+                by a column.
 
         Raises:
             AlignmentError: there are too few common rows for a training and a test split.
         """
         digests = keyed_id_digests([ids[row] for row in file_rows], joint_seed)
         order = canonical_order(digests)
-        shares = contract.split
-        parts = split_rows(digests[order], shares.train, shares.validation, shares.test)
-        splits: dict[SplitName, Positions] = {
-            "train": parts["train"],
-            "validation": parts["validation"],
-            "test": parts["test"],
-        }
-        empty = [name for name in splits if getattr(shares, name) and not len(splits[name])]
+        match contract.split:
+            case HashSplit() as shares:
+                splits = _by_digest(shares, digests[order])
+                wanted = {name for name in splits if getattr(shares, name)}
+            case ColumnSplit() as split:
+                splits = _by_column(split, file_rows[order], file_splits)
+                wanted = {"train", "test"}
+        empty = [name for name in splits if name in wanted and not len(splits[name])]
         if empty:
             raise AlignmentError(f"{len(order)} common ids leave no row for: {', '.join(empty)}")
         if contract.drop_last and len(splits["train"]) < contract.batch_size:
@@ -83,6 +92,21 @@ class AlignedRows:
 
     def __len__(self) -> int:
         return len(self.file_rows)
+
+
+def _by_digest(shares: HashSplit, digests: NDArray[np.uint8]) -> dict[SplitName, Positions]:
+    parts = split_rows(digests, shares.train, shares.validation, shares.test)
+    return {"train": parts["train"], "validation": parts["validation"], "test": parts["test"]}
+
+
+def _by_column(
+    split: ColumnSplit, file_rows: Positions, file_splits: NDArray[np.int8] | None
+) -> dict[SplitName, Positions]:
+    if file_splits is None:
+        raise DataError(f"contract.split: this party's table was read without {split.column!r}")
+    said = file_splits[file_rows]
+    train, validation, test = (np.flatnonzero(said == place) for place in range(len(SPLITS)))
+    return {"train": train, "validation": validation, "test": test}
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -150,7 +151,8 @@ def _run(example_dir: Path, defenses: list[str], overrides: list[str], runs_dir:
     plan = _plan(name, base, [parse_defense(text) for text in defenses])
     for title, run in plan.items():
         Console().rule(run.name)
-        code = run_parties(_commands(example_dir, run.overrides, runs_dir))
+        with held_port() as port:
+            code = run_parties(_commands(example_dir, run.overrides, runs_dir, port))
         if code in WITH_SUMMARY:
             _report(str(runs_dir / run.name))
         if code:
@@ -182,8 +184,10 @@ def _plan(name: str, base: Overrides, defenses: Sequence[NamedDefense]) -> dict[
     return runs
 
 
-def _commands(example_dir: Path, overrides: Overrides, runs_dir: Path) -> dict[str, list[str]]:
-    address = f"127.0.0.1:{_free_port()}"
+def _commands(
+    example_dir: Path, overrides: Overrides, runs_dir: Path, port: int
+) -> dict[str, list[str]]:
+    address = f"127.0.0.1:{port}"
     own = overrides.adding(f"active.listen={address}", f"passive.connect={address}")
     kinds = party_kinds(example_dir)
     certificates = trial_overrides(example_dir, runs_dir, {kind: own.of(kind) for kind in kinds})
@@ -225,10 +229,17 @@ def _run_name(example_dir: Path, active_overrides: list[str]) -> str:
     return str(apply_overrides({"contract": contract}, own)["contract"].get("run_name"))
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+@contextmanager
+def held_port() -> Iterator[int]:
+    """Yield a free port that no other launcher is given until the run is over.
+
+    A socket that is bound and does not listen keeps the kernel from choosing its port again, and,
+    with SO_REUSEADDR on both, lets the active party listen there by name.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
 
 
 def _parser() -> argparse.ArgumentParser:

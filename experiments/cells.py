@@ -23,15 +23,23 @@ from experiments.settings import (
 )
 from passive_party.settings import PassiveSettings
 
+RUN_NAME = "run"
+
 FORMAT = 1
 """Part of every cell's digest: raise it when the runner itself changes what a run comes to."""
+
+_NONCES_APART = 1000
+"""Between two parties' shares of the joint seed: more than there are seeds."""
 
 PREPARED = "${PREPARED}"
 """In a path: the folder of prepared tables. Not in a digest, so that results may be moved."""
 
+EARLIER = "${EARLIER}"
+"""Likewise: the run whose weights a cell begins with. Its settings are in the digest."""
+
 Settings = dict[str, dict[str, Any]]
-"""``contract``, ``active`` and ``passive``, each as in a file of its own; ``passives`` is what
-several passive parties set otherwise."""
+"""``contract``, ``active`` and ``passive``, each as in a file of its own; ``passives`` has all that
+each of several passive parties sets, by its name, and ``passive`` is then nobody's."""
 
 
 class Cell(NamedTuple):
@@ -48,6 +56,12 @@ class Cell(NamedTuple):
     needs: tuple[str, ...]
     """What is missing for it, in words."""
 
+    after: "Cell | None" = None
+    """The one whose weights it begins with."""
+
+    is_followed: bool = False
+    """Whether others begin with its weights."""
+
     @property
     def name(self) -> str:
         """How messages call it."""
@@ -59,9 +73,15 @@ class Cell(NamedTuple):
         return Path("cells", slug(self.dataset), slug(self.variant), f"seed-{self.seed}")
 
     @property
+    def run_folder(self) -> Path:
+        """Where the parties' results lie, under the experiment's results."""
+        return self.folder / "runs" / RUN_NAME
+
+    @property
     def digest(self) -> str:
-        """What its settings are, in 16 hexadecimal digits."""
-        canonical = json.dumps([FORMAT, self.prepare, self.settings], sort_keys=True)
+        """What its settings are, and those of all before it, in 16 hexadecimal digits."""
+        before = [] if self.after is None else [self.after.digest]
+        canonical = json.dumps([FORMAT, self.prepare, self.settings, *before], sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
@@ -81,6 +101,8 @@ class Choice(NamedTuple):
 def plan(experiment: Experiment, base_dir: Path, choice: Choice) -> list[Cell]:
     """Return the cells, seed by seed: after the first seed, every variant has a figure.
 
+    Whatever a chosen cell begins with is chosen, too, and comes before it.
+
     Args:
         experiment: what its file says.
         base_dir: of the paths in that file.
@@ -91,13 +113,21 @@ def plan(experiment: Experiment, base_dir: Path, choice: Choice) -> list[Cell]:
     """
     size = _size(experiment, choice.size)
     seeds = choice.seeds or size.seeds or experiment.seeds
-    found = [
-        cell
-        for seed in range(seeds)
-        for dataset in experiment.datasets
-        for cell in _rows(experiment, base_dir, choice, size, dataset, seed)
-    ]
-    chosen = [cell for cell in found if _is_chosen(cell, choice.only)]
+    found: list[Cell] = []
+    followed = {dataset.after for dataset in experiment.datasets.values()}
+    for seed in range(seeds):
+        before: dict[tuple[str | None, str], Cell] = {}
+        for name, dataset in experiment.datasets.items():
+            for row in _rows(experiment, base_dir, choice, size, name, seed):
+                after = before.get((dataset.after, row.variant))
+                cell = row._replace(after=after, is_followed=name in followed)
+                before[name, cell.variant] = cell
+                found.append(cell)
+    wanted = {cell.folder for cell in found if _is_chosen(cell, choice.only)}
+    for cell in reversed(found):
+        if cell.folder in wanted and cell.after is not None:
+            wanted.add(cell.after.folder)
+    chosen = [cell for cell in found if cell.folder in wanted]
     known = {name for cell in found for name in _names(cell)}
     unknown = [name for name in choice.only if name not in known]
     if unknown:
@@ -111,24 +141,39 @@ def problems(cell: Cell, prepared: Path) -> list[str]:
     """Return why a cell cannot be run, if it cannot: what it needs, what its settings get wrong."""
     if cell.needs:
         return [f"needs {words}" for words in cell.needs]
-    if cell.settings["passives"]:
-        return ["needs a launcher of several passive parties: deploy.local starts one"]
-    settings = with_prepared(cell.settings, prepared)
+    if cell.after is not None and (found := problems(cell.after, prepared)):
+        return found
+    settings = with_folders(cell.settings, {PREPARED: prepared})
     try:
         contract = validate(Contract, settings["contract"], "contract")
         active = validate(ActiveSettings, settings["active"] | {"contract": contract}, "active")
-        passive = validate(PassiveSettings, settings["passive"] | {"contract": contract}, "passive")
-        adversary = passive.adversary
-        labels = None if adversary is None else adversary.labels
-        tables = (active.data, passive.data, labels)
-        return [word for table in tables if table is not None for word in _missing(table, prepared)]
+        passives = [
+            validate(PassiveSettings, values | {"contract": contract}, name)
+            for name, values in passive_parties(settings).items()
+        ]
+        if absent := set(contract.passive_parties) - {passive.party for passive in passives}:
+            return [f"passives: there is nothing of {', '.join(sorted(absent))}"]
+        adversaries = [passive.adversary for passive in passives if passive.adversary is not None]
+        labels = [adversary.labels for adversary in adversaries if adversary.labels is not None]
+        tables = [active.data, *(passive.data for passive in passives), *labels]
+        return list(dict.fromkeys(word for table in tables for word in _missing(table, prepared)))
     except SettingsError as error:
         return list(error.problems)
 
 
-def with_prepared(settings: Settings, prepared: Path) -> Settings:
-    """Return the settings with the folder of prepared tables in place of its name."""
-    text = json.dumps(settings).replace(json.dumps(PREPARED)[1:-1], json.dumps(str(prepared))[1:-1])
+def passive_parties(settings: Settings) -> dict[str, dict[str, Any]]:
+    """Return what each passive party sets, by the name of its file without the ending.
+
+    Where there are several, that is its name in the contract, too, and that of its results' folder.
+    """
+    return settings["passives"] or {"passive": settings["passive"]}
+
+
+def with_folders(settings: Settings, folders: Mapping[str, Path]) -> Settings:
+    """Return the settings with folders in place of ``PREPARED`` and ``EARLIER``."""
+    text = json.dumps(settings)
+    for name, folder in folders.items():
+        text = text.replace(json.dumps(name)[1:-1], json.dumps(str(folder))[1:-1])
     replaced: Settings = json.loads(text)
     return replaced
 
@@ -187,7 +232,7 @@ def _rows(
                 name,
                 series,
                 seed,
-                _completed(settings, experiment, choice, seed),
+                _completed(settings, experiment, choice, seed, follows=dataset.after is not None),
                 dataset.prepare,
                 tuple(unmet(dict.fromkeys((*dataset.needs, *variant.needs)))),
             )
@@ -201,7 +246,9 @@ def _example(dataset: Dataset, base_dir: Path) -> Settings:
     return Overlay().parts() | files
 
 
-def _completed(settings: Settings, experiment: Experiment, choice: Choice, seed: int) -> Settings:
+def _completed(
+    settings: Settings, experiment: Experiment, choice: Choice, seed: int, *, follows: bool
+) -> Settings:
     """Return the settings with all that the runner decides."""
     both = {
         "contract": "contract.yaml",
@@ -213,13 +260,25 @@ def _completed(settings: Settings, experiment: Experiment, choice: Choice, seed:
     defense = active.get("defense", {})
     if experiment.seeded_noise and defense.get("name") != "none":
         active["defense"] = {**defense, "insecure_noise_seed": seed}
-    passive = {**settings["passive"], **both, "insecure_nonce_seed": seed + 1000}
-    return {
-        "contract": {**settings["contract"], "run_name": "run"},
+    passive = {**settings["passive"], **both, "insecure_nonce_seed": seed + _NONCES_APART}
+    passives = {
+        name: {
+            **overlaid(passive, own),
+            "party": name,
+            "insecure_nonce_seed": seed + number * _NONCES_APART,
+        }
+        for number, (name, own) in enumerate(settings["passives"].items(), start=1)
+    }
+    completed = {
+        "contract": {**settings["contract"], "run_name": RUN_NAME},
         "active": active,
         "passive": passive,
-        "passives": settings["passives"],
+        "passives": passives,
     }
+    if follows:
+        for name, own in {"active": active, **passive_parties(completed)}.items():
+            own["initial_weights"] = f"{EARLIER}/{name}/checkpoint"
+    return completed
 
 
 def _is_chosen(cell: Cell, only: Sequence[str]) -> bool:

@@ -1,7 +1,8 @@
 """Turns what runs left behind into one tidy table: a row per figure, as Parquet.
 
 Columns: experiment, size, dataset, variant, series, setting (the swept value, where there is one),
-seed, party, layer, attack, statistic, epoch, step, value. A figure of a run has neither epoch nor
+seed, party, layer, attack, statistic, epoch, step, value. The party is ``active``, ``passive`` or,
+of several passive parties, one's name in the contract. A figure of a run has neither epoch nor
 step; ``epoch_...`` statistics have an epoch, ``step_leak`` a step, counted over the run.
 """
 
@@ -16,15 +17,13 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from common.errors import StorageError
-from experiments.cells import Cell
+from experiments.cells import RUN_NAME, Cell, passive_parties
 from experiments.execution import FINISHED
-from experiments.settings import Party
 
 STRETCHES = 200
 """Parts of a run over which the leak of single batches is averaged."""
 
 _LEAK_STATISTICS = ("mean", "q95", "last_epoch", "random_q95")
-_PARTIES: tuple[Party, ...] = ("active", "passive")
 _OF_A_BATCH = "_leak_auc"
 
 
@@ -87,7 +86,7 @@ def collect(experiment: str, size: str, cell: Cell, results: Path) -> list[Row]:
     whose = (experiment, size, cell.dataset, cell.variant, cell.series, setting, cell.seed)
     return [
         Row(*whose, f.party, f.layer, f.attack, f.statistic, f.epoch, f.step, float(f.value))
-        for f in _found(folder)
+        for f in _found(folder, ("active", *passive_parties(cell.settings)))
         if f.value is not None
     ]
 
@@ -130,11 +129,11 @@ def circumstances_of(cell: Cell, results: Path) -> dict[str, Any]:
     return marker
 
 
-def _found(folder: Path) -> Iterator[_Found]:
+def _found(folder: Path, parties: Iterable[str]) -> Iterator[_Found]:
     marker = json.loads((folder / FINISHED).read_text(encoding="utf-8"))
     yield _Found("active", "wall_s", marker["wall_s"])
-    for party in _PARTIES:
-        run = folder / "runs" / "run" / party
+    for party in parties:
+        run = folder / "runs" / RUN_NAME / party
         summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
         yield from _of_summary(party, summary)
         text = (run / "metrics.jsonl").read_text(encoding="utf-8")
@@ -143,7 +142,7 @@ def _found(folder: Path) -> Iterator[_Found]:
         yield from _of_steps(party, lines)
 
 
-def _of_summary(party: Party, summary: Mapping[str, Any]) -> Iterator[_Found]:
+def _of_summary(party: str, summary: Mapping[str, Any]) -> Iterator[_Found]:
     for name in ("test_auc", "test_loss", "train_loss", "steps", "steps_per_s", "aligned_rows"):
         yield _Found(party, name, summary.get(name))
     yield _Found(party, "calibration_error", summary.get("test_calibration_error"))
@@ -167,7 +166,7 @@ def _by_attack(summary: Mapping[str, Any], part: str) -> Iterator[tuple[str, str
             yield layer, attack, found
 
 
-def _of_epochs(party: Party, lines: Iterable[Mapping[str, Any]]) -> Iterator[_Found]:
+def _of_epochs(party: str, lines: Iterable[Mapping[str, Any]]) -> Iterator[_Found]:
     best: dict[str, float] = {}
     for line in lines:
         epoch = line["epoch"]
@@ -190,7 +189,7 @@ def _of_epochs(party: Party, lines: Iterable[Mapping[str, Any]]) -> Iterator[_Fo
         yield _Found(party, name, value)
 
 
-def _of_steps(party: Party, lines: Iterable[Mapping[str, Any]]) -> Iterator[_Found]:
+def _of_steps(party: str, lines: Iterable[Mapping[str, Any]]) -> Iterator[_Found]:
     measured = [line for line in lines if line["kind"] == "leak"]
     steps_per_epoch = max((line["step"] for line in measured), default=0) + 1
     courses: dict[str, list[tuple[int, float]]] = defaultdict(list)

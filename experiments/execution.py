@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -32,7 +32,7 @@ import yaml
 
 from common.errors import Interrupted, LeakGateClosed
 from common.run_folder import write_json_atomically, write_text_atomically
-from experiments.cells import Cell, with_prepared
+from experiments.cells import EARLIER, PREPARED, Cell, passive_parties, with_folders
 
 FINISHED = "finished.json"
 ENDED_AS_ASKED = (0, LeakGateClosed.exit_code)
@@ -65,7 +65,7 @@ def run_cells(
         cells: which.
         results: the experiment's folder.
         prepared: the folder of prepared tables.
-        jobs: how many run side by side; each is two processes.
+        jobs: how many run side by side; each is a process per party.
         threads: cores that each party computes on.
 
     Raises:
@@ -73,12 +73,18 @@ def run_cells(
     """
     launched = _Launched()
     with _signals_to(launched.stop), ThreadPoolExecutor(jobs) as pool:
+        begun: dict[Path, Future[Ending | None]] = {}
 
         def run(cell: Cell) -> Ending | None:
-            return _run(cell, results / cell.folder, prepared, threads, launched)
+            if cell.after is not None and cell.after.folder in begun:
+                # Handed to the pool before this one, so that it runs already or is over.
+                wait([begun[cell.after.folder]])
+            return _run(cell, results, prepared, threads, launched)
 
         try:
-            for future in as_completed([pool.submit(run, cell) for cell in cells]):
+            for cell in cells:
+                begun[cell.folder] = pool.submit(run, cell)
+            for future in as_completed(begun.values()):
                 ending = future.result()
                 if ending is not None:
                     yield ending
@@ -133,11 +139,16 @@ class _Launched:
 
 
 def _run(
-    cell: Cell, folder: Path, prepared: Path, threads: int, launched: _Launched
+    cell: Cell, results: Path, prepared: Path, threads: int, launched: _Launched
 ) -> Ending | None:
     if launched.stopped_by is not None:
         return None
-    _make_ready(cell, folder, prepared)
+    if cell.after is not None and not is_finished(cell.after, results):
+        return Ending(
+            cell, 1, 0.0, f"it begins with the weights of {cell.after.name}: not finished"
+        )
+    folder = results / cell.folder
+    _make_ready(cell, results, prepared)
     begun = time.monotonic()
     command = [sys.executable, "-m", "deploy.local", str(folder / "settings")]
     command += ["--runs", str(folder / "runs")]
@@ -153,19 +164,24 @@ def _run(
     if exit_code not in ENDED_AS_ASKED:
         return Ending(cell, exit_code, wall_s, _last_lines(folder / "output.log"))
     write_json_atomically(folder / FINISHED, _marker(cell) | _circumstances(wall_s, threads))
-    # Nothing goes on from a finished cell, and weights take most of its room.
-    for checkpoint in folder.glob("runs/*/*/checkpoint"):
+    # No other cell needs a finished one's weights, and they take most of its room.
+    for checkpoint in [] if cell.is_followed else folder.glob("runs/*/*/checkpoint"):
         shutil.rmtree(checkpoint)
     return Ending(cell, exit_code, wall_s, "")
 
 
-def _make_ready(cell: Cell, folder: Path, prepared: Path) -> None:
+def _make_ready(cell: Cell, results: Path, prepared: Path) -> None:
+    folder = results / cell.folder
     if _digest_in(folder / "cell.json") != cell.digest and folder.exists():
         shutil.rmtree(folder)
     (folder / "settings").mkdir(parents=True, exist_ok=True)
-    settings = with_prepared(cell.settings, prepared)
-    for name in ("contract", "active", "passive"):
-        text = yaml.safe_dump(settings[name], sort_keys=False, allow_unicode=True)
+    folders = {PREPARED: prepared}
+    if cell.after is not None:
+        folders[EARLIER] = results / cell.after.run_folder
+    settings = with_folders(cell.settings, folders)
+    files = {name: settings[name] for name in ("contract", "active")} | passive_parties(settings)
+    for name, values in files.items():
+        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
         write_text_atomically(folder / "settings" / f"{name}.yaml", text)
     write_json_atomically(folder / "cell.json", _marker(cell))
 

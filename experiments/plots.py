@@ -12,6 +12,7 @@ from common.errors import SettingsError
 from experiments.cells import slug
 from experiments.collection import Row
 from experiments.settings import CoursePlot, EpochPlot, Plot, TradeOffPlot
+from experiments.table import differences
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,8 +52,8 @@ def draw(plots: Iterable[Plot], rows: Sequence[Row], folder: Path) -> list[Path]
 
 
 def trade_off(plot: TradeOffPlot, rows: Sequence[Row]) -> dict[Panel, dict[str, list[Point]]]:
-    """Return panel -> series -> points, from the highest utility down."""
-    utility = _by_seed(row for row in rows if row.statistic == plot.utility and row.attack is None)
+    """Return panel -> series -> points, in the order of the file's sweeps."""
+    utility = _utility(plot, rows)
     leak: dict[Panel, dict[str, dict[str, dict[int, float]]]] = {}
     for row in _of_the_best_witness(row for row in rows if row.statistic == plot.leak):
         if row.layer is None or row.attack is None or _is_left_out(row.attack, plot.attacks):
@@ -61,19 +62,28 @@ def trade_off(plot: TradeOffPlot, rows: Sequence[Row]) -> dict[Panel, dict[str, 
         series.setdefault(row.variant, {})[row.seed] = row.value
     return {
         panel: {
-            series: sorted(
+            series: [
                 Point(
                     *_mean_and_sd(utility[variant].values()),
                     *_mean_and_sd(values.values()),
                     variant.removeprefix(series).strip(),
                 )
                 for variant, values in variants.items()
-                if variant in utility
-            )
+                if utility.get(variant)
+            ]
             for series, variants in by_series.items()
         }
         for panel, by_series in leak.items()
     }
+
+
+def _utility(plot: TradeOffPlot, rows: Sequence[Row]) -> dict[str, dict[int, float]]:
+    """Return variant -> seed -> utility, less what the plot subtracts."""
+    found = _by_seed(row for row in rows if row.statistic == plot.utility and row.attack is None)
+    if plot.less is None:
+        return found
+    subtracted = found.get(plot.less, {})
+    return {variant: differences(values, subtracted) for variant, values in found.items()}
 
 
 def course(plot: CoursePlot, rows: Sequence[Row]) -> dict[Panel, dict[str, list[Point]]]:
@@ -106,7 +116,8 @@ def _draw(plot: Plot, dataset: str, rows: Sequence[Row], path: Path) -> bool:
     match plot:
         case TradeOffPlot():
             panels = trade_off(plot, rows)
-            axes_names = (_words(plot.utility), f"leak AUC, {_words(plot.leak)}")
+            less = "" if plot.less is None else f", less that of {plot.less}"
+            axes_names = (_words(plot.utility) + less, f"leak AUC, {_words(plot.leak)}")
             with _panels(len(panels), path, dataset) as all_axes:
                 for axes, ((layer, attack), curves) in zip(all_axes, panels.items(), strict=True):
                     _decorate(axes, f"{attack}, {layer}", *axes_names)
@@ -132,11 +143,22 @@ def _draw(plot: Plot, dataset: str, rows: Sequence[Row], path: Path) -> bool:
 def _of_the_best_witness(rows: Iterable[Row]) -> list[Row]:
     """Keep one party's figures of each attack: the active party's, whose oracles know more.
 
-    At layers below the cut the passive party is the only one who sees the gradients.
+    At layers below the cut the passive party is the only one who sees the gradients; where there
+    are several, each has layers of its own.
     """
-    kept = list(rows)
-    active = {(row.layer, row.attack) for row in kept if row.party == "active"}
-    return [row for row in kept if row.party == "active" or (row.layer, row.attack) not in active]
+    found = list(rows)
+    active = {(row.layer, row.attack) for row in found if row.party == "active"}
+    return [
+        _told_apart(row)
+        for row in found
+        if row.party == "active" or (row.layer, row.attack) not in active
+    ]
+
+
+def _told_apart(row: Row) -> Row:
+    if row.layer is None or row.party in {"active", "passive"}:
+        return row
+    return row._replace(layer=f"{row.layer}, {row.party}")
 
 
 def _is_left_out(attack: str, chosen: Sequence[str]) -> bool:
@@ -213,7 +235,7 @@ def _draw_points(axes: "Axes", curves: dict[str, list[Point]]) -> None:
     for (series, points), marker in zip(drawn.items(), cycle(_MARKERS), strict=False):
         x, x_sd, y, y_sd, names = zip(*points, strict=True)
         axes.errorbar(
-            x, y, xerr=x_sd, yerr=y_sd, marker=marker, markersize=5, capsize=2, label=series
+            x, y, xerr=x_sd, yerr=y_sd, marker=marker, markersize=4, elinewidth=0.6, label=series
         )
         for at_x, at_y, name in zip(x, y, names, strict=True):
             axes.annotate(name, (at_x, at_y), xytext=(4, 4), textcoords="offset points", fontsize=7)

@@ -32,7 +32,10 @@ from experiments.needs import Need
 Label = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.=+ -]{0,59}$")]
 """Names datasets, variants and figures, in tables and (with ``-`` for blanks) folders."""
 
-Party = Literal["active", "passive"]
+PassiveName = Annotated[str, StringConstraints(pattern=r"^passive_[A-Za-z0-9_.-]{1,56}$")]
+"""Names one of several passive parties: in the contract, its settings file and its results."""
+
+Party = Literal["active", "passive"] | PassiveName
 
 FOLDER = Path(__file__).parent
 """Where the experiments' files lie."""
@@ -50,7 +53,7 @@ class Overlay(Section):
     passive: dict[str, Any] = Field(default_factory=dict)
     """Of the passive party; of all of them where there are several."""
 
-    passives: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    passives: dict[PassiveName, dict[str, Any]] = Field(default_factory=dict)
     """What each of several passive parties sets otherwise, by its name in the contract."""
 
     def parts(self) -> dict[str, dict[str, Any]]:
@@ -68,6 +71,10 @@ class Dataset(Overlay):
     prepare: Literal["imdb", "melanoma", "melanoma_grey64", "talkingdata_days"] | None = None
     """Table to make of the raw files first; ``${PREPARED}`` in a path is the folder that holds it.
     """
+
+    after: str | None = None
+    """Data set before this one in the file: each cell here begins with the weights of that data
+    set's cell of the same variant and seed."""
 
     needs: tuple[Need, ...] = ()
     """What splitveil has to have for this."""
@@ -123,6 +130,10 @@ class Figure(Section):
     attack: str | None = None
     """Which attack."""
 
+    less: str | None = None
+    """Row of the table whose figure on the same seed is subtracted. Seeds differ in their test rows
+    far more than defenses do, and all defenses of a seed share them."""
+
     title: str | None = None
     """Heading of the column, by default the figure's name."""
 
@@ -150,6 +161,9 @@ class TradeOffPlot(Section):
 
     utility: str = "best_test_auc"
     """Statistic on the horizontal axis."""
+
+    less: str | None = None
+    """Row of the table whose utility on the same seed is subtracted, as of a figure."""
 
     leak: str = "q95"
     """Statistic on the vertical axis."""
@@ -221,8 +235,14 @@ class Experiment(Section):
     @model_validator(mode="after")
     def _names_are_known(self) -> "Experiment":
         known = set(self.variants)
+        before: list[str] = []
         for name, dataset in self.datasets.items():
             _refuse_unknown(f"datasets.{name}.variants", dataset.variants, known)
+            if dataset.after is not None and dataset.after not in before:
+                raise ValueError(
+                    f"datasets.{name}.after: expected a data set before it in the file"
+                )
+            before.append(name)
         for name, size in self.sizes.items():
             _refuse_unknown(f"sizes.{name}.datasets", size.datasets, set(self.datasets))
         if self.published is not None:

@@ -35,12 +35,24 @@ def markdown(
 
 def values_of(rows: Iterable[Row], figure: Figure) -> Values:
     """Return what the seeds found of a figure."""
-    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    found: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     wanted = (figure.statistic, figure.party, figure.layer, figure.attack)
     for row in rows:
         if (row.statistic, row.party, row.layer, row.attack) == wanted:
-            found[row.dataset, row.variant].append(row.value)
-    return found
+            found[row.dataset, row.variant][row.seed] = row.value
+    return {
+        (dataset, variant): list(
+            by_seed.values()
+            if figure.less is None
+            else differences(by_seed, found.get((dataset, figure.less), {})).values()
+        )
+        for (dataset, variant), by_seed in found.items()
+    }
+
+
+def differences(values: Mapping[int, float], subtracted: Mapping[int, float]) -> dict[int, float]:
+    """Return seed -> difference, where both have a value."""
+    return {seed: value - subtracted[seed] for seed, value in values.items() if seed in subtracted}
 
 
 def spread(values: Sequence[float]) -> str:

@@ -60,8 +60,9 @@ def _run(parsed: argparse.Namespace) -> None:
     credentials = settings.credential_files(settings.party)
     security = check_security(credentials, settings.connect, "connect")
     logger.log(logging.WARNING if credentials is None else logging.INFO, "security: %s", security)
+    settings.earlier_model()  # before the run's folder is opened, which moves earlier results aside
     device = prepare(settings)
-    data = PartyData.load(settings.data, settings.base_dir)
+    data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
     logger.info("%d rows read from %s", len(data.ids), data.table.source)
     labels = _evaluation_labels(settings)
     interruption.check()
@@ -92,6 +93,7 @@ def _run(parsed: argparse.Namespace) -> None:
             interruption,
             recorder if settings.audits else None,
             store,
+            data.table.splits,
         )
         try:
             with GrpcPeer(
@@ -131,17 +133,20 @@ def _check(parsed: argparse.Namespace) -> None:
         return f"connect: {_peer_state(settings)}; security: {security}"
 
     def data_and_model() -> str:
-        data = PartyData.load(settings.data, settings.base_dir)
-        encoder = data.fit(np.arange(len(data.ids)))
+        data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
+        earlier = settings.earlier_model()
+        encoder = data.fit(np.arange(len(data.ids)), earlier)
         if encoder is None:
             raise SettingsError("data.features: the passive party needs features")
-        build_bottom_model(
+        model = build_bottom_model(
             settings.bottom_model,
             encoder,
             settings.contract.cut_shape,
             seed=settings.model_seed,
         )
-        return f"data: {len(data.ids)} rows in {data.table.source}; the bottom model fits them"
+        if earlier is not None:
+            earlier.put_into(model)
+        return f"data: {data.summary()}; the bottom model fits them"
 
     def labels() -> str:
         found = _evaluation_labels(settings)

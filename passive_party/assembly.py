@@ -21,17 +21,20 @@ class TrainerBuilder:
         self._settings = settings
         self._data = data
         self._device = device
+        self._earlier = settings.earlier_model()
 
     def __call__(self, rows: AlignedRows) -> BottomTrainer:
         """Build the trainer."""
         settings, contract = self._settings, self._settings.contract
-        encoder, features = self._data.encode(rows)
+        encoder, features = self._data.encode(rows, self._earlier)
         if encoder is None or features is None:
             raise SettingsError("data.features: the passive party needs features")
         self.encoder = encoder
         model = build_bottom_model(
             settings.bottom_model, encoder, contract.cut_shape, seed=settings.model_seed
         )
+        if self._earlier is not None:
+            self._earlier.put_into(model)
         model.to(self._device)
         return BottomTrainer(
             model=model,

@@ -17,6 +17,7 @@ from common.alignment import (
     AlignChannel,
     Alignment,
     AlignmentEngine,
+    Splits,
     align,
     receive_share,
 )
@@ -112,6 +113,7 @@ class PassiveRun:
         interruption: returns the signal that asks this party to stop, once there is one.
         auditor: gives the scores for audits, or None for no audits.
         store: where checkpoints go, and come from; None for a run that cannot be gone on with.
+        file_splits: split of each row of this party's file, where the contract splits by a column.
     """
 
     def __init__(
@@ -126,8 +128,10 @@ class PassiveRun:
         interruption: Callable[[], int | None] = lambda: None,
         auditor: Auditor | None = None,
         store: RunStore | None = None,
+        file_splits: Splits | None = None,
     ) -> None:
         self.contract = contract
+        self._file_splits = file_splits
         self.trainer: BottomTrainer | None = None
         self.run_id = ""
         self._party = party
@@ -218,6 +222,7 @@ class PassiveRun:
             run_id=self.run_id,
             progress=self._on_alignment_progress,
             agree=self._agree_with_all(opening) if self._has_several else None,
+            splits=self._file_splits,
         )
         peer.close_alignment()
         if alignment.peer_nonce != opening.nonce:
@@ -264,7 +269,9 @@ class PassiveRun:
 
     def _prepare(self, file_rows: Positions, seed: bytes) -> tuple[AlignedRows, BottomTrainer]:
         """Make all that the common rows are needed for."""
-        self._rows = AlignedRows.derive(self.contract, seed, self._ids, file_rows)
+        self._rows = AlignedRows.derive(
+            self.contract, seed, self._ids, file_rows, self._file_splits
+        )
         self.trainer = self._build_trainer(self._rows)
         self._observer.on_aligned(self._rows, seed)
         self._place = 0

@@ -134,12 +134,14 @@ class Tags(_message.Message):
     def __init__(self, chunk: _Optional[int] = ..., tags: _Optional[bytes] = ...) -> None: ...
 
 class AlignDone(_message.Message):
-    __slots__ = ("count", "digest")
+    __slots__ = ("count", "digest", "split_digest")
     COUNT_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     count: int
     digest: bytes
-    def __init__(self, count: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    split_digest: bytes
+    def __init__(self, count: _Optional[int] = ..., digest: _Optional[bytes] = ..., split_digest: _Optional[bytes] = ...) -> None: ...
 
 class AlignWait(_message.Message):
     __slots__ = ()

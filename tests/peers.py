@@ -43,7 +43,12 @@ class InProcessPeer:
         try:
             session.begin_alignment()
             alignment = align(
-                self._engine, session.ids, channel, nonce=session.nonce, run_id=session.run_id
+                self._engine,
+                session.ids,
+                channel,
+                nonce=session.nonce,
+                run_id=session.run_id,
+                splits=session.file_splits,
             )
             session.aligned(alignment.rows, alignment.peer_nonce)
         except SplitveilError as error:

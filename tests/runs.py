@@ -213,8 +213,8 @@ def build_parties(
     """
     active_settings = load_party_settings(ActiveSettings, folder / "active.yaml", active)
     passive_settings = load_party_settings(PassiveSettings, folder / "passive.yaml", passive)
-    active_data = PartyData.load(active_settings.data, folder)
-    passive_data = PartyData.load(passive_settings.data, folder)
+    active_data = PartyData.load(active_settings.data, folder, active_settings.contract.split)
+    passive_data = PartyData.load(passive_settings.data, folder, passive_settings.contract.split)
     active_recording, passive_recording = ActiveRecording(), PassiveRecording()
     session = build_session(
         active_settings,
@@ -234,6 +234,7 @@ def build_parties(
         passive_recording,
         partial(draw_nonce, passive_settings),
         store=_store(passive_settings, runs and runs / "passive"),
+        file_splits=passive_data.table.splits,
     )
     return Parties(
         session,

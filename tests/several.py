@@ -150,7 +150,7 @@ def build_several(
         runs: where all keep checkpoints; by default they keep none.
     """
     settings = load_party_settings(ActiveSettings, folder / "active.yaml", [*both, *active])
-    data, seen = PartyData.load(settings.data, folder), ActiveRecording()
+    data, seen = PartyData.load(settings.data, folder, settings.contract.split), ActiveRecording()
     session = build_session(
         settings,
         data,
@@ -172,7 +172,7 @@ def build_passive(
 ) -> Passive:
     """Build one passive party."""
     settings = load_party_settings(PassiveSettings, folder / f"{name}.yaml", overrides)
-    data, seen = PartyData.load(settings.data, folder), PassiveRecording()
+    data, seen = PartyData.load(settings.data, folder, settings.contract.split), PassiveRecording()
     run = PassiveRun(
         settings.contract,
         name,
@@ -182,6 +182,7 @@ def build_passive(
         seen,
         partial(draw_nonce, settings),
         store=_store(runs, name),
+        file_splits=data.table.splits,
     )
     return Passive(settings, run, seen)
 
@@ -227,6 +228,7 @@ class PartyPeer(InProcessPeer):
                 nonce=session.nonce,
                 run_id=session.run_id,
                 agree=agreeing(session, self._party),
+                splits=session.file_splits,
             )
         except SplitveilError as error:
             self._failure = error

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 from pydantic import Field
 
 from common.alignment.channel import AlignChannel, QueueChannel, StreamChannel, channel_pair
-from common.alignment.ecdh import EcdhEngine, RowIndices
+from common.alignment.ecdh import EcdhEngine, RowIndices, Splits
 from common.alignment.ids import canonical_ids
 from common.alignment.share import (
     WAIT_S,
@@ -39,6 +39,7 @@ __all__ = [
     "QueueChannel",
     "RowIndices",
     "Share",
+    "Splits",
     "StreamChannel",
     "align",
     "build_engine",
@@ -116,7 +117,9 @@ class AlignmentSession(Protocol):
 class AlignmentEngine(Protocol):
     """What outlives one alignment. Built before the party's first gRPC channel."""
 
-    def start(self, ids: Sequence[str], *, nonce: bytes, run_id: str) -> AlignmentSession:
+    def start(
+        self, ids: Sequence[str], *, nonce: bytes, run_id: str, splits: Splits | None = None
+    ) -> AlignmentSession:
         """Begin one alignment, with keys of its own."""
 
     def close(self) -> None:
@@ -154,6 +157,7 @@ def align(
     run_id: str,
     progress: Callable[[int, int], None] | None = None,
     agree: Agree | None = None,
+    splits: Splits | None = None,
 ) -> Alignment:
     """Find the ids that both parties have. Closes the channel in the end, come what may.
 
@@ -165,13 +169,15 @@ def align(
         run_id: as the handshake gave it.
         progress: is told how many ids of both parties are through, and of how many.
         agree: what is left to do where there are several passive parties.
+        splits: what this party's column says of the split of each id, where the contract splits by
+            a column: the peer's must say the same of every common id.
 
     Raises:
         AlignmentError: the intersection is too small, or the parties disagree; on both ends.
         PeerError: the peer is silent, gone, or breaks a rule.
     """
     try:
-        session = engine.start(ids, nonce=nonce, run_id=run_id)
+        session = engine.start(ids, nonce=nonce, run_id=run_id, splits=splits)
         channel.send(session.hello())
         for reply in session.receive(channel.receive()):
             channel.send(reply)

@@ -38,6 +38,9 @@ _TAG = np.dtype(f"S{TAG_BYTES}")
 
 RowIndices = npt.NDArray[np.int64]
 
+Splits = npt.NDArray[np.int8]
+"""For each own id, as a number, the split that this party's column says it is of."""
+
 
 class GroupOperations(Protocol):
     """What the engine asks of ``Ristretto`` or of a ``WorkerPool`` of them."""
@@ -74,13 +77,16 @@ class EcdhEngine:
             WorkerPool(workers, self._library.name) if workers else self._library
         )
 
-    def start(self, ids: Sequence[str], *, nonce: bytes, run_id: str) -> "EcdhSession":
+    def start(
+        self, ids: Sequence[str], *, nonce: bytes, run_id: str, splits: Splits | None = None
+    ) -> "EcdhSession":
         """Begin one alignment under a fresh scalar.
 
         Args:
             ids: from ``canonical_ids``.
             nonce: this party's share of the joint seed.
             run_id: as the handshake gave it.
+            splits: what this party's column says of the split of each id, if there is one.
 
         Raises:
             AlignmentError: the set is empty or larger than the contract allows.
@@ -103,6 +109,7 @@ class EcdhEngine:
             group=self._group,
             min_aligned=self._min_aligned,
             max_set_size=self._max_set_size,
+            splits=splits,
         )
 
     def close(self) -> None:
@@ -126,8 +133,10 @@ class EcdhSession:
         group: GroupOperations,
         min_aligned: int,
         max_set_size: int,
+        splits: Splits | None = None,
     ) -> None:
         self._ids = ids
+        self._splits = splits
         self._hello = hello
         self._scalar = scalar
         self._group = group
@@ -221,13 +230,19 @@ class EcdhSession:
             f"{len(self._ids)} own ids, {self.peer_set_size} of the other party, "
             f"{len(self._common_rows)} in common"
         )
-        if self._peer_done != self._own_done:
+        peer, own = self._peer_done, self._own_done
+        if (peer.count, peer.digest) != (own.count, own.digest):
             raise AlignmentError(
                 f"the parties disagree on the intersection: {counts}, "
                 f"but {self._peer_done.count} by the other party's account, or in another order"
             )
         if len(self._common_rows) < self._min_aligned:
             raise AlignmentError(f"too few ids to train on: {counts}, needed {self._min_aligned}")
+        if self._peer_done.split_digest != self._own_done.split_digest:
+            raise AlignmentError(
+                f"the parties disagree on the split: {counts}, and the column that contract.split "
+                f"names does not say the same of each in both tables"
+            )
         return self._common_rows
 
     def _receive_hello(self, peer: AlignHello) -> None:
@@ -280,6 +295,9 @@ class EcdhSession:
             raise OutOfStep("the other party is done while points or tags are outstanding")
         if len(message.digest) != hashlib.sha256().digest_size:
             raise InvalidMessage(f"expected a digest of 32 bytes, got {len(message.digest)}")
+        if len(message.split_digest) not in {0, hashlib.sha256().digest_size}:
+            length = len(message.split_digest)
+            raise InvalidMessage(f"expected a split digest of 32 bytes or none, got {length}")
         self._peer_done = message
 
     def _intersect(self) -> AlignDone:
@@ -294,10 +312,19 @@ class EcdhSession:
         is_common = peer[np.minimum(places, len(peer) - 1)] == own
         self._common_rows = self._shuffled_rows[order[is_common]]
         common = own[is_common]
+        digest = hashlib.sha256(common.tobytes())
         self._own_done = AlignDone(
-            count=len(common), digest=hashlib.sha256(common.tobytes()).digest()
+            count=len(common), digest=digest.digest(), split_digest=self._split_digest(digest)
         )
         return self._own_done
+
+    def _split_digest(self, of_tags: "hashlib._Hash") -> bytes:
+        """Digest the splits of the common ids after their tags, which are new in each alignment."""
+        if self._splits is None:
+            return b""
+        found = of_tags.copy()
+        found.update(self._splits[self._common_rows].astype(np.int8).tobytes())
+        return found.digest()
 
     def _require_hello(self) -> AlignHello:
         if self._peer_hello is None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from common.data.settings import FeatureSettings
 from common.data.sources import ArrowColumn, list_rows, suggest
 from common.errors import DataError, SettingsError
+from common.splits import SPLITS
 
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^[+-]?(?i:inf|infinity|nan)$"
@@ -39,7 +40,7 @@ def select_features(
 
     Raises:
         DataError: a name or pattern matches no column.
-        SettingsError: a column is asked for as both, or is the id or label.
+        SettingsError: a column is asked for as both, or is the id, the label or the split.
     """
     candidates = [name for name in names if name not in reserved]
     numeric, categorical, both = [], [], []
@@ -56,7 +57,7 @@ def select_features(
     if wrong := [name for name in asked if name in reserved] + both:
         raise SettingsError(
             f"data.features: {', '.join(map(repr, wrong))}: a column is one of "
-            f"id, label, numeric and categorical"
+            f"id, label, split, numeric and categorical"
         )
     unmatched = [name for name in asked if not _matches_any(name, candidates)]
     check_columns_exist(unmatched, names, source)
@@ -181,6 +182,26 @@ def check_all_classes(labels: NDArray[np.float32], names: Sequence[str], where: 
             f"{where}: no row is of class {', '.join(map(repr, absent))}: expected every class of "
             f"data.classes"
         )
+
+
+def read_splits(column: ArrowColumn, where: str, first_row: int = 1) -> NDArray[np.int8]:
+    """Return each row's split as its place in ``SPLITS``.
+
+    Args:
+        column: as it stands in the file.
+        where: file and column, for messages.
+        first_row: number of the first row, for messages.
+
+    Raises:
+        DataError: a row has none of the words.
+    """
+    text = pc.utf8_trim_whitespace(_as_text(column, where))
+    places = pc.index_in(text, value_set=pa.array(SPLITS, pa.string()))
+    codes = pc.fill_null(places, -1).to_numpy()
+    if (codes < 0).any():
+        expected = f"{', '.join(SPLITS[:-1])} or {SPLITS[-1]}"
+        raise DataError(f"{where}: expected {expected} in {_rows(codes < 0, first_row)}")
+    return np.asarray(codes, np.int8)
 
 
 def check_both_classes(labels: NDArray[np.float32], where: str) -> None:

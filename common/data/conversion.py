@@ -29,6 +29,7 @@ from common.data.table import (
     part_image,
     part_labels,
     part_numeric,
+    part_splits,
     select_columns,
 )
 from common.errors import DataError
@@ -42,7 +43,13 @@ _FIRST_PASS = 0.9
 """Share of the first pass in the time that it all takes."""
 
 
-def convert(settings: DataSettings, source: TableSource, folder: Path, progress: Progress) -> None:
+def convert(
+    settings: DataSettings,
+    source: TableSource,
+    folder: Path,
+    progress: Progress,
+    split_column: str | None = None,
+) -> None:
     """Write the columns that the settings name into a folder.
 
     Args:
@@ -50,14 +57,15 @@ def convert(settings: DataSettings, source: TableSource, folder: Path, progress:
         source: where the rows come from.
         folder: empty.
         progress: is told how far it is.
+        split_column: column by which the contract splits the rows, if it does.
 
     Raises:
         DataError: naming file, column, and rows; with the number of rows that have the problem in
             the part of the file where the first of them is.
         OSError: the folder cannot be written.
     """
-    selection = select_columns(settings, source)
-    with _Writer(settings, source.name, selection, folder) as writer:
+    selection = select_columns(settings, source, split_column)
+    with _Writer(settings, source.name, selection, folder, split_column) as writer:
         for part in source.parts(selection.needed):
             writer.add(part)
             progress(_FIRST_PASS * part.done_fraction)
@@ -68,9 +76,15 @@ class _Writer:
     """The files of one conversion."""
 
     def __init__(
-        self, settings: DataSettings, source: str, selection: Selection, folder: Path
+        self,
+        settings: DataSettings,
+        source: str,
+        selection: Selection,
+        folder: Path,
+        split_column: str | None,
     ) -> None:
         self._settings = settings
+        self._split_column = split_column
         self._source = source
         self._selection = selection
         self._folder = folder
@@ -101,6 +115,9 @@ class _Writer:
         labels = part_labels(self._settings, part.columns, self._source, first_row)
         if labels is not None:
             self._append("labels.bin", labels)
+        splits = part_splits(self._split_column, part.columns, self._source, first_row)
+        if splits is not None:
+            self._append("splits.bin", splits)
         numeric = part_numeric(
             self._settings, self._selection, part.columns, self._source, first_row
         )
@@ -138,6 +155,7 @@ class _Writer:
             "image": self._image,
             "labels": label_column is not None,
             "ids": id_column is not None,
+            "splits": self._split_column is not None,
         }
         (self._folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
         for path in self._folder.iterdir():

@@ -6,6 +6,7 @@
         codes.bin               int32, (rows, categorical columns), -1 where there is no value
         categories-<j>.arrow    the different texts of one column, in the order of the codes
         labels.bin              float32, (rows,)
+        splits.bin              int8, (rows,), where a column says it
         image.bin               uint8 or float32, (rows, channels, height, width)
         ids.bin, id_ends.bin    the canonical ids, UTF-8, and where each one ends, int64
 
@@ -41,7 +42,7 @@ VERSION = 1
 """Of the format of these files, and of how cells are read."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class MappedTable(Table):
     """A table whose rows stay on disk; its columns are views of these arrays."""
 
@@ -52,13 +53,16 @@ class MappedTable(Table):
     """(rows, categorical columns), in the order of ``categorical``."""
 
 
-def open_converted(settings: DataSettings, base_dir: Path, progress: Progress) -> MappedTable:
+def open_converted(
+    settings: DataSettings, base_dir: Path, progress: Progress, split_column: str | None = None
+) -> MappedTable:
     """Open the converted columns that the settings name; convert the file first where need be.
 
     Args:
         settings: the party's data settings, with a ``cache_dir``.
         base_dir: folder in which relative paths start.
         progress: of the conversion.
+        split_column: column by which the contract splits the rows, if it does.
 
     Raises:
         DataError: the file cannot be used, or changes meanwhile.
@@ -71,13 +75,14 @@ def open_converted(settings: DataSettings, base_dir: Path, progress: Progress) -
     if cache_dir is None:
         raise TypeError("the settings name no cache_dir")
     stamps = _stamps(settings.source, base_dir)
-    folder = cache_dir / f"{settings.source.resolve(base_dir).name}-{_key(settings, stamps)}"
+    key = _key(settings, stamps, split_column)
+    folder = cache_dir / f"{settings.source.resolve(base_dir).name}-{key}"
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         # Two parties on one machine may want the same columns of the same file at the same time.
         with _only_one_process(folder):
             if not (folder / MANIFEST).is_file():
-                _convert(settings, base_dir, folder, progress)
+                _convert(settings, base_dir, folder, progress, split_column)
                 if _stamps(settings.source, base_dir) != stamps:
                     shutil.rmtree(folder)
                     raise DataError(f"{folder.name}: the file changed while it was converted")
@@ -92,7 +97,7 @@ def open_converted(settings: DataSettings, base_dir: Path, progress: Progress) -
         ) from error
 
 
-def _key(settings: DataSettings, stamps: list[list[Any]]) -> str:
+def _key(settings: DataSettings, stamps: list[list[Any]], split_column: str | None) -> str:
     """Name what decides the content of the cache, and nothing else."""
     plain = settings.model_dump(mode="json")
     if plain["classes"] is None:  # as before there were several
@@ -101,7 +106,8 @@ def _key(settings: DataSettings, stamps: list[list[Any]]) -> str:
         plain["source"].pop(name, None)
     for name in ("signed_log1p", "numeric_scaling", "min_count"):
         (plain["features"] or {}).pop(name, None)
-    text = json.dumps([VERSION, stamps, plain], sort_keys=True)
+    split = [] if split_column is None else [split_column]
+    text = json.dumps([VERSION, stamps, plain, *split], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -116,13 +122,20 @@ def _stamps(source: FileSource, base_dir: Path) -> list[list[Any]]:
     return stamps
 
 
-def _convert(settings: DataSettings, base_dir: Path, folder: Path, progress: Progress) -> None:
+def _convert(
+    settings: DataSettings,
+    base_dir: Path,
+    folder: Path,
+    progress: Progress,
+    split_column: str | None,
+) -> None:
     for left in folder.parent.glob(f".{folder.name}.*.tmp"):  # by a process that was killed
         shutil.rmtree(left)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir()
-        convert(settings, open_table_source(settings, base_dir), temporary, progress)
+        source = open_table_source(settings, base_dir)
+        convert(settings, source, temporary, progress, split_column)
         sync(temporary)
         temporary.rename(folder)
         sync(folder.parent)
@@ -157,6 +170,7 @@ def _open(folder: Path) -> MappedTable:
         source=found["source"],
         ids=open_ids(folder, num_rows) if found["ids"] else RowNumbers(num_rows),
         labels=mapped("labels.bin", "float32") if found["labels"] else None,
+        splits=mapped("splits.bin", "int8") if found.get("splits") else None,
         numeric={name: numeric_rows[:, j] for j, name in enumerate(numeric)},
         categorical={
             name: CategoricalColumn(code_rows[:, j], _categories(folder, j))

@@ -18,6 +18,7 @@ from common.data.columns import (
     read_ids,
     read_labels,
     read_numeric,
+    read_splits,
     select_features,
 )
 from common.data.image_folder import ImageFolder
@@ -25,7 +26,7 @@ from common.data.kinds import open_source
 from common.data.npz_file import NpzFile
 from common.data.settings import DataSettings, ImageSettings
 from common.data.sources import TableSource, list_rows
-from common.errors import DataError
+from common.errors import DataError, SettingsError
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +52,9 @@ class Table:
     image: NDArray[Any] | None
     """(rows, channels, height, width), uint8 or float32."""
 
+    splits: NDArray[np.int8] | None = None
+    """Each row's place in ``SPLITS``, where a column says it."""
+
     def __len__(self) -> int:
         return len(self.ids)
 
@@ -60,11 +64,13 @@ class Selection(NamedTuple):
 
     numeric: list[str]
     categorical: list[str]
-    needed: list[str]  # all of them, id and label first
+    needed: list[str]  # all of them; id, label and split first
 
 
-def select_columns(settings: DataSettings, source: TableSource) -> Selection:
-    """Find the columns that the settings name.
+def select_columns(
+    settings: DataSettings, source: TableSource, split_column: str | None = None
+) -> Selection:
+    """Find the columns that the settings name, and the one by which the contract splits rows.
 
     Raises:
         DataError: one is not there.
@@ -72,7 +78,10 @@ def select_columns(settings: DataSettings, source: TableSource) -> Selection:
     """
     features = settings.features
     names = source.column_names()
-    reserved = [name for name in (settings.id_column, settings.label_column) if name is not None]
+    own = (settings.id_column, settings.label_column)
+    if split_column is not None and split_column in own:
+        raise SettingsError(f"contract.split.column: {split_column!r} is the id or the label")
+    reserved = [name for name in (*own, split_column) if name is not None]
     numeric, categorical = (
         select_features(features, names, reserved, source.name) if features else ([], [])
     )
@@ -92,12 +101,13 @@ def open_table_source(settings: DataSettings, base_dir: Path) -> TableSource:
     return open_source(settings.source, base_dir, image_array)
 
 
-def read_table(settings: DataSettings, base_dir: Path) -> Table:
+def read_table(settings: DataSettings, base_dir: Path, split_column: str | None = None) -> Table:
     """Read and check the columns that the settings name; no other column is read.
 
     Args:
         settings: the party's data settings.
         base_dir: folder in which relative paths start: the settings file's own.
+        split_column: column by which the contract splits the rows, if it does.
 
     Raises:
         DataError: naming file, columns, and the rows (counted from 1, without the header line).
@@ -105,7 +115,7 @@ def read_table(settings: DataSettings, base_dir: Path) -> Table:
     """
     source = open_table_source(settings, base_dir)
     features = settings.features
-    selection = select_columns(settings, source)
+    selection = select_columns(settings, source, split_column)
     columns = source.read(selection.needed)
     image = _read_image(source, features.image) if features and features.image else None
     num_rows = _common_length(columns, image, source.name)
@@ -121,6 +131,7 @@ def read_table(settings: DataSettings, base_dir: Path) -> Table:
         numeric=part_numeric(settings, selection, columns, source.name),
         categorical=part_categories(settings, selection, columns, source.name),
         image=image,
+        splits=part_splits(split_column, columns, source.name),
     )
 
 
@@ -161,6 +172,15 @@ def check_classes(settings: DataSettings, labels: NDArray[np.float32], source: s
         check_both_classes(labels, where)
     else:
         check_all_classes(labels, settings.class_names, where)
+
+
+def part_splits(
+    split_column: str | None, columns: Mapping[str, Any], source: str, first_row: int = 1
+) -> NDArray[np.int8] | None:
+    """Return the splits of some rows; None where no column says it."""
+    if split_column is None:
+        return None
+    return read_splits(columns[split_column], f"{source}: column {split_column!r}", first_row)
 
 
 def part_numeric(

@@ -14,6 +14,8 @@ from torch.nn.functional import pad
 
 Values: TypeAlias = Tensor | npt.NDArray[Any]
 
+_LARGEST_KEY = 2**63 - 1
+
 
 class OneClass(ValueError):
     """The labels hold one class only, for which there is no AUC."""
@@ -61,23 +63,14 @@ def auc_many(scores: Tensor, labels: Tensor, kept: Tensor | None = None) -> Tens
         raise ValueError("expected scores without NaN")
     if not both:
         raise OneClass(f"{len(classes)} labels of one class have no AUC")
-    positive, negative = classes == 1, classes == 0
-    order = _ascending(values)
-    ranked = values.gather(1, order)
-    positive, negative = positive[order], negative[order]
-    if kept is not None:
-        counts = kept.to(values.device).gather(1, order)
-        positive, negative = positive & counts, negative & counts
-    up_to_here = negative.cumsum(dim=1)
-    # Negatives below a positive count twice here, its ties once: the average rank, in integers.
-    if bool((ranked[:, 1:] != ranked[:, :-1]).all()):
-        twice = 2 * (up_to_here * positive).sum(dim=1)
-    else:
-        first, last = _ends_of_ties(ranked)
-        below = (up_to_here - negative.long()).gather(1, first)
-        below_or_tied = up_to_here.gather(1, last)
-        twice = ((below + below_or_tied) * positive).sum(dim=1)
-    return twice.double() / (2.0 * positive.sum(dim=1) * negative.sum(dim=1))
+    counted = None if kept is None else kept.to(values.device)
+    if values.device.type != "cpu":
+        return _by_average_ranks(values, classes == 1, counted)
+    found, tied = map(torch.from_numpy, _by_sorted_keys(values, classes == 1, counted))
+    if bool(tied.any()):
+        of_tied = None if counted is None else counted[tied]
+        found[tied] = _by_average_ranks(values[tied], classes == 1, of_tied)
+    return found
 
 
 def has_both_classes(labels: Tensor) -> bool:
@@ -153,6 +146,51 @@ def leak_auc_interval(
     if area < 0.5:
         area, low, high = 1.0 - area, 1.0 - high, 1.0 - low
     return LeakInterval(float(area), float(low), float(high))
+
+
+def _by_sorted_keys(
+    values: Tensor, positives: Tensor, kept: Tensor | None
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+    """Return the AUCs by one plain sort of 64-bit keys, and which rows have ties that may count.
+
+    A float64's bits, read as an integer, are in the order of the numbers, apart from the sign. The
+    lowest bit makes room for the label, so that nothing has to be looked up in the order found: a
+    third of the time. Scores of two classes that differ in that bit alone count as tied.
+    """
+    positive = positives.numpy()
+    keys = (values.numpy() + 0.0).view(np.int64)  # there is but one zero then
+    keys = keys ^ ((keys >> 63) & _LARGEST_KEY)
+    keys = (keys & ~1) | positive
+    num_positives: Any = np.count_nonzero(positive)
+    num_kept: Any = len(positive)
+    if kept is not None:
+        uses = kept.numpy()
+        keys[~uses] = _LARGEST_KEY - 1  # above every score, where it changes no rank
+        num_positives = np.count_nonzero(uses & positive, axis=1)
+        num_kept = np.count_nonzero(uses, axis=1)
+    keys.sort(axis=1)
+    tied = ((keys[:, 1:] ^ keys[:, :-1]) == 1).any(axis=1)
+    ranks = (keys & 1) @ np.arange(len(positive))
+    below = ranks - num_positives * (num_positives - 1) // 2
+    pairs = num_positives * (num_kept - num_positives)
+    return np.divide(below, pairs, out=np.full(len(keys), np.nan), where=pairs > 0), tied
+
+
+def _by_average_ranks(values: Tensor, positive: Tensor, kept: Tensor | None) -> Tensor:
+    """Return the AUCs whatever is tied."""
+    order = _ascending(values)
+    ranked = values.gather(1, order)
+    positive, negative = positive[order], ~positive[order]
+    if kept is not None:
+        counts = kept.gather(1, order)
+        positive, negative = positive & counts, negative & counts
+    up_to_here = negative.cumsum(dim=1)
+    first, last = _ends_of_ties(ranked)
+    # Negatives below a positive count twice here, its ties once: the average rank, in integers.
+    below = (up_to_here - negative.long()).gather(1, first)
+    below_or_tied = up_to_here.gather(1, last)
+    twice = ((below + below_or_tied) * positive).sum(dim=1)
+    return twice.double() / (2.0 * positive.sum(dim=1) * negative.sum(dim=1))
 
 
 def _ascending(values: Tensor) -> Tensor:

@@ -139,6 +139,7 @@ FIELDS: Mapping[str, Bound] = {
     "Tags.tags": Bound(CHUNK_IDS * TAG_BYTES, "one chunk"),
     "AlignDone.count": Bound(2**31, "the largest set that a contract can allow"),
     "AlignDone.digest": _DIGEST,
+    "AlignDone.split_digest": _DIGEST,
     "AlignShare.chunk": Bound(2**31 // (8 * MASK_BYTES), "as many bits as the largest set has ids"),
     "AlignShare.mask": Bound(MASK_BYTES, "one chunk"),
     "AlignShare.nonces": Bound(PASSIVE_PARTIES, "one for each passive party"),

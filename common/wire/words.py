@@ -1,6 +1,6 @@
 """The enumerations of the wire in the project's own words."""
 
-from common.run_course import SplitName
+from common.splits import SplitName
 from protos import split_learning_pb2 as pb
 
 SPLIT_ON_WIRE: dict[SplitName, pb.Split] = {

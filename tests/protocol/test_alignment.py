@@ -19,6 +19,7 @@ from common.alignment import (
     Alignment,
     AlignmentResources,
     EcdhAlignment,
+    Splits,
     StreamChannel,
     align,
     build_engine,
@@ -394,8 +395,10 @@ def test_a_peer_with_other_rules_is_named_and_refused(field: str, value: str | i
 
 def test_parties_with_different_versions_both_see_why(monkeypatch: pytest.MonkeyPatch) -> None:
     class OtherEngine(EcdhEngine):
-        def start(self, ids: Sequence[str], *, nonce: bytes, run_id: str) -> EcdhSession:
-            session = super().start(ids, nonce=nonce, run_id=run_id)
+        def start(
+            self, ids: Sequence[str], *, nonce: bytes, run_id: str, splits: Splits | None = None
+        ) -> EcdhSession:
+            session = super().start(ids, nonce=nonce, run_id=run_id, splits=splits)
             session._hello.version = 7
             return session
 
@@ -643,8 +646,10 @@ def test_a_point_or_a_tag_that_comes_twice_is_rejected(what: str) -> None:
 
 def test_a_rule_broken_in_mid_stream_ends_both_parties_at_once() -> None:
     class Repeating(EcdhEngine):
-        def start(self, ids: Sequence[str], *, nonce: bytes, run_id: str) -> EcdhSession:
-            session = super().start(ids, nonce=nonce, run_id=run_id)
+        def start(
+            self, ids: Sequence[str], *, nonce: bytes, run_id: str, splits: Splits | None = None
+        ) -> EcdhSession:
+            session = super().start(ids, nonce=nonce, run_id=run_id, splits=splits)
             own = session.own_frames
             session.own_frames = lambda: (  # type: ignore[method-assign]
                 points_frame(0, frame.points.points) for frame in own()

@@ -23,7 +23,16 @@ from common.data.features import Features
 from common.errors import DataError, Interrupted, SettingsError
 from experiments import needs
 from experiments.__main__ import main
-from experiments.cells import Cell, Choice, overlaid, plan, problems, with_prepared
+from experiments.cells import (
+    PREPARED,
+    Cell,
+    Choice,
+    overlaid,
+    passive_parties,
+    plan,
+    problems,
+    with_folders,
+)
 from experiments.collection import Row, collect, read_rows, write_rows
 from experiments.execution import Ending, is_finished, run_cells
 from experiments.models import GreyImageBottom, SummedTop
@@ -32,11 +41,12 @@ from experiments.preparation import prepare
 from experiments.settings import (
     CoursePlot,
     Experiment,
+    Figure,
     TradeOffPlot,
     experiment_names,
     load_experiment,
 )
-from experiments.table import markdown
+from experiments.table import markdown, values_of
 
 ISSUE = {
     "marvell_tradeoff_criteo",
@@ -194,7 +204,7 @@ def test_a_name_that_is_nowhere_is_refused(changes: dict[str, Any], complaint: s
 def test_a_prepared_table_s_folder_is_no_part_of_a_digest() -> None:
     path = {"active": {"data": {"source": {"kind": "csv", "path": "${PREPARED}/a.csv"}}}}
     cell = cells_of(tiny(variants={"none": path}, published=None), Choice(seeds=1))[0]
-    replaced = with_prepared(cell.settings, Path("/some/where"))
+    replaced = with_folders(cell.settings, {PREPARED: Path("/some/where")})
     assert replaced["active"]["data"]["source"]["path"] == "/some/where/a.csv"
     assert "/some/where" not in json.dumps(cell.settings)
 
@@ -216,6 +226,153 @@ def test_what_is_missing_is_said_before_anything_starts(
 def test_every_need_is_a_question_that_has_an_answer() -> None:
     assert {type(feature.is_there()) for feature in needs._FEATURES.values()} == {bool}
     assert needs.unmet(["wide_deep"]) == []
+
+
+# ---- several passive parties ----
+
+CANCER = {"kind": "sklearn", "dataset": "breast_cancer"}
+LABS: dict[str, Any] = {
+    "contract": {
+        "passive_parties": ["passive_a", "passive_b"],
+        "cut_shape": [2],
+        "batch_size": 64,
+        "epochs": 1,
+    },
+    "active": {
+        "data": {"source": CANCER, "id_column": "id", "label_column": "malignant"},
+        "defense": {"name": "none"},
+        "top_model": {"kind": "mlp", "hidden": [4]},
+        "optimizer": {"kind": "adam", "learning_rate": 0.01},
+    },
+    "passive": {
+        "data": {"source": CANCER, "id_column": "id", "features": {"numeric": "mean_*"}},
+        "bottom_model": {"kind": "mlp", "hidden": [4]},
+        "optimizer": {"kind": "adam", "learning_rate": 0.01},
+    },
+    "passives": {
+        "passive_a": {},
+        "passive_b": {"data": {"features": {"numeric": "worst_*"}}},
+    },
+}
+
+
+def labs(**changes: Any) -> Experiment:
+    return tiny(datasets={"labs": LABS | changes}, variants={"none": {}}, published=None)
+
+
+def test_each_of_several_passive_parties_has_settings_of_its_own() -> None:
+    first, second = cells_of(labs())
+    parties = passive_parties(first.settings)
+    assert list(parties) == ["passive_a", "passive_b"]
+    assert [own["party"] for own in parties.values()] == ["passive_a", "passive_b"]
+    numeric = [own["data"]["features"]["numeric"] for own in parties.values()]
+    assert numeric == ["mean_*", "worst_*"]
+    assert {own["bottom_model"]["kind"] for own in parties.values()} == {"mlp"}
+    nonces = [
+        own["insecure_nonce_seed"]
+        for cell in (first, second)
+        for own in (cell.settings["active"], *passive_parties(cell.settings).values())
+    ]
+    assert len(set(nonces)) == 6
+    assert problems(first, Path()) == []
+
+
+def test_mistakes_in_one_passive_party_s_settings_are_named() -> None:
+    misspelt = {"passive_a": {}, "passive_b": {"bottom_modl": {"kind": "mlp"}}}
+    (found, *_) = problems(cells_of(labs(passives=misspelt))[0], Path())
+    assert "passive_b: bottom_modl: there is no such setting" in found
+    (found,) = problems(cells_of(labs(passives={"passive_a": {}}))[0], Path())
+    assert found == "passives: there is nothing of passive_b"
+    with pytest.raises(ValueError, match="means"):
+        labs(passives={"means": {}})
+
+
+def test_figures_of_several_passive_parties_are_told_apart(tmp_path: Path) -> None:
+    cell = cells_of(labs())[0]
+    leave_behind(cell, tmp_path, passive=("passive_a", "passive_b"))
+    rows = collect("labs", "full", cell, tmp_path)
+    first = {r.party for r in rows if r.statistic == "q95" and r.layer == "first"}
+    assert first == {"passive_a", "passive_b"}
+    panels = course(CoursePlot(kind="course"), rows)
+    assert set(panels) == {
+        ("cut", "norm"),
+        ("first, passive_a", "norm"),
+        ("first, passive_b", "norm"),
+    }
+
+
+# ---- cells that begin with others' weights ----
+
+
+def chain(**changes: Any) -> Experiment:
+    cancer = TINY["datasets"]["cancer"]
+    days = {"monday": cancer, "tuesday": cancer | {"after": "monday"}}
+    return tiny(datasets=days | changes, published=None)
+
+
+def test_a_day_begins_with_the_weights_of_the_day_before_of_its_variant_and_seed() -> None:
+    found = {(cell.dataset, cell.variant, cell.seed): cell for cell in cells_of(chain())}
+    tuesday = found["tuesday", "marvell 4", 1]
+    assert tuesday.after == found["monday", "marvell 4", 1]
+    weights = [tuesday.settings[party]["initial_weights"] for party in ("active", "passive")]
+    assert weights == ["${EARLIER}/active/checkpoint", "${EARLIER}/passive/checkpoint"]
+    monday = found["monday", "none", 0]
+    assert monday.after is None
+    assert "initial_weights" not in monday.settings["active"]
+
+
+def test_a_day_is_another_when_the_day_before_is() -> None:
+    def digests(experiment: Experiment) -> dict[str, str]:
+        return {cell.dataset: cell.digest for cell in cells_of(experiment, Choice(seeds=1))}
+
+    example = TINY["datasets"]["cancer"]
+    changed = chain(monday=example | {"contract": {"epochs": 9}})
+    assert digests(chain())["tuesday"] != digests(changed)["tuesday"]
+    # And a cell without one before it is what it was: results made before stay good.
+    alone, among = tiny(published=None), chain()
+    (one,) = {cell.digest for cell in cells_of(alone, Choice(only=("none",), seeds=1))}
+    assert one in {cell.digest for cell in cells_of(among, Choice(seeds=1))}
+
+
+def test_whoever_chooses_a_day_gets_the_days_before_it() -> None:
+    chosen = cells_of(chain(), Choice(seeds=1, only=("tuesday/none",)))
+    assert [cell.name for cell in chosen] == ["monday, none, seed 0", "tuesday, none, seed 0"]
+
+
+def test_a_day_that_begins_with_a_later_one_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"tuesday\.after: expected a data set before it"):
+        chain(tuesday=TINY["datasets"]["cancer"] | {"after": "wednesday"})
+
+
+def test_days_wait_for_the_day_before_and_find_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many run side by side."""
+    # $3 is the folder of the settings. The first weights take a while; the second day wants them.
+    script = """
+runs="$(dirname "$3")/runs/run/active/checkpoint"
+earlier=$(sed -n 's/^initial_weights: //p' "$3/active.yaml")
+if [ -n "$earlier" ]; then [ -e "$earlier/model" ] || exit 2; else sleep 0.5; fi
+mkdir -p "$runs"; touch "$runs/model"
+"""
+    launcher(tmp_path, monkeypatch, script)
+    cells = cells_of(chain(), Choice("quick"))
+    endings = run_all(cells, tmp_path, jobs=6)
+    assert [ending.last_lines for ending in endings if ending.exit_code] == []
+    assert len(endings) == 6
+    kept = {path.parents[4].parent.parent.name for path in (tmp_path / "out").rglob("model")}
+    assert kept == {"monday"}
+
+
+def test_a_day_is_not_run_where_the_day_before_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher(tmp_path, monkeypatch, "exit 4")
+    endings = run_all(cells_of(chain(), Choice(seeds=1, only=("none",))), tmp_path, jobs=2)
+    said = {ending.cell.dataset: (ending.exit_code, ending.last_lines) for ending in endings}
+    assert said["monday"][0] == 4
+    assert said["tuesday"][0] == 1
+    assert "begins with the weights of monday, none, seed 0: not finished" in said["tuesday"][1]
 
 
 # ---- running ----
@@ -243,6 +400,12 @@ def test_a_finished_cell_is_marked_and_loses_its_weights(
     endings = run_all(cells, tmp_path, jobs=3)
     assert {ending.exit_code for ending in endings} == {0}
     assert all(is_finished(cell, tmp_path / "out") for cell in cells)
+    settings = tmp_path / "out" / cells[0].folder / "settings"
+    assert {path.name for path in settings.iterdir()} == {
+        "contract.yaml",
+        "active.yaml",
+        "passive.yaml",
+    }
     assert list((tmp_path / "out").rglob("active"))
     assert not list((tmp_path / "out").rglob("model"))
     changed = cells_of(tiny(), Choice("quick", overrides=("contract.epochs=3",)))
@@ -290,13 +453,15 @@ def test_ctrl_c_reaches_the_launchers_and_starts_no_more(
 # ---- figures ----
 
 
-def leave_behind(cell: Cell, results: Path, auc: float = 0.9) -> None:
+def leave_behind(
+    cell: Cell, results: Path, auc: float = 0.9, passive: Sequence[str] = ("passive",)
+) -> None:
     """Write what a run of two epochs with three steps each leaves."""
     folder = results / cell.folder
     marker = {"digest": cell.digest, "wall_s": 7.0}
     marker |= {"machine": "abacus", "python": "3", "torch": "2", "splitveil": "0"}
     run = folder / "runs" / "run"
-    for party, first in (("active", None), ("passive", 0.8)):
+    for party, first in (("active", None), *((name, 0.8) for name in passive)):
         (run / party).mkdir(parents=True)
         layers = {"cut": 0.7} | ({} if first is None else {"first": first})
         found = {
@@ -403,11 +568,31 @@ def test_a_trade_off_has_one_point_per_variant_with_both_spreads() -> None:
     panels = trade_off(TradeOffPlot(kind="trade_off"), rows)
     sd = 0.1 / math.sqrt(2)
     cut = panels["cut", "norm"]["marvell"]
-    assert cut[0] == Point(0.7, 0.0, 0.9, 0.0, "1")
-    assert cut[1].name == "4"
-    assert cut[1][:4] == pytest.approx((0.85, sd, 0.65, sd))
+    assert [point.name for point in cut] == ["4", "1"]  # a curve follows the sweep
+    assert cut[0][:4] == pytest.approx((0.85, sd, 0.65, sd))
+    assert cut[1] == Point(0.7, 0.0, 0.9, 0.0, "1")
     assert panels["first", "norm"] == {"marvell": [Point(0.7, 0.0, 0.4, 0.0, "1")]}
     assert trade_off(TradeOffPlot(kind="trade_off", attacks=("cosine",)), rows) == {}
+
+
+def test_a_figure_may_be_compared_with_another_variant_s_of_the_same_seed() -> None:
+    by_seed = {"none": (0.70, 0.80), "marvell 4": (0.69, 0.77)}
+    rows = [
+        row(variant, seed, "best_test_auc", auc)
+        for variant, aucs in by_seed.items()
+        for seed, auc in enumerate(aucs)
+    ]
+    rows += [row("marvell 4", 2, "best_test_auc", 0.5)]  # nothing to compare it with
+    rows += [row("marvell 4", seed, "q95", 0.6, **NORM) for seed in (0, 1, 2)]
+    figure = Figure(statistic="best_test_auc", less="none")
+    found = values_of(rows, figure)
+    (dataset,) = {one.dataset for one in rows}
+    assert found[dataset, "marvell 4"] == pytest.approx([-0.01, -0.03])
+    assert found[dataset, "none"] == [0.0, 0.0]
+    (point,) = trade_off(TradeOffPlot(kind="trade_off", less="none"), rows)["cut", "norm"][
+        "marvell"
+    ]
+    assert point[:2] == pytest.approx((-0.02, 0.02 / math.sqrt(2)))
 
 
 def test_the_course_of_a_leak_is_the_mean_over_seeds_at_each_step() -> None:

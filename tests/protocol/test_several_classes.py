@@ -32,6 +32,8 @@ from common.wire.audit_codec import AuditQuestion
 from common.wire.tensor_codec import TensorMessage
 from tests.peers import InProcessPeer
 from tests.runs import Parties, build_parties, run_in_process, run_over_grpc
+from tests.several import build_several, write_several
+from tests.several import run_in_process as run_in_process_several
 from tests.several_classes import CLASSES, write_classes
 
 EVERY_2 = "contract.checkpoints.every_steps=2"
@@ -434,3 +436,37 @@ def test_an_audit_is_answered_for_the_worst_pair_with_enough_examples() -> None:
         desk.answer(
             question(scores[:1200]), np.arange(1200), lambda rows: labels[rows], lambda *_: None, 3
         )
+
+
+# ---- several passive parties ----
+
+
+def with_classes(folder: Path) -> Path:
+    """Write an example of three passive parties, its labels made three classes of."""
+    write_several(folder, 3)
+    lines = (folder / "active.csv").read_text().splitlines()
+    text = [lines[0]]
+    for line in lines[1:]:
+        name, label, *own = line.split(",")
+        text.append(",".join([name, label if float(own[0]) < 0.5 else "2", *own]))
+    (folder / "active.csv").write_text("\n".join(text) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize("aggregation", ["mean", "concat"])
+def test_one_gradient_is_defended_for_all_passive_parties(tmp_path: Path, aggregation: str) -> None:
+    """What they receive, put together, is what was charged once: marvell on the whole cut."""
+    marvell = "defense={name: marvell, strength: {sum_kl: 0.2}, insecure_noise_seed: 7}"
+    several = build_several(
+        with_classes(tmp_path), [f"contract.aggregation={aggregation}"], ["data.classes=3", marvell]
+    )
+    run_in_process_several(several)
+    assert several.errors == {}
+    parts = [torch.stack(party.seen.received[:2]) for party in several.passive.values()]
+    sent = torch.stack(several.seen.sent[:2])
+    together = torch.cat(parts, dim=2) if aggregation == "concat" else 3 * parts[0]
+    assert torch.allclose(together, sent, rtol=1e-6, atol=0)
+    assert several.seen.evaluations[-1].classes is not None
+    _, bounds = several.seen.ledger[-1]
+    # Two epochs; the steps before every class was seen are charged nothing.
+    assert bounds.sum_kl.max == pytest.approx(0.4, rel=1e-6)

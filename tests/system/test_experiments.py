@@ -44,6 +44,62 @@ EXPERIMENT = {
 }
 
 
+CANCER = {"kind": "sklearn", "dataset": "breast_cancer"}
+ADAM = {"kind": "adam", "learning_rate": 0.01}
+LABS = {
+    "title": "Two laboratories",
+    "about": "Two passive parties for two epochs.",
+    "seeds": 1,
+    "datasets": {
+        "cancer": {
+            "contract": {
+                "passive_parties": ["passive_means", "passive_extremes"],
+                "cut_shape": [4],
+                "batch_size": 64,
+                "epochs": 2,
+            },
+            "active": {
+                "data": {"source": CANCER, "id_column": "id", "label_column": "malignant"},
+                "defense": {"name": "none"},
+                "top_model": {"kind": "mlp", "hidden": [8]},
+                "optimizer": ADAM,
+                "leak_monitor": {"attacks": ["cosine"]},
+            },
+            "passive": {
+                "data": {"source": CANCER, "id_column": "id", "features": {"numeric": "mean_*"}},
+                "bottom_model": {"kind": "mlp", "hidden": [8]},
+                "optimizer": ADAM,
+            },
+            "passives": {
+                "passive_means": {},
+                "passive_extremes": {
+                    "data": {"features": {"numeric": "worst_*"}},
+                    "adversary": {
+                        "attacks": ["norm"],
+                        "labels": {
+                            "source": CANCER,
+                            "id_column": "id",
+                            "label_column": "malignant",
+                        },
+                    },
+                },
+            },
+        }
+    },
+    "variants": {"none": {}},
+    "figures": {
+        "test_auc": {"statistic": "test_auc"},
+        "norm": {
+            "statistic": "mean",
+            "party": "passive_extremes",
+            "layer": "cut",
+            "attack": "norm",
+        },
+    },
+    "plots": [{"kind": "course"}],
+}
+
+
 def run(folder: Path) -> str:
     command = [sys.executable, "-m", "experiments", "run", str(folder / "tiny.yaml")]
     done = subprocess.run(
@@ -89,3 +145,15 @@ def test_an_experiment_runs_once_and_leaves_figures_table_and_plots(tmp_path: Pa
     assert "| variant | test_auc | cosine | published | first | ace |" in table
     drawn = ["1-trade_off-cancer.svg", "2-trade_off-cancer.svg", "3-course-cancer.svg"]
     assert sorted(path.name for path in (results / "plots").iterdir()) == drawn
+
+
+@pytest.mark.slow
+def test_an_experiment_has_figures_of_each_of_several_passive_parties(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(LABS, sort_keys=False))
+    assert "1 to run" in run(tmp_path)
+    rows = parquet.read_table(tmp_path / "out" / "tiny" / "results.parquet").to_pylist()
+    steps = {row["party"]: row["value"] for row in rows if row["statistic"] == "steps"}
+    assert set(steps) == {"active", "passive_means", "passive_extremes"}
+    assert len(set(steps.values())) == 1
+    assert "| none | ." in (tmp_path / "out" / "tiny" / "table.md").read_text()
+    assert "1 have run, 0 to run" in run(tmp_path)

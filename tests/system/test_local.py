@@ -4,14 +4,18 @@ import gzip
 import io
 import os
 import random
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
+import grpc
 import pytest
 from rich.console import Console
 
 from common.errors import SettingsError
 from deploy.comparison import RunResults, comparison_table
-from deploy.local import Overrides, parse_defense
+from deploy.local import Overrides, held_port, parse_defense
 from tests.system.conftest import SAME_SPLIT, LocalRun, run_locally
 
 ATTACKS = {"norm", "cosine", "spectral"}
@@ -188,3 +192,16 @@ def test_the_table_holds_what_a_whole_run_told_and_rounds_bounds_up() -> None:
     assert cells["cut: accumulated_spectral"] == ["0.812", "-"]
     assert cells["ledger: estimate"] == ["0.850", "-"]
     assert cells["ledger: guarantee"] == ["0.911", "-"]
+
+
+def test_a_held_port_is_given_to_one_launcher_and_served_by_its_active_party() -> None:
+    with ExitStack() as held:
+        ports = [held.enter_context(held_port()) for _ in range(50)]
+        assert len(set(ports)) == 50
+        with socket.create_server(("127.0.0.1", ports[0])) as served:
+            with socket.create_connection(("127.0.0.1", ports[0]), timeout=5):
+                served.accept()[0].close()
+            with pytest.raises(OSError, match="in use"):
+                socket.create_server(("127.0.0.1", ports[0]))
+        server = grpc.server(ThreadPoolExecutor(1), options=[("grpc.so_reuseport", 0)])
+        assert server.add_insecure_port(f"127.0.0.1:{ports[1]}") == ports[1]

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from active_party.service import ActiveService
 from active_party.session import Stage
-from common.alignment import AlignmentEngine, AlignmentSession
+from common.alignment import AlignmentEngine, AlignmentSession, Splits
 from common.errors import (
     AlignmentError,
     ContractMismatch,
@@ -364,8 +364,10 @@ class DisagreeingEngine:
     def __init__(self, engine: AlignmentEngine) -> None:
         self._engine = engine
 
-    def start(self, ids: Sequence[str], *, nonce: bytes, run_id: str) -> AlignmentSession:
-        session = self._engine.start(ids, nonce=nonce, run_id=run_id)
+    def start(
+        self, ids: Sequence[str], *, nonce: bytes, run_id: str, splits: Splits | None = None
+    ) -> AlignmentSession:
+        session = self._engine.start(ids, nonce=nonce, run_id=run_id, splits=splits)
         receive = session.receive
 
         def tampered(frame: pb.AlignFrame) -> list[pb.AlignFrame]:

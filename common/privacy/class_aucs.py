@@ -57,13 +57,16 @@ class ClassAucs(NamedTuple):
         return cls(np.full((num_classes, num_classes), np.nan), np.full(num_classes, np.nan))
 
 
-def class_aucs(scores: Floats, places: Places, num_classes: int) -> ClassAucs:
-    """Return the AUCs of one score that serves for all classes.
+def class_aucs(
+    scores: Floats, places: Places, num_classes: int, of_class: int | None = None
+) -> ClassAucs:
+    """Return the AUCs of one score that serves for all classes, or for one.
 
     Args:
         scores: (examples,); infinities are allowed.
         places: of their classes, (examples,).
         num_classes: how many there are.
+        of_class: whose score it is; the others then have none. None where it is that of all.
 
     Raises:
         ValueError: a score is NaN, or the shapes differ.
@@ -78,7 +81,11 @@ def class_aucs(scores: Floats, places: Places, num_classes: int) -> ClassAucs:
     first, last = (np.searchsorted(ranked, ranked, side) for side in ("left", "right"))
     # Examples of each class below count twice, ties once: whole numbers, and nothing is rounded.
     twice_below = up_to_here[first] + up_to_here[last]
-    wins = members.T @ twice_below
+    if of_class is None:
+        wins = members.T @ twice_below
+    else:
+        wins = np.full((num_classes, num_classes), np.nan)
+        wins[of_class] = members[:, of_class] @ twice_below
     sizes = up_to_here[-1]
     np.fill_diagonal(wins, 0.0)
     with np.errstate(invalid="ignore", divide="ignore"):

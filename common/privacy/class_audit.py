@@ -365,14 +365,15 @@ class ClassLeakAudit:
 
     def _aucs(self, found: ClassScores, places: Places) -> ClassAucs:
         measured = []
-        for scores, told in zip(found.by_class, found.left_out, strict=True):
+        for place, (scores, told) in enumerate(zip(found.by_class, found.left_out, strict=True)):
             if scores is None:
                 measured.append(ClassAucs.none(len(self._names)))
                 continue
             kept = np.ones(len(places), dtype=np.bool_)
             kept[list(told)] = False
             values = scores.double().cpu().numpy()
-            measured.append(class_aucs(values[kept], places[kept], len(self._names)))
+            of_class = place if len(found.by_class) > 1 else None
+            measured.append(class_aucs(values[kept], places[kept], len(self._names), of_class))
         return joined(measured, len(self._names))
 
     def _remember(

@@ -195,8 +195,13 @@ class ClassRunAudit:
 
     def _aucs(self, scores: Sequence[RunScores]) -> ClassAucs:
         found = [
-            class_aucs(one.scores, self._places_at(one.positions), len(self._names))
-            for one in scores
+            class_aucs(
+                one.scores,
+                self._places_at(one.positions),
+                len(self._names),
+                place if len(scores) > 1 else None,
+            )
+            for place, one in enumerate(scores)
         ]
         return joined(found, len(self._names))
 

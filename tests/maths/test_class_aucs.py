@@ -31,6 +31,16 @@ def test_every_pair_and_every_class_is_that_of_scikit_learn(seed: int, ties: boo
         assert found.one_vs_rest[i] == pytest.approx(roc_auc_score(places == i, scores), abs=1e-12)
 
 
+def test_the_score_of_one_class_is_measured_for_that_class_alone() -> None:
+    scores, places = problem(7, ties=True)
+    found, of_one = class_aucs(scores, places, 4), class_aucs(scores, places, 4, of_class=2)
+    assert np.array_equal(of_one.pairs[2], found.pairs[2], equal_nan=True)
+    assert of_one.one_vs_rest[2] == found.one_vs_rest[2]
+    others = [0, 1, 3]
+    assert np.isnan(of_one.pairs[others]).all()
+    assert np.isnan(of_one.one_vs_rest[others]).all()
+
+
 def test_a_class_against_the_rest_is_the_mean_of_its_pairs_and_never_leaks_more() -> None:
     scores, places = problem(4, ties=True)
     found = class_aucs(scores, places, 4)

@@ -31,14 +31,6 @@ class ClassRow(NamedTuple):
     attack: str
 
 
-def num_classes(run: RunFiles) -> int:
-    """Return how many classes a run has; 2 where it declares none."""
-    declared = (run.active.settings.get("data") or {}).get("classes")
-    if isinstance(declared, int):
-        return declared
-    return len(declared) if isinstance(declared, list) else 2
-
-
 def pair_rows(run: RunFiles) -> Iterator[PairRow]:
     """Yield what attacks on single batches tell apart best, as means over the batches."""
     for party, files in _parties(run):

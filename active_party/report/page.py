@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from active_party.report.classes import class_table, num_classes, pair_rows, run_pairs
+from active_party.report.classes import class_table, pair_rows, run_pairs
 from active_party.report.distributions import class_rows, sent_panels
 from active_party.report.figures import Finding, finding_of, strongest
 from active_party.report.panels import (
@@ -32,6 +32,7 @@ from active_party.report.run_files import (
     adversary_series,
     class_histograms,
     leak_series,
+    num_classes,
     read_run,
 )
 from active_party.report.svg import Dot
@@ -152,6 +153,7 @@ def comparison_page(runs: Sequence[RunFiles]) -> str:
         "comparison.html.jinja",
         title=", ".join(one.title for one in compared),
         runs=[(one, _defense(one.run)) for one in compared],
+        several_classes=any(num_classes(run) > 2 for run in runs),
         trade_off=trade_off(*_places(compared)),
         rows=_rows(compared, keys),
         training=shared_training_panels(coloured),

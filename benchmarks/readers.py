@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from pyarrow import csv as arrow_csv
 
@@ -43,28 +44,56 @@ BATCH = 1024
 WRITTEN_AT_ONCE = 200_000
 
 
-def write_rows(path: Path, num_rows: int) -> None:
-    """Write rows shaped like Criteo's: few values are frequent, and most are rare."""
+def write_rows(path: Path, num_rows: int, sample: Path | None = None) -> None:
+    """Write rows shaped like Criteo's: few values are frequent, and most are rare.
+
+    Args:
+        path: of the file.
+        num_rows: to write.
+        sample: rows as Criteo has them; labels, counts and empty cells are repeated from there,
+            and only the texts of the categories are drawn.
+    """
     generator = np.random.default_rng(0)
+    real = None if sample is None else _read_sample(sample)
     with path.open("wb") as file:
         for start in range(0, num_rows, WRITTEN_AT_ONCE):
             count = min(WRITTEN_AT_ONCE, num_rows - start)
-            columns: list[Any] = [pa.array(generator.integers(0, 2, count)).cast(pa.string())]
-            for _ in range(13):
-                values = pa.array(generator.exponential(100, count).astype(np.int64))
-                columns.append(
-                    pa.array(values.cast(pa.string()), mask=generator.random(count) < 0.2)
-                )
-            for size in CARDINALITIES:
+            if real is None:
+                columns = [pa.array(generator.integers(0, 2, count)).cast(pa.string())]
+                columns += [_drawn_counts(generator, count) for _ in range(13)]
+                empty = [np.zeros(count, np.bool_)] * len(CARDINALITIES)
+            else:
+                rows = real.take(generator.integers(0, len(real), count))
+                columns = rows.columns[:14]
+                empty = [pc.equal(column, "").to_numpy() for column in rows.columns[14:]]
+            for size, is_empty in zip(CARDINALITIES, empty, strict=True):
                 # Uniform to the power of 4: about as many different values as in the real file.
                 codes = (size * generator.random(count) ** 4).astype(np.uint64)
                 codes = (codes * np.uint64(2_654_435_761)) % np.uint64(2**32)
-                columns.append(_hexadecimal(codes))
+                text = _hexadecimal(codes)
+                columns.append(pc.if_else(is_empty, "", text) if is_empty.any() else text)
             table = pa.table(columns, names=[f"c{j}" for j in range(len(columns))])
             options = arrow_csv.WriteOptions(
                 include_header=False, delimiter="\t", quoting_style="none"
             )
             arrow_csv.write_csv(table, file, options)
+
+
+def _read_sample(path: Path) -> Any:
+    names = [f"c{j}" for j in range(14 + len(CARDINALITIES))]
+    return arrow_csv.read_csv(
+        path,
+        arrow_csv.ReadOptions(column_names=names),
+        arrow_csv.ParseOptions(delimiter="\t"),
+        arrow_csv.ConvertOptions(
+            column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False
+        ),
+    ).combine_chunks()
+
+
+def _drawn_counts(generator: np.random.Generator, count: int) -> Any:
+    values = pa.array(generator.exponential(100, count).astype(np.int64))
+    return pa.array(values.cast(pa.string()), mask=generator.random(count) < 0.2)
 
 
 def _hexadecimal(codes: Any) -> pa.Array:
@@ -171,6 +200,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=3_000_000)
     parser.add_argument("--folder", type=Path, help="where the file is kept; else a temporary one")
+    parser.add_argument(
+        "--sample", type=Path, help="rows of Criteo's, such as $SPLITVEIL_DATA/criteo/criteo.tsv.gz"
+    )
     arguments = parser.parse_args()
     print_environment("pyarrow")
     folder = arguments.folder or Path(tempfile.mkdtemp())
@@ -178,7 +210,7 @@ def main() -> None:
         folder.mkdir(exist_ok=True)
         path = folder / "train.tsv"
         if not path.is_file():
-            write_rows(path, arguments.rows)
+            write_rows(path, arguments.rows, arguments.sample)
         shutil.rmtree(folder / "cache", ignore_errors=True)
         report(folder, path)
     finally:

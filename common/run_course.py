@@ -64,7 +64,7 @@ class AlignedRows:
         Raises:
             AlignmentError: there are too few common rows for a training and a test split.
         """
-        digests = keyed_id_digests([ids[row] for row in file_rows], joint_seed)
+        digests = keyed_id_digests((ids[row] for row in file_rows), joint_seed)
         order = canonical_order(digests)
         match contract.split:
             case HashSplit() as shares:

@@ -9,7 +9,7 @@ and machine to machine, but not that of `Generator.permutation`.
 import hashlib
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -91,11 +91,11 @@ def positions_digest(positions: Positions) -> bytes:
     return hashlib.blake2b(data.data, digest_size=16).digest()
 
 
-def keyed_id_digests(ids: Sequence[str], seed: bytes) -> npt.NDArray[np.uint8]:
+def keyed_id_digests(ids: Iterable[str], seed: bytes) -> npt.NDArray[np.uint8]:
     """Return one keyed digest per id, (ids, 16), which nobody could choose before the joint seed.
 
     Args:
-        ids: the normalised ids.
+        ids: the normalised ids, gone over once.
         seed: the joint seed, at most 64 bytes.
     """
     keyed = hashlib.blake2b(digest_size=16, key=seed, person=_ID_DOMAIN)
@@ -104,7 +104,7 @@ def keyed_id_digests(ids: Sequence[str], seed: bytes) -> npt.NDArray[np.uint8]:
         digest = keyed.copy()
         digest.update(name.encode())
         digests += digest.digest()
-    return np.frombuffer(digests, dtype=np.uint8).reshape(len(ids), 16)
+    return np.frombuffer(digests, dtype=np.uint8).reshape(-1, 16)
 
 
 def canonical_order(digests: npt.NDArray[np.uint8]) -> Positions:

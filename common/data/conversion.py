@@ -207,10 +207,10 @@ class _Writer:
         codes = stored.reshape(-1, num_columns)
         ends = np.cumsum([0, *self._part_rows])
         for part, (start, end) in enumerate(pairwise(ends)):
-            block = codes[start:end]
-            for j, of_column in enumerate(numbers):
-                # Code -1, no value, finds the last entry.
-                block[:, j] = np.append(of_column[part], np.int32(-1))[block[:, j]]
+            # One list for all columns. Code -1, no value, is the entry before a column's own.
+            of_part = [np.append(np.int32(-1), of_column[part]) for of_column in numbers]
+            firsts = np.cumsum([1, *(len(of_column) for of_column in of_part[:-1])])
+            codes[start:end] = np.concatenate(of_part)[codes[start:end] + firsts]
             progress(0.7 + 0.3 * end / ends[-1])
         stored.flush()
         for path in self._folder.glob("part-*"):

@@ -65,19 +65,27 @@ class StoredIds(CheckedIds):
     def __getitem__(self, place: int | slice) -> str | list[str]:
         """Return one id, or those of a slice."""
         rows = range(len(self))[place]
-        if isinstance(rows, range):
-            return [self[row] for row in rows]
-        start = int(self._ends[rows - 1]) if rows else 0
-        return self._text[start : int(self._ends[rows])].tobytes().decode()
+        if isinstance(rows, int):
+            return self._text[self._start(rows) : int(self._ends[rows])].tobytes().decode()
+        if rows.step == 1:
+            return list(self._between(rows.start, rows.stop))
+        return [self[row] for row in rows]
 
     def __iter__(self) -> Iterator[str]:
-        start = 0
         for first in range(0, len(self), _CHUNK):
-            ends = self._ends[first : first + _CHUNK].tolist()
-            text, origin = self._text[start : ends[-1]].tobytes(), start
-            for end in ends:
-                yield text[start - origin : end - origin].decode()
-                start = end
+            yield from self._between(first, min(first + _CHUNK, len(self)))
+
+    def _start(self, row: int) -> int:
+        return int(self._ends[row - 1]) if row else 0
+
+    def _between(self, first: int, last: int) -> Iterator[str]:
+        """Yield the ids of consecutive rows, whose texts are read at once."""
+        origin = start = self._start(first)
+        ends = self._ends[first:last].tolist()
+        text = self._text[origin : ends[-1] if ends else origin].tobytes()
+        for end in ends:
+            yield text[start - origin : end - origin].decode()
+            start = end
 
 
 def check_distinct(ids: Sequence[str], hashes: NDArray[np.int64], where: str) -> None:

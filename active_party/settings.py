@@ -74,7 +74,8 @@ class LeakGateSettings(Section):
     """Largest leak AUC over the window that is accepted.
 
     Random scores reach 0.5 + 0.23 / sqrt(positives of a batch) on average: a limit near that is
-    passed by chance.
+    passed by chance. With several classes it is the worst pair's that counts, which lies higher by
+    chance: look at ``random_leak_auc`` in the metrics first.
     """
 
     window_steps: int = Field(default=100, ge=1, le=100_000)

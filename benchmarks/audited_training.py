@@ -5,19 +5,21 @@
 Real two-process runs on synthetic rows, batch 1024 and cut 128: without any audit, with the default
 share of a core, and with no limit; norm, cosine, spectral and both accumulated attacks, at the cut
 layer on the active side and at two layers on the passive side. Rounds of the three alternate.
-Steps/s over the second half of each run, when the second that counts for nothing is used up, and
-CPU time, which says the same on saturated cores and is disturbed less by others. Aim: at most 5 %
-slower. Audits leave batches out rather than hold up training: how many they measured is
-part of the answer.
+Steps/s and CPU time per step over the second half of each run, when the second that counts for
+nothing is used up. On saturated cores both say the same, and other programs disturb CPU time less.
+Aim: at most 5 % slower. Audits leave batches out rather than hold up training: how many of the
+second half they measured is part of the answer.
 """
 
 import argparse
 import json
-import resource
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,10 +41,18 @@ class Speed(NamedTuple):
     """How fast a run went, and what was measured of it."""
 
     steps_per_s: float
-    cpu_s: float
-    """CPU time of both parties, start and alignment included."""
+    cpu_ms: float
+    """CPU time of both parties per step."""
     measured: list[float]
     """Fraction of the batches that each audit measured."""
+
+
+class Sample(NamedTuple):
+    """How far a run had come at some moment."""
+
+    steps: int
+    cpu_s: float
+    """CPU time of both parties so far."""
 
 
 def run(folder: Path, name: str, epochs: int, audit: dict[str, Any] | None) -> Speed:
@@ -62,34 +72,70 @@ def run(folder: Path, name: str, epochs: int, audit: dict[str, Any] | None) -> S
         "active.defense={name: marvell}",
     ):
         command += ["--set", override]
-    before_s = children_cpu_s()
-    subprocess.run(command, check=True, capture_output=True)
-    cpu_s = children_cpu_s() - before_s
     results = folder / "runs" / name
-    counts = [
-        json.loads((results / party / "summary.json").read_text()).get("leak_batches")
+    samples = []
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while process.poll() is None:
+            samples.append(Sample(num_steps(results), cpu_s_of(process.pid)))
+            time.sleep(0.2)
+    if process.returncode:
+        raise SystemExit(f"{name} ended with {process.returncode}")
+    moments_s = {
+        line["epoch"] * STEPS_PER_EPOCH + line["step"]: line["time_s"]
+        for line in lines_of(results / "active")
+        if line["kind"] == "train"
+    }
+    half, last = epochs * STEPS_PER_EPOCH // 2, max(moments_s)
+    second = [sample for sample in samples if half <= sample.steps <= last]
+    cpu_s = second[-1].cpu_s - second[0].cpu_s
+    measured = [
+        sum(
+            line["kind"] == "leak" and line["epoch"] * STEPS_PER_EPOCH + line["step"] >= half
+            for line in lines_of(results / party)
+        )
+        / (last + 1 - half)
         for party in ("active", "passive")
     ]
-    lines = (results / "active" / "metrics.jsonl").read_text().splitlines()
-    ends_s = [line["time_s"] for line in map(json.loads, lines) if line["kind"] == "train"]
-    half = len(ends_s) // 2
-    speed = (len(ends_s) - 1 - half) / (ends_s[-1] - ends_s[half])
-    return Speed(speed, cpu_s, [count["observed"] / len(ends_s) for count in counts if count])
+    return Speed(
+        (last - half) / (moments_s[last] - moments_s[half]),
+        1e3 * cpu_s / (second[-1].steps - second[0].steps),
+        measured if audit is not None else [],
+    )
 
 
-def children_cpu_s() -> float:
-    """Return the CPU time of all processes started so far that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    """Return a party's metrics."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def num_steps(results: Path) -> int:
+    """Return how many steps a run that goes on has made."""
+    metrics = results / "active" / "metrics.jsonl"
+    return metrics.read_text().count('"kind": "train"') if metrics.exists() else 0
+
+
+def cpu_s_of(ancestor: int) -> float:
+    """Return the CPU time of a process and of those that it started and that still run."""
+    parents, ticks = {}, {}
+    for entry in filter(str.isdecimal, map(str, (path.name for path in Path("/proc").iterdir()))):
+        with suppress(OSError):
+            fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+            parents[int(entry)], ticks[int(entry)] = int(fields[1]), sum(map(int, fields[11:13]))
+    family = {ancestor}
+    for process, parent in sorted(parents.items()):  # a child's number is the larger one
+        if parent in family:
+            family.add(process)
+    return sum(ticks.get(process, 0) for process in family) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=50, help=f"of {STEPS_PER_EPOCH} steps")
+    parser.add_argument("--epochs", type=int, default=150, help=f"of {STEPS_PER_EPOCH} steps")
     arguments = parser.parse_args()
     print_environment("grpcio")
     ratios: dict[str, list[float]] = {name: [] for name in AUDITS}
+    of_cpu: dict[str, list[float]] = {name: [] for name in AUDITS}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_example(folder, STEPS_PER_EPOCH, batch=1024, cut=128, width=256)
@@ -102,17 +148,21 @@ def main() -> None:
                 name: run(folder, f"{name.replace(' ', '-')}-{number}", arguments.epochs, audit)
                 for name, audit in AUDITS.items()
             }
-            for name, (steps_per_s, cpu_s, measured) in speeds.items():
+            for name, (steps_per_s, cpu_ms, measured) in speeds.items():
                 ratios[name].append(steps_per_s / speeds["no audit"].steps_per_s)
+                of_cpu[name].append(speeds["no audit"].cpu_ms / cpu_ms)
                 parts = ", ".join(f"{part:.0%}" for part in measured)
                 print(
                     f"round {number + 1}: {name:13} {steps_per_s:6.1f} steps/s, "
-                    f"ratio {ratios[name][-1]:.3f}, CPU {cpu_s:.1f} s"
-                    + (f", measured {parts}" if parts else ""),
+                    f"ratio {ratios[name][-1]:.3f}, CPU {cpu_ms:.2f} ms per step, "
+                    f"ratio {of_cpu[name][-1]:.3f}" + (f", measured {parts}" if parts else ""),
                     flush=True,
                 )
     for name, found in ratios.items():
-        print(f"{name:13} median ratio {statistics.median(found):.3f}")
+        print(
+            f"{name:13} median ratio of steps/s {statistics.median(found):.3f}, "
+            f"of CPU time {statistics.median(of_cpu[name]):.3f}"
+        )
 
 
 if __name__ == "__main__":

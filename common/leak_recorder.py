@@ -1,7 +1,9 @@
 """What a party finds out and writes down of the leak: an audit beside the training, its figures."""
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,6 +28,10 @@ logger = logging.getLogger(__name__)
 
 IDLE_S = 120.0
 """How long a checkpoint waits for the attacks on the batches before it."""
+
+_CHARTED_EVERY_S = 0.1
+"""Least time between two batches in TensorBoard's charts: a point there costs a thread as much CPU
+as some attacks. The metrics file has a line for each batch."""
 
 
 class LeakRecorder:
@@ -60,6 +66,7 @@ class LeakRecorder:
         self._unwritten: StorageError | None = None
         self._next_epoch = 0
         self._ended_epoch = -1
+        self._charted_s = -_CHARTED_EVERY_S
         chosen = (settings.attacks, settings.every_steps, num_examples)
         self._audit: LeakAudit | ClassLeakAudit = (
             ClassLeakAudit(class_names, *chosen) if class_names else LeakAudit(*chosen)
@@ -104,38 +111,10 @@ class LeakRecorder:
         """
         if self._unwritten is not None:
             raise self._unwritten
-        if not self._audit.wants(batch.step):
-            return
-        sources = gradients if clean is None else clean
-        positions = torch.from_numpy(batch.positions.copy())
-        if isinstance(self._audit, ClassLeakAudit):
-            seen = Observation(
-                batch.epoch,
-                batch.step,
-                gradients,
-                labels,
-                references_are_clean=clean is not None,
-                positions=positions,
-                activations=activations,
-            )
-            self._worker.submit(self._audit.observation(seen, self._seed, sources))
-            return
-        row = pick_reference_row(labels, self._seed, batch.epoch, batch.step)
-        references = {} if row is None else {name: rows[row] for name, rows in sources.items()}
-        hints = pick_hint_rows(labels, self._seed, batch.epoch, batch.step, self._audit.num_hints)
-        self._worker.submit(
-            Observation(
-                batch.epoch,
-                batch.step,
-                gradients,
-                labels,
-                references=references,
-                references_are_clean=clean is not None,
-                reference_row=row,
-                positions=positions,
-                hint_rows=hints,
-                activations=activations,
-            )
+        self._worker.submit_later(
+            batch.step,
+            gradients,
+            partial(self._observation, batch, gradients, labels, clean, activations),
         )
 
     def end_epoch(self, epoch: int) -> None:
@@ -209,6 +188,43 @@ class LeakRecorder:
         self._next_epoch = state["next_epoch"]
         self._ended_epoch = state["ended_epoch"]
 
+    def _observation(
+        self,
+        batch: Batch,
+        gradients: Mapping[str, Tensor],
+        labels: Tensor,
+        clean: Mapping[str, Tensor] | None,
+        activations: Tensor | None,
+    ) -> Observation:
+        """Put together what the attacks see and know."""
+        sources = gradients if clean is None else clean
+        if isinstance(self._audit, ClassLeakAudit):
+            seen = Observation(
+                batch.epoch,
+                batch.step,
+                gradients,
+                labels,
+                references_are_clean=clean is not None,
+                positions=torch.from_numpy(batch.positions.copy()),
+                activations=activations,
+            )
+            return self._audit.observation(seen, self._seed, sources)
+        row = pick_reference_row(labels, self._seed, batch.epoch, batch.step)
+        return Observation(
+            batch.epoch,
+            batch.step,
+            gradients,
+            labels,
+            references={} if row is None else {name: rows[row] for name, rows in sources.items()},
+            references_are_clean=clean is not None,
+            reference_row=row,
+            positions=torch.from_numpy(batch.positions.copy()),
+            hint_rows=pick_hint_rows(
+                labels, self._seed, batch.epoch, batch.step, self._audit.num_hints
+            ),
+            activations=activations,
+        )
+
     def _write_epochs(self, last_epoch: int) -> None:
         while self._next_epoch <= last_epoch:
             epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
@@ -220,11 +236,22 @@ class LeakRecorder:
             }
             self._metrics.write("epoch_leak", numbers, epoch=epoch)
 
+    def _is_to_be_charted(self) -> bool:
+        now_s = time.monotonic()
+        charted = now_s - self._charted_s >= _CHARTED_EVERY_S
+        if charted:
+            self._charted_s = now_s
+        return charted
+
     def _note(self, measured: BatchLeak) -> None:
         try:
             self._write_epochs(measured.epoch - 1)
             self._metrics.write(
-                "leak", measured.numbers(), epoch=measured.epoch, step=measured.step
+                "leak",
+                measured.numbers(),
+                epoch=measured.epoch,
+                step=measured.step,
+                charted=self._is_to_be_charted(),
             )
         except StorageError as error:
             # A full disk ends the run; this thread cannot, so the next batch does.

@@ -90,6 +90,7 @@ class MetricsLog:
         *,
         epoch: int | None = None,
         step: int | None = None,
+        charted: bool = True,
     ) -> None:
         """Write one line; after `close` nothing more is written.
 
@@ -98,6 +99,7 @@ class MetricsLog:
             numbers: named plain numbers; tensors and arrays are refused.
             epoch: counted from 0.
             step: within the epoch, from 0; None for a line about the whole epoch.
+            charted: whether TensorBoard gets the numbers, too.
 
         Raises:
             TypeError: a value is not a plain number.
@@ -113,7 +115,9 @@ class MetricsLog:
                 return
             try:
                 self._file.write(json.dumps(place | finite, allow_nan=False) + "\n")
-                self._chart(kind, finite, self._chart_step(epoch, step))
+                chart_step = self._chart_step(epoch, step)
+                if charted:
+                    self._chart(kind, finite, chart_step)
             except OSError as error:
                 raise self._storage_error(error) from error
 

@@ -196,6 +196,7 @@ def _panels(count: int, path: Path, title: str) -> Iterator[list["Axes"]]:
 
     mpl.use("svg")
     mpl.rcParams["svg.hashsalt"] = "splitveil"  # the same figures give the same file
+    mpl.rcParams["svg.fonttype"] = "none"  # letters that can be searched for
     from matplotlib import pyplot  # noqa: PLC0415
 
     columns = min(count, _COLUMNS)

@@ -93,7 +93,6 @@ class _Writer:
         self._image: dict[str, Any] | None = None
         self._part_rows: list[int] = []
         self._id_bytes = 0
-        self._id_hashes: list[NDArray[np.int64]] = []
         self._texts = [
             self._open.enter_context(
                 pa.ipc.new_file(
@@ -143,9 +142,10 @@ class _Writer:
             check_classes(self._settings, labels, self._source)
         if id_column is not None:
             where = f"{self._source}: column {id_column!r}"
-            hashes = np.concatenate(self._id_hashes)
-            self._id_hashes.clear()
+            stored = self._folder / "part-id-hashes"
+            hashes = np.memmap(stored, np.int64, "r")
             check_distinct(open_ids(self._folder, num_rows), hashes, where)
+            stored.unlink()
         self._number_categories(progress)
         manifest = {
             "source": self._source,
@@ -186,7 +186,7 @@ class _Writer:
         self._id_bytes = int(ends[-1])
         self._append("ids.bin", np.frombuffer(b"".join(encoded), np.uint8))
         self._append("id_ends.bin", ends)
-        self._id_hashes.append(np.fromiter((hash(text) for text in ids), np.int64, len(ids)))
+        self._append("part-id-hashes", np.fromiter(map(hash, ids), np.int64, len(ids)))
 
     def _append(self, name: str, array: NDArray[Any]) -> None:
         if name not in self._files:

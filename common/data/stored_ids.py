@@ -89,7 +89,7 @@ class StoredIds(CheckedIds):
 
 
 def check_distinct(ids: Sequence[str], hashes: NDArray[np.int64], where: str) -> None:
-    """Check that no id is there twice, with 8 bytes of memory per row and as many to sort them.
+    """Check that no id is there twice, with 8 bytes of memory per row to sort the hashes.
 
     Args:
         ids: one per row.

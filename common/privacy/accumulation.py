@@ -17,7 +17,7 @@ Each attack keeps at most 16 bytes per example of the run.
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,8 @@ NUM_HINTS: Mapping[RunAttackName, int] = MappingProxyType(
 )
 """How many labels an attack knows; none where it is not named."""
 
+_Floats: TypeAlias = npt.NDArray[np.float64]
+
 _STRETCHES = 4
 _MEMORY = 0.9
 """Weight of the past in the direction that a new batch's is turned to agree with."""
@@ -59,10 +61,12 @@ class RunScores(NamedTuple):
 
 def standardised(scores: Tensor) -> Tensor:
     """Return scores with mean 0 and variance 1, on the CPU; zeros where all are equal."""
-    values = _of_size_one(scores.detach().double().cpu().numpy())
-    centred = _of_size_one(values - values.mean()) if len(values) else values
-    deviation = math.sqrt(centred @ centred / max(len(centred), 1))
-    return torch.from_numpy(centred / deviation if deviation > 0 else np.zeros_like(centred))
+    values = scores.detach().cpu().numpy().astype(np.float64)
+    _centre(values)
+    deviation = math.sqrt(values @ values / max(len(values), 1))
+    if deviation > 0:
+        values /= deviation
+    return torch.from_numpy(values)
 
 
 class ContinuousSign:
@@ -86,8 +90,8 @@ class ContinuousSign:
         else:
             turns = bool(self._direction @ direction < 0)
         sign = -1.0 if turns else 1.0
-        self._direction = _MEMORY * self._direction + sign * direction
-        return sign * top.projections
+        self._direction = torch.add(sign * direction, self._direction, alpha=_MEMORY)
+        return -top.projections if turns else top.projections
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a later batch's turn depends on."""
@@ -129,8 +133,8 @@ class AccumulatedScores:
 
     def result(self) -> RunScores:
         """Return the sums of the examples that had a score."""
-        seen = torch.nonzero(self._counts).reshape(-1)
-        return RunScores(seen.numpy(), self._sums[seen].numpy())
+        seen = np.flatnonzero(self._counts.numpy())
+        return RunScores(seen, self._sums.numpy()[seen])
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the sums."""
@@ -240,9 +244,18 @@ def combine_with_hints(
     return model.decision_function(values), others
 
 
-def _of_size_one(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return values with a largest magnitude of 1, so that squares stay in range, or zeros."""
-    return values / (np.abs(values).max(initial=0.0) or 1.0)
+def _centre(values: _Floats) -> None:
+    """Take off the mean, in a unit in which squares stay in range."""
+    _make_size_one(values)
+    values -= values.sum() / max(len(values), 1)
+    _make_size_one(values)
+
+
+def _make_size_one(values: _Floats) -> None:
+    """Give values a largest magnitude of 1; zeros stay as they are."""
+    largest = max(values.max(initial=0.0), -values.min(initial=0.0))
+    if largest > 0:
+        values /= largest
 
 
 def _check_shape(loaded: Tensor, own: Tensor) -> None:

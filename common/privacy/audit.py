@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol, Self, TypedDict
@@ -46,6 +46,9 @@ _BURST_S = 1.0
 
 _CORES_ARE_SHORT = 1.1
 """How many times longer than its CPU time a batch takes where the thread has to wait for a core."""
+
+_SCHEDULE = "/proc/thread-self/schedstat"
+"""Where Linux tells how long a thread ran and how long it waited for a core, in nanoseconds."""
 
 LeakByAttack = dict[str, dict[str, float]]
 """Layer name -> attack name -> leak AUC."""
@@ -318,7 +321,9 @@ class LeakAudit:
     ) -> LayerScores:
         knowledge = Knowledge(
             positive_gradient=observation.references.get(layer),
-            hints=gradients.gradients[list(observation.hint_rows)],
+            hints=gradients.gradients[list(observation.hint_rows)]
+            if observation.hint_rows
+            else None,
             activations=observation.activations,
         )
         scores: dict[BatchAttackName, Tensor] = {}
@@ -361,10 +366,10 @@ class LeakAudit:
         found_scores = [found.scores[name] for _, name, found in measured]
         device = found_scores[0].device if found_scores else random.device
         scores = torch.stack([random.to(device), *found_scores])
-        kept = torch.ones(scores.shape, dtype=torch.bool)
+        kept = np.ones(scores.shape, dtype=np.bool_)
         for number, (_, name, found) in enumerate(measured, start=1):
             kept[number, list(found.left_out.get(name, ()))] = False
-        of_random, *values = leak_auc_many(scores, labels, kept).tolist()
+        of_random, *values = leak_auc_many(scores, labels, torch.from_numpy(kept)).tolist()
         for (layer, name, _), value in zip(measured, values, strict=True):
             if not math.isnan(value):  # else the attack was told the only positives
                 leak[layer][name] = value
@@ -398,8 +403,10 @@ class CpuBudget:
     Where a core is idle, the audit takes nothing away from the training, and pays nothing.
 
     Args:
-        max_share: of one core; None for all of it.
-        now_s: on a clock that never goes back.
+        max_share: of the time on the clock; None for all of it.
+        now_s: on a clock that never goes back. An `AuditWorker` takes that of the CPU time of its
+            process: where other programs leave the training half a core, half as much is left to
+            the audit.
     """
 
     def __init__(self, max_share: float | None, now_s: float) -> None:
@@ -452,7 +459,7 @@ class AuditWorker:
         """
         self.audit = audit
         self._on_result = on_result
-        self._budget = CpuBudget(max_cpu_share, time.monotonic())
+        self._budget = CpuBudget(max_cpu_share, time.process_time())
         self._queue: queue.Queue[_Submitted | threading.Event | None] = queue.Queue(queue_batches)
         self._closed = False
         self._error: Exception | None = None
@@ -475,13 +482,29 @@ class AuditWorker:
 
         Returns:
             Whether it was taken; False if its step is not to be audited, the queue is full, or the
-            thread's share of a core is used up.
+            thread's share of the CPU time is used up.
         """
-        if not self.audit.wants(observation.step):
+        return self.submit_later(observation.step, observation.gradients, lambda: observation)
+
+    def submit_later(
+        self,
+        step: int,
+        gradients: Mapping[str, Tensor],
+        observation: Callable[[], Observation],
+    ) -> bool:
+        """Do as `submit`, and leave it to the thread to put the observation together.
+
+        Args:
+            step: of the batch.
+            gradients: those of the observation.
+            observation: called in the worker's thread if the batch is taken.
+        """
+        if not self.audit.wants(step):
             return False
-        if not self._closed and self._budget.allows(time.monotonic()):
+        if not self._closed and self._budget.allows(time.process_time()):
             with suppress(queue.Full):
-                self._queue.put_nowait(_Submitted(observation, _computed(observation)))
+                device = _gpu(gradients)
+                self._queue.put_nowait(_Submitted(observation, device, _computed(device)))
                 return True
         self.audit.leave_out()
         return False
@@ -521,19 +544,20 @@ class AuditWorker:
         _give_way()
         ready.set()
         streams: dict[torch.device, torch.cuda.Stream] = {}
-        while (submitted := self._queue.get()) is not None:
-            if isinstance(submitted, threading.Event):
-                submitted.set()
-                continue
-            cpu_s, wall_s = time.thread_time(), time.monotonic()
-            try:
-                with _own_stream(submitted, streams):
-                    self._audit(submitted.observation)
-            except Exception as error:
-                # Whatever it is: training goes on, and `close` raises it.
-                self.audit.leave_out()
-                self._error = self._error or error
-            self._budget.pay(time.thread_time() - cpu_s, time.monotonic() - wall_s)
+        with closing(ThreadClock()) as clock:
+            while (submitted := self._queue.get()) is not None:
+                if isinstance(submitted, threading.Event):
+                    submitted.set()
+                    continue
+                clock.start()
+                try:
+                    with _own_stream(submitted, streams):
+                        self._audit(submitted.observation())
+                except Exception as error:
+                    # Whatever it is: training goes on, and `close` raises it.
+                    self.audit.leave_out()
+                    self._error = self._error or error
+                self._budget.pay(*clock.stop())
 
     def _audit(self, observation: Observation) -> None:
         measured = self.audit.observe(observation)
@@ -548,8 +572,47 @@ class AuditWorker:
         self._queue.put_nowait(None)
 
 
+class ThreadClock:
+    """What a batch takes its thread: CPU time, and that together with waiting for a core.
+
+    Linux counts the time in which a thread could run and did not, that before a batch as well.
+    Elsewhere it is the time on the clock, which waiting for Python's lock prolongs, too.
+    """
+
+    def __init__(self) -> None:
+        self._schedule: int | None = None
+        with suppress(OSError):
+            self._schedule = os.open(_SCHEDULE, os.O_RDONLY)
+        self._waited_s = self._waiting_s()
+        self._cpu_s = self._wall_s = 0.0
+
+    def start(self) -> None:
+        """Note that a batch begins."""
+        self._cpu_s, self._wall_s = time.thread_time(), time.monotonic()
+
+    def stop(self) -> tuple[float, float]:
+        """Return the CPU time that the batch took, and how long it took."""
+        cpu_s = time.thread_time() - self._cpu_s
+        if self._schedule is None:
+            return cpu_s, time.monotonic() - self._wall_s
+        before_s, self._waited_s = self._waited_s, self._waiting_s()
+        return cpu_s, cpu_s + self._waited_s - before_s
+
+    def close(self) -> None:
+        """Give back what it reads from."""
+        if self._schedule is not None:
+            os.close(self._schedule)
+
+    def _waiting_s(self) -> float:
+        if self._schedule is None:
+            return 0.0
+        return int(os.pread(self._schedule, 64, 0).split()[1]) / 1e9
+
+
 class _Submitted(NamedTuple):
-    observation: Observation
+    observation: Callable[[], Observation]
+    device: torch.device | None
+    """Where the gradients are; None for the CPU."""
     computed: torch.cuda.Event | None
     """Passed once the gradients are there; None on the CPU, where they always are."""
 
@@ -565,13 +628,12 @@ def _give_way() -> None:
         os.setpriority(os.PRIO_PROCESS, thread, niceness + _NICENESS)
 
 
-def _gpu(observation: Observation) -> torch.device | None:
-    devices = (gradients.device for gradients in observation.gradients.values())
+def _gpu(gradients: Mapping[str, Tensor]) -> torch.device | None:
+    devices = (layer.device for layer in gradients.values())
     return next((device for device in devices if device.type == "cuda"), None)
 
 
-def _computed(observation: Observation) -> torch.cuda.Event | None:
-    device = _gpu(observation)
+def _computed(device: torch.device | None) -> torch.cuda.Event | None:
     return None if device is None else torch.cuda.current_stream(device).record_event()
 
 
@@ -580,7 +642,7 @@ def _own_stream(
     submitted: _Submitted, streams: dict[torch.device, torch.cuda.Stream]
 ) -> Iterator[None]:
     """Keep the audit's kernels out of the stream in which the training's wait for each other."""
-    device = _gpu(submitted.observation)
+    device = submitted.device
     if device is None or submitted.computed is None:
         yield
         return

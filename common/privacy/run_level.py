@@ -100,7 +100,7 @@ class RunAudit:
                 self._close_epoch()
                 self._epoch = epoch
             places = positions.cpu()
-            self._labels[places] = labels.to("cpu", torch.int8)
+            self._labels.numpy()[places.numpy()] = labels.cpu().to(torch.int8).numpy()
             for name, found in layers.items():
                 if name not in self._layers:
                     self._layers[name] = _Layer(self.attacks, self._num_examples)
@@ -235,14 +235,13 @@ class _Layer:
         if "accumulated_spectral" in self.sums and "spectral" in scores:
             self.sums["accumulated_spectral"].add(positions, standardised(scores["spectral"]))
         if "accumulated_cosine" in self.sums and "cosine" in scores:
-            kept = torch.ones(len(positions), dtype=torch.bool)
-            kept[list(found.left_out.get("cosine", ()))] = False
             cosines = scores["cosine"]
             if found.noisy_reference is not None:
                 direction = unit_vector(found.noisy_reference)
                 cosines = self._reference_sign.turn(TopDirection(cosines, direction))
-            cosines = standardised(cosines.cpu()[kept])
-            self.sums["accumulated_cosine"].add(positions[kept], cosines)
+            told = found.left_out.get("cosine", ())
+            others, places = _without(cosines.cpu(), told), _without(positions, told)
+            self.sums["accumulated_cosine"].add(places, standardised(others))
         if self._history is not None:
             both = standardised(scores["spectral"]), standardised(scores["norm"])
             self._history.add(epoch, positions, both)
@@ -266,3 +265,8 @@ class _Layer:
             self._history.load_state_dict(state["history"])
         self._sign.load_state_dict(state["sign"])
         self._reference_sign.load_state_dict(state["reference_sign"])
+
+
+def _without(values: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return values but for those of some rows."""
+    return torch.from_numpy(np.delete(values.numpy(), rows)) if rows else values

@@ -26,7 +26,8 @@ class AuditSettings(Section):
     """Batches that may wait for the audit; when it falls further behind, batches are left out."""
 
     max_cpu_share: float | None = Field(default=0.03, gt=0, le=1)
-    """Largest share of one core that the audit may take where cores are short; ``null`` for all.
+    """Largest part of the party's CPU time that the audit may take where cores are short; ``null``
+    for all.
 
     Beyond it batches are left out and counted, so that training is not slowed down. Where a core is
     idle every batch is audited, and so is a short run: the first second counts for nothing.

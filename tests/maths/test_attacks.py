@@ -240,6 +240,19 @@ def test_the_top_direction_is_the_singular_vector_however_little_it_stands_out(
         assert np.allclose(sign * projections.numpy(), left[:, 0], rtol=0, atol=1e-8)
 
 
+@pytest.mark.parametrize("scale", [1e-20, 1e-12, 1.0, 1e12, 1e20])
+def test_the_top_direction_of_float32_gradients_is_that_in_float64(scale: float) -> None:
+    """Though its search begins in float32, where squares of such gradients have no room."""
+    gradients, _ = _logistic_gradients(noise_ratio=0.5)
+    rows = (scale * gradients).double().numpy()
+    _, _, directions = np.linalg.svd(rows, full_matrices=False)
+    projections, direction = top_direction(scale * gradients)
+    sign = np.sign(directions[0] @ direction.numpy())
+    assert np.allclose(sign * direction.numpy(), directions[0], rtol=0, atol=1e-9)
+    largest = abs(rows @ directions[0]).max()
+    assert np.allclose(sign * projections, rows @ directions[0], rtol=0, atol=1e-9 * largest)
+
+
 def test_norm_leaks_what_the_norms_were_built_to_leak() -> None:
     """The norm is a normal number, shifted for positives, in a random direction."""
     generator = torch.Generator().manual_seed(4)

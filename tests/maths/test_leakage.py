@@ -54,6 +54,17 @@ def test_many_aucs_at_once_equal_scikit_learns(num_examples: int) -> None:
     )
 
 
+def test_neighbouring_numbers_and_both_zeros_keep_their_order() -> None:
+    """Scores of two classes that differ in their last bit, in either direction, or not at all."""
+    generator = np.random.default_rng(7)
+    scores = generator.normal(size=600)
+    scores[200:400] = np.nextafter(scores[:200], generator.choice([-np.inf, np.inf], 200))
+    scores[400:500], scores[500:] = 0.0, -0.0
+    labels = generator.permutation(600) % 3 == 0
+    assert auc(scores, labels) == pytest.approx(roc_auc_score(labels, scores), abs=1e-12)
+    assert auc(scores, labels) != auc(scores.astype(np.float32), labels)
+
+
 def test_a_score_whose_kept_examples_are_of_one_class_has_no_auc() -> None:
     scores = torch.arange(8.0).reshape(2, 4)
     kept = torch.tensor([[True, True, True, True], [True, False, True, False]])

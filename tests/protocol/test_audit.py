@@ -6,6 +6,9 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -21,6 +24,7 @@ from common.privacy.audit import (
     CpuBudget,
     LeakAudit,
     Observation,
+    ThreadClock,
     pick_hint_rows,
     pick_reference_row,
 )
@@ -332,6 +336,43 @@ def test_a_worker_leaves_out_what_is_beyond_its_share(monkeypatch: pytest.Monkey
         assert worker.wait_until_idle(60)
         assert [worker.submit(_observation(0, step)) for step in (1, 2)] == [False, False]
     assert audit.counts() == (1, 0, 2)
+
+
+def test_an_observation_is_put_together_only_if_its_batch_is_taken() -> None:
+    audit = LeakAudit(["norm"], every_steps=2)
+    observations = {step: _observation(0, step) for step in range(3)}
+    built: list[int] = []
+
+    def build(step: int) -> Observation:
+        built.append(step)
+        return observations[step]
+
+    with AuditWorker(audit) as worker:
+        taken = [
+            worker.submit_later(step, item.gradients, partial(build, step))
+            for step, item in observations.items()
+        ]
+    assert not worker.submit_later(2, observations[2].gradients, partial(build, 2))
+    assert taken == [True, False, True]
+    assert built == [0, 2]
+    assert audit.counts() == (2, 0, 1)
+
+
+@pytest.mark.parametrize("tells_waiting", [True, False])
+def test_only_time_in_which_it_could_have_run_counts_as_waiting_for_a_core(
+    monkeypatch: pytest.MonkeyPatch, tells_waiting: bool
+) -> None:
+    """A thread that sleeps waits for no core; where nothing tells the two apart, it counts."""
+    if tells_waiting and not Path("/proc/thread-self/schedstat").exists():
+        pytest.skip("this system does not tell how long a thread waited for a core")
+    if not tells_waiting:
+        monkeypatch.setattr("common.privacy.audit._SCHEDULE", "/proc/no/such/file")
+    with closing(ThreadClock()) as clock:
+        clock.start()
+        time.sleep(2)
+        cpu_s, taken_s = clock.stop()
+    assert 0 <= cpu_s < 1
+    assert (taken_s - cpu_s > 1) == (not tells_waiting)
 
 
 def test_what_cannot_be_audited_before_the_deadline_is_left_out() -> None:

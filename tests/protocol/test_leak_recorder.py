@@ -151,6 +151,34 @@ def test_a_full_disk_ends_the_run_at_the_next_batch_though_another_thread_met_it
         recorder.__exit__(None, None, None)
 
 
+class Listening:
+    """Metrics that keep which lines go into charts."""
+
+    def __init__(self) -> None:
+        self.charted: list[bool] = []
+
+    def write(self, kind: str, *_: object, charted: bool = True, **__: object) -> None:
+        if kind == "leak":
+            self.charted.append(charted)
+
+
+@pytest.mark.parametrize("every_s", [0.0, 1e9])
+def test_every_batch_has_a_line_and_charts_have_a_batch_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, every_s: float
+) -> None:
+    monkeypatch.setattr("common.leak_recorder._CHARTED_EVERY_S", every_s)
+    metrics = Listening()
+    labels = torch.tensor([0.0, 1.0, 0.0, 1.0])
+    gradients = {"cut": torch.randn(4, 2, generator=torch.Generator().manual_seed(1))}
+    settings = AuditSettings(attacks=("norm",))
+    with LeakRecorder(settings, cast("MetricsLog", metrics), b"seed", 4) as recorder:
+        for step in range(5):
+            places = np.arange(4)
+            batch = Batch(0, "train", step, places, b"", closes_split=False, closes_epoch=False)
+            recorder.submit(batch, gradients, labels)
+    assert metrics.charted == [True, *[every_s == 0] * 4]
+
+
 EPOCHS, STEPS = 3, 4
 
 

@@ -257,6 +257,7 @@ def _check(parsed: argparse.Namespace) -> None:
             settings.contract.aggregate_shape,
             encoder,
             seed=settings.model_seed,
+            num_classes=settings.data.num_classes,
         )
         if earlier is not None:
             earlier.put_into(model)
@@ -285,7 +286,8 @@ def _check_noise_key(settings: ActiveSettings) -> None:
     # A key in the run's own folder is new.
     path = settings.noise_key_file()
     if settings.noise_key_path is not None and path.exists():
-        open_noise_key(settings.defense, settings.contract.aggregate_dim, path)
+        dim, classes = settings.contract.aggregate_dim, settings.data.num_classes
+        open_noise_key(settings.defense, dim, path, classes)
 
 
 def _plan(parsed: argparse.Namespace) -> None:

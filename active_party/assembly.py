@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from active_party.defenses import AnswerKeys, DefenseSettings, build_defense, open_noise_key
 from active_party.defenses.example_keys import (
@@ -44,17 +44,22 @@ class TrainerBuilder:
         self._settings = settings
         self._data = data
         self._device = device
+        self._num_classes = settings.data.num_classes
         self._earlier = settings.earlier_model()
         # Now rather than at the first step: a key that others can read ends a run before it begins.
         self._noise_key = open_noise_key(
-            settings.defense, settings.contract.aggregate_dim, settings.noise_key_file()
+            settings.defense,
+            settings.contract.aggregate_dim,
+            settings.noise_key_file(),
+            self._num_classes,
         )
 
     def __call__(self, rows: AlignedRows) -> TopTrainer:
         """Build the trainer.
 
         Raises:
-            DataError: a split has rows of one class only.
+            DataError: a split has rows of one class only, or the training rows none of one of
+                several.
         """
         settings, contract = self._settings, self._settings.contract
         if settings.early_stopping is not None and not len(rows.splits["validation"]):
@@ -63,19 +68,14 @@ class TrainerBuilder:
                 f"aligned ones is"
             )
         labels = self._data.labels_at(rows.file_rows)
-        for name, positions in rows.splits.items():
-            positives = int(labels[positions].sum())
-            if len(positions) and positives in (0, len(positions)):
-                raise DataError(
-                    f"{self._data.table.source}: the {len(positions)} aligned {name} rows "
-                    f"hold only one class"
-                )
+        self._check_classes(rows, labels)
         self.encoder, features = self._data.encode(rows, self._earlier)
         model = build_top_model(
             settings.top_model,
             contract.aggregate_shape,
             self.encoder,
             seed=settings.model_seed,
+            num_classes=self._num_classes,
         )
         if self._earlier is not None:
             self._earlier.put_into(model)
@@ -86,12 +86,12 @@ class TrainerBuilder:
         ids = [] if key is None else [self._data.ids[row] for row in rows.file_rows]
         noisy = _noisy_label_part(settings.defense)
         if key is not None and noisy is not None:
-            noisy_labels = draw_noisy_labels(noisy.mechanism, labels, key, ids)
+            noisy_labels = draw_noisy_labels(noisy.mechanism, labels, key, ids, self._num_classes)
         elif key is not None:
             keys = example_keys(key, ids, GRADIENT_NOISE)
         return TopTrainer(
             objective=self._build_objective(model, ids, rows.total_steps(contract), answer_keys),
-            defense=build_defense(settings.defense, key, answer_keys),
+            defense=build_defense(settings.defense, key, answer_keys, self._num_classes),
             features=features,
             labels=labels,
             device=self._device,
@@ -99,7 +99,23 @@ class TrainerBuilder:
             noisy_labels=noisy_labels,
             answer_keys=answer_keys,
             data_digest=self._data.digest(self.encoder),
+            num_classes=self._num_classes,
         )
+
+    def _check_classes(self, rows: AlignedRows, labels: Tensor) -> None:
+        source, names = self._data.table.source, self._settings.data.class_names
+        for name, positions in rows.splits.items():
+            counts = torch.bincount(labels[positions].long(), minlength=self._num_classes)
+            if len(positions) and int((counts > 0).sum()) == 1:
+                raise DataError(
+                    f"{source}: the {len(positions)} aligned {name} rows hold only one class"
+                )
+            absent = [one for one, count in zip(names, counts.tolist(), strict=False) if not count]
+            if absent and name == "train":
+                raise DataError(
+                    f"{source}: none of the {len(positions)} aligned training rows is of class "
+                    f"{', '.join(map(repr, absent))}"
+                )
 
     def _build_objective(
         self, model: nn.Module, ids: list[str], total_steps: int, answer_keys: AnswerKeys

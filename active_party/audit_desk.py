@@ -4,6 +4,9 @@ A leak AUC of scores that the peer chooses is an answer about the labels. Theref
 closed unless the contract and this party's own settings open it, and then answers about all
 training examples at once, at least ``MIN_EXAMPLES``, once per attack, layer and epoch, for a few
 layers, with two digits. The ledger counts none of it.
+
+With several classes the answer is the leak AUC of the pair told apart best, among the pairs that
+hold ``MIN_EXAMPLES`` training examples together.
 """
 
 import hashlib
@@ -14,8 +17,9 @@ from torch import Tensor
 
 from common.checkpoint import State
 from common.errors import AuditRefused, InvalidMessage, OutOfStep, TooLarge
+from common.privacy.class_aucs import worst_pair_leak_auc
 from common.privacy.label_free import LABEL_FREE
-from common.privacy.leakage import leak_auc
+from common.privacy.leakage import OneClass, leak_auc
 from common.sample_order import Positions, positions_digest
 from common.wire import limits
 from common.wire.audit_codec import AuditQuestion
@@ -59,6 +63,7 @@ class AuditDesk:
         positions: Positions,
         labels_of: Callable[[Positions], Tensor],
         note: Callable[[int, Tensor], object],
+        num_classes: int = 2,
     ) -> float:
         """Return the leak AUC of the scores, rounded to two digits.
 
@@ -68,9 +73,10 @@ class AuditDesk:
             labels_of: gives the labels of some positions.
             note: remembers which scores were measured under a number, for good; raises OutOfStep
                 where others were before.
+            num_classes: how many classes the labels are of.
 
         Raises:
-            AuditRefused: there are no audits in this run.
+            AuditRefused: there are no audits in this run, or too few examples for one.
             OutOfStep: another epoch or other rows than those due, or a second question: the same
                 scores again get the same answer.
             TooLarge: a layer beyond the first few.
@@ -84,9 +90,10 @@ class AuditDesk:
             )
         self._check_time(question, positions)
         self._check_values(question, len(positions))
+        measured = _measure(question.scores, labels_of(positions), num_classes)
         note(_number(question, self._asker), question.scores)
         self._layers.add(question.layer)
-        return round(leak_auc(question.scores, labels_of(positions)), 2)
+        return round(measured, 2)
 
     def _check_time(self, question: AuditQuestion, positions: Positions) -> None:
         if question.epoch != self._epoch:
@@ -110,6 +117,18 @@ class AuditDesk:
             )
         if not bool(scores.isfinite().all()):
             raise InvalidMessage("audit: expected finite scores")
+
+
+def _measure(scores: Tensor, labels: Tensor, num_classes: int) -> float:
+    if num_classes == 2:
+        return leak_auc(scores, labels)
+    values, places = scores.double().numpy(), labels.long().numpy()
+    try:
+        return worst_pair_leak_auc(values, places, num_classes, MIN_EXAMPLES)
+    except OneClass as error:
+        raise AuditRefused(
+            f"an audit of classes of which no two have {MIN_EXAMPLES} training rows together"
+        ) from error
 
 
 def _number(question: AuditQuestion, asker: int) -> int:

@@ -28,6 +28,7 @@ from active_party.defenses.noise import NoiseSource
 from active_party.defenses.report import DefenseReport
 from active_party.defenses.settings import GafmDefense
 from active_party.defenses.sum_kl import leak_auc_bound
+from active_party.predictions import cross_entropy_of, probabilities_of
 from common.checkpoint import State
 from common.data.features import Features
 
@@ -42,7 +43,7 @@ class BatchLabels(NamedTuple):
     """Places in the common order, (batch,)."""
 
     true: Tensor
-    """(batch,), 0 or 1."""
+    """(batch,), 0 or 1, or the place of one of several classes."""
 
     sent: Tensor
     """What the gradients that leave are computed from: the true labels or noisy ones, (batch,)."""
@@ -56,7 +57,7 @@ class Lesson:
     """Gradient at the cut layer, before any defense, (batch, *cut_shape)."""
 
     probabilities: Tensor
-    """What the model predicted, (batch,)."""
+    """What the model predicted, (batch,) for label 1, or (batch, classes)."""
 
     loss: Tensor
     """Cross entropy of the prediction, mean over the batch; with its graph if it is learned from.
@@ -71,7 +72,8 @@ class Objective(Protocol):
     """A top model and how it learns."""
 
     model: nn.Module
-    """Maps (activation, own features or None) to logits (batch,); what predictions come from."""
+    """Maps (activation, own features or None) to logits, (batch,) or with several classes
+    (batch, classes); what predictions come from."""
 
     def answer(self, activation: Tensor, own: Features | None, labels: BatchLabels) -> Lesson:
         """Compute the gradient at the cut layer.
@@ -130,11 +132,11 @@ class CrossEntropy:
         The model's own follow in ``learn``, so that the peer need not wait for them.
         """
         logits = self.model(activation, own)
-        loss = binary_cross_entropy_with_logits(logits, labels.sent)
+        loss = cross_entropy_of(logits, labels.sent)
         (raw,) = torch.autograd.grad(loss, activation, retain_graph=True)
         if not self._learns_sent:
-            loss = binary_cross_entropy_with_logits(logits, labels.true)
-        return Lesson(raw, torch.sigmoid(logits.detach()), loss)
+            loss = cross_entropy_of(logits, labels.true)
+        return Lesson(raw, probabilities_of(logits.detach()), loss)
 
     def learn(self, lesson: Lesson) -> None:
         """Take an optimiser step."""

@@ -7,6 +7,11 @@ plans for the spreads that are there, may move noise away from the gap, shift it
 the other, or count on the spread instead of it. What that adds to a charge K is of the order of K^2
 as long as the spreads are not larger than the squared gap; the plan shows the range from K to
 K (1 + K).
+
+With several classes the charge is that of the pair left furthest apart. ``marvell`` then gives
+spread no credit when it places its noise, so that what is known of a charge is exact: the strengths
+other than a power ratio s are met by every batch, and a ratio leaves a pair between 1/s and
+(K - 1)(1 + sqrt(K - 1))/(2 s), whatever the means of the K classes.
 """
 
 import math
@@ -14,8 +19,10 @@ import sys
 from statistics import NormalDist
 from typing import Literal, NamedTuple
 
+import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from active_party.defenses import DefenseSettings
 from active_party.defenses.label_noise import label_leak
@@ -56,6 +63,36 @@ class Charge(NamedTuple):
         return Charge(self.low * answers, self.high * answers)
 
 
+def fresh_charge_of_several(defense: DefenseSettings, cut_dim: int, num_classes: int) -> Charge:
+    """Foretell the charge of one answer with noise of its own, for three classes or more.
+
+    Args:
+        defense: which one, and how strong.
+        cut_dim: width of the cut layer.
+        num_classes: how many classes there are.
+    """
+    match defense:
+        case MarvellDefense(strength=PowerRatio() as strength):
+            ratio = strength.power_ratio
+            return Charge(1 / ratio, worst_pair_factor(num_classes) / ratio)
+        case MarvellDefense(strength=(SumKl() | DetectionError() | LeakAuc()) as strength):
+            return Charge(allowed_sum_kl(strength), allowed_sum_kl(strength))
+        case _:
+            return fresh_charge(defense, cut_dim, 1 / num_classes)
+
+
+def worst_pair_factor(num_classes: int) -> float:
+    """Return what a power ratio times the divergence of the worst pair may reach at most.
+
+    With Z the K class means around their centre, in rows and over sqrt K, and singular values r_k,
+    the noise is h r_k along each direction, where h times the sum of the r_k is the power. A pair's
+    gap is sqrt K r_k (u_ik - u_jk), and the sum over k of (u_ik - u_jk)^2 at most 2: the pair is
+    left 2 K r_1 / h at most. The sum of the r_k^2 is at most c (K - 1)/(2 K), c the longest squared
+    gap, and r_1 times the sum of K - 1 values r_k at most (1 + sqrt(K - 1))/2 times that.
+    """
+    return (num_classes - 1) * (1 + math.sqrt(num_classes - 1)) / 2
+
+
 def fresh_charge(defense: DefenseSettings, cut_dim: int, pos_fraction: float) -> Charge:
     """Foretell the charge of one answer with noise of its own.
 
@@ -84,7 +121,7 @@ def fresh_charge(defense: DefenseSettings, cut_dim: int, pos_fraction: float) ->
     return Charge(charge, charge * (1 + charge))
 
 
-def repeated_charge(defense: DefenseSettings, cut_dim: int) -> Charge:
+def repeated_charge(defense: DefenseSettings, cut_dim: int, num_classes: int = 2) -> Charge:
     """Foretell the charge of noise that is drawn once per example, and of all its repeats."""
     match defense:
         case MarvellDefense():
@@ -92,7 +129,7 @@ def repeated_charge(defense: DefenseSettings, cut_dim: int) -> Charge:
         case IsoDefense():
             charge = cut_dim / defense.amplitude**2 if defense.amplitude else math.inf
         case NoisyLabelDefense():
-            charge, _ = label_leak(defense.mechanism)
+            charge, _ = label_leak(defense.mechanism, num_classes)
         case GafmDefense(composed_with=NoisyLabelDefense() as behind):
             return repeated_charge(behind, cut_dim)
         case _:
@@ -131,31 +168,49 @@ def print_plan(
     """
     console = console or Console(file=sys.stdout, highlight=False)
     contract, defense = settings.contract, settings.defense
-    pos_fraction = float(data.labels_of(data.ids).double().mean())
+    labels, num_classes = data.labels_of(data.ids), data.settings.num_classes
+    # Of several classes none is the positives: no charge depends on their shares.
+    pos_fraction = float(labels.double().mean()) if num_classes == 2 else 1 / num_classes
     training_rows = data.training_rows(contract.split)
     steps = training_rows / contract.batch_size
     console.print(
-        f"{data.table.source}: {len(data.ids)} rows, {pos_fraction:.2%} positive; if all of them "
+        f"{data.table.source}: {len(data.ids)} rows, {_shares(labels, data)}; if all of them "
         f"are aligned, about {training_rows} are trained on, in "
         f"{math.floor(steps) if contract.drop_last else math.ceil(steps)} steps of "
         f"{contract.batch_size} per epoch, {contract.epochs} epochs",
         markup=False,
         soft_wrap=True,
     )
-    charges = _charges(defense, contract.aggregate_dim, pos_fraction)
+    charges = _charges(defense, contract.aggregate_dim, pos_fraction, num_classes)
     console.print(_forecast_table(settings, charges))
-    for line in _remarks(settings, charges):
+    for line in _remarks(settings, charges, num_classes):
         console.print(line, markup=False, soft_wrap=True)
-    if target_leak_auc is not None:
+    if target_leak_auc is not None and num_classes > 2:
+        console.print(_target_of_several(target_leak_auc, contract.epochs, num_classes))
+    elif target_leak_auc is not None:
         console.print(
             _target_table(target_leak_auc, contract.epochs, contract.aggregate_dim, pos_fraction)
         )
 
 
+def _shares(labels: Tensor, data: PartyData) -> str:
+    """Say how the classes share the rows."""
+    names = data.settings.class_names
+    if not names:
+        return f"{float(labels.double().mean()):.2%} positive"
+    counts = torch.bincount(labels.long(), minlength=len(names)).tolist()
+    shares = (f"{name!r} {n / len(labels):.1%}" for name, n in zip(names, counts, strict=True))
+    return f"{len(names)} classes: {', '.join(shares)}"
+
+
 def _charges(
-    defense: DefenseSettings, cut_dim: int, pos_fraction: float
+    defense: DefenseSettings, cut_dim: int, pos_fraction: float, num_classes: int
 ) -> dict[NoiseKind, Charge]:
     charges: dict[NoiseKind, Charge] = {}
+    if num_classes > 2:
+        if _configured_noise(defense) == "persistent":
+            return {"persistent": repeated_charge(defense, cut_dim, num_classes)}
+        return {"fresh": fresh_charge_of_several(defense, cut_dim, num_classes)}
     if isinstance(defense, GafmDefense):  # it has one kind of noise, which the settings decide
         if _configured_noise(defense) == "persistent":
             return {"persistent": repeated_charge(defense, cut_dim)}
@@ -184,8 +239,15 @@ def _forecast_table(settings: ActiveSettings, charges: dict[NoiseKind, Charge]) 
     return table
 
 
-def _remarks(settings: ActiveSettings, charges: dict[NoiseKind, Charge]) -> list[str]:
+def _remarks(
+    settings: ActiveSettings, charges: dict[NoiseKind, Charge], num_classes: int
+) -> list[str]:
     remarks = [_honesty(settings.defense)]
+    if num_classes > 2:
+        remarks = [
+            _honesty_of_several(settings.defense),
+            "All figures are of the pair of classes left furthest apart.",
+        ]
     if settings.run_budget is None:
         return [*remarks, "run_budget: none is set"]
     budget, epochs = settings.run_budget.max_sum_kl, settings.contract.epochs
@@ -236,6 +298,20 @@ def _honesty(defense: DefenseSettings) -> str:
     return said
 
 
+def _honesty_of_several(defense: DefenseSettings) -> str:
+    match defense:
+        case MarvellDefense(strength=PowerRatio()):
+            return (
+                "Every batch is charged between the two, by how its class means lie: the lower "
+                "figure is that of one long gap, (classes - 1)/ratio that of classes all equally "
+                "far apart. Batches before every class was seen are charged nothing."
+            )
+        case MarvellDefense():
+            return "Met by every batch, whatever its class means."
+        case _:
+            return _honesty(defense)
+
+
 def _honesty_of_gafm(defense: GafmDefense) -> str:
     behind = defense.composed_with
     if isinstance(behind, NoisyLabelDefense):
@@ -272,6 +348,20 @@ def _target_table(target: float, epochs: int, cut_dim: int, pos_fraction: float)
     fresh = (power_ratio_for(sum_kl, epochs, cut_dim, pos_fraction) for sum_kl in allowed)
     table.add_row("fresh", str(epochs), *(f"{ratio:.4g}" for ratio in fresh))
     table.add_row("persistent", str(epochs), *(f"{1 / sum_kl:.4g}" for sum_kl in allowed))
+    return table
+
+
+def _target_of_several(target: float, epochs: int, num_classes: int) -> Table:
+    table = Table(
+        title=f"marvell's power ratio for a leak AUC of {target:g} over the whole run, whatever "
+        "the class means",
+        title_justify="left",
+    )
+    for heading in ("noise", "answers", "by the estimate", "by the guarantee"):
+        table.add_column(heading, justify="right" if heading != "noise" else "left")
+    allowed = (2 * NormalDist().inv_cdf(target) ** 2, sum_kl_for_leak_auc(target))
+    ratios = (worst_pair_factor(num_classes) * epochs / sum_kl for sum_kl in allowed)
+    table.add_row("fresh", str(epochs), *(f"{ratio:.4g}" for ratio in ratios))
     return table
 
 

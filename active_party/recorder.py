@@ -10,6 +10,7 @@ from typing import Any, Self
 from active_party.leak_alarm import LeakAlarm
 from active_party.leak_gate import GateFinding, LeakGate
 from active_party.ledger import LeakBounds, Spread
+from active_party.predictions import ClassFigures
 from active_party.session import Evaluation
 from active_party.settings import ActiveSettings
 from active_party.top_trainer import StepResult
@@ -19,6 +20,7 @@ from common.leak_recorder import LeakRecorder
 from common.privacy.audit import BatchLeak
 from common.privacy.distributions import gradient_distributions, spread_epochs
 from common.run_course import AlignedRows, Batch
+from common.splits import SplitName
 from common.telemetry import MetricsLog, TrainingProgress
 from common.wire.audit_codec import AuditQuestion
 
@@ -74,7 +76,12 @@ class ActiveRecorder:
             self._of_run.callback(lambda: self._judge(self._measured_epoch))
             self._leaks = self._of_run.enter_context(
                 LeakRecorder(
-                    self._settings.leak_monitor, self._metrics, seed, len(rows), self._on_leak
+                    self._settings.leak_monitor,
+                    self._metrics,
+                    seed,
+                    len(rows),
+                    self._on_leak,
+                    self._settings.data.class_names,
                 )
             )
         total = rows.total_steps(self._settings.contract)
@@ -121,6 +128,10 @@ class ActiveRecorder:
             "calibration_error": evaluation.calibration_error,
             "train_loss": self._train_loss,
         }
+        if evaluation.classes is not None:
+            by_class = self._by_class(evaluation.classes)
+            numbers |= {"accuracy": evaluation.classes.accuracy}
+            numbers |= {f"auc/{name}": auc for name, auc in by_class.items()}
         self._metrics.write(evaluation.split, numbers, epoch=evaluation.epoch)
         if evaluation.split == "test" and self._leaks is not None:  # the epoch's last split
             self._leaks.end_epoch(evaluation.epoch)
@@ -144,10 +155,7 @@ class ActiveRecorder:
             StorageError: a line of the metrics could not be written.
         """
         leaks = None if self._leaks is None else self._leaks.state_dict()
-        evaluations = {
-            split: (e.epoch, e.loss, e.auc, e.calibration_error)
-            for split, e in self._evaluations.items()
-        }
+        evaluations = {split: _figures(e) for split, e in self._evaluations.items()}
         return {
             "steps": self._steps,
             "epoch_losses": list(self._epoch_losses),
@@ -177,8 +185,7 @@ class ActiveRecorder:
         self._steps, self._train_loss = state["steps"], state["train_loss"]
         self._epoch_losses = list(state["epoch_losses"])
         self._evaluations = {
-            split: Evaluation(epoch, split, *figures)
-            for split, (epoch, *figures) in state["evaluations"].items()
+            split: _evaluation(split, *figures) for split, figures in state["evaluations"].items()
         }
         self._bounds = None if state["bounds"] is None else _bounds(*state["bounds"])
         self._alarm.load_state_dict(state["alarm"])
@@ -212,6 +219,11 @@ class ActiveRecorder:
             "ledger": None if self._bounds is None else self._bounds.numbers(),
             "refused_messages": refused,
         }
+        if test is not None and test.classes is not None:
+            summary |= {
+                "test_accuracy": test.classes.accuracy,
+                "test_auc_by_class": self._by_class(test.classes),
+            }
         if self._settings.allow_audits:
             summary |= {"audits_answered": self._audits}
         if self._leaks is not None:
@@ -222,6 +234,10 @@ class ActiveRecorder:
                 "leak_gate_closed": self._objection is not None,
             }
         return summary
+
+    def _by_class(self, figures: ClassFigures) -> dict[str, float]:
+        """Return the AUC of each class by its name."""
+        return dict(zip(self._settings.data.class_names, figures.aucs, strict=True))
 
     def _count_gradients(self, batch: Batch, result: StepResult) -> None:
         if batch.epoch not in self._uncounted_epochs:
@@ -284,9 +300,20 @@ class ActiveRecorder:
 def _epochs_to_count(settings: ActiveSettings) -> Iterable[int]:
     """Return the epochs of which one batch's gradients are counted by class."""
     chosen = settings.distributions
-    if chosen is None:
+    if chosen is None or settings.data.classes is not None:
         return ()
     return spread_epochs(settings.contract.epochs) if chosen.epochs is None else chosen.epochs
+
+
+def _figures(of: Evaluation) -> list[Any]:
+    figures = [of.epoch, of.loss, of.auc, of.calibration_error]
+    return figures if of.classes is None else [*figures, of.classes.accuracy, *of.classes.aucs]
+
+
+def _evaluation(split: SplitName, epoch: int, *figures: float) -> Evaluation:
+    loss, auc, calibration_error, *of_classes = figures
+    classes = ClassFigures(of_classes[0], tuple(of_classes[1:])) if of_classes else None
+    return Evaluation(epoch, split, loss, auc, calibration_error, classes)
 
 
 _Figures = tuple[float, float, float]

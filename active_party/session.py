@@ -26,7 +26,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits
 
 from active_party.aggregation import aggregate, parts_of
 from active_party.answered import AnsweredQuestions, run_secret
@@ -35,9 +34,9 @@ from active_party.defenses.sum_kl import leak_auc_bound
 from active_party.early_stopping import EarlyStop
 from active_party.ledger import ROUNDING, LeakBounds, LeakLedger
 from active_party.parties import PassiveParties, PassiveParty, Question, names_of
+from active_party.predictions import ClassFigures, measure_predictions
 from active_party.top_trainer import StepResult, TopTrainer
 from common.alignment import Share, Splits, intersect
-from common.calibration import adaptive_calibration_error
 from common.checkpoint import AnswerLog, RunStore, State, as_whole_state
 from common.contract import Contract
 from common.errors import (
@@ -54,7 +53,6 @@ from common.errors import (
     SplitveilError,
     StorageError,
 )
-from common.privacy.leakage import auc
 from common.run_course import AlignedRows, Batch, is_checkpoint, run_course
 from common.sample_order import Positions, joint_seed
 from common.splits import SplitName
@@ -92,7 +90,10 @@ class Evaluation:
     split: SplitName
     loss: float
     auc: float
+    """Of several classes the mean over them, each against the rest."""
     calibration_error: float
+    classes: ClassFigures | None = None
+    """What there is to say of several classes."""
 
 
 class Offer(NamedTuple):
@@ -500,7 +501,11 @@ class ActiveSession:
             positions = self._training_positions
             asking = self.parties.named(party)
             leak_auc = asking.audits.answer(
-                question, positions, self.trainer.labels_of, self._questions.note
+                question,
+                positions,
+                self.trainer.labels_of,
+                self._questions.note,
+                self.trainer.num_classes,
             )
             asked = (question.epoch, question.attack, question.layer)
             if asked not in asking.audited:
@@ -933,11 +938,7 @@ class ActiveSession:
         logits = torch.cat([logits for logits, _ in self._scores])
         labels = torch.cat([labels for _, labels in self._scores])
         self._scores.clear()
-        loss = float(binary_cross_entropy_with_logits(logits, labels))
-        calibration_error = adaptive_calibration_error(logits.sigmoid(), labels)
-        evaluation = Evaluation(
-            batch.epoch, batch.split, loss, auc(logits, labels), calibration_error
-        )
+        evaluation = Evaluation(batch.epoch, batch.split, *measure_predictions(logits, labels))
         if batch.split == "validation":
             self._validation_auc = evaluation.auc
         self._observer.on_evaluation(evaluation)

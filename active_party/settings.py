@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from active_party.defenses import DefenseSettings
+from active_party.defenses.settings import refusal_of_several_classes
 from active_party.defenses.sum_kl import sum_kl_for_leak_auc
 from common.models.settings import ModelSettings
 from common.party_settings import Address, PartySettings
@@ -73,7 +74,8 @@ class LeakGateSettings(Section):
     """Largest leak AUC over the window that is accepted.
 
     Random scores reach 0.5 + 0.23 / sqrt(positives of a batch) on average: a limit near that is
-    passed by chance.
+    passed by chance. With several classes it is the worst pair's that counts, which lies higher by
+    chance: look at ``random_leak_auc`` in the metrics first.
     """
 
     window_steps: int = Field(default=100, ge=1, le=100_000)
@@ -150,7 +152,7 @@ class ActiveSettings(PartySettings):
 
     distributions: DistributionSettings | None = DistributionSettings()
     """Histograms of gradients before and after the defense, by class, in this party's own metrics
-    and report; ``null`` for none."""
+    and report; ``null`` for none. A run of several classes has none."""
 
     run_budget: RunBudget | None = None
     """What the run may tell of each label in all; ``null`` for no limit.
@@ -198,6 +200,10 @@ class ActiveSettings(PartySettings):
         if self.allow_audits and not self.contract.audits_allowed:
             raise ValueError("allow_audits needs contract.audits_allowed")
         self._check_leak_gate()
+        if self.data.classes is not None:
+            refusal = refusal_of_several_classes(self.defense)
+            if refusal is not None:
+                raise ValueError(f"defense: {refusal} (data.classes: {self.data.num_classes})")
         return self
 
     def _check_leak_gate(self) -> None:

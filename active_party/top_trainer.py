@@ -29,7 +29,7 @@ class StepResult:
     """(batch,), float."""
 
     probabilities: Tensor
-    """What the model predicted, (batch,)."""
+    """What the model predicted, (batch,) for label 1, or (batch, classes)."""
 
     loss: Tensor
     """Cross entropy of the prediction, mean over the batch."""
@@ -42,13 +42,14 @@ class TopTrainer:
         objective: the top model, and what it is trained for.
         defense: applied to every gradient before it is returned.
         features: this party's own features in the common order, or None.
-        labels: 0 or 1 in the common order, (aligned,).
+        labels: 0 or 1, or places of several classes, in the common order, (aligned,).
         device: where the model is.
         example_keys: secret bits of each id in the common order, (aligned, 2) int64, for persistent
             noise; None where the defense needs none.
         noisy_labels: what the gradients sent are computed from instead of the labels, (aligned,).
         answer_keys: where the defense's fresh noise has its keys from; None where it draws none.
         data_digest: tells other data from these, for whoever goes on with the run later.
+        num_classes: how many classes the labels are of.
     """
 
     def __init__(
@@ -63,8 +64,10 @@ class TopTrainer:
         noisy_labels: Tensor | None = None,
         answer_keys: AnswerKeys | None = None,
         data_digest: str = "",
+        num_classes: int = 2,
     ) -> None:
         self.data_digest = data_digest
+        self.num_classes = num_classes
         self.defense = defense
         self._objective = objective
         self._features = None if features is None else features.to(device)
@@ -135,7 +138,10 @@ class TopTrainer:
         self._objective.learn(lesson)
 
     def predict(self, positions: Positions, activation: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits and labels of some rows, (batch,) each, on the CPU, without learning."""
+        """Return logits and labels of some rows, on the CPU, without learning.
+
+        Labels are (batch,), and logits, too, or with several classes (batch, classes).
+        """
         self.learn()
         self.model.eval()
         rows = torch.from_numpy(positions.copy()).to(self._device)

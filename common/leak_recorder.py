@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -19,6 +19,7 @@ from common.privacy.audit import (
     pick_hint_rows,
     pick_reference_row,
 )
+from common.privacy.class_audit import ClassLeakAudit
 from common.privacy.settings import AuditSettings
 from common.run_course import Batch
 from common.telemetry import MetricsLog
@@ -42,10 +43,12 @@ class LeakRecorder:
     Args:
         settings: which attacks, how often.
         metrics: gets a ``leak`` line per batch and an ``epoch_leak`` line per epoch, once all its
-            batches are measured: the mean over them, and the leak AUC of the sums so far.
+            batches are measured: the mean over them, and the leak AUC of the sums so far. With
+            several classes these are figures of the pair of classes told apart best.
         seed: the joint seed, from which both parties pick the same positives.
         num_examples: aligned examples of the run.
         on_leak: called in the audit's thread with each measured batch, after its line is written.
+        class_names: of several classes; none where there are two.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class LeakRecorder:
         seed: bytes,
         num_examples: int,
         on_leak: Callable[[BatchLeak], None] | None = None,
+        class_names: Sequence[str] = (),
     ) -> None:
         self._metrics = metrics
         self._seed = seed
@@ -63,7 +67,10 @@ class LeakRecorder:
         self._next_epoch = 0
         self._ended_epoch = -1
         self._charted_s = -_CHARTED_EVERY_S
-        self._audit = LeakAudit(settings.attacks, settings.every_steps, num_examples)
+        chosen = (settings.attacks, settings.every_steps, num_examples)
+        self._audit: LeakAudit | ClassLeakAudit = (
+            ClassLeakAudit(class_names, *chosen) if class_names else LeakAudit(*chosen)
+        )
         self._worker = AuditWorker(
             self._audit, settings.queue_batches, self._note, settings.max_cpu_share
         )
@@ -124,12 +131,20 @@ class LeakRecorder:
 
     def summary(self) -> dict[str, Any]:
         """Return the parts of ``summary.json`` that are about the leak; call it when closed."""
-        return {
+        found: dict[str, Any] = {
             "leak": self._audit.summary(),
             "leak_worst_epoch": self._audit.worst_epochs(),
-            "leak_run_level": self._audit.run_level(),
-            "leak_batches": self._audit.counts()._asdict(),
         }
+        if isinstance(self._audit, ClassLeakAudit):
+            worst, by_class = self._audit.run_level()
+            found |= {
+                "leak_run_level": worst,
+                "leak_classes": self._audit.classes(),
+                "leak_run_level_classes": by_class,
+            }
+        else:
+            found |= {"leak_run_level": self._audit.run_level()}
+        return found | {"leak_batches": self._audit.counts()._asdict()}
 
     def wait_until_idle(self, timeout_s: float = IDLE_S) -> bool:
         """Wait until all batches handed over are measured and written, and say whether they are.
@@ -182,8 +197,19 @@ class LeakRecorder:
         activations: Tensor | None,
     ) -> Observation:
         """Put together what the attacks see and know."""
-        row = pick_reference_row(labels, self._seed, batch.epoch, batch.step)
         sources = gradients if clean is None else clean
+        if isinstance(self._audit, ClassLeakAudit):
+            seen = Observation(
+                batch.epoch,
+                batch.step,
+                gradients,
+                labels,
+                references_are_clean=clean is not None,
+                positions=torch.from_numpy(batch.positions.copy()),
+                activations=activations,
+            )
+            return self._audit.observation(seen, self._seed, sources)
+        row = pick_reference_row(labels, self._seed, batch.epoch, batch.step)
         return Observation(
             batch.epoch,
             batch.step,

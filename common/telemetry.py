@@ -5,6 +5,7 @@ Numbers here are about batches, epochs and runs, never about one example.
 
 import json
 import logging
+import math
 import os
 import sys
 import threading
@@ -34,6 +35,8 @@ _logger = logging.getLogger(__name__)
 
 _TABLES_OF_THEIR_OWN = {
     "leak",
+    "leak_classes",
+    "leak_run_level_classes",
     "ledger",
     "leak_worst_epoch",
     "leak_run_level",
@@ -389,6 +392,33 @@ def leak_table(
     return table
 
 
+def class_table(leak: Mapping[str, Mapping[str, Mapping[str, Any]]], title: str) -> Table:
+    """Return the table of which classes attacks tell apart best: one row per layer and attack.
+
+    Args:
+        leak: layer -> attack -> ``worst_pair``, ``worst_pair_auc``, ``worst_pair_random``,
+            ``classes``, ``random``.
+        title: stands above it.
+    """
+    table = Table(title=title, title_justify="left")
+    for heading in ("layer", "attack", "pair told apart best", "class told best from the rest"):
+        table.add_column(heading)
+    for layer, attacks in leak.items():
+        for attack, found in attacks.items():
+            first, second = found["worst_pair"]
+            pair = f"{first} and {second}: {found['worst_pair_auc']:.3f}"
+            measured = {name: auc for name, auc in found["classes"].items() if not math.isnan(auc)}
+            worst = max(measured, key=lambda name: measured[name], default="-")
+            one = f"{worst}: {measured.get(worst, math.nan):.3f}"
+            table.add_row(
+                layer,
+                attack,
+                f"{pair} ({found['worst_pair_random']:.3f})",
+                f"{one} ({found['random'].get(worst, math.nan):.3f})",
+            )
+    return table
+
+
 def ledger_table(ledger: Mapping[str, float | None], title: str = "Leak ledger") -> Table:
     """Return the table of a ledger: what all answers together may have told of one example.
 
@@ -451,10 +481,14 @@ def print_summary(
     console.print(table)
     if summary.get("ledger"):
         console.print(ledger_table(summary["ledger"], f"{party}: leak ledger"))
+    pair = ", worst pair of classes" if summary.get("leak_classes") else ""
     if summary.get("leak"):
-        console.print(leak_table(summary["leak"], f"{party}: leak AUC"))
+        console.print(leak_table(summary["leak"], f"{party}: leak AUC{pair}"))
+    if summary.get("leak_classes"):
+        title = f"{party}: leak AUC class by class, mean over batches (random scores)"
+        console.print(class_table(summary["leak_classes"], title))
     if summary.get("leak_run_level"):
-        title = f"{party}: leak AUC of the whole run"
+        title = f"{party}: leak AUC of the whole run{pair}"
         console.print(run_level_table(summary["leak_run_level"], title))
 
 

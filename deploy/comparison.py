@@ -53,17 +53,22 @@ def read_results(run_dir: Path) -> RunResults:
 
 def comparison_table(title: str, results: Mapping[str, RunResults]) -> Table:
     """Return a table with one column per run and one row per figure."""
-    table = Table(
-        title=title,
-        caption="leak AUC at a layer: mean over batches, 95 % quantile (that of random scores); "
-        "below, leak AUC of the whole run",
+    caption = (
+        "leak AUC at a layer: mean over batches, 95 % quantile (that of random scores); "
+        "below, leak AUC of the whole run"
     )
+    if any(r.active.get("leak_classes") for r in results.values()):
+        caption += "; of the pair of classes told apart best"
+    table = Table(title=title, caption=caption)
     table.add_column("", no_wrap=True)
     for name in results:
         table.add_column(name, justify="right")
     table.add_row("aligned rows", *(f"{r.active['aligned_rows']:,}" for r in results.values()))
-    for label, name, digits in (("test AUC", "test_auc", 4), ("steps/s", "steps_per_s", 1)):
-        table.add_row(label, *(_number(r.active[name], digits) for r in results.values()))
+    rows = [("test AUC", "test_auc", 4), ("steps/s", "steps_per_s", 1)]
+    if any("test_accuracy" in r.active for r in results.values()):
+        rows.insert(1, ("test accuracy", "test_accuracy", 4))
+    for label, name, digits in rows:
+        table.add_row(label, *(_number(r.active.get(name), digits) for r in results.values()))
     table.add_section()
     for layer, attack in _pairs(r.leak for r in results.values()):
         cells = [_leak_cell(r.leak.get(layer, {}).get(attack)) for r in results.values()]

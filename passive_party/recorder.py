@@ -85,8 +85,11 @@ class PassiveRecorder:
             ids = [self._ids[row] for row in rows.file_rows]
             self._labels = self._evaluation_labels.labels_of(ids)
         if self._settings.adversary is not None and self._labels is not None:
+            names = self._evaluation_labels.settings.class_names if self._evaluation_labels else ()
             self._leaks = self._of_run.enter_context(
-                LeakRecorder(self._settings.adversary, self._metrics, seed, len(rows))
+                LeakRecorder(
+                    self._settings.adversary, self._metrics, seed, len(rows), class_names=names
+                )
             )
         if self._settings.adversary is not None and self._settings.audits:
             self._rows = rows

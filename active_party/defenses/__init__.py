@@ -20,6 +20,11 @@ from active_party.defenses.label_noise import NoisyLabel
 from active_party.defenses.marvell import Marvell
 from active_party.defenses.max_norm import MaxNorm
 from active_party.defenses.max_norm_positive import MaxNormPositive
+from active_party.defenses.multi_class_defenses import (
+    MultiClassIsotropic,
+    MultiClassMarvell,
+    MultiClassMaxNorm,
+)
 from active_party.defenses.noise import (
     AnswerKeys,
     DefaultNoise,
@@ -49,6 +54,7 @@ from active_party.defenses.settings import (
     NoDefense,
     NoisyDefense,
     NoisyLabelDefense,
+    refusal_of_several_classes,
 )
 from active_party.defenses.strength import power_rule
 from active_party.defenses.sum_kl import NoiseSolution
@@ -72,6 +78,7 @@ def build_defense(
     settings: DefenseSettings,
     noise_key: NoiseKey | None = None,
     draw_keys: DrawKeys | None = None,
+    num_classes: int = 2,
 ) -> Defense:
     """Build the defense that the settings name, with a noise source of its own.
 
@@ -80,27 +87,37 @@ def build_defense(
         noise_key: what persistent noise and noisy labels are drawn from.
         draw_keys: gives the keys of fresh noise; by default the operating system does, or for tests
             the settings' ``insecure_noise_seed``.
+        num_classes: how many classes there are.
 
     Raises:
-        ValueError: the defense needs a noise key and there is none.
+        ValueError: the defense needs a noise key and there is none, or it is not for so many
+            classes.
     """
+    refusal = refusal_of_several_classes(settings) if num_classes > 2 else None
+    if refusal is not None:
+        raise ValueError(refusal)
     match settings:
         case NoDefense():
-            return Undefended()
+            return Undefended(num_classes)
         case NoisyLabelDefense():
-            return NoisyLabel(settings, _present(noise_key, settings.name))
+            return NoisyLabel(settings, _present(noise_key, settings.name), num_classes)
         case GafmDefense():
             if settings.insecure_noise_seed is not None:
                 _warn_of_seed()
             return build_defense(settings.composed_with, noise_key, draw_keys)
         case _ if settings.noise == "persistent":
             noise = _noise_source(settings, draw_keys)
-            return _build_persistent(settings, _present(noise_key, settings.name), noise)
+            key = _present(noise_key, settings.name)
+            return _build_persistent(settings, key, noise, num_classes)
+        case _ if num_classes > 2:
+            return _build_for_several(settings, _noise_source(settings, draw_keys), num_classes)
         case _:
             return _build_fresh(settings, _noise_source(settings, draw_keys))
 
 
-def open_noise_key(settings: DefenseSettings, cut_dim: int, path: Path) -> NoiseKey | None:
+def open_noise_key(
+    settings: DefenseSettings, cut_dim: int, path: Path, num_classes: int = 2
+) -> NoiseKey | None:
     """Return the key that a defense draws its noise from; None if the defense needs none.
 
     The file at ``path``, made if there is none, gives every strength a key of its own. The same
@@ -116,6 +133,7 @@ def open_noise_key(settings: DefenseSettings, cut_dim: int, path: Path) -> Noise
             return None
         case NoisyLabelDefense():
             strength = f"noisy_label {settings.mechanism!r}"
+            strength += f" of {num_classes}" if num_classes > 2 else ""
         case GafmDefense(composed_with=NoisyLabelDefense() as behind):
             # The key of noisy_label by itself: a label's flip is drawn once, whatever it is in.
             strength = f"noisy_label {behind.mechanism!r}"
@@ -161,12 +179,33 @@ def _build_fresh(settings: _AddsNoise, noise: NoiseSource) -> Defense:
             )
 
 
-def _build_persistent(settings: _AddsNoise, noise_key: NoiseKey, noise: NoiseSource) -> Defense:
+def _build_for_several(settings: _AddsNoise, noise: NoiseSource, num_classes: int) -> Defense:
+    match settings:
+        case IsoDefense():
+            return MultiClassIsotropic(settings.amplitude, noise, num_classes)
+        case MaxNormDefense():
+            return MultiClassMaxNorm(noise, num_classes)
+        case MarvellDefense():
+            return MultiClassMarvell(
+                settings.strength,
+                noise,
+                num_classes,
+                from_earlier=settings.statistics == "running",
+            )
+        case MaxNormPositiveDefense():
+            raise ValueError("max_norm_positive is for two classes")
+
+
+def _build_persistent(
+    settings: _AddsNoise, noise_key: NoiseKey, noise: NoiseSource, num_classes: int
+) -> Defense:
     match settings:
         case IsoDefense():
             return PersistentIsotropic(settings.amplitude, noise, key_name(noise_key))
         case MaxNormDefense():
             keyed = KeyedScalars(noise)
+            if num_classes > 2:
+                return PersistentMaxNorm(MultiClassMaxNorm(keyed, num_classes), keyed)
             return PersistentMaxNorm(MaxNorm(keyed), keyed)
         case MaxNormPositiveDefense():
             keyed = KeyedScalars(noise)

@@ -9,6 +9,10 @@ tells, whatever the epochs, the optimiser, the model and the number of passive p
     laplace              y + x/e, x ~ Laplace(1)         sumKL = 2 (e + exp(-e) - 1), e-label-DP
     randomized_response  flipped with prob. 1/(1+exp e)  sumKL = 2 e tanh(e/2), e-label-DP
 
+Of K classes randomized response gives the true one with probability exp e/(K-1+exp e), and else one
+of the others, all alike. Between any two classes sumKL = 2 e (exp e - 1)/(K-1+exp e), e-label-DP;
+for K = 2 this is the line above. The other two mechanisms are for two classes alone.
+
 With ``top_labels: true`` the top model learns from the labels themselves, and what it has learned
 shows in p and J of later gradients (p - noisy y) J. This has no proof. It is charged for the noisy
 label alone, as every defense is, without label-DP; the leak monitor watches the rest.
@@ -37,7 +41,7 @@ from active_party.defenses.report import (
     LeakCharge,
     Stateless,
 )
-from active_party.defenses.rows import as_positive, as_rows
+from active_party.defenses.rows import as_classes, as_rows
 from active_party.defenses.settings import (
     GaussianLabels,
     LabelMechanism,
@@ -57,8 +61,9 @@ class NoisyLabel(Stateless):
     trainer.
     """
 
-    def __init__(self, settings: NoisyLabelDefense, key: NoiseKey) -> None:
-        sum_kl, epsilon = label_leak(settings.mechanism)
+    def __init__(self, settings: NoisyLabelDefense, key: NoiseKey, num_classes: int = 2) -> None:
+        self._num_classes = num_classes
+        sum_kl, epsilon = label_leak(settings.mechanism, num_classes)
         self._report = DefenseReport(
             noise_power=0.0,  # it is in the labels: nothing is added to the gradient
             sum_kl_after=sum_kl,
@@ -79,24 +84,35 @@ class NoisyLabel(Stateless):
         probabilities: Tensor | None = None,  # noqa: ARG002
     ) -> tuple[DefendedGradient, DefenseReport]:
         """Return the values unchanged. The labels' values are checked and not used."""
-        as_positive(labels, as_rows(gradients))
+        as_classes(labels, as_rows(gradients), self._num_classes)
         return DefendedGradient(gradients.detach()), self._report
 
 
 def draw_noisy_labels(
-    mechanism: LabelMechanism, labels: Tensor, key: NoiseKey, ids: list[str]
+    mechanism: LabelMechanism,
+    labels: Tensor,
+    key: NoiseKey,
+    ids: list[str],
+    num_classes: int = 2,
 ) -> Tensor:
     """Draw each example's noisy label, the same whenever it is asked for.
 
     Args:
         mechanism: kind and strength of the noise.
-        labels: (aligned,), 0 or 1.
+        labels: (aligned,), 0 or 1, or places of several classes.
         key: the noise key.
         ids: canonical ids in the same order.
+        num_classes: how many classes there are.
 
     Returns:
-        (aligned,) float32. 0 or 1 for randomized response; else any number.
+        (aligned,) float32. 0 or 1 for randomized response, or the place of a class; else any
+        number.
+
+    Raises:
+        ValueError: the mechanism is for two classes, and there are more.
     """
+    if num_classes > 2 and not isinstance(mechanism, RandomizedResponse):
+        raise ValueError(f"expected randomized response for {num_classes} classes")
     keys = example_keys(key, ids, LABEL_NOISE)
     match mechanism:
         case GaussianLabels():
@@ -105,13 +121,15 @@ def draw_noisy_labels(
             sizes = -open_uniform(keys[:, 0], torch.float64).log_()
             noise = sizes.copysign_(keys[:, 1]).div_(mechanism.epsilon)
         case RandomizedResponse():
-            flipped = open_uniform(keys[:, 0], torch.float64) <= _flip_probability(mechanism)
-            return torch.where(flipped, 1 - labels, labels).float()
+            chance = _flip_probability(mechanism, num_classes)
+            flipped = open_uniform(keys[:, 0], torch.float64) <= chance
+            others = 1 - labels if num_classes == 2 else _others(labels, keys[:, 1], num_classes)
+            return torch.where(flipped, others, labels).float()
     return (labels + (noise * _GRID).round_() / _GRID).float()
 
 
-def label_leak(mechanism: LabelMechanism) -> tuple[float, float | None]:
-    """Return a noisy label's divergence between the classes, and its epsilon if it has one."""
+def label_leak(mechanism: LabelMechanism, num_classes: int = 2) -> tuple[float, float | None]:
+    """Return a noisy label's divergence between two classes, and its epsilon if it has one."""
     match mechanism:
         case GaussianLabels():
             return mechanism.noise_ratio**-2, None
@@ -120,8 +138,20 @@ def label_leak(mechanism: LabelMechanism) -> tuple[float, float | None]:
             return 2 * (epsilon + math.expm1(-epsilon)), epsilon
         case RandomizedResponse():
             epsilon = mechanism.epsilon
-            return 2 * epsilon * math.tanh(epsilon / 2), epsilon
+            if num_classes == 2:
+                return 2 * epsilon * math.tanh(epsilon / 2), epsilon
+            return 2 * epsilon * math.expm1(epsilon) / (
+                num_classes - 1 + math.exp(epsilon)
+            ), epsilon
 
 
-def _flip_probability(mechanism: RandomizedResponse) -> float:
-    return 1 / (1 + math.exp(mechanism.epsilon))
+def _flip_probability(mechanism: RandomizedResponse, num_classes: int) -> float:
+    others = num_classes - 1
+    return others / (others + math.exp(mechanism.epsilon))
+
+
+def _others(labels: Tensor, bits: Tensor, num_classes: int) -> Tensor:
+    """Pick one of the other classes for each label, all alike."""
+    # A draw of exactly 1 would otherwise lead back to the label.
+    steps = 1 + (open_uniform(bits, torch.float64) * (num_classes - 1)).floor()
+    return (labels + steps.clamp(max=num_classes - 1)) % num_classes

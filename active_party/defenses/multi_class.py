@@ -10,6 +10,9 @@ the product of their priors, subject to tr(S - w I) = P and S >= w I. The best S
 eigenvectors, and S_k = max(w, h sqrt(b_k)) along them: the level h spends the power, and a
 direction whose sqrt(b_k) is under water gets no noise. For two equally frequent classes this is
 Marvell's solution with u = v. For unequal ones Marvell's two covariances leave a little less.
+
+What the noise leaves between one pair of classes is (m_i - m_j)^T S^-1 (m_i - m_j). Without spread,
+w = 0, it falls as the reciprocal of the power, for every pair.
 """
 
 import math
@@ -67,6 +70,58 @@ def solve_shared_noise(
             for root, total in zip(roots[:rank].tolist(), totals, strict=True)
         ),
     )
+
+
+def power_for_worst_pair(class_means: Tensor, priors: Tensor, sum_kl: float) -> float:
+    """Find the least noise power that leaves no pair of classes more divergence than this.
+
+    Spread within the classes is given no credit: the noise is that of ``solve_shared_noise`` with a
+    residual variance of 0, and the divergence what `pair_divergences` says.
+
+    Args:
+        class_means: (classes, cut_dim).
+        priors: as for ``solve_shared_noise``, all above 0.
+        sum_kl: divergence that may be left, above 0.
+
+    Returns:
+        The power, exact up to rounding: without spread, all divergences fall as its reciprocal.
+
+    Raises:
+        ValueError: an argument is outside its range.
+    """
+    if not sum_kl > 0:
+        raise ValueError(f"sum_kl must be above 0, got {sum_kl}")
+    largest = float(class_means.abs().max())
+    power = largest * largest
+    if power == 0:
+        return 0.0
+    solution = solve_shared_noise(class_means, priors, 0.0, power)
+    return power * float(pair_divergences(class_means, solution).max()) / sum_kl
+
+
+def pair_divergences(
+    class_means: Tensor, solution: SharedNoise, residual_variance: float = 0.0
+) -> Tensor:
+    """Return the symmetrised divergence of every two classes, (classes, classes) float64.
+
+    Infinite for a pair whose means differ where there is neither noise nor spread.
+
+    Args:
+        class_means: (classes, cut_dim).
+        solution: the noise, whose directions span the means' differences or leave them bare.
+        residual_variance: variance within the classes per coordinate.
+    """
+    means = class_means.double()
+    coordinates = means @ solution.directions.T
+    gaps = (coordinates[:, None] - coordinates[None]).square()
+    totals = solution.variances + residual_variance
+    divergences = torch.where(gaps > 0, gaps / totals, 0.0).sum(dim=2)
+    # What the directions do not reach; rounding alone leaves some of it.
+    rest = means - coordinates @ solution.directions
+    uncovered = (rest[:, None] - rest[None]).square().sum(dim=2)
+    longest = (means[:, None] - means[None]).square().sum(dim=2).max()
+    uncovered = torch.where(uncovered > 1e-20 * longest, uncovered, 0.0)
+    return divergences + torch.where(uncovered > 0, uncovered / residual_variance, 0.0)
 
 
 def draw_shared_noise(solution: SharedNoise, like: Tensor, noise: NoiseSource) -> Tensor:

@@ -5,11 +5,14 @@ import math
 from torch import Tensor
 
 from active_party.defenses.report import DefendedGradient, DefenseReport, LeakCharge, Stateless
-from active_party.defenses.rows import as_positive, as_rows
+from active_party.defenses.rows import as_classes, as_rows
 
 
 class Undefended(Stateless):
     """Sends the raw gradient as it is."""
+
+    def __init__(self, num_classes: int = 2) -> None:
+        self._num_classes = num_classes
 
     def defend(
         self,
@@ -20,7 +23,7 @@ class Undefended(Stateless):
         probabilities: Tensor | None = None,  # noqa: ARG002
     ) -> tuple[DefendedGradient, DefenseReport]:
         """Return the values unchanged."""
-        as_positive(labels, as_rows(gradients))
+        as_classes(labels, as_rows(gradients), self._num_classes)
         return DefendedGradient(gradients.detach()), DefenseReport(
             noise_power=0.0, charge=LeakCharge(math.inf)
         )

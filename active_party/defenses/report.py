@@ -69,10 +69,11 @@ class Defense(Protocol):
 
         Args:
             gradients: raw loss gradient at the cut layer, (batch, *cut_shape), float32 or float64.
-            labels: (batch,) or (batch, 1), any dtype, values 0 and 1.
+            labels: (batch,) or (batch, 1), any dtype, values 0 and 1, or places of several classes.
             example_keys: (batch, 2) int64 on the CPU, secret bits of each example's id; persistent
                 noise is drawn from them.
-            probabilities: (batch,), what the model predicts; for defenses that use it.
+            probabilities: (batch,), what the model predicts; for defenses that use it, which are
+                for two classes.
 
         Returns:
             The defended gradient, of the same shape, dtype and device, and the report.

@@ -41,6 +41,24 @@ def as_positive(labels: Tensor, rows: Tensor) -> Tensor:
     return positive
 
 
+def as_classes(labels: Tensor, rows: Tensor, num_classes: int) -> Tensor:
+    """Turn labels into the places of their classes, (batch,) int64 on the rows' device.
+
+    Raises:
+        ValueError: their number is not the batch's, or one is no class's place.
+    """
+    if num_classes == 2:
+        return as_positive(labels, rows).long()
+    batch = rows.shape[0]
+    if labels.shape not in {(batch,), (batch, 1)}:
+        raise ValueError(f"expected {batch} labels, got shape {tuple(labels.shape)}")
+    labels = labels.detach().to(rows.device).reshape(batch)
+    classes = labels.long()
+    if not bool(((classes == labels) & (classes >= 0) & (classes < num_classes)).all()):
+        raise ValueError(f"labels must be the places of {num_classes} classes, from 0 on")
+    return classes
+
+
 def largest_size(rows: Tensor) -> Tensor:
     """Return the largest absolute value, as a float64 scalar on the same device."""
     low, high = rows.aminmax()

@@ -156,7 +156,11 @@ class LaplaceLabels(Section):
 
 
 class RandomizedResponse(Section):
-    """y, or its opposite with probability 1/(1 + exp(epsilon))."""
+    """y, or its opposite with probability 1/(1 + exp(epsilon)).
+
+    Of K classes the true one with probability exp(epsilon)/(K - 1 + exp(epsilon)), and else any of
+    the others alike.
+    """
 
     kind: Literal["randomized_response"]
 
@@ -275,6 +279,28 @@ class GafmDefense(Section):
                 "a noisy_label of mechanism randomized_response, with top_labels noisy"
             )
         return self
+
+
+def refusal_of_several_classes(defense: "DefenseSettings") -> str | None:
+    """Say why a defense cannot be had with more than two classes; None where it can."""
+    match defense:
+        case GafmDefense() | MaxNormPositiveDefense():
+            return (
+                f"{defense.name} is defined for two classes alone; expected none, iso, max_norm, "
+                "marvell or noisy_label"
+            )
+        case IsoDefense() | MarvellDefense() if defense.noise == "persistent":
+            return (
+                f"persistent noise of {defense.name} is measured by what one label out of two "
+                "moves; with several classes expected noise: fresh, or noisy_label"
+            )
+        case NoisyLabelDefense() if defense.mechanism.kind != "randomized_response":
+            return (
+                f"noisy_label by {defense.mechanism.kind} noise adds to a label of 0 or 1; with "
+                "several classes expected mechanism: {kind: randomized_response, epsilon: ...}"
+            )
+        case _:
+            return None
 
 
 DefenseSettings = Annotated[

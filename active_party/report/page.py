@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from active_party.report.classes import class_table, pair_rows, run_pairs
 from active_party.report.distributions import class_rows, sent_panels
 from active_party.report.figures import Finding, finding_of, strongest
 from active_party.report.panels import (
@@ -31,6 +32,7 @@ from active_party.report.run_files import (
     adversary_series,
     class_histograms,
     leak_series,
+    num_classes,
     read_run,
 )
 from active_party.report.svg import Dot
@@ -122,6 +124,10 @@ def report_page(run: RunFiles) -> str:
         layer_panels=layer_panels(run, adversary),
         layers=list(dict.fromkeys(one.layer for one in adversary)),
         class_rows=class_rows(class_histograms(run)),
+        num_classes=num_classes(run),
+        class_table=class_table(run),
+        pair_rows=list(pair_rows(run)),
+        run_pairs=run_pairs(run),
         leak_rows=list(leak_rows(measured)),
         alarm_rows=list(alarm_rows(run)),
         gate_rows=list(gate_rows(run)),
@@ -147,6 +153,7 @@ def comparison_page(runs: Sequence[RunFiles]) -> str:
         "comparison.html.jinja",
         title=", ".join(one.title for one in compared),
         runs=[(one, _defense(one.run)) for one in compared],
+        several_classes=any(num_classes(run) > 2 for run in runs),
         trade_off=trade_off(*_places(compared)),
         rows=_rows(compared, keys),
         training=shared_training_panels(coloured),
@@ -219,6 +226,8 @@ def _rows(
     yield "epochs", [count(summary.get("epochs")) for summary in summaries]
     yield "steps per second", [figure(summary.get("steps_per_s"), 1) for summary in summaries]
     yield "test AUC", [figure(summary.get("test_auc"), 4) for summary in summaries]
+    if any("test_accuracy" in summary for summary in summaries):
+        yield "test accuracy", [figure(summary.get("test_accuracy"), 4) for summary in summaries]
     for layer, attack in keys:
         cells = [
             {(f.layer, f.attack): f for f in one.findings}.get((layer, attack)) for one in compared

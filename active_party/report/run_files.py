@@ -165,6 +165,14 @@ def accumulated_series(run: RunFiles) -> dict[tuple[str, str], tuple[Numbers, Nu
     return found
 
 
+def num_classes(run: RunFiles) -> int:
+    """Return how many classes a run has; 2 where it declares none."""
+    declared = (run.active.settings.get("data") or {}).get("classes")
+    if isinstance(declared, int):
+        return declared
+    return len(declared) if isinstance(declared, list) else 2
+
+
 def steps_per_epoch_of(run: RunFiles) -> int:
     """Return how many steps the longest epoch had."""
     lines = run.active.metrics.get("train", []) + run.active.metrics.get("leak", [])

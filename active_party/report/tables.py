@@ -190,6 +190,8 @@ def summary_rows(run: RunFiles) -> Iterator[tuple[str, str]]:
     yield "steps", count(summary.get("steps"))
     yield "steps per second", figure(summary.get("steps_per_s"), 1)
     yield "test AUC", figure(summary.get("test_auc"), 4)
+    if "test_accuracy" in summary:
+        yield "test accuracy", figure(summary.get("test_accuracy"), 4)
     yield "test loss", figure(summary.get("test_loss"), 4)
     yield "training loss, last epoch", figure(summary.get("train_loss"), 4)
     yield "batches attacked", count(counts.get("observed"))

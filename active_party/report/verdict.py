@@ -16,7 +16,7 @@ from active_party.report.figures import (
     Finding,
     strongest,
 )
-from active_party.report.run_files import RunFiles
+from active_party.report.run_files import RunFiles, num_classes
 from common.privacy.accumulation import NUM_HINTS, SOURCES
 from common.privacy.attacks import ATTACKS, SideInformation
 
@@ -107,7 +107,8 @@ def judge(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunL
     guarantee = guarantee_of(run)
     gaps = list(_not_measured(run, findings, accumulated))
     findings = [found for found in findings if found.attack not in WITHOUT_GRADIENTS]
-    reasons = [*_measured(findings, accumulated), *_bounded(run, guarantee), *_told(summary)]
+    measured = _measured(findings, accumulated)
+    reasons = [*_of_classes(run), *measured, *_bounded(run, guarantee), *_told(summary)]
     doubts = list(_doubts(summary.get("leak_alarms"), accumulated, guarantee))
     return Verdict(
         _level(findings, accumulated, guarantee, trusted=not doubts),
@@ -186,6 +187,15 @@ def _headline(
     if math.isnan(guarantee):
         return f"{tell}; nothing bounds the whole run."
     return f"{tell}; the ledger guarantees at most {at_most(guarantee)} for the whole run."
+
+
+def _of_classes(run: RunFiles) -> Iterator[str]:
+    """Say what figures are of where there are several classes."""
+    if num_classes(run) > 2:
+        yield (
+            f"With {num_classes(run)} classes every leak AUC, measured or allowed for, is that of "
+            "the two classes that are told apart best."
+        )
 
 
 def _measured(findings: Sequence[Finding], accumulated: Sequence[RunLevel]) -> Iterator[str]:

@@ -127,6 +127,63 @@ def read_labels(
     return labels.astype(np.float32)
 
 
+def read_classes(
+    column: ArrowColumn,
+    names: Sequence[str],
+    *,
+    are_numbers: bool,
+    missing_texts: Sequence[str],
+    where: str,
+    first_row: int = 1,
+) -> NDArray[np.float32]:
+    """Return each row's class as its place in ``names``.
+
+    Args:
+        column: labels as they stand in the file.
+        names: of the classes.
+        are_numbers: whether the column holds the places themselves, as numbers.
+        missing_texts: cells that mean "no value".
+        where: file and column, for messages.
+        first_row: number of the first row, for messages.
+
+    Raises:
+        DataError: a label is missing or is none of them; says how many and where, never which.
+    """
+    if are_numbers:
+        places = _read_numbers(column, missing_texts, where).values
+        is_wrong = ~np.isin(places, np.arange(len(names)))
+        values = pa.chunked_array([pa.array(places)])
+        expected = f"a whole number from 0 to {len(names) - 1}"
+    else:
+        values = _clean_text(column, missing_texts, where)
+        found = pc.index_in(values, value_set=pa.array(names, pa.string()))
+        is_wrong = pc.is_null(found).to_numpy()
+        places = pc.fill_null(found, 0).to_numpy()
+        expected = f"one of the {len(names)} classes that data.classes names"
+    if is_wrong.any():
+        unknown = pc.count_distinct(pc.filter(values, pa.array(is_wrong)), mode="all").as_py()
+        raise DataError(
+            f"{where}: expected {expected} in {_rows(is_wrong, first_row)}; found {unknown} "
+            f"different value{'s' * (unknown != 1)} there"
+        )
+    return places.astype(np.float32)
+
+
+def check_all_classes(labels: NDArray[np.float32], names: Sequence[str], where: str) -> None:
+    """Check that there are rows of every class.
+
+    Raises:
+        DataError: a class has none.
+    """
+    present = np.bincount(labels.astype(np.int64), minlength=len(names)) > 0
+    absent = [name for name, is_there in zip(names, present, strict=True) if not is_there]
+    if absent:
+        raise DataError(
+            f"{where}: no row is of class {', '.join(map(repr, absent))}: expected every class of "
+            f"data.classes"
+        )
+
+
 def read_splits(column: ArrowColumn, where: str, first_row: int = 1) -> NDArray[np.int8]:
     """Return each row's split as its place in ``SPLITS``.
 

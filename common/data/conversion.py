@@ -18,12 +18,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from common.alignment.ids import canonical_ids
-from common.data.columns import check_both_classes
 from common.data.settings import DataSettings
 from common.data.sources import Part, TableSource
 from common.data.stored_ids import StoredIds, check_distinct
 from common.data.table import (
     Selection,
+    check_classes,
     part_categories,
     part_ids,
     part_image,
@@ -139,7 +139,7 @@ class _Writer:
         label_column, id_column = self._settings.label_column, self._settings.id_column
         if label_column is not None:
             labels = np.memmap(self._folder / "labels.bin", np.float32, "r")
-            check_both_classes(labels, f"{self._source}: column {label_column!r}")
+            check_classes(self._settings, labels, self._source)
         if id_column is not None:
             where = f"{self._source}: column {id_column!r}"
             stored = self._folder / "part-id-hashes"

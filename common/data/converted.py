@@ -100,6 +100,8 @@ def open_converted(
 def _key(settings: DataSettings, stamps: list[list[Any]], split_column: str | None) -> str:
     """Name what decides the content of the cache, and nothing else."""
     plain = settings.model_dump(mode="json")
+    if plain["classes"] is None:  # as before there were several
+        del plain["classes"]
     for name in ("cache_dir", "path", "table"):
         plain["source"].pop(name, None)
     for name in ("signed_log1p", "numeric_scaling", "min_count"):

@@ -44,6 +44,8 @@ def open_source(settings: Source, base_dir: Path, image_array: str | None = None
             return NpzFile(settings.resolve(base_dir), image_array)
         case ImagesSource():
             return ImageFolder(settings, base_dir)
+        case SklearnSource(dataset="digits"):
+            return Digits(settings.shuffle_seed)
         case SklearnSource():
             return BreastCancer(settings.shuffle_seed)
 
@@ -76,23 +78,11 @@ class ParquetFile:
                 yield Part(columns, None, done_rows / file.metadata.num_rows)
 
 
-class BreastCancer:
-    """The Wisconsin diagnostic data set that scikit-learn ships."""
+class _Shipped:
+    """A table in memory."""
 
-    name = "scikit-learn's breast_cancer"
-
-    def __init__(self, shuffle_seed: int) -> None:
-        # It takes a second to import, which a party with a file of its own need not wait for.
-        from sklearn.datasets import load_breast_cancer  # noqa: PLC0415
-
-        bunch = load_breast_cancer()
-        order = np.random.default_rng(shuffle_seed).permutation(len(bunch.target))
-        self._columns: dict[str, Any] = {
-            "id": [f"patient-{row:04d}" for row in order],
-            "malignant": 1 - bunch.target[order],
-        }
-        for name, values in zip(bunch.feature_names, bunch.data.T, strict=True):
-            self._columns[str(name).replace(" ", "_")] = values[order]
+    def __init__(self, columns: Mapping[str, Any]) -> None:
+        self._columns = dict(columns)
 
     def column_names(self) -> list[str]:
         """Return the names of all columns."""
@@ -105,3 +95,39 @@ class BreastCancer:
     def parts(self, names: Sequence[str]) -> Iterator[Part]:
         """Yield the named columns at once: they are few."""
         yield Part(self.read(names), None, 1.0)
+
+
+class Digits(_Shipped):
+    """The images of handwritten digits that scikit-learn ships."""
+
+    name = "scikit-learn's digits"
+
+    def __init__(self, shuffle_seed: int) -> None:
+        # It takes a second to import, which a party with a file of its own need not wait for.
+        from sklearn.datasets import load_digits  # noqa: PLC0415
+
+        bunch = load_digits()
+        order = np.random.default_rng(shuffle_seed).permutation(len(bunch.target))
+        columns = {"id": [f"image-{row:04d}" for row in order], "digit": bunch.target[order]}
+        pixels = {f"pixel_{j // 8}_{j % 8}": bunch.data[order, j] for j in range(64)}
+        super().__init__(columns | pixels)
+
+
+class BreastCancer(_Shipped):
+    """The Wisconsin diagnostic data set that scikit-learn ships."""
+
+    name = "scikit-learn's breast_cancer"
+
+    def __init__(self, shuffle_seed: int) -> None:
+        # It takes a second to import, which a party with a file of its own need not wait for.
+        from sklearn.datasets import load_breast_cancer  # noqa: PLC0415
+
+        bunch = load_breast_cancer()
+        order = np.random.default_rng(shuffle_seed).permutation(len(bunch.target))
+        columns: dict[str, Any] = {
+            "id": [f"patient-{row:04d}" for row in order],
+            "malignant": 1 - bunch.target[order],
+        }
+        for name, values in zip(bunch.feature_names, bunch.data.T, strict=True):
+            columns[str(name).replace(" ", "_")] = values[order]
+        super().__init__(columns)

@@ -17,6 +17,27 @@ def _as_list(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
+MAX_CLASSES = 100
+
+
+def _as_class_names(value: Any) -> Any:
+    """Turn whole numbers in a list of classes, as YAML reads them, into their text."""
+    if not isinstance(value, list | tuple):
+        return value
+    whole = (isinstance(name, int) and not isinstance(name, bool) for name in value)
+    return tuple(str(n) if is_whole else n for n, is_whole in zip(value, whole, strict=True))
+
+
+ClassName = Annotated[
+    str, StringConstraints(min_length=1, max_length=64, strip_whitespace=True, strict=True)
+]
+Classes = Annotated[
+    Annotated[int, Field(ge=3, le=MAX_CLASSES, strict=True)]
+    | Annotated[tuple[ClassName, ...], Field(min_length=3, max_length=MAX_CLASSES)],
+    BeforeValidator(_as_class_names),
+]
+"""How many classes there are, or what they are called."""
+
 Columns = Annotated[tuple[ColumnName, ...], BeforeValidator(_as_list)]
 """Names of columns, or patterns with shell wildcards such as ``x*``; one alone needs no list."""
 
@@ -148,12 +169,14 @@ class SklearnSource(Section):
     ``breast_cancer`` has 569 rows, the ids ``patient-0000`` and so on in column ``id``, its 30
     features with ``_`` for each space (``mean_radius``), and the label ``malignant``: 1 for the
     212 malignant tumours, so that 1 is the rarer class as in the other data sets (scikit-learn's
-    own target is its opposite).
+    own target is its opposite). ``digits`` has ten classes: 1,797 images of handwritten digits,
+    the ids ``image-0000`` and so on in column ``id``, 64 pixels by row and column, ``pixel_0_0`` to
+    ``pixel_7_7``, and the label ``digit``, 0 to 9.
     """
 
     kind: Literal["sklearn"]
 
-    dataset: Literal["breast_cancer"] = "breast_cancer"
+    dataset: Literal["breast_cancer", "digits"] = "breast_cancer"
     """Which data set."""
 
     shuffle_seed: int = Field(default=0, ge=0)
@@ -229,14 +252,31 @@ class DataSettings(Section):
     from 1, is its id: only for two files whose rows already correspond, such as raw Criteo."""
 
     label_column: ColumnName | None = None
-    """Column with the label, 0 or 1."""
+    """Column with the label: 0 or 1, or one of ``classes``."""
 
     positive_label: ColumnName | None = None
     """The text that stands for label 1, every other then standing for 0; by default the column
     must hold 0 and 1."""
 
+    classes: Classes | None = None
+    """Three or more classes, for a softmax over them: a number K, for a column that holds the whole
+    numbers 0 to K - 1, or the list of the texts (or whole numbers) that the column holds. Absent:
+    two classes."""
+
     features: FeatureSettings | None = None
     """The columns that go into the model; none for a party that only holds labels."""
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """What the classes are called; empty where there are two."""
+        if isinstance(self.classes, int):
+            return tuple(map(str, range(self.classes)))
+        return self.classes or ()
+
+    @property
+    def num_classes(self) -> int:
+        """How many classes a label may have."""
+        return len(self.class_names) or 2
 
     @model_validator(mode="after")
     def _names_something_to_read(self) -> "DataSettings":
@@ -244,6 +284,12 @@ class DataSettings(Section):
             raise ValueError("name a label_column, features, or both")
         if self.label_column is None and self.positive_label is not None:
             raise ValueError("positive_label needs a label_column")
+        if self.classes is not None and self.label_column is None:
+            raise ValueError("classes needs a label_column")
+        if self.classes is not None and self.positive_label is not None:
+            raise ValueError("positive_label is for two classes; leave out it or classes")
+        if len(set(self.class_names)) < len(self.class_names):
+            raise ValueError("classes: each class may be named once")
         if self.features and self.features.image:
             if self.source.kind not in {"npz", "images"}:
                 raise ValueError(

@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 
 from common.data.columns import (
     CategoricalColumn,
+    check_all_classes,
     check_both_classes,
     check_columns_exist,
     read_categories,
+    read_classes,
     read_ids,
     read_labels,
     read_numeric,
@@ -39,7 +41,7 @@ class Table:
     distinct and not empty is checked by the alignment, which makes them canonical first."""
 
     labels: NDArray[np.float32] | None
-    """0 or 1 per row."""
+    """0 or 1 per row, or the place of its class among several."""
 
     numeric: Mapping[str, NDArray[np.float64]]
     """Finite numbers by column."""
@@ -119,7 +121,7 @@ def read_table(settings: DataSettings, base_dir: Path, split_column: str | None 
     num_rows = _common_length(columns, image, source.name)
     labels = part_labels(settings, columns, source.name)
     if labels is not None:
-        check_both_classes(labels, f"{source.name}: column {settings.label_column!r}")
+        check_classes(settings, labels, source.name)
     return Table(
         source=source.name,
         ids=[str(row + 1) for row in range(num_rows)]
@@ -147,7 +149,29 @@ def part_labels(
         return None
     where = f"{source}: column {name!r}"
     missing_texts = _missing_texts(settings)
+    if settings.classes is not None:
+        return read_classes(
+            columns[name],
+            settings.class_names,
+            are_numbers=isinstance(settings.classes, int),
+            missing_texts=missing_texts,
+            where=where,
+            first_row=first_row,
+        )
     return read_labels(columns[name], settings.positive_label, missing_texts, where, first_row)
+
+
+def check_classes(settings: DataSettings, labels: NDArray[np.float32], source: str) -> None:
+    """Check that a whole file has rows of every class.
+
+    Raises:
+        DataError: it has not.
+    """
+    where = f"{source}: column {settings.label_column!r}"
+    if settings.classes is None:
+        check_both_classes(labels, where)
+    else:
+        check_all_classes(labels, settings.class_names, where)
 
 
 def part_splits(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from common.data.features import Features, FeatureShapes, image_as_float
 from common.errors import SettingsError
-from common.models.mlp import FeatureInput, dense_relu
+from common.models.mlp import FeatureInput, dense_relu, without_single
 from common.models.settings import ConvModel
 
 
@@ -53,10 +53,14 @@ class ConvBottom(nn.Module):
 
 
 class ConvTop(nn.Module):
-    """From the cut layer, and the active party's own features where it has some, to a logit."""
+    """From the cut layer, and the active party's own features where it has some, to logits."""
 
     def __init__(
-        self, settings: ConvModel, cut_shape: Sequence[int], shapes: FeatureShapes | None
+        self,
+        settings: ConvModel,
+        cut_shape: Sequence[int],
+        shapes: FeatureShapes | None,
+        num_logits: int = 1,
     ) -> None:
         super().__init__()
         shape = tuple(cut_shape)
@@ -72,15 +76,15 @@ class ConvTop(nn.Module):
         own_dim = self.input.output_dim if self.input else 0
         self.layers = dense_relu(math.prod(shape) + own_dim, settings.hidden)
         last_dim = settings.hidden[-1] if settings.hidden else math.prod(shape) + own_dim
-        self.output = nn.Linear(last_dim, 1)
+        self.output = nn.Linear(last_dim, num_logits)
 
     def forward(self, activation: Tensor, features: Features | None) -> Tensor:
-        """Return one logit per row, (rows,)."""
+        """Return one logit per row, (rows,), or several, (rows, logits)."""
         parts = [self.blocks(activation).flatten(1)]
         if self.input is not None and features is not None:
             parts.append(self.input(features))
         logits: Tensor = self.output(self.layers(torch.cat(parts, dim=1)))
-        return logits.squeeze(1)
+        return without_single(logits)
 
 
 EMBEDDING_DIM = 4

@@ -73,20 +73,26 @@ def build_top_model(
     encoder: FeatureEncoder | FeatureShapes | None,
     *,
     seed: int,
+    num_classes: int = 2,
 ) -> nn.Module:
     """Return a model from the activation (and own features) to logits, on the CPU, for training.
+
+    Of two classes it gives one logit per row, of more one per row and class.
 
     Args:
         settings: the active party's ``top_model``.
         cut_shape: shape of one row's activation.
         encoder: of the active party's own features, or their shapes; None where it has none.
         seed: of the initial weights.
+        num_classes: how many classes there are.
 
     Raises:
         SettingsError: an output activation is set, or the features or the cut are not those that
             the model takes; or a class of the user's own cannot be loaded, built or called, or
             returns another shape.
     """
+    num_logits = 1 if num_classes == 2 else num_classes
+    expected_shape = (PROBE_ROWS,) if num_classes == 2 else (PROBE_ROWS, num_classes)
     shapes = None if encoder is None else _shapes(encoder)
     if shapes is not None and not _has_features(shapes):
         raise SettingsError("top_model: data.features selects no column; leave it out")
@@ -99,11 +105,11 @@ def build_top_model(
     def build() -> nn.Module:
         match settings:
             case MlpModel():
-                return MlpTop(settings, cut_shape, shapes)
+                return MlpTop(settings, cut_shape, shapes, num_logits)
             case WideDeepModel():
-                return WideDeepTop(settings, cut_shape, shapes)
+                return WideDeepTop(settings, cut_shape, shapes, num_logits)
             case ConvModel():
-                return ConvTop(settings, cut_shape, shapes)
+                return ConvTop(settings, cut_shape, shapes, num_logits)
             case CustomModel():
                 return _build_custom(settings, "top_model")
 
@@ -111,7 +117,7 @@ def build_top_model(
         features = None if shapes is None else shapes.zeros(PROBE_ROWS)
         return model(torch.zeros(PROBE_ROWS, *cut_shape), features)
 
-    return _build_and_probe(build, probe, (PROBE_ROWS,), seed, "top_model")
+    return _build_and_probe(build, probe, expected_shape, seed, "top_model")
 
 
 def load_class(name: str) -> type[Any]:

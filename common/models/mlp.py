@@ -61,23 +61,32 @@ class MlpBottom(nn.Module):
 
 
 class MlpTop(nn.Module):
-    """From the cut layer, and the active party's own features where it has some, to a logit."""
+    """From the cut layer, and the active party's own features where it has some, to logits."""
 
     def __init__(
-        self, settings: MlpModel, cut_shape: Sequence[int], shapes: FeatureShapes | None
+        self,
+        settings: MlpModel,
+        cut_shape: Sequence[int],
+        shapes: FeatureShapes | None,
+        num_logits: int = 1,
     ) -> None:
         super().__init__()
         self.input = FeatureInput(shapes, settings.embedding_dim) if shapes else None
         own_dim = self.input.output_dim if self.input else 0
-        self.layers = _dense_layers(settings, math.prod(cut_shape) + own_dim, 1, None)
+        self.layers = _dense_layers(settings, math.prod(cut_shape) + own_dim, num_logits, None)
 
     def forward(self, activation: Tensor, features: Features | None) -> Tensor:
-        """Return one logit per row, (rows,)."""
+        """Return one logit per row, (rows,), or several, (rows, logits)."""
         parts = [activation.flatten(1)]
         if self.input is not None and features is not None:
             parts.append(self.input(features))
         logits: Tensor = self.layers(torch.cat(parts, dim=1))
-        return logits.squeeze(1)
+        return without_single(logits)
+
+
+def without_single(logits: Tensor) -> Tensor:
+    """Drop the dimension of the logits of a row where it has one alone."""
+    return logits.squeeze(1)
 
 
 def dense_relu(input_dim: int, widths: Sequence[int]) -> nn.Sequential:

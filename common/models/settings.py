@@ -69,7 +69,8 @@ class CustomModel(Section):
 
     A bottom model is called as ``model(features)`` and returns (rows, *cut shape); a top model as
     ``model(activation, features)``, where ``features`` is None if the active party has none, and
-    returns one logit per row, (rows,). ``features`` is a ``common.data.features.Features``.
+    returns one logit per row, (rows,), or with several classes one for each, (rows, classes).
+    ``features`` is a ``common.data.features.Features``.
     """
 
     kind: Literal["custom"]

@@ -1,6 +1,6 @@
 """Wide and deep, cut between the deep layers.
 
-    logit = deep(cut layer) + wide(own features)
+    logit = deep(cut layer) + wide(own features), one for each of several classes
 
 As Marvell's authors use it for Criteo and Avazu (Li et al., "Label Leakage and Protection in
 Two-party Split Learning", ICLR 2022): six deep layers of 128 with the cut after the third. Layers
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from common.data.features import Features, FeatureShapes
 from common.errors import SettingsError
-from common.models.mlp import FeatureInput, dense_relu
+from common.models.mlp import FeatureInput, dense_relu, without_single
 from common.models.settings import WideDeepModel
 
 EMBEDDING_RANGE = 0.05
@@ -49,10 +49,14 @@ class WideDeepBottom(nn.Module):
 
 
 class WideDeepTop(nn.Module):
-    """From the cut layer and the active party's own features to a logit."""
+    """From the cut layer and the active party's own features to logits."""
 
     def __init__(
-        self, settings: WideDeepModel, cut_shape: Sequence[int], shapes: FeatureShapes | None
+        self,
+        settings: WideDeepModel,
+        cut_shape: Sequence[int],
+        shapes: FeatureShapes | None,
+        num_logits: int = 1,
     ) -> None:
         super().__init__()
         if shapes is None:
@@ -61,35 +65,46 @@ class WideDeepTop(nn.Module):
                 "data.features, or kind: mlp for the deep part alone"
             )
         self.layers = dense_relu(math.prod(cut_shape), settings.hidden)
-        self.deep = nn.Linear(settings.hidden[-1], 1)
-        self.wide = WidePart(shapes)
+        self.deep = nn.Linear(settings.hidden[-1], num_logits)
+        self.wide = WidePart(shapes, num_logits)
 
     def forward(self, activation: Tensor, features: Features) -> Tensor:
-        """Return one logit per row, (rows,)."""
-        deep = self.deep(self.layers(activation.flatten(1))).squeeze(1)
+        """Return one logit per row, (rows,), or several, (rows, logits)."""
+        deep = without_single(self.deep(self.layers(activation.flatten(1))))
         logits: Tensor = deep + self.wide(features)
         return logits
 
 
 class WidePart(nn.Module):
-    """A linear model: one weight per category, one per number. The bias is the deep part's."""
+    """A linear model: for each logit one weight per category, one per number.
 
-    def __init__(self, shapes: FeatureShapes) -> None:
+    The bias is the deep part's.
+    """
+
+    def __init__(self, shapes: FeatureShapes, num_logits: int = 1) -> None:
         super().__init__()
         _check_no_image(shapes, "top_model")
-        self.input = FeatureInput(shapes, embedding_dim=1)
+        self._num_logits = num_logits
+        self.input = FeatureInput(shapes, embedding_dim=num_logits)
         if self.input.embedding is not None:
             nn.init.zeros_(self.input.embedding.weight)
-        self.numeric = nn.Parameter(torch.zeros(shapes.numeric_dim)) if shapes.numeric_dim else None
+        size = (shapes.numeric_dim,) if num_logits == 1 else (shapes.numeric_dim, num_logits)
+        self.numeric = nn.Parameter(torch.zeros(size)) if shapes.numeric_dim else None
 
     def forward(self, features: Features) -> Tensor:
-        """Return one logit per row, (rows,)."""
+        """Return one logit per row, (rows,), or several, (rows, logits)."""
         values: Tensor = self.input(features)
         if self.numeric is None:
-            return values.sum(dim=1)
+            return self._summed(values)
         numeric_dim = len(self.numeric)
         logits: Tensor = values[:, :numeric_dim] @ self.numeric
-        return logits + values[:, numeric_dim:].sum(dim=1)
+        return logits + self._summed(values[:, numeric_dim:])
+
+    def _summed(self, weights: Tensor) -> Tensor:
+        """Add up the weights of a row's categories."""
+        if self._num_logits == 1:
+            return weights.sum(dim=1)
+        return weights.reshape(len(weights), -1, self._num_logits).sum(dim=1)
 
 
 def _check_no_image(shapes: FeatureShapes, role: str) -> None:

@@ -197,7 +197,7 @@ class LeakAudit:
             return None
         scored = self._score_layers(observation, labels)
         self._gather(observation, scored, labels)
-        random, leak = self._leak_aucs(_random_scores(observation), scored, labels)
+        random, leak = self._leak_aucs(random_scores(observation), scored, labels)
         measured = BatchLeak(observation.epoch, observation.step, leak, random)
         with self._lock:
             self._remember(measured)
@@ -333,7 +333,7 @@ class LeakAudit:
             if layer != CUT and not attack.reads_gradients:
                 continue
             if SideInformation.CLASSES in attack.needs:
-                crossed = _cross_scores(attack, gradients.gradients, labels)
+                crossed = cross_scores(attack, gradients.gradients, labels)
                 if crossed is not None:
                     scores[name] = crossed
             elif _can_score(attack, knowledge):
@@ -665,7 +665,7 @@ def _can_score(attack: Attack, knowledge: Knowledge) -> bool:
     return all(available.get(need, True) for need in attack.needs)
 
 
-def _cross_scores(attack: Attack, gradients: Tensor, labels: Tensor) -> Tensor | None:
+def cross_scores(attack: Attack, gradients: Tensor, labels: Tensor) -> Tensor | None:
     """Score each half of a batch knowing the labels of the other half.
 
     The AUC of scores that know nothing then strays further from 1/2 than that of random ones, by
@@ -687,7 +687,7 @@ def _cross_scores(attack: Attack, gradients: Tensor, labels: Tensor) -> Tensor |
     return scores
 
 
-def _random_scores(observation: Observation) -> Tensor:
+def random_scores(observation: Observation) -> Tensor:
     """Draw scores that know nothing, from the batch's place alone: an audit can be repeated."""
     seed = _draw(b"random scores", b"", observation.epoch, observation.step)
     generator = torch.Generator().manual_seed(seed)

@@ -265,7 +265,9 @@ def test_with_noisy_top_labels_the_true_ones_change_no_bit_of_what_the_peer_gets
     """The same noisy labels, other true ones. With true top labels the same test finds the leak."""
     noisy: dict[str, float] = {}
 
-    def draw_once(mechanism: LabelMechanism, labels: Tensor, key: bytes, ids: list[str]) -> Tensor:
+    def draw_once(
+        mechanism: LabelMechanism, labels: Tensor, key: bytes, ids: list[str], num_classes: int
+    ) -> Tensor:
         generator = torch.Generator().manual_seed(1)
         for name, label in zip(ids, labels.tolist(), strict=True):
             noisy.setdefault(name, label + float(torch.randn((), generator=generator)))

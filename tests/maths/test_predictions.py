@@ -1,0 +1,52 @@
+"""Loss and figures of a softmax against scikit-learn's; of two classes nothing has changed."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import accuracy_score, log_loss, roc_auc_score
+
+from active_party.predictions import cross_entropy_of, measure_predictions, probabilities_of
+from common.calibration import adaptive_calibration_error
+from common.privacy.leakage import auc
+
+
+def test_figures_of_several_classes_are_those_of_scikit_learn() -> None:
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(0, 4, (500,), generator=generator)
+    logits = torch.randn(500, 4, generator=generator) + torch.eye(4)[labels]
+    found = measure_predictions(logits, labels.float())
+    probabilities = torch.softmax(logits.double(), dim=1).numpy()
+    assert found.loss == pytest.approx(log_loss(labels, probabilities), rel=1e-6)
+    macro = roc_auc_score(labels, probabilities, multi_class="ovr", average="macro")
+    assert found.auc == pytest.approx(macro, abs=1e-12)
+    assert found.classes is not None
+    assert found.classes.accuracy == accuracy_score(labels, probabilities.argmax(axis=1))
+    each = roc_auc_score(labels, probabilities, multi_class="ovr", average=None)
+    assert found.classes.aucs == pytest.approx(tuple(each), abs=1e-12)
+    one = adaptive_calibration_error(torch.from_numpy(probabilities[:, 0]), (labels == 0).double())
+    assert 0 < found.calibration_error < 0.2
+    assert one != pytest.approx(found.calibration_error)  # the mean of four
+
+
+def test_an_absent_class_is_left_out_of_the_mean() -> None:
+    logits = torch.randn(60, 3, generator=torch.Generator().manual_seed(2))
+    labels = torch.arange(60) % 2
+    found = measure_predictions(logits, labels.float())
+    assert found.classes is not None
+    assert math.isnan(found.classes.aucs[2])
+    assert found.auc == pytest.approx(np.mean(found.classes.aucs[:2]), abs=1e-15)
+
+
+def test_of_two_classes_they_are_those_of_a_sigmoid() -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits, labels = torch.randn(80, generator=generator), (torch.arange(80) % 3 == 0).float()
+    found = measure_predictions(logits, labels)
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
+    assert found.loss == float(loss)
+    assert torch.equal(cross_entropy_of(logits, labels), loss)
+    assert found.auc == auc(logits, labels)
+    assert found.calibration_error == adaptive_calibration_error(logits.sigmoid(), labels)
+    assert found.classes is None
+    assert torch.equal(probabilities_of(logits), logits.sigmoid())

@@ -1,0 +1,93 @@
+"""The examples of several classes as a user runs them: two real processes each.
+
+``vehicle`` is real data, four kinds of silhouettes; ``digits`` comes with scikit-learn. Bounds were
+set with room around what was measured with these seeds.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from active_party.report.run_files import read_run
+from tests.runs import build_parties, run_in_process
+from tests.system.conftest import ROOT, SAME_SPLIT, LocalRun, run_locally
+
+VEHICLE = ROOT / "deploy" / "examples" / "vehicle"
+MARVELL = "{name: marvell, strength: {power_ratio: 16}, insecure_noise_seed: 7}"
+SIXTEEN = "vehicle-marvell-power_ratio-16-insecure_noise_seed-7"
+
+needs_data = pytest.mark.skipif(
+    "SPLITVEIL_DATA" not in os.environ, reason="SPLITVEIL_DATA names no folder with data sets"
+)
+
+
+@pytest.fixture(scope="module")
+def vehicles(tmp_path_factory: pytest.TempPathFactory) -> LocalRun:
+    """Return vehicle without a defense and with marvell."""
+    runs = tmp_path_factory.mktemp("runs")
+    epochs = ("--set", "contract.epochs=20")
+    return run_locally(runs, "vehicle", *epochs, *SAME_SPLIT, "--defense", "none", MARVELL)
+
+
+@needs_data
+def test_without_a_defense_the_worst_pair_is_recovered_and_with_marvell_it_is_not(
+    vehicles: LocalRun,
+) -> None:
+    assert vehicles.exit_code == 0, vehicles.output
+    for party in ("active", "passive"):
+        without, defended = (vehicles.summary(name, party) for name in ("vehicle-none", SIXTEEN))
+        for attack in ("cosine", "spectral"):
+            pair = without["leak_classes"]["cut"][attack]
+            assert pair["worst_pair_auc"] >= 0.95
+            assert without["leak"]["cut"][attack]["mean"] >= 0.95
+            left = defended["leak_classes"]["cut"][attack]
+            assert left["worst_pair_auc"] <= 0.65
+            assert left["worst_pair_auc"] >= left["worst_pair_random"] - 0.05
+        assert without["leak_run_level"]["cut"]["accumulated_cosine"]["auc"] >= 0.99
+        # Fresh noise averages out; less than without, and more than in one batch.
+        whole_run = defended["leak_run_level"]["cut"]["accumulated_cosine"]["auc"]
+        assert 0.6 <= whole_run <= 0.9
+
+
+@needs_data
+def test_both_runs_learn_and_say_of_which_classes_their_figures_are(vehicles: LocalRun) -> None:
+    for name in ("vehicle-none", SIXTEEN):
+        summary = vehicles.summary(name, "active")
+        assert summary["aligned_rows"] == 846
+        assert summary["test_auc"] >= 0.85
+        assert summary["test_accuracy"] >= 0.6
+        assert set(summary["test_auc_by_class"]) == {"0", "1", "2", "3"}
+        assert summary["leak_alarms"] == 0
+        page = (vehicles.runs_dir / name / "active" / "report.html").read_text()
+        assert "This run has 4 classes" in page
+    table = vehicles.output[vehicles.output.rindex("┏") :]
+    assert "test accuracy" in table
+    assert (vehicles.runs_dir / "vehicle-comparison.html").is_file()
+
+
+@needs_data
+def test_one_process_finds_what_two_did(vehicles: LocalRun) -> None:
+    """The test figures of the last epoch, bit for bit: those of the same seeds in this process."""
+    overrides = ["contract.epochs=20", "security={mode: insecure}"]
+    active = [f"defense={MARVELL}", "insecure_nonce_seed=1", "device=cpu", *overrides]
+    parties = build_parties(VEHICLE, active, ["insecure_nonce_seed=2", "device=cpu", *overrides])
+    run_in_process(parties)
+    found = parties.active.evaluations[-1]
+    written = read_run(vehicles.runs_dir / SIXTEEN).active.metrics["test"][-1]
+    assert written["auc"] == found.auc
+    assert written["loss"] == found.loss
+    assert found.classes is not None
+    assert written["accuracy"] == found.classes.accuracy
+
+
+def test_the_example_without_a_file_learns_ten_digits(tmp_path: Path) -> None:
+    run = run_locally(tmp_path, "digits", "--set", "contract.epochs=6", *SAME_SPLIT)
+    assert run.exit_code == 0, run.output
+    summary = run.summary("digits", "active")
+    assert summary["aligned_rows"] == 1797
+    assert summary["test_auc"] > 0.95
+    assert len(summary["test_auc_by_class"]) == 10
+    leak = run.summary("digits", "passive")["leak_classes"]["cut"]["cosine"]
+    assert leak["worst_pair_auc"] >= 0.95
+    assert len(leak["classes"]) == 10

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 IDLE_S = 120.0
 """How long a checkpoint waits for the attacks on the batches before it."""
 
-_CHARTED_EVERY_S = 0.1
+_CHARTED_EVERY_S = 0.5
 """Least time between two batches in TensorBoard's charts: a point there costs a thread as much CPU
 as some attacks. The metrics file has a line for each batch."""
 

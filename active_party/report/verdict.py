@@ -294,7 +294,10 @@ def _not_measured(
         yield f"Attacks that were not run: {_listed(left)}."
     counts = run.active.summary.get("leak_batches") or {}
     if counts.get("left_out"):
-        yield f"{counts['left_out']} batches that the leak monitor left out when it fell behind."
+        yield (
+            f"{counts['left_out']} batches that the leak monitor left out (max_cpu_share, "
+            f"queue_batches): what adds up over the run is understated."
+        )
     if counts.get("skipped_one_class"):
         number = counts["skipped_one_class"]
         yield f"{number} batch{'es' * (number > 1)} of a single class, which {_has(number)} no AUC."

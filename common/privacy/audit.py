@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol, Self, TypedDict
@@ -42,13 +42,7 @@ _NICENESS = 10
 """How far the worker stands back: about a tenth of the weight of a thread that trains."""
 
 _BURST_S = 1.0
-"""CPU time that the worker may take before its share counts: short runs are measured whole."""
-
-_CORES_ARE_SHORT = 1.1
-"""How many times longer than its CPU time a batch takes where the thread has to wait for a core."""
-
-_SCHEDULE = "/proc/thread-self/schedstat"
-"""Where Linux tells how long a thread ran and how long it waited for a core, in nanoseconds."""
+"""CPU time that the worker may take beyond its share: short runs are measured whole."""
 
 LeakByAttack = dict[str, dict[str, float]]
 """Layer name -> attack name -> leak AUC."""
@@ -398,9 +392,10 @@ class Auditing(Protocol):
 
 
 class CpuBudget:
-    """What the audit may still take of the CPU where cores are short. Thread-safe.
+    """What the audit may still take of the CPU. Thread-safe.
 
-    Where a core is idle, the audit takes nothing away from the training, and pays nothing.
+    Counted whether or not a core is idle: what the audit computes beside the training costs that
+    caches and the interpreter's lock, too.
 
     Args:
         max_share: of the time on the clock; None for all of it.
@@ -425,21 +420,20 @@ class CpuBudget:
             self._left_s = min(self._left_s + earned_s, _BURST_S)
             return self._left_s > 0
 
-    def pay(self, cpu_s: float, wall_s: float) -> None:
-        """Note what a batch took: CPU time, and time on the clock."""
-        if wall_s > _CORES_ARE_SHORT * cpu_s:
-            with self._lock:
-                self._left_s -= cpu_s
+    def pay(self, cpu_s: float) -> None:
+        """Note the CPU time that a batch took."""
+        with self._lock:
+            self._left_s -= cpu_s
 
 
 class AuditWorker:
     """Runs a `LeakAudit`, or something like it, in a thread of its own, behind a bounded queue.
 
-    `submit` never blocks: what does not fit in the queue, or in the thread's share of a core where
-    cores are short, is left out and counted. An error while
-    auditing costs its batch, never the training, and is raised by `close`. So as not to slow the
-    training, the thread computes on one core, gives way where cores are short (there it falls
-    behind, instead of the training), and uses a stream of its own for gradients on a GPU.
+    `submit` never blocks: what does not fit in the queue, or in the thread's share of the CPU time,
+    is left out and counted. An error while auditing costs its batch, never the training, and is
+    raised by `close`. So as not to slow the training, the thread computes on one core, gives way
+    where cores are short (there it falls behind, instead of the training), and uses a stream of its
+    own for gradients on a GPU.
     """
 
     def __init__(
@@ -455,7 +449,7 @@ class AuditWorker:
             audit: where the results go; counts, summary and latest values are read from it.
             queue_batches: how many batches may wait.
             on_result: called in the worker's thread with each measured batch.
-            max_cpu_share: of one core, where cores are short; None for no limit.
+            max_cpu_share: of the process's CPU time; None for no limit.
         """
         self.audit = audit
         self._on_result = on_result
@@ -544,20 +538,19 @@ class AuditWorker:
         _give_way()
         ready.set()
         streams: dict[torch.device, torch.cuda.Stream] = {}
-        with closing(ThreadClock()) as clock:
-            while (submitted := self._queue.get()) is not None:
-                if isinstance(submitted, threading.Event):
-                    submitted.set()
-                    continue
-                clock.start()
-                try:
-                    with _own_stream(submitted, streams):
-                        self._audit(submitted.observation())
-                except Exception as error:
-                    # Whatever it is: training goes on, and `close` raises it.
-                    self.audit.leave_out()
-                    self._error = self._error or error
-                self._budget.pay(*clock.stop())
+        while (submitted := self._queue.get()) is not None:
+            if isinstance(submitted, threading.Event):
+                submitted.set()
+                continue
+            begun_s = time.thread_time()
+            try:
+                with _own_stream(submitted, streams):
+                    self._audit(submitted.observation())
+            except Exception as error:
+                # Whatever it is: training goes on, and `close` raises it.
+                self.audit.leave_out()
+                self._error = self._error or error
+            self._budget.pay(time.thread_time() - begun_s)
 
     def _audit(self, observation: Observation) -> None:
         measured = self.audit.observe(observation)
@@ -570,43 +563,6 @@ class AuditWorker:
                 if isinstance(self._queue.get_nowait(), _Submitted):
                     self.audit.leave_out()
         self._queue.put_nowait(None)
-
-
-class ThreadClock:
-    """What a batch takes its thread: CPU time, and that together with waiting for a core.
-
-    Linux counts the time in which a thread could run and did not, that before a batch as well.
-    Elsewhere it is the time on the clock, which waiting for Python's lock prolongs, too.
-    """
-
-    def __init__(self) -> None:
-        self._schedule: int | None = None
-        with suppress(OSError):
-            self._schedule = os.open(_SCHEDULE, os.O_RDONLY)
-        self._waited_s = self._waiting_s()
-        self._cpu_s = self._wall_s = 0.0
-
-    def start(self) -> None:
-        """Note that a batch begins."""
-        self._cpu_s, self._wall_s = time.thread_time(), time.monotonic()
-
-    def stop(self) -> tuple[float, float]:
-        """Return the CPU time that the batch took, and how long it took."""
-        cpu_s = time.thread_time() - self._cpu_s
-        if self._schedule is None:
-            return cpu_s, time.monotonic() - self._wall_s
-        before_s, self._waited_s = self._waited_s, self._waiting_s()
-        return cpu_s, cpu_s + self._waited_s - before_s
-
-    def close(self) -> None:
-        """Give back what it reads from."""
-        if self._schedule is not None:
-            os.close(self._schedule)
-
-    def _waiting_s(self) -> float:
-        if self._schedule is None:
-            return 0.0
-        return int(os.pread(self._schedule, 64, 0).split()[1]) / 1e9
 
 
 class _Submitted(NamedTuple):

@@ -26,11 +26,11 @@ class AuditSettings(Section):
     """Batches that may wait for the audit; when it falls further behind, batches are left out."""
 
     max_cpu_share: float | None = Field(default=0.03, gt=0, le=1)
-    """Largest part of the party's CPU time that the audit may take where cores are short; ``null``
-    for all.
+    """Largest part of the party's CPU time that the audit may take; ``null`` for no limit.
 
-    Beyond it batches are left out and counted, so that training is not slowed down. Where a core is
-    idle every batch is audited, and so is a short run: the first second counts for nothing.
+    Beyond it batches are left out and counted, so that training is hardly slowed down. What gathers
+    over a run then gathers from some batches only, and understates what a peer who keeps all of
+    them can learn. A short run is measured whole: one second of CPU time comes on top.
     """
 
     every_steps: int = Field(default=1, ge=1)

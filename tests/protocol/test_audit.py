@@ -6,9 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from functools import partial
-from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -24,7 +22,6 @@ from common.privacy.audit import (
     CpuBudget,
     LeakAudit,
     Observation,
-    ThreadClock,
     pick_hint_rows,
     pick_reference_row,
 )
@@ -291,40 +288,38 @@ def test_a_worker_that_is_behind_leaves_batches_out_and_never_blocks() -> None:
     assert audit.counts() == (3, 0, 47)
 
 
-def test_a_budget_is_a_share_of_the_time_where_cores_are_short() -> None:
-    """Batches of 10 ms CPU every 20 ms, which take 30 ms on the clock, under a share of 4 %."""
+def test_a_budget_is_a_share_of_the_time() -> None:
+    """Batches of 10 ms CPU every 20 ms, under a share of 4 %."""
     budget, taken = CpuBudget(0.04, now_s=100.0), []
     for number in range(10_000):
         now_s = 100 + 0.02 * number
         if budget.allows(now_s):
             taken.append(now_s)
-            budget.pay(0.01, 0.03)
+            budget.pay(0.01)
     first_second = 0.01 * len([now_s for now_s in taken if now_s < 103])
     assert 1 < first_second < 1.2
     rest = 0.01 * len([now_s for now_s in taken if now_s >= 103]) / 197
     assert rest == pytest.approx(0.04, rel=0.01)
 
 
-def test_a_budget_does_not_count_what_nobody_else_wanted() -> None:
-    for share, wall_s in ((0.001, 0.0101), (None, 0.1)):
-        budget = CpuBudget(share, now_s=0.0)
-        for _ in range(1000):
-            assert budget.allows(0.0)
-            budget.pay(0.01, wall_s)
+def test_a_budget_without_a_limit_allows_everything_and_none_saves_more_than_a_second() -> None:
+    endless = CpuBudget(None, now_s=0.0)
+    for _ in range(1000):
+        assert endless.allows(0.0)
+        endless.pay(0.01)
     hoarding = CpuBudget(0.5, now_s=0.0)
     assert hoarding.allows(1e6)
-    hoarding.pay(1.01, 9.0)
+    hoarding.pay(1.01)
     assert not hoarding.allows(1e6)
 
 
 class _SlowAudit(LeakAudit):
-    """Takes a second of the clock per batch and computes for a tenth of it."""
+    """Computes for a tenth of a second per batch."""
 
     def observe(self, observation: Observation) -> BatchLeak | None:
         computed_until = time.thread_time() + 0.1
         while time.thread_time() < computed_until:
             pass
-        time.sleep(0.9)
         return super().observe(observation)
 
 
@@ -356,23 +351,6 @@ def test_an_observation_is_put_together_only_if_its_batch_is_taken() -> None:
     assert taken == [True, False, True]
     assert built == [0, 2]
     assert audit.counts() == (2, 0, 1)
-
-
-@pytest.mark.parametrize("tells_waiting", [True, False])
-def test_only_time_in_which_it_could_have_run_counts_as_waiting_for_a_core(
-    monkeypatch: pytest.MonkeyPatch, tells_waiting: bool
-) -> None:
-    """A thread that sleeps waits for no core; where nothing tells the two apart, it counts."""
-    if tells_waiting and not Path("/proc/thread-self/schedstat").exists():
-        pytest.skip("this system does not tell how long a thread waited for a core")
-    if not tells_waiting:
-        monkeypatch.setattr("common.privacy.audit._SCHEDULE", "/proc/no/such/file")
-    with closing(ThreadClock()) as clock:
-        clock.start()
-        time.sleep(2)
-        cpu_s, taken_s = clock.stop()
-    assert 0 <= cpu_s < 1
-    assert (taken_s - cpu_s > 1) == (not tells_waiting)
 
 
 def test_what_cannot_be_audited_before_the_deadline_is_left_out() -> None:

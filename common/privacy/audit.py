@@ -139,29 +139,21 @@ def pick_hint_rows(
     return tuple(int(row) for row in positives[order[:num_hints]])
 
 
-class LeakAudit:
-    """The leak AUC of every attack on every layer and batch of a run, and of the run as a whole.
+class BatchRecord:
+    """What an audit found in a run's batches: how many there were, and a tally of each attack.
 
-    Remembers an `AttackTally` per layer and attack, and what `RunAudit` says for each attack that
-    gathers over the run. Safe to read while another thread observes.
+    Safe to read while another thread observes.
 
     Args:
         attacks: which attacks to run.
         every_steps: which steps of an epoch to audit.
-        num_examples: aligned examples of the run, for the attacks that gather over it.
     """
 
-    def __init__(
-        self,
-        attacks: Sequence[AttackName] = ("norm", "cosine", "spectral"),
-        every_steps: int = 1,
-        num_examples: int = 0,
-    ) -> None:
+    def __init__(self, attacks: Sequence[AttackName], every_steps: int) -> None:
         self._attacks = tuple(name for name in ATTACKS if name in attacks)
-        run_attacks = tuple(name for name in SOURCES if name in attacks)
-        sources = {source for name in run_attacks for source in SOURCES[name]}
+        self._run_attacks = tuple(name for name in SOURCES if name in attacks)
+        sources = {source for name in self._run_attacks for source in SOURCES[name]}
         self._scored = tuple(name for name in ATTACKS if name in {*self._attacks, *sources})
-        self._run = RunAudit(run_attacks, num_examples)
         self._every_steps = every_steps
         self._lock = threading.Lock()
         self._observed = 0
@@ -173,29 +165,6 @@ class LeakAudit:
     def wants(self, step: int) -> bool:
         """Tell whether a step of an epoch is to be audited at all."""
         return step % self._every_steps == 0
-
-    def observe(self, observation: Observation) -> BatchLeak | None:
-        """Attack one batch and remember the leak AUCs.
-
-        Returns:
-            None if the batch has one class only, or its step is not to be audited.
-        """
-        if not self.wants(observation.step):
-            return None
-        labels = observation.labels.detach().reshape(-1)
-        if not has_both_classes(labels):
-            with self._lock:
-                self._skipped_one_class += 1
-            if self._run.attacks:  # what they gather has a use whatever the batch's labels
-                self._gather(observation, self._score_layers(observation, labels), labels)
-            return None
-        scored = self._score_layers(observation, labels)
-        self._gather(observation, scored, labels)
-        random, leak = self._leak_aucs(random_scores(observation), scored, labels)
-        measured = BatchLeak(observation.epoch, observation.step, leak, random)
-        with self._lock:
-            self._remember(measured)
-        return measured
 
     def leave_out(self) -> None:
         """Count a batch that was to be audited and was not."""
@@ -244,6 +213,103 @@ class LeakAudit:
         """How many positives of each batch the attacks want to be told."""
         return max((ATTACKS[name].num_hints for name in self._scored), default=0)
 
+    def latest(self) -> BatchLeak | None:
+        """Return the leak AUCs of the batch audited last."""
+        return self._latest
+
+    def counts(self) -> AuditCounts:
+        """Return how many batches were measured, had one class, and were left out."""
+        with self._lock:
+            return AuditCounts(self._observed, self._skipped_one_class, self._left_out)
+
+    def _skip(self) -> None:
+        """Count a batch of one class, which has no AUC."""
+        with self._lock:
+            self._skipped_one_class += 1
+
+    def _remember(self, measured: BatchLeak) -> None:
+        """Add a batch's figures; call it with the lock."""
+        self._observed += 1
+        for layer, attacks in measured.leak.items():
+            for attack, value in attacks.items():
+                tally = self._tallies.setdefault((layer, attack), AttackTally())
+                tally.add(measured.epoch, value, measured.random)
+        self._latest = measured
+
+    def _recorded(self) -> dict[str, Any]:
+        """Return a copy of all that was found; call it with the lock."""
+        tallies: dict[str, dict[str, Any]] = {}
+        for (layer, attack), tally in self._tallies.items():
+            tallies.setdefault(layer, {})[attack] = tally.state_dict()
+        return {
+            "attacks": list(self._attacks),
+            "observed": self._observed,
+            "tallies": tallies,
+            "skipped_one_class": self._skipped_one_class,
+            "left_out": self._left_out,
+            "latest": None if self._latest is None else self._latest._asdict(),
+        }
+
+    def _record_again(self, state: Mapping[str, Any]) -> None:
+        """Go on from what was found by then; call it with the lock."""
+        self._observed = state["observed"]
+        self._tallies = {}
+        for layer, attacks in state["tallies"].items():
+            for attack, stored in attacks.items():
+                self._tallies[layer, attack] = tally = AttackTally()
+                tally.load_state_dict(stored)
+        self._skipped_one_class = state["skipped_one_class"]
+        self._left_out = state["left_out"]
+        self._latest = None if state["latest"] is None else BatchLeak(**state["latest"])
+
+    def _check_attacks(self, state: Mapping[str, Any]) -> None:
+        if list(state["attacks"]) != list(self._attacks):
+            raise ValueError(
+                f"expected figures of {', '.join(self._attacks)}; "
+                f"got those of {', '.join(state['attacks'])}"
+            )
+
+
+class LeakAudit(BatchRecord):
+    """The leak AUC of every attack on every layer and batch of a run, and of the run as a whole.
+
+    Args:
+        attacks: which attacks to run.
+        every_steps: which steps of an epoch to audit.
+        num_examples: aligned examples of the run, for the attacks that gather over it.
+    """
+
+    def __init__(
+        self,
+        attacks: Sequence[AttackName] = ("norm", "cosine", "spectral"),
+        every_steps: int = 1,
+        num_examples: int = 0,
+    ) -> None:
+        super().__init__(attacks, every_steps)
+        self._run = RunAudit(self._run_attacks, num_examples)
+
+    def observe(self, observation: Observation) -> BatchLeak | None:
+        """Attack one batch and remember the leak AUCs.
+
+        Returns:
+            None if the batch has one class only, or its step is not to be audited.
+        """
+        if not self.wants(observation.step):
+            return None
+        labels = observation.labels.detach().reshape(-1)
+        if not has_both_classes(labels):
+            self._skip()
+            if self._run.attacks:  # what they gather has a use whatever the batch's labels
+                self._gather(observation, self._score_layers(observation, labels), labels)
+            return None
+        scored = self._score_layers(observation, labels)
+        self._gather(observation, scored, labels)
+        random, leak = self._leak_aucs(random_scores(observation), scored, labels)
+        measured = BatchLeak(observation.epoch, observation.step, leak, random)
+        with self._lock:
+            self._remember(measured)
+        return measured
+
     def end_run(self) -> None:
         """Measure what was gathered up to the end of the last epoch."""
         self._run.close_epoch()
@@ -256,30 +322,10 @@ class LeakAudit:
         """Return the leak of the run so far: layer -> attack -> leak AUC with its interval."""
         return self._run.result()
 
-    def latest(self) -> BatchLeak | None:
-        """Return the leak AUCs of the batch audited last."""
-        return self._latest
-
-    def counts(self) -> AuditCounts:
-        """Return how many batches were measured, had one class, and were left out."""
-        with self._lock:
-            return AuditCounts(self._observed, self._skipped_one_class, self._left_out)
-
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of all that was measured and gathered so far."""
         with self._lock:
-            tallies: dict[str, dict[str, Any]] = {}
-            for (layer, attack), tally in self._tallies.items():
-                tallies.setdefault(layer, {})[attack] = tally.state_dict()
-            return {
-                "attacks": list(self._attacks),
-                "run": self._run.state_dict(),
-                "observed": self._observed,
-                "tallies": tallies,
-                "skipped_one_class": self._skipped_one_class,
-                "left_out": self._left_out,
-                "latest": None if self._latest is None else self._latest._asdict(),
-            }
+            return self._recorded() | {"run": self._run.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state_dict`` left off.
@@ -287,22 +333,10 @@ class LeakAudit:
         Raises:
             ValueError: the state is of other attacks, or of another number of examples.
         """
-        if list(state["attacks"]) != list(self._attacks):
-            raise ValueError(
-                f"expected figures of {', '.join(self._attacks)}; "
-                f"got those of {', '.join(state['attacks'])}"
-            )
+        self._check_attacks(state)
         with self._lock:
             self._run.load_state_dict(state["run"])
-            self._observed = state["observed"]
-            self._tallies = {}
-            for layer, attacks in state["tallies"].items():
-                for attack, stored in attacks.items():
-                    self._tallies[layer, attack] = tally = AttackTally()
-                    tally.load_state_dict(stored)
-            self._skipped_one_class = state["skipped_one_class"]
-            self._left_out = state["left_out"]
-            self._latest = None if state["latest"] is None else BatchLeak(**state["latest"])
+            self._record_again(state)
 
     def _score_layers(self, observation: Observation, labels: Tensor) -> dict[str, LayerScores]:
         return {
@@ -368,14 +402,6 @@ class LeakAudit:
             if not math.isnan(value):  # else the attack was told the only positives
                 leak[layer][name] = value
         return of_random, leak
-
-    def _remember(self, measured: BatchLeak) -> None:
-        self._observed += 1
-        for layer, attacks in measured.leak.items():
-            for attack, value in attacks.items():
-                tally = self._tallies.setdefault((layer, attack), AttackTally())
-                tally.add(measured.epoch, value, measured.random)
-        self._latest = measured
 
 
 class Auditing(Protocol):

@@ -12,7 +12,6 @@ is then judged by either class's score. What does not depend on labels (rows in 
 norms, their top direction) is computed once for all of them.
 """
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
@@ -21,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.privacy.accumulation import SOURCES
 from common.privacy.attacks import (
     ATTACKS,
     CUT,
@@ -32,9 +30,8 @@ from common.privacy.attacks import (
     SideInformation,
 )
 from common.privacy.audit import (
-    AttackSummary,
-    AuditCounts,
     BatchLeak,
+    BatchRecord,
     LeakByAttack,
     Observation,
     cross_scores,
@@ -52,7 +49,6 @@ from common.privacy.class_run import (
 )
 from common.privacy.leakage import OneClass
 from common.privacy.run_level import RunLevelLeak
-from common.privacy.tally import AttackTally
 
 _LABEL_FREE = frozenset({SideInformation.POSITIVES_ARE_FEWER, SideInformation.ACTIVATIONS})
 
@@ -90,11 +86,10 @@ class ClassLeak(TypedDict):
     """That of random scores."""
 
 
-class ClassLeakAudit:
+class ClassLeakAudit(BatchRecord):
     """The leak AUCs of every attack on every layer and batch of a run with several classes.
 
-    Has what `LeakAudit` has, with the worst pair's figures. Safe to read while another thread
-    observes.
+    Has what `LeakAudit` has, with the worst pair's figures.
 
     Args:
         class_names: in the order of their places.
@@ -110,23 +105,10 @@ class ClassLeakAudit:
         every_steps: int = 1,
         num_examples: int = 0,
     ) -> None:
+        super().__init__(attacks, every_steps)
         self._names = tuple(class_names)
-        self._attacks = tuple(name for name in ATTACKS if name in attacks)
-        run_attacks = tuple(name for name in SOURCES if name in attacks)
-        sources = {source for name in run_attacks for source in SOURCES[name]}
-        self._scored = tuple(name for name in ATTACKS if name in {*self._attacks, *sources})
-        self._run = ClassRunAudit(run_attacks, num_examples, self._names)
-        self._every_steps = every_steps
-        self._lock = threading.Lock()
-        self._observed = 0
-        self._tallies: dict[tuple[str, str], _ClassTally] = {}
-        self._skipped_one_class = 0
-        self._left_out = 0
-        self._latest: BatchLeak | None = None
-
-    def wants(self, step: int) -> bool:
-        """Tell whether a step of an epoch is to be audited at all."""
-        return step % self._every_steps == 0
+        self._run = ClassRunAudit(self._run_attacks, num_examples, self._names)
+        self._by_class: dict[tuple[str, str], _ClassMeans] = {}
 
     def observe(self, observation: Observation) -> BatchLeak | None:
         """Attack one batch and remember the leak AUCs.
@@ -147,8 +129,7 @@ class ClassLeakAudit:
             self._run.add(observation.epoch, observation.positions, labels, scored)
         places = labels.cpu().numpy().astype(np.int64)
         if len(np.unique(places)) < 2:
-            with self._lock:
-                self._skipped_one_class += 1
+            self._skip()
             return None
         random = class_aucs(random_scores(observation).numpy(), places, len(self._names))
         measured: dict[tuple[str, str], ClassAucs] = {
@@ -158,57 +139,15 @@ class ClassLeakAudit:
             if name in found.scores
         }
         with self._lock:
-            return self._remember(observation, measured, random)
-
-    def leave_out(self) -> None:
-        """Count a batch that was to be audited and was not."""
-        with self._lock:
-            self._left_out += 1
-
-    def summary(self) -> dict[str, dict[str, AttackSummary]]:
-        """Summarise the worst pair of every attack; one that was never measured is absent."""
-        result: dict[str, dict[str, AttackSummary]] = {}
-        with self._lock:
-            for (layer, attack), found in self._tallies.items():
-                tally = found.worst
-                result.setdefault(layer, {})[attack] = AttackSummary(
-                    q95=tally.quantile(0.95),
-                    mean=tally.mean,
-                    last_epoch=tally.epoch_mean(tally.last_epoch) or tally.mean,
-                    random_q95=tally.random_quantile(0.95),
-                )
-        return result
+            return self._note(observation, measured, random)
 
     def classes(self) -> dict[str, dict[str, ClassLeak]]:
         """Return what every attack told class by class: layer -> attack -> figures."""
         result: dict[str, dict[str, ClassLeak]] = {}
         with self._lock:
-            for (layer, attack), found in self._tallies.items():
-                result.setdefault(layer, {})[attack] = found.by_class(self._names)
+            for (layer, attack), found in self._by_class.items():
+                result.setdefault(layer, {})[attack] = found.result(self._names)
         return result
-
-    def epoch_means(self, epoch: int) -> LeakByAttack:
-        """Return the mean leak AUCs of the worst pairs over the batches of one epoch."""
-        result: LeakByAttack = {}
-        with self._lock:
-            for (layer, attack), found in self._tallies.items():
-                mean = found.worst.epoch_mean(epoch)
-                if mean is not None:
-                    result.setdefault(layer, {})[attack] = mean
-        return result
-
-    def worst_epochs(self) -> LeakByAttack:
-        """Return each attack's mean over the batches of the epoch in which it is largest."""
-        worst: LeakByAttack = {}
-        with self._lock:
-            for (layer, attack), found in self._tallies.items():
-                worst.setdefault(layer, {})[attack] = found.worst.worst_epoch
-        return worst
-
-    @property
-    def num_hints(self) -> int:
-        """How many examples of each class of a batch the attacks want to be told."""
-        return max((ATTACKS[name].num_hints for name in self._scored), default=0)
 
     def observation(
         self,
@@ -258,30 +197,16 @@ class ClassLeakAudit:
         """Return the leak of the run so far: that of the worst pairs, and class by class."""
         return self._run.result()
 
-    def latest(self) -> BatchLeak | None:
-        """Return the leak AUCs of the batch audited last."""
-        return self._latest
-
-    def counts(self) -> AuditCounts:
-        """Return how many batches were measured, had one class, and were left out."""
-        with self._lock:
-            return AuditCounts(self._observed, self._skipped_one_class, self._left_out)
-
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of all that was measured and gathered so far."""
         with self._lock:
-            tallies: dict[str, dict[str, Any]] = {}
-            for (layer, attack), tally in self._tallies.items():
-                tallies.setdefault(layer, {})[attack] = tally.state_dict()
-            return {
-                "attacks": list(self._attacks),
+            by_class: dict[str, dict[str, Any]] = {}
+            for (layer, attack), means in self._by_class.items():
+                by_class.setdefault(layer, {})[attack] = means.state_dict()
+            return self._recorded() | {
                 "num_classes": len(self._names),
                 "run": self._run.state_dict(),
-                "observed": self._observed,
-                "tallies": tallies,
-                "skipped_one_class": self._skipped_one_class,
-                "left_out": self._left_out,
-                "latest": None if self._latest is None else self._latest._asdict(),
+                "by_class": by_class,
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -290,11 +215,7 @@ class ClassLeakAudit:
         Raises:
             ValueError: the state is of other attacks or classes, or another number of examples.
         """
-        if list(state["attacks"]) != list(self._attacks):
-            raise ValueError(
-                f"expected figures of {', '.join(self._attacks)}; "
-                f"got those of {', '.join(state['attacks'])}"
-            )
+        self._check_attacks(state)
         if state.get("num_classes", 2) != len(self._names):
             raise ValueError(
                 f"expected figures of {len(self._names)} classes, "
@@ -302,15 +223,12 @@ class ClassLeakAudit:
             )
         with self._lock:
             self._run.load_state_dict(state["run"])
-            self._observed = state["observed"]
-            self._tallies = {}
-            for layer, attacks in state["tallies"].items():
+            self._record_again(state)
+            self._by_class = {}
+            for layer, attacks in state["by_class"].items():
                 for attack, stored in attacks.items():
-                    self._tallies[layer, attack] = tally = _ClassTally(len(self._names))
-                    tally.load_state_dict(stored)
-            self._skipped_one_class = state["skipped_one_class"]
-            self._left_out = state["left_out"]
-            self._latest = None if state["latest"] is None else BatchLeak(**state["latest"])
+                    self._by_class[layer, attack] = means = _ClassMeans(len(self._names))
+                    means.load_state_dict(stored)
 
     def _score(
         self, gradients: GradientRows, observation: ClassObservation, labels: Tensor, layer: str
@@ -376,25 +294,23 @@ class ClassLeakAudit:
             measured.append(class_aucs(values[kept], places[kept], len(self._names), of_class))
         return joined(measured, len(self._names))
 
-    def _remember(
+    def _note(
         self,
         observation: ClassObservation,
         measured: Mapping[tuple[str, str], ClassAucs],
         random: ClassAucs,
     ) -> BatchLeak:
         leak: LeakByAttack = {layer: {} for layer in observation.gradients}
-        of_random = random.worst()
-        self._observed += 1
         for (layer, attack), aucs in measured.items():
             try:
                 leak[layer][attack] = aucs.worst()
             except OneClass:  # the attack was told all there is of some class
                 continue
-            tally = self._tallies.setdefault((layer, attack), _ClassTally(len(self._names)))
-            tally.worst.add(observation.epoch, leak[layer][attack], of_random)
-            tally.add(aucs.leak(), random.leak())
-        self._latest = BatchLeak(observation.epoch, observation.step, leak, of_random)
-        return self._latest
+            means = self._by_class.setdefault((layer, attack), _ClassMeans(len(self._names)))
+            means.add(aucs.leak(), random.leak())
+        found = BatchLeak(observation.epoch, observation.step, leak, random.worst())
+        self._remember(found)
+        return found
 
 
 class _Means:
@@ -423,11 +339,10 @@ class _Means:
         self._sums, self._counts = state["sums"].numpy().copy(), state["counts"].numpy().copy()
 
 
-class _ClassTally:
-    """What one attack on one layer measured so far."""
+class _ClassMeans:
+    """What one attack on one layer told of each class and pair, on average so far."""
 
     def __init__(self, num_classes: int) -> None:
-        self.worst = AttackTally()
         pairs, classes = (num_classes, num_classes), (num_classes,)
         self._means = {
             "pairs": _Means(*pairs),
@@ -441,7 +356,7 @@ class _ClassTally:
         for means, value in zip(self._means.values(), values, strict=True):
             means.add(value)
 
-    def by_class(self, names: Sequence[str]) -> ClassLeak:
+    def result(self, names: Sequence[str]) -> ClassLeak:
         pairs, classes, random_pairs, random = (one.means() for one in self._means.values())
         worst = ClassAucs(pairs, classes).worst_pair()
         return ClassLeak(
@@ -453,10 +368,8 @@ class _ClassTally:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        means = {name: one.state_dict() for name, one in self._means.items()}
-        return {"worst": self.worst.state_dict(), "means": means}
+        return {name: one.state_dict() for name, one in self._means.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.worst.load_state_dict(state["worst"])
         for name, one in self._means.items():
-            one.load_state_dict(state["means"][name])
+            one.load_state_dict(state[name])

@@ -24,7 +24,8 @@ from common.privacy.attacks import (
     norm,
     spectral,
 )
-from common.privacy.audit import AuditWorker, LeakAudit, Observation
+from common.privacy.audit import LeakAudit, Observation
+from common.privacy.audit_worker import AuditWorker
 from common.privacy.leakage import leak_auc, leak_auc_interval, leak_auc_many
 from common.privacy.settings import DEFAULT_ATTACKS
 

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from common.errors import SettingsError, StorageError
 from common.privacy.audit import (
-    AuditWorker,
     BatchLeak,
     LeakAudit,
     Observation,
     pick_hint_rows,
     pick_reference_row,
 )
+from common.privacy.audit_worker import AuditWorker
 from common.privacy.class_audit import ClassLeakAudit
 from common.privacy.settings import AuditSettings
 from common.run_course import Batch

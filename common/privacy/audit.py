@@ -1,22 +1,15 @@
-"""Audits of a run: the leak AUC of every attack on every batch, inline or off the critical path.
+"""Audits of a run: the leak AUC of every attack on every batch.
 
-`LeakAudit` measures and remembers; `AuditWorker` runs one in a thread of its own, so that training
-never waits for it. Both parties use them: the passive party on what it received, the active party
-on what it sent.
+Both parties use them: the passive party on what it received, the active party on what it sent.
 """
 
 import math
-import os
-import queue
 import struct
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, NamedTuple, Protocol, Self, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -37,12 +30,6 @@ from common.privacy.attacks import (
 from common.privacy.leakage import has_both_classes, leak_auc_many
 from common.privacy.run_level import LayerScores, RunAudit, RunLevelLeak
 from common.privacy.tally import AttackTally
-
-_NICENESS = 10
-"""How far the worker stands back: about a tenth of the weight of a thread that trains."""
-
-_BURST_S = 1.0
-"""CPU time that the worker may take beyond its share: short runs are measured whole."""
 
 LeakByAttack = dict[str, dict[str, float]]
 """Layer name -> attack name -> leak AUC."""
@@ -402,238 +389,6 @@ class LeakAudit(BatchRecord):
             if not math.isnan(value):  # else the attack was told the only positives
                 leak[layer][name] = value
         return of_random, leak
-
-
-class Auditing(Protocol):
-    """What an `AuditWorker` can run."""
-
-    def wants(self, step: int) -> bool:
-        """Tell whether a step of an epoch is to be audited at all."""
-
-    def observe(self, observation: Observation) -> BatchLeak | None:
-        """Attack one batch."""
-
-    def leave_out(self) -> None:
-        """Count a batch that was to be audited and was not."""
-
-
-class CpuBudget:
-    """What the audit may still take of the CPU. Thread-safe.
-
-    Counted whether or not a core is idle: what the audit computes beside the training costs that
-    caches and the interpreter's lock, too.
-
-    Args:
-        max_share: of the time on the clock; None for all of it.
-        now_s: on a clock that never goes back. An `AuditWorker` takes that of the CPU time of its
-            process: where other programs leave the training half a core, half as much is left to
-            the audit.
-    """
-
-    def __init__(self, max_share: float | None, now_s: float) -> None:
-        self._max_share = max_share
-        self._left_s = _BURST_S
-        self._since_s = now_s
-        self._lock = threading.Lock()
-
-    def allows(self, now_s: float) -> bool:
-        """Tell whether another batch may be audited now."""
-        if self._max_share is None:
-            return True
-        with self._lock:
-            earned_s = self._max_share * (now_s - self._since_s)
-            self._since_s = now_s
-            self._left_s = min(self._left_s + earned_s, _BURST_S)
-            return self._left_s > 0
-
-    def pay(self, cpu_s: float) -> None:
-        """Note the CPU time that a batch took."""
-        with self._lock:
-            self._left_s -= cpu_s
-
-
-class AuditWorker:
-    """Runs a `LeakAudit`, or something like it, in a thread of its own, behind a bounded queue.
-
-    `submit` never blocks: what does not fit in the queue, or in the thread's share of the CPU time,
-    is left out and counted. An error while auditing costs its batch, never the training, and is
-    raised by `close`. So as not to slow the training, the thread computes on one core, gives way
-    where cores are short (there it falls behind, instead of the training), and uses a stream of its
-    own for gradients on a GPU.
-    """
-
-    def __init__(
-        self,
-        audit: Auditing,
-        queue_batches: int = 8,
-        on_result: Callable[[BatchLeak], None] | None = None,
-        max_cpu_share: float | None = None,
-    ) -> None:
-        """Start the thread.
-
-        Args:
-            audit: where the results go; counts, summary and latest values are read from it.
-            queue_batches: how many batches may wait.
-            on_result: called in the worker's thread with each measured batch.
-            max_cpu_share: of the process's CPU time; None for no limit.
-        """
-        self.audit = audit
-        self._on_result = on_result
-        self._budget = CpuBudget(max_cpu_share, time.process_time())
-        self._queue: queue.Queue[_Submitted | threading.Event | None] = queue.Queue(queue_batches)
-        self._closed = False
-        self._error: Exception | None = None
-        ready = threading.Event()
-        num_threads = torch.get_num_threads()
-        self._thread = threading.Thread(target=self._work, args=(ready,), name="audit", daemon=True)
-        self._thread.start()
-        ready.wait()
-        # The worker's own limit of one thread also became the default of threads started later.
-        torch.set_num_threads(num_threads)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def submit(self, observation: Observation) -> bool:
-        """Hand over one batch without waiting.
-
-        Returns:
-            Whether it was taken; False if its step is not to be audited, the queue is full, or the
-            thread's share of the CPU time is used up.
-        """
-        return self.submit_later(observation.step, observation.gradients, lambda: observation)
-
-    def submit_later(
-        self,
-        step: int,
-        gradients: Mapping[str, Tensor],
-        observation: Callable[[], Observation],
-    ) -> bool:
-        """Do as `submit`, and leave it to the thread to put the observation together.
-
-        Args:
-            step: of the batch.
-            gradients: those of the observation.
-            observation: called in the worker's thread if the batch is taken.
-        """
-        if not self.audit.wants(step):
-            return False
-        if not self._closed and self._budget.allows(time.process_time()):
-            with suppress(queue.Full):
-                device = _gpu(gradients)
-                self._queue.put_nowait(_Submitted(observation, device, _computed(device)))
-                return True
-        self.audit.leave_out()
-        return False
-
-    def wait_until_idle(self, timeout_s: float) -> bool:
-        """Wait until all that was submitted so far is audited, and say whether it is."""
-        deadline = time.monotonic() + timeout_s
-        reached = threading.Event()
-        if self._closed:
-            return not self._thread.is_alive()
-        with suppress(queue.Full):
-            self._queue.put(reached, timeout=timeout_s)
-            return reached.wait(max(0.0, deadline - time.monotonic()))
-        return False
-
-    def close(self, timeout_s: float = 30.0) -> None:
-        """Audit what is queued, then end the thread. Closing twice does nothing more.
-
-        What cannot be audited within ``timeout_s`` is left out and counted.
-
-        Raises:
-            Exception: the first error met while auditing.
-        """
-        if self._closed:
-            return
-        self._closed = True
-        deadline = time.monotonic() + timeout_s
-        with suppress(queue.Full):
-            self._queue.put(None, timeout=timeout_s)
-            self._thread.join(max(0.0, deadline - time.monotonic()))
-        if self._thread.is_alive():
-            self._leave_out_queued()
-        if self._error is not None:
-            raise self._error
-
-    def _work(self, ready: threading.Event) -> None:
-        _give_way()
-        ready.set()
-        streams: dict[torch.device, torch.cuda.Stream] = {}
-        while (submitted := self._queue.get()) is not None:
-            if isinstance(submitted, threading.Event):
-                submitted.set()
-                continue
-            begun_s = time.thread_time()
-            try:
-                with _own_stream(submitted, streams):
-                    self._audit(submitted.observation())
-            except Exception as error:
-                # Whatever it is: training goes on, and `close` raises it.
-                self.audit.leave_out()
-                self._error = self._error or error
-            self._budget.pay(time.thread_time() - begun_s)
-
-    def _audit(self, observation: Observation) -> None:
-        measured = self.audit.observe(observation)
-        if measured is not None and self._on_result is not None:
-            self._on_result(measured)
-
-    def _leave_out_queued(self) -> None:
-        with suppress(queue.Empty):
-            while True:
-                if isinstance(self._queue.get_nowait(), _Submitted):
-                    self.audit.leave_out()
-        self._queue.put_nowait(None)
-
-
-class _Submitted(NamedTuple):
-    observation: Callable[[], Observation]
-    device: torch.device | None
-    """Where the gradients are; None for the CPU."""
-    computed: torch.cuda.Event | None
-    """Passed once the gradients are there; None on the CPU, where they always are."""
-
-
-def _give_way() -> None:
-    """Leave the cores to other threads, as far as this thread can."""
-    # Asking first makes torch set this thread up; otherwise it would undo the limit later.
-    torch.get_num_threads()
-    torch.set_num_threads(1)
-    if sys.platform == "linux":  # elsewhere a priority belongs to the whole process
-        thread = threading.get_native_id()
-        niceness = os.getpriority(os.PRIO_PROCESS, thread)
-        os.setpriority(os.PRIO_PROCESS, thread, niceness + _NICENESS)
-
-
-def _gpu(gradients: Mapping[str, Tensor]) -> torch.device | None:
-    devices = (layer.device for layer in gradients.values())
-    return next((device for device in devices if device.type == "cuda"), None)
-
-
-def _computed(device: torch.device | None) -> torch.cuda.Event | None:
-    return None if device is None else torch.cuda.current_stream(device).record_event()
-
-
-@contextmanager
-def _own_stream(
-    submitted: _Submitted, streams: dict[torch.device, torch.cuda.Stream]
-) -> Iterator[None]:
-    """Keep the audit's kernels out of the stream in which the training's wait for each other."""
-    device = submitted.device
-    if device is None or submitted.computed is None:
-        yield
-        return
-    if device not in streams:
-        streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream = streams[device]
-    stream.wait_event(submitted.computed)
-    with torch.cuda.stream(stream):
-        yield
 
 
 def _can_score(attack: Attack, knowledge: Knowledge) -> bool:

@@ -17,14 +17,13 @@ from sklearn.metrics import roc_auc_score
 
 from common.privacy.attacks import AttackName, BatchAttackName, RunAttackName
 from common.privacy.audit import (
-    AuditWorker,
     BatchLeak,
-    CpuBudget,
     LeakAudit,
     Observation,
     pick_hint_rows,
     pick_reference_row,
 )
+from common.privacy.audit_worker import AuditWorker, CpuBudget
 from common.privacy.label_free import LABEL_FREE
 from common.privacy.settings import AuditSettings
 from common.settings import validate
@@ -324,7 +323,7 @@ class _SlowAudit(LeakAudit):
 
 
 def test_a_worker_leaves_out_what_is_beyond_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.privacy.audit._BURST_S", 0.05)
+    monkeypatch.setattr("common.privacy.audit_worker._BURST_S", 0.05)
     audit = _SlowAudit()
     with AuditWorker(audit, max_cpu_share=1e-6) as worker:
         assert worker.submit(_observation(0, 0))

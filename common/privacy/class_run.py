@@ -5,8 +5,8 @@ for all classes, ``accumulated_cosine`` one for each class, whose references the
 combining attacks fit one class after the other against the rest, on the same hints.
 """
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
@@ -26,13 +26,7 @@ from common.privacy.accumulation import (
 from common.privacy.attacks import BatchAttackName, RunAttackName, TopDirection, unit_vector
 from common.privacy.class_aucs import ClassAucs, Places, class_aucs
 from common.privacy.leakage import OneClass, leak_auc_interval
-from common.privacy.run_level import RunLevelLeak
-from common.privacy.tally import REMEMBERED_EPOCHS
-
-_SEED = 0
-"""Of hints and bootstrap: the same scores always give the same figures."""
-
-_UNSEEN = -1
+from common.privacy.run_level import SEED, UNSEEN, GatheredRun, RunLevelLeak
 
 
 class ClassScores(NamedTuple):
@@ -67,27 +61,20 @@ class ClassRunLeak(TypedDict):
     """Leak AUC of each class against the rest."""
 
 
-class ClassRunAudit:
+class ClassRunAudit(GatheredRun["_Layer"]):
     """Gathers scores over a run, and measures them. Safe to use from several threads.
 
     Args:
         attacks: which attacks to run.
         num_examples: aligned examples of the run.
-        class_names: in the order of their places.
+        class_names: in the order of their places, which are their labels.
     """
 
     def __init__(
         self, attacks: Sequence[RunAttackName], num_examples: int, class_names: Sequence[str]
     ) -> None:
-        self.attacks = tuple(attacks)
-        self._num_examples = num_examples
+        super().__init__(attacks, num_examples)
         self._names = tuple(class_names)
-        self._lock = threading.Lock()
-        size = num_examples if attacks else 0
-        self._places = torch.full((size,), _UNSEEN, dtype=torch.int8)
-        self._layers: dict[str, _Layer] = {}
-        self._epoch: int | None = None
-        self._after_epoch: dict[int, dict[str, dict[str, float]]] = {}
 
     def add(
         self,
@@ -107,25 +94,9 @@ class ClassRunAudit:
         if not self.attacks:
             return
         with self._lock:
-            if epoch != self._epoch:
-                self._close_epoch()
-                self._epoch = epoch
-            rows = positions.cpu()
-            self._places[rows] = places.to("cpu", torch.int8)
+            rows = self._begin_batch(epoch, positions, places)
             for name, found in layers.items():
-                if name not in self._layers:
-                    self._layers[name] = self._new_layer()
-                self._layers[name].add(epoch, rows, found)
-
-    def close_epoch(self) -> None:
-        """Measure the sums after the last epoch; before others this happens by itself."""
-        with self._lock:
-            self._close_epoch()
-
-    def after_epoch(self, epoch: int) -> dict[str, dict[str, float]]:
-        """Return layer -> attack -> leak AUC of the worst pair after one of the last epochs."""
-        with self._lock:
-            return self._after_epoch.get(epoch, {})
+                self._layer(name).add(epoch, rows, found)
 
     def result(
         self,
@@ -154,44 +125,11 @@ class ClassRunAudit:
                 )
         return worst, by_class
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return a copy of what is gathered and measured so far."""
-        with self._lock:
-            return {
-                "places": self._places.clone(),
-                "layers": {name: layer.state_dict() for name, layer in self._layers.items()},
-                "epoch": self._epoch,
-                "after_epoch": {
-                    str(epoch): {layer: dict(found) for layer, found in layers.items()}
-                    for epoch, layers in self._after_epoch.items()
-                },
-            }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` left off.
-
-        Raises:
-            ValueError: the state is of another number of examples, or of two classes.
-        """
-        if "places" not in state or state["places"].shape != self._places.shape:
-            raise ValueError(f"expected the classes of {len(self._places)} examples")
-        layers = {name: self._new_layer() for name in state["layers"]}
-        for name, layer in layers.items():
-            layer.load_state_dict(state["layers"][name])
-        with self._lock:
-            self._places = state["places"].clone()
-            self._layers = layers
-            self._epoch = state["epoch"]
-            self._after_epoch = {
-                int(epoch): {layer: dict(found) for layer, found in measured.items()}
-                for epoch, measured in state["after_epoch"].items()
-            }
-
     def _new_layer(self) -> "_Layer":
         return _Layer(self.attacks, self._num_examples, len(self._names))
 
     def _places_at(self, positions: npt.NDArray[np.int64]) -> Places:
-        return self._places.numpy()[positions].astype(np.int64)
+        return self._labels.numpy()[positions].astype(np.int64)
 
     def _aucs(self, scores: Sequence[RunScores]) -> ClassAucs:
         found = [
@@ -209,7 +147,7 @@ class ClassRunAudit:
         places = self._places_at(scores.positions)
         of_pair = (places == first) | (places == second)
         measured = leak_auc_interval(
-            scores.scores[of_pair], places[of_pair] == first, np.random.default_rng(_SEED)
+            scores.scores[of_pair], places[of_pair] == first, np.random.default_rng(SEED)
         )
         return RunLevelLeak(
             auc=measured.auc,
@@ -218,18 +156,12 @@ class ClassRunAudit:
             examples=int(of_pair.sum()),
         )
 
-    def _close_epoch(self) -> None:
-        if self._epoch is None:
-            return
+    def _measure_sums(self) -> dict[str, dict[str, float]]:
         measured: dict[str, dict[str, float]] = {}
         for layer, attack, scores in self._found(hinted=False):
-            try:
+            with suppress(OneClass):
                 measured.setdefault(layer, {})[attack] = self._aucs(scores).worst()
-            except OneClass:
-                continue
-        self._after_epoch[self._epoch] = measured
-        for earlier in sorted(self._after_epoch)[:-REMEMBERED_EPOCHS]:
-            del self._after_epoch[earlier]
+        return measured
 
     def _found(self, *, hinted: bool) -> Iterator[tuple[str, RunAttackName, list[RunScores]]]:
         """Yield each attack's scores, one for all classes or one for each, of examples not told."""
@@ -242,7 +174,7 @@ class ClassRunAudit:
     def _combined(
         self, layer: str, state: "_Layer"
     ) -> Iterator[tuple[str, RunAttackName, list[RunScores]]]:
-        seen = np.flatnonzero(self._places.numpy() != _UNSEEN)
+        seen = np.flatnonzero(self._labels.numpy() != UNSEEN)
         places = self._places_at(seen)
         for attack in state.combining:
             features = state.history.features(seen)
@@ -251,7 +183,7 @@ class ClassRunAudit:
                     features,
                     (places == place).astype(np.int64),
                     NUM_HINTS[attack],
-                    np.random.default_rng(_SEED),
+                    np.random.default_rng(SEED),
                 )
                 for place in range(len(self._names))
             ]

@@ -1,8 +1,10 @@
 """The leak of a whole run: what the attacks that gather over its epochs know in the end."""
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict
+from contextlib import suppress
+from typing import Any, Generic, NamedTuple, Protocol, TypedDict, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +23,11 @@ from common.privacy.attacks import BatchAttackName, RunAttackName, TopDirection,
 from common.privacy.leakage import OneClass, leak_auc, leak_auc_interval
 from common.privacy.tally import REMEMBERED_EPOCHS
 
-_SEED = 0
+SEED = 0
 """Of hints and bootstrap: the same scores always give the same figures."""
 
-_UNSEEN = -1
+UNSEEN = -1
+"""Label of an example that no batch has held so far."""
 
 
 _Floats = npt.NDArray[np.float64]
@@ -57,10 +60,23 @@ class RunLevelLeak(TypedDict):
     """Examples that were scored and whose label the attack was not told."""
 
 
-class RunAudit:
-    """Gathers scores over a run, and measures them. Safe to use from several threads.
+class GatheringLayer(Protocol):
+    """What is gathered of one layer."""
 
-    Keeps, per layer, at most 16 bytes per example and attack, and once per example its label.
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of it."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` left off."""
+
+
+LayerT = TypeVar("LayerT", bound=GatheringLayer)
+
+
+class GatheredRun(ABC, Generic[LayerT]):
+    """What gathers over a run, layer by layer, and what the end of each epoch found of it.
+
+    Safe to use from several threads.
 
     Args:
         attacks: which attacks to run.
@@ -72,39 +88,10 @@ class RunAudit:
         self._num_examples = num_examples
         self._lock = threading.Lock()
         size = num_examples if attacks else 0
-        self._labels = torch.full((size,), _UNSEEN, dtype=torch.int8)
-        self._layers: dict[str, _Layer] = {}
+        self._labels = torch.full((size,), UNSEEN, dtype=torch.int8)
+        self._layers: dict[str, LayerT] = {}
         self._epoch: int | None = None
         self._after_epoch: dict[int, dict[str, dict[str, float]]] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of what is gathered."""
-        return self._labels.nbytes + sum(layer.num_bytes for layer in self._layers.values())
-
-    def add(
-        self, epoch: int, positions: Tensor, labels: Tensor, layers: Mapping[str, LayerScores]
-    ) -> None:
-        """Gather one batch.
-
-        Args:
-            epoch: of the batch, not before that of the batch before.
-            positions: places in the common order, (batch,), each at most once.
-            labels: (batch,), for the measurement alone.
-            layers: layer -> what the attacks on a batch found.
-        """
-        if not self.attacks:
-            return
-        with self._lock:
-            if epoch != self._epoch:
-                self._close_epoch()
-                self._epoch = epoch
-            places = positions.cpu()
-            self._labels.numpy()[places.numpy()] = labels.cpu().to(torch.int8).numpy()
-            for name, found in layers.items():
-                if name not in self._layers:
-                    self._layers[name] = _Layer(self.attacks, self._num_examples)
-                self._layers[name].add(epoch, places, found)
 
     def close_epoch(self) -> None:
         """Measure the sums after the last epoch; before others this happens by itself."""
@@ -115,23 +102,6 @@ class RunAudit:
         """Return layer -> attack -> leak AUC of the sums after one of the last epochs."""
         with self._lock:
             return self._after_epoch.get(epoch, {})
-
-    def result(self) -> dict[str, dict[str, RunLevelLeak]]:
-        """Measure every attack over the run so far; what has one class only is absent."""
-        result: dict[str, dict[str, RunLevelLeak]] = {}
-        with self._lock:
-            for layer, attack, scores, labels in self._found(hinted=True):
-                try:
-                    measured = leak_auc_interval(scores, labels, np.random.default_rng(_SEED))
-                except OneClass:
-                    continue
-                result.setdefault(layer, {})[attack] = RunLevelLeak(
-                    auc=measured.auc,
-                    low=measured.low,
-                    high=measured.high,
-                    examples=len(scores),
-                )
-        return result
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of what is gathered and measured so far."""
@@ -156,7 +126,7 @@ class RunAudit:
             raise ValueError(
                 f"expected scores of {len(self._labels)} examples, got {len(state['labels'])}"
             )
-        layers = {name: _Layer(self.attacks, self._num_examples) for name in state["layers"]}
+        layers = {name: self._new_layer() for name in state["layers"]}
         for name, layer in layers.items():
             layer.load_state_dict(state["layers"][name])
         with self._lock:
@@ -168,18 +138,91 @@ class RunAudit:
                 for epoch, measured in state["after_epoch"].items()
             }
 
+    @abstractmethod
+    def _new_layer(self) -> LayerT:
+        """Return a layer of which nothing is gathered yet."""
+
+    @abstractmethod
+    def _measure_sums(self) -> dict[str, dict[str, float]]:
+        """Return layer -> attack -> leak AUC of the sums so far; called with the lock."""
+
+    def _begin_batch(self, epoch: int, positions: Tensor, labels: Tensor) -> Tensor:
+        """Note a batch's labels, and return its places on the CPU; call it with the lock."""
+        if epoch != self._epoch:
+            self._close_epoch()
+            self._epoch = epoch
+        places = positions.cpu()
+        self._labels.numpy()[places.numpy()] = labels.cpu().to(torch.int8).numpy()
+        return places
+
+    def _layer(self, name: str) -> LayerT:
+        if name not in self._layers:
+            self._layers[name] = self._new_layer()
+        return self._layers[name]
+
     def _close_epoch(self) -> None:
         if self._epoch is None:
             return
-        measured: dict[str, dict[str, float]] = {}
-        for layer, attack, scores, labels in self._found(hinted=False):
-            try:
-                measured.setdefault(layer, {})[attack] = leak_auc(scores, labels)
-            except OneClass:
-                continue
-        self._after_epoch[self._epoch] = measured
+        self._after_epoch[self._epoch] = self._measure_sums()
         for earlier in sorted(self._after_epoch)[:-REMEMBERED_EPOCHS]:
             del self._after_epoch[earlier]
+
+
+class RunAudit(GatheredRun["_Layer"]):
+    """Gathers scores over a run, and measures them. Safe to use from several threads.
+
+    Keeps, per layer, at most 16 bytes per example and attack, and once per example its label.
+    """
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of what is gathered."""
+        return self._labels.nbytes + sum(layer.num_bytes for layer in self._layers.values())
+
+    def add(
+        self, epoch: int, positions: Tensor, labels: Tensor, layers: Mapping[str, LayerScores]
+    ) -> None:
+        """Gather one batch.
+
+        Args:
+            epoch: of the batch, not before that of the batch before.
+            positions: places in the common order, (batch,), each at most once.
+            labels: (batch,), for the measurement alone.
+            layers: layer -> what the attacks on a batch found.
+        """
+        if not self.attacks:
+            return
+        with self._lock:
+            places = self._begin_batch(epoch, positions, labels)
+            for name, found in layers.items():
+                self._layer(name).add(epoch, places, found)
+
+    def result(self) -> dict[str, dict[str, RunLevelLeak]]:
+        """Measure every attack over the run so far; what has one class only is absent."""
+        result: dict[str, dict[str, RunLevelLeak]] = {}
+        with self._lock:
+            for layer, attack, scores, labels in self._found(hinted=True):
+                try:
+                    measured = leak_auc_interval(scores, labels, np.random.default_rng(SEED))
+                except OneClass:
+                    continue
+                result.setdefault(layer, {})[attack] = RunLevelLeak(
+                    auc=measured.auc,
+                    low=measured.low,
+                    high=measured.high,
+                    examples=len(scores),
+                )
+        return result
+
+    def _new_layer(self) -> "_Layer":
+        return _Layer(self.attacks, self._num_examples)
+
+    def _measure_sums(self) -> dict[str, dict[str, float]]:
+        measured: dict[str, dict[str, float]] = {}
+        for layer, attack, scores, labels in self._found(hinted=False):
+            with suppress(OneClass):
+                measured.setdefault(layer, {})[attack] = leak_auc(scores, labels)
+        return measured
 
     def _found(self, *, hinted: bool) -> Iterator[tuple[str, RunAttackName, _Floats, _Labels]]:
         """Yield the scores of each attack with the labels that it was not told."""
@@ -194,13 +237,13 @@ class RunAudit:
         self, layer: str, state: "_Layer"
     ) -> Iterator[tuple[str, RunAttackName, _Floats, _Labels]]:
         labels = self._labels.numpy()
-        seen = np.flatnonzero(labels != _UNSEEN)
+        seen = np.flatnonzero(labels != UNSEEN)
         for attack, history in state.histories.items():
             combined = combine_with_hints(
                 history.features(seen),
                 labels[seen],
                 NUM_HINTS[attack],
-                np.random.default_rng(_SEED),
+                np.random.default_rng(SEED),
             )
             if combined is not None:
                 scores, others = combined

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from active_party.defenses.class_statistics import ClassEstimate, measure_classes
-from active_party.defenses.iso import isotropic_noise
+from active_party.defenses.iso import noise_alone
 from active_party.defenses.noise import NoiseSource
 from active_party.defenses.report import (
     ClassMemory,
@@ -80,11 +80,11 @@ class Marvell(ClassMemory):
         current = self.classes.take_in(batch)
         estimate = earlier if self._from_earlier else current
         if estimate is None or current is None:
-            return self._noise_alone(rows, gradients)
+            return noise_alone(rows, gradients, float(row_norms(rows).max()), self._noise)
         cut_dim = rows.shape[1]
         solution = self._solve(estimate, cut_dim, self._power(estimate, cut_dim))
         if math.isinf(solution.sum_kl):
-            return self._noise_alone(rows, gradients)
+            return noise_alone(rows, gradients, float(row_norms(rows).max()), self._noise)
         before = self._solve(estimate, cut_dim, 0.0).sum_kl
         defended = self._draw(solution, estimate, rows, positive).add_(rows)
         pos_share = batch.pos_rows / (batch.pos_rows + batch.neg_rows)
@@ -132,18 +132,6 @@ class Marvell(ClassMemory):
         )
         noise = self._noise.standard_normal(tuple(rows.shape), rows)
         return noise.mul_(across).addcmul_(along, direction)
-
-    def _noise_alone(
-        self, rows: Tensor, gradients: Tensor
-    ) -> tuple[DefendedGradient, DefenseReport]:
-        largest = float(row_norms(rows).max())
-        report = DefenseReport(
-            noise_power=largest * largest,
-            sum_kl_after=0.0,
-            leak_auc_bound=0.5,
-            charge=LeakCharge(0.0),
-        )
-        return release(isotropic_noise(rows, largest, self._noise), gradients), report
 
 
 def _charge(solution: NoiseSolution, estimate: ClassEstimate, current: ClassEstimate) -> LeakCharge:

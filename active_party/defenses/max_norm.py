@@ -48,11 +48,7 @@ class MaxNorm(ClassMemory):
         rows = as_rows(gradients)
         positive = as_positive(labels, rows)
         batch, norms = measure_means(rows, positive)
-        largest = norms.max()
-        unit = torch.where(largest > 0, largest, 1.0)
-        shares = norms / unit
-        missing = ((1 - shares) * (1 + shares)).clamp_(min=0).sqrt_().mul_(largest)
-        noise = stretch_rows(rows, norms, missing, self._noise)
+        noise = stretch_rows(rows, norms, missing_norms(norms), self._noise)
         charge = charge_rows(noise, norms, positive, batch, self.classes.take_in(batch))
         defended = noise.directions.mul_(noise.scalars).add_(rows)
         return release(defended, gradients), DefenseReport(
@@ -67,6 +63,13 @@ class RowNoise(NamedTuple):
     scalars: Tensor  # (batch, 1), how far along them
     norms: Tensor  # (batch,) float64, root-mean-square
     bare: Tensor  # (bare rows,) positions of the rows without a direction
+
+
+def missing_norms(norms: Tensor) -> Tensor:
+    """Return the root-mean-square noise norm that takes each row to the largest, (batch,)."""
+    largest = norms.max()
+    shares = norms / torch.where(largest > 0, largest, 1.0)
+    return ((1 - shares) * (1 + shares)).clamp_(min=0).sqrt_().mul_(largest)
 
 
 def stretch_rows(rows: Tensor, norms: Tensor, noise_norms: Tensor, noise: NoiseSource) -> RowNoise:

@@ -33,8 +33,8 @@ from active_party.defenses.class_means import (
     measure_class_means,
     squared_distances,
 )
-from active_party.defenses.iso import isotropic_noise
-from active_party.defenses.max_norm import RowNoise, stretch_rows
+from active_party.defenses.iso import isotropic_noise, noise_alone
+from active_party.defenses.max_norm import RowNoise, missing_norms, stretch_rows
 from active_party.defenses.multi_class import (
     draw_shared_noise,
     pair_divergences,
@@ -117,10 +117,7 @@ class MultiClassMaxNorm(MeansMemory):
         rows = as_rows(gradients)
         classes = as_classes(labels, rows, self.num_classes)
         batch = measure_class_means(rows, classes, self.num_classes)
-        largest = batch.norms.max()
-        shares = batch.norms / torch.where(largest > 0, largest, 1.0)
-        deviations = ((1 - shares) * (1 + shares)).clamp(min=0).sqrt() * largest
-        noise = stretch_rows(rows, batch.norms, deviations, self._noise)
+        noise = stretch_rows(rows, batch.norms, missing_norms(batch.norms), self._noise)
         charge = _charge_rows(noise, classes, batch, self.classes.take_in(batch))
         defended = noise.directions.mul_(noise.scalars).add_(rows)
         return release(defended, gradients), DefenseReport(
@@ -172,7 +169,7 @@ class MultiClassMarvell(MeansMemory):
         estimate = earlier if self._from_earlier else current
         unit = float(batch.norms.max())
         if estimate is None or current is None or longest_gap(estimate.means) == 0:
-            return self._noise_alone(rows, gradients, unit)
+            return noise_alone(rows, gradients, unit, self._noise)
         # In a unit in which squares stay in range, whatever the size of the gradients.
         unit = max(unit, float(estimate.means.abs().max()))
         means, weights = estimate.means / unit, self._weights.to(rows.device)
@@ -196,17 +193,6 @@ class MultiClassMarvell(MeansMemory):
         if isinstance(self._strength, PowerRatio):
             return self._strength.power_ratio * float(squared_distances(means).max())
         return power_for_worst_pair(means, weights, allowed_sum_kl(self._strength))
-
-    def _noise_alone(
-        self, rows: Tensor, gradients: Tensor, largest: float
-    ) -> tuple[DefendedGradient, DefenseReport]:
-        report = DefenseReport(
-            noise_power=largest * largest,
-            sum_kl_after=0.0,
-            leak_auc_bound=0.5,
-            charge=LeakCharge(0.0),
-        )
-        return release(isotropic_noise(rows, largest, self._noise), gradients), report
 
 
 def _charged(left: Tensor, fitted_means: Tensor, means: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, PositiveInt, StringConstraints, Tag, model_validator
 
 from common.alignment import AlignmentSettings
-from common.settings import Section
+from common.settings import Section, named_kind
 from common.wire.limits import PASSIVE_PARTIES
 
 CutDtype = Literal["float32", "float16", "bfloat16"]
@@ -67,15 +67,10 @@ class ColumnSplit(Section):
     and all must say the same of the rows in common, or nobody trains. It is never a feature."""
 
 
-def _split_kind(value: object) -> object:
-    kind = value.get("kind", "hash") if isinstance(value, dict) else getattr(value, "kind", None)
-    return kind if kind in {"hash", "column"} else None
-
-
 SplitSettings = Annotated[
     Annotated[HashSplit, Tag("hash")] | Annotated[ColumnSplit, Tag("column")],
     Discriminator(
-        _split_kind,
+        named_kind("kind", "hash", "column"),
         custom_error_type="split_kind",
         custom_error_message="expected kind hash or column",
     ),

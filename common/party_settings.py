@@ -14,7 +14,7 @@ from common.data.settings import DataSettings, expand_path
 from common.errors import SettingsError
 from common.initial_weights import EarlierModel
 from common.models.settings import OptimizerSettings
-from common.settings import Section, apply_overrides, read_yaml, validate
+from common.settings import Section, apply_overrides, named_kind, read_yaml, validate
 
 Address = Annotated[str, StringConstraints(pattern=r"^\[?[A-Za-z0-9_.:-]+\]?:[0-9]{1,5}$")]
 
@@ -42,15 +42,10 @@ class Insecure(Section):
     """Leaving the wire unprotected has to be asked for by name, and both ends be on loopback."""
 
 
-def _mode_of(value: object) -> object:
-    mode = value.get("mode", "mtls") if isinstance(value, dict) else getattr(value, "mode", None)
-    return mode if mode in {"mtls", "insecure"} else None
-
-
 SecuritySettings = Annotated[
     Annotated[MutualTls, Tag("mtls")] | Annotated[Insecure, Tag("insecure")],
     Discriminator(
-        _mode_of,
+        named_kind("mode", "mtls", "insecure"),
         custom_error_type="security_mode",
         custom_error_message="expected mode mtls or insecure",
     ),

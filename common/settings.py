@@ -1,7 +1,7 @@
 """How settings are read: YAML files, overrides from the command line, every problem at once."""
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -76,6 +76,22 @@ def only_key(value: object) -> str | None:
     """
     keys = list(value) if isinstance(value, dict) else list(getattr(value, "model_fields_set", ()))
     return str(keys[0]) if len(keys) == 1 else None
+
+
+def named_kind(field: str, *kinds: str) -> Callable[[object], str | None]:
+    """Return what names the kind of a section by one of its fields, the first kind by default.
+
+    For a union's ``Discriminator``: it gives None, which is an error, for any other value.
+    """
+
+    def kind_of(value: object) -> str | None:
+        if isinstance(value, dict):
+            kind = value.get(field, kinds[0])
+        else:
+            kind = getattr(value, field, None)
+        return kind if kind in kinds else None
+
+    return kind_of
 
 
 def _copy(values: dict[str, Any]) -> dict[str, Any]:

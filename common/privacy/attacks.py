@@ -70,20 +70,20 @@ CUT = "cut"
 """Name of the layer at which the gradients arrive."""
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
-_Singles: TypeAlias = npt.NDArray[np.float32]
 
 _MAX_VOTERS = 2048
-_MAX_POWER_STEPS = 16
-"""Steps of the power iteration that cost as much as the Gram matrix, which needs no luck."""
+_LARGE = 64
+"""Rows and columns from which on the Gram matrix costs more than a few passes over the batch."""
 
-_CONVERGED = 1e-10
+_MAX_LANCZOS_STEPS = 25
+"""As many cost about as much as the Gram matrix and its top eigenvector, which need no luck."""
+
+_STEPS_BETWEEN_CHECKS = 2
+_FIRST_DOUBT = 8
+"""Steps before how fast the error falls says anything."""
+
+_CONVERGED = 1e-11
 """Length of Gv - lv, in units of l, at which v counts as the top direction."""
-
-_STEPS_IN_FLOAT32 = 3
-"""The rounding of float32 undoes what more of them would add where the top stands out."""
-
-_SAFE_IN_FLOAT32 = 1e-12, 1e12
-"""Lengths of gradients whose squares and sums stay well in the range of float32."""
 
 _SMALLEST = torch.finfo(torch.float64).tiny
 
@@ -340,19 +340,19 @@ def _top_direction(known: GradientRows) -> TopDirection:
     """Find it by a few products where it stands out, else through the smaller Gram matrix.
 
     What is read off is the leading direction, which loses nothing by squaring; the cost is that of
-    one product instead of a full SVD.
+    a few passes over the batch, or of one product, instead of a full SVD.
     """
     rows, unit = known.rows, known.unit
-    if rows.device.type == "cpu":
-        found = _by_products(rows.numpy(), _in_float32(known))
+    if rows.device.type == "cpu" and min(rows.shape) >= _LARGE:
+        found = _by_lanczos(rows.numpy())
         if found is not None:
             projections, direction = map(torch.from_numpy, found)
             return TopDirection(_in_unit(projections, unit), direction)
     num_rows, row_dim = rows.shape
     if num_rows >= row_dim:
-        _, direction = _top_eigenpair(rows.T @ rows)
+        _, direction = _top_eigenpair(_gram(rows.T))
         return TopDirection(_in_unit(rows @ direction, unit), direction)
-    power, left = _top_eigenpair(rows @ rows.T)
+    power, left = _top_eigenpair(_gram(rows))
     length = power.clamp(min=0.0).sqrt()
     direction = torch.where(length > 0, (left @ rows) / length, 0.0)
     return TopDirection(_in_unit(left * length, unit), direction)
@@ -373,51 +373,40 @@ def skewness(scores: Tensor) -> float:
     return float(np.vdot(values * values, values))
 
 
-def _in_float32(known: GradientRows) -> _Singles | None:
-    """Return the rows as they came, where they came in float32 and products stay in its range."""
-    if known.gradients.dtype != torch.float32:
-        return None
-    lengths = known.lengths.numpy()
-    longest = lengths.max(initial=0.0)
-    if not _SAFE_IN_FLOAT32[0] < longest < _SAFE_IN_FLOAT32[1]:
-        return None
-    singles: _Singles = known.gradients.flatten(start_dim=1).numpy()
-    return singles
-
-
-def _by_products(rows: _Floats, singles: _Singles | None) -> tuple[_Floats, _Floats] | None:
+def _by_lanczos(rows: _Floats) -> tuple[_Floats, _Floats] | None:
     """Return the projections and the top right-singular vector; None where it stands out little.
 
-    The first steps are in float32, where they cost a third. The start has a part of every
-    direction, so that no other one can pass for the top.
+    Lanczos' method for G = R'R (Golub and Van Loan, "Matrix Computations", 10.1), all directions
+    kept orthogonal, without forming G. The start has a part of every direction, so that no other
+    one can pass for the top.
     """
-    if singles is None:
-        return _by_power_iteration(rows, _start(len(rows)) @ rows)
-    image = _start(len(rows)).astype(np.float32) @ singles
-    for _ in range(_STEPS_IN_FLOAT32):
-        image /= math.sqrt(np.vdot(image, image)) or 1.0
-        image = (singles @ image) @ singles
-    return _by_power_iteration(rows, image.astype(np.float64))
-
-
-def _by_power_iteration(rows: _Floats, image: _Floats) -> tuple[_Floats, _Floats] | None:
-    """Go on from an image of the rows."""
+    image = _start(len(rows)) @ rows
+    basis = np.empty((_MAX_LANCZOS_STEPS, rows.shape[1]))
+    inner = np.zeros((_MAX_LANCZOS_STEPS, _MAX_LANCZOS_STEPS))  # of the basis, through G
     before = math.inf
-    for step in range(_MAX_POWER_STEPS):
+    for step in range(_MAX_LANCZOS_STEPS):
         length = math.sqrt(image @ image)
-        if not length > 0:
+        if not length > 0:  # nothing, or nothing new, to look at
             return None
-        direction = image / length
-        projections = rows @ direction
-        image = projections @ rows
-        power = float(projections @ projections)
-        off = image - power * direction
-        error = math.sqrt(off @ off) / power if power > 0 else math.inf
+        np.divide(image, length, out=basis[step])
+        known = basis[: step + 1]
+        image = (rows @ basis[step]) @ rows
+        parts = known @ image
+        image -= parts @ known
+        image -= (known @ image) @ known  # what rounding left of them
+        inner[step, max(step - 1, 0) : step + 1] = parts[max(step - 1, 0) :]
+        if step % _STEPS_BETWEEN_CHECKS:
+            continue
+        powers, weights = np.linalg.eigh(inner[: step + 1, : step + 1])  # reads the lower half
+        power, top = float(powers[-1]), weights[:, -1]
+        error = math.sqrt(image @ image) * abs(float(top[-1])) / power if power > 0 else math.inf
         if error <= _CONVERGED:
-            return projections, direction
-        # Each step divides the error by the same factor, which a few steps show.
-        steps_left = _MAX_POWER_STEPS - 1 - step
-        if step >= 4 and error * (error / before) ** steps_left > _CONVERGED:
+            direction = top @ known
+            direction /= math.sqrt(direction @ direction)
+            return rows @ direction, direction
+        # By about the same factor from check to check.
+        checks_left = (_MAX_LANCZOS_STEPS - 1 - step) // _STEPS_BETWEEN_CHECKS
+        if step >= _FIRST_DOUBT and error * (error / before) ** checks_left > _CONVERGED:
             return None
         before = error
     return None
@@ -428,6 +417,12 @@ def _start(num_rows: int) -> _Floats:
     start = np.random.default_rng(0).standard_normal(num_rows)
     start.setflags(write=False)
     return start
+
+
+def _gram(values: Tensor) -> Tensor:
+    if values.device.type == "cpu":  # where numpy knows that half of it is enough
+        return torch.from_numpy(values.numpy() @ values.numpy().T)
+    return values @ values.T
 
 
 def _top_eigenpair(gram: Tensor) -> tuple[Tensor, Tensor]:

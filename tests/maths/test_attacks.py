@@ -316,6 +316,35 @@ def test_spectral_is_the_projection_of_the_svd(shape: tuple[int, ...]) -> None:
     assert np.allclose(spectral(gradients).numpy(), expected, rtol=0, atol=1e-9 * abs(rows).max())
 
 
+@pytest.mark.parametrize("signal", [0.0, 0.1, 0.3, 1.0, 30.0])
+@pytest.mark.parametrize("shape", [(300, 80), (80, 300), (64, 64)])
+def test_spectral_is_the_same_however_much_the_top_direction_stands_out(
+    shape: tuple[int, int], signal: float
+) -> None:
+    """Few passes over the batch find it, or the Gram matrix does."""
+    generator = torch.Generator().manual_seed(11)
+    positive = (torch.rand(shape[0], 1, generator=generator) < 0.2).double()
+    label_part = (positive - 0.2) * torch.randn(shape[1], generator=generator)
+    gradients = (torch.randn(shape, generator=generator) + signal * label_part).float()
+    projections, direction = top_direction(gradients)
+    rows = gradients.double().numpy()
+    _, _, directions = np.linalg.svd(rows, full_matrices=False)
+    expected = directions[0] * np.sign(directions[0] @ direction.numpy())
+    assert np.allclose(direction.numpy(), expected, rtol=0, atol=1e-9)
+    assert np.allclose(projections.numpy(), rows @ expected, rtol=0, atol=1e-9 * abs(rows).max())
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_the_top_direction_of_a_batch_of_low_rank(rank: int) -> None:
+    generator = torch.Generator().manual_seed(12)
+    parts = torch.randn(100, rank, generator=generator), torch.randn(rank, 90, generator=generator)
+    rows = (parts[0] @ parts[1]).double()
+    projections, direction = top_direction(rows)
+    longest = torch.linalg.matrix_norm(rows, 2)
+    assert torch.linalg.vector_norm(projections).item() == pytest.approx(longest.item(), rel=1e-12)
+    assert torch.allclose(rows @ direction, projections, rtol=0, atol=1e-12 * longest.item())
+
+
 def test_norm_and_cosine_equal_their_definitions() -> None:
     generator = torch.Generator().manual_seed(8)
     gradients = torch.randn(50, 3, 4, generator=generator)

@@ -140,7 +140,8 @@ def _run(parsed: argparse.Namespace) -> None:
     with ExitStack() as resources:
         transcript = resources.enter_context(_transcript(settings, folder))
         recorder = resources.enter_context(ActiveRecorder(settings, folder))
-        store = RunStore(folder, contract.checkpoints.keep, len(contract.passive_parties))
+        keep, num_parties = contract.checkpoints.keep, len(contract.passive_parties)
+        store = resources.enter_context(RunStore(folder, keep, num_parties, in_background=True))
         session = build_session(
             settings, data, build_trainer, recorder, partial(draw_nonce, settings), store
         )

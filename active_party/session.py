@@ -452,7 +452,7 @@ class ActiveSession:
                 if batch.closes_split:
                     self._observer.on_ledger(batch.epoch, self.leak_bounds())
             if self._checkpoint_due:
-                self._save()
+                self._save(soon=True)
 
     def leak_bounds(self) -> LeakBounds:
         """Bound what the answers so far may have told of the training examples."""
@@ -756,7 +756,7 @@ class ActiveSession:
         for party in self.parties:
             party.has_left = party.is_going_back = False
 
-    def _save(self) -> None:
+    def _save(self, *, soon: bool = False) -> None:
         self._checkpoint_due = False
         if self._store is None or self.trainer is None:
             return
@@ -771,7 +771,8 @@ class ActiveSession:
             "left": [party.name for party in self.parties if party.has_left],
             "observer": self._observer.state_dict(),
         }
-        self._store.save(self._place, state)
+        save = self._store.save_soon if soon else self._store.save
+        save(self._place, state)
 
     def _restore(self, place: int, state: State) -> None:
         if self.trainer is None:

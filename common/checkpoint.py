@@ -18,9 +18,10 @@ import pickle
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors.torch import save
@@ -73,20 +74,50 @@ def save_tensors(folder: Path, file_name: str, tensors: Mapping[str, Tensor]) ->
 class RunStore:
     """What one party needs in order to go on with a run after its process has ended.
 
+    One store at a time works on a folder.
+
     Args:
         folder: the run's folder.
         keep: how many of the newest checkpoints to keep.
         questions_per_place: how many fingerprints each place has in the log of answers.
+        in_background: whether `save_soon` leaves the disk to a thread of its own. Such a store
+            has to be closed.
     """
 
-    def __init__(self, folder: Path, keep: int, questions_per_place: int = 1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        questions_per_place: int = 1,
+        *,
+        in_background: bool = False,
+    ) -> None:
         self._folder = folder / "checkpoint"
         self._keep = keep
         self._questions_per_place = questions_per_place
         self._answers: AnswerLog | None = None
+        self._writer = ThreadPoolExecutor(1, "checkpoint") if in_background else None
+        self._pending: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait until everything is on the disk; nothing can be saved soon afterwards.
+
+        Raises:
+            StorageError: what was to be saved soon cannot be written.
+        """
+        if self._writer is not None:
+            self._writer.shutdown()
+        self._wait()
 
     def run(self) -> State | None:
         """Return what holds for the whole run; None where there is no run to go on with."""
+        self._wait()
         return self._read(self._folder / _RUN)
 
     def save_run(self, state: State) -> None:
@@ -97,29 +128,61 @@ class RunStore:
         """
         self.forget()
         _checkpoint_folder(self._folder.parent)
-        _write_state(self._folder / _RUN, state)
+        _write_content(self._folder / _RUN, _serialised(state))
 
     def places(self) -> list[int]:
         """Return the places that a state can be loaded for, ascending.
 
         A damaged file is said so, and passed over.
         """
+        self._wait()
         return [place for place, path in self._files() if self._read(path) is not None]
 
     def save(self, place: int, state: State) -> None:
         """Keep the state after a number of batches, and the newest few of those before.
 
         Raises:
-            StorageError: it cannot be written; those before stay.
+            StorageError: it, or the one before, cannot be written; those before stay.
         """
-        _write_state(self._path(place), state)
+        self._wait()
+        self._keep_only(place, _serialised(state))
+        self._forget_old_answers()
+
+    def save_soon(self, place: int, state: State) -> None:
+        """Do as `save`, and wait for the disk only where it still has the state before to write.
+
+        The state may change afterwards. A process that is killed in between goes on from the state
+        before, as one that is killed before.
+
+        Raises:
+            StorageError: it, or one saved soon before, cannot be written; those before stay.
+        """
+        if self._writer is None:
+            self.save(place, state)
+            return
+        content = _serialised(state)
+        self._wait()
+        self._pending = self._writer.submit(self._keep_only, place, content)
+
+    def _keep_only(self, place: int, content: bytes) -> None:
+        """Write a state, then delete what is older than the newest few."""
+        _write_content(self._path(place), content)
         for _, path in self._files()[: -self._keep]:
             _delete(path)
+        self._delete_halves()
+
+    def _wait(self) -> None:
+        """Wait until what was to be saved soon is on the disk."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+            self._forget_old_answers()
+
+    def _forget_old_answers(self) -> None:
         if self._answers is not None:
             # No run goes back to before the oldest state.
             oldest = min(kept for kept, _ in self._files())
             self._answers.forget_before(oldest * self._questions_per_place)
-        self._delete_halves()
 
     def load(self, place: int) -> State:
         """Return the state at a place, and forget those after it.
@@ -127,6 +190,7 @@ class RunStore:
         Raises:
             StorageError: there is none that can be read.
         """
+        self._wait()
         state = self._read(self._path(place))
         if state is None:
             raise StorageError(f"{self._path(place)}: cannot be read")
@@ -147,6 +211,7 @@ class RunStore:
 
     def forget(self) -> None:
         """Delete every state: there is nothing to go on with."""
+        self._wait()
         self._answers = None
         for path in [self._folder / _RUN, *(path for _, path in self._files())]:
             _delete(path)
@@ -272,10 +337,13 @@ def as_whole_state() -> Iterator[None]:
         ) from error
 
 
-def _write_state(path: Path, state: State) -> None:
+def _serialised(state: State) -> bytes:
     buffer = io.BytesIO()
     torch.save({"version": _VERSION, "state": state}, buffer)
-    content = buffer.getvalue()
+    return buffer.getvalue()
+
+
+def _write_content(path: Path, content: bytes) -> None:
     write_bytes_atomically(path, hashlib.sha256(content).digest() + content, mode=0o600)
 
 

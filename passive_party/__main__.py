@@ -77,11 +77,12 @@ def _run(parsed: argparse.Namespace) -> None:
         settings.contract.alignment, AlignmentResources(workers=settings.alignment_workers)
     )
     build_trainer = TrainerBuilder(settings, data, device)
-    store = RunStore(folder, settings.contract.checkpoints.keep)
     with ExitStack() as resources:
         wanted = Transcript(folder, settings.party) if settings.transcript else nullcontext()
         transcript = resources.enter_context(wanted)
         recorder = resources.enter_context(PassiveRecorder(settings, folder, data.ids, labels))
+        keep = settings.contract.checkpoints.keep
+        store = resources.enter_context(RunStore(folder, keep, in_background=True))
         run = PassiveRun(
             settings.contract,
             settings.party,

@@ -335,7 +335,7 @@ class PassiveRun:
         following = None if self._is_over else next(self._course(), None)
         self._observer.on_resumed(None if following is None else following.epoch)
 
-    def _save(self, trainer: BottomTrainer) -> None:
+    def _save(self, trainer: BottomTrainer, *, soon: bool = False) -> None:
         if self._store is None:
             return
         state: State = {
@@ -343,7 +343,8 @@ class PassiveRun:
             "observer": self._observer.state_dict(),
             "is_over": self._is_over,
         }
-        self._store.save(self._place, state)
+        save = self._store.save_soon if soon else self._store.save
+        save(self._place, state)
 
     def _save_if_between_steps(self, error: SplitveilError) -> None:
         if isinstance(error, StorageError) or self.trainer is None or self._rows is None:
@@ -399,7 +400,7 @@ class PassiveRun:
             self._is_over = following is None
             if is_checkpoint(self.contract, rows, batch):
                 self._finish_step()
-                self._save(trainer)
+                self._save(trainer, soon=not self._is_over)
             batch = following
 
     def _finish_step(self) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import pickle
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from active_party.session import Offer, Stage
+from common import checkpoint
 from common.checkpoint import AnswerLog, RunStore
 from common.errors import (
     DataError,
@@ -19,6 +21,7 @@ from common.errors import (
     PeerRestarted,
     StorageError,
 )
+from common.run_folder import write_bytes_atomically
 from common.wire.tensor_codec import TensorMessage
 from protos import split_learning_pb2 as pb
 from tests.peers import InProcessPeer
@@ -278,6 +281,49 @@ def test_a_store_keeps_the_newest_few_readable_by_their_owner_alone(tmp_path: Pa
     assert store.run() is None
     with pytest.raises(StorageError, match="cannot be read"):
         store.load(5)
+
+
+def test_a_state_saved_soon_is_the_one_at_the_call_and_is_there_for_whoever_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write = threading.Event()
+    write = write_bytes_atomically
+
+    def write_later(path: Path, data: bytes, mode: int) -> None:
+        assert may_write.wait(10) or not path.name.startswith("at-")
+        write(path, data, mode)
+
+    with RunStore(tmp_path, keep=2, in_background=True) as store:
+        store.save_run({})
+        monkeypatch.setattr(checkpoint, "write_bytes_atomically", write_later)
+        values = torch.tensor([1.0])
+        store.save_soon(3, {"values": values})
+        values += 1
+        assert not list(tmp_path.glob("checkpoint/at-*"))  # training went on meanwhile
+        may_write.set()
+        assert store.places() == [3]
+        assert store.load(3)["values"].item() == 1.0
+        for place in (4, 5, 6):
+            store.save_soon(place, {"values": values})
+    assert RunStore(tmp_path, keep=2).places() == [5, 6]
+
+
+def test_a_disk_that_fills_up_in_the_background_is_told_at_the_next_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, _data: bytes, mode: int) -> None:
+        raise StorageError(f"{path}: cannot be written: disk full ({mode:o})")
+
+    store = RunStore(tmp_path, keep=2, in_background=True)
+    store.save_run({})
+    monkeypatch.setattr(checkpoint, "write_bytes_atomically", fail)
+    store.save_soon(3, {})
+    with pytest.raises(StorageError, match=r"at-0000000003\.state: cannot be written: disk full"):
+        store.save_soon(4, {})
+    store.save_soon(5, {})
+    with pytest.raises(StorageError, match="0000000005"):
+        store.close()
+    store.close()
 
 
 def test_a_state_that_is_not_plain_is_left_out(

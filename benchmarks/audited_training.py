@@ -80,27 +80,25 @@ def run(folder: Path, name: str, epochs: int, audit: dict[str, Any] | None) -> S
             time.sleep(0.2)
     if process.returncode:
         raise SystemExit(f"{name} ended with {process.returncode}")
-    moments_s = {
-        line["epoch"] * STEPS_PER_EPOCH + line["step"]: line["time_s"]
-        for line in lines_of(results / "active")
-        if line["kind"] == "train"
-    }
-    half, last = epochs * STEPS_PER_EPOCH // 2, max(moments_s)
-    second = [sample for sample in samples if half <= sample.steps <= last]
+    active, passive = (lines_of(results / party) for party in ("active", "passive"))
+    times_s = [line["time_s"] for line in active if is_counted(line, "train", epochs)]
+    in_all = sum(line["kind"] == "train" for line in active)
+    second = [sample for sample in samples if in_all - len(times_s) <= sample.steps < in_all]
     cpu_s = second[-1].cpu_s - second[0].cpu_s
     measured = [
-        sum(
-            line["kind"] == "leak" and line["epoch"] * STEPS_PER_EPOCH + line["step"] >= half
-            for line in lines_of(results / party)
-        )
-        / (last + 1 - half)
-        for party in ("active", "passive")
+        sum(is_counted(line, "leak", epochs) for line in lines) / len(times_s)
+        for lines in (active, passive)
     ]
     return Speed(
-        (last - half) / (moments_s[last] - moments_s[half]),
+        (len(times_s) - 1) / (times_s[-1] - times_s[0]),
         1e3 * cpu_s / (second[-1].steps - second[0].steps),
         measured if audit is not None else [],
     )
+
+
+def is_counted(line: dict[str, Any], kind: str, epochs: int) -> bool:
+    """Tell whether a line of the metrics is of a kind, and of a run's second half."""
+    return bool(line["kind"] == kind and line["epoch"] >= epochs // 2)
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:

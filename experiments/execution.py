@@ -50,6 +50,11 @@ class Ending(NamedTuple):
     last_lines: str
     """Of what the parties said, where it failed."""
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether there are no figures to count."""
+        return self.exit_code not in ENDED_AS_ASKED
+
 
 def is_finished(cell: Cell, results: Path) -> bool:
     """Tell whether a cell has run to its end with these very settings."""

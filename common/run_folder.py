@@ -9,13 +9,19 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from common.errors import SettingsError, StorageError
 
 _logger = logging.getLogger(__name__)
+
+_RUNS_ALREADY = (
+    "another process is running this party of this run; stop it, or give this one another "
+    "contract.run_name or --runs"
+)
 
 
 def open_run_folder(
@@ -43,7 +49,7 @@ def open_run_folder(
             raise SettingsError(f"expected a name that can name a folder, got {name!r}")
     folder = runs_dir / run_name / party
     try:
-        _claim(folder)
+        _claim(folder, _RUNS_ALREADY)
         if folder.is_dir() and any(folder.iterdir()) and not goes_on(folder):
             _move_aside(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -109,20 +115,31 @@ def finite_or_null(value: object) -> Any:
     return value
 
 
-def _claim(folder: Path) -> None:
-    """Keep other processes out: they would move the results of this one aside."""
+@contextmanager
+def claimed(folder: Path, complaint: str) -> Iterator[None]:
+    """Keep other processes, and other callers in this one, out of a folder that they would change.
+
+    Raises:
+        SettingsError: one of them is there; ``complaint`` says what to do.
+    """
+    descriptor = _claim(folder, complaint)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _claim(folder: Path, complaint: str) -> int:
+    """Return a descriptor that keeps others out until it is closed, or the process has ended."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     path = folder.with_name(f".{folder.name}.lock")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        # Gone with the process, however that ends; the descriptor stays open until then.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise SettingsError(
-            f"{folder}: another process is running this party of this run; stop it, or give this "
-            f"one another contract.run_name or --runs"
-        ) from None
+        raise SettingsError(f"{folder}: {complaint}") from None
+    return descriptor
 
 
 def _move_aside(folder: Path) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 from common.errors import SettingsError, SplitveilError
-from common.run_folder import write_text_atomically
+from common.run_folder import claimed, write_text_atomically
 from experiments.cells import Cell, Choice, plan, problems
 from experiments.collection import circumstances_of, collect, read_rows, write_rows
 from experiments.execution import Ending, is_finished, run_cells
@@ -81,17 +81,18 @@ def _run(options: argparse.Namespace) -> int:
     if not runnable:
         return SettingsError.exit_code
     failures = []
-    try:
-        endings = run_cells(waiting, results, prepared, options.jobs, options.threads)
-        for number, ending in enumerate(endings, start=1):
-            _say_ending(ending, f"[{number}/{len(waiting)}]")
-            failures += [ending.exit_code] if ending.last_lines else []
-    finally:
-        finished = [cell for cell in runnable if is_finished(cell, results)]
-        if finished:
-            command = shlex.join(["python", "-m", "experiments", *_words(options)])
-            _collect(name, size, finished, results, command)
-            _show(name, experiment, results, plots=options.plots)
+    with claimed(results, "another process runs this experiment; wait, or give another --output"):
+        try:
+            endings = run_cells(waiting, results, prepared, options.jobs, options.threads)
+            for number, ending in enumerate(endings, start=1):
+                _say_ending(ending, f"[{number}/{len(waiting)}]")
+                failures += [ending.exit_code] if ending.has_failed else []
+        finally:
+            finished = [cell for cell in runnable if is_finished(cell, results)]
+            if finished:
+                command = shlex.join(["python", "-m", "experiments", *_words(options)])
+                _collect(name, size, finished, results, command)
+                _show(name, experiment, results, plots=options.plots)
     return failures[0] if failures else 0
 
 
@@ -176,7 +177,7 @@ def _say_refused(refused: Iterable[tuple[Cell, list[str]]]) -> None:
 
 
 def _say_ending(ending: Ending, progress: str) -> None:
-    if ending.last_lines:
+    if ending.has_failed:
         _say(f"{progress} {ending.cell.name}: FAILED with exit code {ending.exit_code}")
         _say(ending.last_lines)
     else:

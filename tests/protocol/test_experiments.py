@@ -21,6 +21,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from common.data.features import Features
 from common.errors import DataError, Interrupted, SettingsError
+from common.run_folder import claimed
 from experiments import needs
 from experiments.__main__ import main
 from experiments.cells import (
@@ -221,6 +222,19 @@ def test_what_is_missing_is_said_before_anything_starts(
     said = capsys.readouterr().out
     assert "cannot run cancer, gafm: needs the defense gafm" in said
     assert not (tmp_path / "out").exists()
+
+
+def test_an_experiment_that_runs_already_is_not_run_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launcher(tmp_path, monkeypatch, "exit 3")
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(TINY | {"published": None}, sort_keys=False))
+    command = ["run", str(path), "--output", str(tmp_path / "out")]
+    with claimed(tmp_path / "out" / "tiny", "taken"):
+        assert main(command) == 2
+    assert "another process runs this experiment" in capsys.readouterr().err
+    assert main(command) == 3  # it runs now, and its launcher fails
 
 
 def test_every_need_is_a_question_that_has_an_answer() -> None:

@@ -33,12 +33,12 @@ class ClassRow(NamedTuple):
 
 def pair_rows(run: RunFiles) -> Iterator[PairRow]:
     """Yield what attacks on single batches tell apart best, as means over the batches."""
-    for party, files in _parties(run):
-        for layer, attack, found in _of_attacks(files.summary.get("leak_classes")):
+    for party in run.parties:
+        for layer, attack, found in _of_attacks(party, "leak_classes"):
             name, leak = _worst_class(found)
             random = (found.get("random") or {}).get(name)
             yield PairRow(
-                party,
+                party.name,
                 layer,
                 attack,
                 " and ".join(map(str, found.get("worst_pair") or ())),
@@ -53,8 +53,8 @@ def pair_rows(run: RunFiles) -> Iterator[PairRow]:
 def run_pairs(run: RunFiles) -> Mapping[tuple[str, str], str]:
     """Return (layer, attack) -> the two classes that the whole run tells apart best."""
     pairs: dict[tuple[str, str], str] = {}
-    for _, files in _parties(run):
-        for layer, attack, found in _of_attacks(files.summary.get("leak_run_level_classes")):
+    for party in run.parties:
+        for layer, attack, found in _of_attacks(party, "leak_run_level_classes"):
             pairs.setdefault((layer, attack), " and ".join(map(str, found.get("worst_pair") or ())))
     return pairs
 
@@ -67,8 +67,8 @@ def class_table(run: RunFiles) -> list[ClassRow]:
     test_aucs = run.active.summary.get("test_auc_by_class") or {}
     found = [
         (f"{attack} at {layer}", figures.get("classes") or {})
-        for _, files in _parties(run)
-        for layer, attack, figures in _of_attacks(files.summary.get("leak_classes"))
+        for party in run.parties
+        for layer, attack, figures in _of_attacks(party, "leak_classes")
     ]
     rows = []
     for name, test_auc in test_aucs.items():
@@ -78,17 +78,12 @@ def class_table(run: RunFiles) -> list[ClassRow]:
     return rows
 
 
-def _parties(run: RunFiles) -> Iterator[tuple[str, PartyFiles]]:
-    yield "active", run.active
-    if run.passive is not None:
-        yield "passive", run.passive
-
-
-def _of_attacks(written: object) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+def _of_attacks(party: PartyFiles, kind: str) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    written = party.summary.get(kind)
     for layer, attacks in written.items() if isinstance(written, dict) else ():
         for attack, found in attacks.items() if isinstance(attacks, dict) else ():
             if isinstance(found, dict):
-                yield str(layer), str(attack), found
+                yield party.layer(str(layer)), str(attack), found
 
 
 def _worst_class(found: Mapping[str, Any]) -> tuple[str, float]:

@@ -20,6 +20,9 @@ Line = Mapping[str, Any]
 """One line of ``metrics.jsonl``."""
 Numbers = npt.NDArray[np.float64]
 
+_ACTIVE, _ALONE = "active", "passive"
+"""Folders of the active party, and of a passive party that is the only one."""
+
 _LEAK_SUFFIX = "_leak_auc"
 _ACCUMULATED = "accumulated_"
 
@@ -27,10 +30,16 @@ _ACCUMULATED = "accumulated_"
 class PartyFiles(NamedTuple):
     """What one party wrote down."""
 
+    name: str
+    """``active``, ``passive`` or, of several passive parties, one's name in the contract."""
     settings: Mapping[str, Any]
     summary: Mapping[str, Any]
     metrics: Mapping[str, list[Line]]
     """Kind -> its lines, in the order written."""
+
+    def layer(self, name: str) -> str:
+        """Return what a layer of this party is called beside other parties' layers."""
+        return name if self.name in {_ACTIVE, _ALONE} else f"{self.name}: {name}"
 
 
 class RunFiles(NamedTuple):
@@ -39,15 +48,20 @@ class RunFiles(NamedTuple):
     folder: Path
     name: str
     active: PartyFiles
-    passive: PartyFiles | None
-    """None where its files are not there, or are of another run."""
+    passives: tuple[PartyFiles, ...]
+    """Without those whose files are not there, or are of another run."""
+
+    @property
+    def parties(self) -> tuple[PartyFiles, ...]:
+        """All of which there are files, the active party first."""
+        return self.active, *self.passives
 
 
 class LeakSeries(NamedTuple):
     """One attack on one layer, batch by batch."""
 
     party: str
-    """Who measured it: ``active`` or ``passive``."""
+    """Who measured it."""
     layer: str
     attack: str
     epochs: Numbers
@@ -96,30 +110,36 @@ def read_run(run_dir: Path) -> RunFiles:
         folder = run_dir
     if not (folder / "active" / "metrics.jsonl").is_file():
         raise SettingsError(f"{run_dir}: expected a run's folder, with active/metrics.jsonl in it")
-    active = _read_party(folder / "active")
-    passive = _read_passive(folder / "passive", active)
-    name = active.settings.get("contract", {}).get("run_name")
-    return RunFiles(folder, str(name or folder.resolve().name), active, passive)
+    active = _read_party(folder / _ACTIVE)
+    contract = _mapping(active.settings.get("contract"))
+    passives = tuple(_read_passives(folder, contract, active))
+    name = contract.get("run_name")
+    return RunFiles(folder, str(name or folder.resolve().name), active, passives)
 
 
 def leak_series(run: RunFiles) -> list[LeakSeries]:
     """Return what every attack measured, the cut layer first.
 
     The active party's figures where it has some, whose oracle attacks know a clean gradient; at
-    earlier layers the passive party's, who alone sees those.
+    earlier layers the passive party's, who alone sees those. Of several passive parties each one's
+    cut layer counts, too: it is another than the joint one.
     """
-    series = list(_series_of("active", run.active, steps_per_epoch_of(run)))
+    series = list(_series_of(run.active, steps_per_epoch_of(run)))
     seen = {one.layer for one in series}
     series += [one for one in adversary_series(run) if one.layer not in seen]
     return sorted(series, key=lambda one: one.layer != "cut")
 
 
 def adversary_series(run: RunFiles) -> list[LeakSeries]:
-    """Return what the passive party's adversary measured, the cut layer first."""
-    if run.passive is None:
-        return []
-    series = _series_of("passive", run.passive, steps_per_epoch_of(run))
-    return sorted(series, key=lambda one: one.layer != "cut")
+    """Return what the passive parties' adversaries measured, each one's cut layer first."""
+    return [
+        one
+        for party in run.passives
+        for one in sorted(
+            _series_of(party, steps_per_epoch_of(run)),
+            key=lambda one: one.layer != party.layer("cut"),
+        )
+    ]
 
 
 def class_histograms(run: RunFiles) -> list[ClassHistogram]:
@@ -156,12 +176,13 @@ def noted(run: RunFiles, kind: str) -> list[Noted]:
 def accumulated_series(run: RunFiles) -> dict[tuple[str, str], tuple[Numbers, Numbers]]:
     """Return (layer, attack) -> epochs, leak AUC of all gradients up to the end of each."""
     found: dict[tuple[str, str], tuple[Numbers, Numbers]] = {}
-    for party in (run.active, run.passive):
-        lines = party.metrics.get("epoch_leak", []) if party is not None else []
+    for party in run.parties:
+        lines = party.metrics.get("epoch_leak", [])
         for name in dict.fromkeys(name for line in lines for name in line):
             layer, slash, attack = name.rpartition("/")
             if slash and attack.startswith(_ACCUMULATED):
-                found.setdefault((layer, attack), (column(lines, "epoch"), column(lines, name)))
+                place = party.layer(layer), attack
+                found.setdefault(place, (column(lines, "epoch"), column(lines, name)))
     return found
 
 
@@ -184,7 +205,7 @@ def column(lines: list[Line], name: str) -> Numbers:
     return np.array([_number(line.get(name)) for line in lines], dtype=np.float64)
 
 
-def _series_of(name_of_party: str, party: PartyFiles, steps_per_epoch: int) -> Iterator[LeakSeries]:
+def _series_of(party: PartyFiles, steps_per_epoch: int) -> Iterator[LeakSeries]:
     lines = party.metrics.get("leak", [])
     names = dict.fromkeys(
         name for line in lines for name in line if name.endswith(_LEAK_SUFFIX) and "/" in name
@@ -197,8 +218,8 @@ def _series_of(name_of_party: str, party: PartyFiles, steps_per_epoch: int) -> I
         kept = ~(np.isnan(leak) | np.isnan(steps))
         if kept.any():
             yield LeakSeries(
-                name_of_party,
-                layer,
+                party.name,
+                party.layer(layer),
                 attack,
                 epochs[kept],
                 steps[kept],
@@ -207,15 +228,20 @@ def _series_of(name_of_party: str, party: PartyFiles, steps_per_epoch: int) -> I
             )
 
 
-def _read_passive(folder: Path, active: PartyFiles) -> PartyFiles | None:
-    # Its summary comes last: without one the passive party still runs, or did not end.
-    if not (folder / "summary.json").is_file():
-        return None
-    passive = _read_party(folder)
-    of_this_run = all(
-        passive.summary.get(name) == active.summary.get(name) for name in ("aligned_rows", "steps")
-    )
-    return passive if of_this_run else None
+def _read_passives(
+    folder: Path, contract: Mapping[str, Any], active: PartyFiles
+) -> Iterator[PartyFiles]:
+    declared = contract.get("passive_parties") or []
+    for name in map(str, declared) if len(declared) > 1 else (_ALONE,):
+        # Its summary comes last: without one the party still runs, or did not end.
+        if name != Path(name).name or not (folder / name / "summary.json").is_file():
+            continue
+        passive = _read_party(folder / name)
+        if all(
+            passive.summary.get(shared) == active.summary.get(shared)
+            for shared in ("aligned_rows", "steps")
+        ):
+            yield passive
 
 
 def _read_party(folder: Path) -> PartyFiles:
@@ -227,7 +253,7 @@ def _read_party(folder: Path) -> PartyFiles:
     metrics: dict[str, list[Line]] = {}
     for line in _lines(_text(folder / "metrics.jsonl")):
         metrics.setdefault(str(line.get("kind")), []).append(line)
-    return PartyFiles(settings, summary, metrics)
+    return PartyFiles(folder.name, settings, summary, metrics)
 
 
 def _lines(text: str) -> Iterator[Line]:

@@ -16,7 +16,7 @@ from active_party.report.figures import (
     Finding,
     strongest,
 )
-from active_party.report.run_files import RunFiles, num_classes
+from active_party.report.run_files import PartyFiles, RunFiles, num_classes
 from common.privacy.accumulation import NUM_HINTS, SOURCES
 from common.privacy.attacks import ATTACKS, SideInformation
 
@@ -95,8 +95,8 @@ def is_oracle(attack: str) -> bool:
 def run_levels(run: RunFiles) -> list[RunLevel]:
     """Return the run-level figures of both parties, as far as they were written."""
     found: dict[tuple[str, str], RunLevel] = {}
-    for party in (run.active, run.passive):
-        for one in _run_levels(party.summary.get("leak_run_level") if party else None):
+    for party in run.parties:
+        for one in _run_levels(party):
             found.setdefault((one.layer, one.attack), one)
     return list(found.values())
 
@@ -284,7 +284,7 @@ def _not_measured(
             "What the gradients of several epochs give away together: the attacks look at one "
             "batch at a time, and only the ledger speaks of the whole run."
         )
-    if run.passive is None:
+    if not run.passives:
         yield (
             "Layers before the cut: the passive party's files are not in this run's folder, or "
             "are of another run."
@@ -339,12 +339,13 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def _run_levels(written: object) -> Iterator[RunLevel]:
+def _run_levels(party: PartyFiles) -> Iterator[RunLevel]:
     """Read layer -> attack -> figure; what has another form is left out."""
+    written = party.summary.get("leak_run_level")
     for layer, attacks in written.items() if isinstance(written, dict) else ():
         for attack, value in attacks.items() if isinstance(attacks, dict) else ():
             figures = value if isinstance(value, dict) else {"auc": value}
             leak = figures.get("auc")
             if isinstance(leak, int | float):
                 rest = (figures.get(name) for name in ("low", "high", "examples"))
-                yield RunLevel(str(layer), str(attack), float(leak), *rest)
+                yield RunLevel(party.layer(str(layer)), str(attack), float(leak), *rest)

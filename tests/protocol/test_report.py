@@ -247,8 +247,33 @@ def test_earlier_layers_come_from_the_passive_party_and_the_cut_layer_does_not(
 def test_a_passive_party_of_another_run_is_left_out(tmp_path: Path) -> None:
     write_run(tmp_path)
     write_party(tmp_path / "passive", {"first": {"norm": 0.8}}, summary={"steps": 7})
-    assert read_run(tmp_path).passive is None
+    assert read_run(tmp_path).passives == ()
     assert "another run" in verdict_of(tmp_path)[2]
+
+
+def test_each_of_several_passive_parties_has_layers_of_its_own(tmp_path: Path) -> None:
+    parties = {
+        "contract": {"run_name": "three", "passive_parties": ["ads", "bank", "../x", "gone"]}
+    }
+    write_run(tmp_path, {"norm": 0.6}, settings=parties)
+    run_level = {"cut": {"accumulated_spectral": {"auc": 0.97, "low": 0.96, "high": 0.98}}}
+    bank = {"leak_run_level": run_level}
+    write_party(tmp_path / "ads", {"cut": {"norm": 0.7}, "first": {"norm": 0.8}})
+    write_party(tmp_path / "bank", {"cut": {"norm": 0.95}}, summary=bank)
+    write_party(tmp_path / "passive", {"cut": {"norm": 1.0}})  # of an earlier run with one party
+    run = read_run(tmp_path)
+    assert [party.name for party in run.parties] == ["active", "ads", "bank"]
+    found = {(f.party, f.layer): f.mean for f in map(finding_of, leak_series(run))}
+    assert set(found) == {
+        ("active", "cut"),
+        ("ads", "ads: cut"),
+        ("ads", "ads: first"),
+        ("bank", "bank: cut"),
+    }
+    assert math.isclose(found["bank", "bank: cut"], 0.95, abs_tol=0.02)
+    assert "bank: cut" in verdict_of(tmp_path)[1]
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert all(f">{layer}<" in page for layer in ("ads: cut", "ads: first", "bank: cut"))
 
 
 def test_the_same_files_give_the_same_page_from_either_folder(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from active_party.evaluation import Evaluation
 from active_party.leak_alarm import LeakAlarm
 from active_party.leak_gate import GateFinding, LeakGate
 from active_party.ledger import LeakBounds, Spread
 from active_party.predictions import ClassFigures
-from active_party.session import Evaluation
 from active_party.settings import ActiveSettings
 from active_party.top_trainer import StepResult
 from common.checkpoint import State

@@ -19,7 +19,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -32,9 +31,9 @@ from active_party.answered import AnsweredQuestions, run_secret
 from active_party.defenses.report import LeakCharge
 from active_party.defenses.sum_kl import leak_auc_bound
 from active_party.early_stopping import EarlyStop
+from active_party.evaluation import Evaluation, Evaluator
 from active_party.ledger import ROUNDING, LeakBounds, LeakLedger
 from active_party.parties import PassiveParties, PassiveParty, Question, names_of
-from active_party.predictions import ClassFigures, measure_predictions
 from active_party.top_trainer import StepResult, TopTrainer
 from common.alignment import Share, Splits, intersect
 from common.checkpoint import AnswerLog, RunStore, State, as_whole_state
@@ -55,7 +54,6 @@ from common.errors import (
 )
 from common.run_course import AlignedRows, Batch, is_checkpoint, run_course
 from common.sample_order import Positions, joint_seed
-from common.splits import SplitName
 from common.wire.audit_codec import AuditQuestion
 from common.wire.tensor_codec import BatchHeader, TensorMessage
 from common.wire.words import SPLIT_ON_WIRE
@@ -80,20 +78,6 @@ class Stage(Enum):
     TRAINING = "training"
     FINISHED = "finished"
     ENDED = "ended early"
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Figures of one split after one epoch. They stay on this side."""
-
-    epoch: int
-    split: SplitName
-    loss: float
-    auc: float
-    """Of several classes the mean over them, each against the rest."""
-    calibration_error: float
-    classes: ClassFigures | None = None
-    """What there is to say of several classes."""
 
 
 class Offer(NamedTuple):
@@ -205,7 +189,7 @@ class ActiveSession:
         self._checkpoint_due = False
         self._build_trainer = build_trainer
         self._observer = observer
-        self._early_stop = early_stop
+        self._evaluator = Evaluator(early_stop)
         self._max_sum_kl = max_sum_kl
         allows = allow_audits and contract.audits_allowed
         self.parties = PassiveParties(contract.passive_parties, allow_audits=allows)
@@ -215,8 +199,6 @@ class ActiveSession:
         self._course: Iterator[Batch] = iter(())
         self._expected: Batch | None = None
         self._unobserved: tuple[Batch, StepResult] | None = None
-        self._scores: list[tuple[Tensor, Tensor]] = []
-        self._validation_auc: float | None = None
         self._resumed_at: int | None = None
         self._dropped_runs: set[str] = set()
         self._changed = threading.Condition(threading.RLock())
@@ -763,9 +745,7 @@ class ActiveSession:
         state: State = {
             "trainer": self.trainer.state_dict(),
             "ledger": self.ledger.state_dict(),
-            "early_stop": None if self._early_stop is None else self._early_stop.state_dict(),
-            "validation_auc": self._validation_auc,
-            "scores": self._scores,
+            "evaluation": self._evaluator.state_dict(),
             "audits": [party.audits.state_dict() for party in self.parties],
             "is_last": self._expected is None,
             "left": [party.name for party in self.parties if party.has_left],
@@ -788,10 +768,7 @@ class ActiveSession:
         self._take_place(place)
         self.trainer.load_state_dict(state["trainer"])
         self.ledger.load_state_dict(state["ledger"])
-        if self._early_stop is not None:
-            self._early_stop.load_state_dict(state["early_stop"])
-        self._validation_auc = state["validation_auc"]
-        self._scores = [(logits, labels) for logits, labels in state["scores"]]
+        self._evaluator.load_state_dict(state["evaluation"])
         for party, audits in zip(self.parties, state["audits"], strict=True):
             party.audits.load_state_dict(audits)
             party.audited.clear()  # what the observer forgets now, it is told of again
@@ -871,17 +848,18 @@ class ActiveSession:
     def _tell_all(self, batch: Batch, trainer: TopTrainer) -> None:
         """Score held-out rows, and tell every party whether the run goes on."""
         activation, _ = self._take_questions()
-        self._scores.append(trainer.predict(batch.positions, activation))
-        if batch.closes_split:
-            self._close_split(batch)
-        course = self._course_after(batch)
+        evaluation = self._evaluator.add(batch, *trainer.predict(batch.positions, activation))
+        if evaluation is not None:
+            self._observer.on_evaluation(evaluation)
+        is_over = self._evaluator.ends_training(batch)
+        course = pb.COURSE_STOP if is_over else pb.COURSE_CONTINUE
         for party in self.parties:
             party.answer(course)
         self._go_to_next()
         if batch.closes_epoch:
             for party in self.parties:
                 party.audits.open_epoch(batch.epoch)
-        if course == pb.COURSE_STOP or self._expected is None:
+        if is_over or self._expected is None:
             self._expected = None
             # Before the answer leaves: a peer that has it may never come back.
             self._save()
@@ -934,25 +912,6 @@ class ActiveSession:
             self._questions.forget_before(self._place * len(self.parties))
         if answered is not None and self._rows is not None:
             self._checkpoint_due = is_checkpoint(self.contract, self._rows, answered)
-
-    def _close_split(self, batch: Batch) -> None:
-        logits = torch.cat([logits for logits, _ in self._scores])
-        labels = torch.cat([labels for _, labels in self._scores])
-        self._scores.clear()
-        evaluation = Evaluation(batch.epoch, batch.split, *measure_predictions(logits, labels))
-        if batch.split == "validation":
-            self._validation_auc = evaluation.auc
-        self._observer.on_evaluation(evaluation)
-
-    def _course_after(self, batch: Batch) -> "pb.Course":
-        if (
-            batch.closes_epoch
-            and self._early_stop is not None
-            and self._validation_auc is not None
-            and self._early_stop.should_stop(self._validation_auc)
-        ):
-            return pb.COURSE_STOP
-        return pb.COURSE_CONTINUE
 
 
 def _other_data() -> DataError:

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from active_party.assembly import TrainerBuilder as TopBuilder
 from active_party.assembly import build_session
+from active_party.evaluation import Evaluation
 from active_party.ledger import LeakBounds
 from active_party.service import ActiveService, start_server
-from active_party.session import ActiveSession, Evaluation
+from active_party.session import ActiveSession
 from active_party.settings import ActiveSettings
 from active_party.top_trainer import StepResult
 from common.alignment import AlignmentEngine, AlignmentResources, build_engine

@@ -61,7 +61,7 @@ class ClassRunLeak(TypedDict):
     """Leak AUC of each class against the rest."""
 
 
-class ClassRunAudit(GatheredRun["_Layer"]):
+class ClassRunAudit(GatheredRun["_Layer", LayerClassScores]):
     """Gathers scores over a run, and measures them. Safe to use from several threads.
 
     Args:
@@ -75,28 +75,6 @@ class ClassRunAudit(GatheredRun["_Layer"]):
     ) -> None:
         super().__init__(attacks, num_examples)
         self._names = tuple(class_names)
-
-    def add(
-        self,
-        epoch: int,
-        positions: Tensor,
-        places: Tensor,
-        layers: Mapping[str, LayerClassScores],
-    ) -> None:
-        """Gather one batch.
-
-        Args:
-            epoch: of the batch, not before that of the batch before.
-            positions: places in the common order, (batch,), each at most once.
-            places: of the rows' classes, (batch,), for the measurement alone.
-            layers: layer -> what the attacks on a batch found.
-        """
-        if not self.attacks:
-            return
-        with self._lock:
-            rows = self._begin_batch(epoch, positions, places)
-            for name, found in layers.items():
-                self._layer(name).add(epoch, rows, found)
 
     def result(
         self,

@@ -63,6 +63,9 @@ class RunLevelLeak(TypedDict):
 class GatheringLayer(Protocol):
     """What is gathered of one layer."""
 
+    def add(self, epoch: int, positions: Tensor, found: Any) -> None:
+        """Gather what the attacks on one batch found."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of it."""
 
@@ -71,9 +74,10 @@ class GatheringLayer(Protocol):
 
 
 LayerT = TypeVar("LayerT", bound=GatheringLayer)
+FoundT = TypeVar("FoundT")
 
 
-class GatheredRun(ABC, Generic[LayerT]):
+class GatheredRun(ABC, Generic[LayerT, FoundT]):
     """What gathers over a run, layer by layer, and what the end of each epoch found of it.
 
     Safe to use from several threads.
@@ -92,6 +96,24 @@ class GatheredRun(ABC, Generic[LayerT]):
         self._layers: dict[str, LayerT] = {}
         self._epoch: int | None = None
         self._after_epoch: dict[int, dict[str, dict[str, float]]] = {}
+
+    def add(
+        self, epoch: int, positions: Tensor, labels: Tensor, layers: Mapping[str, FoundT]
+    ) -> None:
+        """Gather one batch.
+
+        Args:
+            epoch: of the batch, not before that of the batch before.
+            positions: places in the common order, (batch,), each at most once.
+            labels: or places of classes, (batch,), for the measurement alone.
+            layers: layer -> what the attacks on a batch found.
+        """
+        if not self.attacks:
+            return
+        with self._lock:
+            places = self._begin_batch(epoch, positions, labels)
+            for name, found in layers.items():
+                self._layer(name).add(epoch, places, found)
 
     def close_epoch(self) -> None:
         """Measure the sums after the last epoch; before others this happens by itself."""
@@ -168,7 +190,7 @@ class GatheredRun(ABC, Generic[LayerT]):
             del self._after_epoch[earlier]
 
 
-class RunAudit(GatheredRun["_Layer"]):
+class RunAudit(GatheredRun["_Layer", LayerScores]):
     """Gathers scores over a run, and measures them. Safe to use from several threads.
 
     Keeps, per layer, at most 16 bytes per example and attack, and once per example its label.
@@ -178,24 +200,6 @@ class RunAudit(GatheredRun["_Layer"]):
     def num_bytes(self) -> int:
         """Memory of what is gathered."""
         return self._labels.nbytes + sum(layer.num_bytes for layer in self._layers.values())
-
-    def add(
-        self, epoch: int, positions: Tensor, labels: Tensor, layers: Mapping[str, LayerScores]
-    ) -> None:
-        """Gather one batch.
-
-        Args:
-            epoch: of the batch, not before that of the batch before.
-            positions: places in the common order, (batch,), each at most once.
-            labels: (batch,), for the measurement alone.
-            layers: layer -> what the attacks on a batch found.
-        """
-        if not self.attacks:
-            return
-        with self._lock:
-            places = self._begin_batch(epoch, positions, labels)
-            for name, found in layers.items():
-                self._layer(name).add(epoch, places, found)
 
     def result(self) -> dict[str, dict[str, RunLevelLeak]]:
         """Measure every attack over the run so far; what has one class only is absent."""

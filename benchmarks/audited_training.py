@@ -3,12 +3,12 @@
     OMP_NUM_THREADS=1 python -m benchmarks.audited_training [--rounds 3]
 
 Real two-process runs on synthetic rows, batch 1024 and cut 128: without any audit, with the default
-share of a core, and with no limit; norm, cosine, spectral and both accumulated attacks, at the cut
-layer on the active side and at two layers on the passive side. Rounds of the three alternate.
-Steps/s and CPU time per step over the second half of each run, when the second that counts for
-nothing is used up. On saturated cores both say the same, and other programs disturb CPU time less.
-Aim: at most 5 % slower. Audits leave batches out rather than hold up training: how many of the
-second half they measured is part of the answer.
+share of the CPU time, and with no limit; norm, cosine, spectral and both accumulated attacks, at
+the cut layer on the active side and at two layers on the passive side. Rounds of the three
+alternate. Steps/s and CPU time per step over the second half of each run, when the second that
+counts for nothing is used up; other programs disturb CPU time less. Epochs are short, and what
+audits do once an epoch weighs accordingly. Aim: at most 5 % slower. Audits leave batches out rather
+than hold up training: how many of the second half they measured is part of the answer.
 """
 
 import argparse

@@ -203,6 +203,7 @@ def build_parties(
     passive: Sequence[str] = (),
     *,
     runs: Path | None = None,
+    device: torch.device = CPU,
 ) -> Parties:
     """Build both parties with overrides of their settings; ``contract.`` ones may differ, too.
 
@@ -211,6 +212,7 @@ def build_parties(
         active: overrides.
         passive: overrides.
         runs: where both keep checkpoints, in a folder for each; by default they keep none.
+        device: where both models are.
     """
     active_settings = load_party_settings(ActiveSettings, folder / "active.yaml", active)
     passive_settings = load_party_settings(PassiveSettings, folder / "passive.yaml", passive)
@@ -220,7 +222,7 @@ def build_parties(
     session = build_session(
         active_settings,
         active_data,
-        TopBuilder(active_settings, active_data, CPU),
+        TopBuilder(active_settings, active_data, device),
         active_recording,
         partial(draw_nonce, active_settings),
         _store(active_settings, runs and runs / "active"),
@@ -231,7 +233,7 @@ def build_parties(
         passive_settings.party,
         passive_data.ids,
         engine,
-        BottomBuilder(passive_settings, passive_data, CPU),
+        BottomBuilder(passive_settings, passive_data, device),
         passive_recording,
         partial(draw_nonce, passive_settings),
         store=_store(passive_settings, runs and runs / "passive"),

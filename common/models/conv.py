@@ -46,7 +46,11 @@ class ConvBottom(nn.Module):
         """Return the activation, (rows, *cut shape)."""
         if features.image is None:
             raise SettingsError("bottom_model: conv needs images")
-        activation: Tensor = self.blocks(image_as_float(features.image))
+        image = image_as_float(features.image)
+        if image.device.type == "cpu":
+            # There, convolutions and pooling are faster with a pixel's channels side by side.
+            image = image.contiguous(memory_format=torch.channels_last)
+        activation: Tensor = self.blocks(image)
         if self._is_flat:
             activation = self.layers(activation.flatten(1))
         return activation
@@ -94,8 +98,10 @@ EMBEDDING_DIM = 4
 def _blocks(in_channels: int, channels: Sequence[int]) -> nn.Sequential:
     blocks: OrderedDict[str, nn.Module] = OrderedDict()
     for number, width in enumerate(channels):
+        # The largest of four, cut off at 0, is the largest of four that were cut off, with the same
+        # gradient; in this order the cut is made on a quarter as many numbers.
         blocks[f"block_{number}"] = nn.Sequential(
-            nn.Conv2d(in_channels, width, kernel_size=3, padding="same"), nn.ReLU(), nn.MaxPool2d(2)
+            nn.Conv2d(in_channels, width, kernel_size=3, padding="same"), nn.MaxPool2d(2), nn.ReLU()
         )
         in_channels = width
     return nn.Sequential(blocks)

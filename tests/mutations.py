@@ -14,7 +14,7 @@ from common.contract import Contract
 from common.transcript import Crossing, Transcript
 from common.wire.endpoint import method_path
 from common.wire.error_interceptor import ErrorInterceptor
-from common.wire.limits import SMALL_BYTES, Refused, reader
+from common.wire.limits import PARTY_KEY, SMALL_BYTES, Refused, reader
 from common.wire.tensor_codec import TensorMessage
 from passive_party.grpc_peer import GrpcPeer
 from protos import split_learning_pb2 as pb
@@ -291,9 +291,11 @@ class WireSender:
 
     Args:
         port: of localhost.
+        party: whose name it calls under, where there are several passive parties.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, party: str | None = None) -> None:
+        self._metadata = () if party is None else ((PARTY_KEY, party),)
         # Of its own: channels with the same address and options would share one.
         self._channel = grpc.insecure_channel(
             f"127.0.0.1:{port}", [("grpc.use_local_subchannel_pool", 1)]
@@ -304,10 +306,10 @@ class WireSender:
         try:
             if method in UNARY:
                 unary: Any = self._channel.unary_unary(method_path(method))
-                unary(messages[0], timeout=20)
+                unary(messages[0], timeout=20, metadata=self._metadata)
             else:
                 call: Any = self._channel.stream_stream(method_path(method))
-                for _ in call(iter(messages), timeout=20):
+                for _ in call(iter(messages), timeout=20, metadata=self._metadata):
                     pass
         except grpc.RpcError as error:
             return cast("grpc.Call", error).code()

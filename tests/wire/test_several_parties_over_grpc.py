@@ -3,10 +3,12 @@
 import hashlib
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -16,6 +18,7 @@ from active_party.session import Stage
 from common.alignment import Share, channel_pair, receive_share, share_frames
 from common.credentials import CredentialFiles
 from common.errors import InvalidMessage, OutOfStep, PeerError, PeerUntrusted, ProtocolError
+from common.transcript import Crossing, Transcript
 from common.wire.endpoint import method_path
 from common.wire.limits import PARTY_KEY
 from common.wire.tensor_codec import TensorMessage
@@ -23,6 +26,7 @@ from deploy.certs import make_certificates
 from passive_party.grpc_peer import GrpcPeer
 from protos import split_learning_pb2 as pb
 from tests.certificates import files
+from tests.mutations import Mutator, Tape, WireSender, send_mutants
 from tests.several import (
     HANGS_AFTER_S,
     NAMES,
@@ -63,10 +67,15 @@ def address() -> str:
 
 @contextmanager
 def serving(
-    several: Several, address: str, credentials: CredentialFiles | None = None
+    several: Several,
+    address: str,
+    credentials: CredentialFiles | None = None,
+    transcript: Transcript | None = None,
 ) -> Iterator[ActiveService]:
     service = ActiveService(several.session, several.engine, deadline_s=20)
-    server = start_server(service, several.settings.contract, address, credentials)
+    server = start_server(
+        service, several.settings.contract, address, credentials, transcript=transcript
+    )
     try:
         yield service
     finally:
@@ -280,6 +289,68 @@ def test_a_certificate_lets_its_own_party_in_and_no_other(
         )
     assert several.errors == {}
     assert several.session.stage is Stage.FINISHED
+
+
+# ---- under attack ----
+
+
+class Tapes:
+    """What each passive party has sent and received."""
+
+    def __init__(self) -> None:
+        self.of = {name: Tape() for name in NAMES}
+
+    def note(self, crossing: Crossing) -> None:
+        if crossing.party is not None:  # a call that names nobody has none
+            self.of[crossing.party].note(crossing)
+
+    def answered(self, name: str) -> dict[str, list[bytes]]:
+        """Return a party's requests, and of its activations those of the first two steps."""
+        requests = self.of[name].requests()
+        return requests | {"Train": requests["Train"][:2]}
+
+
+def test_mutants_under_any_party_s_name_change_no_bit_of_the_run(
+    three: Path, undisturbed: Several, address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of each party's own messages under its own name and under the next one's.
+
+    They come while the third step waits for one of the three, and while training goes on.
+    """
+    several, tapes, statuses = build_several(three, EVERY_2, MARVELL), Tapes(), Counter[str]()
+    port = int(address.rpartition(":")[2])
+
+    def send(whose: str, under: str, count: int) -> None:
+        sender = WireSender(port, under)
+        mutator = Mutator(kept[whose], seed=count, run_id=several.session.run_id)
+        for (_, status), number in send_mutants(sender, mutator, count).items():
+            statuses[status] += number
+        sender.close()
+
+    def all_ways(count: int) -> None:
+        for whose, under in (*zip(NAMES, NAMES, strict=True), *pairwise((*NAMES, NAMES[0]))):
+            send(whose, under, count)
+
+    kept: dict[str, dict[str, list[bytes]]] = {}
+    flood = threading.Thread(target=all_ways, args=(101,))
+
+    def third() -> None:
+        wait_until(lambda: len(several.session.awaited()) == 1)
+        kept.update((name, tapes.answered(name)) for name in NAMES)
+        all_ways(300)
+        flood.start()
+
+    with serving(several, address, transcript=cast("Transcript", tapes)) as service:
+        threads = [start(several, name, address) for name in ("ash", "cedar")]
+        finish([start(several, "birch", address, third), *threads])
+        finish([flood])
+    assert several.errors == {}
+    assert "fault in a handler" not in caplog.text
+    assert not {"INTERNAL", "UNKNOWN", "ABORTED", "DEADLINE_EXCEEDED"} & set(statuses)
+    assert service.refused["InvalidMessage"] > 100
+    assert service.refused["OutOfStep"] > 100
+    assert_same_weights(several.weights(), undisturbed.weights())
+    assert several.seen.losses == undisturbed.seen.losses
 
 
 # ---- the last frames of an alignment ----

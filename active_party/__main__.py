@@ -13,6 +13,7 @@ import numpy as np
 
 from active_party.assembly import TrainerBuilder, build_session
 from active_party.defenses import open_noise_key
+from active_party.earlier_ledgers import LEDGER
 from active_party.plan import print_plan
 from active_party.recorder import ActiveRecorder
 from active_party.report import write_comparison, write_report
@@ -126,13 +127,7 @@ def _run(parsed: argparse.Namespace) -> None:
     data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
     logger.info("%d rows read from %s", len(data.ids), data.table.source)
     interruption.check()
-    folder = open_run_folder(
-        settings.runs_dir,
-        contract.run_name,
-        "active",
-        lambda folder: goes_on(settings, fresh=parsed.fresh, folder=folder),
-    )
-    save_resolved(settings, folder)
+    folder = _open_folder(settings, fresh=parsed.fresh)
     engine = build_engine(
         contract.alignment, AlignmentResources(workers=settings.alignment_workers)
     )
@@ -160,7 +155,7 @@ def _run(parsed: argparse.Namespace) -> None:
             engine.close()
             if session.trainer is not None:
                 saved = save_model(folder, session.trainer.model, build_trainer.encoder)
-                save_tensors(folder, "ledger.safetensors", session.ledger.state_dict())
+                save_tensors(folder, LEDGER, session.account_book().state_dict())
                 logger.info("model saved in %s", saved)
     # The monitor measures the last batches only after the last answer.
     stopped = stopped or recorder.objection()
@@ -173,6 +168,19 @@ def _run(parsed: argparse.Namespace) -> None:
     _try_to_report(folder.parent)
     if stopped is not None:
         raise stopped
+
+
+def _open_folder(settings: ActiveSettings, *, fresh: bool) -> Path:
+    folder = open_run_folder(
+        settings.runs_dir,
+        settings.contract.run_name,
+        ACTIVE,
+        lambda folder: goes_on(settings, fresh=fresh, folder=folder),
+    )
+    save_resolved(settings, folder)
+    # Until this process ends nothing is to look like all that the run has told.
+    (folder / "checkpoint" / LEDGER).unlink(missing_ok=True)
+    return folder
 
 
 def _transcript(
@@ -249,6 +257,9 @@ def _check(parsed: argparse.Namespace) -> None:
         _check_noise_key(settings)
         return f"noise key: {settings.noise_key_path or 'a fresh one for each run, if needed'}"
 
+    def earlier_answers() -> str:
+        return f"earlier ledgers: {len(settings.earlier_answers())} examples"
+
     def data_and_model() -> str:
         data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
         earlier = settings.earlier_model()
@@ -271,6 +282,7 @@ def _check(parsed: argparse.Namespace) -> None:
             address,
             lambda: f"device: {settings.torch_device()}",
             noise_key,
+            *([earlier_answers] if settings.earlier_ledgers else []),
             data_and_model,
         ],
     )
@@ -281,6 +293,7 @@ def _check_files_and_address(settings: ActiveSettings) -> None:
     _check_listen(settings)
     _check_noise_key(settings)
     settings.earlier_model()
+    settings.earlier_answers()
 
 
 def _check_noise_key(settings: ActiveSettings) -> None:

@@ -167,7 +167,11 @@ def build_session(
     draw_nonce: Callable[[], bytes],
     store: RunStore | None = None,
 ) -> ActiveSession:
-    """Build the session of one run."""
+    """Build the session of one run.
+
+    Raises:
+        SettingsError: an earlier run's ledger cannot be read.
+    """
     stopping = settings.early_stopping
     return ActiveSession(
         settings.contract,
@@ -181,4 +185,5 @@ def build_session(
         store=store,
         noise_seed=getattr(settings.defense, "insecure_noise_seed", None),
         file_splits=data.table.splits,
+        earlier=settings.earlier_answers(),
     )

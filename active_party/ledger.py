@@ -123,6 +123,53 @@ class LeakLedger:
             return float((settled + current).max()) + charge.sum_kl
         return float((settled + np.maximum(current, charge.sum_kl)).max())
 
+    def add(self, positions: Positions, other: "LeakLedger", other_positions: Positions) -> None:
+        """Add what another ledger has charged to some of its examples.
+
+        Of one noise identity the largest charge of both counts, as within one run.
+
+        Args:
+            positions: places here, each once.
+            other: the other ledger, of other places.
+            other_positions: the same examples' places there.
+        """
+        theirs = other.state_dict()
+        identity = bytes(theirs["identity"].tolist())
+        epsilon, current_epsilon = theirs["epsilon"].tolist()
+        settled, current = (theirs[n].numpy()[other_positions] for n in ("settled", "current"))
+        self._identity = self._identity or identity
+        self._settled[positions] += settled
+        self._settled_epsilon += epsilon
+        if identity == self._identity:
+            self._current[positions] = np.maximum(self._current[positions], current)
+            self._current_epsilon = max(self._current_epsilon, current_epsilon)
+        else:
+            self._settled[positions] += current
+            self._settled_epsilon += current_epsilon
+
+    def followed_by(self, earlier: "LeakLedger", positions: Positions) -> "LeakLedger":
+        """Return a ledger with all accounts of this one, and after them some of an earlier one.
+
+        Args:
+            earlier: the one that this one began with.
+            positions: places there of examples that are not here.
+        """
+        whole = LeakLedger(len(self) + len(positions))
+        whole.add(np.arange(len(self), len(whole)), earlier, positions)
+        own, carried = self.state_dict(), whole.state_dict()
+        if not torch.equal(own["identity"], carried["identity"]):
+            carried["settled"] += carried["current"]
+            carried["current"].zero_()
+        for name in ("settled", "current"):
+            carried[name][: len(self)] = own[name]
+        # What the earlier one's answers told together with this one's is in this one's epsilon.
+        whole.load_state_dict(carried | {name: own[name] for name in ("identity", "epsilon")})
+        return whole
+
+    def num_charged(self, positions: Positions) -> int:
+        """Return how many of some examples were charged anything."""
+        return int(np.count_nonzero(self._settled[positions] + self._current[positions]))
+
     def bounds(self, positions: Positions) -> LeakBounds:
         """Bound what the run so far may have told.
 

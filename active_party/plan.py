@@ -248,6 +248,11 @@ def _remarks(
             _honesty_of_several(settings.defense),
             "All figures are of the pair of classes left furthest apart.",
         ]
+    if settings.earlier_ledgers:
+        remarks.append(
+            f"What earlier_ledgers have told comes on top, sum_kl "
+            f"{settings.earlier_answers().most():.4g} at most."
+        )
     if settings.run_budget is None:
         return [*remarks, "run_budget: none is set"]
     budget, epochs = settings.run_budget.max_sum_kl, settings.contract.epochs

@@ -42,6 +42,7 @@ class ActiveRecorder:
         self._train_loss = float("nan")
         self._evaluations: dict[str, Evaluation] = {}
         self._bounds: LeakBounds | None = None
+        self._earlier: dict[str, float | None] | None = None
         self._alarm = LeakAlarm()
         self._alarms = 0
         self._measured_epoch = 0
@@ -86,6 +87,17 @@ class ActiveRecorder:
             )
         total = rows.total_steps(self._settings.contract)
         self._progress = self._of_run.enter_context(TrainingProgress("active", total))
+
+    def on_earlier_answers(self, examples: int, bounds: LeakBounds) -> None:
+        """Note what earlier runs may have told."""
+        self._earlier = {"examples": examples, **bounds.numbers()}
+        logger.info(
+            "earlier runs answered about %d of the training rows: sum_kl %.4g, leak AUC guaranteed "
+            "below %.3f (largest of all examples)",
+            examples,
+            bounds.sum_kl.max,
+            bounds.guarantee.max,
+        )
 
     def on_step(self, batch: Batch, result: StepResult) -> None:
         """Note the loss, and hand the gradients to the leak monitor."""
@@ -219,6 +231,8 @@ class ActiveRecorder:
             "ledger": None if self._bounds is None else self._bounds.numbers(),
             "refused_messages": refused,
         }
+        if self._earlier is not None:
+            summary |= {"earlier_answers": self._earlier}
         if test is not None and test.classes is not None:
             summary |= {
                 "test_accuracy": test.classes.accuracy,

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from active_party.account_book import AccountBook
 from active_party.aggregation import aggregate, parts_of
 from active_party.answered import AnsweredQuestions, run_secret
 from active_party.defenses.report import LeakCharge
@@ -116,6 +117,9 @@ class SessionObserver(Protocol):
     def on_step(self, batch: Batch, result: StepResult) -> None:
         """A training step was answered and learned from."""
 
+    def on_earlier_answers(self, examples: int, bounds: LeakBounds) -> None:
+        """So many training examples were answered about in earlier runs, which told so much."""
+
     def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
         """An epoch's training rows are through, or the run's budget is used up."""
 
@@ -156,6 +160,7 @@ class ActiveSession:
         store: where checkpoints go, and come from; None for a run that cannot be gone on with.
         noise_seed: for tests only: makes fresh noise predictable.
         file_splits: split of each row of this party's file, where the contract splits by a column.
+        earlier: what earlier runs may have told of some of the ids.
     """
 
     def __init__(
@@ -172,6 +177,7 @@ class ActiveSession:
         store: RunStore | None = None,
         noise_seed: int | None = None,
         file_splits: Splits | None = None,
+        earlier: AccountBook | None = None,
     ) -> None:
         self.contract = contract
         self.file_splits = file_splits
@@ -191,6 +197,7 @@ class ActiveSession:
         self._observer = observer
         self._evaluator = Evaluator(early_stop)
         self._max_sum_kl = max_sum_kl
+        self._earlier = earlier or AccountBook.empty()
         allows = allow_audits and contract.audits_allowed
         self.parties = PassiveParties(contract.passive_parties, allow_audits=allows)
         self._moved_at = time.monotonic()
@@ -436,6 +443,13 @@ class ActiveSession:
             if self._checkpoint_due:
                 self._save(soon=True)
 
+    def account_book(self) -> AccountBook:
+        """Return what this run and those before it may have told, by example."""
+        with self._changed:
+            if self._rows is None:
+                return self._earlier
+            return self._earlier.closed(self._ids_in_order(self._rows), self.ledger)
+
     def leak_bounds(self) -> LeakBounds:
         """Bound what the answers so far may have told of the training examples."""
         with self._changed:
@@ -675,11 +689,17 @@ class ActiveSession:
         """Make all that the common rows are needed for."""
         rows = AlignedRows.derive(self.contract, seed, self.ids, file_rows, self.file_splits)
         self.trainer = self._build_trainer(rows)
-        self.ledger = LeakLedger(len(rows))
         self._training_positions = rows.splits["train"]
         self._rows = rows
+        self.ledger = self._earlier.begun(self._ids_in_order(rows), len(rows))
         self._observer.on_aligned(rows, seed)
+        if len(self._earlier):
+            charged = self.ledger.num_charged(self._training_positions)
+            self._observer.on_earlier_answers(charged, self.leak_bounds())
         return rows
+
+    def _ids_in_order(self, rows: AlignedRows) -> Iterator[str]:
+        return (self.ids[row] for row in rows.file_rows)
 
     def _take_place(self, place: int) -> None:
         if self._rows is None:

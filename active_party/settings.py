@@ -5,9 +5,14 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from active_party.account_book import AccountBook
 from active_party.defenses import DefenseSettings
 from active_party.defenses.settings import refusal_of_several_classes
 from active_party.defenses.sum_kl import sum_kl_for_leak_auc
+from active_party.earlier_ledgers import SETTING, open_books
+from common.contract import ACTIVE
+from common.data.settings import expand_path
+from common.errors import SettingsError
 from common.models.settings import ModelSettings
 from common.party_settings import Address, PartySettings
 from common.privacy.attacks import ATTACKS, BatchAttackName, SideInformation
@@ -157,9 +162,16 @@ class ActiveSettings(PartySettings):
     run_budget: RunBudget | None = None
     """What the run may tell of each label in all; ``null`` for no limit.
 
-    Before an answer would pass it the run ends with a checkpoint and exit code 5. The peer then
-    learns when the run ends, and not why.
+    What the runs of ``earlier_ledgers`` told counts, too. Before an answer would pass it the run
+    ends with a checkpoint and exit code 5. The peer then learns when the run ends, and not why.
     """
+
+    earlier_ledgers: tuple[str, ...] = Field(default=(), max_length=1000)
+    """Folders with the ledgers of earlier runs about the same labels: this party's ``checkpoint``
+    in each, as ``runs/monday/active/checkpoint``, written like ``initial_weights``. The ledger of
+    this run begins with what they have told of its examples, and so does its budget. The ledger
+    that it leaves includes them: of a chain of runs the newest is enough. By default it begins with
+    nothing, as if no example had been answered about before."""
 
     leak_gate: LeakGateSettings | None = None
     """Whether the leak monitor's figures may end the run; ``null`` for never.
@@ -183,7 +195,22 @@ class ActiveSettings(PartySettings):
         """Return where the noise key lies."""
         if self.noise_key_path is not None:
             return self.base_dir / self.noise_key_path
-        return self.runs_dir / self.contract.run_name / "active" / "checkpoint" / "noise.key"
+        return self.runs_dir / self.contract.run_name / ACTIVE / "checkpoint" / "noise.key"
+
+    def earlier_answers(self) -> AccountBook:
+        """Return what earlier runs may have told of examples, by example.
+
+        Raises:
+            SettingsError: a ledger cannot be read, or is this run's own.
+        """
+        folders = [expand_path(SETTING, text, self.base_dir) for text in self.earlier_ledgers]
+        own = (self.runs_dir / self.contract.run_name / ACTIVE).resolve()
+        for folder in folders:
+            if own in folder.resolve().parents:
+                raise SettingsError(
+                    f"{SETTING}: {folder} is of this run: give the run another run_name"
+                )
+        return open_books(folders)
 
     @model_validator(mode="after")
     def _needs_what_it_uses(self) -> "ActiveSettings":

@@ -90,7 +90,7 @@ class PartySettings(Section):
     """Folder with the model to begin with: this party's ``checkpoint`` in an earlier run, as
     ``runs/monday/active/checkpoint``. Relative to this settings file; ``~`` and ``${NAME}`` are
     replaced. What was fitted to the features then, vocabularies and scaling, comes with it; the
-    optimizer begins anew, and so does the ledger: rows that both runs train on tell twice."""
+    optimizer begins anew. So does the active party's ledger without ``earlier_ledgers``."""
 
     model_seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the initial weights and of dropout. It has no influence on batches or noise."""

@@ -95,3 +95,43 @@ class FaultyPeer(InProcessPeer):
         self._count += 1
         first = super().receive_gradient()
         return super().receive_gradient() if self._loses(self._count) else first
+
+
+class Lost(BaseException):
+    """Stands for kill -9: nothing of ours catches it."""
+
+
+class DiesAt(InProcessPeer):
+    """Ends the passive process at one of its messages, before or after the active party sees it."""
+
+    at = 0
+    after = False
+    _calls = 0
+
+    def _maybe_die(self, *, after: bool) -> None:
+        if after is self.after and self._calls == self.at:
+            raise Lost
+
+    def receive_gradient(self) -> TensorMessage:
+        self._calls += 1
+        self._maybe_die(after=False)
+        reply = super().receive_gradient()
+        self._maybe_die(after=True)
+        return reply
+
+    def evaluate(self, message: TensorMessage) -> "pb.Course":
+        self._calls += 1
+        self._maybe_die(after=False)
+        course = super().evaluate(message)
+        self._maybe_die(after=True)
+        return course
+
+    def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
+        """A killed process says nothing; one that has finished does."""
+        if reason == pb.LEAVE_REASON_FINISHED:
+            super().leave(run_id, reason)
+
+
+def dying(at: int, *, after: bool) -> Callable[..., InProcessPeer]:
+    """Return a peer whose process ends at this one of its messages."""
+    return type("Dies", (DiesAt,), {"at": at, "after": after})

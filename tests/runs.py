@@ -152,9 +152,14 @@ class Recording:
 
 
 class ActiveRecording(Recording):
+    earlier: tuple[int, LeakBounds] | None = None
+
     def on_step(self, batch: Batch, result: StepResult) -> None:
         self.losses.append(float(result.loss.detach()))
         self.sent.append(result.defended.clone())
+
+    def on_earlier_answers(self, examples: int, bounds: LeakBounds) -> None:
+        self.earlier = (examples, bounds)
 
     def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
         self.ledger.append((epoch, bounds))

@@ -240,6 +240,12 @@ def _bounded(run: RunFiles, guarantee: float) -> Iterator[str]:
         "on all answers together, for the most exposed example"
         + ("." if estimate is None else f", and estimates {estimate:.3f}.")
     )
+    earlier = run.active.summary.get("earlier_answers")
+    if earlier:
+        yield (
+            f"Earlier runs are counted in: they answered about {earlier['examples']:,} of the "
+            f"training rows, at most AUC {at_most(earlier['guarantee_max'])}."
+        )
     if run.active.settings.get("defense", {}).get("noise") == "fresh":
         yield (
             "Charges of fresh noise compare the class means of a batch: against a peer that can "

@@ -4,7 +4,6 @@ import hashlib
 import logging
 import pickle
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,8 +22,7 @@ from common.errors import (
 )
 from common.run_folder import write_bytes_atomically
 from common.wire.tensor_codec import TensorMessage
-from protos import split_learning_pb2 as pb
-from tests.peers import InProcessPeer
+from tests.peers import InProcessPeer, Lost, dying
 from tests.runs import Parties, build_parties, run_in_process, write_example
 
 EVERY_2 = "contract.checkpoints.every_steps=2"
@@ -49,48 +47,9 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Lost(BaseException):
-    """Stands for kill -9: nothing of ours catches it."""
-
-
-class DiesAt(InProcessPeer):
-    """Ends the passive process at one of its messages, before or after the active party sees it."""
-
-    at = 0
-    after = False
-    _calls = 0
-
-    def _maybe_die(self, *, after: bool) -> None:
-        if after is self.after and self._calls == self.at:
-            raise Lost
-
-    def receive_gradient(self) -> TensorMessage:
-        self._calls += 1
-        self._maybe_die(after=False)
-        reply = super().receive_gradient()
-        self._maybe_die(after=True)
-        return reply
-
-    def evaluate(self, message: TensorMessage) -> "pb.Course":
-        self._calls += 1
-        self._maybe_die(after=False)
-        course = super().evaluate(message)
-        self._maybe_die(after=True)
-        return course
-
-    def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
-        """A killed process says nothing; one that has finished does."""
-        if reason == pb.LEAVE_REASON_FINISHED:
-            super().leave(run_id, reason)
-
-
 def overrides(defense: str, seed: str = ", insecure_noise_seed: 7}") -> list[str]:
     noisy = defense != "{name: none}"
     return [EVERY_2, f"defense={defense[:-1] + seed if noisy else defense}"]
-
-
-def dying(at: int, *, after: bool) -> Callable[..., InProcessPeer]:
-    return type("Dies", (DiesAt,), {"at": at, "after": after})
 
 
 def run_on(parties: Parties) -> None:

@@ -9,7 +9,8 @@ import torch
 import yaml
 from PIL import Image
 
-from tests.protocol.test_going_on import EVERY_2, Lost, assert_same, dying, run_on
+from tests.peers import Lost, dying
+from tests.protocol.test_going_on import EVERY_2, assert_same, run_on
 from tests.runs import ACTIVE, CONTRACT, PASSIVE, Parties, build_parties, run_in_process
 
 OPTIMIZERS = {

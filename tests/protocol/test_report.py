@@ -483,8 +483,10 @@ def test_what_was_noticed_and_told_stands_in_tables(tmp_path: Path) -> None:
         "leak_gate": {"max_leak_auc": 0.65, "window_steps": 50, "action": "stop"},
         "allow_audits": True,
     }
+    earlier: dict[str, float] = {"examples": 1234, "sum_kl_max": 0.1, "guarantee_max": 0.6172}
     summary = {"leak_alarms": 1, "leak_gate_closed": True, "audits_answered": 3}
-    run_dir = write_run(tmp_path, settings=settings, summary=summary)
+    told = summary | {"earlier_answers": earlier}
+    run_dir = write_run(tmp_path, settings=settings, summary=told, guarantee=0.7)
     gate = {"cut/norm": 0.7654, "random": 0.5712, "limit": 0.65}
     alarm = {"cut/cosine": 0.9123, "margin": 0.0123, "guarantee": 0.6123}
     append(
@@ -505,11 +507,13 @@ def test_what_was_noticed_and_told_stands_in_tables(tmp_path: Path) -> None:
     words = verdict_of(run_dir)[1]
     assert "The leak gate ended the run" in words
     assert "The peer was told 3 leak AUCs" in words
+    assert "they answered about 1,234 of the training rows, at most AUC 0.618" in words
 
 
 def test_a_run_without_gate_and_audits_says_so(tmp_path: Path) -> None:
     page = write_report(write_run(tmp_path)).read_text(encoding="utf-8")
     assert "Leak gate: not set" in page
+    assert "Earlier runs" not in page
     assert "Audit calls: not allowed" in page
     assert "Findings of the leak gate" not in page
 

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from active_party.ledger import LeakLedger
+from active_party.account_book import AccountBook
 from active_party.plan import print_plan
 from active_party.settings import ActiveSettings
 from common.party_data import PartyData
@@ -87,12 +87,25 @@ def test_checkpoint_summary_and_ledger_are_left(
     assert summary["leak_alarms"] == 0
     assert 0.6 < summary["ledger"]["guarantee_max"] <= 0.7
     stored = load_file(pair.active.results() / "checkpoint" / "ledger.safetensors")
-    ledger = LeakLedger(360)
-    ledger.load_state_dict(stored)
+    ledger = AccountBook.from_state(stored).ledger
     charged = torch.nonzero(stored["settled"]).reshape(-1).numpy()
     assert 0 < len(charged) < 360
     assert ledger.bounds(charged).sum_kl.max == summary["ledger"]["sum_kl_max"]
     assert ledger.bounds(np.arange(360)).guarantee.max == summary["ledger"]["guarantee_max"]
+
+
+def test_the_next_run_has_no_budget_left_where_this_one_ended(
+    stopped: tuple[Path, Pair, tuple[int, int]],
+) -> None:
+    folder, first, _ = stopped
+    earlier = f"earlier_ledgers=[{first.active.results() / 'checkpoint'}]"
+    with started(folder, "contract.run_name=next", active=[*BUDGET, earlier]) as pair:
+        assert pair.wait() == (5, 4), pair.outputs
+    assert "earlier runs answered about" in pair.active.output
+    assert "run_budget: epoch 0 step 0 would take an example to sum_kl 0.2" in pair.active.output
+    summary = json.loads((pair.active.results("next") / "summary.json").read_text())
+    assert summary["steps"] == 0
+    assert summary["earlier_answers"]["examples"] > 100
 
 
 def test_the_peer_learns_that_the_run_has_ended_and_nothing_else(

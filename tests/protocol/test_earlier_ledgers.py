@@ -1,0 +1,171 @@
+"""A run that counts what earlier ones told: its ledger, its budget, and what it leaves behind."""
+
+import io
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from active_party.earlier_ledgers import LEDGER
+from active_party.plan import print_plan
+from active_party.settings import ActiveSettings
+from common.checkpoint import save_tensors
+from common.errors import BudgetExhausted, SettingsError
+from common.party_data import PartyData
+from common.party_settings import load_party_settings
+from tests.peers import Lost, dying
+from tests.runs import Parties, build_parties, run_in_process, write_example
+
+MARVELL = "defense={name: marvell, strength: {power_ratio: 16}, insecure_noise_seed: 1}"
+EVERY_2 = "contract.checkpoints.every_steps=2"
+AFTER_FIRST = "earlier_ledgers=[first/active/checkpoint]"
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with data and with the ledger of a first run."""
+    folder = tmp_path_factory.mktemp("example")
+    write_example(folder)
+    leave(run(folder, MARVELL), folder / "first")
+    return folder
+
+
+def parties_with(folder: Path, *active: str, runs: Path | None = None) -> Parties:
+    contract = [one for one in active if one.startswith("contract.")]
+    return build_parties(folder, active, contract, runs=runs)
+
+
+def run(folder: Path, *active: str) -> Parties:
+    parties = parties_with(folder, *active)
+    run_in_process(parties)
+    return parties
+
+
+def leave(parties: Parties, folder: Path) -> None:
+    (folder / "active").mkdir(parents=True)
+    save_tensors(folder / "active", LEDGER, parties.session.account_book().state_dict())
+
+
+def divergences(parties: Parties) -> dict[str, float]:
+    """Return what each example's label may have been told of, by id."""
+    rows, session = parties.active.rows, parties.session
+    assert rows is not None
+    return {
+        session.ids[row]: session.ledger.bounds(np.array([at])).sum_kl.max
+        for at, row in enumerate(rows.file_rows)
+    }
+
+
+def test_each_example_begins_where_the_earlier_run_left_it(example: Path) -> None:
+    """The split is another one in each run: so it is the id that counts, and not the place."""
+    other = "insecure_nonce_seed=44"
+    first, alone = run(example, MARVELL), run(example, MARVELL, other)
+    after = run(example, MARVELL, other, AFTER_FIRST)
+    before, expected = divergences(first), divergences(alone)
+    found = divergences(after)
+    assert found == pytest.approx({one: before[one] + expected[one] for one in expected})
+    told_twice = [one for one in before if before[one] and expected[one]]
+    told_before = [one for one in before if before[one] and not expected[one]]
+    assert len(told_twice) > 50
+    assert len(told_before) > 20
+    assert max(found.values()) == pytest.approx(4 / 16, rel=0.02)
+    assert after.active.earlier is not None
+    examples, bounds = after.active.earlier
+    assert examples == len(told_twice)
+    assert bounds.sum_kl.max == pytest.approx(2 / 16, rel=0.02)
+    assert alone.active.earlier is None
+
+
+def test_a_budget_counts_earlier_runs_and_one_that_is_used_up_answers_nothing(
+    example: Path,
+) -> None:
+    enough, used_up = ("run_budget={sum_kl: 0.2}", "run_budget={sum_kl: 0.13}")
+    run(example, MARVELL, enough)
+    parties = parties_with(example, MARVELL, enough, AFTER_FIRST)
+    with pytest.raises(BudgetExhausted, match="epoch 1 step 0"):
+        run_in_process(parties)
+    run(example, MARVELL, used_up)
+    parties = parties_with(example, MARVELL, used_up, AFTER_FIRST)
+    with pytest.raises(BudgetExhausted, match="epoch 0 step 0"):
+        run_in_process(parties)
+    assert parties.active.sent == []
+
+
+def test_two_earlier_ledgers_add_up_and_a_chain_needs_the_newest_alone(
+    example: Path, tmp_path: Path
+) -> None:
+    second = run(example, MARVELL, AFTER_FIRST, "insecure_nonce_seed=44")
+    leave(second, tmp_path / "second")
+    third = run(example, MARVELL, f"earlier_ledgers=[{tmp_path / 'second/active/checkpoint'}]")
+    twice = "earlier_ledgers=[first/active/checkpoint, first/active/checkpoint]"
+    assert max(divergences(third).values()) == pytest.approx(6 / 16, rel=0.02)
+    assert max(divergences(run(example, MARVELL, twice)).values()) == pytest.approx(
+        6 / 16, rel=0.02
+    )
+
+
+def test_noise_that_is_kept_over_runs_tells_no_more_the_second_time(
+    example: Path, tmp_path: Path
+) -> None:
+    """The same key and strength repeat the answers of the first run; another strength adds."""
+    kept = "defense={name: marvell, noise: persistent, insecure_noise_seed: 1}"
+    leave(run(example, kept), tmp_path / "kept")
+    after = f"earlier_ledgers=[{tmp_path / 'kept/active/checkpoint'}]"
+    assert max(divergences(run(example, kept, after)).values()) == 0.25
+    other = kept[:-1] + ", strength: {power_ratio: 16}}"
+    assert max(divergences(run(example, other, after)).values()) == 0.25 + 1 / 16
+
+
+def test_a_run_that_goes_on_counts_earlier_ones_once(example: Path, tmp_path: Path) -> None:
+    whole = run(example, MARVELL, AFTER_FIRST, EVERY_2)
+    first = parties_with(example, MARVELL, AFTER_FIRST, EVERY_2, runs=tmp_path)
+    with pytest.raises(Lost):
+        run_in_process(first, dying(7, after=True))
+    again = parties_with(example, MARVELL, AFTER_FIRST, EVERY_2, runs=tmp_path)
+    again.session.reopen()
+    run_in_process(again)
+    assert again.active.resumed != []
+    assert again.session.leak_bounds() == whole.session.leak_bounds()
+    assert divergences(again) == divergences(whole)
+
+
+def settings(folder: Path, *overrides: str) -> ActiveSettings:
+    return load_party_settings(ActiveSettings, folder / "active.yaml", [MARVELL, *overrides])
+
+
+def test_a_run_that_has_left_no_ledger_is_refused(example: Path) -> None:
+    with pytest.raises(SettingsError, match=r"there is no ledger.*start it again"):
+        settings(example, "earlier_ledgers=[second/active/checkpoint]").earlier_answers()
+
+
+def test_a_damaged_ledger_is_refused(example: Path, tmp_path: Path) -> None:
+    whole = (example / "first" / "active" / "checkpoint" / LEDGER).read_bytes()
+    broken = settings(example, f"earlier_ledgers=[{tmp_path}]")
+    (tmp_path / LEDGER).write_bytes(whole[:200])
+    with pytest.raises(SettingsError, match="cannot be read"):
+        broken.earlier_answers()
+    save_tensors(tmp_path, LEDGER, run(example, MARVELL).session.ledger.state_dict())
+    with pytest.raises(SettingsError, match="whose accounts"):
+        settings(example, f"earlier_ledgers=[{tmp_path / 'checkpoint'}]").earlier_answers()
+
+
+def test_a_run_does_not_begin_with_its_own_ledger(example: Path) -> None:
+    own = [f"runs_dir={example}", "contract.run_name=first", AFTER_FIRST]
+    with pytest.raises(SettingsError, match="another run_name"):
+        settings(example, *own).earlier_answers()
+    aside = example / "first" / "active.previous-1" / "checkpoint"
+    shutil.copytree(example / "first" / "active" / "checkpoint", aside)
+    moved = "earlier_ledgers=[first/active.previous-1/checkpoint]"
+    assert len(settings(example, *own[:2], moved).earlier_answers()) == 360
+
+
+def test_the_plan_says_what_was_told_before(example: Path) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    planned = settings(example, AFTER_FIRST)
+    print_plan(planned, PartyData.load(planned.data, example), None, console)
+    assert isinstance(console.file, io.StringIO)
+    assert "What earlier_ledgers have told comes on top, sum_kl 0.125 at most." in (
+        console.file.getvalue()
+    )

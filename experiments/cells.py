@@ -278,6 +278,7 @@ def _completed(
     if follows:
         for name, own in {"active": active, **passive_parties(completed)}.items():
             own["initial_weights"] = f"{EARLIER}/{name}/checkpoint"
+        active["earlier_ledgers"] = [active["initial_weights"]]
     return completed
 
 

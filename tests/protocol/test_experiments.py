@@ -330,6 +330,7 @@ def test_a_day_begins_with_the_weights_of_the_day_before_of_its_variant_and_seed
     assert tuesday.after == found["monday", "marvell 4", 1]
     weights = [tuesday.settings[party]["initial_weights"] for party in ("active", "passive")]
     assert weights == ["${EARLIER}/active/checkpoint", "${EARLIER}/passive/checkpoint"]
+    assert tuesday.settings["active"]["earlier_ledgers"] == ["${EARLIER}/active/checkpoint"]
     monday = found["monday", "none", 0]
     assert monday.after is None
     assert "initial_weights" not in monday.settings["active"]

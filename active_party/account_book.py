@@ -114,7 +114,8 @@ def _names(ids: Iterable[str]) -> Names:
         hashlib.blake2b(one.encode(), digest_size=_DIGEST_BYTES, person=b"leak account").digest()
         for one in ids
     )
-    return np.frombuffer(bytearray().join(digests), dtype=np.uint8).reshape(-1, _DIGEST_BYTES)
+    texts = np.fromiter(digests, dtype=f"S{_DIGEST_BYTES}")  # one by one: there may be millions
+    return texts.view(np.uint8).reshape(-1, _DIGEST_BYTES)
 
 
 def _places(of: Names, among: Names) -> Positions:

@@ -46,6 +46,15 @@ def test_charges_of_fresh_noise_add_up_for_the_same_id_wherever_it_stands() -> N
     assert len(wednesday) == 5
 
 
+def test_every_byte_of_a_name_counts() -> None:
+    ids = [str(number) for number in range(2000)]
+    book = after_run(AccountBook.empty(), ids, LeakCharge(0.5))
+    assert (book.names[:, -1] == 0).any()
+    found = book.begun(ids, len(ids)).bounds(np.arange(len(ids))).sum_kl
+    assert (found.mean, found.max) == (0.5, 0.5)
+    assert told(book, "2000") == 0
+
+
 def test_a_run_that_begins_with_no_book_counts_from_nothing() -> None:
     """What the sum above is compared with: without the book Tuesday's run forgets Monday's."""
     tuesday = after_run(AccountBook.empty(), TUESDAY, LeakCharge(1.0))

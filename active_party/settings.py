@@ -7,7 +7,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from active_party.account_book import AccountBook
 from active_party.defenses import DefenseSettings
-from active_party.defenses.settings import refusal_of_several_classes
+from active_party.defenses.settings import refusal_of_budget, refusal_of_several_classes
 from active_party.defenses.sum_kl import sum_kl_for_leak_auc
 from active_party.earlier_ledgers import SETTING, open_books
 from common.contract import ACTIVE
@@ -219,11 +219,9 @@ class ActiveSettings(PartySettings):
         split = self.contract.split
         if self.early_stopping is not None and split.kind == "hash" and split.validation == 0:
             raise ValueError("early_stopping needs contract.split.validation > 0")
-        if self.run_budget is not None and self.defense.name == "none":
-            raise ValueError(
-                "run_budget: the first answer without a defense would pass every budget; "
-                "set a defense, or run_budget to null"
-            )
+        unbounded = refusal_of_budget(self.defense, self.contract.aggregate_dim)
+        if self.run_budget is not None and unbounded is not None:
+            raise ValueError(f"run_budget: {unbounded}, or run_budget to null")
         if self.allow_audits and not self.contract.audits_allowed:
             raise ValueError("allow_audits needs contract.audits_allowed")
         self._check_leak_gate()

@@ -303,6 +303,41 @@ def refusal_of_several_classes(defense: "DefenseSettings") -> str | None:
             return None
 
 
+def refusal_of_budget(defense: "DefenseSettings", cut_dim: int) -> str | None:
+    """Say why the first answer would pass every budget; None where it need not.
+
+    Args:
+        defense: the settings.
+        cut_dim: numbers per example in what is defended.
+    """
+    match defense:
+        case NoDefense():
+            return "the first answer without a defense would pass every budget; set a defense"
+        case IsoDefense() if not defense.amplitude:
+            return "the first answer without noise would pass every budget; set noise_ratio above 0"
+        case MaxNormDefense() | MaxNormPositiveDefense() if defense.noise == "persistent":
+            return (
+                f"the ledger gives persistent {defense.name} no credit, and the first answer would "
+                "pass every budget; expected noise: fresh, or another defense"
+            )
+        case GafmDefense() if not _is_credited(defense, cut_dim):
+            return (
+                "the ledger gives gafm no credit by itself, and the first answer would pass every "
+                "budget; expected both terms and composed_with iso, noisy_label, or marvell at a "
+                "cut of one number"
+            )
+        case _:
+            return None
+
+
+def _is_credited(defense: GafmDefense, cut_dim: int) -> bool:
+    behind = defense.composed_with
+    if isinstance(behind, NoisyLabelDefense):
+        return True
+    along_gap = isinstance(behind, MarvellDefense) and cut_dim == 1
+    return defense.terms != "gan_only" and (along_gap or isinstance(behind, IsoDefense))
+
+
 DefenseSettings = Annotated[
     NoDefense
     | IsoDefense

@@ -194,6 +194,59 @@ def test_budgets_that_cannot_be_meant_are_refused(
     assert caught.value.exit_code == 2
 
 
+GAFM_TOP = "top_model={kind: mlp, hidden: [4]}"
+BUDGET = "run_budget={sum_kl: 1}"
+NOISY_LABEL = (
+    "{name: noisy_label, top_labels: noisy, mechanism: {kind: randomized_response, epsilon: 1}}"
+)
+STRONG_MARVELL = "{name: marvell, strength: {power_ratio: 16}}"
+ONE = "contract.cut_shape=[1]"
+
+
+@pytest.mark.parametrize(
+    ("defense", "others"),
+    [
+        ("{name: iso, noise_ratio: 0}", []),
+        ("{name: max_norm, noise: persistent}", []),
+        ("{name: max_norm_positive, noise: persistent}", []),
+        ("{name: gafm}", [GAFM_TOP]),
+        ("{name: gafm, composed_with: {name: max_norm}}", [GAFM_TOP]),
+        ("{name: gafm, composed_with: {name: marvell}}", [GAFM_TOP]),
+        ("{name: gafm, terms: gan_only, composed_with: {name: iso}}", [GAFM_TOP]),
+    ],
+)
+def test_a_budget_that_the_first_answer_would_pass_is_refused_before_the_run(
+    example: Path, defense: str, others: list[str]
+) -> None:
+    """Rightly: without a budget the ledger has no bound after the run's first epoch."""
+    overrides = [f"defense={defense}", *others]
+    with pytest.raises(SettingsError, match=r"run_budget: .* every budget.* or run_budget to null"):
+        load_party_settings(ActiveSettings, example / "active.yaml", [*overrides, BUDGET])
+    free = parties_with(example, *overrides)
+    run_in_process(free)
+    assert free.active.ledger[0][1].sum_kl.max == math.inf
+
+
+@pytest.mark.parametrize(
+    ("defense", "others"),
+    [
+        ("name: iso", []),
+        ("name: max_norm", []),
+        (f"name: gafm, composed_with: {STRONG_MARVELL}", [GAFM_TOP, ONE]),
+        ("name: gafm, composed_with: {name: iso, noise_ratio: 4}", [GAFM_TOP]),
+        (f"name: gafm, composed_with: {NOISY_LABEL}", [GAFM_TOP]),
+    ],
+)
+def test_a_budget_that_may_hold_an_answer_is_not(
+    example: Path, defense: str, others: list[str]
+) -> None:
+    overrides = [f"defense={{{defense}, insecure_noise_seed: 1}}", *others]
+    load_party_settings(ActiveSettings, example / "active.yaml", [*overrides, BUDGET])
+    free = parties_with(example, *overrides)
+    run_in_process(free)
+    assert free.active.ledger[0][1].sum_kl.max < math.inf
+
+
 class LyingRecorder(ActiveRecorder):
     """Is told of a small charge, whatever was sent."""
 

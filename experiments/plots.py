@@ -58,6 +58,8 @@ def trade_off(plot: TradeOffPlot, rows: Sequence[Row]) -> dict[Panel, dict[str, 
     for row in _of_the_best_witness(row for row in rows if row.statistic == plot.leak):
         if row.layer is None or row.attack is None or _is_left_out(row.attack, plot.attacks):
             continue
+        if row.variant == plot.floor:
+            continue
         series = leak.setdefault((row.layer, row.attack), {}).setdefault(row.series, {})
         series.setdefault(row.variant, {})[row.seed] = row.value
     return {
@@ -75,6 +77,12 @@ def trade_off(plot: TradeOffPlot, rows: Sequence[Row]) -> dict[Panel, dict[str, 
         }
         for panel, by_series in leak.items()
     }
+
+
+def floor(plot: TradeOffPlot, rows: Sequence[Row]) -> float | None:
+    """Return the utility that is there without any gradient; None where nobody has measured it."""
+    found = _utility(plot, rows).get(plot.floor or "")
+    return statistics.mean(found.values()) if found else None
 
 
 def _utility(plot: TradeOffPlot, rows: Sequence[Row]) -> dict[str, dict[int, float]]:
@@ -122,6 +130,7 @@ def _draw(plot: Plot, dataset: str, rows: Sequence[Row], path: Path) -> bool:
                 for axes, ((layer, attack), curves) in zip(all_axes, panels.items(), strict=True):
                     _decorate(axes, f"{attack}, {layer}", *axes_names)
                     _draw_points(axes, curves)
+                    _draw_floor(axes, floor(plot, rows), plot.floor or "")
             return bool(panels)
         case CoursePlot():
             panels = course(plot, rows)
@@ -240,6 +249,19 @@ def _draw_points(axes: "Axes", curves: dict[str, list[Point]]) -> None:
         )
         for at_x, at_y, name in zip(x, y, names, strict=True):
             axes.annotate(name, (at_x, at_y), xytext=(4, 4), textcoords="offset points", fontsize=7)
+
+
+def _draw_floor(axes: "Axes", utility: float | None, name: str) -> None:
+    """Draw a line, or where it would leave the rest no room, say in which direction it lies."""
+    if utility is None:
+        return
+    left, right = axes.get_xlim()
+    if left - (right - left) <= utility <= right:
+        axes.axvline(utility, color="grey", linestyle="--", linewidth=1, label=name)
+    else:
+        axes.annotate(
+            f"← {name}: {utility:.2f}", (0.02, 0.03), xycoords="axes fraction", fontsize=7
+        )
 
 
 def _draw_lines(axes: "Axes", lines: dict[str, list[Point]]) -> None:

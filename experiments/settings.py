@@ -165,6 +165,10 @@ class TradeOffPlot(Section):
     less: str | None = None
     """Row of the table whose utility on the same seed is subtracted, as of a figure."""
 
+    floor: str | None = None
+    """Row of the table that sends nothing worth learning: its utility is a line, and whatever costs
+    more is worse than no gradient at all."""
+
     leak: str = "q95"
     """Statistic on the vertical axis."""
 

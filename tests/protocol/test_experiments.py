@@ -37,7 +37,7 @@ from experiments.cells import (
 from experiments.collection import Row, collect, read_rows, write_rows
 from experiments.execution import Ending, is_finished, run_cells
 from experiments.models import GreyImageBottom, SummedTop
-from experiments.plots import Point, course, trade_off
+from experiments.plots import Point, course, floor, trade_off
 from experiments.preparation import prepare
 from experiments.settings import (
     CoursePlot,
@@ -608,6 +608,15 @@ def test_a_figure_may_be_compared_with_another_variant_s_of_the_same_seed() -> N
         "marvell"
     ]
     assert point[:2] == pytest.approx((-0.02, 0.02 / math.sqrt(2)))
+
+
+def test_a_row_that_sends_nothing_worth_learning_is_a_line_and_no_point() -> None:
+    rows = [row(v, 0, "best_test_auc", auc) for v, auc in (("none", 0.8), ("untrained", 0.7))]
+    rows += [row(v, 0, "q95", 1.0, **NORM) for v in ("none", "untrained")]
+    plot = TradeOffPlot(kind="trade_off", less="none", floor="untrained")
+    assert list(trade_off(plot, rows)["cut", "norm"]) == ["none"]
+    assert floor(plot, rows) == pytest.approx(-0.1)
+    assert floor(TradeOffPlot(kind="trade_off"), rows) is None
 
 
 def test_the_course_of_a_leak_is_the_mean_over_seeds_at_each_step() -> None:

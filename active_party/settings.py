@@ -170,8 +170,8 @@ class ActiveSettings(PartySettings):
     """Folders with the ledgers of earlier runs about the same labels: this party's ``checkpoint``
     in each, as ``runs/monday/active/checkpoint``, written like ``initial_weights``. The ledger of
     this run begins with what they have told of its examples, and so does its budget. The ledger
-    that it leaves includes them: of a chain of runs the newest is enough. By default it begins with
-    nothing, as if no example had been answered about before."""
+    that it leaves includes them: of a chain of runs the newest is enough. Needs ``data.id_column``.
+    By default it begins with nothing, as if no example had been answered about before."""
 
     leak_gate: LeakGateSettings | None = None
     """Whether the leak monitor's figures may end the run; ``null`` for never.
@@ -222,6 +222,11 @@ class ActiveSettings(PartySettings):
         unbounded = refusal_of_budget(self.defense, self.contract.aggregate_dim)
         if self.run_budget is not None and unbounded is not None:
             raise ValueError(f"run_budget: {unbounded}, or run_budget to null")
+        if self.earlier_ledgers and self.data.id_column is None:
+            raise ValueError(
+                "earlier_ledgers: needs data.id_column: a row's number is another example's in "
+                "another file"
+            )
         if self.allow_audits and not self.contract.audits_allowed:
             raise ValueError("allow_audits needs contract.audits_allowed")
         self._check_leak_gate()

@@ -278,7 +278,9 @@ def _completed(
     if follows:
         for name, own in {"active": active, **passive_parties(completed)}.items():
             own["initial_weights"] = f"{EARLIER}/{name}/checkpoint"
-        active["earlier_ledgers"] = [active["initial_weights"]]
+        # A row that has a number alone is another one in another file.
+        if active.get("data", {}).get("id_column"):
+            active["earlier_ledgers"] = [active["initial_weights"]]
     return completed
 
 

@@ -67,18 +67,18 @@ def _images(archive: Mapping[str, NDArray[np.uint8]]) -> Iterator[Image.Image]:
 
 
 def _talkingdata_days(path: Path, folder: Path) -> None:
-    """Write one file per day, whose test rows are the day after."""
+    """Write one file per day, whose test rows are the day after; a click has one number in all."""
     with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    days = sorted({row["click_time"][:10] for row in rows})
-    names = ["ip", "app", "device", "os", "channel", "hour", "is_attributed", "split"]
+        rows = [row | {"click": number} for number, row in enumerate(csv.DictReader(file))]
+    days = sorted({str(row["click_time"])[:10] for row in rows})
+    names = ["click", "ip", "app", "device", "os", "channel", "hour", "is_attributed", "split"]
     for number, (today, tomorrow) in enumerate(itertools.pairwise(days), start=1):
         split = {today: "train", tomorrow: "test"}
         with (folder / f"talkingdata_day_{number}.csv").open("w", encoding="utf-8") as file:
             writer = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
             writer.writeheader()
             for row in rows:
-                day, _, time = row["click_time"].partition(" ")
+                day, _, time = str(row["click_time"]).partition(" ")
                 if day in split:
                     # attributed_time gives the label away, and is none of the names.
                     writer.writerow(row | {"hour": time.partition(":")[0], "split": split[day]})

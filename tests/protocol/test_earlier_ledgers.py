@@ -135,6 +135,11 @@ def settings(folder: Path, *overrides: str) -> ActiveSettings:
     return load_party_settings(ActiveSettings, folder / "active.yaml", [MARVELL, *overrides])
 
 
+def test_rows_that_only_have_numbers_are_nobody_s_accounts(example: Path) -> None:
+    with pytest.raises(SettingsError, match=r"earlier_ledgers: needs data\.id_column"):
+        settings(example, AFTER_FIRST, "data.id_column=null")
+
+
 def test_a_run_that_has_left_no_ledger_is_refused(example: Path) -> None:
     with pytest.raises(SettingsError, match=r"there is no ledger.*start it again"):
         settings(example, "earlier_ledgers=[second/active/checkpoint]").earlier_answers()

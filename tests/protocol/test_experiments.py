@@ -333,6 +333,7 @@ def test_a_day_begins_with_the_weights_of_the_day_before_of_its_variant_and_seed
     assert tuesday.settings["active"]["earlier_ledgers"] == ["${EARLIER}/active/checkpoint"]
     monday = found["monday", "none", 0]
     assert monday.after is None
+    assert "earlier_ledgers" not in monday.settings["active"]
     assert "initial_weights" not in monday.settings["active"]
 
 
@@ -703,11 +704,12 @@ def test_each_day_trains_and_the_next_one_tests(
     )
     assert "attributed_time" not in first  # it is there only where the label is 1
     assert first.splitlines()[1:] == [
-        "7,1,1,1,1,7,1,test",
-        "6,1,1,1,1,6,1,train",
-        "6,1,1,1,1,6,1,train",
+        "0,7,1,1,1,1,7,1,test",
+        "1,6,1,1,1,1,6,1,train",
+        "3,6,1,1,1,1,6,1,train",
     ]
-    assert second.splitlines()[1:] == ["7,1,1,1,1,7,1,train", "8,1,1,1,1,8,1,test"]
+    # A click keeps its number.
+    assert second.splitlines()[1:] == ["0,7,1,1,1,1,7,1,train", "2,8,1,1,1,1,8,1,test"]
 
 
 def test_a_preparation_without_its_raw_file_says_so(

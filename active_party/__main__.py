@@ -141,6 +141,8 @@ def _run(parsed: argparse.Namespace) -> None:
             settings, data, build_trainer, recorder, partial(draw_nonce, settings), store
         )
         session.reopen()
+        # From the first answer until this process ends, no file is to look like all that was told.
+        (folder / "checkpoint" / LEDGER).unlink(missing_ok=True)
         service = ActiveService(session, engine, settings.reconnect.deadline_s)
         server = start_server(service, contract, settings.listen, credentials, transcript)
         logger.info("waiting for %s at %s", _parties_of(contract), settings.listen)
@@ -178,8 +180,6 @@ def _open_folder(settings: ActiveSettings, *, fresh: bool) -> Path:
         lambda folder: goes_on(settings, fresh=fresh, folder=folder),
     )
     save_resolved(settings, folder)
-    # Until this process ends nothing is to look like all that the run has told.
-    (folder / "checkpoint" / LEDGER).unlink(missing_ok=True)
     return folder
 
 

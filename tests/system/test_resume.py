@@ -9,6 +9,7 @@ from typing import Literal
 
 import pytest
 
+from active_party.earlier_ledgers import LEDGER
 from tests import certificates
 from tests.runs import write_example
 from tests.system.processes import side_by_side
@@ -107,14 +108,22 @@ def test_killed_at_random_steps_every_defense_ends_as_if_nothing_had_happened(
 
 
 def interrupted(both: Both, whole: Outcome) -> None:
-    """Ctrl-C at a terminal reaches both."""
+    """Ctrl-C at a terminal reaches both.
+
+    A ledger lies there while nothing more is told: not while a run goes on, which may be killed.
+    """
     both.start()
+    ledger = both.active.folder / "checkpoint" / LEDGER
     wait_for_line(both, len(whole.metrics["active"]) // 3)
     for party in both:
         party.signal(signal.SIGINT)
     assert both.wait() == (130, 130), both.outputs
+    assert ledger.is_file()
     both.start()
+    wait_for_line(both, len(whole.metrics["active"]) // 2)
+    assert not ledger.exists()
     assert both.wait() == (0, 0), both.outputs
+    assert ledger.is_file()
     assert all("going on in epoch" in party.said for party in both)
 
 

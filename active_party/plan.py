@@ -37,6 +37,7 @@ from active_party.defenses.settings import (
     NoisyLabelDefense,
     PowerRatio,
     SumKl,
+    is_credited,
 )
 from active_party.defenses.strength import allowed_sum_kl
 from active_party.defenses.sum_kl import (
@@ -114,7 +115,7 @@ def fresh_charge(defense: DefenseSettings, cut_dim: int, pos_fraction: float) ->
             # <= 4 d/t.
             ratio = defense.amplitude**2
             return Charge(0.0, 4 * cut_dim / ratio if ratio else math.inf)
-        case GafmDefense() if _tells_all(defense):
+        case GafmDefense() if not is_credited(defense, cut_dim):
             return Charge(math.inf, math.inf)
         case _:
             return Charge(0.0, math.inf)
@@ -242,10 +243,10 @@ def _forecast_table(settings: ActiveSettings, charges: dict[NoiseKind, Charge]) 
 def _remarks(
     settings: ActiveSettings, charges: dict[NoiseKind, Charge], num_classes: int
 ) -> list[str]:
-    remarks = [_honesty(settings.defense)]
+    remarks = [_honesty(settings.defense, settings.contract.aggregate_dim)]
     if num_classes > 2:
         remarks = [
-            _honesty_of_several(settings.defense),
+            _honesty_of_several(settings.defense, settings.contract.aggregate_dim),
             "All figures are of the pair of classes left furthest apart.",
         ]
     if settings.earlier_ledgers:
@@ -268,7 +269,7 @@ def _remarks(
     ]
 
 
-def _honesty(defense: DefenseSettings) -> str:
+def _honesty(defense: DefenseSettings, cut_dim: int) -> str:
     """Say how far the forecast can be relied on."""
     match defense:
         case NoDefense():
@@ -278,7 +279,7 @@ def _honesty(defense: DefenseSettings) -> str:
         case NoisyLabelDefense():
             said = "Of the noisy labels alone: with top_labels true there is no proof."
         case GafmDefense():
-            said = _honesty_of_gafm(defense)
+            said = _honesty_of_gafm(defense, cut_dim)
         case MarvellDefense(noise="persistent") | IsoDefense(noise="persistent"):
             said = "Charges of persistent noise depend on the strength alone."
         case MarvellDefense():
@@ -303,7 +304,7 @@ def _honesty(defense: DefenseSettings) -> str:
     return said
 
 
-def _honesty_of_several(defense: DefenseSettings) -> str:
+def _honesty_of_several(defense: DefenseSettings, cut_dim: int) -> str:
     match defense:
         case MarvellDefense(strength=PowerRatio()):
             return (
@@ -314,14 +315,14 @@ def _honesty_of_several(defense: DefenseSettings) -> str:
         case MarvellDefense():
             return "Met by every batch, whatever its class means."
         case _:
-            return _honesty(defense)
+            return _honesty(defense, cut_dim)
 
 
-def _honesty_of_gafm(defense: GafmDefense) -> str:
+def _honesty_of_gafm(defense: GafmDefense, cut_dim: int) -> str:
     behind = defense.composed_with
     if isinstance(behind, NoisyLabelDefense):
-        return _honesty(behind)
-    if _tells_all(defense):
+        return _honesty(behind, cut_dim)
+    if not is_credited(defense, cut_dim):
         return (
             "gafm hides labels from norms and class means. A peer that knows its own activations "
             "can read them: the ledger gives no credit."
@@ -380,12 +381,6 @@ def _configured_noise(defense: DefenseSettings) -> NoiseKind:
             return "fresh"
         case _:
             return defense.noise
-
-
-def _tells_all(defense: GafmDefense) -> bool:
-    """Say whether the ledger gives this no credit whatever the gradients are."""
-    credited = isinstance(defense.composed_with, IsoDefense | MarvellDefense)
-    return defense.terms == "gan_only" or not credited
 
 
 def _in_words(charge: Charge) -> list[str]:

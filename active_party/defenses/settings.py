@@ -320,7 +320,7 @@ def refusal_of_budget(defense: "DefenseSettings", cut_dim: int) -> str | None:
                 f"the ledger gives persistent {defense.name} no credit, and the first answer would "
                 "pass every budget; expected noise: fresh, or another defense"
             )
-        case GafmDefense() if not _is_credited(defense, cut_dim):
+        case GafmDefense() if not is_credited(defense, cut_dim):
             return (
                 "the ledger gives gafm no credit by itself, and the first answer would pass every "
                 "budget; expected both terms and composed_with iso, noisy_label, or marvell at a "
@@ -330,7 +330,8 @@ def refusal_of_budget(defense: "DefenseSettings", cut_dim: int) -> str | None:
             return None
 
 
-def _is_credited(defense: GafmDefense, cut_dim: int) -> bool:
+def is_credited(defense: GafmDefense, cut_dim: int) -> bool:
+    """Say whether the ledger may give credit to what stands behind gafm; never to gafm itself."""
     behind = defense.composed_with
     if isinstance(behind, NoisyLabelDefense):
         return True

@@ -151,7 +151,8 @@ def test_own_features_and_a_wider_cut_are_the_generators_input_too(example: Path
     ("options", "said"),
     [
         ("", "the ledger gives no credit"),
-        (", composed_with: {name: marvell}", "depends on the gradients alone"),
+        (", composed_with: {name: iso}", "depends on the gradients alone"),
+        (", composed_with: {name: marvell}", "the ledger gives no credit"),  # a cut of four
         (f", composed_with: {FLIPS}", "Exact, whatever the gradients."),
     ],
 )

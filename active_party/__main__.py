@@ -127,6 +127,7 @@ def _run(parsed: argparse.Namespace) -> None:
     data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
     logger.info("%d rows read from %s", len(data.ids), data.table.source)
     interruption.check()
+    earlier = settings.earlier_answers()
     folder = _open_folder(settings, fresh=parsed.fresh)
     engine = build_engine(
         contract.alignment, AlignmentResources(workers=settings.alignment_workers)
@@ -135,10 +136,9 @@ def _run(parsed: argparse.Namespace) -> None:
     with ExitStack() as resources:
         transcript = resources.enter_context(_transcript(settings, folder))
         recorder = resources.enter_context(ActiveRecorder(settings, folder))
-        keep, num_parties = contract.checkpoints.keep, len(contract.passive_parties)
-        store = resources.enter_context(RunStore(folder, keep, num_parties, in_background=True))
+        store = resources.enter_context(_store(contract, folder))
         session = build_session(
-            settings, data, build_trainer, recorder, partial(draw_nonce, settings), store
+            settings, data, build_trainer, recorder, partial(draw_nonce, settings), store, earlier
         )
         session.reopen()
         # From the first answer until this process ends, no file is to look like all that was told.
@@ -181,6 +181,11 @@ def _open_folder(settings: ActiveSettings, *, fresh: bool) -> Path:
     )
     save_resolved(settings, folder)
     return folder
+
+
+def _store(contract: Contract, folder: Path) -> RunStore:
+    keep, num_parties = contract.checkpoints.keep, len(contract.passive_parties)
+    return RunStore(folder, keep, num_parties, in_background=True)
 
 
 def _transcript(
@@ -293,7 +298,6 @@ def _check_files_and_address(settings: ActiveSettings) -> None:
     _check_listen(settings)
     _check_noise_key(settings)
     settings.earlier_model()
-    settings.earlier_answers()
 
 
 def _check_noise_key(settings: ActiveSettings) -> None:

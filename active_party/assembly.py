@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from active_party.account_book import AccountBook
 from active_party.defenses import AnswerKeys, DefenseSettings, build_defense, open_noise_key
 from active_party.defenses.example_keys import (
     GRADIENT_NOISE,
@@ -166,12 +167,9 @@ def build_session(
     observer: SessionObserver,
     draw_nonce: Callable[[], bytes],
     store: RunStore | None = None,
+    earlier: AccountBook | None = None,
 ) -> ActiveSession:
-    """Build the session of one run.
-
-    Raises:
-        SettingsError: an earlier run's ledger cannot be read.
-    """
+    """Build the session of one run."""
     stopping = settings.early_stopping
     return ActiveSession(
         settings.contract,
@@ -185,5 +183,5 @@ def build_session(
         store=store,
         noise_seed=getattr(settings.defense, "insecure_noise_seed", None),
         file_splits=data.table.splits,
-        earlier=settings.earlier_answers(),
+        earlier=earlier,
     )

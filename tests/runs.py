@@ -231,6 +231,7 @@ def build_parties(
         active_recording,
         partial(draw_nonce, active_settings),
         _store(active_settings, runs and runs / "active"),
+        active_settings.earlier_answers(),
     )
     engine = build_engine(passive_settings.contract.alignment, AlignmentResources())
     run = PassiveRun(

@@ -5,6 +5,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -332,18 +333,19 @@ def test_mutants_under_any_party_s_name_change_no_bit_of_the_run(
             send(whose, under, count)
 
     kept: dict[str, dict[str, list[bytes]]] = {}
-    flood = threading.Thread(target=all_ways, args=(101,))
+    executor, floods = ThreadPoolExecutor(1), list[Future[None]]()
 
     def third() -> None:
         wait_until(lambda: len(several.session.awaited()) == 1)
         kept.update((name, tapes.answered(name)) for name in NAMES)
         all_ways(300)
-        flood.start()
+        floods.append(executor.submit(all_ways, 101))
 
     with serving(several, address, transcript=cast("Transcript", tapes)) as service:
         threads = [start(several, name, address) for name in ("ash", "cedar")]
         finish([start(several, "birch", address, third), *threads])
-        finish([flood])
+        floods[0].result(HANGS_AFTER_S)
+    executor.shutdown()
     assert several.errors == {}
     assert "fault in a handler" not in caplog.text
     assert not {"INTERNAL", "UNKNOWN", "ABORTED", "DEADLINE_EXCEEDED"} & set(statuses)

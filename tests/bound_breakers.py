@@ -1,0 +1,177 @@
+"""Attacks that pass the ledger's guarantee, each by a peer that knows no label.
+
+They stand here, and not among the attacks of `common/privacy`, because no audit runs them yet: they
+show for whom a bound does not hold, and `docs/attacks.md` names them.
+
+One peer follows the protocol and keeps what it receives. Fresh ``marvell`` gives its noise across
+the gap of the class means to one class only. Gradients hardly vary in most directions, so that the
+energy of a row outside the batch's strongest directions tells its class (`weak_directions`).
+
+Another peer chooses its activations: one long random vector for each of four groups of rows. The
+top model is then certain of each group, rightly or wrongly. A row whose label is the one that the
+model is certain of has next to no gradient, and one with the other label has a whole one, in a
+direction that all rows of its group share. Noise along one line hides neither, whatever its
+strength: that of an example is not where the gradient is (`off_the_common_line`), and that of the
+gap of the class means leaves bare what lies across the gap (`across_the_gap`).
+
+The sign of every score comes from positives being the smaller class.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from active_party.session import ActiveSession
+from common.alignment import AlignmentEngine
+from common.privacy.leakage import auc
+from common.run_course import Batch
+from common.wire.tensor_codec import TensorMessage
+from tests.peers import InProcessPeer
+from tests.runs import PassiveRecording, build_parties, run_in_process
+
+NUM_GROUPS = 4
+LENGTH = 1e4
+"""Of an activation: enough to saturate any top model that is trained from its usual start."""
+STRONGEST = 0.25
+"""Share of the cut layer's dimensions that count as a batch's strong directions."""
+
+AttackName = Literal["weak_directions", "off_the_common_line", "across_the_gap"]
+Score = Callable[[Tensor], Tensor]
+
+
+class Broken(NamedTuple):
+    """What one peer found without a label, and what the ledger said."""
+
+    first_batch: float
+    """AUC on the run's first batch alone."""
+    last_batch: float
+    """AUC on its last one alone."""
+    whole_run: float
+    """AUC of each example's scores, added up over the epochs."""
+    guarantee: float
+    """The ledger's for the whole run, of the example with the largest account."""
+
+
+def weak_directions(rows: Tensor) -> Tensor:
+    """Return the log energy of each row outside the batch's strongest directions, (batch,)."""
+    _, _, directions = torch.linalg.svd(rows - rows.mean(dim=0), full_matrices=False)
+    weak = directions[round(STRONGEST * len(directions)) :]
+    return with_rare_positives(_log_energy(rows @ weak.T))
+
+
+def off_the_common_line(rows: Tensor) -> Tensor:
+    """Return the sine between each row and the line on which most rows of its group lie."""
+    scores = rows.new_zeros(len(rows))
+    for members in _groups(len(rows)):
+        lengths = rows[members].norm(dim=1, keepdim=True)
+        units = torch.where(lengths > 0, rows[members] / lengths, 0.0)
+        # A row on the line, and not the first singular vector, which lies between two lines.
+        line = units[(units @ units.T).abs().median(dim=1).values.argmax()]
+        scores[members] = (1 - (units @ line).square()).clamp(min=0).sqrt()
+    return scores
+
+
+def across_the_gap(rows: Tensor) -> Tensor:
+    """Return the log energy of each row outside the batch's strongest direction, by group."""
+    _, _, directions = torch.linalg.svd(rows, full_matrices=False)
+    across = rows - torch.outer(rows @ directions[0], directions[0])
+    scores = rows.new_zeros(len(rows))
+    for members in _groups(len(rows)):
+        scores[members] = with_rare_positives(_log_energy(across[members]))
+    return scores
+
+
+ATTACKS: dict[AttackName, Score] = {
+    "weak_directions": weak_directions,
+    "off_the_common_line": off_the_common_line,
+    "across_the_gap": across_the_gap,
+}
+
+
+def with_rare_positives(scores: Tensor) -> Tensor:
+    """Turn and shift scores so that the smaller of their two clusters lies above 0."""
+    low, high = scores.min(), scores.max()
+    for _ in range(50):
+        upper = scores > (low + high) / 2
+        if bool(upper.all()) or not bool(upper.any()):
+            break
+        low, high = scores[~upper].mean(), scores[upper].mean()
+    centred = scores - (low + high) / 2
+    return centred if (centred > 0).double().mean() <= 0.5 else -centred
+
+
+def run_attack(
+    attack: AttackName, example: Path, active: Sequence[str], passive: Sequence[str] = ()
+) -> Broken:
+    """Let the peer of an attack go through a run, in this process.
+
+    Args:
+        attack: ``weak_directions`` is an honest peer's; those of the others choose activations.
+        example: folder of the settings.
+        active: overrides of the active party's settings.
+        passive: overrides of the passive party's.
+    """
+    parties = build_parties(example, active, passive)
+    parties.run._observer = parties.passive = observer = _Observer(ATTACKS[attack])
+    run_in_process(parties, InProcessPeer if attack == "weak_directions" else _ChoosesActivations)
+    trainer = parties.session.trainer
+    assert trainer is not None
+    positions = [batch.numpy() for batch in observer.positions]
+    batches = [
+        auc(scores, trainer.labels_of(rows))
+        for scores, rows in zip(observer.scores, positions, strict=True)
+    ]
+    trained, numbers = np.unique(np.concatenate(positions), return_inverse=True)
+    sums = torch.zeros(len(trained), dtype=torch.float64)
+    sums.index_add_(0, torch.from_numpy(numbers), torch.cat(observer.scores))
+    guarantee = parties.session.leak_bounds().guarantee.max
+    return Broken(batches[0], batches[-1], auc(sums, trainer.labels_of(trained)), guarantee)
+
+
+class _Observer(PassiveRecording):
+    """Scores every gradient that comes."""
+
+    def __init__(self, score: Score) -> None:
+        super().__init__()
+        self._score = score
+        self.positions: list[Tensor] = []
+        self.scores: list[Tensor] = []
+
+    def on_step(
+        self, batch: Batch, sent: Tensor, received: Tensor, layers: dict[str, Tensor]
+    ) -> None:
+        self.positions.append(torch.from_numpy(batch.positions.copy()))
+        self.scores.append(self._score(received.flatten(1).double()))
+
+
+class _ChoosesActivations(InProcessPeer):
+    """Sends the groups' vectors instead of the bottom model's activations."""
+
+    def __init__(self, session: ActiveSession, engine: AlignmentEngine) -> None:
+        super().__init__(session, engine)
+        shape = (NUM_GROUPS, *session.contract.aggregate_shape)
+        vectors = torch.randn(shape, generator=torch.Generator().manual_seed(5))
+        lengths = vectors.flatten(1).norm(dim=1).reshape(-1, *[1] * (vectors.dim() - 1))
+        self._vectors = LENGTH * vectors / lengths
+
+    def send_activation(self, message: TensorMessage) -> None:
+        chosen = torch.empty_like(message.values)
+        for vector, members in zip(self._vectors, _groups(len(chosen)), strict=True):
+            chosen[members] = vector.to(chosen.dtype)
+        super().send_activation(TensorMessage(message.header, chosen))
+
+
+def _groups(num_rows: int) -> list[slice]:
+    """Return the rows of a batch that send the same vector, for each group."""
+    ends = [group * num_rows // NUM_GROUPS for group in range(NUM_GROUPS + 1)]
+    return [slice(start, end) for start, end in itertools.pairwise(ends)]
+
+
+def _log_energy(rows: Tensor) -> Tensor:
+    energy = rows.square().sum(dim=1)
+    return (energy + 1e-30 * energy.max()).clamp(min=1e-300).log()

@@ -1,18 +1,19 @@
 """What both parties use, and nothing that only one of them does.
 
-Importing it before ``grpc``, as both parties' packages do, shuts TLS 1.2 out of their connections.
-grpcio has no setting for the lowest version, but one for the cipher suites of TLS 1.2, which gRPC
-reads while it is imported. The one suite left there needs a key that both ends share beforehand.
-There is none, and so only TLS 1.3, whose suites are always on, comes to an agreement.
+Importing it shuts TLS 1.2 out of gRPC's connections. grpcio has no setting for the lowest version,
+but an environment variable for the cipher suites of TLS 1.2. The one suite left there needs a key
+that both ends share beforehand. There is none, and so only TLS 1.3, whose suites are always on,
+comes to an agreement. gRPC reads the variable while it is imported: where it was imported earlier,
+``common.wire.tls`` has it read the variable again.
 """
 
 import os
 import sys
 
-_SUITES = "GRPC_SSL_CIPHER_SUITES"
-_NEVER_AGREED = "ECDHE-PSK-CHACHA20-POLY1305"
+SUITES = "GRPC_SSL_CIPHER_SUITES"
+NEVER_AGREED = "ECDHE-PSK-CHACHA20-POLY1305"
 
-TLS_1_2_IS_SHUT_OUT = "grpc" not in sys.modules or os.environ.get(_SUITES) == _NEVER_AGREED
-"""Whether gRPC was imported later, and so has read the setting."""
+GRPC_CAME_FIRST = "grpc" in sys.modules
+"""Whether gRPC may have read the variable before it was set here."""
 
-os.environ[_SUITES] = _NEVER_AGREED
+os.environ[SUITES] = NEVER_AGREED

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 
-import common
 from common.contract import Contract
 from common.credentials import CredentialFiles, Credentials, printable
-from common.errors import SettingsError
 from common.wire.limits import PARTY_KEY
 from common.wire.status import UNTRUSTED
+from common.wire.tls_version import require_tls_1_3
 from protos import split_learning_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -28,8 +27,12 @@ _MAX_REMEMBERED = 1000
 
 
 def channel_credentials(credentials: Credentials) -> grpc.ChannelCredentials:
-    """Return what a client shows and believes."""
-    _refuse_unless_tls_1_3()
+    """Return what a client shows and believes.
+
+    Raises:
+        SettingsError: gRPC would agree to TLS 1.2.
+    """
+    require_tls_1_3()
     return grpc.ssl_channel_credentials(
         credentials.authority, credentials.private_key, credentials.certificate
     )
@@ -39,9 +42,9 @@ def server_credentials(files: CredentialFiles) -> grpc.ServerCredentials:
     """Return what a server shows and believes; looked up again for every new connection.
 
     Raises:
-        SettingsError: the files cannot be used.
+        SettingsError: the files cannot be used, or gRPC would agree to TLS 1.2.
     """
-    _refuse_unless_tls_1_3()
+    require_tls_1_3()
     served = files.current()
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
@@ -63,14 +66,6 @@ def _configuration(credentials: Credentials) -> grpc.ServerCertificateConfigurat
     return grpc.ssl_server_certificate_configuration(
         [(credentials.private_key, credentials.certificate)], credentials.authority
     )
-
-
-def _refuse_unless_tls_1_3() -> None:
-    if not common.TLS_1_2_IS_SHUT_OUT:
-        raise SettingsError(
-            "gRPC was imported before splitveil and would agree to TLS 1.2: "
-            "import active_party, passive_party or common first"
-        )
 
 
 class PartyInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ignore]

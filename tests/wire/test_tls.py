@@ -1,6 +1,7 @@
 """Who gets through mutual TLS, who does not, and what each refusal leaves in a log."""
 
 import logging
+import os
 import re
 import socket
 import ssl
@@ -18,10 +19,12 @@ from cryptography import x509
 from cryptography.x509.oid import NameOID
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+import common
 from active_party.service import ActiveService, start_server
 from active_party.session import Stage
 from common.credentials import CredentialFiles
 from common.errors import PeerUnreachable, PeerUntrusted, SettingsError
+from common.wire import tls_version
 from common.wire.endpoint import method_path, open_channel
 from common.wire.tensor_codec import TensorMessage
 from deploy.certs import PartyFolder, keep_certificates, renew_certificate
@@ -366,15 +369,12 @@ def test_a_server_of_tls_1_2_is_refused_at_once(example: Path, trusted: Path) ->
             parties.run.run(peer)
 
 
-OLD_TLS = """
-import os, socket, ssl, sys
+# gRPC is used for TLS, and only then is splitveil imported.
+USED_BEFORE = """
+import socket, ssl, sys
 from concurrent.futures import ThreadPoolExecutor
-os.environ.pop("GRPC_SSL_CIPHER_SUITES", None)
 import grpc
 from pathlib import Path
-from common.credentials import CredentialFiles
-from common.errors import SettingsError
-from common.wire.tls import server_credentials
 folder = Path(sys.argv[1]) / "active"
 paths = [folder / f"{name}.pem" for name in ("certificate", "private_key", "authority")]
 certificate, key, authority = (path.read_bytes() for path in paths)
@@ -382,35 +382,97 @@ server = grpc.server(ThreadPoolExecutor(1))
 credentials = grpc.ssl_server_credentials([(key, certificate)], authority, True)
 port = server.add_secure_port("127.0.0.1:0", credentials)
 server.start()
+from common.credentials import CredentialFiles
+from common.errors import SettingsError
+from common.wire.tls import channel_credentials, server_credentials
 context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 context.maximum_version = ssl.TLSVersion.TLSv1_2
 context.load_verify_locations(paths[2])
 context.load_cert_chain(paths[0], paths[1])
 with socket.create_connection(("127.0.0.1", port)) as plain:
     print(context.wrap_socket(plain, server_hostname="active.splitveil").version())
-try:
-    server_credentials(CredentialFiles(*paths, "active.splitveil"))
-except SettingsError as error:
-    print(error)
+files = CredentialFiles(*paths, "active.splitveil")
+for credentials_of, own in ((server_credentials, files), (channel_credentials, files.current())):
+    try:
+        credentials_of(own)
+    except SettingsError as error:
+        print(error)
 server.stop(0).wait()
 """
 
 
-def test_without_the_cipher_list_grpc_agrees_to_tls_1_2_and_credentials_are_refused(
-    trusted: Path,
-) -> None:
-    """Shows that the two tests above would fail, and that the order of imports is checked."""
+def without_the_cipher_list(*arguments: str) -> str:
+    """Run Python where nothing has set gRPC's variable, and return its standard output."""
+    environment = {n: value for n, value in os.environ.items() if n != "GRPC_SSL_CIPHER_SUITES"}
     done = subprocess.run(
-        [sys.executable, "-c", OLD_TLS, str(trusted)],
+        [sys.executable, *arguments],
         cwd=ROOT,
-        capture_output=True,
+        env=environment,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=60,
-        check=True,
+        timeout=120,
+        check=False,
     )
-    version, refusal = done.stdout.splitlines()
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_tls_1_2_is_refused_and_1_3_spoken_where_grpc_was_imported_first() -> None:
+    """Runs the tests above once more, in a process that begins with gRPC."""
+    names = (
+        "test_a_run_over_mutual_tls_is_bit_equal_to_one_in_process",
+        "test_a_client_of_tls_1_2_gets_no_connection",
+        "test_a_server_of_tls_1_2_is_refused_at_once",
+    )
+    chosen = [f"tests/wire/test_tls.py::{name}" for name in names]
+    report = without_the_cipher_list("-m", "pytest", "-q", "-p", "grpc", *chosen)
+    assert "4 passed" in report
+
+
+def test_credentials_are_refused_where_grpc_has_agreed_to_tls_1_2_before(trusted: Path) -> None:
+    """Shows too that the tests of TLS 1.2 above would fail without the cipher list."""
+    version, *refusals = without_the_cipher_list("-c", USED_BEFORE, str(trusted)).splitlines()
     assert version == "TLSv1.2"
-    assert refusal.startswith("gRPC was imported before splitveil and would agree to TLS 1.2")
+    assert len(refusals) == 2
+    for refusal in refusals:
+        assert "used gRPC's TLS before it imported splitveil, and would agree to TLS 1.2" in refusal
+
+
+@pytest.mark.parametrize(
+    "suites",
+    [["1301", "1302", "1303"], ["ccac", "1301"], ["0a0a", "1301", "00ff"], ["1301", "fafa"]],
+)
+def test_suites_of_tls_1_3_only_are_no_reason_to_refuse(
+    monkeypatch: pytest.MonkeyPatch, suites: list[str]
+) -> None:
+    offered = [int(suite, 16) for suite in suites]
+    monkeypatch.setattr(common, "GRPC_CAME_FIRST", True)
+    monkeypatch.setattr(tls_version, "_offered_suites", lambda: offered)
+    tls_version.require_tls_1_3.__wrapped__()
+
+
+@pytest.mark.parametrize("suite", ["c02b", "c030", "009c", "0a0b", "00fe"])
+def test_one_usable_suite_of_tls_1_2_is_refused(
+    monkeypatch: pytest.MonkeyPatch, suite: str
+) -> None:
+    monkeypatch.setattr(common, "GRPC_CAME_FIRST", True)
+    monkeypatch.setattr(tls_version, "_offered_suites", lambda: [0x1301, int(suite, 16)])
+    with pytest.raises(SettingsError, match=r"TLS 1\.2"):
+        tls_version.require_tls_1_3.__wrapped__()
+
+
+def test_what_grpc_offers_in_this_process_is_tls_1_3_only() -> None:
+    assert set(tls_version._offered_suites()) <= {0x1301, 0x1302, 0x1303}
+
+
+def test_tls_that_cannot_be_looked_at_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> list[int]:
+        raise PermissionError("no sockets here")
+
+    monkeypatch.setattr(common, "GRPC_CAME_FIRST", True)
+    monkeypatch.setattr(tls_version, "_offered_suites", fail)
+    with pytest.raises(SettingsError, match="no sockets here"):
+        tls_version.require_tls_1_3.__wrapped__()
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])

@@ -1,0 +1,87 @@
+"""That gRPC agrees to TLS 1.3 and nothing older, also where it was imported before splitveil."""
+
+import socket
+from functools import cache
+
+import grpc
+from grpc._cython import cygrpc
+
+import common
+from common.errors import SettingsError
+
+_TIMEOUT_S = 20.0
+_RECORD_HEADER = 5
+_SUITES_OF_TLS_1_3 = range(0x1301, 0x1306)
+_SUITE_NEVER_AGREED = 0xCCAC
+_RENEGOTIATION = 0x00FF  # a signal that stands among the suites
+
+
+@cache
+def require_tls_1_3() -> None:
+    """Have gRPC leave TLS 1.2 out, if need be; what it does then is looked at and not assumed.
+
+    gRPC forms its list of suites when it first uses TLS, and never again. Whoever used it before
+    splitveil was imported cannot be helped.
+
+    Raises:
+        SettingsError: gRPC would agree to TLS 1.2, or it cannot be found out.
+    """
+    if not common.GRPC_CAME_FIRST:
+        return
+    # Of no use in a later grpcio that reads the variable in time, or has another way to reset.
+    getattr(cygrpc, "reset_grpc_config_vars", lambda: None)()
+    try:
+        offered = _offered_suites()
+    except OSError as error:
+        raise SettingsError(
+            "gRPC was imported before splitveil, and whether it would agree to TLS 1.2 cannot be "
+            f"found out on a loopback connection ({error}): {_WAY_OUT}"
+        ) from error
+    if not all(_is_harmless(suite) for suite in offered):
+        raise SettingsError(
+            "this process used gRPC's TLS before it imported splitveil, and would agree to "
+            f"TLS 1.2: {_WAY_OUT}"
+        )
+
+
+_WAY_OUT = (
+    "import active_party, passive_party or common first, or start the process with "
+    f"{common.SUITES}={common.NEVER_AGREED} in its environment"
+)
+
+
+def _is_harmless(suite: int) -> bool:
+    reserved = suite & 0x0F0F == 0x0A0A and suite >> 8 == suite & 0xFF  # GREASE, of RFC 8701
+    known = suite in _SUITES_OF_TLS_1_3 or suite in {_SUITE_NEVER_AGREED, _RENEGOTIATION}
+    return reserved or known
+
+
+def _offered_suites() -> list[int]:
+    """Return what a client of gRPC offers; its servers accept from the same list.
+
+    Raises:
+        OSError: no connection on loopback, or something else than a client's first message.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(_TIMEOUT_S)
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        options = [("grpc.enable_http_proxy", 0)]
+        with grpc.secure_channel(address, grpc.ssl_channel_credentials(), options) as channel:
+            channel.subscribe(lambda _: None, try_to_connect=True)
+            connection, _ = listener.accept()
+            with connection, connection.makefile("rb") as stream:
+                connection.settimeout(_TIMEOUT_S)
+                header = stream.read(_RECORD_HEADER)
+                message = stream.read(int.from_bytes(header[3:]))
+    return _suites_of(message)
+
+
+def _suites_of(client_hello: bytes) -> list[int]:
+    """Return the cipher suites of a ClientHello, laid out as in RFC 8446, section 4.1.2."""
+    at = 4 + 2 + 32  # type and length, version, random
+    at += 1 + int.from_bytes(client_hello[at : at + 1])  # session id
+    length = int.from_bytes(client_hello[at : at + 2])
+    suites = client_hello[at + 2 : at + 2 + length]
+    if client_hello[:1] != b"\x01" or not suites or len(suites) != length:
+        raise OSError("expected a ClientHello")
+    return [int.from_bytes(suites[place : place + 2]) for place in range(0, length, 2)]

@@ -16,15 +16,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -32,6 +25,8 @@ from common.errors import StorageError
 from common.run_folder import finite_or_null
 
 _logger = logging.getLogger(__name__)
+
+_LEAST_BAR, _LONGEST_BAR = 10, 40  # characters
 
 _TABLES_OF_THEIR_OWN = {
     "leak",
@@ -274,16 +269,13 @@ class TrainingProgress:
         self._first_step: float | None = None
         self._bar = Progress(
             TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            _StepsPerSecondColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            TimeRemainingColumn(),
+            _BarColumn(self._console),
+            _FiguresColumn(self._console),
             console=self._console,
             refresh_per_second=4,
             disable=not self._console.is_terminal,
         )
-        self._task = self._bar.add_task(party, total=total_steps, numbers="")
+        self._task = self._bar.add_task(party, total=total_steps, numbers=())
 
     def __enter__(self) -> Self:
         self._logged = time.monotonic()
@@ -316,16 +308,19 @@ class TrainingProgress:
             self._bar.update(self._task, completed=steps)
 
     def advance(self, steps: int = 1, /, **numbers: float | None) -> None:
-        """Count finished steps and show numbers such as ``loss``; None is not shown."""
+        """Count finished steps and show numbers such as ``loss``; None is not shown.
+
+        A narrow terminal has no room for all numbers: the last ones are left out first.
+        """
         self.steps_done += steps
         now = time.monotonic()
         if self._first_step is None:
             self._first_step = now
         if self._console.is_terminal:
-            self._bar.update(self._task, advance=steps, numbers=_in_words(numbers))
+            self._bar.update(self._task, advance=steps, numbers=_each_in_words(numbers))
         elif now - self._logged >= self._log_every_s:
             self._logged = now
-            self._log(_in_words(numbers))
+            self._log(", ".join(_each_in_words(numbers)))
 
     def _log(self, numbers: str) -> None:
         _logger.info(
@@ -337,12 +332,51 @@ class TrainingProgress:
         )
 
 
-class _StepsPerSecondColumn(ProgressColumn):
-    """The recent speed."""
+class _BarColumn(ProgressColumn):
+    """The bar: it takes what the figures leave, and they leave it its least width."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        super().__init__()
+
+    def render(self, task: Task) -> ProgressBar:
+        figures = _figures_that_fit(task, self._console.width)
+        left = self._console.width - len(task.description) - len(figures) - 2
+        width = max(_LEAST_BAR, min(_LONGEST_BAR, left))
+        return ProgressBar(task.total, task.completed, width, pulse=not task.started)
+
+
+class _FiguresColumn(ProgressColumn):
+    """As many figures as the line has room for, the most important ones first."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        super().__init__()
 
     def render(self, task: Task) -> Text:
-        speed = task.finished_speed or task.speed
-        return Text("" if speed is None else f"{speed:.1f} steps/s")
+        return Text(_figures_that_fit(task, self._console.width), no_wrap=True)
+
+
+def _figures_that_fit(task: Task, width: int) -> str:
+    room = width - len(task.description) - _LEAST_BAR - 2  # a space on either side of the bar
+    shown = f"{task.completed:.0f}/{task.total:.0f}"
+    for figure in _figures(task):
+        if len(shown) + len(", ") + len(figure) > room:
+            break
+        shown += f", {figure}"
+    return shown
+
+
+def _figures(task: Task) -> list[str]:
+    """Return what may stand behind the count of steps; what comes last is left out first."""
+    numbers: list[str] = [*task.fields["numbers"]]
+    speed = task.finished_speed or task.speed
+    return [
+        f"{TimeRemainingColumn().render(task).plain} left",
+        *numbers[:1],
+        *([] if speed is None else [f"{speed:.1f} steps/s"]),
+        *numbers[1:],
+    ]
 
 
 class _StderrHandler(logging.Handler):
@@ -506,9 +540,9 @@ def _charted(numbers: Mapping[str, float]) -> Any:
     return Summary(value=[Summary.Value(tag=n, simple_value=x) for n, x in numbers.items()])
 
 
-def _in_words(numbers: Mapping[str, float | None]) -> str:
+def _each_in_words(numbers: Mapping[str, float | None]) -> list[str]:
     shown = {name: number for name, number in numbers.items() if number is not None}
-    return ", ".join(f"{name.replace('_', ' ')} {_in_short(n)}" for name, n in shown.items())
+    return [f"{name.replace('_', ' ')} {_in_short(n)}" for name, n in shown.items()]
 
 
 def _in_short(value: object) -> str:

@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import math
+import re
 import resource
 import subprocess
 import sys
@@ -144,9 +145,60 @@ def test_progress_on_a_terminal_is_a_bar() -> None:
     text = screen.getvalue()
     assert "active" in text
     assert "3/4" in text
-    assert "loss 0.25, leak auc 0.75" in text
+    assert "loss 0.25" in text
+    assert "leak auc 0.75" in text
     assert progress.steps_done == 3
     assert progress.steps_per_s == progress.steps_per_s > 0  # stands still after the end
+
+
+_MANY = {
+    "loss": 0.00012345,
+    "ledger_leak_auc": 0.9876,
+    "norm_leak_auc": 0.5123,
+    "cosine_leak_auc": 0.5234,
+    "spectral_leak_auc": 0.6456,
+}
+
+
+def _progress_lines(width: int, party: str, steps: int, numbers: dict[str, float]) -> list[str]:
+    """Return the last picture of the progress display, line by line and without its colours."""
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, color_system="truecolor", width=width)
+    with TrainingProgress(party, 2 * steps, console=console) as progress:
+        progress.advance(**numbers)
+        progress.advance(steps - 1, **numbers)
+    return re.sub(
+        r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", screen.getvalue().rpartition("\r")[2]
+    ).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("party", "steps", "numbers", "figures"),
+    [
+        ("active", 150, _MANY, ["150/300", "left", "loss 0.0001234"]),
+        ("active", 123_456, _MANY, ["123456/246912", "left"]),
+        ("passive", 150, dict(list(_MANY.items())[2:]), ["150/300", "left"]),
+        ("passive", 150, {}, ["150/300", "left"]),
+    ],
+)
+def test_the_bar_and_the_essential_figures_stay_on_one_line_at_every_width(
+    party: str, steps: int, numbers: dict[str, float], figures: list[str]
+) -> None:
+    for width in range(60, 201):
+        (line,) = _progress_lines(width, party, steps, numbers)
+        assert len(line) <= width
+        assert line.startswith(f"{party} ")
+        assert sum(line.count(part) for part in "━╸╺") >= 10
+        assert "…" not in line
+        for figure in figures:
+            assert figure in line
+
+
+def test_a_wide_terminal_shows_every_number() -> None:
+    (line,) = _progress_lines(200, "active", 150, _MANY)
+    for name, number in _MANY.items():
+        assert f"{name.replace('_', ' ')} {number:.4g}" in line
+    assert "steps/s" in line
 
 
 def test_progress_elsewhere_is_a_log_line_now_and_then(caplog: pytest.LogCaptureFixture) -> None:

@@ -23,7 +23,7 @@ from common.run_folder import claimed, write_text_atomically
 from experiments.cells import Cell, Choice, plan, problems
 from experiments.collection import circumstances_of, collect, read_rows, write_rows
 from experiments.execution import Ending, is_finished, run_cells
-from experiments.plots import draw
+from experiments.plots import PlottingUnavailable, draw
 from experiments.preparation import prepare
 from experiments.settings import Experiment, experiment_names, load_experiment
 from experiments.table import markdown
@@ -144,11 +144,16 @@ def _collect(name: str, size: str, cells: Sequence[Cell], results: Path, command
 def _show(name: str, experiment: Experiment, results: Path, *, plots: bool) -> None:
     rows, circumstances = read_rows(results / "results.parquet")
     page = markdown(name, experiment, rows, circumstances)
-    drawn = draw(experiment.plots, rows, results / "plots") if plots else []
-    if drawn:
-        page += "\n" + "\n".join(f"![{p.stem}](plots/{p.name})" for p in drawn) + "\n"
     write_text_atomically(results / "table.md", page)
     _say(page)
+    try:
+        drawn = draw(experiment.plots, rows, results / "plots") if plots else []
+    except PlottingUnavailable as error:
+        sys.stderr.write(f"experiments: {error}\n")
+        drawn = []
+    if drawn:
+        links = "\n".join(f"![{plot.stem}](plots/{plot.name})" for plot in drawn)
+        write_text_atomically(results / "table.md", f"{page}\n{links}\n")
     _say(f"{results / 'table.md'}")
 
 

@@ -24,6 +24,10 @@ Panel = tuple[str, str]
 """Layer and attack."""
 
 
+class PlottingUnavailable(SettingsError):
+    """The library that draws is not there; what is not a plot can go on without it."""
+
+
 class Point(NamedTuple):
     """Means and standard deviations over the seeds."""
 
@@ -39,7 +43,7 @@ def draw(plots: Iterable[Plot], rows: Sequence[Row], folder: Path) -> list[Path]
     """Draw every plot for every data set as SVG, and return the files.
 
     Raises:
-        SettingsError: matplotlib is not installed.
+        PlottingUnavailable: matplotlib is not installed.
     """
     drawn = []
     for number, plot in enumerate(plots, start=1):
@@ -199,8 +203,8 @@ def _panels(count: int, path: Path, title: str) -> Iterator[list["Axes"]]:
     try:
         import matplotlib as mpl  # noqa: PLC0415 (an extra, and slow to import)
     except ImportError as error:
-        raise SettingsError(
-            "plots need matplotlib: pip install 'splitveil[experiments]', or --no-plots"
+        raise PlottingUnavailable(
+            "the plots were left out, they need matplotlib: pip install 'splitveil[experiments]'"
         ) from error
 
     mpl.use("svg")

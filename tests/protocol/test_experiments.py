@@ -647,6 +647,26 @@ def test_report_writes_table_and_plots_from_the_parquet_alone(
     assert main(["report", "gafm_table2", "--output", str(tmp_path / "out")]) == 1
 
 
+def test_without_matplotlib_the_table_is_there_and_one_line_says_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # importing it now fails
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(TINY | {"plots": [{"kind": "course"}]}, sort_keys=False))
+    results = tmp_path / "out" / "tiny"
+    cell = cells_of(tiny())[2]
+    leave_behind(cell, results)
+    write_rows(results / "results.parquet", collect("tiny", "full", cell, results), {})
+    assert main(["report", str(path), "--output", str(tmp_path / "out")]) == 0
+    assert "| marvell 4 | .900 | .800 | .600 |" in (results / "table.md").read_text()
+    assert not (results / "plots").exists()
+    printed = capsys.readouterr()
+    assert "| marvell 4 | .900 | .800 | .600 |" in printed.out
+    (line,) = printed.err.splitlines()
+    assert "the plots were left out" in line
+    assert "pip install 'splitveil[experiments]'" in line
+
+
 # ---- preparations and models ----
 
 

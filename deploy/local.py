@@ -37,6 +37,10 @@ WITH_SUMMARY = (0, LeakGateClosed.exit_code)
 """Exit codes of runs that ended as they were asked to, be it by a budget or a gate."""
 
 
+PYTHON = (sys.executable, "-P")
+"""Starts a module of ours, and not one of the same name in the folder where the user is."""
+
+
 class NamedDefense(NamedTuple):
     """A defense as the command line names it."""
 
@@ -167,7 +171,7 @@ def _run(example_dir: Path, defenses: list[str], overrides: list[str], runs_dir:
 
 def _report(*arguments: str) -> None:
     """Let the active party's command write a page; without it, the results are still there."""
-    command = [sys.executable, "-m", "active_party", "report", *arguments]
+    command = [*PYTHON, "-m", "active_party", "report", *arguments]
     if subprocess.run(command, check=False).returncode:
         sys.stderr.write("splitveil-local: a report could not be written\n")
 
@@ -193,7 +197,7 @@ def _commands(
     certificates = trial_overrides(example_dir, runs_dir, {kind: own.of(kind) for kind in kinds})
     return {
         kind: [
-            *(sys.executable, "-m", f"{kind.partition('_')[0]}_party", "run"),
+            *(*PYTHON, "-m", f"{kind.partition('_')[0]}_party", "run"),
             *(str(example_dir / f"{kind}.yaml"), "--runs", str(runs_dir)),
             *(
                 argument

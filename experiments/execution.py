@@ -155,7 +155,7 @@ def _run(
     folder = results / cell.folder
     _make_ready(cell, results, prepared)
     begun = time.monotonic()
-    command = [sys.executable, "-m", "deploy.local", str(folder / "settings")]
+    command = [sys.executable, "-P", "-m", "deploy.local", str(folder / "settings")]
     command += ["--runs", str(folder / "runs")]
     command += ["--set", *(f"{party}.torch_threads={threads}" for party in ("active", "passive"))]
     process = launched.start(command, folder / "output.log", threads)

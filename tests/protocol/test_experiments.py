@@ -364,10 +364,10 @@ def test_days_wait_for_the_day_before_and_find_its_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many run side by side."""
-    # $3 is the folder of the settings. The first weights take a while; the second day wants them.
+    # $4 is the folder of the settings. The first weights take a while; the second day wants them.
     script = """
-runs="$(dirname "$3")/runs/run/active/checkpoint"
-earlier=$(sed -n 's/^initial_weights: //p' "$3/active.yaml")
+runs="$(dirname "$4")/runs/run/active/checkpoint"
+earlier=$(sed -n 's/^initial_weights: //p' "$4/active.yaml")
 if [ -n "$earlier" ]; then [ -e "$earlier/model" ] || exit 2; else sleep 0.5; fi
 mkdir -p "$runs"; touch "$runs/model"
 """
@@ -409,8 +409,8 @@ def run_all(cells: Sequence[Cell], folder: Path, jobs: int = 1) -> list[Ending]:
 def test_a_finished_cell_is_marked_and_loses_its_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # $3 is the folder of the settings, beside which the runs lie.
-    made = '"$(dirname "$3")/runs/run/active/checkpoint"'
+    # $4 is the folder of the settings, beside which the runs lie.
+    made = '"$(dirname "$4")/runs/run/active/checkpoint"'
     launcher(tmp_path, monkeypatch, f"mkdir -p {made}; echo weights > {made}/model")
     cells = cells_of(tiny(), Choice("quick"))
     endings = run_all(cells, tmp_path, jobs=3)

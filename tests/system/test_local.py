@@ -5,6 +5,8 @@ import io
 import os
 import random
 import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +18,7 @@ from rich.console import Console
 from common.errors import SettingsError
 from deploy.comparison import RunResults, comparison_table
 from deploy.local import Overrides, held_port, parse_defense
+from tests.runs import write_example
 from tests.system.conftest import SAME_SPLIT, LocalRun, run_locally
 
 ATTACKS = {"norm", "cosine", "spectral"}
@@ -96,6 +99,47 @@ def test_a_misspelt_setting_is_named_and_ends_with_exit_code_2(tmp_path: Path) -
     run = run_locally(tmp_path, "breast_cancer", "--set", "active.optimizer.learning_rat=0.1")
     assert run.exit_code == 2, run.output
     assert "learning_rate" in run.output
+
+
+OWN_BOTTOM = """
+from torch import nn
+
+class Bottom(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 4)
+
+    def forward(self, features):
+        return self.layer(features.numeric)
+"""
+
+
+def test_folders_of_the_user_with_our_names_are_left_alone(tmp_path: Path) -> None:
+    """The user's own model is still found: it lies beside the settings."""
+    write_example(tmp_path / "settings")
+    (tmp_path / "settings" / "my_models.py").write_text(OWN_BOTTOM)
+    for name in ("common", "protos", "deploy", "active_party", "passive_party"):
+        (tmp_path / "here" / name).mkdir(parents=True)
+        for module in ("__init__.py", "__main__.py", "local.py"):
+            (tmp_path / "here" / name / module).write_text(f"raise SystemExit('wrong {name}')")
+    done = subprocess.run(
+        [
+            # As the command itself is started: without the working directory on the module path.
+            *(sys.executable, "-P", "-m", "deploy.local", str(tmp_path / "settings")),
+            *("--runs", str(tmp_path / "runs"), "--set", "contract.epochs=1"),
+            "passive.bottom_model={kind: custom, module: my_models:Bottom}",
+        ],
+        cwd=tmp_path / "here",
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "wrong" not in done.stdout
+    assert (tmp_path / "runs" / "small" / "active" / "report.html").is_file()
 
 
 def shuffled_copy(path: Path, folder: Path) -> Path:

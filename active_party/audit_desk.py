@@ -97,8 +97,8 @@ class AuditDesk:
 
     def _check_time(self, question: AuditQuestion, positions: Positions) -> None:
         if question.epoch != self._epoch:
-            due = "none" if self._epoch is None else self._epoch
-            raise OutOfStep(f"an audit of epoch {question.epoch}; due is {due}")
+            due = "none" if self._epoch is None else self._epoch + 1
+            raise OutOfStep(f"an audit of epoch {question.epoch + 1}; due is {due}")
         if question.positions_digest != positions_digest(positions):
             raise OutOfStep("an audit of other rows than the training rows")
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from active_party.settings import LeakGateSettings
 from common.privacy.audit import BatchLeak
+from common.run_course import place_in_words
 
 
 class GateFinding(NamedTuple):
@@ -80,10 +81,11 @@ class LeakGate:
         """Describe a finding to the label owner."""
         settings = self._settings
         figure = "the mean" if settings.quantile == "mean" else f"the {settings.quantile} quantile"
+        place = place_in_words(finding.epoch, finding.step)
         return (
-            f"leak_gate: epoch {finding.epoch} step {finding.step}: {figure} of the leak AUC of "
-            f"{finding.attack} at {finding.layer} over the last {settings.window_steps} audited "
-            f"batches is {finding.measured:.4f}, above the limit of {settings.max_leak_auc:g} "
+            f"leak_gate: {place}: {figure} of the leak AUC of {finding.attack} at "
+            f"{finding.layer} over the last {settings.window_steps} audited batches is "
+            f"{finding.measured:.4f}, above the limit of {settings.max_leak_auc:g} "
             f"(random scores: {finding.random:.4f})"
         )
 

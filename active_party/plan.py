@@ -337,10 +337,14 @@ def _end_in_words(first: int | None, last: int | None, epochs: int, *, known: bo
     if first is None:
         return f"all {epochs} epochs fit"
     if not known:
-        return f"it may end the run in any epoch from {first} on (epochs are counted from 0)"
-    expected = f"all {epochs} epochs fit" if last is None else f"the run ends in epoch {last}"
-    sooner = "" if first == last else f"; at the highest charges it ends in epoch {first}"
-    return f"{expected}{sooner} (epochs are counted from 0)"
+        return f"it may end the run in any epoch from {first + 1} on"
+    expected = (
+        f"all {epochs} epochs fit"
+        if last is None
+        else f"the run ends in epoch {last + 1} of {epochs}"
+    )
+    sooner = "" if first == last else f"; at the highest charges it ends in epoch {first + 1}"
+    return f"{expected}{sooner}"
 
 
 def _target_table(target: float, epochs: int, cut_dim: int, pos_fraction: float) -> Table:

@@ -124,7 +124,7 @@ class ActiveRecorder:
         logger.info(
             "epoch %d: leak ledger: sum_kl %.4g, leak AUC estimated %.3f, guaranteed below %.3f "
             "(largest of all examples)",
-            epoch,
+            epoch + 1,
             bounds.sum_kl.max,
             bounds.estimate.max,
             bounds.guarantee.max,
@@ -158,7 +158,7 @@ class ActiveRecorder:
 
     def on_resumed(self, epoch: int | None) -> None:
         """Say where the run goes on."""
-        logger.info("going on %s", "at the end" if epoch is None else f"in epoch {epoch}")
+        logger.info("going on %s", "at the end" if epoch is None else f"in epoch {epoch + 1}")
 
     def state_dict(self) -> State:
         """Return all that is noted, once the leak monitor has measured what was sent so far.
@@ -306,7 +306,7 @@ class ActiveRecorder:
                 "LEAK ALARM: up to epoch %d: %s at %s measures a leak AUC of %.3f (+- %.3f), above "
                 "the %.3f that the ledger guarantees for one answer: the charges of this defense "
                 "do not describe these gradients",
-                last_epoch,
+                last_epoch + 1,
                 *alarm,
             )
 

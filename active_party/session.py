@@ -53,7 +53,7 @@ from common.errors import (
     SplitveilError,
     StorageError,
 )
-from common.run_course import AlignedRows, Batch, is_checkpoint, run_course
+from common.run_course import AlignedRows, Batch, is_checkpoint, place_in_words, run_course
 from common.sample_order import Positions, joint_seed
 from common.wire.audit_codec import AuditQuestion
 from common.wire.tensor_codec import BatchHeader, TensorMessage
@@ -901,9 +901,9 @@ class ActiveSession:
         )
         if header != wanted or len(message.values) != len(expected.positions):
             raise OutOfStep(
-                f"expected epoch {wanted.epoch} step {wanted.step} with "
-                f"{len(expected.positions)} {expected.split} rows, got epoch {header.epoch} "
-                f"step {header.step} with {len(message.values)} rows"
+                f"expected {place_in_words(wanted.epoch, wanted.step)} with "
+                f"{len(expected.positions)} {expected.split} rows, got "
+                f"{place_in_words(header.epoch, header.step)} with {len(message.values)} rows"
                 + ("" if header.positions_digest == wanted.positions_digest else ", other rows")
             )
         return expected, self.trainer
@@ -917,9 +917,9 @@ class ActiveSession:
             return
         self._observer.on_ledger(batch.epoch, self.leak_bounds())
         error = BudgetExhausted(
-            f"run_budget: epoch {batch.epoch} step {batch.step} would take an example to sum_kl "
-            f"{reached:.4g}, a guaranteed leak AUC of {leak_auc_bound(reached):.4f}; the budget "
-            f"is sum_kl {budget:.4g}, a guaranteed leak AUC of {leak_auc_bound(budget):.4f}"
+            f"run_budget: {place_in_words(batch.epoch, batch.step)} would take an example to "
+            f"sum_kl {reached:.4g}, a guaranteed leak AUC of {leak_auc_bound(reached):.4f}; the "
+            f"budget is sum_kl {budget:.4g}, a guaranteed leak AUC of {leak_auc_bound(budget):.4f}"
         )
         self.end(error)
         raise error

@@ -98,8 +98,8 @@ class DistributionSettings(Section):
     """At which steps to count gradients by their norm and direction, class by class."""
 
     epochs: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    """Epochs, from 0, of which the first batch with enough examples of both classes is counted;
-    ``null`` for 0, 1, 2, 4, 8, ... and the last."""
+    """Epochs, from 0 as in ``metrics.jsonl``, of which the first batch with enough examples of both
+    classes is counted; ``null`` for 0, 1, 2, 4, 8, ... and the last."""
 
 
 class LeakMonitorSettings(AuditSettings):

@@ -109,6 +109,11 @@ def _by_column(
     return {"train": train, "validation": validation, "test": test}
 
 
+def place_in_words(epoch: int, step: int) -> str:
+    """Return where a run is as people count, from 1; files, settings and messages count from 0."""
+    return f"epoch {epoch + 1} step {step + 1}"
+
+
 @dataclass(frozen=True)
 class Batch:
     """One message's worth of rows."""

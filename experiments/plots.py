@@ -99,11 +99,12 @@ def _utility(plot: TradeOffPlot, rows: Sequence[Row]) -> dict[str, dict[int, flo
 
 
 def course(plot: CoursePlot, rows: Sequence[Row]) -> dict[Panel, dict[str, list[Point]]]:
-    """Return panel -> variant -> points over steps or epochs."""
+    """Return panel -> variant -> points over steps, from 0, or epochs, from 1."""
     wanted = "step_leak" if plot.over == "steps" else "epoch_leak"
     found: dict[Panel, dict[str, dict[int, list[float]]]] = {}
     for row in _of_the_best_witness(row for row in rows if row.statistic == wanted):
-        at = row.step if plot.over == "steps" else row.epoch
+        epoch = None if row.epoch is None else row.epoch + 1  # on paper they are counted from 1
+        at = row.step if plot.over == "steps" else epoch
         if at is None or row.layer is None or row.attack is None:
             continue
         if not _is_left_out(row.attack, plot.attacks):
@@ -116,11 +117,11 @@ def course(plot: CoursePlot, rows: Sequence[Row]) -> dict[Panel, dict[str, list[
 
 
 def epochs(plot: EpochPlot, rows: Sequence[Row]) -> dict[str, list[Point]]:
-    """Return variant -> points over epochs."""
+    """Return variant -> points over epochs, the first of which is 1."""
     found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         if row.statistic == plot.statistic and row.epoch is not None:
-            found[row.variant][row.epoch].append(row.value)
+            found[row.variant][row.epoch + 1].append(row.value)
     return {variant: _line(values) for variant, values in found.items()}
 
 

@@ -120,7 +120,7 @@ class PassiveRecorder:
 
     def on_resumed(self, epoch: int | None) -> None:
         """Say where the run goes on."""
-        logger.info("going on %s", "at the end" if epoch is None else f"in epoch {epoch}")
+        logger.info("going on %s", "at the end" if epoch is None else f"in epoch {epoch + 1}")
 
     def scores_to_audit(self, epoch: int) -> Iterator[GatheredScores]:
         """Return the scores gathered so far, unless the active party measures none at all."""
@@ -129,7 +129,9 @@ class PassiveRecorder:
         if self._audit_refused:
             return
         if not self._worker.wait_until_idle(CATCH_UP_S):
-            logger.warning("epoch %d: the audit goes on without the epoch's last batches", epoch)
+            logger.warning(
+                "epoch %d: the audit goes on without the epoch's last batches", epoch + 1
+            )
         yield from self._label_free.gathered(self._rows.splits["train"])
 
     def on_audit(self, epoch: int, scored: GatheredScores, leak_auc: float) -> None:
@@ -140,7 +142,7 @@ class PassiveRecorder:
     def on_audit_failed(self, epoch: int, error: PeerError) -> None:
         """Log it; scores that the active party never measures are not sent again."""
         self._audit_refused = self._audit_refused or isinstance(error, AuditRefused)
-        logger.warning("epoch %d: no audit: %s", epoch, error)
+        logger.warning("epoch %d: no audit: %s", epoch + 1, error)
 
     def summary(self) -> dict[str, Any]:
         """Return what ``summary.json`` holds; call it after the recorder was closed."""

@@ -39,7 +39,7 @@ from common.errors import (
     SplitveilError,
     StorageError,
 )
-from common.run_course import AlignedRows, Batch, is_checkpoint, run_course
+from common.run_course import AlignedRows, Batch, is_checkpoint, place_in_words, run_course
 from common.sample_order import Positions, joint_seed, positions_digest
 from common.wire.audit_codec import AuditQuestion
 from common.wire.tensor_codec import BatchHeader, TensorMessage
@@ -451,7 +451,7 @@ class PassiveRun:
     def _check(self, reply: TensorMessage, batch: Batch) -> None:
         if reply.header != self._header(batch) or len(reply.values) != len(batch.positions):
             raise InvalidMessage(
-                f"the gradient that came back is not for epoch {batch.epoch} step {batch.step}"
+                "the gradient that came back is not for " + place_in_words(batch.epoch, batch.step)
             )
 
     def _part_from_others(self, peer: Peer) -> None:

@@ -99,7 +99,7 @@ def _panel(histogram: ClassHistogram, side: str, axes: Mapping[str, Axis]) -> Pa
         _steps(edges, share, style)
         for share, style in zip(shares, ("negative", "positive"), strict=True)
     ]
-    described = f"{title.lower()} the defense, at step {histogram.step}: share of each class"
+    described = f"{title.lower()} the defense, at step {histogram.step + 1}: share of each class"
     note = f"leak AUC {auc_of_counts(negatives, positives):.3f}"
     return Panel(title, Chart(described, x, y, marks, *_SIZE).svg(), note)
 
@@ -113,7 +113,7 @@ def _title(epoch: int, step: int, histograms: Sequence[ClassHistogram]) -> str:
     counts = next(one.counts for one in histograms if one.step == step)
     negatives, positives = (int(counts[f"before/{c}"].sum()) for c in ("negative", "positive"))
     return (
-        f"Step {step:,} (epoch {epoch + 1}): {positives:,} positives, {negatives:,} negatives; "
+        f"Step {step + 1:,} (epoch {epoch + 1}): {positives:,} positives, {negatives:,} negatives; "
         f"95 % of random scores below {random_q95(negatives, positives):.3f}"
     )
 

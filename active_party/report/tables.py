@@ -129,7 +129,8 @@ def run_level_rows(accumulated: Sequence[RunLevel]) -> Iterator[RunLevelRow]:
 def gate_rows(run: RunFiles) -> Iterator[GateRow]:
     """Yield what the leak gate found."""
     for one in noted(run, "leak_gate"):
-        place = f"epoch {one.epoch + 1}, step {one.step}"
+        step = "" if one.step is None else f", step {one.step + 1}"
+        place = f"epoch {one.epoch + 1}{step}"
         figures = (one.leak_auc, one.numbers.get("limit"), one.numbers.get("random"))
         yield GateRow(place, f"{one.attack} at {one.layer}", *map(figure, figures))
 

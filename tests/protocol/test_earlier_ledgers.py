@@ -84,11 +84,11 @@ def test_a_budget_counts_earlier_runs_and_one_that_is_used_up_answers_nothing(
     enough, used_up = ("run_budget={sum_kl: 0.2}", "run_budget={sum_kl: 0.13}")
     run(example, MARVELL, enough)
     parties = parties_with(example, MARVELL, enough, AFTER_FIRST)
-    with pytest.raises(BudgetExhausted, match="epoch 1 step 0"):
+    with pytest.raises(BudgetExhausted, match="epoch 2 step 1"):
         run_in_process(parties)
     run(example, MARVELL, used_up)
     parties = parties_with(example, MARVELL, used_up, AFTER_FIRST)
-    with pytest.raises(BudgetExhausted, match="epoch 0 step 0"):
+    with pytest.raises(BudgetExhausted, match="epoch 1 step 1"):
         run_in_process(parties)
     assert parties.active.sent == []
 

@@ -50,6 +50,6 @@ def test_a_peer_that_breaks_a_rule_is_not_left_waiting(tmp_path: Path) -> None:
     write_example(tmp_path)
     parties = build_parties(tmp_path)
     peer = ConfusedPeer(parties.session, parties.engine)
-    with pytest.raises(InvalidMessage, match="epoch 0 step 0"):
+    with pytest.raises(InvalidMessage, match="epoch 1 step 1"):
         parties.run.run(peer)
     assert peer.goodbyes == [pb.LEAVE_REASON_FAILED]

@@ -419,8 +419,8 @@ def test_gradients_by_class_are_shown_step_by_step_before_and_after(tmp_path: Pa
     append(run_dir, *counted(0), *counted(2), *counted(2))  # the last batch counted twice
     page = write_report(run_dir).read_text(encoding="utf-8")
     assert page.count('role="img"') == without.count('role="img"') + 2 * 4
-    assert "Step 0 (epoch 1): 10 positives, 30 negatives; 95 % of random scores below" in page
-    assert "Step 60 (epoch 3)" in page
+    assert "Step 1 (epoch 1): 10 positives, 30 negatives; 95 % of random scores below" in page
+    assert "Step 61 (epoch 3)" in page
     for title, leak in (("Norm, before", "1.000"), ("Direction, after", "0.500")):
         caption = f'{title}<span class="note">leak AUC {leak}'
         assert page.count(caption) == 2
@@ -499,7 +499,7 @@ def test_what_was_noticed_and_told_stands_in_tables(tmp_path: Path) -> None:
     watched = page[page.index('id="watch"') : page.index('id="training"')]
     for text in (
         *("went off 1 time.", "1 finding, and ended the run", "Audit calls answered: 3."),
-        *("epoch 2, step 7", "norm at cut", "0.765", "0.571"),
+        *("epoch 2, step 8", "norm at cut", "0.765", "0.571"),
         *("cosine at cut", "0.912", "0.012", "0.612"),
         *(">3</td>", ">0.60</td>", ">0.80</td>"),
     ):

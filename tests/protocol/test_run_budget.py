@@ -120,7 +120,7 @@ def test_the_answer_that_would_pass_the_budget_is_never_given(example: Path, bud
     assert session.stage is Stage.ENDED
     assert session.error is caught.value
     steps = rows.order.steps_per_epoch
-    assert "epoch 3 step 0" in str(caught.value)
+    assert "epoch 4 step 1" in str(caught.value)
     assert len(parties.active.sent) == len(parties.passive.received) == 3 * steps
     bounds = session.leak_bounds()
     assert bounds.guarantee.max <= 0.7
@@ -142,7 +142,7 @@ def test_a_stopped_run_stays_stopped_and_learns_nothing_from_the_refused_step(
         parties.run.run(peer)
     before = {name: value.clone() for name, value in trainer_state(parties).items()}
     for _ in range(2):
-        with pytest.raises(BudgetExhausted, match=r"epoch 0 step 0 .* 0\.062"):
+        with pytest.raises(BudgetExhausted, match=r"epoch 1 step 1 .* 0\.062"):
             parties.session.exchange(peer.kept)
     parties.session.finish_step()
     assert all(torch.equal(value, before[name]) for name, value in trainer_state(parties).items())
@@ -309,7 +309,7 @@ def test_the_plan_names_the_epoch_in_which_the_run_then_stops(
     with pytest.raises(BudgetExhausted):
         run_in_process(parties)
     stopped_in = parties.active.ledger[-1][0]
-    assert f"the run ends in epoch {stopped_in}" in plan_of(example, *overrides)
+    assert f"the run ends in epoch {stopped_in + 1} of" in plan_of(example, *overrides)
 
 
 def test_the_plan_says_when_everything_fits(example: Path) -> None:
@@ -317,7 +317,7 @@ def test_the_plan_says_when_everything_fits(example: Path) -> None:
     assert "all 2 epochs fit" in fits
     assert "none is set" in plan_of(example, MARVELL)
     persistent = "defense={name: marvell, noise: persistent, strength: {power_ratio: 16}}"
-    for budget, outcome in ((0.7, "all 500 epochs fit"), (0.6, "the run ends in epoch 0 ")):
+    for budget, outcome in ((0.7, "all 500 epochs fit"), (0.6, "the run ends in epoch 1 ")):
         assert outcome in plan_of(
             example, persistent, f"run_budget={{leak_auc: {budget}}}", "contract.epochs=500"
         )
@@ -326,10 +326,10 @@ def test_the_plan_says_when_everything_fits(example: Path) -> None:
 def test_the_plan_admits_what_it_cannot_know(example: Path) -> None:
     unknown = plan_of(example, "defense={name: max_norm}", "run_budget={leak_auc: 0.7}")
     assert "not known before" in unknown
-    assert "it may end the run in any epoch from 0 on" in unknown
+    assert "it may end the run in any epoch from 1 on" in unknown
     iso = plan_of(example, "defense={name: iso, noise_ratio: 8}", "run_budget={sum_kl: 0.3}")
     assert "at most 0.25" in iso  # 4 d/t with d = 4, t = 64
-    assert "it may end the run in any epoch from 1 on" in iso
+    assert "it may end the run in any epoch from 2 on" in iso
     assert "no credit" in plan_of(example, "defense={name: max_norm, noise: persistent}")
     assert "tell the label outright" in plan_of(example)
 

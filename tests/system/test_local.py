@@ -4,6 +4,7 @@ import gzip
 import io
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -37,6 +38,11 @@ def test_two_defenses_are_run_and_set_side_by_side(compared: LocalRun) -> None:
     assert "marvell" in table
     assert "cut: cosine leak AUC" in table
     assert "ledger: guarantee" in table
+
+
+def test_whoever_reads_the_log_counts_epochs_from_1(compared: LocalRun) -> None:
+    told = {int(number) for number in re.findall(r"epoch (\d+)", compared.output)}
+    assert told == {1, 2, 3, 4, 5, 6}
 
 
 @pytest.mark.parametrize("run_name", RUNS)

@@ -54,8 +54,8 @@ def test_the_run_stops_in_the_epoch_that_the_plan_names_with_an_exit_code_of_its
 ) -> None:
     folder, pair, exit_codes = stopped
     assert exit_codes == (5, 4), pair.outputs
-    assert "the run ends in epoch 3 " in planned(folder, [*BUDGET, EPOCHS])
-    assert "run_budget: epoch 3 step 0 would take an example to sum_kl 0.2" in pair.active.output
+    assert "the run ends in epoch 4 " in planned(folder, [*BUDGET, EPOCHS])
+    assert "run_budget: epoch 4 step 1 would take an example to sum_kl 0.2" in pair.active.output
     assert "the budget is sum_kl 0.2068, a guaranteed leak AUC of 0.7000" in pair.active.output
 
 
@@ -102,7 +102,7 @@ def test_the_next_run_has_no_budget_left_where_this_one_ended(
     with started(folder, "contract.run_name=next", active=[*BUDGET, earlier]) as pair:
         assert pair.wait() == (5, 4), pair.outputs
     assert "earlier runs answered about" in pair.active.output
-    assert "run_budget: epoch 0 step 0 would take an example to sum_kl 0.2" in pair.active.output
+    assert "run_budget: epoch 1 step 1 would take an example to sum_kl 0.2" in pair.active.output
     summary = json.loads((pair.active.results("next") / "summary.json").read_text())
     assert summary["steps"] == 0
     assert summary["earlier_answers"]["examples"] > 100
@@ -133,7 +133,7 @@ def test_plan_is_a_command_that_trains_nothing(tmp_path: Path) -> None:
     overrides = [text for override in (*BUDGET, EPOCHS) for text in ("--set", override)]
     done = command(tmp_path, *overrides, "--target-leak-auc", "0.7")
     assert done.returncode == 0, done.stderr
-    assert "the run ends in epoch 3 " in done.stdout
+    assert "the run ends in epoch 4 " in done.stdout
     assert "48.3" in done.stdout  # 10 epochs at sum_kl 0.2068: the power ratio by the guarantee
     assert not (tmp_path / "runs").exists()
     refused = command(tmp_path, *overrides, "--target-leak-auc", "1.5")

@@ -1,28 +1,29 @@
 """Which questions the run has answered, so that none is ever answered twice in two ways.
 
 What is done again after a restart is answered only where the same bytes come again, and then with
-the same noise: its key follows from the questions and a secret of the run.
+the same noise: its key follows from the questions and a secret of the run. Such an answer tells
+nothing new, and is not charged again.
 """
 
 import hashlib
 import hmac
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from cryptography.hazmat.primitives.poly1305 import Poly1305
 from torch import Tensor
 
-from common.checkpoint import AnswerLog
+from common.answer_log import NO_PLACE, NOTHING_TOLD, AnswerLog, ChargedAnswer, Record
 from common.errors import OutOfStep
 
 
 class AnsweredQuestions:
-    """Fingerprints of questions by their numbers, and the keys of their answers.
+    """Fingerprints of questions, the keys of their answers, and what those were charged.
 
     Args:
         secret: of the run, 32 bytes.
-        log: keeps the fingerprints.
+        log: keeps fingerprints and charges.
     """
 
     def __init__(self, secret: bytes, log: AnswerLog) -> None:
@@ -32,38 +33,76 @@ class AnsweredQuestions:
     def __len__(self) -> int:
         return len(self._log)
 
-    def fingerprint(self, number: int, values: Tensor) -> bytes:
+    def fingerprint(self, place: int, asker: int, values: Tensor) -> bytes:
         """Return what tells a question from others, 16 bytes.
 
+        Args:
+            place: in the run.
+            asker: number of the party that asks.
+            values: what it sent.
+
         Raises:
-            OutOfStep: another question than this one was answered under this number.
+            OutOfStep: it was answered another question there.
         """
-        key = _keyed(self.secret, b"fingerprint", number.to_bytes(8, "little"))
-        fingerprint = Poly1305.generate_tag(key, _bytes_of(values))
-        earlier = self._log.fingerprint(number)
-        if earlier is not None and not hmac.compare_digest(earlier, fingerprint):
-            raise OutOfStep("what was answered before came again with other bytes")
+        fingerprint = self._tag(place * self._log.questions + asker, values)
+        self._refuse_other(self._log.at(place), asker, fingerprint)
         return fingerprint
 
-    def record(self, number: int, fingerprint: bytes) -> None:
-        """Note that a question is about to be answered.
+    def is_answered(self, place: int) -> bool:
+        """Tell whether a place was answered before that may be asked again."""
+        return self._log.at(place) is not None
 
-        Written before anything is computed: a crash between the two costs nothing, for the same
-        question gives the same answer.
+    def is_repeated(self, place: int, charge: ChargedAnswer) -> bool:
+        """Tell whether an answer of this charge was given at a place before.
+
+        One of another charge is another answer to the same question: arithmetic that is not
+        repeatable gave another gradient.
+        """
+        record = self._log.at(place)
+        return record is not None and record.charge == charge
+
+    def record(
+        self, place: int, fingerprints: Sequence[bytes], charge: ChargedAnswer = NOTHING_TOLD
+    ) -> None:
+        """Note that the questions at a place are about to be answered, if they were not before.
+
+        A crash between this and the answer costs nothing, for the same questions give the same
+        answer.
 
         Raises:
-            StorageError: it cannot be written: then it must not be answered.
+            StorageError: it cannot be written: then they must not be answered.
         """
-        if self._log.fingerprint(number) is None:
-            self._log.record(number, fingerprint)
+        if not self.is_repeated(place, charge):
+            self._log.record(place, fingerprints, charge)
 
-    def note(self, number: int, values: Tensor) -> None:
+    def since(self, count: int) -> Iterator[Record]:
+        """Yield what was answered, after the first few records, at places of the run.
+
+        Raises:
+            StorageError: there are not even so many: the log is not whole.
+        """
+        return (record for record in self._log.since(count) if record.number < NO_PLACE)
+
+    def note(self, number: int, values: Tensor, about: bytes = b"") -> None:
         """Make sure that no other question is ever answered under a number.
+
+        Args:
+            number: of at least 2^63, for it is no place.
+            values: the question.
+            about: what may be read back later, at most 32 bytes.
 
         Raises:
             OutOfStep: one was.
+            StorageError: it cannot be written: then it must not be answered.
         """
-        self.record(number, self.fingerprint(number, values))
+        fingerprint, known = self._tag(number, values), self._log.at(number)
+        self._refuse_other(known, 0, fingerprint)
+        if known is None:
+            self._log.record(number, [fingerprint], ChargedAnswer(0.0, about, 0.0))
+
+    def noted(self) -> list[bytes]:
+        """Return what the noted questions were about, one for each."""
+        return [record.charge.identity for record in self._log.of_no_place()]
 
     def answer_key(self, place: int, fingerprints: Sequence[bytes]) -> bytes:
         """Return what the noise of an answer is drawn from, 32 bytes.
@@ -75,9 +114,18 @@ class AnsweredQuestions:
         question = place.to_bytes(8, "little") + b"".join(fingerprints)
         return _keyed(self.secret, b"answer", question)
 
-    def forget_before(self, number: int) -> None:
+    def forget_before(self, place: int) -> None:
         """Let those go that can never be asked again."""
-        self._log.forget_before(number)
+        self._log.forget_before(place)
+
+    def _tag(self, number: int, values: Tensor) -> bytes:
+        key = _keyed(self.secret, b"fingerprint", number.to_bytes(8, "little"))
+        return Poly1305.generate_tag(key, _bytes_of(values))
+
+    @staticmethod
+    def _refuse_other(known: Record | None, asker: int, fingerprint: bytes) -> None:
+        if known is not None and not hmac.compare_digest(known.fingerprints[asker], fingerprint):
+            raise OutOfStep("what was answered before came again with other bytes")
 
 
 def run_secret(noise_seed: int | None) -> bytes:

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from active_party.defenses.report import LeakCharge
 from active_party.defenses.sum_kl import leak_auc_bound
+from common.answer_log import ChargedAnswer
 from common.sample_order import Positions
 
 Divergences = npt.NDArray[np.float64]
@@ -64,6 +65,19 @@ class LeakBounds(NamedTuple):
     """AUC that no score passes."""
     epsilon: float | None
     """Label differential privacy of all answers together; None where some had none."""
+
+    def or_more(self, other: "LeakBounds | None") -> "LeakBounds":
+        """Return the larger of these and others, figure by figure.
+
+        That bounds what either of two sets of answers told where one holds the other.
+        """
+        if other is None:
+            return self
+        spreads = (
+            Spread(*map(max, own, its)) for own, its in zip(self[:3], other[:3], strict=True)
+        )
+        both = (self.epsilon, other.epsilon)
+        return LeakBounds(*spreads, None if None in both else max(filter(None, both), default=0.0))
 
     def numbers(self) -> dict[str, float | None]:
         """Return the bounds under flat names, for metrics and summary."""
@@ -104,17 +118,24 @@ class LeakLedger:
             positions: the batch's places in the common order, each once.
             charge: what the answer adds to each of them.
         """
-        if charge.noise_identity is None:
+        self.enter(positions, logged(charge))
+
+    def enter(self, positions: Positions, charge: ChargedAnswer) -> None:
+        """Note one answer as the log of answers has it.
+
+        Args:
+            positions: as for ``charge``.
+            charge: what ``logged`` made of it.
+        """
+        if not charge.identity:
             self._settled[positions] += charge.sum_kl
-            self._settled_epsilon = math.inf
+            self._settled_epsilon += charge.epsilon
             return
-        identity = _digest(charge.noise_identity)
-        if identity != self._identity:
+        if charge.identity != self._identity:
             self._settle()
-            self._identity = identity
+            self._identity = charge.identity
         self._current[positions] = np.maximum(self._current[positions], charge.sum_kl)
-        epsilon = math.inf if charge.epsilon is None else charge.epsilon
-        self._current_epsilon = max(self._current_epsilon, epsilon)
+        self._current_epsilon = max(self._current_epsilon, charge.epsilon)
 
     def after(self, positions: Positions, charge: LeakCharge) -> float:
         """Return the largest divergence that the batch's examples would reach with an answer."""
@@ -122,6 +143,10 @@ class LeakLedger:
         if charge.noise_identity is None or _digest(charge.noise_identity) != self._identity:
             return float((settled + current).max()) + charge.sum_kl
         return float((settled + np.maximum(current, charge.sum_kl)).max())
+
+    def most(self, positions: Positions) -> float:
+        """Return the largest divergence of some examples."""
+        return float((self._settled[positions] + self._current[positions]).max())
 
     def add(self, positions: Positions, other: "LeakLedger", other_positions: Positions) -> None:
         """Add what another ledger has charged to some of its examples.
@@ -229,6 +254,15 @@ class LeakLedger:
 def estimated_auc(sum_kl: float) -> float:
     """Return the AUC of the best score on two Gaussians of equal variance."""
     return 0.5 * (1 + math.erf(math.sqrt(sum_kl) / 2))
+
+
+def logged(charge: LeakCharge) -> ChargedAnswer:
+    """Return a charge as the log of answers keeps it: without the identity's own words."""
+    identity = charge.noise_identity
+    if identity is None:  # fresh noise is normal, and has no bound on single odds
+        return ChargedAnswer(charge.sum_kl, b"", math.inf)
+    epsilon = math.inf if charge.epsilon is None else charge.epsilon
+    return ChargedAnswer(charge.sum_kl, _digest(identity), epsilon)
 
 
 def _digest(identity: str) -> bytes:

@@ -20,11 +20,15 @@ from common.leak_recorder import LeakRecorder
 from common.privacy.audit import BatchLeak
 from common.privacy.distributions import gradient_distributions, spread_epochs
 from common.run_course import AlignedRows, Batch
+from common.run_folder import write_json_atomically
 from common.splits import SplitName
 from common.telemetry import MetricsLog, TrainingProgress
 from common.wire.audit_codec import AuditQuestion
 
 logger = logging.getLogger(__name__)
+
+LEDGER_AHEAD = "ledger_ahead.json"
+"""What was told in all when the run last went back behind some of its answers."""
 
 
 class ActiveRecorder:
@@ -32,6 +36,7 @@ class ActiveRecorder:
 
     def __init__(self, settings: ActiveSettings, folder: Path) -> None:
         self.aligned_rows = 0
+        self._folder = folder
         self._settings = settings
         self._resources = ExitStack()
         self._of_run = ExitStack()
@@ -42,6 +47,8 @@ class ActiveRecorder:
         self._train_loss = float("nan")
         self._evaluations: dict[str, Evaluation] = {}
         self._bounds: LeakBounds | None = None
+        self._ahead: LeakBounds | None = None
+        """What was told in all when the run went back: no checkpoint takes that away."""
         self._earlier: dict[str, float | None] | None = None
         self._alarm = LeakAlarm()
         self._alarms = 0
@@ -121,6 +128,7 @@ class ActiveRecorder:
         """Note what the run so far may have told."""
         self._bounds = bounds
         self._metrics.write("ledger", bounds.numbers(), epoch=epoch)
+        bounds = bounds.or_more(self._ahead)
         logger.info(
             "epoch %d: leak ledger: sum_kl %.4g, leak AUC estimated %.3f, guaranteed below %.3f "
             "(largest of all examples)",
@@ -129,6 +137,19 @@ class ActiveRecorder:
             bounds.estimate.max,
             bounds.guarantee.max,
         )
+
+    def on_answers_ahead(self, bounds: LeakBounds) -> None:
+        """Note what was told in answers beyond where the run goes on."""
+        if bounds != self._ahead:
+            logger.info(
+                "the run was ahead of where it goes on: the ledger keeps what was told there: "
+                "sum_kl %.4g, leak AUC guaranteed below %.3f (largest of all examples)",
+                bounds.sum_kl.max,
+                bounds.guarantee.max,
+            )
+        self._ahead = bounds
+        # For the report of a run that is left here. The metrics are those of where the run is.
+        write_json_atomically(self._folder / LEDGER_AHEAD, bounds.numbers())
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """Note loss and AUC of a split."""
@@ -218,6 +239,7 @@ class ActiveRecorder:
     def summary(self, refused: dict[str, int]) -> dict[str, Any]:
         """Return what ``summary.json`` holds; call it after the recorder was closed."""
         test = self._evaluations.get("test")
+        told = self._ahead if self._bounds is None else self._bounds.or_more(self._ahead)
         summary: dict[str, Any] = {
             "aligned_rows": self.aligned_rows,
             "epochs": 0 if test is None else test.epoch + 1,
@@ -228,7 +250,7 @@ class ActiveRecorder:
             "train_loss": self._train_loss,
             "steps_per_s": self._progress.steps_per_s if self._progress else None,
             "defense": self._settings.defense.model_dump(mode="json"),
-            "ledger": None if self._bounds is None else self._bounds.numbers(),
+            "ledger": None if told is None else told.numbers(),
             "refused_messages": refused,
         }
         if self._earlier is not None:

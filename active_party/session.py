@@ -10,6 +10,7 @@ takes the others with it: they are told to open it again, too, and all go on fro
 A run that has answered something never begins anew: it goes on from a checkpoint that both parties
 have, and what is done again after it is answered only where the same bytes come again, with the
 same noise. So neither a restart nor a peer that says it was restarted leads to a second answer.
+Nor does it take back what the first one was charged.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -33,11 +34,13 @@ from active_party.defenses.report import LeakCharge
 from active_party.defenses.sum_kl import leak_auc_bound
 from active_party.early_stopping import EarlyStop
 from active_party.evaluation import Evaluation, Evaluator
-from active_party.ledger import ROUNDING, LeakBounds, LeakLedger
+from active_party.ledger import ROUNDING, LeakBounds, LeakLedger, logged
 from active_party.parties import PassiveParties, PassiveParty, Question, names_of
+from active_party.run_ledger import RunLedger
 from active_party.top_trainer import StepResult, TopTrainer
 from common.alignment import Share, Splits, intersect
-from common.checkpoint import AnswerLog, RunStore, State, as_whole_state
+from common.answer_log import AnswerLog, ChargedAnswer
+from common.checkpoint import RunStore, State, as_whole_state
 from common.contract import Contract
 from common.errors import (
     AlignmentError,
@@ -121,7 +124,14 @@ class SessionObserver(Protocol):
         """So many training examples were answered about in earlier runs, which told so much."""
 
     def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
-        """An epoch's training rows are through, or the run's budget is used up."""
+        """An epoch's training rows are through, or the run's budget is used up.
+
+        The bounds are of the answers up to there, also where more was answered before the run went
+        back.
+        """
+
+    def on_answers_ahead(self, bounds: LeakBounds) -> None:
+        """The run goes on from before some of its answers; all of them together told so much."""
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """A split was evaluated."""
@@ -185,11 +195,13 @@ class ActiveSession:
         self.ids = ids
         self.nonce = draw_nonce()
         self.trainer: TopTrainer | None = None
-        self.ledger = LeakLedger(0)
+        self.accounts = RunLedger(LeakLedger(0))
         self.error: SplitveilError | None = None
         self._draw_nonce = draw_nonce
         self._store = store
-        self._questions = AnsweredQuestions(run_secret(noise_seed), AnswerLog())
+        self._questions = AnsweredQuestions(
+            run_secret(noise_seed), AnswerLog(questions=len(contract.passive_parties))
+        )
         self._rows: AlignedRows | None = None
         self._place = 0
         self._checkpoint_due = False
@@ -214,6 +226,11 @@ class ActiveSession:
     def stage(self) -> Stage:
         """Where the run is."""
         return self._stage
+
+    @property
+    def ledger(self) -> LeakLedger:
+        """The accounts of the answers up to where the run is; ``accounts`` has those beyond."""
+        return self.accounts.course
 
     @property
     def over(self) -> bool:
@@ -267,10 +284,14 @@ class ActiveSession:
 
         Raises:
             DataError: this party's data are not those that the run began with.
+            StorageError: what the run has answered is not known any more.
         """
         with self._changed:
             stored = None if self._store is None else self._store.run()
-            if self._store is None or stored is None or not self._store.places():
+            if self._store is None or stored is None:
+                return False
+            if not self._store.places():
+                self._store.refuse_if_answered()
                 return False
             self.run_id, self.nonce = stored["run_id"], stored["nonce"]
             nonces = self.parties.take_nonces(stored["peer_nonce"])
@@ -284,6 +305,7 @@ class ActiveSession:
             self._move_to(Stage.REJOINING)
             newest = self._store.places()[-1]
             state = self._store.load(newest)
+            self._reopen_accounts(newest, state)
             if state["is_last"]:  # the peer may have all that it needs, and never come back
                 self._restore(newest, state)
             return True
@@ -439,7 +461,7 @@ class ActiveSession:
                 self.trainer.learn()
                 self._observer.on_step(batch, result)
                 if batch.closes_split:
-                    self._observer.on_ledger(batch.epoch, self.leak_bounds())
+                    self._observer.on_ledger(batch.epoch, self._course_bounds())
             if self._checkpoint_due:
                 self._save(soon=True)
 
@@ -448,12 +470,15 @@ class ActiveSession:
         with self._changed:
             if self._rows is None:
                 return self._earlier
-            return self._earlier.closed(self._ids_in_order(self._rows), self.ledger)
+            return self._earlier.closed(self._ids_in_order(self._rows), self.accounts.told)
 
     def leak_bounds(self) -> LeakBounds:
-        """Bound what the answers so far may have told of the training examples."""
+        """Bound what all answers that were given may have told of the training examples."""
         with self._changed:
-            return self.ledger.bounds(self._training_positions)
+            return self.accounts.told.bounds(self._training_positions)
+
+    def _course_bounds(self) -> LeakBounds:
+        return self.accounts.course.bounds(self._training_positions)
 
     def evaluate(
         self,
@@ -591,7 +616,7 @@ class ActiveSession:
             return
         self.finish_step()
         if self._expected is not None:
-            self._observer.on_ledger(self._expected.epoch, self.leak_bounds())
+            self._observer.on_ledger(self._expected.epoch, self._course_bounds())
         self.end(objection)
 
     # ---- opening, inside ----
@@ -676,7 +701,7 @@ class ActiveSession:
                 "data": self.trainer.data_digest,
             }
         )
-        self._questions = AnsweredQuestions(self._questions.secret, self._store.answers())
+        self._questions = AnsweredQuestions(self._questions.secret, self._store.new_answers())
         self._save()
 
     # ---- going on ----
@@ -691,7 +716,7 @@ class ActiveSession:
         self.trainer = self._build_trainer(rows)
         self._training_positions = rows.splits["train"]
         self._rows = rows
-        self.ledger = self._earlier.begun(self._ids_in_order(rows), len(rows))
+        self.accounts = RunLedger(self._earlier.begun(self._ids_in_order(rows), len(rows)))
         self._observer.on_aligned(rows, seed)
         if len(self._earlier):
             charged = self.ledger.num_charged(self._training_positions)
@@ -764,7 +789,8 @@ class ActiveSession:
             return
         state: State = {
             "trainer": self.trainer.state_dict(),
-            "ledger": self.ledger.state_dict(),
+            "accounts": self.accounts.state_dict(),
+            "records": len(self._questions),
             "evaluation": self._evaluator.state_dict(),
             "audits": [party.audits.state_dict() for party in self.parties],
             "is_last": self._expected is None,
@@ -779,6 +805,8 @@ class ActiveSession:
             raise RuntimeError("no state without a trainer")
         with as_whole_state():
             self._load(place, state)
+        if self.accounts.is_behind:
+            self._observer.on_answers_ahead(self.leak_bounds())
         self._observer.on_resumed(None if self._expected is None else self._expected.epoch)
         self._move_to(Stage.FINISHED if self._expected is None else Stage.TRAINING)
 
@@ -787,7 +815,8 @@ class ActiveSession:
             raise RuntimeError("no state without a trainer")
         self._take_place(place)
         self.trainer.load_state_dict(state["trainer"])
-        self.ledger.load_state_dict(state["ledger"])
+        self.accounts.go_back(state["accounts"]["course"])
+        self._catch_up()
         self._evaluator.load_state_dict(state["evaluation"])
         for party, audits in zip(self.parties, state["audits"], strict=True):
             party.audits.load_state_dict(audits)
@@ -797,9 +826,28 @@ class ActiveSession:
         if state["is_last"]:
             self._expected = None
 
-    def _number(self, party: PassiveParty) -> int:
-        """Return what stands for a party's question at the present place."""
-        return self._place * len(self.parties) + party.index
+    def _reopen_accounts(self, place: int, state: State) -> None:
+        """Charge again what was answered after a checkpoint, by a process that is no more."""
+        with as_whole_state():
+            self.accounts.reopen(state["accounts"], self._charged_since(state["records"]))
+        self._place = place
+        self._catch_up()
+
+    def _charged_since(self, count: int) -> Iterator[tuple[Positions, ChargedAnswer]]:
+        if self._rows is None:
+            raise RuntimeError("no charges before the rows are known")
+        course: Iterator[Batch] = iter(())
+        following: int | None = None
+        for record in self._questions.since(count):
+            if record.number != following:  # rarely: places come in order until the run goes back
+                course = run_course(self.contract, self._rows, record.number)
+            batch, following = next(course), record.number + 1
+            if batch.split == "train":
+                yield batch.positions, record.charge
+
+    def _catch_up(self) -> None:
+        if not self._questions.is_answered(self._place):
+            self.accounts.catch_up()
 
     def _refuse_if_not_open(self) -> None:
         if not self.parties.have_opened and (self._store is not None or self.parties.are_several):
@@ -819,7 +867,7 @@ class ActiveSession:
 
     def _is_last_to_ask(self, asking: PassiveParty, message: TensorMessage) -> bool:
         """Take a question that is due, and tell whether all parties have asked now."""
-        fingerprint = self._questions.fingerprint(self._number(asking), message.values)
+        fingerprint = self._questions.fingerprint(self._place, asking.index, message.values)
         asking.ask(Question(message, fingerprint))
         return self.parties.have_asked
 
@@ -843,21 +891,19 @@ class ActiveSession:
                 raise NotOpen("a party gave up while it waited for others")
             self._changed.wait(_POLL_S)
 
-    def _take_questions(self) -> tuple[Tensor, bytes]:
-        """Return the aggregate of what all ask, and the key of what they are answered."""
+    def _take_questions(self) -> tuple[Tensor, list[bytes]]:
+        """Return the aggregate of what all ask, and the fingerprints of their questions."""
         questions = [party.question for party in self.parties if party.question is not None]
-        for party, question in zip(self.parties, questions, strict=True):
-            self._questions.record(self._number(party), question.fingerprint)
-        fingerprints = [question.fingerprint for question in questions]
-        answer_key = self._questions.answer_key(self._place, fingerprints)
         values = [question.message.values for question in questions]
-        return aggregate(self.contract.aggregation, values), answer_key
+        fingerprints = [question.fingerprint for question in questions]
+        return aggregate(self.contract.aggregation, values), fingerprints
 
     def _answer_all(self, batch: Batch, trainer: TopTrainer) -> None:
         """Compute one gradient, and give each party its part of what the defense makes of it."""
-        activation, answer_key = self._take_questions()
+        activation, fingerprints = self._take_questions()
+        answer_key = self._questions.answer_key(self._place, fingerprints)
         result = trainer.gradient(batch.positions, activation, answer_key)
-        self._charge(batch, result.report.charge)
+        self._charge(batch, result.report.charge, fingerprints)
         parts = parts_of(self.contract.aggregation, result.defended, len(self.parties))
         for party, part in zip(self.parties, parts, strict=True):
             if party.question is not None:
@@ -867,7 +913,8 @@ class ActiveSession:
 
     def _tell_all(self, batch: Batch, trainer: TopTrainer) -> None:
         """Score held-out rows, and tell every party whether the run goes on."""
-        activation, _ = self._take_questions()
+        activation, fingerprints = self._take_questions()
+        self._questions.record(self._place, fingerprints)
         evaluation = self._evaluator.add(batch, *trainer.predict(batch.positions, activation))
         if evaluation is not None:
             self._observer.on_evaluation(evaluation)
@@ -908,14 +955,27 @@ class ActiveSession:
             )
         return expected, self.trainer
 
-    def _charge(self, batch: Batch, charge: LeakCharge) -> None:
-        """Enter an answer in the ledger before it leaves, or end the run instead."""
+    def _charge(self, batch: Batch, charge: LeakCharge, fingerprints: Sequence[bytes]) -> None:
+        """Enter an answer in log and ledger before it leaves, or end the run instead.
+
+        The trainer has computed it by now, and must not compute it again: whatever goes wrong ends
+        the run, which may go on from its checkpoint.
+        """
+        entry, told = logged(charge), self.accounts.told
+        is_repeated = self._questions.is_repeated(self._place, entry)
+        reached = told.most(batch.positions) if is_repeated else told.after(batch.positions, charge)
+        if reached > self._max_sum_kl * (1 + ROUNDING):
+            self._end_over_budget(batch, reached)
+        try:
+            self._questions.record(self._place, fingerprints, entry)
+        except StorageError as error:
+            self.end(error)
+            raise
+        self.accounts.enter(batch.positions, entry, is_repeated=is_repeated)
+
+    def _end_over_budget(self, batch: Batch, reached: float) -> NoReturn:
         budget = self._max_sum_kl
-        reached = self.ledger.after(batch.positions, charge)
-        if reached <= budget * (1 + ROUNDING):
-            self.ledger.charge(batch.positions, charge)
-            return
-        self._observer.on_ledger(batch.epoch, self.leak_bounds())
+        self._observer.on_ledger(batch.epoch, self._course_bounds())
         error = BudgetExhausted(
             f"run_budget: {place_in_words(batch.epoch, batch.step)} would take an example to "
             f"sum_kl {reached:.4g}, a guaranteed leak AUC of {leak_auc_bound(reached):.4f}; the "
@@ -928,8 +988,9 @@ class ActiveSession:
         answered, self._expected = self._expected, next(self._course, None)
         self._place += 1
         self._tell_waiting()
+        self._catch_up()
         if self._store is None:
-            self._questions.forget_before(self._place * len(self.parties))
+            self._questions.forget_before(self._place)
         if answered is not None and self._rows is not None:
             self._checkpoint_due = is_checkpoint(self.contract, self._rows, answered)
 

@@ -4,7 +4,7 @@ checkpoint/model.safetensors     the model, for whoever wants to use it
 checkpoint/encoder.json          how its features are encoded
 checkpoint/run.state             what holds for the whole run: its id, nonces, common rows, secrets
 checkpoint/at-0000001234.state   everything that changes, after 1,234 batches
-checkpoint/answered.log          fingerprints of the questions that were answered (active party)
+checkpoint/answered.log          what was answered, and what that was charged (active party)
 
 A ``.state`` file is a SHA-256 digest and, after it, what ``torch.save`` made of nested plain values
 and tensors; it is read with ``weights_only``, and is its owner's alone: there are secrets in it.
@@ -13,7 +13,6 @@ and tensors; it is read with ``weights_only``, and is its owner's alone: there a
 import hashlib
 import io
 import logging
-import os
 import pickle
 import re
 import zipfile
@@ -27,6 +26,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from common.answer_log import AnswerLog
 from common.data.features import FeatureEncoder
 from common.errors import StorageError
 from common.run_folder import write_bytes_atomically, write_json_atomically
@@ -39,11 +39,16 @@ ENCODER = "encoder.json"
 State = dict[str, Any]
 """Nested dicts, lists and tuples of tensors and plain values."""
 
-_VERSION = 1
+_VERSION = 2
 _RUN = "run.state"
+_ANSWERED = "answered.log"
 _PLACE = re.compile(r"at-([0-9]{10})\.state")
 _DIGEST_BYTES = 32
-_RECORD_BYTES = 24
+_LOST = (
+    "the unfinished run in this folder cannot be gone on with, and what it told of the labels so "
+    "far is in no ledger: put a copy of the file back, or begin anew with --fresh, and let the "
+    "other party do so, too"
+)
 
 
 def save_model(folder: Path, model: nn.Module, encoder: FeatureEncoder | None) -> Path:
@@ -116,9 +121,24 @@ class RunStore:
         self._wait()
 
     def run(self) -> State | None:
-        """Return what holds for the whole run; None where there is no run to go on with."""
+        """Return what holds for the whole run; None where there is no run to go on with.
+
+        Raises:
+            StorageError: there is one, and the file is damaged, or of another version.
+        """
         self._wait()
-        return self._read(self._folder / _RUN)
+        path = self._folder / _RUN
+        try:
+            return _state_in(path)
+        except FileNotFoundError:
+            return None
+        except _OtherVersionError as error:
+            raise StorageError(
+                f"{path}: {error}; go on with that one, or begin anew with --fresh, and let the "
+                f"other party do so, too"
+            ) from error
+        except _UnreadableError as error:
+            raise StorageError(f"{path}: {error}: {_LOST}") from error
 
     def save_run(self, state: State) -> None:
         """Begin a run: keep what holds for all of it, and nothing of runs before.
@@ -137,6 +157,15 @@ class RunStore:
         """
         self._wait()
         return [place for place, path in self._files() if self._read(path) is not None]
+
+    def refuse_if_answered(self) -> None:
+        """Make sure that a run of which no state is left had answered nothing.
+
+        Raises:
+            StorageError: it had; to begin it again would be to answer again.
+        """
+        if AnswerLog.holds_answers(self._folder / _ANSWERED):
+            raise StorageError(f"{self._folder}: no checkpoint can be read: {_LOST}")
 
     def save(self, place: int, state: State) -> None:
         """Keep the state after a number of batches, and the newest few of those before.
@@ -182,7 +211,7 @@ class RunStore:
         if self._answers is not None:
             # No run goes back to before the oldest state.
             oldest = min(kept for kept, _ in self._files())
-            self._answers.forget_before(oldest * self._questions_per_place)
+            self._answers.forget_before(oldest)
 
     def load(self, place: int) -> State:
         """Return the state at a place, and forget those after it.
@@ -199,15 +228,36 @@ class RunStore:
                 _delete(path)
         return state
 
-    def answers(self) -> "AnswerLog":
-        """Return the fingerprints of what was answered, in this process or before.
+    def new_answers(self) -> AnswerLog:
+        """Begin the log of answers, once the run is saved.
 
         Raises:
-            StorageError: the file cannot be opened.
+            StorageError: it cannot be written.
+        """
+        path = _checkpoint_folder(self._folder.parent) / _ANSWERED
+        self._answers = AnswerLog.create(path, self._questions_per_place, self._run_name())
+        return self._answers
+
+    def answers(self) -> AnswerLog:
+        """Return what was answered, in this process or before.
+
+        Raises:
+            StorageError: the file is missing, damaged, or of another version.
         """
         if self._answers is None:
-            self._answers = AnswerLog(_checkpoint_folder(self._folder.parent) / "answered.log")
+            first = min((place for place, _ in self._files()), default=0)
+            self._answers = AnswerLog(
+                self._folder / _ANSWERED, self._questions_per_place, self._run_name(), first
+            )
         return self._answers
+
+    def _run_name(self) -> bytes:
+        """Return what tells this run's log of answers from others."""
+        path = self._folder / _RUN
+        try:
+            return path.read_bytes()[:_DIGEST_BYTES]
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
 
     def forget(self) -> None:
         """Delete every state: there is nothing to go on with."""
@@ -215,7 +265,7 @@ class RunStore:
         self._answers = None
         for path in [self._folder / _RUN, *(path for _, path in self._files())]:
             _delete(path)
-        _delete(self._folder / "answered.log")
+        _delete(self._folder / _ANSWERED)
         self._delete_halves()
 
     def _delete_halves(self) -> None:
@@ -234,91 +284,20 @@ class RunStore:
 
     def _read(self, path: Path) -> State | None:
         try:
-            data = path.read_bytes()
+            return _state_in(path)
         except FileNotFoundError:
             return None
-        except OSError as error:
-            logger.warning("%s: cannot be read: %s", path, error.strerror)
+        except _UnreadableError as error:
+            logger.warning("%s: %s, and left out", path, error)
             return None
-        digest, content = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
-        if hashlib.sha256(content).digest() != digest:
-            logger.warning("%s: is damaged, and left out", path)
-            return None
-        return _parsed(path, content)
 
 
-class AnswerLog:
-    """Which questions were answered, in the order of their answers: 24 bytes each, never changed.
+class _UnreadableError(Exception):
+    """Why a file holds no state that can be used."""
 
-    A question is named by a number: its place in the run or, where several are answered at each
-    place, the place times their number, and then counted on.
 
-    Written before the answer leaves, so that no restart leads to a second answer to another
-    question at the same place.
-    """
-
-    def __init__(self, path: Path | None = None) -> None:
-        """Read the file, and cut off a record that a crash left unfinished.
-
-        Args:
-            path: of the file; None to remember in this process alone.
-
-        Raises:
-            StorageError: it cannot be read or made.
-        """
-        self._path = path
-        self._known: dict[int, bytes] = {}
-        if path is not None:
-            self._read(path)
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def fingerprint(self, number: int) -> bytes | None:
-        """Return the fingerprint of the question answered under a number, 16 bytes."""
-        return self._known.get(number)
-
-    def record(self, number: int, fingerprint: bytes) -> None:
-        """Note that a question is about to be answered.
-
-        Raises:
-            StorageError: it cannot be written: then it must not be answered.
-        """
-        if self._path is not None:
-            self._append(self._path, number.to_bytes(8, "little") + fingerprint)
-        self._known[number] = fingerprint
-
-    def forget_before(self, number: int) -> None:
-        """Drop what this process remembers of earlier ones; the file keeps it."""
-        self._known = {
-            known: fingerprint
-            for known, fingerprint in self._known.items()
-            if known >= number  # those of no place are larger than all of them
-        }
-
-    def _read(self, path: Path) -> None:
-        try:
-            with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
-                data = file.read()
-                whole = len(data) - len(data) % _RECORD_BYTES
-                file.truncate(whole)
-        except OSError as error:
-            raise StorageError(f"{path}: cannot be opened: {error.strerror}") from error
-        for start in range(0, whole, _RECORD_BYTES):
-            key, fingerprint = data[start : start + 8], data[start + 8 : start + _RECORD_BYTES]
-            self._known[int.from_bytes(key, "little")] = fingerprint
-
-    @staticmethod
-    def _append(path: Path, record: bytes) -> None:
-        # Not synced: a killed process loses nothing of it, and a peer cannot cut the power.
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-            try:
-                os.write(descriptor, record)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
+class _OtherVersionError(_UnreadableError):
+    """It was written by another version of this module."""
 
 
 @contextmanager
@@ -347,16 +326,35 @@ def _write_content(path: Path, content: bytes) -> None:
     write_bytes_atomically(path, hashlib.sha256(content).digest() + content, mode=0o600)
 
 
-def _parsed(path: Path, content: bytes) -> State | None:
+def _state_in(path: Path) -> State:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise _UnreadableError(f"cannot be read ({error.strerror})") from error
+    digest, content = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+    if hashlib.sha256(content).digest() != digest:
+        raise _UnreadableError("is damaged")
+    return _parsed(content)
+
+
+def _parsed(content: bytes) -> State:
     try:
         found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         version, state = found["version"], found["state"]
-    except (pickle.UnpicklingError, zipfile.BadZipFile, RuntimeError, LookupError, TypeError):
-        logger.warning("%s: is no state of a run, and left out", path)
-        return None
-    if version != _VERSION or not isinstance(state, dict):
-        logger.warning("%s: is of another version of splitveil, and left out", path)
-        return None
+    except (
+        pickle.UnpicklingError,
+        zipfile.BadZipFile,
+        RuntimeError,
+        LookupError,
+        TypeError,
+    ) as error:
+        raise _UnreadableError("is no state of a run") from error
+    if version != _VERSION:
+        raise _OtherVersionError("was saved by another version of splitveil")
+    if not isinstance(state, dict):
+        raise _UnreadableError("is no state of a run")
     return state
 
 

@@ -154,6 +154,15 @@ class Recording:
 class ActiveRecording(Recording):
     earlier: tuple[int, LeakBounds] | None = None
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._ahead: tuple[LeakBounds, ...] = ()
+
+    @property
+    def ahead(self) -> tuple[LeakBounds, ...]:
+        """What was told of answers ahead; not forgotten where the run goes back."""
+        return self._ahead
+
     def on_step(self, batch: Batch, result: StepResult) -> None:
         self.losses.append(float(result.loss.detach()))
         self.sent.append(result.defended.clone())
@@ -163,6 +172,9 @@ class ActiveRecording(Recording):
 
     def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
         self.ledger.append((epoch, bounds))
+
+    def on_answers_ahead(self, bounds: LeakBounds) -> None:
+        self._ahead += (bounds,)
 
     def on_audit(self, question: AuditQuestion, leak_auc: float, party: str) -> None:
         self.audits.append((question, leak_auc))

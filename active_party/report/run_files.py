@@ -246,14 +246,21 @@ def _read_passives(
 
 def _read_party(folder: Path) -> PartyFiles:
     settings = _mapping(yaml.safe_load(_text(folder / "settings.yaml") or "{}"))
-    try:
-        summary = _mapping(json.loads(_text(folder / "summary.json") or "{}"))
-    except ValueError as error:
-        raise SettingsError(f"{folder / 'summary.json'}: not valid JSON") from error
+    summary = _json(folder / "summary.json")
     metrics: dict[str, list[Line]] = {}
     for line in _lines(_text(folder / "metrics.jsonl")):
         metrics.setdefault(str(line.get("kind")), []).append(line)
+    ahead = _json(folder / "ledger_ahead.json")
+    if ahead:
+        metrics["ledger_ahead"] = [ahead]
     return PartyFiles(folder.name, settings, summary, metrics)
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    try:
+        return _mapping(json.loads(_text(path) or "{}"))
+    except ValueError as error:
+        raise SettingsError(f"{path}: not valid JSON") from error
 
 
 def _lines(text: str) -> Iterator[Line]:

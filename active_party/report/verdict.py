@@ -126,9 +126,14 @@ def guarantee_of(run: RunFiles) -> float:
 
 
 def ledger_of(run: RunFiles) -> Mapping[str, Any]:
-    """Return the ledger's last entry."""
-    lines = run.active.metrics.get("ledger", [])
-    return run.active.summary.get("ledger") or (lines[-1] if lines else {})
+    """Return the ledger's last entry, or what was told by a run that went back and was left."""
+    if run.active.summary.get("ledger"):
+        ledger: Mapping[str, Any] = run.active.summary["ledger"]
+        return ledger
+    entries = [
+        lines[-1] for kind in ("ledger", "ledger_ahead") if (lines := run.active.metrics.get(kind))
+    ]
+    return max(entries, key=lambda line: line.get("guarantee_max") or 0.0, default={})
 
 
 def at_most(auc: float) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from active_party.session import Offer, Stage
 from common import checkpoint
-from common.checkpoint import AnswerLog, RunStore
+from common.checkpoint import RunStore
 from common.errors import (
     DataError,
     InvalidMessage,
@@ -297,20 +297,6 @@ def test_a_state_that_is_not_plain_is_left_out(
     with caplog.at_level(logging.WARNING):
         assert store.places() == [3]
     assert "is no state of a run" in caplog.text
-
-
-def test_the_log_of_answers_outlives_its_process_and_half_a_record(tmp_path: Path) -> None:
-    log = AnswerLog(tmp_path / "answered.log")
-    log.record(4, b"f" * 16)
-    log.record(1 << 63, b"g" * 16)
-    with (tmp_path / "answered.log").open("ab") as file:
-        file.write(b"torn")
-    again = AnswerLog(tmp_path / "answered.log")
-    assert again.fingerprint(4) == b"f" * 16
-    assert again.fingerprint(1 << 63) == b"g" * 16
-    assert again.fingerprint(5) is None
-    again.record(5, b"h" * 16)
-    assert AnswerLog(tmp_path / "answered.log").fingerprint(5) == b"h" * 16
 
 
 def test_a_finished_run_can_still_be_gone_on_with_until_the_goodbye(

@@ -2,6 +2,9 @@
 
 runs/<run name>/<party>/                the newest run of that name
 runs/<run name>/<party>.previous-1/     the oldest one, -2 the next, ...
+
+What a party writes follows from its labels or its features: its folder is its owner's alone (0700),
+and so are the files in it (0600), whatever the umask.
 """
 
 import fcntl
@@ -12,11 +15,18 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from common.errors import SettingsError, StorageError
 
 _logger = logging.getLogger(__name__)
+
+OWNER_ONLY = 0o600
+"""Mode of a file that only its owner may read."""
+AS_USUAL = 0o666
+"""Mode of a file that is there to be passed on: the process's umask decides."""
+_OWNER_ONLY_FOLDER = 0o700
+_OTHERS = 0o077
 
 _RUNS_ALREADY = (
     "another process is running this party of this run; stop it, or give this one another "
@@ -50,15 +60,28 @@ def open_run_folder(
     folder = runs_dir / run_name / party
     try:
         _claim(folder, _RUNS_ALREADY)
-        if folder.is_dir() and any(folder.iterdir()) and not goes_on(folder):
-            _move_aside(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        if folder.is_dir():
+            _close_to_others(folder)
+            if any(folder.iterdir()) and not goes_on(folder):
+                _move_aside(folder)
+        folder.mkdir(_OWNER_ONLY_FOLDER, parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(f"{folder}: cannot be used for results: {error.strerror}") from error
     return folder
 
 
-def write_bytes_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
+def open_to_append(path: Path) -> TextIO:
+    """Open a text file in UTF-8 to add lines to, each written out at once; its owner's alone.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+    descriptor = os.open(path, flags, OWNER_ONLY)
+    return os.fdopen(descriptor, "a", buffering=1, encoding="utf-8")
+
+
+def write_bytes_atomically(path: Path, data: bytes, mode: int = OWNER_ONLY) -> None:
     """Replace a file as a whole: afterwards it holds the old content or the new, never a part.
 
     Args:
@@ -70,9 +93,11 @@ def write_bytes_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
         StorageError: it cannot be written; the old file stays.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Whoever can write to the folder could have put a link there, to a file that would be changed.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
+        temporary.unlink(missing_ok=True)  # left by a killed process that had this number
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
             with os.fdopen(os.open(temporary, flags, mode), "wb") as file:
                 file.write(data)
                 file.flush()
@@ -85,13 +110,18 @@ def write_bytes_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
         raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-def write_text_atomically(path: Path, text: str) -> None:
+def write_text_atomically(path: Path, text: str, mode: int = OWNER_ONLY) -> None:
     """Replace a text file as a whole, in UTF-8.
+
+    Args:
+        path: of the file.
+        text: its new content.
+        mode: as for ``write_bytes_atomically``.
 
     Raises:
         StorageError: it cannot be written; the old file stays.
     """
-    write_bytes_atomically(path, text.encode())
+    write_bytes_atomically(path, text.encode(), mode)
 
 
 def write_json_atomically(path: Path, value: object) -> None:
@@ -140,6 +170,17 @@ def _claim(folder: Path, complaint: str) -> int:
         os.close(descriptor)
         raise SettingsError(f"{folder}: {complaint}") from None
     return descriptor
+
+
+def _close_to_others(folder: Path) -> None:
+    """Take from everyone but its owner what an earlier version, or a person, gave them."""
+    if not folder.stat().st_mode & _OTHERS:
+        return
+    try:
+        folder.chmod(_OWNER_ONLY_FOLDER)
+    except OSError as error:
+        # Another user's folder, or a file system that knows no such thing: results may still go in.
+        _logger.warning("%s: others may read the results (%s)", folder, error.strerror)
 
 
 def _move_aside(folder: Path) -> None:

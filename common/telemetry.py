@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common.errors import StorageError
-from common.run_folder import finite_or_null
+from common.run_folder import OWNER_ONLY, finite_or_null, open_to_append
 
 _logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class MetricsLog:
         self._start = time.monotonic()
         try:
             # Line by line: a reader, or a crash, never sees a line later than it was written.
-            self._file = self._path.open("a", buffering=1, encoding="utf-8")
+            self._file = open_to_append(self._path)
             self._charts = _open_charts(folder)
         except OSError as error:
             raise self._storage_error(error) from error
@@ -180,7 +180,7 @@ class MetricsLog:
                 self._charts.close()
                 self._file.close()
                 os.truncate(self._path, min(state["bytes"], self._path.stat().st_size))
-                self._file = self._path.open("a", buffering=1, encoding="utf-8")
+                self._file = open_to_append(self._path)
                 self._charts = _open_charts(self._path.parent, purge_step=state["chart_step"])
             except OSError as error:
                 raise self._storage_error(error) from error
@@ -531,7 +531,10 @@ def _open_charts(folder: Path, purge_step: int | None = None) -> Any:
     # Importing it takes seconds, which no other command should pay.
     from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
 
-    return SummaryWriter(str(folder), flush_secs=1, purge_step=purge_step)
+    charts = SummaryWriter(str(folder), flush_secs=1, purge_step=purge_step)
+    for path in folder.glob("events.out.tfevents.*"):
+        path.chmod(OWNER_ONLY)  # the library knows no mode
+    return charts
 
 
 def _charted(numbers: Mapping[str, float]) -> Any:

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
 from common.errors import StorageError
+from common.run_folder import open_to_append
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class Transcript:
         self._closed = False
         try:
             self._number, self._link = _continue(self._path)
-            self._file = self._path.open("a", encoding="utf-8")
+            self._file = open_to_append(self._path)
             self._write({"event": "opened", "party": party}, _now())
         except OSError as error:
             raise self._storage_error(error) from error

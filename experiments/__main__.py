@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 from common.errors import SettingsError, SplitveilError
-from common.run_folder import claimed, write_text_atomically
+from common.run_folder import AS_USUAL, claimed, write_text_atomically
 from experiments.cells import Cell, Choice, plan, problems
 from experiments.collection import circumstances_of, collect, read_rows, write_rows
 from experiments.execution import Ending, is_finished, run_cells
@@ -144,7 +144,7 @@ def _collect(name: str, size: str, cells: Sequence[Cell], results: Path, command
 def _show(name: str, experiment: Experiment, results: Path, *, plots: bool) -> None:
     rows, circumstances = read_rows(results / "results.parquet")
     page = markdown(name, experiment, rows, circumstances)
-    write_text_atomically(results / "table.md", page)
+    write_text_atomically(results / "table.md", page, AS_USUAL)
     _say(page)
     try:
         drawn = draw(experiment.plots, rows, results / "plots") if plots else []
@@ -153,7 +153,7 @@ def _show(name: str, experiment: Experiment, results: Path, *, plots: bool) -> N
         drawn = []
     if drawn:
         links = "\n".join(f"![{plot.stem}](plots/{plot.name})" for plot in drawn)
-        write_text_atomically(results / "table.md", f"{page}\n{links}\n")
+        write_text_atomically(results / "table.md", f"{page}\n{links}\n", AS_USUAL)
     _say(f"{results / 'table.md'}")
 
 

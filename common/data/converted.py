@@ -133,7 +133,7 @@ def _convert(
         shutil.rmtree(left)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
-        temporary.mkdir()
+        temporary.mkdir(0o700)  # the file itself may be its owner's alone
         source = open_table_source(settings, base_dir)
         convert(settings, source, temporary, progress, split_column)
         sync(temporary)

@@ -4,8 +4,10 @@ import io
 import json
 import logging
 import math
+import os
 import re
 import resource
+import stat
 import subprocess
 import sys
 import threading
@@ -19,6 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
     EventAccumulator,
 )
 
+from common.checkpoint import save_tensors
 from common.errors import SettingsError, StorageError
 from common.run_folder import (
     open_run_folder,
@@ -32,6 +35,7 @@ from common.telemetry import (
     configure_logging,
     print_summary,
 )
+from common.transcript import Transcript
 
 _LEAK = {"cut": {"norm": {"q95": 0.91, "mean": 0.8, "last_epoch": 0.75, "random_q95": 0.54321}}}
 
@@ -284,6 +288,60 @@ def test_an_empty_folder_and_the_other_partys_are_left_where_they_are(tmp_path: 
     visible = [path.name for path in (tmp_path / "demo").iterdir() if path.name[0] != "."]
     assert sorted(visible) == ["active", "passive"]
     assert (tmp_path / "demo" / "passive" / "a").read_text() == "kept"
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.fixture
+def _open_umask() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("_open_umask")
+def test_results_are_closed_to_others_whatever_the_umask(tmp_path: Path) -> None:
+    folder = open_run_folder(tmp_path, "demo", "active")
+    write_text_atomically(folder / "report.html", "who is positive")
+    write_json_atomically(folder / "summary.json", {})
+    save_tensors(folder, "model.safetensors", {"w": torch.zeros(1)})
+    with MetricsLog(folder) as metrics, Transcript(folder, "active"):
+        state = metrics.state_dict()
+        metrics.load_state_dict(state)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert {path.name.split(".")[0] for path in files} == {
+        *("events", "metrics", "model", "report", "summary", "transcript")
+    }
+    assert mode_of(folder) == 0o700
+    assert {mode_of(path) for path in files} == {0o600}
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_an_open_folder_is_closed_before_a_run_uses_it_or_moves_it_aside(
+    tmp_path: Path, goes_on: bool
+) -> None:
+    earlier = tmp_path / "demo" / "active"
+    earlier.mkdir(parents=True)
+    earlier.chmod(0o755)
+    (earlier / "summary.json").write_text("{}")
+    folder = open_run_folder(tmp_path, "demo", "active", lambda _: goes_on)
+    assert mode_of(folder) == 0o700
+    assert (folder / "summary.json").exists() == goes_on
+    for aside in folder.parent.glob("active.previous-*"):
+        assert mode_of(aside) == 0o700
+
+
+def test_a_link_in_a_temporary_file_s_place_is_not_followed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("kept")
+    (tmp_path / f".report.html.{os.getpid()}.tmp").symlink_to(precious)
+    write_text_atomically(tmp_path / "report.html", "new")
+    assert precious.read_text() == "kept"
+    assert (tmp_path / "report.html").read_text() == "new"
+    assert not (tmp_path / "report.html").is_symlink()
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "/etc"])

@@ -84,6 +84,16 @@ def test_files_of_both_parties_lie_in_their_own_folders(compared: LocalRun) -> N
         assert list(folder.glob("checkpoint*"))
 
 
+def test_results_are_their_owner_s_alone(compared: LocalRun) -> None:
+    """Weights, histograms by class and digests of ids tell other users of labels and members."""
+    pages = [*compared.runs_dir.glob("*.html")]
+    folders = [compared.runs_dir / run / party for run in RUNS for party in ("active", "passive")]
+    written = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    assert pages
+    assert len(written) > 6 * len(folders)
+    assert not [path for path in (*pages, *folders, *written) if path.stat().st_mode & 0o077]
+
+
 def test_the_passive_party_s_files_say_nothing_of_the_other_s_loss(compared: LocalRun) -> None:
     folder = compared.runs_dir / RUNS[0] / "passive"
     text = (folder / "metrics.jsonl").read_text() + (folder / "summary.json").read_text()

@@ -22,6 +22,7 @@ from common.errors import Interrupted, PeerError, SettingsError, SplitveilError,
 from common.party_settings import PartySettings
 from common.run_folder import write_text_atomically
 from common.transcript import Broken, Verified, compare, verify
+from common.visible_text import visible
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +120,8 @@ def verify_transcript(parsed: argparse.Namespace) -> None:
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     console.print(f"{compared.agreed:,} messages were received as the other party sent them")
     for kind, count in compared.lost.items():
-        console.print(f"{kind}: {count:,} sent and not received, as when a connection breaks")
+        line = f"{kind}: {count:,} sent and not received, as when a connection breaks"
+        console.print(line, markup=False)
     if compared.unsent:
         raise SplitveilError(
             "\n".join(
@@ -137,7 +139,7 @@ def _verified(path: Path) -> Verified:
     if isinstance(found, Broken):
         raise SplitveilError(f"{path}: line {found.line}: {found.reason}")
     Console(file=sys.stdout, highlight=False, soft_wrap=True).print(
-        f"{path}: the chain of {found.entries:,} entries is whole; the last link is "
+        f"{visible(str(path))}: the chain of {found.entries:,} entries is whole; the last link is "
         f"{found.last_link}",
         markup=False,
     )
@@ -308,7 +310,7 @@ def report_check(settings: PartySettings, checks: Sequence[Callable[[], str]]) -
     failures: list[SplitveilError] = []
     for check in checks:
         try:
-            console.print(f"ok: {check()}", markup=False)
+            console.print(f"ok: {visible(check())}", markup=False)
         except SplitveilError as error:
             failures.append(error)
     if failures:

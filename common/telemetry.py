@@ -23,6 +23,7 @@ from rich.text import Text
 
 from common.errors import StorageError
 from common.run_folder import OWNER_ONLY, finite_or_null, open_to_append
+from common.visible_text import cell, visible, visible_lines
 
 _logger = logging.getLogger(__name__)
 
@@ -390,6 +391,16 @@ class _StderrHandler(logging.Handler):
             self.handleError(record)
 
 
+class _VisibleFormatter(logging.Formatter):
+    """Keeps what a file or the peer chose from steering the terminal or passing for log lines."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the library's name
+        return visible(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        return visible_lines(super().formatException(ei))
+
+
 def configure_logging(party: str, verbosity: int = 0) -> None:
     """Log short lines with the party's name to the standard error stream.
 
@@ -399,7 +410,7 @@ def configure_logging(party: str, verbosity: int = 0) -> None:
     """
     handler = _StderrHandler()
     form = f"%(asctime)s {party.replace('%', '%%')} %(levelname)s %(message)s"
-    handler.setFormatter(logging.Formatter(form, datefmt="%H:%M:%S"))
+    handler.setFormatter(_VisibleFormatter(form, datefmt="%H:%M:%S"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     level = logging.INFO if verbosity == 0 else logging.DEBUG if verbosity > 0 else logging.WARNING
     for package in _OWN_PACKAGES:
@@ -423,7 +434,9 @@ def leak_table(
         table.add_column(heading, justify="right")
     for layer, attacks in leak.items():
         for attack, values in attacks.items():
-            table.add_row(layer, attack, *(f"{values[column]:.3f}" for column in columns))
+            table.add_row(
+                cell(layer), cell(attack), *(f"{values[column]:.3f}" for column in columns)
+            )
     return table
 
 
@@ -446,10 +459,10 @@ def class_table(leak: Mapping[str, Mapping[str, Mapping[str, Any]]], title: str)
             worst = max(measured, key=lambda name: measured[name], default="-")
             one = f"{worst}: {measured.get(worst, math.nan):.3f}"
             table.add_row(
-                layer,
-                attack,
-                f"{pair} ({found['worst_pair_random']:.3f})",
-                f"{one} ({found['random'].get(worst, math.nan):.3f})",
+                cell(layer),
+                cell(attack),
+                cell(f"{pair} ({found['worst_pair_random']:.3f})"),
+                cell(f"{one} ({found['random'].get(worst, math.nan):.3f})"),
             )
     return table
 
@@ -494,7 +507,8 @@ def run_level_table(
     for layer, attacks in leak.items():
         for attack, found in attacks.items():
             interval = f"{found['low']:.3f} .. {found['high']:.3f}"
-            table.add_row(layer, attack, f"{found['auc']:.3f}", interval, f"{found['examples']:,}")
+            auc, examples = f"{found['auc']:.3f}", f"{found['examples']:,}"
+            table.add_row(cell(layer), cell(attack), auc, interval, examples)
     return table
 
 
@@ -512,7 +526,7 @@ def print_summary(
     table = Table(title=f"{party}: summary", title_justify="left", show_header=False)
     for name, value in summary.items():
         if name not in _TABLES_OF_THEIR_OWN:
-            table.add_row(name.replace("_", " "), _in_short(value))
+            table.add_row(cell(name.replace("_", " ")), cell(_in_short(value)))
     console.print(table)
     if summary.get("ledger"):
         console.print(ledger_table(summary["ledger"], f"{party}: leak ledger"))

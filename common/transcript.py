@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from common.errors import StorageError
 from common.run_folder import open_to_append
+from common.transcript_lines import Opening, Unreadable, read_lines
 
 logger = logging.getLogger(__name__)
 
@@ -200,20 +201,19 @@ def verify(path: Path) -> Verified | Broken:
     link, starts, number = _FIRST_LINK, 0, 0
     party: str | None = None
     crossings: dict[str | None, Counter[Noted]] = {}
-    for number, (line, entry) in enumerate(_lines(path), start=1):
-        if entry is None:
-            return Broken(number, "the line is no entry")
-        if entry.get("link") != link:
+    for number, (line, entry) in enumerate(read_lines(path), start=1):
+        if isinstance(entry, Unreadable):
+            return Broken(number, entry.reason)
+        if entry.link != link:
             return Broken(number, "the link does not fit the line before")
-        if entry.get("number") != number - 1:
-            return Broken(number, f"expected number {number - 1}, got {entry.get('number')}")
+        if entry.number != number - 1:
+            return Broken(number, f"expected number {number - 1}, got {entry.number}")
         link = hashlib.sha256(line).hexdigest()
-        if "event" in entry:
-            starts, party = starts + 1, entry.get("party")
+        if isinstance(entry, Opening):
+            starts, party = starts + 1, entry.party
         else:
-            fields = ("direction", "kind", "epoch", "step", "digest")
-            noted = tuple(entry.get(field) for field in fields)
-            crossings.setdefault(entry.get("party"), Counter())[noted] += 1  # type: ignore[index]
+            noted = (entry.direction, entry.kind, entry.epoch, entry.step, entry.digest)
+            crossings.setdefault(entry.party, Counter())[noted] += 1
     return Verified(number, starts, link, party, crossings)
 
 
@@ -260,17 +260,6 @@ def _continue(path: Path) -> tuple[int, str]:
     with path.open("r+b") as file:
         file.truncate(whole)
     return number, link
-
-
-def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    with path.open("rb") as file:
-        for raw in file:
-            line = raw.removesuffix(b"\n")
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                entry = None
-            yield line, entry if isinstance(entry, dict) else None
 
 
 def _now() -> str:

@@ -28,6 +28,7 @@ from common.contract import ACTIVE, DnsName, Name
 from common.credentials import SOON_DAYS, dns_names, subject_of
 from common.errors import SettingsError, SplitveilError, StorageError
 from common.telemetry import configure_logging
+from common.visible_text import visible, visible_lines
 
 logger = logging.getLogger("deploy.certs")
 
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.action(options)
     except SplitveilError as error:
-        sys.stderr.write(f"splitveil-certs: {error}\n")
+        sys.stderr.write(f"splitveil-certs: {visible_lines(str(error))}\n")
         return error.exit_code
     return 0
 
@@ -335,7 +336,7 @@ def _show(options: argparse.Namespace) -> None:
         f"days left   {_days_left(certificate)}",
         f"SHA-256     {certificate.fingerprint(hashes.SHA256()).hex()}",
     )
-    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.write("\n".join(map(visible, lines)) + "\n")
 
 
 def _days(text: str) -> int:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from common.contract import ACTIVE
 from common.settings import read_yaml
+from common.visible_text import cell
 
 Leak = Mapping[str, Mapping[str, Mapping[str, float | None]]]
 """Layer -> attack -> figure -> value, as in ``summary.json``."""
@@ -59,10 +60,10 @@ def comparison_table(title: str, results: Mapping[str, RunResults]) -> Table:
     )
     if any(r.active.get("leak_classes") for r in results.values()):
         caption += "; of the pair of classes told apart best"
-    table = Table(title=title, caption=caption)
+    table = Table(title=cell(title), caption=caption)
     table.add_column("", no_wrap=True)
     for name in results:
-        table.add_column(name, justify="right")
+        table.add_column(cell(name), justify="right")
     table.add_row("aligned rows", *(f"{r.active['aligned_rows']:,}" for r in results.values()))
     rows = [("test AUC", "test_auc", 4), ("steps/s", "steps_per_s", 1)]
     if any("test_accuracy" in r.active for r in results.values()):
@@ -72,12 +73,12 @@ def comparison_table(title: str, results: Mapping[str, RunResults]) -> Table:
     table.add_section()
     for layer, attack in _pairs(r.leak for r in results.values()):
         cells = [_leak_cell(r.leak.get(layer, {}).get(attack)) for r in results.values()]
-        table.add_row(f"{layer}: {attack} leak AUC", *cells)
+        table.add_row(cell(f"{layer}: {attack} leak AUC"), *cells)
     table.add_section()
     for layer, attack in _pairs(r.run_level for r in results.values()):
         found = (r.run_level.get(layer, {}).get(attack, {}) for r in results.values())
         cells = [_number(figures.get("auc"), 3) for figures in found]
-        table.add_row(f"{layer}: {attack}", *cells)
+        table.add_row(cell(f"{layer}: {attack}"), *cells)
     ledgers = [r.active.get("ledger") or {} for r in results.values()]
     table.add_row("ledger: estimate", *(_number(one.get("estimate_max"), 3) for one in ledgers))
     table.add_row("ledger: guarantee", *(_at_most(one.get("guarantee_max")) for one in ledgers))

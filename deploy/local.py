@@ -29,6 +29,7 @@ from rich.console import Console
 from common.contract import ACTIVE
 from common.errors import LeakGateClosed, SettingsError
 from common.settings import apply_overrides, read_yaml
+from common.visible_text import cell, visible_lines
 from deploy.comparison import comparison_table, read_results
 from deploy.party_processes import run_parties
 from deploy.trial_certificates import trial_overrides
@@ -107,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(options.example_dir, options.defense, options.overrides, options.runs)
     except SettingsError as error:
-        sys.stderr.write(f"splitveil-local: {error}\n")
+        sys.stderr.write(f"splitveil-local: {visible_lines(str(error))}\n")
         return error.exit_code
 
 
@@ -154,7 +155,7 @@ def _run(example_dir: Path, defenses: list[str], overrides: list[str], runs_dir:
     results = {}
     plan = _plan(name, base, [parse_defense(text) for text in defenses])
     for title, run in plan.items():
-        Console().rule(run.name)
+        Console().rule(cell(run.name))
         with held_port() as port:
             code = run_parties(_commands(example_dir, run.overrides, runs_dir, port))
         if code in WITH_SUMMARY:

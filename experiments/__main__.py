@@ -20,6 +20,7 @@ from rich.console import Console
 
 from common.errors import SettingsError, SplitveilError
 from common.run_folder import AS_USUAL, claimed, write_text_atomically
+from common.visible_text import visible_lines
 from experiments.cells import Cell, Choice, plan, problems
 from experiments.collection import circumstances_of, collect, read_rows, write_rows
 from experiments.execution import Ending, is_finished, run_cells
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return actions[options.command](options)
     except SplitveilError as error:
-        sys.stderr.write(f"experiments: {error}\n")
+        sys.stderr.write(f"experiments: {visible_lines(str(error))}\n")
         return error.exit_code
 
 
@@ -190,7 +191,7 @@ def _say_ending(ending: Ending, progress: str) -> None:
 
 
 def _say(text: str) -> None:
-    Console(highlight=False, soft_wrap=True).print(text, markup=False)
+    Console(highlight=False, soft_wrap=True).print(visible_lines(text), markup=False)
 
 
 def _parser() -> argparse.ArgumentParser:

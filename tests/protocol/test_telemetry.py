@@ -252,6 +252,45 @@ def test_the_final_tables_show_the_numbers_and_the_leak() -> None:
     assert "leak" not in bare.getvalue()
 
 
+@pytest.mark.usefixtures("_own_logging")
+def test_words_of_others_steer_no_terminal_and_begin_no_log_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    configure_logging("active")
+    own = logging.getLogger("active_party")
+    own.warning("refused %s", "\x1b[2J\r\n12:00:00 active INFO all is well\u202e\ud800")
+    try:
+        raise ValueError("\x1b]0;title\x07")
+    except ValueError:
+        own.exception("failed")
+    shown = capsys.readouterr().err
+    first, second, *traceback = shown.splitlines()
+    assert first.endswith("refused \\x1b[2J\\r\\n12:00:00 active INFO all is well\\u202e\\ud800")
+    assert second.endswith("failed")
+    assert traceback[-1] == "ValueError: \\x1b]0;title\\x07"
+    assert shown.replace("\n", "").isprintable()
+
+
+def test_names_in_tables_are_no_markup() -> None:
+    figures = {"q95": 0.9, "mean": 0.8, "last_epoch": 0.7, "random_q95": 0.5}
+    of_classes = {"worst_pair": ("[b]", "[/c]"), "worst_pair_auc": 0.9, "worst_pair_random": 0.5}
+    of_classes |= {"classes": {"[/c]": 0.8}, "random": {"[/c]": 0.5}}
+    of_run = {"auc": 0.9, "low": 0.8, "high": 1.0, "examples": 7}
+    summary = {
+        "stopped [/red]": "[/bold]\x1b[2J",
+        "leak": {"[/cut]": {"[/norm]": figures}},
+        "leak_classes": {"[/cut]": {"[/norm]": of_classes}},
+        "leak_run_level": {"[/cut]": {"[/norm]": of_run}},
+    }
+    console = Console(file=io.StringIO(), width=200)
+    print_summary("active party", summary, console=console)
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert shown.count("[/cut]") == shown.count("[/norm]") == 3
+    assert "[/bold]\\x1b[2J" in shown
+    assert "[b] and [/c]: 0.900" in shown
+
+
 def open_in_a_process_of_its_own(runs_dir: Path, party: str) -> str:
     """Open a run's folder as a command does, which holds it until it ends; returns its log."""
     code = (

@@ -1,7 +1,10 @@
 """What crossed, written down by both parties: whole, matching, and broken by any change."""
 
+import hashlib
 import json
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from common.transcript import (
     compare,
     verify,
 )
+from common.transcript_lines import KINDS
 from passive_party.grpc_peer import GrpcPeer
 from tests.runs import Parties, build_parties, run_in_process, write_example
 
@@ -172,3 +176,112 @@ def test_the_command_checks_one_transcript_or_two(
     passive.write_text("\n".join(dropped(lines)) + "\n")
     assert exit_code(str(active), "--against", str(passive)) == 1
     assert "line 5: the link does not fit the line before" in capsys.readouterr().err
+
+
+# ---- a file that somebody else has written ----
+
+Line = dict[str, object]
+
+
+def chained(*lines: Line | str) -> bytes:
+    """Return a transcript with whole links, of entries or of raw text."""
+    text, link = "", 64 * "0"
+    for number, entry in enumerate(lines):
+        if isinstance(entry, dict):
+            line = json.dumps({"number": number, "time": "now"} | entry | {"link": link})
+        else:
+            line = entry.replace("NUMBER", str(number)).replace("LINK", link)
+        text += line + "\n"
+        link = hashlib.sha256(line.encode("utf-8", "surrogatepass")).hexdigest()
+    return text.encode("utf-8", "surrogatepass")
+
+
+def crossed(**changed: object) -> Line:
+    plain = {"direction": "received", "kind": "Train reply", "epoch": 0, "step": 0, "bytes": 8}
+    return plain | {"digest": 64 * "a"} | changed
+
+
+OPENED: Line = {"event": "opened", "party": "active"}
+FORGED = "\x1b]0;title\x07\x1b[2J\nthe chain is whole"
+HOSTILE: dict[str, Line | str] = {
+    "an escape sequence as kind": crossed(kind=FORGED),
+    "markup as kind": crossed(kind="[/bold]"),
+    "a kind of 60,000 characters": crossed(kind="x" * 60_000),
+    "a list as kind": crossed(kind=["Train reply"]),
+    "a lone surrogate as kind": crossed(kind="\ud800"),
+    "a raw surrogate": '{"number":NUMBER,"kind":"\udcff","link":"LINK"}',
+    "NUL as kind": crossed(kind="Train reply\0"),
+    "a list as epoch": crossed(epoch=[]),
+    "an object as step": crossed(step={"a": 1}),
+    "true as step": crossed(step=True),
+    "a fraction as step": crossed(step=1.5),
+    "a huge step": crossed(step=10**40),
+    "an integer of 6,000 digits": f'{{"number":NUMBER,"step":{"9" * 6_000},"link":"LINK"}}',
+    "a huge number of the line": f'{{"number":{"9" * 4_000},"link":"LINK"}}',
+    "a text as number of the line": '{"number":"\x1b[2J","link":"LINK"}',
+    "an object as digest": crossed(digest={}),
+    "an object as party": crossed(party={}),
+    "a long party": crossed(party="x" * 65),
+    "an object as the opening party": OPENED | {"party": {"a": []}},
+    "another event": {"event": FORGED},
+    "another direction": crossed(direction=FORGED),
+    "deep nesting": f'{{"number":NUMBER,"x":{"[" * 30_000}{"]" * 30_000},"link":"LINK"}}',
+    "a list": "[]",
+    "a long line": " " * 100_000,
+    "NUL alone": "\0",
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_another_s_transcript_gets_one_line_and_steers_no_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    own, theirs = tmp_path / "own.jsonl", tmp_path / "theirs.jsonl"
+    own.write_bytes(chained(OPENED))
+    # Where the bad line comes first, nothing but itself can be wrong with it.
+    theirs.write_bytes(chained(HOSTILE[what]))
+    with pytest.raises(SystemExit) as ended:
+        active_main(["verify-transcript", str(own), "--against", str(theirs)])
+    shown = capsys.readouterr()
+    assert ended.value.code == 1, shown.err
+    (line,) = shown.err.splitlines()
+    assert "theirs.jsonl: line 1: " in line
+    assert len(line) < len(str(theirs)) + 200
+    (line,) = shown.out.splitlines()
+    assert "own.jsonl: the chain of 1 entries is whole" in line
+    assert (shown.out + shown.err).replace("\n", "").isprintable()
+
+
+def test_every_message_that_is_noted_is_of_a_known_kind(example: Path, tmp_path: Path) -> None:
+    _, active, _ = run_noted(example, tmp_path)
+    kinds = {str(entry["kind"]) for entry in entries(active) if "kind" in entry}
+    assert {"Train request", "Train reply", "Align reply"} <= kinds <= KINDS
+
+
+def test_a_passive_party_may_be_called_event(tmp_path: Path) -> None:
+    with Transcript(tmp_path, "active") as transcript:
+        transcript.note(Crossing("sent", "Train reply", b"gradient", 0, 0, "event"))
+    assert verified(tmp_path / FILE).crossings.keys() == {"event"}
+
+
+def test_a_line_without_end_is_read_in_bounded_memory(tmp_path: Path) -> None:
+    """A sparse file of 8 GiB, which could not be read whole below the limit on memory."""
+    path = tmp_path / FILE
+    with path.open("wb") as file:
+        file.truncate(2**33)
+    code = (
+        "import resource, sys; from active_party.__main__ import main; "
+        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize(); "
+        "resource.setrlimit(resource.RLIMIT_AS, (used + 2**30,) * 2); "
+        "main(['verify-transcript', sys.argv[1]])"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(path)],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert ended.returncode == 1, ended.stderr
+    assert "line 1: the line is no entry: expected at most 65,536 bytes\n" in ended.stderr
+    assert "Traceback" not in ended.stderr

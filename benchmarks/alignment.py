@@ -37,6 +37,7 @@ from common.alignment import (
     canonical_ids,
     ristretto,
 )
+from common.wire.http_proxy import without_proxy
 from protos.split_learning_pb2 import AlignFrame
 
 _METHOD = "/splitveil.v1.SplitLearning/Align"
@@ -121,7 +122,7 @@ def _run_passive(
 ) -> None:
     def exchange(run: Callable[[StreamChannel], Alignment]) -> Alignment:
         address = f"127.0.0.1:{ports.get()}"
-        with grpc.insecure_channel(address) as connection:
+        with grpc.insecure_channel(address, without_proxy()) as connection:
             call = connection.stream_stream(
                 _METHOD, AlignFrame.SerializeToString, AlignFrame.FromString
             )

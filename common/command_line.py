@@ -38,6 +38,7 @@ MAY_CHANGE = frozenset(
         "first_contact_s",
         "leak_gate",
         "listen",
+        "proxy",
         "reconnect",
         "run_budget",
         "runs_dir",

@@ -59,6 +59,7 @@ def _run(parsed: argparse.Namespace) -> None:
     settings = _load(parsed)
     credentials = settings.credential_files(settings.party)
     security = check_security(credentials, settings.connect, "connect")
+    settings.http_proxy()  # it, too, is found out before the run's folder is opened
     logger.log(logging.WARNING if credentials is None else logging.INFO, "security: %s", security)
     settings.earlier_model()  # before the run's folder is opened, which moves earlier results aside
     device = prepare(settings)
@@ -105,6 +106,7 @@ def _run(parsed: argparse.Namespace) -> None:
                 credentials,
                 transcript,
                 settings.party,
+                settings.http_proxy(),
             ) as peer:
                 run.run(peer)
         finally:
@@ -172,12 +174,13 @@ def _peer_state(settings: PassiveSettings) -> str:
         settings.reconnect,
         credentials=credentials,
         party=settings.party,
+        proxy=settings.http_proxy(),
     ) as peer:
         try:
             ready = peer.is_ready()
         except PeerUnreachable:
-            return f"no active party answers at {settings.connect} now; a run would wait for it"
-    return f"the active party at {settings.connect} is {'ready' if ready else 'not ready'}"
+            return f"no active party answers at {peer.where} now; a run would wait for it"
+    return f"the active party at {peer.where} is {'ready' if ready else 'not ready'}"
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from common.party_settings import ReconnectSettings
 from common.transcript import Transcript
 from common.wire.audit_codec import AuditQuestion, encode_question
 from common.wire.endpoint import HANDSHAKE_TIMEOUT_S, SERVICE, method_path, open_channel
+from common.wire.http_proxy import HttpProxy
 from common.wire.limits import (
     ALIGN_FRAME_BYTES,
     DIGEST_BYTES,
@@ -73,6 +74,7 @@ class GrpcPeer:
         credentials: this party's; without them plain text is spoken, on loopback only.
         transcript: notes what crosses, if there is one.
         party: this party's name, which every call carries where there are several.
+        proxy: what to connect through, with credentials only.
     """
 
     def __init__(
@@ -84,8 +86,12 @@ class GrpcPeer:
         credentials: CredentialFiles | None = None,
         transcript: Transcript | None = None,
         party: str | None = None,
+        proxy: HttpProxy | None = None,
     ) -> None:
+        self.where = address if proxy is None else f"{address} through the proxy {proxy}"
+        """The active party's address, in words."""
         self._address = address
+        self._proxy = proxy
         self._contract = contract
         several = len(contract.passive_parties) > 1
         self._metadata = ((PARTY_KEY, party),) if several and party is not None else None
@@ -304,13 +310,13 @@ class GrpcPeer:
                     logger.warning(
                         "%s at %s; trying for up to %g s",
                         error,
-                        self._address,
+                        self.where,
                         self._reconnect.max_s,
                     )
                 left_s = lost_at + self._reconnect.max_s - now
                 if left_s <= 0:
                     raise PeerUnreachable(
-                        f"{self._address} has not answered for {self._reconnect.max_s:g} s "
+                        f"{self.where} has not answered for {self._reconnect.max_s:g} s "
                         f"(reconnect.max_s)"
                     ) from error
             else:
@@ -338,7 +344,7 @@ class GrpcPeer:
         return True
 
     def _open_channel(self) -> grpc.Channel:
-        channel = open_channel(self._address, self._contract, self._shown)
+        channel = open_channel(self._address, self._contract, self._shown, self._proxy)
         if self._transcript is None:
             return channel
         return grpc.intercept_channel(channel, NotingClient(self._transcript))

@@ -1,13 +1,16 @@
 """The passive party's settings."""
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from common.data.settings import DataSettings
 from common.models.settings import ModelSettings
-from common.party_settings import Address, PartySettings
+from common.party_settings import Address, Insecure, PartySettings
 from common.privacy.attacks import ATTACKS, CUT
 from common.privacy.label_free import LABEL_FREE
 from common.privacy.settings import AuditSettings
+from common.wire.http_proxy import HttpProxy, proxy_of_environment
 
 
 class AdversarySettings(AuditSettings):
@@ -57,6 +60,11 @@ class PassiveSettings(PartySettings):
     connect: Address = "127.0.0.1:50051"
     """Host and port of the active party."""
 
+    proxy: Literal["environment"] | None = None
+    """``environment``: connect through the HTTP proxy that ``grpc_proxy``, ``https_proxy`` or
+    ``http_proxy`` names, but for the hosts in ``no_grpc_proxy`` or ``no_proxy``. With mTLS only. By
+    default those variables are not looked at."""
+
     bottom_model: ModelSettings
     """The half of the network below the cut layer."""
 
@@ -67,6 +75,14 @@ class PassiveSettings(PartySettings):
         """Return the name of this party's folder among a run's results."""
         return self.party if len(self.contract.passive_parties) > 1 else "passive"
 
+    def http_proxy(self) -> HttpProxy | None:
+        """Return the proxy to connect through, None for a direct connection.
+
+        Raises:
+            SettingsError: what the environment names is no proxy of this kind.
+        """
+        return None if self.proxy is None else proxy_of_environment(self.connect)
+
     @property
     def audits(self) -> bool:
         """Whether the active party is to measure scores."""
@@ -76,6 +92,12 @@ class PassiveSettings(PartySettings):
     def _audits_only_where_allowed(self) -> "PassiveSettings":
         if self.audits and not self.contract.audits_allowed:
             raise ValueError("adversary.audit needs contract.audits_allowed")
+        return self
+
+    @model_validator(mode="after")
+    def _shows_plain_text_to_no_proxy(self) -> "PassiveSettings":
+        if self.proxy is not None and isinstance(self.security, Insecure):
+            raise ValueError("proxy: needs security.mode mtls; plain text goes through no proxy")
         return self
 
     @model_validator(mode="after")

@@ -9,6 +9,7 @@ import grpc
 from common.contract import ACTIVE, Contract
 from common.credentials import CredentialFiles, Credentials, describe
 from common.errors import SettingsError
+from common.wire.http_proxy import ChannelOptions, HttpProxy, without_proxy
 from common.wire.tls import channel_credentials, server_credentials
 
 SERVICE = "splitveil.v1.SplitLearning"
@@ -21,19 +22,26 @@ def method_path(method: str) -> str:
     return f"/{SERVICE}/{method}"
 
 
-def open_channel(address: str, contract: Contract, credentials: Credentials | None) -> grpc.Channel:
+def open_channel(
+    address: str,
+    contract: Contract,
+    credentials: Credentials | None,
+    proxy: HttpProxy | None = None,
+) -> grpc.Channel:
     """Return a channel to the active party; it connects with the first call.
 
     Args:
         address: host and port.
         contract: gives the limits, and the name that the active party's certificate must carry.
         credentials: this party's; None for plain text, which never leaves the machine.
+        proxy: to go through, with credentials only.
 
     Raises:
-        SettingsError: no credentials, and the address is beyond loopback.
+        SettingsError: no credentials, and the address is beyond loopback or there is a proxy.
     """
-    options: list[tuple[str, int | str]] = [*channel_options(contract)]
+    options = channel_options(contract) + (without_proxy() if proxy is None else proxy.through())
     if credentials is None:
+        refuse_plain_text_through(proxy)
         refuse_plain_text_beyond_loopback(address, "connect")
         return grpc.insecure_channel(address, options)
     # TLS then compares the certificate with this name, and not with the host of the address.
@@ -80,6 +88,19 @@ def check_security(files: CredentialFiles | None, address: str, setting: str) ->
     return "insecure: what travels is not encrypted"
 
 
+def refuse_plain_text_through(proxy: HttpProxy | None) -> None:
+    """Refuse to show a proxy what the parties say.
+
+    Raises:
+        SettingsError: there is a proxy.
+    """
+    if proxy is not None:
+        raise SettingsError(
+            f"proxy: security.mode is insecure, and {proxy} would read what travels; use "
+            f"security.mode mtls, or no proxy"
+        )
+
+
 def refuse_plain_text_beyond_loopback(address: str, setting: str) -> None:
     """Refuse an address that another machine could reach, or be reached at.
 
@@ -99,7 +120,7 @@ def refuse_plain_text_beyond_loopback(address: str, setting: str) -> None:
             )
 
 
-def channel_options(contract: Contract) -> list[tuple[str, int]]:
+def channel_options(contract: Contract) -> ChannelOptions:
     """Return the options of a channel or server: explicit limits, keepalive, no surprises.
 
     HTTP/2 windows, frame sizes and the bandwidth probe stay at gRPC's defaults: those measured

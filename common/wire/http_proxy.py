@@ -1,0 +1,95 @@
+"""The HTTP proxy that a passive party may reach the active one through, if its settings allow it.
+
+gRPC by itself obeys the environment's proxy variables on every channel: plain text to this very
+machine would leave for the proxy. ``without_proxy`` switches that off, all of it; ``through`` names
+the one proxy that this party has chosen.
+"""
+
+import ipaddress
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from urllib.parse import SplitResult, urlsplit
+
+from common.errors import SettingsError
+
+ChannelOptions = list[tuple[str, int | str]]
+
+VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
+"""What names a proxy, the first that is set; an empty one names none. As gRPC reads them."""
+
+EXCEPTIONS = ("no_grpc_proxy", "no_proxy")
+"""What lists the hosts that are reached without it, the first that is set."""
+
+# The environment has a second way to put a proxy before addresses, which the main switch leaves on.
+_NO_ADDRESSES: ChannelOptions = [("grpc.address_http_proxy_enabled_addresses", "")]
+
+
+@dataclass(frozen=True)
+class HttpProxy:
+    """A proxy that makes a connection when asked to with ``CONNECT``."""
+
+    host: str
+    port: int
+
+    credentials: str = field(default="", repr=False)
+    """``user:password``, percent-encoded as they came, or nothing; in no message."""
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def through(self) -> ChannelOptions:
+        """Return the options of a channel that goes through this proxy."""
+        url = f"http://{self.credentials}@{self}" if self.credentials else f"http://{self}"
+        return [("grpc.enable_http_proxy", 1), ("grpc.http_proxy", url), *_NO_ADDRESSES]
+
+
+def without_proxy() -> ChannelOptions:
+    """Return the options of a channel that goes through no proxy, whatever the environment says."""
+    return [("grpc.enable_http_proxy", 0), *_NO_ADDRESSES]
+
+
+def proxy_of_environment(address: str) -> HttpProxy | None:
+    """Return the proxy that the environment names for an address, if it names one.
+
+    Args:
+        address: host and port of the active party.
+
+    Raises:
+        SettingsError: what it names is no proxy of this kind.
+    """
+    variable = next((name for name in VARIABLES if name in os.environ), None)
+    if variable is None or not os.environ[variable] or _is_excepted(address.rpartition(":")[0]):
+        return None
+    try:
+        url = urlsplit(os.environ[variable])
+        return _proxy_of(url, url.port)
+    except ValueError:
+        # The value is not repeated: it may hold a password.
+        raise SettingsError(
+            f"proxy: expected http://HOST:PORT in the environment's {variable}"
+        ) from None
+
+
+def _proxy_of(url: SplitResult, port: int | None) -> HttpProxy:
+    if url.scheme != "http" or not url.hostname or not port:
+        raise ValueError
+    return HttpProxy(url.hostname, port, url.netloc.rpartition("@")[0])
+
+
+def _is_excepted(host: str) -> bool:
+    """Decide as gRPC does, which asks for itself: by the end of the name, or by a network."""
+    name = host.strip("[]").lower()
+    return any(name.endswith(end) or _is_within(name, end) for end in _exceptions())
+
+
+def _exceptions() -> Iterator[str]:
+    listed = next((os.environ[name] for name in EXCEPTIONS if name in os.environ), "")
+    return (entry.strip().lower() for entry in listed.split(",") if entry.strip())
+
+
+def _is_within(host: str, network: str) -> bool:
+    try:
+        return ipaddress.ip_address(host) in ipaddress.ip_network(network, strict=False)
+    except ValueError:
+        return False

@@ -1,0 +1,201 @@
+"""Proxies that the environment names: looked at only where the settings say so, and with mTLS."""
+
+import logging
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from active_party.service import ActiveService, start_server
+from active_party.session import Stage
+from common.credentials import CredentialFiles
+from common.errors import PeerUnreachable, SettingsError
+from common.party_settings import load_party_settings
+from common.wire.endpoint import open_channel
+from common.wire.http_proxy import HttpProxy, proxy_of_environment
+from passive_party.grpc_peer import GrpcPeer
+from passive_party.settings import PassiveSettings
+from tests.certificates import files, make, use
+from tests.runs import Parties, build_parties, write_example
+from tests.wire.connect_proxy import ConnectProxy
+
+HASTY = ["reconnect={max_s: 1, first_wait_s: 0.3, longest_wait_s: 0.3}"]
+UNREPEATED = "hunter2"
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("example")
+    write_example(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trusted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("trusted"))
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@contextmanager
+def serving(
+    parties: Parties, port: int, credentials: CredentialFiles | None = None
+) -> Iterator[None]:
+    service = ActiveService(parties.session, parties.engine, deadline_s=20)
+    contract = parties.active_settings.contract
+    server = start_server(service, contract, f"127.0.0.1:{port}", credentials)
+    try:
+        yield
+    finally:
+        server.stop(0).wait()
+
+
+def name_proxy(patch: pytest.MonkeyPatch, variable: str, port: int) -> None:
+    """Set a variable as an administrator would; the address form lists networks beside it."""
+    if variable == "GRPC_ADDRESS_HTTP_PROXY":
+        patch.setenv(variable, f"127.0.0.1:{port}")
+        patch.setenv(f"{variable}_ENABLED_ADDRESSES", "127.0.0.0/8")
+    else:
+        patch.setenv(variable, f"http://somebody:{UNREPEATED}@127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize(
+    "variable", ["grpc_proxy", "https_proxy", "http_proxy", "GRPC_ADDRESS_HTTP_PROXY"]
+)
+@pytest.mark.parametrize("protected", [False, True])
+def test_what_the_environment_names_is_not_asked(
+    example: Path,
+    trusted: Path,
+    port: int,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    protected: bool,
+) -> None:
+    parties = build_parties(example)
+    shown = {p: files(trusted, p) if protected else None for p in ("active", "passive")}
+    contract, reconnect = parties.run.contract, parties.passive_settings.reconnect
+    with ConnectProxy() as proxy, serving(parties, port, shown["active"]):
+        name_proxy(monkeypatch, variable, proxy.port)
+        with GrpcPeer(
+            f"127.0.0.1:{port}", contract, reconnect, credentials=shown["passive"]
+        ) as peer:
+            assert peer.is_ready()
+        assert proxy.heads == []
+
+
+def through(parties: Parties, trusted: Path, port: int, proxy: HttpProxy | None = None) -> GrpcPeer:
+    address = f"127.0.0.1:{port}"
+    return GrpcPeer(
+        address,
+        parties.run.contract,
+        parties.passive_settings.reconnect,
+        credentials=files(trusted, "passive"),
+        proxy=proxy or proxy_of_environment(address),
+    )
+
+
+def test_a_whole_run_goes_through_the_proxy_that_is_asked_for(
+    example: Path, trusted: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parties = build_parties(example)
+    with ConnectProxy() as proxy, serving(parties, port, files(trusted, "active")):
+        name_proxy(monkeypatch, "https_proxy", proxy.port)
+        with through(parties, trusted, port) as peer:
+            parties.run.run(peer)
+    assert parties.session.stage is Stage.FINISHED
+    assert proxy.heads
+    for head in proxy.heads:
+        assert head.startswith(b"CONNECT 127.0.0.1:%d HTTP/1." % port)
+        # Of "somebody:hunter2", by RFC 7617.
+        assert b"Basic c29tZWJvZHk6aHVudGVyMg==" in head
+
+
+@pytest.mark.parametrize("reply", [None, b"HTTP/1.1 407 Proxy Authentication Required\r\n\r\n"])
+def test_a_proxy_that_is_dead_or_refuses_is_named_without_its_password(
+    example: Path,
+    trusted: Path,
+    port: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    reply: bytes | None,
+) -> None:
+    parties = build_parties(example, [], HASTY)
+    with ConnectProxy(reply) as proxy:
+        where = f"127.0.0.1:{port} through the proxy 127.0.0.1:{proxy.port}"
+        if reply is None:
+            proxy.__exit__()
+        name_proxy(monkeypatch, "https_proxy", proxy.port)
+        with (
+            through(parties, trusted, port) as peer,
+            pytest.raises(PeerUnreachable, match=where) as caught,
+        ):
+            parties.run.run(peer)
+    assert where in caplog.text
+    assert UNREPEATED not in caplog.text + repr(caught.value) + repr(peer._proxy)
+
+
+def test_plain_text_goes_through_no_proxy(example: Path) -> None:
+    contract = build_parties(example).run.contract
+    with pytest.raises(SettingsError, match=r"proxy: .*127\.0\.0\.1:9 would read what travels"):
+        open_channel("127.0.0.1:1", contract, None, HttpProxy("127.0.0.1", 9))
+
+
+def test_the_setting_is_refused_with_plain_text_and_taken_with_mtls(
+    example: Path, trusted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SettingsError, match="plain text goes through no proxy") as caught:
+        load_party_settings(PassiveSettings, example / "passive.yaml", ["proxy=environment"])
+    assert caught.value.exit_code == 2
+    write_example(tmp_path)
+    use(trusted, tmp_path)
+    name_proxy(monkeypatch, "grpc_proxy", 3128)
+    plain = load_party_settings(PassiveSettings, tmp_path / "passive.yaml")
+    asked = load_party_settings(PassiveSettings, tmp_path / "passive.yaml", ["proxy=environment"])
+    assert plain.http_proxy() is None
+    assert str(asked.http_proxy()) == "127.0.0.1:3128"
+
+
+@pytest.mark.parametrize(
+    "value", ["nonsense", "https://host:1", "http://:1", "http://host", "http://host:99999"]
+)
+def test_a_value_that_names_no_proxy_is_refused_and_not_repeated(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("https_proxy", value)
+    with pytest.raises(SettingsError) as caught:
+        proxy_of_environment("somewhere.example:1")
+    assert str(caught.value) == "proxy: expected http://HOST:PORT in the environment's https_proxy"
+
+
+@pytest.mark.parametrize(
+    ("address", "is_excepted"),
+    [
+        ("active.hospital.org:1", True),
+        ("ACTIVE.Hospital.org:1", True),
+        ("active.bank.example:1", False),
+        ("10.1.2.3:1", True),
+        ("11.1.2.3:1", False),
+        ("[fd00::1]:1", True),
+    ],
+)
+def test_hosts_that_are_excepted_are_reached_without_the_proxy(
+    monkeypatch: pytest.MonkeyPatch, address: str, is_excepted: bool
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
+    monkeypatch.setenv("no_proxy", "nothing, .hospital.org,10.0.0.0/8,fd00::/16")
+    assert (proxy_of_environment(address) is None) == is_excepted
+
+
+def test_an_empty_variable_names_no_proxy_and_hides_the_next(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("grpc_proxy", "")
+    monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
+    assert proxy_of_environment("somewhere.example:1") is None
+    assert not [r for r in caplog.records if r.levelno >= logging.ERROR]

@@ -130,13 +130,26 @@ def printable(text: str) -> str:
     return text.encode("unicode_escape").decode("ascii")[:200] or "(empty)"
 
 
+def in_lower_case(dns_name: str) -> str:
+    """Return a name of a certificate as it is compared: only ASCII letters have another case.
+
+    Unicode has letters beyond ASCII whose lower case is an ASCII letter.
+    """
+    return dns_name.lower() if dns_name.isascii() else dns_name
+
+
 def dns_names(certificate: x509.Certificate) -> tuple[str, ...]:
-    """Return the DNS names of a certificate's subject alternative name, in lower case."""
+    """Return the DNS names of a certificate's subject alternative name, in lower case.
+
+    Raises:
+        ValueError: the certificate's extensions cannot be read.
+    """
     try:
         extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     except x509.ExtensionNotFound:
         return ()
-    return tuple(name.lower() for name in extension.value.get_values_for_type(x509.DNSName))
+    found = extension.value.get_values_for_type(x509.DNSName)
+    return tuple(in_lower_case(name) for name in found)
 
 
 def _version(path: Path) -> _Version | None:

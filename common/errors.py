@@ -7,7 +7,8 @@
     |- AlignmentError              3   the intersection of the two parties' ids
     |- PeerError                   4   the other party
     |  |- PeerUnreachable              it is silent or gone
-    |  |  `- OthersAwaited             it waits for another passive party
+    |  |  |- OthersAwaited             it waits for another passive party
+    |  |  `- PeerRenewed               it shows another certificate than before
     |  |- PeerUntrusted                one of the two does not believe who the other is
     |  |- PeerLeft                     it said that it stops
     |  |- PeerRestarted                it was restarted, and the run has to be opened again
@@ -79,6 +80,10 @@ class PeerUnreachable(PeerError):
 
 class OthersAwaited(PeerUnreachable):
     """What one passive party asks for needs another one, which is not there yet."""
+
+
+class PeerRenewed(PeerUnreachable):
+    """The other party shows another certificate than the one that was judged; worth a new look."""
 
 
 class PeerUntrusted(PeerError):

@@ -22,6 +22,7 @@ from common.errors import (
     Interrupted,
     InvalidMessage,
     OthersAwaited,
+    PeerRenewed,
     PeerUnreachable,
     PeerUntrusted,
     ProtocolError,
@@ -101,7 +102,9 @@ class GrpcPeer:
         self._files = credentials
         self._shown = None if credentials is None else credentials.current()
         self._transcript = transcript
-        self._channel = self._open_channel()
+        # With credentials, opening it needs a peer that answers.
+        self._channel = self._open_channel() if credentials is None else None
+        self._has_to_look_again = False
         self._train: _Stream | None = None
         self._evaluate: _Stream | None = None
         self._align: Any = None
@@ -126,7 +129,8 @@ class GrpcPeer:
                 stream.finish()
         if self._align is not None:
             self._align.cancel()
-        self._channel.close()
+        if self._channel is not None:
+            self._channel.close()
 
     def handshake(
         self, party: str, canonical_contract: str, commitment: bytes, offer: Offer | None = None
@@ -155,16 +159,16 @@ class GrpcPeer:
             PeerError: nobody answers, or not somebody whom this party believes.
         """
         try:
-            reply = health_pb2_grpc.HealthStub(self._channel).Check(
+            reply = health_pb2_grpc.HealthStub(self._connected()).Check(
                 health_pb2.HealthCheckRequest(service=SERVICE), timeout=HEALTH_TIMEOUT_S
             )
         except grpc.RpcError as error:
-            raise _error_of(error) from error
+            raise self._error_of(error) from error
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
     def open_alignment(self) -> AlignChannel:
         """Open the alignment stream."""
-        method = self._channel.stream_stream(
+        method = self._connected().stream_stream(
             method_path("Align"),
             pb.AlignFrame.SerializeToString,
             reader(pb.AlignFrame, ALIGN_FRAME_BYTES),
@@ -172,7 +176,7 @@ class GrpcPeer:
         return StreamChannel(
             self._start_alignment(method),
             deadline_s=self._reconnect.deadline_s,
-            translate=_error_of,
+            translate=self._error_of,
         )
 
     def _start_alignment(self, method: Any) -> Callable[[Iterator[pb.AlignFrame]], Any]:
@@ -334,14 +338,33 @@ class GrpcPeer:
         now = None if self._files is None else self._files.current()
         if now is self._shown:
             return False
-        for stream in (self._train, self._evaluate):
-            if stream is not None:
-                stream.drop()
-        self._train = self._evaluate = None
-        self._channel.close()
         self._shown = now
-        self._channel = self._open_channel()
+        self._has_to_look_again = True
         return True
+
+    def _connected(self) -> grpc.Channel:
+        """Return the channel, made anew where other certificates are in use than it was made with.
+
+        Raises:
+            PeerError: nobody answers, or not somebody whom this party believes.
+        """
+        if self._has_to_look_again and self._channel is not None:
+            for stream in (self._train, self._evaluate):
+                if stream is not None:
+                    stream.drop()
+            self._train = self._evaluate = None
+            self._channel.close()
+            self._channel = None
+        self._has_to_look_again = False
+        if self._channel is None:
+            self._channel = self._open_channel()
+        return self._channel
+
+    def _error_of(self, error: Exception) -> SplitveilError:
+        meaning = _error_of(error)
+        if isinstance(meaning, PeerRenewed):
+            self._has_to_look_again = True
+        return meaning
 
     def _open_channel(self) -> grpc.Channel:
         channel = open_channel(self._address, self._contract, self._shown, self._proxy)
@@ -360,7 +383,7 @@ class GrpcPeer:
     def _unary(
         self, method: str, request: Any, reply: type[MessageT], timeout_s: float
     ) -> MessageT:
-        call = self._channel.unary_unary(
+        call = self._connected().unary_unary(
             method_path(method),
             request_serializer=type(request).SerializeToString,
             response_deserializer=reader(reply, SMALL_BYTES),
@@ -368,7 +391,7 @@ class GrpcPeer:
         try:
             answer: MessageT | Refused = call(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise _error_of(error) from error
+            raise self._error_of(error) from error
         return believed(answer)
 
     def _open(
@@ -377,19 +400,26 @@ class GrpcPeer:
         read: Callable[[bytes], Any] | None,
     ) -> "_Stream":
         """Open a stream of tensors, and of answers to them, which stay bytes without ``read``."""
-        call: Any = self._channel.stream_stream(method_path(method), response_deserializer=read)
+        call: Any = self._connected().stream_stream(method_path(method), response_deserializer=read)
         named = partial(call, metadata=self._metadata)
-        return _Stream(named, self._reconnect.deadline_s, self._interruption)
+        return _Stream(named, self._reconnect.deadline_s, self._interruption, self._error_of)
 
 
 class _Stream:
     """One bidirectional stream, with a deadline for every answer instead of one for the stream."""
 
-    def __init__(self, method: Any, deadline_s: float, interruption: Interruption) -> None:
+    def __init__(
+        self,
+        method: Any,
+        deadline_s: float,
+        interruption: Interruption,
+        error_of: Callable[[Exception], SplitveilError],
+    ) -> None:
         self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._call = method(iter(self._outgoing.get, None))
         self._deadline_s = deadline_s
         self._interruption = interruption
+        self._error_of = error_of
         self._waiting_since: float | None = None
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="stream-deadline", daemon=True).start()
@@ -407,7 +437,7 @@ class _Stream:
         except StopIteration as error:
             raise PeerUnreachable("the peer closed the stream") from error
         except grpc.RpcError as error:
-            raise _error_of(error) from error
+            raise self._error_of(error) from error
         finally:
             self._waiting_since = None
 

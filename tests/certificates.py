@@ -1,10 +1,16 @@
 """Certificates for tests: good ones, and each kind of bad one."""
 
+import ssl
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 import yaml
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from common.credentials import CredentialFiles, Credentials
 from deploy import certs
@@ -66,3 +72,65 @@ def make(folder: Path, **others: str) -> Path:
     """Make an authority, the two parties' certificates, and more where names are given."""
     make_certificates(folder, NAMES | others)
     return folder
+
+
+SERVER, CLIENT = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
+
+
+def add_unusual(
+    folder: Path,
+    party: str,
+    names: Sequence[x509.GeneralName],
+    *,
+    common_name: str = "somebody",
+    purposes: Sequence[x509.ObjectIdentifier] = (SERVER, CLIENT),
+    days: int = 10,
+) -> None:
+    """Add a party with a certificate of the folder's authority that ``splitveil-certs`` makes not.
+
+    Args:
+        folder: as ``make`` leaves it.
+        party: gets a folder of its own.
+        names: the subject alternative name; without any there is no such extension.
+        common_name: the subject.
+        purposes: the extended key usage; without any there is no such extension.
+        days: until its end, which may lie in the past.
+    """
+    authority, own = PartyFolder(folder / "authority"), PartyFolder(folder / party)
+    signer = serialization.load_pem_private_key(authority.private_key.read_bytes(), None)
+    assert isinstance(signer, ec.EllipticCurvePrivateKey)
+    (issuer,) = x509.load_pem_x509_certificates(authority.certificate.read_bytes())
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)]))
+        .issuer_name(issuer.subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=20))
+        .not_valid_after(now + timedelta(days=days))
+    )
+    if names:
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    if purposes:
+        builder = builder.add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+    certificate = builder.sign(signer, hashes.SHA256())
+    own.folder.mkdir(parents=True)
+    own.certificate.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    own.authority.write_bytes(authority.certificate.read_bytes())
+    own.private_key.touch(0o600)
+    own.private_key.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+
+
+def spoil_signature(folder: Path, party: str) -> None:
+    """Change the last bit of the authority's signature on a party's certificate."""
+    path = PartyFolder(folder / party).certificate
+    der = bytearray(ssl.PEM_cert_to_DER_cert(path.read_text()))
+    der[-1] ^= 1
+    path.write_text(ssl.DER_cert_to_PEM_cert(bytes(der)))

@@ -8,8 +8,9 @@ import grpc
 
 from common.contract import ACTIVE, Contract
 from common.credentials import CredentialFiles, Credentials, describe
-from common.errors import SettingsError
+from common.errors import PeerUnreachable, SettingsError
 from common.wire.http_proxy import ChannelOptions, HttpProxy, without_proxy
+from common.wire.server_certificate import LOOK_TIMEOUT_S, judged_certificate
 from common.wire.tls import channel_credentials, server_credentials
 
 SERVICE = "splitveil.v1.SplitLearning"
@@ -28,7 +29,10 @@ def open_channel(
     credentials: Credentials | None,
     proxy: HttpProxy | None = None,
 ) -> grpc.Channel:
-    """Return a channel to the active party; it connects with the first call.
+    """Return a channel to the active party, and to nobody else.
+
+    With credentials, whoever answers now is looked at first: the channel only ever connects to the
+    holder of the certificate that is shown now. Without, it connects with the first call.
 
     Args:
         address: host and port.
@@ -38,15 +42,31 @@ def open_channel(
 
     Raises:
         SettingsError: no credentials, and the address is beyond loopback or there is a proxy.
+        PeerUntrusted: whoever answers is not the active party.
+        PeerUnreachable: nobody answers.
     """
     options = channel_options(contract) + (without_proxy() if proxy is None else proxy.through())
     if credentials is None:
         refuse_plain_text_through(proxy)
         refuse_plain_text_beyond_loopback(address, "connect")
         return grpc.insecure_channel(address, options)
+    identity = contract.identities[ACTIVE]
+    with _connection_to(address, proxy) as connection:
+        pinned = judged_certificate(connection, credentials.authority, identity)
     # TLS then compares the certificate with this name, and not with the host of the address.
-    options.append(("grpc.ssl_target_name_override", contract.identities[ACTIVE]))
-    return grpc.secure_channel(address, channel_credentials(credentials), options)
+    options.append(("grpc.ssl_target_name_override", identity))
+    return grpc.secure_channel(address, channel_credentials(credentials, pinned), options)
+
+
+def _connection_to(address: str, proxy: HttpProxy | None) -> socket.socket:
+    if proxy is not None:
+        return proxy.connect(address, LOOK_TIMEOUT_S)
+    host, _, port = address.rpartition(":")
+    try:
+        return socket.create_connection((host.strip("[]"), int(port)), LOOK_TIMEOUT_S)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "it does not answer in time"
+        raise PeerUnreachable(f"no connection to the peer ({reason})") from error
 
 
 def add_port(server: grpc.Server, address: str, files: CredentialFiles | None) -> None:

@@ -5,13 +5,16 @@ machine would leave for the proxy. ``without_proxy`` switches that off, all of i
 the one proxy that this party has chosen.
 """
 
+import base64
 import ipaddress
 import os
+import re
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
-from common.errors import SettingsError
+from common.errors import PeerUnreachable, SettingsError
 
 ChannelOptions = list[tuple[str, int | str]]
 
@@ -20,6 +23,8 @@ VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
 
 EXCEPTIONS = ("no_grpc_proxy", "no_proxy")
 """What lists the hosts that are reached without it, the first that is set."""
+
+_REPLY_BYTES = 8192
 
 # The environment has a second way to put a proxy before addresses, which the main switch leaves on.
 _NO_ADDRESSES: ChannelOptions = [("grpc.address_http_proxy_enabled_addresses", "")]
@@ -37,6 +42,36 @@ class HttpProxy:
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def connect(self, address: str, timeout_s: float) -> socket.socket:
+        """Have the proxy make a connection, and return it.
+
+        Args:
+            address: host and port.
+            timeout_s: longest wait for the proxy.
+
+        Raises:
+            PeerUnreachable: the proxy does not answer, or does not make the connection.
+        """
+        try:
+            connection = socket.create_connection((self.host, self.port), timeout_s)
+            try:
+                connection.sendall(self._request(address))
+                _read_consent(connection)
+            except BaseException:
+                connection.close()
+                raise
+        except OSError as error:
+            reason = error.strerror or "it does not answer in time"
+            raise PeerUnreachable(f"no connection to the proxy ({reason})") from error
+        return connection
+
+    def _request(self, address: str) -> bytes:
+        lines = [f"CONNECT {address} HTTP/1.1", f"Host: {address}"]
+        if self.credentials:
+            known = base64.b64encode(unquote(self.credentials).encode()).decode()
+            lines.append(f"Proxy-Authorization: Basic {known}")
+        return "\r\n".join([*lines, "", ""]).encode()
 
     def through(self) -> ChannelOptions:
         """Return the options of a channel that goes through this proxy."""
@@ -69,6 +104,22 @@ def proxy_of_environment(address: str) -> HttpProxy | None:
         raise SettingsError(
             f"proxy: expected http://HOST:PORT in the environment's {variable}"
         ) from None
+
+
+def _read_consent(connection: socket.socket) -> None:
+    """Read the proxy's reply, and no byte of what follows."""
+    reply = b""
+    while not reply.endswith(b"\r\n\r\n") and len(reply) < _REPLY_BYTES:
+        received = connection.recv(1)
+        if not received:
+            break
+        reply += received
+    status = re.match(rb"HTTP/1\.[01] ([0-9]{3})", reply)
+    if status is None or not reply.endswith(b"\r\n\r\n"):
+        raise PeerUnreachable("no connection to the peer (the proxy does not speak HTTP)")
+    if not status[1].startswith(b"2"):
+        code = status[1].decode()
+        raise PeerUnreachable(f"no connection to the peer (the proxy answers with status {code})")
 
 
 def _proxy_of(url: SplitResult, port: int | None) -> HttpProxy:

@@ -22,6 +22,7 @@ from common.errors import (
     OutOfStep,
     PeerError,
     PeerLeft,
+    PeerRenewed,
     PeerRestarted,
     PeerUnreachable,
     PeerUntrusted,
@@ -145,10 +146,6 @@ _NOT_TO_BE: tuple[tuple[str, str], ...] = (
         "certificate is not yet valid",
         "the peer's certificate does not hold yet, or this machine's clock is wrong",
     ),
-    (
-        "CERTIFICATE_VERIFY_FAILED",
-        "the peer's certificate is signed by nobody in security.authority",
-    ),
     ("WRONG_VERSION_NUMBER", "the peer answers without TLS"),
     ("ALERT_HANDSHAKE_FAILURE", "the peer does not speak TLS 1.3"),
     ("ALERT_PROTOCOL_VERSION", "the peer does not speak TLS 1.3"),
@@ -212,6 +209,9 @@ def _error_without_connection(details: str) -> PeerError:
     for words, meaning in _NOT_TO_BE:
         if words in details:
             return PeerUntrusted(meaning)
+    if "CERTIFICATE_VERIFY_FAILED" in details or "certificate signature failure" in details:
+        # A channel trusts one certificate only, which was judged when the channel was made.
+        return PeerRenewed("the peer shows another certificate than before")
     if "failed to connect" in details and "Socket closed" in details:
         # Whoever refuses a certificate, or wants one, says nothing else.
         return PeerUnreachable(

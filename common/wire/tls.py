@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import grpc
 
 from common.contract import Contract
-from common.credentials import CredentialFiles, Credentials, printable
+from common.credentials import CredentialFiles, Credentials, in_lower_case, printable
 from common.wire.limits import PARTY_KEY
 from common.wire.status import UNTRUSTED
 from common.wire.tls_version import require_tls_1_3
@@ -26,16 +26,18 @@ _KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 _MAX_REMEMBERED = 1000
 
 
-def channel_credentials(credentials: Credentials) -> grpc.ChannelCredentials:
-    """Return what a client shows and believes.
+def channel_credentials(credentials: Credentials, pinned: bytes) -> grpc.ChannelCredentials:
+    """Return what a client shows, and the one certificate that it believes.
+
+    Args:
+        credentials: the client's.
+        pinned: the server's own certificate, PEM, as ``judged_certificate`` returns it.
 
     Raises:
         SettingsError: gRPC would agree to TLS 1.2.
     """
     require_tls_1_3()
-    return grpc.ssl_channel_credentials(
-        credentials.authority, credentials.private_key, credentials.certificate
-    )
+    return grpc.ssl_channel_credentials(pinned, credentials.private_key, credentials.certificate)
 
 
 def server_credentials(files: CredentialFiles) -> grpc.ServerCredentials:
@@ -114,7 +116,8 @@ class PartyInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ign
         return guarded
 
     def _party_of(self, shown: _Shown) -> str | None:
-        names = {name.decode(errors="replace").lower() for name in shown.get("peer_dns", [])}
+        found = shown.get("peer_dns", [])
+        names = {in_lower_case(name.decode(errors="replace")) for name in found}
         parties = {self._parties[name] for name in names & self._parties.keys()}
         return parties.pop() if len(parties) == 1 else None
 

@@ -1,0 +1,137 @@
+"""The active party's certificate: looked at, judged and pinned before anything is said to it.
+
+gRPC's client takes a wildcard for a name, and the subject's common name where there is no
+subject alternative name; and it does not tell which certificate it was shown. So the passive party
+looks first. It begins a TLS handshake of its own, which verifies the certificate up to the
+authority, and compares its DNS names as the active party compares those of its callers: one of
+them has to be the contract's identity, letter for letter but for the case of ASCII letters. That
+certificate is then the only one that gRPC is given to trust. Whoever answers on gRPC's connection
+has to show this very certificate and to hold its key, and what was found true of it is true then.
+
+The look ends before this party would have shown anything of itself; nothing is taken from it but
+the certificate. As in gRPC, a certificate without an extended key usage may be used for either end,
+one that has it has to allow that of a server, and an authority need not be self-signed.
+"""
+
+import socket
+import ssl
+import time
+
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from common.credentials import dns_names, printable
+from common.errors import PeerError, PeerUnreachable, PeerUntrusted
+
+LOOK_TIMEOUT_S = 10.0
+
+_CHUNK_BYTES = 65536
+_RECORDS_OF_TLS = frozenset(range(20, 24))
+"""How everything begins that TLS sends: change of cipher, alert, handshake, data."""
+
+# OpenSSL's numbers for what it finds wrong with a certificate; its words change with its version.
+_SIGNED_BY_NOBODY = frozenset({2, 18, 19, 20, 21})
+_MEANINGS = {
+    7: "a signature in the peer's chain of certificates does not hold: it is damaged, or by one "
+    "who only has the name of an authority in security.authority",
+    9: "the peer's certificate does not hold yet, or this machine's clock is wrong",
+    10: "the peer's certificate has expired, or this machine's clock is wrong",
+    26: "the peer's certificate is not for servers (extended key usage)",
+} | dict.fromkeys(
+    _SIGNED_BY_NOBODY, "the peer's certificate is signed by nobody in security.authority"
+)
+
+
+def judged_certificate(connection: socket.socket, authority: bytes, identity: str) -> bytes:
+    """Return the certificate of whoever answers, in PEM, once it is known to be the right one.
+
+    Args:
+        connection: to the active party, fresh; it is of no use afterwards.
+        authority: PEM, of those whose signature is believed.
+        identity: the DNS name that the certificate has to carry.
+
+    Raises:
+        PeerUntrusted: it is not the right one; says what is wrong with it.
+        PeerUnreachable: nothing comes, or not all of a handshake.
+    """
+    shown = _shown_certificate(connection, _context(authority), identity)
+    names = _dns_names(shown)
+    if identity not in names:
+        found = ", ".join(printable(name) for name in names) or "none"
+        raise PeerUntrusted(
+            f"the peer's certificate does not carry the active party's name: expected {identity!r} "
+            f"(contract.identities) among the DNS names of its subject alternative name, "
+            f"found {found}"
+        )
+    return ssl.DER_cert_to_PEM_cert(shown).encode()
+
+
+def _context(authority: bytes) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False  # it would take a wildcard for a name; names are compared above
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.set_alpn_protocols(["h2"])
+    for certificate in x509.load_pem_x509_certificates(authority):
+        context.load_verify_locations(cadata=certificate.public_bytes(Encoding.DER))
+    return context
+
+
+def _shown_certificate(connection: socket.socket, context: ssl.SSLContext, identity: str) -> bytes:
+    """Follow a handshake until the peer's certificate is verified, and its key shown to be held.
+
+    The own last flight stays unsent, and so the peer learns nothing of this party.
+    """
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = context.wrap_bio(incoming, outgoing, server_hostname=identity)
+    deadline = time.monotonic() + LOOK_TIMEOUT_S
+    is_first = True
+    while True:
+        try:
+            tls.do_handshake()
+            break
+        except ssl.SSLWantReadError:
+            received = _exchange(connection, outgoing.read(), deadline)
+        except ssl.SSLError as error:
+            raise _meaning_of(error) from error
+        if is_first and received[0] not in _RECORDS_OF_TLS:
+            raise PeerUntrusted("the peer answers without TLS")
+        is_first = False
+        incoming.write(received)
+    shown = tls.getpeercert(binary_form=True)
+    if shown is None:
+        raise PeerUntrusted("the peer shows no certificate")
+    return shown
+
+
+def _exchange(connection: socket.socket, data: bytes, deadline: float) -> bytes:
+    """Send what is to be sent, and wait for what comes next."""
+    try:
+        connection.settimeout(max(deadline - time.monotonic(), 0.001))
+        connection.sendall(data)
+        received = connection.recv(_CHUNK_BYTES)
+    except OSError as error:
+        reason = error.strerror or "it does not answer in time"
+        raise PeerUnreachable(f"no connection to the peer ({reason})") from error
+    if not received:
+        raise PeerUnreachable("no connection to the peer (it hangs up)")
+    return received
+
+
+def _meaning_of(error: ssl.SSLError) -> PeerError:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        otherwise = f"the peer's certificate cannot be believed ({error.verify_message})"
+        return PeerUntrusted(_MEANINGS.get(error.verify_code, otherwise))
+    reason = error.reason or "unknown reason"
+    if "SIGNATURE" in reason:
+        return PeerUntrusted("the peer does not hold the key of the certificate that it shows")
+    if "PROTOCOL" in reason or "HANDSHAKE_FAILURE" in reason:
+        return PeerUntrusted("the peer does not speak TLS 1.3")
+    return PeerUnreachable(f"no connection to the peer (TLS fails: {reason})")
+
+
+def _dns_names(certificate: bytes) -> tuple[str, ...]:
+    try:
+        return dns_names(x509.load_der_x509_certificate(certificate))
+    except ValueError as error:
+        raise PeerUntrusted("the names in the peer's certificate cannot be read") from error

@@ -1,0 +1,332 @@
+"""Which certificates either party takes for the other's: the same ones on both sides."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import grpc
+import pytest
+from cryptography import x509
+
+from active_party.service import ActiveService, start_server
+from active_party.session import Stage
+from common.credentials import CredentialFiles, in_lower_case
+from common.errors import PeerError, PeerUntrusted
+from common.wire.tensor_codec import TensorMessage
+from deploy.certs import renew_certificate
+from passive_party.grpc_peer import GrpcPeer
+from tests.certificates import (
+    CLIENT,
+    NAMES,
+    SERVER,
+    Unchecked,
+    add_unusual,
+    files,
+    make,
+    spoil_signature,
+)
+from tests.runs import Parties, build_parties, in_background, run_in_process, write_example
+
+WRONG_NAME = "does not carry the active party's name"
+
+
+def dns(*names: str) -> list[x509.GeneralName]:
+    return [x509.DNSName(name) for name in names]
+
+
+Make = Callable[[Path, str], None]
+"""Makes the certificate ``unusual`` in a folder, for one who wants to pass for the identity."""
+
+ACCEPTED: dict[str, Make] = {
+    "exact": lambda folder, name: add_unusual(folder, "unusual", dns(name)),
+    "upper case": lambda folder, name: add_unusual(folder, "unusual", dns(name.upper())),
+    "one of several": lambda folder, name: add_unusual(
+        folder, "unusual", dns("other.example", "*.example", name)
+    ),
+    "no extended key usage": lambda folder, name: add_unusual(
+        folder, "unusual", dns(name), purposes=()
+    ),
+}
+
+
+def wrong_end(folder: Path, name: str) -> None:
+    only = CLIENT if name == NAMES["active"] else SERVER
+    add_unusual(folder, "unusual", dns(name), purposes=[only])
+
+
+def other_authority(folder: Path, name: str) -> None:
+    foreign = make(folder / "foreign")
+    add_unusual(foreign, "unusual", dns(name))
+    (foreign / "unusual").rename(folder / "unusual")
+    (folder / "unusual" / "authority.pem").write_bytes(
+        (folder / "active" / "authority.pem").read_bytes()
+    )
+
+
+def bad_signature(folder: Path, name: str) -> None:
+    add_unusual(folder, "unusual", dns(name))
+    spoil_signature(folder, "unusual")
+
+
+# What the passive party says of a server with such a certificate.
+REFUSED: dict[str, tuple[Make, str]] = {
+    "other name": (
+        lambda folder, name: add_unusual(folder, "unusual", dns("other.splitveil")),
+        f"{WRONG_NAME}: .* found other.splitveil",
+    ),
+    "common name only": (
+        lambda folder, name: add_unusual(folder, "unusual", [], common_name=name),
+        f"{WRONG_NAME}: .* found none",
+    ),
+    "wildcard": (
+        lambda folder, name: add_unusual(folder, "unusual", dns("*.splitveil")),
+        f"{WRONG_NAME}: .* found \\*.splitveil",
+    ),
+    "partial wildcard": (
+        lambda folder, name: add_unusual(folder, "unusual", dns(f"{name[:3]}*.splitveil")),
+        WRONG_NAME,
+    ),
+    "trailing dot": (
+        lambda folder, name: add_unusual(folder, "unusual", dns(f"{name}.")),
+        WRONG_NAME,
+    ),
+    "below the name": (
+        lambda folder, name: add_unusual(folder, "unusual", dns(f"x.{name}")),
+        WRONG_NAME,
+    ),
+    "not as a DNS name": (
+        lambda folder, name: add_unusual(
+            folder, "unusual", [x509.UniformResourceIdentifier(name), x509.RFC822Name(f"a@{name}")]
+        ),
+        WRONG_NAME,
+    ),
+    "expired": (
+        lambda folder, name: add_unusual(folder, "unusual", dns(name), days=-1),
+        "has expired",
+    ),
+    "for the other end only": (wrong_end, "is not for servers"),
+    "other authority of the same name": (other_authority, "a signature in the peer's chain"),
+    "bad signature": (bad_signature, "a signature in the peer's chain"),
+}
+
+
+@pytest.fixture(scope="module")
+def parties(tmp_path_factory: pytest.TempPathFactory) -> Parties:
+    folder = tmp_path_factory.mktemp("example")
+    write_example(folder)
+    return build_parties(folder)
+
+
+@contextmanager
+def serving(
+    parties: Parties, credentials: CredentialFiles, port: int | None = None
+) -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        free = int(listener.getsockname()[1])
+    service = ActiveService(parties.session, parties.engine, deadline_s=20)
+    contract = parties.active_settings.contract
+    server = start_server(service, contract, f"127.0.0.1:{port or free}", credentials)
+    try:
+        yield port or free
+    finally:
+        server.stop(0).wait()
+
+
+def peer_of(parties: Parties, port: int, credentials: CredentialFiles) -> GrpcPeer:
+    settings = parties.passive_settings
+    return GrpcPeer(
+        f"127.0.0.1:{port}", settings.contract, settings.reconnect, credentials=credentials
+    )
+
+
+@pytest.mark.parametrize("kind", ACCEPTED)
+@pytest.mark.parametrize("party", NAMES)
+def test_either_party_accepts_a_certificate_with_the_very_name(
+    parties: Parties, tmp_path: Path, kind: str, party: str
+) -> None:
+    folder = make(tmp_path / "certificates")
+    ACCEPTED[kind](folder, NAMES[party])
+    shown = {one: files(folder, one) for one in NAMES} | {party: Unchecked(folder, "unusual")}
+    with (
+        serving(parties, shown["active"]) as port,
+        peer_of(parties, port, shown["passive"]) as peer,
+    ):
+        assert peer.is_ready()
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_the_passive_party_refuses_every_other_certificate_and_says_why(
+    parties: Parties, tmp_path: Path, kind: str
+) -> None:
+    folder = make(tmp_path / "certificates")
+    spoil, reason = REFUSED[kind]
+    spoil(folder, NAMES["active"])
+    with (
+        serving(parties, Unchecked(folder, "unusual")) as port,
+        peer_of(parties, port, files(folder, "passive")) as peer,
+        pytest.raises(PeerUntrusted, match=reason),
+    ):
+        peer.is_ready()
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_the_active_party_refuses_the_same_certificates(
+    parties: Parties, tmp_path: Path, kind: str
+) -> None:
+    folder = make(tmp_path / "certificates")
+    spoil, reason = REFUSED[kind]
+    spoil(folder, NAMES["passive"])
+    is_about_the_name = reason.startswith(WRONG_NAME)
+    with (
+        serving(parties, files(folder, "active")) as port,
+        peer_of(parties, port, Unchecked(folder, "unusual")) as peer,
+        pytest.raises(PeerError) as caught,
+    ):
+        peer.is_ready()
+    # A name is refused in words; what TLS refuses, the client is not told of.
+    assert isinstance(caught.value, PeerUntrusted) == is_about_the_name
+    assert ("does not accept" if is_about_the_name else "may refuse") in str(caught.value)
+    assert parties.session.stage is Stage.WAITING
+
+
+def test_only_ascii_letters_have_another_case() -> None:
+    """The Kelvin sign's lower case is the letter k."""
+    assert in_lower_case("Active.BanK") == "active.bank"
+    assert "\N{KELVIN SIGN}".lower() == "k"
+    assert in_lower_case("active.ban\N{KELVIN SIGN}") != "active.bank"
+
+
+# ---- what is looked at, and who is then spoken to ----
+
+
+class Switch:
+    """Passes connections on to ports of localhost: the first to one, all later ones to another."""
+
+    def __init__(self, first: int, then: int) -> None:
+        self.connections = 0
+        self._ports = [first]
+        self._then = then
+        self._open = ExitStack()
+        self._sockets: list[socket.socket] = []
+        self._listener = self._open.enter_context(socket.create_server(("127.0.0.1", 0)))
+        self.port = int(self._listener.getsockname()[1])
+        in_background(self._accept)
+
+    def __enter__(self) -> "Switch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cut()
+        self._open.close()
+
+    def cut(self) -> None:
+        """Break every connection."""
+        for end in self._sockets:
+            with suppress(OSError):  # closed by the other end already
+                end.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                near, _ = self._listener.accept()
+                port = self._ports.pop() if self._ports else self._then
+                far = socket.create_connection(("127.0.0.1", port))
+                self.connections += 1
+                self._sockets += [near, far]
+                self._open.enter_context(near)
+                self._open.enter_context(far)
+                for ends in ((near, far), (far, near)):
+                    threading.Thread(target=self._copy, args=ends, daemon=True).start()
+
+    @staticmethod
+    def _copy(source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                sink.sendall(data)
+        with suppress(OSError):
+            sink.shutdown(socket.SHUT_RDWR)
+
+
+def test_whoever_passes_the_look_on_and_then_answers_by_itself_is_spoken_to_by_nobody(
+    parties: Parties, tmp_path: Path
+) -> None:
+    """Somebody on the way, with a wildcard certificate of the same authority."""
+    folder = make(tmp_path / "certificates")
+    add_unusual(folder, "between", dns("*.splitveil"))
+    with (
+        serving(parties, files(folder, "active")) as genuine,
+        serving(parties, Unchecked(folder, "between")) as between,
+        Switch(genuine, between) as switch,
+        peer_of(parties, switch.port, files(folder, "passive")) as peer,
+    ):
+        with pytest.raises(PeerError, match="another certificate than before"):
+            peer.is_ready()
+        with pytest.raises(PeerUntrusted, match=WRONG_NAME):
+            peer.is_ready()
+        assert switch.connections >= 3
+
+
+class AtSteps(GrpcPeer):
+    """Does something before it asks for the gradients of some steps."""
+
+    actions: dict[int, Callable[[], None]]
+    count = 0
+
+    def receive_gradient(self) -> TensorMessage:
+        self.count += 1
+        self.actions.get(self.count, lambda: None)()
+        return super().receive_gradient()
+
+
+def test_a_renewed_certificate_of_the_active_party_is_looked_at_when_it_is_met(
+    tmp_path: Path,
+) -> None:
+    write_example(tmp_path)
+    parties, undisturbed = build_parties(tmp_path), build_parties(tmp_path)
+    folder = make(tmp_path / "certificates")
+    settings = parties.passive_settings
+    with (
+        serving(parties, files(folder, "active")) as port,
+        Switch(port, port) as switch,
+        AtSteps(
+            f"127.0.0.1:{switch.port}",
+            settings.contract,
+            settings.reconnect,
+            credentials=files(folder, "passive"),
+        ) as peer,
+    ):
+        peer.actions = {2: lambda: renew_certificate(folder, "active"), 5: switch.cut}
+        parties.run.run(peer)
+    run_in_process(undisturbed)
+    assert parties.session.stage is Stage.FINISHED
+    assert parties.active.losses == undisturbed.active.losses
+    assert switch.connections >= 4  # a look and a channel, before and after
+
+
+def test_a_pinned_certificate_is_all_that_grpc_believes(parties: Parties, tmp_path: Path) -> None:
+    """What the way of looking first rests on: an end certificate can be grpc's only anchor."""
+    folder = make(tmp_path / "certificates", other=NAMES["active"])
+    own = Unchecked(folder, "passive").current()
+    options = [("grpc.ssl_target_name_override", NAMES["active"])]
+    answered = {}
+    with (
+        serving(parties, files(folder, "active")) as genuine,
+        serving(parties, Unchecked(folder, "other")) as other,
+    ):
+        for name, port in (("genuine", genuine), ("other", other)):
+            pinned = grpc.ssl_channel_credentials(
+                (folder / "active" / "certificate.pem").read_bytes(),
+                own.private_key,
+                own.certificate,
+            )
+            with grpc.secure_channel(f"127.0.0.1:{port}", pinned, options) as channel:
+                try:
+                    grpc.channel_ready_future(channel).result(
+                        timeout=10 if name == "genuine" else 2
+                    )
+                    answered[name] = True
+                except grpc.FutureTimeoutError:
+                    answered[name] = False
+    assert answered == {"genuine": True, "other": False}

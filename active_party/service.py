@@ -350,17 +350,20 @@ def start_server(
     Raises:
         SettingsError: the address is taken, or not this machine's, or needs credentials.
     """
-    protection: list[grpc.ServerInterceptor] = []
+    # The outermost first. The status of an error is found outside of the transcript, which may be
+    # what fails: on a full disk.
+    interceptors: list[grpc.ServerInterceptor] = []
     parties = len(contract.passive_parties)
     if credentials is not None:
-        protection.append(PartyInterceptor(contract))
+        interceptors.append(PartyInterceptor(contract))
+    interceptors.append(ErrorInterceptor(service.on_error))
     if transcript is not None:
-        protection.append(NotingServer(transcript))
+        interceptors.append(NotingServer(transcript))
     server = grpc.server(
         ThreadPoolExecutor(
             SERVER_THREADS + THREADS_PER_PARTY * (parties - 1), thread_name_prefix="grpc"
         ),
-        interceptors=[*protection, ErrorInterceptor(service.on_error)],
+        interceptors=interceptors,
         options=[
             *channel_options(contract),
             ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION),

@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -76,9 +77,20 @@ def open_to_append(path: Path) -> TextIO:
     Raises:
         OSError: it cannot be opened.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-    descriptor = os.open(path, flags, OWNER_ONLY)
-    return os.fdopen(descriptor, "a", buffering=1, encoding="utf-8")
+    return os.fdopen(_appending(path), "a", buffering=1, encoding="utf-8")
+
+
+def open_unbuffered_to_append(path: Path) -> FileIO:
+    """Open a file to add bytes to, each written out at once; its owner's alone.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    return FileIO(_appending(path), "a")
+
+
+def _appending(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, OWNER_ONLY)
 
 
 def write_bytes_atomically(path: Path, data: bytes, mode: int = OWNER_ONLY) -> None:

@@ -14,13 +14,15 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
+from io import SEEK_END, FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
 from common.errors import StorageError
-from common.run_folder import open_to_append
+from common.run_folder import open_unbuffered_to_append
 from common.transcript_lines import Opening, Unreadable, read_lines
 
 logger = logging.getLogger(__name__)
@@ -75,9 +77,13 @@ class Transcript:
         self._closed = False
         try:
             self._number, self._link = _continue(self._path)
-            self._file = open_to_append(self._path)
+            self._file = open_unbuffered_to_append(self._path)
+        except OSError as error:
+            raise self._storage_error(error) from error
+        try:
             self._write({"event": "opened", "party": party}, _now())
         except OSError as error:
+            self._close_file()
             raise self._storage_error(error) from error
         self._thread = threading.Thread(target=self._work, name="transcript", daemon=True)
         self._thread.start()
@@ -123,7 +129,7 @@ class Transcript:
         self._closed = True
         self._queue.put(None)
         self._thread.join()
-        self._file.close()
+        self._close_file()
         if self._error is not None:
             raise self._storage_error(self._error)
         logger.info("transcript: %d entries, the last link is %s", self._number, self._link)
@@ -152,11 +158,16 @@ class Transcript:
 
     def _write(self, entry: dict[str, Any], when: str) -> None:
         whole = {"number": self._number, "time": when} | entry | {"link": self._link}
-        line = json.dumps(whole, separators=(",", ":"), ensure_ascii=False)
-        self._file.write(line + "\n")
-        self._file.flush()
+        line = json.dumps(whole, separators=(",", ":"), ensure_ascii=False).encode()
+        _write_whole(self._file, line + b"\n")
         self._number += 1
-        self._link = hashlib.sha256(line.encode()).hexdigest()
+        self._link = hashlib.sha256(line).hexdigest()
+
+    def _close_file(self) -> None:
+        try:
+            self._file.close()
+        except OSError as error:  # as a disk on the network may say only now
+            self._error = self._error or error
 
     def _storage_error(self, error: OSError) -> StorageError:
         return StorageError(f"{self._path}: cannot be written: {error.strerror}")
@@ -245,6 +256,21 @@ def compare(one: Verified, other: Verified) -> Comparison:
             else:
                 unsent[str(rest[0])] += count - matched
     return Comparison(agreed, +lost, +unsent)
+
+
+def _write_whole(file: FileIO, line: bytes) -> None:
+    """Write a line at the end of a file, or nothing that stays there.
+
+    Without a buffer, which would keep what a full disk refuses and refuse it again when closed.
+    """
+    begin, written = file.seek(0, SEEK_END), 0
+    try:
+        while written < len(line):
+            written += file.write(line[written:])
+    except OSError:
+        with suppress(OSError):
+            file.truncate(begin)
+        raise
 
 
 def _continue(path: Path) -> tuple[int, str]:

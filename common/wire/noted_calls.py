@@ -1,11 +1,17 @@
-"""Notes every message of every call in a transcript, on either side, as the bytes that cross."""
+"""Notes every message of every call in a transcript, on either side, as the bytes that cross.
+
+What cannot be noted does not cross, and ends the run with the transcript's ``StorageError``. Only a
+goodbye crosses all the same, so that the peer need not wait for a party that is gone.
+"""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 
+from common.errors import StorageError
 from common.transcript import Crossing, Direction, Transcript
 from common.wire.endpoint import SERVICE
 from common.wire.limits import NAME_CHARACTERS, PARTY_KEY
@@ -16,6 +22,7 @@ if TYPE_CHECKING:
     _Handler = grpc.RpcMethodHandler[Any, Any]
 
 _PREFIX = f"/{SERVICE}/"
+_GOODBYE = "Leave"
 
 _Note = Callable[[Direction, str, Any], Any]
 _NoteOf = Callable[[str | None, Direction, str, Any], Any]
@@ -82,10 +89,12 @@ class NotingClient(
         method = _own_method(details.method)
         if method is None:
             return continuation(details, request)
-        self._note("sent", f"{method} request", request)
+        with suppress(StorageError) if method == _GOODBYE else nullcontext():
+            self._note("sent", f"{method} request", request)
         call = continuation(details, request)
         if call.code() is grpc.StatusCode.OK:
-            self._note("received", f"{method} reply", call.result())
+            with suppress(StorageError) if method == _GOODBYE else nullcontext():
+                self._note("received", f"{method} reply", call.result())
         return call
 
     def intercept_stream_stream(
@@ -98,26 +107,52 @@ class NotingClient(
         method = _own_method(details.method)
         if method is None:
             return continuation(details, requests)
-        noted = (self._note("sent", f"{method} request", request) for request in requests)
-        return _NotedCall(continuation(details, noted), self._note, f"{method} reply")
+        return _NotedCall(partial(continuation, details), requests, self._note, method)
 
 
 class _NotedCall:
-    """A call whose replies are noted when they are taken."""
+    """A call whose requests are noted when gRPC takes them, and its replies when they are taken.
 
-    def __init__(self, call: Any, note: _Note, kind: str) -> None:
-        self._call = call
+    gRPC takes the requests in a thread of its own, in which an error would only be logged, and look
+    like a lost connection: it ends the call instead, and is raised to whoever waits for a reply.
+    """
+
+    def __init__(
+        self, call: Callable[[Iterator[Any]], Any], requests: Iterator[Any], note: _Note, name: str
+    ) -> None:
         self._note = note
-        self._kind = kind
+        self._name = name
+        self._unnoted: StorageError | None = None
+        self._call: Any = None
+        self._call = call(self._noted(requests))
+        if self._unnoted is not None:
+            self._call.cancel()
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        return self._note("received", self._kind, next(self._call))
+        try:
+            reply = next(self._call)
+        except (StopIteration, grpc.RpcError):
+            if self._unnoted is not None:
+                raise self._unnoted from None
+            raise
+        return self._note("received", f"{self._name} reply", reply)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._call, name)
+
+    def _noted(self, requests: Iterator[Any]) -> Iterator[Any]:
+        for request in requests:
+            try:
+                self._note("sent", f"{self._name} request", request)
+            except StorageError as error:
+                self._unnoted = error
+                if self._call is not None:
+                    self._call.cancel()
+                return
+            yield request
 
 
 def _own_method(path: str | bytes) -> str | None:

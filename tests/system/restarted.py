@@ -135,6 +135,10 @@ class Restarted:
         """Send it a signal."""
         self._process.signal(number)
 
+    def limit_files(self, max_bytes: int) -> None:
+        """Let every write beyond this size of a file fail from now on, as on a full disk."""
+        self._process.limit_files(max_bytes)
+
     def wait(self) -> int:
         """Wait for its end and return its exit code."""
         return self._process.wait(HANGS_AFTER_S)

@@ -40,6 +40,9 @@ _TABLES_OF_THEIR_OWN = {
     "transcript",
 }
 
+_SOUGHT_BYTES = 2**16
+"""How much of the end of a metrics file is searched for the end of a line at a time."""
+
 _OWN_PACKAGES = ("active_party", "passive_party", "common", "deploy")
 
 
@@ -67,6 +70,7 @@ class MetricsLog:
         self._lock = threading.Lock()
         self._start = time.monotonic()
         try:
+            _cut_to_whole_lines(self._path)
             # Line by line: a reader, or a crash, never sees a line later than it was written.
             self._file = open_to_append(self._path)
             self._charts = _open_charts(folder)
@@ -180,7 +184,7 @@ class MetricsLog:
             try:
                 self._charts.close()
                 self._file.close()
-                os.truncate(self._path, min(state["bytes"], self._path.stat().st_size))
+                _cut_to_whole_lines(self._path, state["bytes"])
                 self._file = open_to_append(self._path)
                 self._charts = _open_charts(self._path.parent, purge_step=state["chart_step"])
             except OSError as error:
@@ -198,8 +202,10 @@ class MetricsLog:
             if self._file.closed:
                 return
             try:
-                self._charts.close()
-                self._file.close()
+                try:
+                    self._charts.close()
+                finally:
+                    self._file.close()
             except OSError as error:
                 raise self._storage_error(error) from error
 
@@ -539,6 +545,28 @@ def print_summary(
     if summary.get("leak_run_level"):
         title = f"{party}: leak AUC of the whole run{pair}"
         console.print(run_level_table(summary["leak_run_level"], title))
+
+
+def _cut_to_whole_lines(path: Path, most_bytes: int | None = None) -> None:
+    """Cut a file off behind the last line that ends within its first bytes.
+
+    Half a line is what a crash or a full disk leaves; the next line would be written behind it.
+    """
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        end = size if most_bytes is None else min(most_bytes, size)
+        while end > 0:
+            begin = max(end - _SOUGHT_BYTES, 0)
+            file.seek(begin)
+            newline = file.read(end - begin).rfind(b"\n")
+            if newline >= 0:
+                end = begin + newline + 1
+                break
+            end = begin
+        if end < size:
+            file.truncate(end)
 
 
 def _open_charts(folder: Path, purge_step: int | None = None) -> Any:

@@ -135,6 +135,37 @@ def test_a_closed_log_writes_nothing_more(tmp_path: Path) -> None:
     assert _lines(tmp_path) == []
 
 
+@pytest.mark.parametrize("lost", [1, 20, 45, 75, 400])
+def test_a_metrics_file_that_was_cut_in_a_line_has_whole_lines_when_a_run_goes_on(
+    tmp_path: Path, lost: int
+) -> None:
+    """A run writes its first line before it goes back to its state."""
+    with MetricsLog(tmp_path) as log:
+        for step in range(6):
+            log.write("train", {"loss": 0.5}, epoch=0, step=step)
+        state = log.state_dict()
+        log.write("train", {"loss": 0.5}, epoch=0, step=6)
+    path = tmp_path / "metrics.jsonl"
+    os.truncate(path, max(state["bytes"] - lost, 10))
+    with MetricsLog(tmp_path) as log:
+        log.write("alignment", {"aligned_rows": 360})
+        log.load_state_dict(state)
+        log.write("train", {"loss": 0.25}, epoch=0, step=6)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[-1]["loss"] == 0.25
+    assert [line["step"] for line in lines if line["kind"] == "train"][-1] == 6
+
+
+def test_a_metrics_file_goes_on_behind_the_lines_of_its_state(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path) as log:
+        log.write("train", {"loss": 0.5, "long": 1 / 3}, epoch=0, step=0)
+        state = log.state_dict()
+        before = (tmp_path / "metrics.jsonl").read_bytes()
+        log.write("train", {"loss": 0.5}, epoch=0, step=1)
+        log.load_state_dict(state)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
 def test_a_folder_that_is_not_there_is_a_storage_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"metrics\.jsonl: cannot be written: No such file"):
         MetricsLog(tmp_path / "missing")

@@ -16,6 +16,7 @@ other than a power ratio s are met by every batch, and a ratio leaves a pair bet
 
 import math
 import sys
+from decimal import ROUND_CEILING, Context
 from statistics import NormalDist
 from typing import Literal, NamedTuple
 
@@ -252,7 +253,7 @@ def _remarks(
     if settings.earlier_ledgers:
         remarks.append(
             f"What earlier_ledgers have told comes on top, sum_kl "
-            f"{settings.earlier_answers().most():.4g} at most."
+            f"{at_most(settings.earlier_answers().most())} at most."
         )
     if settings.run_budget is None:
         return [*remarks, "run_budget: none is set"]
@@ -267,6 +268,11 @@ def _remarks(
         f"run_budget: sum_kl {budget:.4g}, guaranteed leak AUC {leak_auc_bound(budget):.4f}: "
         + _end_in_words(first, last, epochs, known=known),
     ]
+
+
+def at_most(bound: float) -> str:
+    """Return an upper bound in four digits, rounded up: it is one in print, too."""
+    return f"{float(Context(prec=4, rounding=ROUND_CEILING).create_decimal(bound)):.4g}"
 
 
 def _honesty(defense: DefenseSettings, cut_dim: int) -> str:

@@ -1,6 +1,8 @@
 """A run that counts what earlier ones told: its ledger, its budget, and what it leaves behind."""
 
 import io
+import math
+import re
 import shutil
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from active_party.earlier_ledgers import LEDGER
-from active_party.plan import print_plan
+from active_party.plan import at_most, print_plan
 from active_party.settings import ActiveSettings
 from common.checkpoint import save_tensors
 from common.errors import BudgetExhausted, SettingsError
@@ -167,10 +169,33 @@ def test_a_run_does_not_begin_with_its_own_ledger(example: Path) -> None:
 
 
 def test_the_plan_says_what_was_told_before(example: Path) -> None:
+    """Two answers of each example, whose charges depend on the gradients in their later digits."""
     console = Console(file=io.StringIO(), width=200)
     planned = settings(example, AFTER_FIRST)
     print_plan(planned, PartyData.load(planned.data, example), None, console)
     assert isinstance(console.file, io.StringIO)
-    assert "What earlier_ledgers have told comes on top, sum_kl 0.125 at most." in (
-        console.file.getvalue()
+    said = re.search(
+        r"What earlier_ledgers have told comes on top, sum_kl (\S+) at most\.",
+        console.file.getvalue(),
     )
+    assert said is not None
+    told = planned.earlier_answers().most()
+    assert told == pytest.approx(2 / 16, rel=0.02)
+    assert told <= float(said[1]) <= told * (1 + 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("bound", "printed"),
+    [
+        (0.12494, "0.125"),
+        (0.125, "0.125"),
+        (0.12500001, "0.1251"),
+        (0.9999999, "1"),
+        (12345.6, "1.235e+04"),
+        (0.0, "0"),
+        (math.inf, "inf"),
+    ],
+)
+def test_a_bound_is_rounded_up_in_print(bound: float, printed: str) -> None:
+    assert at_most(bound) == printed
+    assert float(printed) >= bound

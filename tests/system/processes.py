@@ -36,6 +36,7 @@ class Party:
         command: Literal["run", "check"] = "run",
         options: Sequence[str] = (),
         log: str | None = None,
+        fast_clock: bool = False,
     ) -> None:
         """Start it.
 
@@ -46,15 +47,17 @@ class Party:
             command: what the program is to do.
             options: further words of the command line.
             log: names the file of its output; by default the command does.
+            fast_clock: let ``hurry`` be there.
         """
         self.party = party
         self.runs = folder / "runs"
         self._log = folder / f"{party}.{log or command}.log"
         settings = [str(folder / f"{party}.yaml"), "--runs", str(self.runs)]
         sets = [text for override in overrides for text in ("--set", override)]
+        python = [sys.executable, "-m", *(["tests.system.fast_clock"] if fast_clock else [])]
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", f"{party}_party", command, *settings, *sets, *options],
+                [*python, f"{party}_party", command, *settings, *sets, *options],
                 cwd=ROOT,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
                 stdin=subprocess.DEVNULL,
@@ -89,6 +92,10 @@ class Party:
     def signal(self, number: signal.Signals) -> None:
         """Send it a signal."""
         self._process.send_signal(number)
+
+    def hurry(self) -> None:
+        """Let its clock go a minute a second from now on."""
+        self.signal(signal.SIGUSR1)
 
     def limit_files(self, max_bytes: int) -> None:
         """Let every write beyond this size of a file fail from now on, as on a full disk."""
@@ -149,6 +156,7 @@ def started(
     active: Sequence[str] = (),
     passive: Sequence[str] = (),
     in_turn: bool = False,
+    fast_clock: bool = False,
 ) -> Iterator[Pair]:
     """Start both parties on a free port; whoever still runs in the end is killed.
 
@@ -158,14 +166,17 @@ def started(
         active: further overrides for the active party.
         passive: further overrides for the passive party.
         in_turn: start the passive party when the active party waits for it.
+        fast_clock: let both have ``hurry``.
     """
     address = free_address()
     with ExitStack() as stack:
-        active_party = Party("active", folder, f"listen={address}", *both, *active)
+        where = f"listen={address}"
+        active_party = Party("active", folder, where, *both, *active, fast_clock=fast_clock)
         stack.callback(active_party.kill)
         if in_turn:
             active_party.wait_until_says("waiting for the passive party")
-        passive_party = Party("passive", folder, f"connect={address}", *both, *passive)
+        where = f"connect={address}"
+        passive_party = Party("passive", folder, where, *both, *passive, fast_clock=fast_clock)
         stack.callback(passive_party.kill)
         yield Pair(active_party, passive_party)
 

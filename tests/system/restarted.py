@@ -113,8 +113,8 @@ class Restarted:
         self._process: Party
         self._outputs: list[str] = []
 
-    def start(self, *overrides: str, options: Sequence[str] = ()) -> None:
-        """Start it, once its process before has ended."""
+    def start(self, *overrides: str, options: Sequence[str] = (), fast_clock: bool = False) -> None:
+        """Start it, once its process before has ended; ``hurry`` needs a fast clock."""
         if self.starts:
             self._outputs.append(self._process.output)
         self.starts += 1
@@ -125,6 +125,7 @@ class Restarted:
             *overrides,
             options=options,
             log=self._log,
+            fast_clock=fast_clock,
         )
 
     def kill(self) -> None:
@@ -138,6 +139,10 @@ class Restarted:
     def limit_files(self, max_bytes: int) -> None:
         """Let every write beyond this size of a file fail from now on, as on a full disk."""
         self._process.limit_files(max_bytes)
+
+    def hurry(self) -> None:
+        """Let its clock go a minute a second from now on."""
+        self._process.hurry()
 
     def wait(self) -> int:
         """Wait for its end and return its exit code."""
@@ -191,10 +196,10 @@ class Both(NamedTuple):
     active: Restarted
     passive: Restarted
 
-    def start(self, *overrides: str, options: Sequence[str] = ()) -> None:
-        """Start both."""
+    def start(self, *overrides: str, options: Sequence[str] = (), fast_clock: bool = False) -> None:
+        """Start both; ``hurry`` needs a fast clock."""
         for party in self:
-            party.start(*overrides, options=options)
+            party.start(*overrides, options=options, fast_clock=fast_clock)
 
     def wait(self) -> tuple[int, int]:
         """Wait for both ends and return the exit codes, the active party's first."""

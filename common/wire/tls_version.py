@@ -4,7 +4,7 @@ import socket
 from functools import cache
 
 import grpc
-from grpc._cython import cygrpc
+from grpc._cython import cygrpc  # type: ignore[attr-defined, unused-ignore]
 
 import common
 from common.errors import SettingsError

@@ -37,10 +37,11 @@ from experiments.cells import (
 from experiments.collection import Row, collect, read_rows, write_rows
 from experiments.execution import Ending, is_finished, run_cells
 from experiments.models import GreyImageBottom, SummedTop
-from experiments.plots import Point, course, floor, trade_off
+from experiments.plots import Point, course, epochs, floor, trade_off
 from experiments.preparation import prepare
 from experiments.settings import (
     CoursePlot,
+    EpochPlot,
     Experiment,
     Figure,
     TradeOffPlot,
@@ -626,6 +627,14 @@ def test_the_course_of_a_leak_is_the_mean_over_seeds_at_each_step() -> None:
     found = course(CoursePlot(kind="course"), rows)["cut", "norm"]["none"]
     assert [(point.x, round(point.y, 9)) for point in found] == [(1.0, 0.9), (9.0, 0.6)]
     assert found[1].y_sd == pytest.approx(0.2 / math.sqrt(2))
+
+
+def test_plots_count_epochs_from_1() -> None:
+    rows = [row("none", 0, "epoch_test_auc", 0.5 + epoch / 10, epoch=epoch) for epoch in (0, 1)]
+    rows += [row("none", 0, "epoch_leak", 0.7, epoch=epoch, **NORM) for epoch in (0, 1)]
+    of_figure = epochs(EpochPlot(kind="epochs"), rows)["none"]
+    of_leak = course(CoursePlot(kind="course", over="epochs"), rows)["cut", "norm"]["none"]
+    assert [point.x for point in of_figure] == [point.x for point in of_leak] == [1.0, 2.0]
 
 
 def test_report_writes_table_and_plots_from_the_parquet_alone(

@@ -98,6 +98,12 @@ def _copy(values: dict[str, Any]) -> dict[str, Any]:
     return {k: _copy(v) if isinstance(v, dict) else v for k, v in values.items()}
 
 
+def _as_yaml(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return repr(value)
+
+
 def _put(values: dict[str, Any], path: list[str], value: Any, override: str) -> None:
     for name in path[:-1]:
         if not isinstance(values.setdefault(name, {}), dict):
@@ -118,7 +124,7 @@ def _problems(section: type[Section], error: ValidationError, source: str) -> It
         else:
             # A problem of a whole section would repeat all of it.
             whole = problem["type"] == "missing" or isinstance(problem["input"], dict)
-            came = "" if whole else f" (got {problem['input']!r})"
+            came = "" if whole else f" (got {_as_yaml(problem['input'])})"
             message = problem["msg"].removeprefix("Value error, ")
             yield f"{source}: {where + ': ' if where else ''}{message}{came}"
 

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -490,9 +490,9 @@ def ledger_table(ledger: Mapping[str, float | None], title: str = "Leak ledger")
         ("guarantee", "leak AUC, guaranteed"),
     ):
         numbers = (ledger[f"{name}_{part}"] for part in ("max", "q95", "mean"))
-        table.add_row(meaning, *(_in_short(number) for number in numbers))
+        table.add_row(meaning, *(in_words(number) for number in numbers))
     if ledger.get("epsilon") is not None:
-        table.add_row("epsilon", _in_short(ledger["epsilon"]))
+        table.add_row("epsilon", in_words(ledger["epsilon"]))
     return table
 
 
@@ -532,7 +532,7 @@ def print_summary(
     table = Table(title=f"{party}: summary", title_justify="left", show_header=False)
     for name, value in summary.items():
         if name not in _TABLES_OF_THEIR_OWN:
-            table.add_row(cell(name.replace("_", " ")), cell(_in_short(value)))
+            table.add_row(cell(_label(name)), cell(in_words(value)))
     console.print(table)
     if summary.get("ledger"):
         console.print(ledger_table(summary["ledger"], f"{party}: leak ledger"))
@@ -587,8 +587,43 @@ def _charted(numbers: Mapping[str, float]) -> Any:
 
 def _each_in_words(numbers: Mapping[str, float | None]) -> list[str]:
     shown = {name: number for name, number in numbers.items() if number is not None}
-    return [f"{name.replace('_', ' ')} {_in_short(n)}" for name, n in shown.items()]
+    return [f"{_label(name)} {_in_short(n)}" for name, n in shown.items()]
 
 
-def _in_short(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def in_words(value: object) -> str:
+    """Write a value of a summary as people do: four digits, and none of Python's own notation."""
+    match value:
+        case None:
+            return "-"
+        case bool():
+            return "yes" if value else "no"
+        case float():
+            return _in_short(value)
+        case Mapping():
+            return ", ".join(_parts_in_words(value)) or "none"
+        case list() | tuple():
+            return ", ".join(map(in_words, value)) or "none"
+        case _:
+            return str(value)
+
+
+def _parts_in_words(values: Mapping[str, object]) -> Iterator[str]:
+    """Yield what a mapping holds, its name first; what is not set is left out."""
+    if isinstance(values.get("name"), str):
+        yield str(values["name"])
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _parts_in_words(value)
+        elif value is not None and (name != "name" or not isinstance(value, str)):
+            yield f"{_label(name)} {in_words(value)}"
+
+
+def _label(name: str) -> str:
+    """Return the name of a figure without its underscores: ``test AUC``, ``steps/s``."""
+    words = ["AUC" if word == "auc" else word for word in name.split("_")]
+    return " ".join(words).replace(" per s", "/s")
+
+
+def _in_short(value: float) -> str:
+    mantissa, _, exponent = f"{value:.4g}".partition("e")
+    return f"{mantissa}e{int(exponent)}" if exponent else mantissa

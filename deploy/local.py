@@ -142,7 +142,12 @@ def _title_parts(settings: dict[str, Any]) -> Iterator[str]:
         if isinstance(value, dict):
             yield from _title_parts(value)
         else:
-            yield str(value) if name == "name" else f"{name}={value}"
+            yield str(value) if name == "name" else f"{name}={_as_yaml(value)}"
+
+
+def _as_yaml(value: object) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6)
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def _run(example_dir: Path, defenses: list[str], overrides: list[str], runs_dir: Path) -> int:

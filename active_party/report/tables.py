@@ -253,9 +253,13 @@ def _in_words(value: object) -> str:
             return "none"
         case bool():
             return "yes" if value else "no"
-        case list():
-            return ", ".join(map(str, value)) or "none"
+        case Mapping():
+            parts = (f"{name} {_in_words(part)}" for name, part in value.items())
+            return ", ".join(parts) or "none"
+        case list() | tuple():
+            return ", ".join(map(_in_words, value)) or "none"
         case float():
-            return f"{value:g}"
+            mantissa, _, exponent = f"{value:g}".partition("e")
+            return f"{mantissa}e{int(exponent)}" if exponent else mantissa
         case _:
             return str(value) or "(empty)"

@@ -188,7 +188,7 @@ def _headline(
     else:
         tell = "No attack that was run got more from single batches than chance"
     if whole_run is not None:
-        tell += f", and the whole run together AUC {whole_run.leak_auc:.3f}"
+        tell += f", and all epochs together reach AUC {whole_run.leak_auc:.3f}"
     if math.isnan(guarantee):
         return f"{tell}; nothing bounds the whole run."
     return f"{tell}; the ledger guarantees at most {at_most(guarantee)} for the whole run."

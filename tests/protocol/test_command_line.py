@@ -5,7 +5,9 @@ import logging
 import pytest
 
 from common.command_line import exit_code_of
-from common.errors import PeerLeft, PeerUnreachable, StorageError
+from common.errors import PeerLeft, PeerUnreachable, SettingsError, StorageError
+from common.models.settings import MlpModel
+from common.settings import validate
 
 
 def lose_the_peer() -> None:
@@ -44,3 +46,12 @@ def test_each_line_of_an_error_is_a_line_of_the_log(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.ERROR):
         assert exit_code_of(fail) == 4
     assert caplog.messages == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(None, "null"), (True, "true"), (0, "0"), ("tanhh", "'tanhh'")]
+)
+def test_a_refused_setting_is_shown_as_the_file_writes_it(value: object, shown: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        validate(MlpModel, {"kind": "mlp", "activation": value}, "active.yaml")
+    assert str(caught.value).endswith(f"(got {shown})")

@@ -329,6 +329,24 @@ def test_seeds_that_would_give_the_noise_away_are_not_shown(tmp_path: Path) -> N
     assert page.count("set (not shown)") == 2
 
 
+def test_settings_are_written_without_python_s_notation(tmp_path: Path) -> None:
+    settings = {
+        "optimizer": {"weight_decay": 0.00001, "betas": [0.9, 0.999], "nesterov": False},
+        "data": {"missing_texts": ["", "NA"], "columns": [{"name": "x", "unit": None}], "none": {}},
+    }
+    page = write_report(write_run(tmp_path, settings=settings)).read_text(encoding="utf-8")
+    cells = re.findall(r"<t[dh][^>]*>([^<]*)</t[dh]>", page)
+    for setting, shown in (
+        ("weight_decay", "1e-5"),
+        ("betas", "0.9, 0.999"),
+        ("nesterov", "no"),
+        ("missing_texts", "(empty), NA"),
+        ("columns", "name x, unit none"),
+        ("none", "none"),
+    ):
+        assert cells[cells.index(setting) + 1] == shown
+
+
 def test_a_run_that_was_killed_still_has_a_report(tmp_path: Path) -> None:
     write_run(tmp_path)
     (tmp_path / "active" / "summary.json").unlink()

@@ -181,7 +181,7 @@ def test_progress_on_a_terminal_is_a_bar() -> None:
     assert "active" in text
     assert "3/4" in text
     assert "loss 0.25" in text
-    assert "leak auc 0.75" in text
+    assert "leak AUC 0.75" in text
     assert progress.steps_done == 3
     assert progress.steps_per_s == progress.steps_per_s > 0  # stands still after the end
 
@@ -232,7 +232,7 @@ def test_the_bar_and_the_essential_figures_stay_on_one_line_at_every_width(
 def test_a_wide_terminal_shows_every_number() -> None:
     (line,) = _progress_lines(200, "active", 150, _MANY)
     for name, number in _MANY.items():
-        assert f"{name.replace('_', ' ')} {number:.4g}" in line
+        assert f"{name.replace('_', ' ').replace('auc', 'AUC')} {number:.4g}" in line
     assert "steps/s" in line
 
 
@@ -320,6 +320,48 @@ def test_names_in_tables_are_no_markup() -> None:
     assert shown.count("[/cut]") == shown.count("[/norm]") == 3
     assert "[/bold]\\x1b[2J" in shown
     assert "[b] and [/c]: 0.900" in shown
+
+
+def test_the_final_tables_speak_no_python() -> None:
+    screen = io.StringIO()
+    summary = {
+        "test_auc": None,
+        "steps_per_s": 12.345678,
+        "train_loss": 0.0000123456,
+        "defense": {
+            "insecure_noise_seed": None,
+            "noise": "fresh",
+            "name": "gafm",
+            "strength": {"power_ratio": 4.0},
+            "composed_with": {"name": "marvell", "exact": True},
+            "widths": [1.0, 0.5],
+        },
+        "refused_messages": {},
+        "leak_batches": {"observed": 42, "skipped_one_class": 0},
+        "leak_gate_closed": False,
+        "parties": ["left", "right"],
+        "ledger": {
+            f"{figure}_{part}": math.inf if figure == "sum_kl" else None
+            for figure in ("sum_kl", "estimate", "guarantee")
+            for part in ("max", "q95", "mean")
+        },
+    }
+    print_summary("active", summary, console=Console(file=screen, width=120))
+    text = screen.getvalue()
+    for expected in (
+        "gafm, noise fresh, power ratio 4, marvell, exact yes, widths 1, 0.5",
+        "observed 42, skipped one class 0",
+        "left, right",
+        "1.235e-5",
+        "test AUC",
+        "steps/s",
+    ):
+        assert expected in text
+    rows = [[cell.strip() for cell in line.split("│")[1:3]] for line in text.splitlines()]
+    assert ["refused messages", "none"] in rows
+    assert ["leak gate closed", "no"] in rows
+    assert ["test AUC", "-"] in rows
+    assert not re.search(r"None|True|False|[{}'\[\]()]|e-0", text)
 
 
 def open_in_a_process_of_its_own(runs_dir: Path, party: str) -> str:

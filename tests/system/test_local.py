@@ -205,6 +205,11 @@ def test_raw_criteo_is_learnt_through_embeddings(tmp_path: Path) -> None:
             "marvell power_ratio=4",
             {"name": "marvell", "strength": {"power_ratio": 4}},
         ),
+        (
+            "{name: gafm, composed_with: null, gan_only: true, hidden: [8, 4]}",
+            "gafm composed_with=null gan_only=true hidden=[8, 4]",
+            {"name": "gafm", "composed_with": None, "gan_only": True, "hidden": [8, 4]},
+        ),
     ],
 )
 def test_a_defense_is_a_name_with_settings_or_yaml(

@@ -175,11 +175,12 @@ def _words(options: argparse.Namespace) -> list[str]:
 
 
 def _say_refused(refused: Iterable[tuple[Cell, list[str]]]) -> None:
-    rows: dict[str, str] = {}
+    """Say it once for all rows of a data set that share a reason."""
+    rows: dict[tuple[str, str], dict[str, None]] = {}
     for cell, why in refused:
-        rows[f"{cell.dataset}, {cell.variant}"] = "; ".join(why)
-    for row, why_not in rows.items():
-        _say(f"cannot run {row}: {why_not}")
+        rows.setdefault((cell.dataset, "; ".join(why)), {})[cell.variant] = None
+    for (dataset, why_not), variants in rows.items():
+        _say(f"cannot run {dataset}, {', '.join(variants)}: {why_not}")
 
 
 def _say_ending(ending: Ending, progress: str) -> None:

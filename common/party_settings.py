@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
-from pydantic import Discriminator, Field, StringConstraints, Tag
+from pydantic import AfterValidator, Discriminator, Field, StringConstraints, Tag
 
+from common.addresses import usable
 from common.contract import Contract
 from common.credentials import CredentialFiles
 from common.data.settings import DataSettings, expand_path
@@ -16,7 +17,7 @@ from common.initial_weights import EarlierModel
 from common.models.settings import OptimizerSettings
 from common.settings import Section, apply_overrides, named_kind, read_yaml, validate
 
-Address = Annotated[str, StringConstraints(pattern=r"^\[?[A-Za-z0-9_.:-]+\]?:[0-9]{1,5}$")]
+Address = Annotated[str, AfterValidator(usable)]
 
 
 class MutualTls(Section):

@@ -48,7 +48,7 @@ CONTRACT = {
 }
 ACTIVE = {
     "contract": "contract.yaml",
-    "listen": "127.0.0.1:0",
+    "listen": "127.0.0.1:1",
     "security": {"mode": "insecure"},
     "data": {
         "source": {"kind": "csv", "path": "active.csv"},

@@ -1,11 +1,10 @@
 """How either end of the connection is made: names, options, and TLS unless it was declined."""
 
-import ipaddress
-import re
 import socket
 
 import grpc
 
+from common.addresses import on_loopback, split_address
 from common.contract import ACTIVE, Contract
 from common.credentials import CredentialFiles, Credentials, describe
 from common.errors import PeerUnreachable, SettingsError
@@ -48,8 +47,9 @@ def open_channel(
     options = channel_options(contract) + (without_proxy() if proxy is None else proxy.through())
     if credentials is None:
         refuse_plain_text_through(proxy)
-        refuse_plain_text_beyond_loopback(address, "connect")
-        return grpc.insecure_channel(address, options)
+        literal = on_loopback(address, "connect")
+        family = "ipv6" if literal.startswith("[") else "ipv4"
+        return grpc.insecure_channel(f"{family}:{literal}", options)  # gRPC looks up no name again
     identity = contract.identities[ACTIVE]
     with _connection_to(address, proxy) as connection:
         pinned = judged_certificate(connection, credentials.authority, identity)
@@ -61,9 +61,8 @@ def open_channel(
 def _connection_to(address: str, proxy: HttpProxy | None) -> socket.socket:
     if proxy is not None:
         return proxy.connect(address, LOOK_TIMEOUT_S)
-    host, _, port = address.rpartition(":")
     try:
-        return socket.create_connection((host.strip("[]"), int(port)), LOOK_TIMEOUT_S)
+        return socket.create_connection(split_address(address), LOOK_TIMEOUT_S)
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or "it does not answer in time"
         raise PeerUnreachable(f"no connection to the peer ({reason})") from error
@@ -80,15 +79,16 @@ def add_port(server: grpc.Server, address: str, files: CredentialFiles | None) -
     Raises:
         SettingsError: the address is taken, or not this machine's, or needs credentials.
     """
-    if files is None:
-        refuse_plain_text_beyond_loopback(address, "listen")
     try:
         if files is None:
-            server.add_insecure_port(address)
+            bound = server.add_insecure_port(on_loopback(address, "listen"))
         else:
-            server.add_secure_port(address, server_credentials(files))
+            bound = server.add_secure_port(address, server_credentials(files))
     except RuntimeError as error:
         raise SettingsError(f"listen: cannot serve at {address}: {error}") from error
+    asked = int(address.rpartition(":")[2])
+    if not bound or asked not in (0, bound):
+        raise SettingsError(f"listen: cannot serve at {address}: gRPC took port {bound} instead")
 
 
 def check_security(files: CredentialFiles | None, address: str, setting: str) -> str:
@@ -104,7 +104,7 @@ def check_security(files: CredentialFiles | None, address: str, setting: str) ->
     """
     if files is not None:
         return f"mtls as {describe(files.current())}"
-    refuse_plain_text_beyond_loopback(address, setting)
+    on_loopback(address, setting)
     return "insecure: what travels is not encrypted"
 
 
@@ -119,25 +119,6 @@ def refuse_plain_text_through(proxy: HttpProxy | None) -> None:
             f"proxy: security.mode is insecure, and {proxy} would read what travels; use "
             f"security.mode mtls, or no proxy"
         )
-
-
-def refuse_plain_text_beyond_loopback(address: str, setting: str) -> None:
-    """Refuse an address that another machine could reach, or be reached at.
-
-    Raises:
-        SettingsError: the host cannot be resolved, or not to loopback addresses only.
-    """
-    host, _, port = address.rpartition(":")
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise SettingsError(f"{setting}: {host!r} cannot be resolved: {error}") from error
-    for *_, socket_address in found:
-        if not ipaddress.ip_address(re.sub("%.*", "", str(socket_address[0]))).is_loopback:
-            raise SettingsError(
-                f"{setting}: {address} is not on loopback, and security.mode is insecure: nothing "
-                f"would protect what travels there; use security.mode mtls"
-            )
 
 
 def channel_options(contract: Contract) -> ChannelOptions:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.system.conftest import ROOT, SAME_SPLIT, run_locally
+from tests.system.processes import free_address
 
 pytestmark = pytest.mark.skipif(
     "SPLITVEIL_DATA" not in os.environ, reason="SPLITVEIL_DATA names no folder with data sets"
@@ -21,7 +22,7 @@ def test_settings_and_data_pass_the_check(example: str, rows: int, party: str) -
         [
             *(sys.executable, "-m", f"{party}_party", "check"),
             f"deploy/examples/{example}/{party}.yaml",
-            *("--set", "security={mode: insecure}", "--set", "listen=127.0.0.1:0")[
+            *("--set", "security={mode: insecure}", "--set", f"listen={free_address()}")[
                 : 4 if party == "active" else 2
             ],
         ],

@@ -20,7 +20,7 @@ from active_party.report import write_comparison, write_report
 from active_party.service import ActiveService, start_server
 from active_party.session import ActiveSession, Stage
 from active_party.settings import ActiveSettings
-from common.alignment import AlignmentResources, build_engine
+from common.alignment import AlignmentResources, TriedIds, build_engine, file_of_count
 from common.checkpoint import RunStore, save_model, save_tensors
 from common.command_line import (
     Commands,
@@ -143,7 +143,9 @@ def _run(parsed: argparse.Namespace) -> None:
         session.reopen()
         # From the first answer until this process ends, no file is to look like all that was told.
         (folder / "checkpoint" / LEDGER).unlink(missing_ok=True)
-        service = ActiveService(session, engine, settings.reconnect.deadline_s)
+        service = ActiveService(
+            session, engine, settings.reconnect.deadline_s, _tried_ids(settings, folder)
+        )
         server = start_server(service, contract, settings.listen, credentials, transcript)
         logger.info("waiting for %s at %s", _parties_of(contract), settings.listen)
         stopped: BudgetExhausted | LeakGateClosed | None = None
@@ -165,7 +167,7 @@ def _run(parsed: argparse.Namespace) -> None:
     summary |= {} if transcript is None else {"transcript": transcript.summary()}
     write_json_atomically(folder / "summary.json", summary)
     if stopped is None:
-        store.forget()
+        _forget(store, service.tried)
     print_summary("active party", summary)
     _try_to_report(folder.parent)
     if stopped is not None:
@@ -186,6 +188,17 @@ def _open_folder(settings: ActiveSettings, *, fresh: bool) -> Path:
 def _store(contract: Contract, folder: Path) -> RunStore:
     keep, num_parties = contract.checkpoints.keep, len(contract.passive_parties)
     return RunStore(folder, keep, num_parties, in_background=True)
+
+
+def _tried_ids(settings: ActiveSettings, folder: Path) -> TriedIds:
+    most = settings.contract.alignment.max_set_size
+    return TriedIds(most, settings.alignment_attempts, file_of_count(folder))
+
+
+def _forget(store: RunStore, tried: TriedIds) -> None:
+    """Leave nothing behind that the next run would go on with."""
+    tried.forget()
+    store.forget()
 
 
 def _transcript(

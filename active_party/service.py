@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import grpc
@@ -19,6 +20,7 @@ from common.alignment import (
     Alignment,
     AlignmentEngine,
     StreamChannel,
+    TriedIds,
     align,
     share_frames,
     wait_frame,
@@ -90,14 +92,22 @@ class ActiveService:
         session: holds the rules.
         engine: this side of the alignment.
         deadline_s: how long the peer may be silent within the alignment.
+        tried: counts the ids that each peer tries; by default while this process lives.
     """
 
-    def __init__(self, session: ActiveSession, engine: AlignmentEngine, deadline_s: float) -> None:
+    def __init__(
+        self,
+        session: ActiveSession,
+        engine: AlignmentEngine,
+        deadline_s: float,
+        tried: TriedIds | None = None,
+    ) -> None:
         self.refused: Counter[str] = Counter()
         """How many messages were refused, by the kind of error."""
         self._broken_streams = 0
         self._session = session
         self._engine = engine
+        self.tried = tried or TriedIds(session.contract.alignment.max_set_size)
         self._deadline_s = deadline_s
         self._limits = TensorLimits.of(session.contract)
         self._told_of_end = threading.Semaphore(0)
@@ -199,6 +209,7 @@ class ActiveService:
                 progress=lambda _done_ids, _total_ids: session.begin_alignment(run_id, party),
                 agree=agreeing(session, party) if self._has_several else None,
                 splits=session.file_splits,
+                counting=partial(self.tried.counted, party),
             )
         except AlignmentError as error:
             session.end(error)  # now, before the peer's goodbye that comes for the same reason

@@ -31,6 +31,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # n
 
 MAY_CHANGE = frozenset(
     {
+        "alignment_attempts",
         "alignment_workers",
         "allow_audits",
         "connect",

@@ -9,6 +9,7 @@ import torch
 from pydantic import AfterValidator, Discriminator, Field, StringConstraints, Tag
 
 from common.addresses import usable
+from common.alignment import ATTEMPTS
 from common.contract import Contract
 from common.credentials import CredentialFiles
 from common.data.settings import DataSettings, expand_path
@@ -101,6 +102,11 @@ class PartySettings(Section):
 
     alignment_workers: int = Field(default=0, ge=0, le=1024)
     """Worker processes for the alignment; 0 does its arithmetic in this process."""
+
+    alignment_attempts: int = Field(default=ATTEMPTS, ge=1, le=1000)
+    """How many times ``contract.alignment.max_set_size`` ids the other party may try before a run
+    has finished, over all exchanges of ids and all starts: whoever breaks exchanges off could try
+    other ids each time. Also bounds the exchanges, at ten for each time."""
 
     reconnect: ReconnectSettings = ReconnectSettings()
     """How long to wait for a silent or absent peer."""

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from common.alignment import AlignmentResources, build_engine
+from common.alignment import AlignmentResources, TriedIds, build_engine, file_of_count
 from common.checkpoint import RunStore, save_model
 from common.command_line import (
     Interruption,
@@ -77,6 +77,8 @@ def _run(parsed: argparse.Namespace) -> None:
     engine = build_engine(
         settings.contract.alignment, AlignmentResources(workers=settings.alignment_workers)
     )
+    most = settings.contract.alignment.max_set_size
+    tried = TriedIds(most, settings.alignment_attempts, file_of_count(folder))
     build_trainer = TrainerBuilder(settings, data, device)
     with ExitStack() as resources:
         wanted = Transcript(folder, settings.party) if settings.transcript else nullcontext()
@@ -96,6 +98,7 @@ def _run(parsed: argparse.Namespace) -> None:
             recorder if settings.audits else None,
             store,
             data.table.splits,
+            tried,
         )
         try:
             with GrpcPeer(
@@ -117,6 +120,7 @@ def _run(parsed: argparse.Namespace) -> None:
     summary = recorder.summary()
     summary |= {} if transcript is None else {"transcript": transcript.summary()}
     write_json_atomically(folder / "summary.json", summary)
+    tried.forget()
     store.forget()
     print_summary("passive party", summary)
 

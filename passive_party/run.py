@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import hmac
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -18,11 +19,12 @@ from common.alignment import (
     Alignment,
     AlignmentEngine,
     Splits,
+    TriedIds,
     align,
     receive_share,
 )
 from common.checkpoint import RunStore, State, as_whole_state
-from common.contract import Contract
+from common.contract import ACTIVE, Contract
 from common.errors import (
     AlignmentError,
     AuditRefused,
@@ -114,6 +116,7 @@ class PassiveRun:
         auditor: gives the scores for audits, or None for no audits.
         store: where checkpoints go, and come from; None for a run that cannot be gone on with.
         file_splits: split of each row of this party's file, where the contract splits by a column.
+        tried: counts the ids that the active party tries; by default while this process lives.
     """
 
     def __init__(
@@ -129,6 +132,7 @@ class PassiveRun:
         auditor: Auditor | None = None,
         store: RunStore | None = None,
         file_splits: Splits | None = None,
+        tried: TriedIds | None = None,
     ) -> None:
         self.contract = contract
         self._file_splits = file_splits
@@ -137,6 +141,7 @@ class PassiveRun:
         self._party = party
         self._ids = ids
         self._engine = engine
+        self._tried = tried or TriedIds(contract.alignment.max_set_size)
         self._build_trainer = build_trainer
         self._observer = observer
         self._draw_nonce = draw_nonce
@@ -224,6 +229,7 @@ class PassiveRun:
             progress=self._on_alignment_progress,
             agree=self._agree_with_all(opening) if self._has_several else None,
             splits=self._file_splits,
+            counting=partial(self._tried.counted, ACTIVE),
         )
         peer.close_alignment()
         if alignment.peer_nonce != opening.nonce:

@@ -7,6 +7,7 @@ can be exchanged.
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Literal, NamedTuple, Protocol
 
@@ -23,10 +24,12 @@ from common.alignment.share import (
     share_frames,
     wait_frame,
 )
+from common.alignment.tried_ids import ATTEMPTS, TriedIds, file_of_count
 from common.settings import Section
 from protos.split_learning_pb2 import AlignFrame
 
 __all__ = [
+    "ATTEMPTS",
     "WAIT_S",
     "Agree",
     "AlignChannel",
@@ -41,10 +44,12 @@ __all__ = [
     "Share",
     "Splits",
     "StreamChannel",
+    "TriedIds",
     "align",
     "build_engine",
     "canonical_ids",
     "channel_pair",
+    "file_of_count",
     "intersect",
     "receive_share",
     "share_frames",
@@ -61,7 +66,8 @@ class EcdhAlignment(Section):
     """Fewest ids that the parties must have in common, or nobody trains."""
 
     max_set_size: int = Field(default=10_000_000, ge=1, le=2**31)
-    """Most ids that either party may bring."""
+    """Most ids that either party may bring to one exchange. How many it may try in all, each party
+    decides by its own ``alignment_attempts``."""
 
 
 AlignmentSettings = EcdhAlignment
@@ -96,6 +102,10 @@ class AlignmentSession(Protocol):
     @property
     def total_ids(self) -> int:
         """Ids of both parties together."""
+
+    @property
+    def answered_ids(self) -> int:
+        """Ids of the peer for which tags were made."""
 
     @property
     def is_complete(self) -> bool:
@@ -135,6 +145,9 @@ class Alignment(NamedTuple):
     nonces: tuple[bytes, ...] = ()  # of all passive parties, where there are several
 
 
+Counting = Callable[[AlignmentSession], AbstractContextManager[None]]
+"""Counts what the peer tries in an exchange whose hello has come; see ``TriedIds.counted``."""
+
 Agree = Callable[[Alignment, AlignChannel], Alignment]
 """What two parties do once they know their common ids, before they close the channel."""
 
@@ -158,6 +171,7 @@ def align(
     progress: Callable[[int, int], None] | None = None,
     agree: Agree | None = None,
     splits: Splits | None = None,
+    counting: Counting = lambda _: nullcontext(),
 ) -> Alignment:
     """Find the ids that both parties have. Closes the channel in the end, come what may.
 
@@ -171,9 +185,11 @@ def align(
         agree: what is left to do where there are several passive parties.
         splits: what this party's column says of the split of each id, where the contract splits by
             a column: the peer's must say the same of every common id.
+        counting: surrounds all that tells the peer something of the ids.
 
     Raises:
-        AlignmentError: the intersection is too small, or the parties disagree; on both ends.
+        AlignmentError: the intersection is too small, or the parties disagree, on both ends; or
+            the peer has tried too many ids.
         PeerError: the peer is silent, gone, or breaks a rule.
     """
     try:
@@ -181,7 +197,8 @@ def align(
         channel.send(session.hello())
         for reply in session.receive(channel.receive()):
             channel.send(reply)
-        _exchange(session, channel, progress or _ignore)
+        with counting(session):
+            _exchange(session, channel, progress or _ignore)
         found = Alignment(session.result(), session.peer_nonce, session.peer_set_size)
         return found if agree is None else agree(found, channel)
     finally:

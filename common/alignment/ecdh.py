@@ -12,7 +12,10 @@ files. Two of n and m different ids share a tag with probability n m / 2^127 (th
 encoding is always zero): 2^-87 for a million each. Huberman, Franklin, Hogg 1999; secure against
 parties that follow the protocol, under the decisional Diffie-Hellman assumption.
 
-Both learn the intersection and the size of the other's set.
+Both learn the intersection and the size of the other's set, if both follow the protocol to its end.
+Nothing makes them: whoever withholds its tags learns the intersection, and the other nothing. Nor
+is a tag proved: whoever hands back the tags that it was sent makes the other believe that all of
+its ids are common. How many ids a peer tries, over all exchanges, is counted (``tried_ids.py``).
 """
 
 import hashlib
@@ -171,6 +174,11 @@ class EcdhSession:
     def total_ids(self) -> int:
         """Ids of both parties together."""
         return len(self._ids) + self.peer_set_size
+
+    @property
+    def answered_ids(self) -> int:
+        """Ids of the peer for which tags were made."""
+        return len(self._peer_tags) // TAG_BYTES
 
     @property
     def is_complete(self) -> bool:

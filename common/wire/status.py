@@ -126,7 +126,10 @@ _RECEIVED: dict[str, tuple[type[SplitveilError], str]] = {
     "out-of-step": (ProtocolError, "the peer is at another run, epoch, step or other rows"),
     "audit-refused": (AuditRefused, "the peer measures no scores in this run"),
     "untrusted": (PeerUntrusted, "the peer does not accept this party's certificate"),
-    "alignment-failed": (AlignmentError, "the peer found no usable intersection of the ids"),
+    "alignment-failed": (
+        AlignmentError,
+        "the peer found no usable intersection of the ids, or wants no more; its log says which",
+    ),
     "interrupted": (PeerLeft, "the peer was stopped by a person or a supervisor"),
     "stopped": (PeerLeft, "the peer cannot go on; its own log says why"),
     "internal": (PeerError, "the peer has a fault of its own; its own log says which"),

@@ -171,11 +171,14 @@ class ActiveRecorder:
 
     def on_audit(self, question: AuditQuestion, leak_auc: float, party: str) -> None:
         """Note what a passive party is told of its scores."""
-        self._audits += 1
         several = len(self._settings.contract.passive_parties) > 1
         layer = f"{party}: {question.layer}" if several else question.layer
         numbers = {f"{layer}/{question.attack}": leak_auc}
         self._metrics.write("audit", numbers, epoch=question.epoch)
+
+    def on_audits_answered(self, count: int) -> None:
+        """Note how many audits were answered: what a run goes back behind counts, too."""
+        self._audits = count
 
     def on_resumed(self, epoch: int | None) -> None:
         """Say where the run goes on."""
@@ -199,7 +202,6 @@ class ActiveRecorder:
             "alarm": self._alarm.state_dict(),
             "alarms": self._alarms,
             "measured_epoch": self._measured_epoch,
-            "audits": self._audits,
             "gate": None if self._gate is None else self._gate.state_dict(),
             "gate_findings": self._gate_findings,
             "uncounted_epochs": sorted(self._uncounted_epochs),
@@ -223,7 +225,6 @@ class ActiveRecorder:
         self._bounds = None if state["bounds"] is None else _bounds(*state["bounds"])
         self._alarm.load_state_dict(state["alarm"])
         self._alarms, self._measured_epoch = state["alarms"], state["measured_epoch"]
-        self._audits = state["audits"]
         if self._gate is not None and state["gate"] is not None:
             self._gate.load_state_dict(state["gate"])
         self._gate_findings = state["gate_findings"]
@@ -251,8 +252,10 @@ class ActiveRecorder:
             "steps_per_s": self._progress.steps_per_s if self._progress else None,
             "defense": self._settings.defense.model_dump(mode="json"),
             "ledger": None if told is None else told.numbers(),
-            "refused_messages": refused,
         }
+        if self._settings.allow_audits or self._audits:
+            summary |= {"audits_answered": self._audits}  # the ledger does not count them
+        summary |= {"refused_messages": refused}
         if self._earlier is not None:
             summary |= {"earlier_answers": self._earlier}
         if test is not None and test.classes is not None:
@@ -260,8 +263,6 @@ class ActiveRecorder:
                 "test_accuracy": test.classes.accuracy,
                 "test_auc_by_class": self._by_class(test.classes),
             }
-        if self._settings.allow_audits:
-            summary |= {"audits_answered": self._audits}
         if self._leaks is not None:
             summary |= {"leak_alarms": self._alarms} | self._leaks.summary()
         if self._gate is not None:

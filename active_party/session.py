@@ -139,6 +139,9 @@ class SessionObserver(Protocol):
     def on_audit(self, question: AuditQuestion, leak_auc: float, party: str) -> None:
         """Scores of a passive party were measured, and the figure is about to be sent."""
 
+    def on_audits_answered(self, count: int) -> None:
+        """So many audits were answered, over all processes of the run and wherever it went back."""
+
     def objection(self) -> SplitveilError | None:
         """Say why the run must not go on, if there is a reason; asked before every answer."""
 
@@ -528,11 +531,17 @@ class ActiveSession:
                 self._questions.note,
                 self.trainer.num_classes,
             )
+            self._observer.on_audits_answered(self.audits_answered)
             asked = (question.epoch, question.attack, question.layer)
             if asked not in asking.audited:
                 asking.audited.add(asked)
                 self._observer.on_audit(question, leak_auc, asking.name)
             return leak_auc
+
+    @property
+    def audits_answered(self) -> int:
+        """How many audits were answered, over all processes of the run."""
+        return len(self._questions.noted())
 
     # ---- ending ----
 
@@ -805,6 +814,7 @@ class ActiveSession:
             raise RuntimeError("no state without a trainer")
         with as_whole_state():
             self._load(place, state)
+        self._observer.on_audits_answered(self.audits_answered)
         if self.accounts.is_behind:
             self._observer.on_answers_ahead(self.leak_bounds())
         self._observer.on_resumed(None if self._expected is None else self._expected.epoch)
@@ -832,6 +842,8 @@ class ActiveSession:
             self.accounts.reopen(state["accounts"], self._charged_since(state["records"]))
         self._place = place
         self._catch_up()
+        for party in self.parties:
+            party.audits.remember(self._questions.noted())
 
     def _charged_since(self, count: int) -> Iterator[tuple[Positions, ChargedAnswer]]:
         if self._rows is None:

@@ -183,9 +183,9 @@ class ActiveSettings(PartySettings):
     """Whether to tell the peer the leak AUC of scores that it sends, if the contract's
     ``audits_allowed`` is set, too.
 
-    At most once per attack, layer and epoch, for at least 1,000 training rows, with two digits. The
-    peer chooses the scores, and the ledger counts no such answer: allow it to a peer that audits
-    the run with you.
+    At most once per attack, layer and epoch, for at least 1,000 training rows of each class, with
+    two digits. The peer chooses the scores, and the ledger counts no such answer: allow it to a
+    peer that audits the run with you.
     """
 
     early_stopping: EarlyStopping | None = None

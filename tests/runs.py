@@ -157,6 +157,7 @@ class ActiveRecording(Recording):
     def __init__(self) -> None:
         super().__init__()
         self._ahead: tuple[LeakBounds, ...] = ()
+        self.audits_answered = 0
 
     @property
     def ahead(self) -> tuple[LeakBounds, ...]:
@@ -178,6 +179,9 @@ class ActiveRecording(Recording):
 
     def on_audit(self, question: AuditQuestion, leak_auc: float, party: str) -> None:
         self.audits.append((question, leak_auc))
+
+    def on_audits_answered(self, count: int) -> None:
+        self.audits_answered = count
 
     def objection(self) -> SplitveilError | None:
         return None

@@ -172,11 +172,12 @@ def watch_notes(run: RunFiles) -> Iterator[str]:
         )
     else:
         yield "Leak gate: not set, so no measured leak could end the run."
-    told = len(noted(run, "audit"))
+    # The summary counts also what the run went back behind, of which the metrics have no line.
+    told = max(len(noted(run, "audit")), summary.get("audits_answered") or 0)
     if settings.get("allow_audits") or told:
         yield (
             f"Audit calls answered: {told}. The peer chose the scores, and was told their leak "
-            "AUC with two digits."
+            "AUC with two digits. The ledger does not count them."
         )
     else:
         yield "Audit calls: not allowed, so the peer was told no figure."

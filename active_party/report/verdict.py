@@ -26,6 +26,8 @@ RECOVERED = 0.9
 """Leak AUC from which on labels count as recovered."""
 WEAK_GUARANTEE = 0.9
 """Guarantee above which a ledger does not bound what matters."""
+BITS_PER_AUDIT = math.log2(51)
+"""An audit's answer is one of .50, .51 to 1.00."""
 NO_GUARANTEE = 0.999
 
 LEVELS: Mapping[Level, str] = {
@@ -266,7 +268,8 @@ def _told(summary: Mapping[str, Any]) -> Iterator[str]:
     if answered:
         yield (
             f"The peer was told {answered} leak AUC{'s' * (answered > 1)} of scores that it chose, "
-            "to two digits; the ledger counts no such answer."
+            f"to two digits: up to {math.ceil(answered * BITS_PER_AUDIT):,} bits about all labels "
+            "together. The ledger counts no such answer."
         )
 
 

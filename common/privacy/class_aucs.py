@@ -96,7 +96,7 @@ def class_aucs(
 
 
 def worst_pair_leak_auc(
-    scores: Floats, places: Places, num_classes: int, min_examples: int = 2
+    scores: Floats, places: Places, num_classes: int, min_examples: int = 1
 ) -> float:
     """Return the leak AUC of the pair of classes that a score tells apart best.
 
@@ -104,7 +104,7 @@ def worst_pair_leak_auc(
         scores: (examples,).
         places: of their classes, (examples,).
         num_classes: how many there are.
-        min_examples: that a pair must have to count.
+        min_examples: that each class of a pair must have for the pair to count.
 
     Raises:
         OneClass: no pair has as many.
@@ -112,7 +112,7 @@ def worst_pair_leak_auc(
     """
     found = class_aucs(scores, places, num_classes)
     sizes = np.bincount(places, minlength=num_classes)
-    enough = sizes[:, None] + sizes[None] >= min_examples
+    enough = np.minimum.outer(sizes, sizes) >= min_examples
     return ClassAucs(np.where(enough, found.pairs, np.nan), found.one_vs_rest).worst()
 
 

@@ -1,4 +1,4 @@
-"""The attacks whose scores a party can compute that knows no label: those an audit is about."""
+"""The attacks on received gradients whose scores a party can compute that knows no label."""
 
 from common.privacy.attacks import ATTACKS, AttackName, SideInformation
 
@@ -7,6 +7,7 @@ LABEL_FREE: tuple[AttackName, ...] = (
         name
         for name, attack in ATTACKS.items()
         if attack.needs <= {SideInformation.POSITIVES_ARE_FEWER, SideInformation.ACTIVATIONS}
+        and name != "activation_spectral"  # never sees a gradient: what features tell
     ),
     "accumulated_spectral",
 )

@@ -71,7 +71,8 @@ LAYER_NAME_PATTERN = r"[A-Za-z0-9_.-]{1,64}"
 RUN_ID_PATTERN = r"[A-Za-z0-9_-]{1,64}"
 """Goes into logs and checkpoints as it is."""
 AUDITED_EXAMPLES = 1000
-"""Fewest rows that one audit is about: an AUC of a few tells about each of them."""
+"""Fewest training rows of each class that one audit is about: an AUC of a few positives, among
+however many negatives, tells about each of them."""
 AUDITED_LAYERS = 4
 """Different layers over the whole run. Their names are the peer's: without a limit each new one
 would be another question."""

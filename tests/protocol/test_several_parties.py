@@ -441,8 +441,8 @@ def test_parties_that_collude_in_a_run_gain_nothing_from_the_joint_draw(tmp_path
 
 
 def test_each_party_has_audits_of_its_own(tmp_path: Path) -> None:
-    write_several(tmp_path, 2, rows=2500)
-    both = ["contract.audits_allowed=true", "contract.epochs=1"]
+    write_several(tmp_path, 2, rows=7500)
+    both = ["contract.audits_allowed=true", "contract.epochs=1", "contract.batch_size=512"]
     several = build_several(tmp_path, both, ["allow_audits=true"], runs=tmp_path / "runs")
     run_in_process(several)
     session, rows = several.session, several.seen.rows

@@ -14,10 +14,11 @@ def lines(party: Party, kind: str) -> list[dict[str, Any]]:
 
 
 def test_every_epoch_is_audited_the_last_one_included(tmp_path: Path) -> None:
-    write_example(tmp_path, rows=2000)
+    write_example(tmp_path, rows=7500)
     with started(
         tmp_path,
         "contract.audits_allowed=true",
+        "contract.batch_size=512",
         active=["allow_audits=true"],
         passive=["adversary={audit: true}"],
     ) as pair:

@@ -47,7 +47,8 @@ from tests.runs import (
 
 ALLOWED = "contract.audits_allowed=true"
 NOISY = "defense={name: marvell, strength: {power_ratio: 4}, insecure_noise_seed: 1}"
-ROWS = 2000  # 9 in 10 common, 6 in 10 of those trained on: some more than the least number
+ROWS = 7500  # 9 in 10 common, 6 in 10 of those trained on, 3 in 10 of those positive
+LARGE = "contract.batch_size=512"
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def port() -> int:
 
 
 def parties_with(example: Path, *active: str) -> Parties:
-    return build_parties(example, [ALLOWED, *active], [ALLOWED])
+    return build_parties(example, [ALLOWED, LARGE, *active], [ALLOWED, LARGE])
 
 
 class Audited(NamedTuple):
@@ -79,9 +80,9 @@ class Audited(NamedTuple):
 
 def audited(example: Path, folder: Path, meet: Callable[[Parties], None], *active: str) -> Audited:
     """Run both parties with their recorders; the passive party knows no label."""
-    mine = [ALLOWED, "adversary={audit: true, queue_batches: 512}"]
+    mine = [ALLOWED, LARGE, "adversary={audit: true, queue_batches: 512}"]
     parties = build_parties(
-        example, [ALLOWED, "leak_monitor.queue_batches=512", NOISY, *active], mine
+        example, [ALLOWED, LARGE, "leak_monitor.queue_batches=512", NOISY, *active], mine
     )
     settings = parties.passive_settings
     ids = PartyData.load(settings.data, example).ids
@@ -284,12 +285,13 @@ def test_the_desk_looks_at_the_contract_itself(example: Path) -> None:
         session.audit(question(parties))
 
 
-def test_fewer_than_a_thousand_training_rows_are_not_measured(tmp_path: Path) -> None:
-    write_example(tmp_path, rows=1800)
+def test_fewer_than_a_thousand_training_rows_of_a_class_are_not_measured(tmp_path: Path) -> None:
+    write_example(tmp_path, rows=4500)
     parties = finished(tmp_path, "allow_audits=true")
-    assert 900 < len(question(parties).scores) < MIN_EXAMPLES
-    with pytest.raises(AuditRefused, match="1000"):
+    assert 500 < true_labels(parties).sum() < MIN_EXAMPLES < (1 - true_labels(parties)).sum()
+    with pytest.raises(AuditRefused, match="1000 of each of two classes"):
         parties.session.audit(question(parties))
+    assert parties.session.audits_answered == 0
 
 
 def test_before_an_epoch_is_over_there_is_nothing_to_audit(example: Path) -> None:

@@ -245,7 +245,7 @@ def test_a_mutated_exchange_of_ids_ends_in_an_error_of_the_rules_or_in_a_result(
 def test_any_question_is_answered_within_the_rules_or_refused(
     epoch: int, attack: str, layer: str, digest: bytes, scores: bytes
 ) -> None:
-    rows = np.arange(1000)
+    rows, labels = np.arange(2000), torch.arange(2000) % 2
     desk = AuditDesk(is_open=True)
     desk.open_epoch(0)
     request = pb.AuditRequest(
@@ -253,7 +253,7 @@ def test_any_question_is_answered_within_the_rules_or_refused(
     )
     try:
         question = decode_question(request)
-        answer = desk.answer(question, rows, lambda _: torch.zeros(1000), lambda *_: None)
+        answer = desk.answer(question, rows, lambda _: labels, lambda *_: None)
     except ProtocolError:
         return
     assert 0.5 <= answer <= 1
@@ -263,13 +263,13 @@ def test_any_question_is_answered_within_the_rules_or_refused(
 @given(st.binary(min_size=4000, max_size=4000))
 def test_any_scores_are_measured_or_refused(scores: bytes) -> None:
     """Everything else is right: what counts are the numbers, NaN among them."""
-    rows = np.arange(1000)
+    scores += scores  # of 1,000 rows of each class
+    rows, labels = np.arange(2000), torch.arange(2000) // 2 % 2
     desk = AuditDesk(is_open=True)
     desk.open_epoch(3)
     request = pb.AuditRequest(
         epoch=3, attack="norm", layer="cut", positions_digest=positions_digest(rows), scores=scores
     )
-    labels = torch.arange(1000) % 2
     try:
         answer = desk.answer(decode_question(request), rows, lambda _: labels, lambda *_: None)
     except ProtocolError:

@@ -166,12 +166,12 @@ def _run(parsed: argparse.Namespace) -> None:
     summary = recorder.summary(dict(service.refused))
     summary |= {} if transcript is None else {"transcript": transcript.summary()}
     write_json_atomically(folder / "summary.json", summary)
-    if stopped is None:
-        _forget(store, service.tried)
     print_summary("active party", summary)
     _try_to_report(folder.parent)
     if stopped is not None:
         raise stopped
+    service.tried.forget()
+    store.forget_finished()  # last: whatever ended this process before, it would not train anew
 
 
 def _open_folder(settings: ActiveSettings, *, fresh: bool) -> Path:
@@ -193,12 +193,6 @@ def _store(contract: Contract, folder: Path) -> RunStore:
 def _tried_ids(settings: ActiveSettings, folder: Path) -> TriedIds:
     most = settings.contract.alignment.max_set_size
     return TriedIds(most, settings.alignment_attempts, file_of_count(folder))
-
-
-def _forget(store: RunStore, tried: TriedIds) -> None:
-    """Leave nothing behind that the next run would go on with."""
-    tried.forget()
-    store.forget()
 
 
 def _transcript(

@@ -268,6 +268,22 @@ class RunStore:
         _delete(self._folder / _ANSWERED)
         self._delete_halves()
 
+    def forget_finished(self) -> None:
+        """Delete every state of a run that has come to its end, as the last thing that is done.
+
+        Once the run itself is forgotten, nothing more fails: a party that ended with an error then
+        would be started again, and would train anew.
+
+        Raises:
+            StorageError: the run cannot be forgotten; started again, it ends at once.
+        """
+        self._wait()
+        _delete(self._folder / _RUN)
+        try:
+            self.forget()
+        except StorageError as error:
+            logger.warning("%s", error)
+
     def _delete_halves(self) -> None:
         """Delete what a process left that was killed while it wrote: secrets may be in it."""
         for path in self._folder.glob(".*.state.*.tmp"):

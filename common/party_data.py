@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from common.data.settings import DataSettings, FileSource
 from common.data.table import Table, read_table
 from common.errors import DataError
 from common.initial_weights import EarlierModel
+from common.output import printing_console
 from common.run_course import AlignedRows
 from common.sample_order import Positions
 from common.splits import SPLITS
@@ -172,7 +172,7 @@ def _suggest_a_cache(path: Path) -> None:
 @contextmanager
 def _conversion_bar(path: str) -> Iterator[Callable[[float], None]]:
     """Show how far a file is converted; say nothing where it has been before."""
-    console = Console(stderr=True)
+    console = printing_console(stderr=True)
     bar = Progress(
         TextColumn("converting"),
         BarColumn(),

@@ -10,7 +10,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -22,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common.errors import StorageError
+from common.output import UNPRINTED, printing_console
 from common.run_folder import OWNER_ONLY, finite_or_null, open_to_append
 from common.visible_text import cell, visible, visible_lines
 
@@ -269,7 +271,7 @@ class TrainingProgress:
         self.steps_done = 0
         self._steps_before = 0
         self._total_steps = total_steps
-        self._console = console or Console(stderr=True)
+        self._console = console or printing_console(stderr=True)
         self._log_every_s = log_every_s
         self._logged = time.monotonic()
         self._end: float | None = None
@@ -393,6 +395,8 @@ class _StderrHandler(logging.Handler):
         try:
             sys.stderr.write(self.format(record) + "\n")
             sys.stderr.flush()
+        except UNPRINTED:
+            return  # nobody reads it, and a run goes on without
         except Exception:
             self.handleError(record)
 
@@ -418,9 +422,19 @@ def configure_logging(party: str, verbosity: int = 0) -> None:
     form = f"%(asctime)s {party.replace('%', '%%')} %(levelname)s %(message)s"
     handler.setFormatter(_VisibleFormatter(form, datefmt="%H:%M:%S"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    threading.excepthook = partial(_on_failed_thread, threading.excepthook)
     level = logging.INFO if verbosity == 0 else logging.DEBUG if verbosity > 0 else logging.WARNING
     for package in _OWN_PACKAGES:
         logging.getLogger(package).setLevel(level)
+
+
+def _on_failed_thread(
+    otherwise: Callable[[threading.ExceptHookArgs], object], failed: threading.ExceptHookArgs
+) -> None:
+    """Say nothing of a full disk in TensorBoard's thread: whoever writes next is told of it."""
+    is_charting = type(failed.thread).__module__.startswith("tensorboard.")
+    if not (is_charting and isinstance(failed.exc_value, OSError)):
+        otherwise(failed)
 
 
 def leak_table(
@@ -528,7 +542,7 @@ def print_summary(
         summary: as in ``summary.json``; ``leak`` and ``ledger`` may be absent.
         console: prints elsewhere.
     """
-    console = console or Console()
+    console = console or printing_console()
     table = Table(title=f"{party}: summary", title_justify="left", show_header=False)
     for name, value in summary.items():
         if name not in _TABLES_OF_THEIR_OWN:

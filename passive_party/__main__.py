@@ -120,9 +120,9 @@ def _run(parsed: argparse.Namespace) -> None:
     summary = recorder.summary()
     summary |= {} if transcript is None else {"transcript": transcript.summary()}
     write_json_atomically(folder / "summary.json", summary)
-    tried.forget()
-    store.forget()
     print_summary("passive party", summary)
+    tried.forget()
+    store.forget_finished()  # last: whatever ended this process before, it would not train anew
 
 
 def _evaluation_labels(settings: PassiveSettings) -> PartyData | None:

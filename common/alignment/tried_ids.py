@@ -109,11 +109,19 @@ class TriedIds:
                 )
 
     def forget(self) -> None:
-        """Start the count anew: the ids were exchanged for a run that has finished."""
+        """Start the count anew: the ids were exchanged for a run that has finished.
+
+        Raises:
+            StorageError: the file of the count cannot be deleted.
+        """
         with self._lock:
             self._tried = {}
-            if self._path is not None:
+            if self._path is None:
+                return
+            try:
                 self._path.unlink(missing_ok=True)
+            except OSError as error:
+                raise StorageError(f"{self._path}: cannot be deleted: {error.strerror}") from error
 
     def _begin(self, peer: str, announced: int) -> None:
         with self._lock:

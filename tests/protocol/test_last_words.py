@@ -17,6 +17,7 @@ from common.errors import (
     PeerRestarted,
     PeerUnreachable,
     ProtocolError,
+    StorageError,
 )
 from common.wire.tensor_codec import (
     BatchHeader,
@@ -229,4 +230,27 @@ def test_half_a_checkpoint_of_a_killed_process_is_deleted(tmp_path: Path) -> Non
     half.write_bytes(b"half")
     store.save(2, {"place": 2})
     assert not half.exists()
+    assert store.places() == [2]
+
+
+def test_a_finished_run_that_is_forgotten_fails_in_nothing_more(tmp_path: Path) -> None:
+    """Whoever ended with an error then would be started again, and would train anew."""
+    store = RunStore(tmp_path, keep=2)
+    store.save_run({})
+    store.save(2, {"place": 2})
+    (tmp_path / "checkpoint" / "answered.log").mkdir()
+    store.forget_finished()
+    assert store.run() is None
+    assert store.places() == []
+
+
+def test_a_finished_run_that_cannot_be_forgotten_can_be_gone_on_with(tmp_path: Path) -> None:
+    store = RunStore(tmp_path, keep=2)
+    store.save_run({})
+    store.save(2, {"place": 2})
+    run = tmp_path / "checkpoint" / "run.state"
+    run.unlink()
+    run.mkdir()
+    with pytest.raises(StorageError, match=r"run\.state: cannot be deleted"):
+        store.forget_finished()
     assert store.places() == [2]

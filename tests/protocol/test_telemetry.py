@@ -1,5 +1,6 @@
 """What a run writes and shows: metrics, progress, log lines, tables, and files whole or not."""
 
+import errno
 import io
 import json
 import logging
@@ -248,6 +249,58 @@ def test_progress_elsewhere_is_a_log_line_now_and_then(caplog: pytest.LogCapture
     assert screen.getvalue().strip() == ""
     assert [message.split(",")[0] for message in messages] == ["step 1/4", "step 1/4", "step 3/4"]
     assert messages[0].endswith("steps/s, loss 0.25")
+
+
+class GoneTerminal(io.StringIO):
+    """Was a terminal, and takes nothing more."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def flush(self) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.usefixtures("_own_logging")
+def test_what_cannot_be_printed_disturbs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bar, the lines of the log and the tables at the end."""
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, GoneTerminal())
+    configure_logging("active")
+    with TrainingProgress("active", 3) as progress:
+        for _ in range(3):
+            progress.advance(loss=0.5)
+            logging.getLogger("active_party").warning("a line")
+    print_summary("active", {"steps": 3, "test_auc": 0.5})
+    assert progress.steps_done == 3
+
+
+def test_tables_without_codes_for_their_frames_disturb_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ascii_only = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", ascii_only)
+    print_summary("active", {"defense": "märvell"})
+
+
+@pytest.mark.usefixtures("_own_logging")
+@pytest.mark.parametrize("failed", [True, False])
+def test_a_thread_of_tensorboard_that_cannot_write_says_so_to_whoever_writes(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    failed: bool,
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda args: print("fault", file=sys.stderr))
+    configure_logging("active")
+    with MetricsLog(tmp_path) as log:
+        thread = log._charts.file_writer.event_writer._async_writer._worker
+        arguments = (OSError, OSError(errno.ENOSPC, "full"), None, thread if failed else None)
+        threading.excepthook(threading.ExceptHookArgs(arguments))
+    assert ("fault" in capsys.readouterr().err) is not failed
 
 
 @pytest.mark.usefixtures("_own_logging")

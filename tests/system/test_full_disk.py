@@ -1,4 +1,4 @@
-"""A disk that is full: whose it is ends with 1 and says which file, and both go on afterwards."""
+"""A full disk: what cannot be written ends a party with 1, what cannot be printed is lost."""
 
 from functools import partial
 from pathlib import Path
@@ -21,10 +21,7 @@ SETTINGS = Settings(
         "defense={name: marvell, noise: persistent, insecure_noise_seed: 7}",
         "leak_monitor=null",
     ),
-    passive=(
-        "adversary={every_steps: 1000, labels: {source: {kind: csv, path: active.csv}, "
-        "id_column: id, label_column: label}}",
-    ),
+    passive=("adversary.every_steps=1000",),
 )
 
 ROOM = 30_000
@@ -64,3 +61,41 @@ def test_a_transcript_that_does_not_fit_ends_both_and_they_go_on_bit_for_bit(
         partial(limited, "active", tmp_path / "active", whole),
         partial(limited, "passive", tmp_path / "passive", whole),
     )
+
+
+def test_a_run_whose_output_goes_to_a_full_disk_ends_well(tmp_path: Path, whole: Outcome) -> None:
+    """With another exit code, a supervisor would have all of it answered a second time."""
+    write_example(tmp_path)
+    for party in ("active", "passive"):
+        (tmp_path / f"{party}.lost.log").symlink_to("/dev/full")
+    with kept_up(tmp_path, SETTINGS, log="lost") as both:
+        both.start()
+        assert both.wait() == (0, 0)
+    assert_same(outcome(tmp_path / "runs"), whole)
+    folder = tmp_path / "runs" / "small" / "active"
+    assert (folder / "report.html").is_file()
+    assert not (folder / "checkpoint" / "run.state").exists()
+
+
+def test_a_summary_that_cannot_be_written_is_all_that_is_left_to_do(
+    tmp_path: Path, whole: Outcome
+) -> None:
+    write_example(tmp_path)
+    with kept_up(tmp_path, SETTINGS) as both:
+        both.start()
+        both.wait_until(lambda: all(party.lines > 0 for party in both))
+        in_the_way = [party.folder / "summary.json" for party in both]
+        for path in in_the_way:
+            path.mkdir()
+        assert both.wait() == (1, 1), both.outputs
+        for party in both:
+            assert "summary.json: cannot be written: Is a directory" in party.said
+            assert (party.folder / "checkpoint" / "model.safetensors").is_file()
+        lines = [party.lines for party in both]
+        for path in in_the_way:
+            path.rmdir()
+        both.start()
+        assert both.wait() == (0, 0), both.outputs
+        assert all("going on at the end" in party.said for party in both)
+        assert [party.lines for party in both] == lines  # nothing was answered again
+    assert_same(outcome(tmp_path / "runs"), whole, both.outputs)

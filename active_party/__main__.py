@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -38,10 +39,11 @@ from common.command_line import (
     verify_transcript,
 )
 from common.contract import ACTIVE, Contract
+from common.ended_run import clear_mark, end_of, mark_as_ended
 from common.errors import (
     BudgetExhausted,
+    EndedForGood,
     Interrupted,
-    LeakGateClosed,
     PeerError,
     PeerUnreachable,
     SettingsError,
@@ -59,6 +61,8 @@ logger = logging.getLogger("active_party")
 GRACE_S = 5.0
 LAST_WORDS_S = 2.0
 """How long a party that ends early waits for its peer's next call, to tell it so."""
+FINAL_WORDS_S = 30.0
+"""How long where it ends for good: a peer that does not hear of it would try again for ever."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -129,6 +133,8 @@ def _run(parsed: argparse.Namespace) -> None:
     interruption.check()
     earlier = settings.earlier_answers()
     folder = _open_folder(settings, fresh=parsed.fresh)
+    if _was_ended(settings, folder):
+        return
     engine = build_engine(
         contract.alignment, AlignmentResources(workers=settings.alignment_workers)
     )
@@ -148,13 +154,14 @@ def _run(parsed: argparse.Namespace) -> None:
         )
         server = start_server(service, contract, settings.listen, credentials, transcript)
         logger.info("waiting for %s at %s", _parties_of(contract), settings.listen)
-        stopped: BudgetExhausted | LeakGateClosed | None = None
+        stopped: EndedForGood | None = None
         try:
             _wait_for_end(session, service, settings, interruption)
-        except (BudgetExhausted, LeakGateClosed) as error:
+        except EndedForGood as error:
             stopped = error  # as it was asked for: it ends with a summary, like any other run
         finally:
-            service.tell_end(LAST_WORDS_S)
+            patience_s = LAST_WORDS_S if stopped is None else FINAL_WORDS_S
+            service.tell_end(min(patience_s, settings.reconnect.max_s), interruption)
             server.stop(GRACE_S).wait()
             engine.close()
             if session.trainer is not None:
@@ -165,13 +172,50 @@ def _run(parsed: argparse.Namespace) -> None:
     stopped = stopped or recorder.objection()
     summary = recorder.summary(dict(service.refused))
     summary |= {} if transcript is None else {"transcript": transcript.summary()}
+    _leave_results(settings, folder, summary, stopped)
+    service.tried.forget()
+    store.forget_finished()  # last: whatever ended this process before, it would not train anew
+
+
+def _leave_results(
+    settings: ActiveSettings, folder: Path, summary: dict[str, Any], stopped: EndedForGood | None
+) -> None:
     write_json_atomically(folder / "summary.json", summary)
+    if stopped is not None:
+        mark_as_ended(folder, {"ended_by": _limit_of(stopped), **_limits_of(settings)})
     print_summary("active party", summary)
     _try_to_report(folder.parent)
     if stopped is not None:
+        logger.warning("the run has ended for good: %s", _WHAT_NOW)
         raise stopped
-    service.tried.forget()
-    store.forget_finished()  # last: whatever ended this process before, it would not train anew
+
+
+_WHAT_NOW = (
+    "the same command trains nothing; a larger run_budget or leak_gate goes on with the run, and "
+    "--fresh begins anew, which answers about the same labels again (earlier_ledgers counts both)"
+)
+
+
+def _limit_of(stopped: EndedForGood) -> str:
+    return "run_budget" if isinstance(stopped, BudgetExhausted) else "leak_gate"
+
+
+def _limits_of(settings: ActiveSettings) -> dict[str, Any]:
+    return settings.model_dump(mode="json", include={"run_budget", "leak_gate"})
+
+
+def _was_ended(settings: ActiveSettings, folder: Path) -> bool:
+    """Say so where the run was ended for good under the limits that are still set."""
+    end = end_of(folder)
+    if end is None:
+        return False
+    limits = _limits_of(settings)
+    if all(name in end and end[name] == limit for name, limit in limits.items()):
+        logger.warning("this run was ended for good by its %s: %s", end["ended_by"], _WHAT_NOW)
+        return True
+    logger.info("going on with the run in %s, which was ended under other limits", folder)
+    clear_mark(folder)
+    return False
 
 
 def _open_folder(settings: ActiveSettings, *, fresh: bool) -> Path:

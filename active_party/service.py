@@ -66,6 +66,7 @@ from protos import split_learning_pb2 as pb
 logger = logging.getLogger(__name__)
 
 GOODBYE_WAIT_S = 5.0
+_POLL_S = 0.2
 
 
 class _Caller:
@@ -117,11 +118,21 @@ class ActiveService:
         """Return the seconds since a passive party's last message."""
         return time.monotonic() - self._callers[party].heard_at
 
-    def tell_end(self, timeout_s: float) -> None:
-        """Let peers that are still there hear that the run ended early: their next call is told."""
+    def tell_end(
+        self, timeout_s: float, interruption: Callable[[], int | None] = lambda: None
+    ) -> None:
+        """Let peers that are still there hear that the run ended early: their next call is told.
+
+        Args:
+            timeout_s: how long to wait for such calls.
+            interruption: returns the signal that asks this party to stop, once there is one.
+        """
         until = time.monotonic() + timeout_s
-        for _ in self._callers if self._session.has_last_words else ():
-            self._told_of_end.acquire(timeout=max(until - time.monotonic(), 0.0))
+        untold = len(self._callers) if self._session.has_last_words else 0
+        while untold and time.monotonic() < until:
+            untold -= self._told_of_end.acquire(timeout=_POLL_S)
+            if interruption() is not None:
+                return
 
     def handshake(
         self, request: pb.HandshakeRequest, context: grpc.ServicerContext

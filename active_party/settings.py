@@ -163,7 +163,8 @@ class ActiveSettings(PartySettings):
     """What the run may tell of each label in all; ``null`` for no limit.
 
     What the runs of ``earlier_ledgers`` told counts, too. Before an answer would pass it the run
-    ends with a checkpoint and exit code 5. The peer then learns when the run ends, and not why.
+    ends with a checkpoint and exit code 5. The peer then learns when the run ends, and that it is
+    for good.
     """
 
     earlier_ledgers: tuple[str, ...] = Field(default=(), max_length=1000)

@@ -18,6 +18,7 @@ import yaml
 from rich.console import Console
 
 from common.checkpoint import RunStore
+from common.ended_run import end_of
 from common.errors import Interrupted, PeerError, SettingsError, SplitveilError, StorageError
 from common.party_settings import PartySettings
 from common.run_folder import write_text_atomically
@@ -270,6 +271,8 @@ def goes_on(settings: PartySettings, *, fresh: bool, folder: Path) -> bool:
         settings: of this start.
         fresh: whether to begin anew in any case.
         folder: of the results.
+
+    Of a run that was ended for good only the party itself knows whether it goes on.
     """
     if fresh or RunStore(folder, settings.contract.checkpoints.keep).run() is None:
         return False
@@ -292,7 +295,8 @@ def goes_on(settings: PartySettings, *, fresh: bool, folder: Path) -> bool:
             ", ".join(changed),
         )
         return False
-    logger.info("going on with the unfinished run in %s; --fresh would begin anew", folder)
+    if end_of(folder) is None:
+        logger.info("going on with the unfinished run in %s; --fresh would begin anew", folder)
     return True
 
 

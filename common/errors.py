@@ -11,6 +11,7 @@
     |  |  `- PeerRenewed               it shows another certificate than before
     |  |- PeerUntrusted                one of the two does not believe who the other is
     |  |- PeerLeft                     it said that it stops
+    |  |  `- PeerEndedForGood      5   for good: to start again is no use
     |  |- PeerRestarted                it was restarted, and the run has to be opened again
     |  |- NothingBegun                 its run began anew before anything was answered
     |  `- ProtocolError                it broke a rule of the protocol
@@ -20,8 +21,9 @@
     |     |- TooLarge                  a message beyond the agreed limits
     |     `- AuditRefused              scores that are not measured in this run
     |- StorageError                1   a checkpoint or a log could not be written
-    |- BudgetExhausted             5   the next answer would tell more than the run may
-    |- LeakGateClosed              5   attacks measured more than the run may tell
+    |- EndedForGood                5   this party has ended the run for good
+    |  |- BudgetExhausted              the next answer would tell more than the run may
+    |  `- LeakGateClosed               attacks measured more than the run may tell
     `- Interrupted            130, 143 a person or a supervisor stopped this party
 
 Messages are for the own user: what was expected and what came. What the *peer* is told of an error
@@ -94,6 +96,12 @@ class PeerLeft(PeerError):
     """The other party said that it stops."""
 
 
+class PeerEndedForGood(PeerLeft):
+    """The label owner has ended the run for good: the same commands do not go on with it."""
+
+    exit_code = 5
+
+
 class PeerRestarted(PeerError):
     """The other party was restarted: the run goes on from a checkpoint once it is opened again."""
 
@@ -130,16 +138,18 @@ class StorageError(SplitveilError):
     """Something could not be written to disk."""
 
 
-class BudgetExhausted(SplitveilError):
+class EndedForGood(SplitveilError):
+    """The run has told what it may: it goes on only where the label owner allows more."""
+
+    exit_code = 5
+
+
+class BudgetExhausted(EndedForGood):
     """The next answer would take an example past what the run may tell of its label."""
 
-    exit_code = 5
 
-
-class LeakGateClosed(SplitveilError):
+class LeakGateClosed(EndedForGood):
     """The leak monitor measured more than the label owner accepts."""
-
-    exit_code = 5
 
 
 class Interrupted(SplitveilError):

@@ -8,7 +8,7 @@ one file for each, such as ``passive_a.yaml``. ``--set passive.NAME=VALUE`` reac
 Once all parties have ended, the report is written anew, with the figures of all. With several
 defenses it runs one after the other, and sets the results side by side in a table and in
 ``<run name>-comparison.html`` in the runs' folder. Ends with the exit code of the first party that
-fails.
+fails; with 5 where the run was ended for good, and with 0 where it is then started again.
 """
 
 import argparse
@@ -27,14 +27,14 @@ import yaml
 from rich.console import Console
 
 from common.contract import ACTIVE
-from common.errors import LeakGateClosed, SettingsError
+from common.errors import EndedForGood, SettingsError
 from common.settings import apply_overrides, read_yaml
 from common.visible_text import cell, visible_lines
 from deploy.comparison import comparison_table, read_results
 from deploy.party_processes import run_parties
 from deploy.trial_certificates import trial_overrides
 
-WITH_SUMMARY = (0, LeakGateClosed.exit_code)
+WITH_SUMMARY = (0, EndedForGood.exit_code)
 """Exit codes of runs that ended as they were asked to, be it by a budget or a gate."""
 
 

@@ -30,12 +30,12 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from common.errors import Interrupted, LeakGateClosed
+from common.errors import EndedForGood, Interrupted
 from common.run_folder import write_json_atomically, write_text_atomically
 from experiments.cells import EARLIER, PREPARED, Cell, passive_parties, with_folders
 
 FINISHED = "finished.json"
-ENDED_AS_ASKED = (0, LeakGateClosed.exit_code)
+ENDED_AS_ASKED = (0, EndedForGood.exit_code)
 """A budget or a gate may end a run; its figures count."""
 
 _LAST_LINES = 12

@@ -2,9 +2,12 @@
 
 import argparse
 import logging
+import time
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +26,15 @@ from common.command_line import (
     save_resolved,
     verify_transcript,
 )
-from common.errors import PeerUnreachable, SettingsError
+from common.credentials import CredentialFiles
+from common.ended_run import clear_mark, end_of, mark_as_ended
+from common.errors import (
+    ContractMismatch,
+    PeerEndedForGood,
+    PeerError,
+    PeerUnreachable,
+    SettingsError,
+)
 from common.models.factory import build_bottom_model
 from common.party_data import PartyData
 from common.party_settings import load_party_settings
@@ -38,6 +49,9 @@ from passive_party.run import PassiveRun
 from passive_party.settings import PassiveSettings
 
 logger = logging.getLogger("passive_party")
+
+BACK_WITHIN_S = 15.0
+"""How long the active party of a run that it has ended for good may take to serve again."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -58,10 +72,7 @@ def _run(parsed: argparse.Namespace) -> None:
     interruption.install()
     settings = _load(parsed)
     credentials = settings.credential_files(settings.party)
-    security = check_security(credentials, settings.connect, "connect")
-    settings.http_proxy()  # it, too, is found out before the run's folder is opened
-    logger.log(logging.WARNING if credentials is None else logging.INFO, "security: %s", security)
-    settings.earlier_model()  # before the run's folder is opened, which moves earlier results aside
+    _check_files_and_address(settings, credentials)
     device = prepare(settings)
     data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
     logger.info("%d rows read from %s", len(data.ids), data.table.source)
@@ -74,11 +85,12 @@ def _run(parsed: argparse.Namespace) -> None:
         lambda folder: goes_on(settings, fresh=parsed.fresh, folder=folder),
     )
     save_resolved(settings, folder)
-    engine = build_engine(
-        settings.contract.alignment, AlignmentResources(workers=settings.alignment_workers)
-    )
-    most = settings.contract.alignment.max_set_size
-    tried = TriedIds(most, settings.alignment_attempts, file_of_count(folder))
+    if end_of(folder) is not None and not _peer_is_back(settings, interruption):
+        logger.warning("no active party answers at %s; %s", settings.connect, _ENDED)
+        return
+    alignment = settings.contract.alignment
+    engine = build_engine(alignment, AlignmentResources(workers=settings.alignment_workers))
+    tried = TriedIds(alignment.max_set_size, settings.alignment_attempts, file_of_count(folder))
     build_trainer = TrainerBuilder(settings, data, device)
     with ExitStack() as resources:
         wanted = Transcript(folder, settings.party) if settings.transcript else nullcontext()
@@ -99,7 +111,9 @@ def _run(parsed: argparse.Namespace) -> None:
             store,
             data.table.splits,
             tried,
+            partial(clear_mark, folder),
         )
+        stopped: PeerEndedForGood | None = None
         try:
             with GrpcPeer(
                 settings.connect,
@@ -112,17 +126,64 @@ def _run(parsed: argparse.Namespace) -> None:
                 settings.http_proxy(),
             ) as peer:
                 run.run(peer)
+        except PeerEndedForGood as error:
+            stopped = error  # it ends with a summary, like any other run
+        except (PeerError, ContractMismatch) as error:
+            if end_of(folder) is None:
+                raise
+            logger.warning("the active party does not go on with this run: %s", error)
         finally:
             engine.close()
-            if run.trainer is not None:
+            # Of a run that does not go on, what it ended with stays.
+            if run.trainer is not None and end_of(folder) is None:
                 saved = save_model(folder, run.trainer.model, build_trainer.encoder)
                 logger.info("model saved in %s", saved)
+    if end_of(folder) is not None:
+        logger.warning(_ENDED)
+        return
     summary = recorder.summary()
     summary |= {} if transcript is None else {"transcript": transcript.summary()}
-    write_json_atomically(folder / "summary.json", summary)
-    print_summary("passive party", summary)
+    _leave_results(folder, summary, stopped)
     tried.forget()
     store.forget_finished()  # last: whatever ended this process before, it would not train anew
+
+
+def _check_files_and_address(
+    settings: PassiveSettings, credentials: CredentialFiles | None
+) -> None:
+    """Find out what would end a run, before its folder is opened and earlier results move aside."""
+    security = check_security(credentials, settings.connect, "connect")
+    logger.log(logging.WARNING if credentials is None else logging.INFO, "security: %s", security)
+    settings.http_proxy()
+    settings.earlier_model()
+
+
+_ENDED = (
+    "the active party has ended this run for good, and nothing is trained; --fresh begins anew "
+    "once the active party does"
+)
+
+
+def _leave_results(folder: Path, summary: dict[str, Any], stopped: PeerEndedForGood | None) -> None:
+    write_json_atomically(folder / "summary.json", summary)
+    if stopped is not None:
+        mark_as_ended(folder, {"ended_by": "the active party"})
+    print_summary("passive party", summary)
+    if stopped is not None:
+        raise stopped
+
+
+def _peer_is_back(settings: PassiveSettings, interruption: Interruption) -> bool:
+    """Find out whether the active party, which had ended the run for good, serves again."""
+    until = time.monotonic() + min(BACK_WITHIN_S, settings.reconnect.max_s)
+    with _peer(settings) as peer:
+        while time.monotonic() < until:
+            interruption.check()
+            with suppress(PeerError):
+                if peer.is_ready():
+                    return True
+            time.sleep(settings.reconnect.first_wait_s)
+    return False
 
 
 def _evaluation_labels(settings: PassiveSettings) -> PartyData | None:
@@ -171,20 +232,23 @@ def _check(parsed: argparse.Namespace) -> None:
 
 
 def _peer_state(settings: PassiveSettings) -> str:
-    credentials = settings.credential_files(settings.party)
-    with GrpcPeer(
-        settings.connect,
-        settings.contract,
-        settings.reconnect,
-        credentials=credentials,
-        party=settings.party,
-        proxy=settings.http_proxy(),
-    ) as peer:
+    with _peer(settings) as peer:
         try:
             ready = peer.is_ready()
         except PeerUnreachable:
             return f"no active party answers at {peer.where} now; a run would wait for it"
     return f"the active party at {peer.where} is {'ready' if ready else 'not ready'}"
+
+
+def _peer(settings: PassiveSettings) -> GrpcPeer:
+    return GrpcPeer(
+        settings.connect,
+        settings.contract,
+        settings.reconnect,
+        credentials=settings.credential_files(settings.party),
+        party=settings.party,
+        proxy=settings.http_proxy(),
+    )
 
 
 if __name__ == "__main__":

@@ -117,6 +117,7 @@ class PassiveRun:
         store: where checkpoints go, and come from; None for a run that cannot be gone on with.
         file_splits: split of each row of this party's file, where the contract splits by a column.
         tried: counts the ids that the active party tries; by default while this process lives.
+        on_opened: called whenever the active party has opened the run, or goes on with it.
     """
 
     def __init__(
@@ -133,8 +134,10 @@ class PassiveRun:
         store: RunStore | None = None,
         file_splits: Splits | None = None,
         tried: TriedIds | None = None,
+        on_opened: Callable[[], None] = lambda: None,
     ) -> None:
         self.contract = contract
+        self._on_opened = on_opened
         self._file_splits = file_splits
         self.trainer: BottomTrainer | None = None
         self.run_id = ""
@@ -212,6 +215,7 @@ class PassiveRun:
         opening = peer.handshake(self._party, canonical, commitment, offer)
         if not hmac.compare_digest(opening.contract_digest, self.contract.digest()):
             raise ContractMismatch(["(the active party holds another contract)"])
+        self._on_opened()
         return opening
 
     def _open(self, peer: Peer) -> None:

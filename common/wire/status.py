@@ -14,12 +14,14 @@ from common.errors import (
     AlignmentError,
     AuditRefused,
     ContractMismatch,
+    EndedForGood,
     Interrupted,
     InvalidMessage,
     NothingBegun,
     NotOpen,
     OthersAwaited,
     OutOfStep,
+    PeerEndedForGood,
     PeerError,
     PeerLeft,
     PeerRenewed,
@@ -106,6 +108,11 @@ _SENT: tuple[tuple[type[Exception], PeerStatus], ...] = (
         PeerStatus(grpc.StatusCode.ABORTED, "interrupted: this party was stopped"),
     ),
     (
+        # Whether it was a budget or a gate is not said.
+        EndedForGood,
+        PeerStatus(grpc.StatusCode.ABORTED, "ended-for-good: this party has ended the run"),
+    ),
+    (
         SplitveilError,
         PeerStatus(grpc.StatusCode.ABORTED, "stopped: this party cannot go on"),
     ),
@@ -131,6 +138,10 @@ _RECEIVED: dict[str, tuple[type[SplitveilError], str]] = {
         "the peer found no usable intersection of the ids, or wants no more; its log says which",
     ),
     "interrupted": (PeerLeft, "the peer was stopped by a person or a supervisor"),
+    "ended-for-good": (
+        PeerEndedForGood,
+        "the active party has ended this run for good; its own log says why",
+    ),
     "stopped": (PeerLeft, "the peer cannot go on; its own log says why"),
     "internal": (PeerError, "the peer has a fault of its own; its own log says which"),
 }

@@ -174,7 +174,7 @@ def test_a_warning_comes_once_per_window_and_ends_nothing(
 
 def test_the_peer_is_told_nothing_of_the_gate() -> None:
     status = status_for(LeakGateClosed("the mean of the leak AUC is 0.9, the limit 0.65"))
-    assert status.details == "stopped: this party cannot go on"
+    assert status.details == "ended-for-good: this party has ended the run"
     assert isinstance(error_from(status.code, status.details), PeerLeft)
 
 

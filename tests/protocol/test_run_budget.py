@@ -171,7 +171,7 @@ def test_a_budget_of_whole_answers_is_used_up_to_the_last(example: Path) -> None
 
 def test_the_peer_is_told_nothing_of_ledger_or_budget() -> None:
     status = status_for(BudgetExhausted("epoch 3 step 1: sum_kl 0.25, budget 0.2067"))
-    assert status.details == "stopped: this party cannot go on"
+    assert status.details == "ended-for-good: this party has ended the run"
     assert isinstance(error_from(status.code, status.details), PeerLeft)
 
 

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from active_party.settings import ActiveSettings
 from common.party_data import PartyData
 from common.party_settings import load_party_settings
 from tests.runs import write_example
-from tests.system.processes import ROOT, Pair, started
+from tests.system.processes import ROOT, Pair, side_by_side, started
+from tests.system.restarted import Both, Restarted, Settings, kept_up
 
 BUDGET = [
     "defense={name: marvell, strength: {power_ratio: 16}}",
@@ -53,7 +55,7 @@ def test_the_run_stops_in_the_epoch_that_the_plan_names_with_an_exit_code_of_its
     stopped: tuple[Path, Pair, tuple[int, int]],
 ) -> None:
     folder, pair, exit_codes = stopped
-    assert exit_codes == (5, 4), pair.outputs
+    assert exit_codes == (5, 5), pair.outputs
     assert "the run ends in epoch 4 " in planned(folder, [*BUDGET, EPOCHS])
     assert "run_budget: epoch 4 step 1 would take an example to sum_kl 0.2" in pair.active.output
     assert "the budget is sum_kl 0.2068, a guaranteed leak AUC of 0.7000" in pair.active.output
@@ -100,7 +102,7 @@ def test_the_next_run_has_no_budget_left_where_this_one_ended(
     folder, first, _ = stopped
     earlier = f"earlier_ledgers=[{first.active.results() / 'checkpoint'}]"
     with started(folder, "contract.run_name=next", active=[*BUDGET, earlier]) as pair:
-        assert pair.wait() == (5, 4), pair.outputs
+        assert pair.wait() == (5, 5), pair.outputs
     assert "earlier runs answered about" in pair.active.output
     assert "run_budget: epoch 1 step 1 would take an example to sum_kl 0.2" in pair.active.output
     summary = json.loads((pair.active.results("next") / "summary.json").read_text())
@@ -112,7 +114,8 @@ def test_the_peer_learns_that_the_run_has_ended_and_nothing_else(
     stopped: tuple[Path, Pair, tuple[int, int]],
 ) -> None:
     _, pair, _ = stopped
-    assert "the peer cannot go on; its own log says why" in pair.passive.output
+    told = "the active party has ended this run for good; its own log says why"
+    assert told in pair.passive.output
     for word in ("budget", "ledger", "sum_kl"):
         assert word not in pair.passive.output
 
@@ -147,3 +150,56 @@ def test_a_budget_without_a_defense_is_refused_before_anything_is_read(tmp_path:
     done = command(tmp_path, "--set", "run_budget={leak_auc: 0.7}")
     assert done.returncode == 2
     assert "run_budget" in done.stderr
+
+
+def supervised(both: Both) -> None:
+    """Start whatever ends with an error again, as a supervisor does."""
+
+    def keep_up(party: Restarted) -> None:
+        party.start()
+        while party.wait() and party.starts < 4:
+            party.start()
+
+    side_by_side(*(partial(keep_up, party) for party in both))
+
+
+ENDED_EARLY = Settings(
+    both=(
+        "contract.epochs=10",
+        "reconnect={max_s: 20, first_wait_s: 0.1, longest_wait_s: 0.5}",
+    ),
+    active=("defense={name: marvell, insecure_noise_seed: 7, strength: {power_ratio: 16}}",),
+    passive=("adversary=null",),
+)
+
+
+def test_a_supervisor_starts_a_run_that_its_budget_ended_once_more_and_a_raised_one_goes_on(
+    tmp_path: Path,
+) -> None:
+    write_example(tmp_path)
+    budget = ENDED_EARLY._replace(active=(*ENDED_EARLY.active, "run_budget={leak_auc: 0.7}"))
+    with kept_up(tmp_path, budget) as both:
+        supervised(both)
+        assert [party.starts for party in both] == [2, 2], both.outputs
+        assert "this run was ended for good by its run_budget" in both.active.said
+        assert "the active party has ended this run for good" in both.passive.said
+        assert all("--fresh begins anew" in party.said for party in both)
+        for word in ("budget", "ledger", "sum_kl"):
+            assert word not in both.passive.output
+        answered = train_lines(both.active.folder)
+        assert len(answered) == 12
+        assert not list(both.active.folder.parent.glob("*.previous-*"))
+    again = ENDED_EARLY._replace(active=(*ENDED_EARLY.active, "run_budget={leak_auc: 0.75}"))
+    with kept_up(tmp_path, again, log="again") as both:
+        both.start()
+        assert both.wait() == (5, 5), both.outputs
+        assert "which was ended under other limits" in both.active.said
+        assert all("going on in epoch" in party.said for party in both)
+        more = train_lines(both.active.folder)
+        assert more[: len(answered)] == answered
+        assert len(more) > len(answered)
+
+
+def train_lines(folder: Path) -> list[tuple[int, int]]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [(line["epoch"], line["step"]) for line in lines if line["kind"] == "train"]

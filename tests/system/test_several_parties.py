@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -73,11 +73,17 @@ class Process:
 
 
 @contextmanager
-def all_parties(folder: Path, *overrides: str) -> Iterator[dict[str, Process]]:
+def all_parties(
+    folder: Path, *overrides: str, active: Sequence[str] = ()
+) -> Iterator[dict[str, Process]]:
     write_several(folder, 3)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-    processes = {name: Process(folder, name, address, *overrides) for name in ("active", *NAMES)}
+    own = {"active": active}
+    processes = {
+        name: Process(folder, name, address, *overrides, *own.get(name, ()))
+        for name in ("active", *NAMES)
+    }
     try:
         yield processes
     finally:
@@ -155,3 +161,22 @@ def test_the_example_with_two_laboratories_runs(tmp_path: Path) -> None:
         compared = compare(one, other)
         assert compared.agreed > 50
         assert not compared.unsent
+
+
+def test_a_budget_ends_the_run_of_all_parties_for_good(tmp_path: Path) -> None:
+    """Each ends with 5, and with 0 when a supervisor has started it again."""
+    patience = "reconnect={max_s: 30, first_wait_s: 0.1, longest_wait_s: 0.5}"
+    budget = ("defense={name: marvell, strength: {power_ratio: 16}}", "run_budget={leak_auc: 0.7}")
+    with all_parties(tmp_path, patience, active=budget) as processes:
+        for code in (5, 0):
+            codes = {name: process.wait() for name, process in processes.items()}
+            outputs = "\n".join(one.output for one in processes.values())
+            assert codes == dict.fromkeys(processes, code), outputs
+            if code:
+                for process in processes.values():
+                    process.start()
+    metrics = (processes["active"].results / "metrics.jsonl").read_text().splitlines()
+    last = max(line["epoch"] for line in map(json.loads, metrics) if line["kind"] == "train")
+    assert last < 11
+    for process in processes.values():
+        assert (process.results / "ended.json").is_file()

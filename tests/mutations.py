@@ -306,10 +306,10 @@ class WireSender:
         try:
             if method in UNARY:
                 unary: Any = self._channel.unary_unary(method_path(method))
-                unary(messages[0], timeout=20, metadata=self._metadata)
+                unary(messages[0], timeout=300, metadata=self._metadata)
             else:
                 call: Any = self._channel.stream_stream(method_path(method))
-                for _ in call(iter(messages), timeout=20, metadata=self._metadata):
+                for _ in call(iter(messages), timeout=300, metadata=self._metadata):
                     pass
         except grpc.RpcError as error:
             return cast("grpc.Call", error).code()
@@ -358,7 +358,7 @@ def run_disturbed(
 ) -> ActiveService:
     """Run over localhost, and do something in the midst of it."""
     contract, settings = parties.active_settings.contract, parties.passive_settings
-    service = ActiveService(parties.session, parties.engine, deadline_s=20)
+    service = ActiveService(parties.session, parties.engine, deadline_s=300)
     server = start_server(service, contract, f"127.0.0.1:{port}", transcript=tape.as_transcript())
     try:
         with AtStep(f"127.0.0.1:{port}", settings.contract, settings.reconnect) as peer:

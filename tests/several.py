@@ -47,9 +47,9 @@ from passive_party.settings import PassiveSettings
 from protos import split_learning_pb2 as pb
 from tests.peers import InProcessPeer
 from tests.runs import ACTIVE, CONTRACT, CPU, PASSIVE, ActiveRecording, PassiveRecording
+from tests.waiting import HANGS_AFTER_S
 
 NAMES = ("ash", "birch", "cedar")
-HANGS_AFTER_S = 60.0
 
 ResultT = TypeVar("ResultT")
 
@@ -315,11 +315,3 @@ def run_in_process(several: Several, **connect: Connect) -> None:
 def assert_same_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread does."""
-    until = time.monotonic() + HANGS_AFTER_S
-    while not condition():
-        assert time.monotonic() < until, "hangs"
-        time.sleep(0.01)

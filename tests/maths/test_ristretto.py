@@ -12,6 +12,7 @@ from common.alignment import ristretto
 from common.alignment.ristretto import LibraryError, NotInGroupError, Ristretto
 from common.alignment.workers import WorkerPool
 from common.errors import SplitveilError
+from tests.waiting import HANGS_AFTER_S
 
 # RFC 9496, appendix A.1: the generator's multiples 1, 2, 3, ...
 MULTIPLES = [
@@ -196,7 +197,7 @@ def test_workers_end_when_their_party_is_killed() -> None:
         stderr=start,
     ) as party:
         os.close(start)
-        assert party.wait(timeout=30) == -signal.SIGKILL
+        assert party.wait(timeout=HANGS_AFTER_S) == -signal.SIGKILL
 
     # The workers hold the other end of this pipe as their standard error for as long as they live.
     with os.fdopen(ends, "rb") as pipe:

@@ -3,7 +3,6 @@
 import hashlib
 import random
 import threading
-import time
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,8 +39,12 @@ from common.errors import (
 )
 from common.settings import validate
 from protos.split_learning_pb2 import AlignDone, AlignFrame, AlignHello, MaskedPoints, Tags
+from tests.waiting import HANGS_AFTER_S
 
 NONCES = (b"a" * 32, b"p" * 32)
+LONG_S = HANGS_AFTER_S
+"""A deadline that no test comes to: an error that came at once does not say ``silent``."""
+
 NUM_TWO_CHUNKS = CHUNK_IDS + 100
 
 
@@ -86,7 +89,7 @@ def align_both(
     channels: tuple[AlignChannel, AlignChannel] | None = None,
     run_ids: tuple[str, str] = ("run", "run"),
 ) -> tuple[Outcome, Outcome]:
-    ends = channels or channel_pair(deadline_s=20)
+    ends = channels or channel_pair(deadline_s=LONG_S)
 
     def party(index: int) -> Outcome:
         return Outcome(
@@ -178,7 +181,7 @@ def test_whole_chunks_and_worker_processes_give_the_same_result(
 
 def test_progress_rises_to_the_number_of_all_ids() -> None:
     seen: list[tuple[int, int]] = []
-    ends = channel_pair(deadline_s=20)
+    ends = channel_pair(deadline_s=LONG_S)
     ids = names(range(40)), names(range(30))
 
     with ThreadPoolExecutor(2) as executor:
@@ -366,7 +369,7 @@ def test_another_result_of_the_peer_stops_both() -> None:
         def close(self) -> None:
             self._channel.close()
 
-    here, there = channel_pair(deadline_s=20)
+    here, there = channel_pair(deadline_s=LONG_S)
     ids = names(range(10))
 
     outcomes = align_both((ids, ids), channels=(Flipping(here), there))
@@ -657,13 +660,12 @@ def test_a_rule_broken_in_mid_stream_ends_both_parties_at_once() -> None:
             return session
 
     liar = Repeating(min_aligned=1, max_set_size=100, workers=0)
-    started_s = time.monotonic()
 
     outcomes = align_both((names(range(50)), names(range(50))), (ENGINE, liar))
 
     assert type(outcomes[0].error) is OutOfStep
     assert type(outcomes[1].error) is PeerUnreachable
-    assert time.monotonic() - started_s < 10
+    assert "silent" not in str(outcomes[1].error)
 
 
 def test_a_failure_of_the_sending_side_is_raised_at_once_and_as_it_is() -> None:
@@ -673,14 +675,13 @@ def test_a_failure_of_the_sending_side_is_raised_at_once_and_as_it_is() -> None:
     process = pool._workers[0]._process
     process.kill()
     process.wait()
-    started_s = time.monotonic()
 
     outcomes = align_both((names(range(50)), names(range(50))), (workers, ENGINE))
     workers.close()
 
     assert "worker process ended" in str(outcomes[0].error)
     assert type(outcomes[1].error) is PeerUnreachable
-    assert time.monotonic() - started_s < 10
+    assert "silent" not in str(outcomes[1].error)
 
 
 def test_a_sender_that_cannot_send_wakes_the_receiver() -> None:
@@ -701,13 +702,11 @@ def test_a_sender_that_cannot_send_wakes_the_receiver() -> None:
         def close(self) -> None:
             self._channel.close()
 
-    here, there = channel_pair(deadline_s=20)
+    here, there = channel_pair(deadline_s=LONG_S)
     there.send(AlignFrame(hello=peer_hello()))
-    started_s = time.monotonic()
 
     with pytest.raises(PeerUnreachable, match="mute"):
         align(ENGINE, names(range(50)), Mute(here), nonce=NONCES[0], run_id="run")
-    assert time.monotonic() - started_s < 10
 
 
 # ---- channels ----
@@ -716,7 +715,7 @@ def test_a_sender_that_cannot_send_wakes_the_receiver() -> None:
 def test_queues_of_one_frame_do_not_deadlock() -> None:
     ids = names(range(200)), names(range(100, 350))
 
-    first, second = align_both(ids, channels=channel_pair(deadline_s=10, queue_frames=1))
+    first, second = align_both(ids, channels=channel_pair(deadline_s=LONG_S, queue_frames=1))
 
     assert common_ids(ids[0], first) == common_ids(ids[1], second)
     assert len(first.alignment.rows) == 100
@@ -728,7 +727,7 @@ def stream_pair(deadline_s: float, queue_frames: int) -> tuple[StreamChannel, St
     ready = threading.Event()
 
     def frames_of_server() -> Iterator[AlignFrame]:
-        ready.wait(10)
+        assert ready.wait(LONG_S)
         yield from ends[1].outgoing
 
     client = StreamChannel(
@@ -745,7 +744,7 @@ def stream_pair(deadline_s: float, queue_frames: int) -> tuple[StreamChannel, St
 def test_streams_with_the_smallest_buffers_give_the_same_result() -> None:
     ids = names(range(200)), names(range(100, 350))
 
-    first, second = align_both(ids, channels=stream_pair(deadline_s=10, queue_frames=1))
+    first, second = align_both(ids, channels=stream_pair(deadline_s=LONG_S, queue_frames=1))
 
     assert common_ids(ids[0], first) == common_ids(ids[1], second)
     assert len(first.alignment.rows) == 100
@@ -772,7 +771,7 @@ def test_a_stream_that_ends_early_or_breaks_is_unreachable() -> None:
         raise ConnectionResetError
 
     for incoming in (iter(()), iter([AlignFrame(hello=peer_hello())]), broken()):
-        channel = StreamChannel(lambda _outgoing, frames=incoming: frames, deadline_s=10)  # type: ignore[misc]
+        channel = StreamChannel(lambda _outgoing, frames=incoming: frames, deadline_s=LONG_S)  # type: ignore[misc]
         with pytest.raises(PeerUnreachable, match=r"ended|broke off"):
             align(ENGINE, names(range(20)), channel, nonce=NONCES[0], run_id="run")
         # Both ends of the stream end: what iterates over the frames to send is not left waiting.
@@ -786,7 +785,9 @@ def test_an_error_of_the_stream_can_be_translated() -> None:
         yield
 
     channel = StreamChannel(
-        lambda _outgoing: refused(), deadline_s=10, translate=lambda _: AlignmentError("told so")
+        lambda _outgoing: refused(),
+        deadline_s=LONG_S,
+        translate=lambda _: AlignmentError("told so"),
     )
 
     with pytest.raises(AlignmentError, match="told so"):
@@ -794,7 +795,7 @@ def test_an_error_of_the_stream_can_be_translated() -> None:
 
 
 def test_closing_lets_sent_frames_through_and_ends_the_stream() -> None:
-    channel = StreamChannel(lambda _outgoing: iter(()), deadline_s=10)
+    channel = StreamChannel(lambda _outgoing: iter(()), deadline_s=LONG_S)
     channel.send(done_frame(1))
     channel.send(done_frame(2))
 
@@ -814,7 +815,7 @@ def test_settings_build_the_default_engine() -> None:
     try:
         ids = names(range(2)), names(range(1, 3))
         with ThreadPoolExecutor(2) as executor:
-            ends = channel_pair(deadline_s=20)
+            ends = channel_pair(deadline_s=LONG_S)
             runs = [
                 executor.submit(align, built, ids[i], ends[i], nonce=b"", run_id="") for i in (0, 1)
             ]

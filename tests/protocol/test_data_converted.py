@@ -32,6 +32,7 @@ from common.party_data import PartyData
 from common.run_course import AlignedRows
 from common.settings import validate
 from tests.runs import CONTRACT
+from tests.waiting import HANGS_AFTER_S
 
 FEATURES = {"numeric": "n*", "categorical": "c*", "missing_numeric": "zero", "signed_log1p": True}
 NAMED = {"id_column": "id", "label_column": "label"}
@@ -233,7 +234,7 @@ def test_a_killed_conversion_leaves_nothing_that_looks_whole(tmp_path: Path) -> 
     reached = context.Event()
     process = context.Process(target=convert_and_stop, args=(source, tmp_path, reached))
     process.start()
-    assert reached.wait(120)
+    assert reached.wait(HANGS_AFTER_S)
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     process.join()
@@ -252,7 +253,7 @@ def convert_and_stop(source: dict[str, Any], folder: Path, reached: Any) -> None
     def progress(done_fraction: float) -> None:
         if done_fraction > 0.3:
             reached.set()
-            time.sleep(600)
+            time.sleep(2 * HANGS_AFTER_S)
 
     sources.PART_BYTES = 4096
     open_converted(settings(source), folder, progress)
@@ -289,7 +290,7 @@ def test_two_processes_convert_once(tmp_path: Path) -> None:
     ]
     for process in started:
         process.start()
-    converted_rows = [queue.get(timeout=120) for _ in started]
+    converted_rows = [queue.get(timeout=HANGS_AFTER_S) for _ in started]
     for process in started:
         process.join()
     assert sorted(calls > 0 for calls, _ in converted_rows) == [False, True]

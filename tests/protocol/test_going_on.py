@@ -24,6 +24,7 @@ from common.run_folder import write_bytes_atomically
 from common.wire.tensor_codec import TensorMessage
 from tests.peers import InProcessPeer, Lost, dying
 from tests.runs import Parties, build_parties, run_in_process, write_example
+from tests.waiting import HANGS_AFTER_S
 
 EVERY_2 = "contract.checkpoints.every_steps=2"
 DEFENSES = [
@@ -249,7 +250,7 @@ def test_a_state_saved_soon_is_the_one_at_the_call_and_is_there_for_whoever_asks
     write = write_bytes_atomically
 
     def write_later(path: Path, data: bytes, mode: int) -> None:
-        assert may_write.wait(10) or not path.name.startswith("at-")
+        assert may_write.wait(HANGS_AFTER_S) or not path.name.startswith("at-")
         write(path, data, mode)
 
     with RunStore(tmp_path, keep=2, in_background=True) as store:

@@ -9,10 +9,16 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.waiting import HANGS_AFTER_S
+
 ROOT = Path(__file__).parents[2]
 
-SAME_SPLIT = ("active.insecure_nonce_seed=1", "passive.insecure_nonce_seed=2")
-"""Settings under which every run splits and orders the rows alike, so that no bound flickers."""
+SAME_SPLIT = (
+    *("active.insecure_nonce_seed=1", "passive.insecure_nonce_seed=2"),
+    *("active.torch_threads=1", "passive.torch_threads=1"),
+)
+"""Settings under which every run splits and orders the rows alike, so that no bound flickers, and
+sums in one order, however many cores there are."""
 
 
 class LocalRun(NamedTuple):
@@ -37,7 +43,7 @@ def run_locally(runs_dir: Path, example: str, *options: str) -> LocalRun:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
+        timeout=HANGS_AFTER_S,
         check=False,
     )
     return LocalRun(done.returncode, done.stdout, runs_dir)

@@ -13,10 +13,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
-ROOT = Path(__file__).parents[2]
+from tests.waiting import HANGS_AFTER_S
 
-START_S = 120.0
-"""How long a party may take to start, on a machine that others use as well."""
+ROOT = Path(__file__).parents[2]
 
 AT_ONCE = 4
 """Independent things that are done at the same time."""
@@ -85,7 +84,7 @@ class Party:
         """Its exit code, negative for a signal that it did not take; None while it runs."""
         return self._process.poll()
 
-    def wait(self, timeout_s: float = START_S) -> int:
+    def wait(self, timeout_s: float = HANGS_AFTER_S) -> int:
         """Wait for its end and return its exit code, negative for a signal that it did not take."""
         return self._process.wait(timeout_s)
 
@@ -120,7 +119,7 @@ class Party:
 
     def wait_until(self, condition: Callable[[], bool], meaning: str) -> None:
         """Wait for something that it is to do before its end."""
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + HANGS_AFTER_S
         while not condition():
             ended = self._process.poll() is not None
             if (ended and not condition()) or time.monotonic() > deadline:

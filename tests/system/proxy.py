@@ -95,7 +95,7 @@ class TcpProxy:
             except OSError:
                 return
             try:
-                above = socket.create_connection((host, int(port)), timeout=5)
+                above = socket.create_connection((host, int(port)), timeout=60)
             except OSError:
                 below.close()
                 continue
@@ -225,7 +225,7 @@ class _Handler(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
     def _pass_unary(self, unary: Any, request: bytes, context: grpc.ServicerContext) -> bytes:
         """Pass on one call; a message that is lost is a connection that breaks."""
         try:
-            replies = [unary(one, timeout=20) for one in self._harmed([request], "up")]
+            replies = [unary(one, timeout=60) for one in self._harmed([request], "up")]
         except grpc.RpcError as error:
             context.abort(error.code(), error.details() or "")
         answer: list[bytes] = list(self._harmed(replies[:1], "down"))

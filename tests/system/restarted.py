@@ -35,9 +35,7 @@ from passive_party.settings import PassiveSettings
 from tests import certificates
 from tests.runs import CPU
 from tests.system.processes import Party, PartyName, free_address
-
-HANGS_AFTER_S = 240.0
-"""How long anything may take before a test says that it hangs."""
+from tests.waiting import HANGS_AFTER_S
 
 
 class Settings(NamedTuple):

@@ -9,6 +9,7 @@ import yaml
 from pyarrow import parquet
 
 from tests.system.conftest import ROOT
+from tests.waiting import HANGS_AFTER_S
 
 EXPERIMENT = {
     "title": "Tiny",
@@ -108,7 +109,7 @@ def run(folder: Path) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=280,
+        timeout=HANGS_AFTER_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout

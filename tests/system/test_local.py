@@ -264,7 +264,7 @@ def test_a_held_port_is_given_to_one_launcher_and_served_by_its_active_party() -
         ports = [held.enter_context(held_port()) for _ in range(50)]
         assert len(set(ports)) == 50
         with socket.create_server(("127.0.0.1", ports[0])) as served:
-            with socket.create_connection(("127.0.0.1", ports[0]), timeout=5):
+            with socket.create_connection(("127.0.0.1", ports[0]), timeout=60):
                 served.accept()[0].close()
             with pytest.raises(OSError, match="in use"):
                 socket.create_server(("127.0.0.1", ports[0]))

@@ -9,6 +9,7 @@ import pytest
 
 from tests.system.conftest import ROOT, SAME_SPLIT, run_locally
 from tests.system.processes import free_address
+from tests.waiting import HANGS_AFTER_S
 
 pytestmark = pytest.mark.skipif(
     "SPLITVEIL_DATA" not in os.environ, reason="SPLITVEIL_DATA names no folder with data sets"
@@ -29,7 +30,7 @@ def test_settings_and_data_pass_the_check(example: str, rows: int, party: str) -
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANGS_AFTER_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

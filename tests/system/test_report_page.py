@@ -12,6 +12,7 @@ from PIL import Image
 
 from active_party.report import write_report
 from tests.system.conftest import LocalRun
+from tests.waiting import HANGS_AFTER_S
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 WITHOUT, DEFENDED = "breast_cancer-none", "breast_cancer-marvell-power_ratio-4"
@@ -57,7 +58,7 @@ def browse(page: Path, profile: Path, *options: str) -> subprocess.CompletedProc
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANGS_AFTER_S,
         check=True,
     )
 

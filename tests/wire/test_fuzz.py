@@ -39,6 +39,7 @@ from tests.mutations import (
 )
 from tests.peers import InProcessPeer
 from tests.runs import Parties, build_parties, run_in_process, write_example
+from tests.waiting import HANGS_AFTER_S
 
 FAULT = "fault in a handler"
 NO_MUTANT_GETS = {"INTERNAL", "UNKNOWN", "ABORTED", "DEADLINE_EXCEEDED"}
@@ -102,7 +103,7 @@ def test_mutants_in_the_midst_of_a_run_change_no_bit_of_it(
         futures.append(executor.submit(flood))
 
     def finish(service: ActiveService) -> None:
-        futures[0].result(60)
+        futures[0].result(HANGS_AFTER_S)
 
     service = run_disturbed(parties, port, tape, {2: straight, 3: begin, 5: straight, 8: finish})
     executor.shutdown()
@@ -271,7 +272,7 @@ def test_mutated_replies_are_errors_of_the_peer_or_believable(
     replies = replies_of(tape)
     ask, mutator = asks(parties, tape), Mutator(replies, seed=3)
     reconnect = ReconnectSettings(
-        max_s=0.01, first_wait_s=0.0001, longest_wait_s=0.0001, deadline_s=5
+        max_s=0.01, first_wait_s=0.0001, longest_wait_s=0.0001, deadline_s=60
     )
     refused: dict[str, int] = dict.fromkeys(METHODS, 0)
     with (

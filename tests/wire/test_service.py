@@ -23,6 +23,7 @@ from common.errors import (
     PeerUnreachable,
     SettingsError,
 )
+from common.party_settings import ReconnectSettings
 from common.wire.endpoint import SERVICE, channel_options, method_path
 from common.wire.tensor_codec import TensorLimits, TensorMessage, encode_tensor
 from passive_party.grpc_peer import GrpcPeer
@@ -37,6 +38,7 @@ from tests.runs import (
     serving,
     write_example,
 )
+from tests.waiting import HANGS_AFTER_S
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +137,8 @@ def test_the_passive_party_waits_for_an_active_one_that_comes_later(
     thread.join(1.0)
     assert thread.is_alive()
     with serving(parties, port):
-        thread.join(30)
+        thread.join(HANGS_AFTER_S)
+        assert not thread.is_alive()
     assert not errors
     assert parties.session.stage is Stage.FINISHED
 
@@ -150,20 +153,32 @@ def test_a_peer_that_never_comes_is_given_up_after_max_s(example: Path, port: in
         parties.run.run(peer)
 
 
+class ImpatientFromTheFirstStep(GrpcPeer):
+    """Until then it has the patience of its settings, which a slow machine may need."""
+
+    def send_activation(self, message: TensorMessage) -> None:
+        self._reconnect = ReconnectSettings(max_s=1, first_wait_s=0.1, deadline_s=1)
+        super().send_activation(message)
+
+
 def test_a_peer_that_takes_messages_and_never_answers_is_given_up(example: Path, port: int) -> None:
     """A connection that stands and says nothing: deadlines, not only keepalive."""
-    overrides = ["reconnect={max_s: 1, first_wait_s: 0.1, deadline_s: 1}"]
-    parties = build_parties(example, [], overrides)
-    stuck = threading.Event()
-    parties.session.exchange = lambda *_: stuck.wait(30)  # type: ignore[method-assign, assignment]
+    parties, stuck, asked = build_parties(example), threading.Event(), list[int]()
+
+    def never_answer(*_: object) -> None:
+        asked.append(1)
+        stuck.wait(HANGS_AFTER_S)
+
+    parties.session.exchange = never_answer  # type: ignore[method-assign, assignment]
     contract, reconnect = parties.run.contract, parties.passive_settings.reconnect
     with (
         serving(parties, port),
-        GrpcPeer(f"127.0.0.1:{port}", contract, reconnect) as peer,
+        ImpatientFromTheFirstStep(f"127.0.0.1:{port}", contract, reconnect) as peer,
     ):
-        with pytest.raises(PeerUnreachable):
+        with pytest.raises(PeerUnreachable, match=r"has not answered for 1 s"):
             parties.run.run(peer)
         stuck.set()
+    assert asked
 
 
 def test_waiting_can_be_interrupted(example: Path, port: int) -> None:
@@ -203,7 +218,7 @@ def test_an_interrupted_active_party_says_so(example: Path, port: int) -> None:
     parties.passive.on_epoch = lambda epoch: steps.set()  # type: ignore[method-assign]
 
     def interrupt() -> None:
-        steps.wait(30)
+        steps.wait(HANGS_AFTER_S)
         parties.session.end(Interrupted())
 
     in_background(interrupt)
@@ -222,7 +237,7 @@ def test_the_standard_health_service_answers(example: Path, port: int) -> None:
     with serving(parties, port), grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         for name in ("", SERVICE):
             request = health_pb2.HealthCheckRequest(service=name)
-            reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
+            reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=60)
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
 
 
@@ -267,7 +282,7 @@ def at_first_step(
 
 def call(channel: grpc.Channel, method: str, frames: list[bytes]) -> list[bytes]:
     stub: Any = channel.stream_stream(method_path(method))
-    return list(stub(iter(frames), timeout=10))
+    return list(stub(iter(frames), timeout=60))
 
 
 def changed(frame: bytes, **changes: object) -> bytes:

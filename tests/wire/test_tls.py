@@ -32,6 +32,7 @@ from passive_party.grpc_peer import GrpcPeer
 from protos import split_learning_pb2 as pb
 from tests.certificates import NAMES, Unchecked, add_expired, files, make
 from tests.runs import Parties, build_parties, in_background, run_in_process, write_example
+from tests.waiting import HANGS_AFTER_S
 
 ROOT = Path(__file__).parents[2]
 HASTY = ["reconnect={max_s: 1, first_wait_s: 0.3, longest_wait_s: 0.3}"]
@@ -69,7 +70,7 @@ def port() -> int:
 def serving(
     parties: Parties, port: int, credentials: CredentialFiles | None
 ) -> Iterator[ActiveService]:
-    service = ActiveService(parties.session, parties.engine, deadline_s=20)
+    service = ActiveService(parties.session, parties.engine, deadline_s=300)
     contract = parties.active_settings.contract
     server = start_server(service, contract, f"127.0.0.1:{port}", credentials)
     try:
@@ -255,10 +256,10 @@ def test_no_kind_of_call_passes_without_the_right_name(
         leave: Any = channel.unary_unary(method_path("Leave"))
         request = health_pb2.HealthCheckRequest()
         calls: list[Callable[[], object]] = [
-            lambda: health.Check(request, timeout=5),
-            lambda: list(health.Watch(request, timeout=5)),
-            lambda: list(train(iter([b""]), timeout=5)),
-            lambda: leave(b"", timeout=5),
+            lambda: health.Check(request, timeout=60),
+            lambda: list(health.Watch(request, timeout=60)),
+            lambda: list(train(iter([b""]), timeout=60)),
+            lambda: leave(b"", timeout=60),
         ]
         told = set()
         for call in calls:
@@ -339,7 +340,7 @@ def test_a_client_of_tls_1_2_gets_no_connection(
     context.maximum_version = version
     with (
         serving(build_parties(example), port, files(trusted, "active")),
-        socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
+        socket.create_connection(("127.0.0.1", port), timeout=60) as plain,
     ):
         if version is ssl.TLSVersion.TLSv1_3:
             with context.wrap_socket(plain, server_hostname=NAMES["active"]) as connection:
@@ -410,7 +411,7 @@ def without_the_cipher_list(*arguments: str) -> str:
         env=environment,
         stdout=subprocess.PIPE,
         text=True,
-        timeout=120,
+        timeout=HANGS_AFTER_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout
@@ -478,7 +479,7 @@ def test_tls_that_cannot_be_looked_at_is_refused(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
 def test_plain_text_is_served_on_loopback_only(example: Path, address: str) -> None:
     parties = build_parties(example)
-    service = ActiveService(parties.session, parties.engine, deadline_s=20)
+    service = ActiveService(parties.session, parties.engine, deadline_s=300)
     with pytest.raises(SettingsError, match="is not on loopback"):
         start_server(service, parties.run.contract, address)
 

@@ -44,7 +44,7 @@ def run_noted(folder: Path, into: Path, *overrides: str) -> tuple[Parties, Path,
         address = f"127.0.0.1:{listener.getsockname()[1]}"
     for party in ("active", "passive"):
         (into / party).mkdir(parents=True)
-    service = ActiveService(parties.session, parties.engine, deadline_s=20)
+    service = ActiveService(parties.session, parties.engine, deadline_s=300)
     contract, settings = parties.active_settings.contract, parties.passive_settings
     in_force = {"Train reply": "a strong one"}
     with (

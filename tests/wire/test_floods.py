@@ -1,5 +1,6 @@
 """Peers that send without end, never read, stall, or open a thousand streams."""
 
+import os
 import queue
 import re
 import socket
@@ -24,6 +25,7 @@ from common.wire.limits import STREAMS_PER_CONNECTION
 from protos import split_learning_pb2 as pb
 from tests.mutations import AtStep, Tape
 from tests.runs import build_parties, run_in_process, write_example
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 MOST_GROWTH_MIB = 96
@@ -78,6 +80,8 @@ def served(folder: Path, *overrides: str) -> Iterator[Served]:
         subprocess.Popen(
             [sys.executable, "-c", SERVE, str(folder), str(port), *overrides],
             cwd=ROOT,
+            # As on two cores: the allocator keeps more memory for itself the more there are.
+            env={**os.environ, "MALLOC_ARENA_MAX": "16"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -159,8 +163,9 @@ def repeats_never_read(flood: Flood) -> None:
     flood_frames = flood.last_step()
     for _ in range(4):
         flood.stream(flood.channel(), "Train", repeat())
+    wait_until(lambda: bool(sent))
     time.sleep(FLOOD_S)
-    assert 0 < len(sent) < 4 * 200  # the peer's memory is not where they wait
+    assert len(sent) < 4 * 200  # the peer's memory is not where they wait
 
 
 def a_thousand_streams(flood: Flood) -> None:
@@ -190,7 +195,7 @@ def a_thousand_handshakes(flood: Flood) -> None:
     requests = [right.SerializeToString(), wrong.SerializeToString()]
     channels = [flood.channel() for _ in range(10)]
     calls = [
-        flood.unary(channels[n % 10], "Handshake").future(requests[n % 2], timeout=60)
+        flood.unary(channels[n % 10], "Handshake").future(requests[n % 2], timeout=300)
         for n in range(1000)
     ]
     codes = {refused(call.result) for call in calls}
@@ -224,7 +229,7 @@ def compressed_zeros(flood: Flood) -> None:
     codes |= {grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT}
     call = flood.stream(channel, "Train", iter([zeros]))
     assert refused(list, call) in codes
-    assert refused(flood.unary(channel, "Audit"), zeros, 20) in codes
+    assert refused(flood.unary(channel, "Audit"), zeros, 300) in codes
 
 
 def small_things_by_the_megabyte(flood: Flood) -> None:
@@ -242,7 +247,7 @@ def small_things_by_the_megabyte(flood: Flood) -> None:
         assert refused(list, call) is not grpc.StatusCode.INTERNAL
         for request in (places, nested):
             data = request.SerializeToString()
-            code = refused(flood.unary(channel, "Handshake"), data, 20)
+            code = refused(flood.unary(channel, "Handshake"), data, 300)
             assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 

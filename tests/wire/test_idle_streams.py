@@ -2,7 +2,6 @@
 
 import queue
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,9 +22,10 @@ from common.wire.stream_places import Stream, StreamPlaces
 from passive_party.grpc_peer import GrpcPeer
 from protos import split_learning_pb2 as pb
 from tests.runs import Parties, build_parties, serving, write_example
+from tests.waiting import wait_until
 from tests.wire.test_fuzz import assert_undisturbed
 
-PATIENCE = ReconnectSettings(max_s=3, first_wait_s=0.1, longest_wait_s=0.5, deadline_s=3)
+PATIENCE = ReconnectSettings(max_s=300, first_wait_s=0.1, longest_wait_s=0.5, deadline_s=300)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ class Hostile:
         calls = [self.stream(channel, method) for _ in range(STREAMS_PER_CONNECTION)]
         self._stack.callback(lambda: [call.cancel() for call in calls])
 
-    def handshake(self, parties: Parties, timeout_s: float = 10) -> str:
+    def handshake(self, parties: Parties, timeout_s: float = 300) -> str:
         request = pb.HandshakeRequest(
             protocol_version=1,
             party="passive",
@@ -104,8 +104,14 @@ def test_idle_streams_hold_nobody_up(example: Path, port: int, method: str) -> N
 class NoPlaces(StreamPlaces):
     """Lets every stream stay."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.streams: list[Stream] = []
+        """Those that have come, each of which holds a thread."""
+
     @contextmanager
     def enter(self, stream: Stream) -> Iterator[None]:
+        self.streams.append(stream)
         yield
 
 
@@ -113,9 +119,9 @@ def test_without_places_idle_streams_lock_the_honest_peer_out(example: Path, por
     """The attack that succeeds where the rule is not."""
     parties = build_parties(example)
     with met(parties, port) as (service, hostile):
-        service._callers["passive"].train_places = NoPlaces()
+        service._callers["passive"].train_places = places = NoPlaces()
         hostile.fill("Train")
-        time.sleep(1)  # until all are there
+        wait_until(lambda: len(places.streams) == limits.SERVER_THREADS)
         with pytest.raises(grpc.RpcError) as caught:
             hostile.handshake(parties, timeout_s=2)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED

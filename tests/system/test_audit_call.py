@@ -20,7 +20,7 @@ def test_every_epoch_is_audited_the_last_one_included(tmp_path: Path) -> None:
         "contract.audits_allowed=true",
         "contract.batch_size=512",
         active=["allow_audits=true"],
-        passive=["adversary={audit: true}"],
+        passive=["adversary={audit: true, queue_batches: 1024, max_cpu_share: null}"],
     ) as pair:
         assert pair.wait() == (0, 0), pair.outputs
         told = lines(pair.passive, "audit")

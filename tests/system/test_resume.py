@@ -40,8 +40,7 @@ def settings(defense: str = "{name: none}") -> Settings:
             "contract.checkpoints.every_steps=4",
             "reconnect={max_s: 300, first_wait_s: 0.1, longest_wait_s: 0.5}",
         ),
-        active=(f"defense={defense}", "leak_monitor.queue_batches=1024"),
-        passive=("adversary.queue_batches=1024",),
+        active=(f"defense={defense}",),
     )
 
 

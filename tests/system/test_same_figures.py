@@ -26,7 +26,7 @@ ATTACKS_OF_BOTH = [
     for name in get_args(AttackName)
     if name not in ATTACKS or SideInformation.ACTIVATIONS not in ATTACKS[name].needs
 ]
-AUDITED = f"{{queue_batches: 1024, attacks: [{', '.join(ATTACKS_OF_BOTH)}]"
+AUDITED = f"{{queue_batches: 1024, max_cpu_share: null, attacks: [{', '.join(ATTACKS_OF_BOTH)}]"
 LABELS = "{source: {kind: csv, path: active.csv}, id_column: id, label_column: label}"
 SECTIONS = ("leak", "leak_worst_epoch", "leak_run_level", "leak_batches")
 TOLERANCE = 1e-12

@@ -80,10 +80,8 @@ class Audited(NamedTuple):
 
 def audited(example: Path, folder: Path, meet: Callable[[Parties], None], *active: str) -> Audited:
     """Run both parties with their recorders; the passive party knows no label."""
-    mine = [ALLOWED, LARGE, "adversary={audit: true, queue_batches: 512}"]
-    parties = build_parties(
-        example, [ALLOWED, LARGE, "leak_monitor.queue_batches=512", NOISY, *active], mine
-    )
+    mine = [ALLOWED, LARGE, "adversary={audit: true, queue_batches: 512, max_cpu_share: null}"]
+    parties = build_parties(example, [ALLOWED, LARGE, NOISY, *active], mine)
     settings = parties.passive_settings
     ids = PartyData.load(settings.data, example).ids
     folders = folder / "active", folder / "passive"
@@ -337,7 +335,7 @@ def test_audits_that_cannot_be_meant_are_refused(
 def ask(port: int, request: bytes) -> pb.AuditReply:
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub: Any = channel.unary_unary(method_path("Audit"))
-        return pb.AuditReply.FromString(stub(request, timeout=10))
+        return pb.AuditReply.FromString(stub(request, timeout=60))
 
 
 def code_of(port: int, request: bytes) -> grpc.StatusCode:

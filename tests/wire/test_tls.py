@@ -582,7 +582,7 @@ def test_replaced_certificates_are_taken_up_without_a_restart_and_cut_no_connect
         parties.run.run(peer)
     relay.close()
     run_in_process(undisturbed)
-    assert connections == [2]
+    assert connections == [2]  # the look at the certificate, and the channel
     assert parties.session.stage is Stage.FINISHED
     assert parties.active.losses == undisturbed.active.losses
     assert sum("new certificate in use" in r.getMessage() for r in caplog.records) == 2

@@ -1,0 +1,23 @@
+"""The real processes and the count of what a peer has tried: kept over starts, gone with a run."""
+
+import json
+from pathlib import Path
+
+from tests.runs import write_example
+from tests.system.processes import started
+
+
+def test_a_full_count_ends_both_parties_and_a_finished_run_leaves_none(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    run = tmp_path / "runs" / "small"
+    run.mkdir(parents=True)
+    count = run / ".active.tried-ids"
+    count.write_text(json.dumps({"passive": [11_400, 30]}))
+    with started(tmp_path, "contract.epochs=1") as pair:
+        assert pair.wait() == (3, 3), pair.outputs
+    assert "passive has tried 11,400 ids in 30 exchanges" in pair.active.output
+    assert f"delete the count: {count}" in pair.active.output
+    count.unlink()
+    with started(tmp_path, "contract.epochs=1") as pair:
+        assert pair.wait() == (0, 0), pair.outputs
+    assert not list(run.glob(".*.tried-ids"))

@@ -111,17 +111,15 @@ class TriedIds:
     def forget(self) -> None:
         """Start the count anew: the ids were exchanged for a run that has finished.
 
-        Raises:
-            StorageError: the file of the count cannot be deleted.
+        A file that cannot be deleted is said so, and fails no run whose results are there.
         """
         with self._lock:
             self._tried = {}
-            if self._path is None:
-                return
             try:
-                self._path.unlink(missing_ok=True)
+                if self._path is not None:
+                    self._path.unlink(missing_ok=True)
             except OSError as error:
-                raise StorageError(f"{self._path}: cannot be deleted: {error.strerror}") from error
+                logger.warning("%s: cannot be deleted: %s", self._path, error.strerror)
 
     def _begin(self, peer: str, announced: int) -> None:
         with self._lock:

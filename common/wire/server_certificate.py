@@ -123,7 +123,7 @@ def _meaning_of(error: ssl.SSLError) -> PeerError:
         otherwise = f"the peer's certificate cannot be believed ({error.verify_message})"
         return PeerUntrusted(_MEANINGS.get(error.verify_code, otherwise))
     reason = error.reason or "unknown reason"
-    if "SIGNATURE" in reason:
+    if "BAD_SIGNATURE" in reason:
         return PeerUntrusted("the peer does not hold the key of the certificate that it shows")
     if "PROTOCOL" in reason or "HANDSHAKE_FAILURE" in reason:
         return PeerUntrusted("the peer does not speak TLS 1.3")

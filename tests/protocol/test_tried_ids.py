@@ -270,3 +270,13 @@ def test_both_parties_count_what_the_other_has_tried(example: Path, port: int) -
         parties.run.run(peer)
     assert service.tried.of("passive") == (len(parties.run._ids), 1)
     assert parties.run._tried.of("active") == (len(parties.session.ids), 1)
+
+
+def test_a_count_that_cannot_be_deleted_fails_no_finished_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "count"
+    count = TriedIds(CAP, path=path)
+    path.mkdir()
+    count.forget()
+    assert f"{path}: cannot be deleted" in caplog.text

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from active_party.account_book import AccountBook
 from common.errors import SettingsError
+from common.files import check_regular
 
 LEDGER = "ledger.safetensors"
 """File in the active party's ``checkpoint`` folder."""
@@ -30,6 +31,7 @@ def open_books(folders: Sequence[Path]) -> AccountBook:
 def _open(folder: Path) -> AccountBook:
     path = folder / LEDGER
     try:
+        check_regular(path)
         return AccountBook.from_state(load_file(path))
     except FileNotFoundError as error:
         raise SettingsError(

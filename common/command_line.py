@@ -24,6 +24,7 @@ from common.party_settings import PartySettings
 from common.run_folder import write_text_atomically
 from common.transcript import Broken, Verified, compare, verify
 from common.visible_text import visible
+from common.yaml_text import RESOLVED, read_yaml_file
 
 logger = logging.getLogger(__name__)
 
@@ -277,8 +278,8 @@ def goes_on(settings: PartySettings, *, fresh: bool, folder: Path) -> bool:
     if fresh or RunStore(folder, settings.contract.checkpoints.keep).run() is None:
         return False
     try:
-        earlier = yaml.safe_load((folder / "settings.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        earlier = read_yaml_file(folder / "settings.yaml", RESOLVED)
+    except SettingsError:
         earlier = None
     if not isinstance(earlier, dict):
         logger.warning("%s: the settings of the unfinished run are gone: beginning anew", folder)

@@ -10,7 +10,15 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, PositiveInt, StringConstraints, Tag, model_validator
+from pydantic import (
+    Discriminator,
+    Field,
+    PositiveInt,
+    StringConstraints,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from common.alignment import AlignmentSettings
 from common.settings import Section, named_kind
@@ -31,6 +39,9 @@ _OTHER_FIELDS = "(other fields)"
 
 ACTIVE = "active"
 """Name of the active party; the passive ones choose theirs."""
+
+MAX_CUT_DIM = 2**24
+"""64 MiB of float32 for each example: far beyond any cut layer, and far below what overflows."""
 
 DTYPE_BYTES: dict[CutDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -99,10 +110,10 @@ class LearningRateSchedule(Section):
 class WireLimits(Section):
     """How tensors travel."""
 
-    unchunked_bytes: PositiveInt = 4 * 1024 * 1024
+    unchunked_bytes: int = Field(default=4 * 1024 * 1024, ge=1, le=1024 * 1024 * 1024)
     """Tensors up to this many bytes travel in one message."""
 
-    chunk_bytes: int = Field(default=1024 * 1024, ge=512 * 1024)
+    chunk_bytes: int = Field(default=1024 * 1024, ge=512 * 1024, le=1024 * 1024 * 1024)
     """Larger ones travel in chunks of this many bytes."""
 
 
@@ -143,7 +154,8 @@ class Contract(Section):
     certificate only, and never looked up."""
 
     cut_shape: tuple[PositiveInt, ...] = Field(min_length=1, max_length=4)
-    """Shape of one example's activation at the cut layer, the same for every passive party."""
+    """Shape of one example's activation at the cut layer, the same for every passive party: up to
+    16,777,216 values."""
 
     cut_dtype: CutDtype = "float32"
     """Element type in which activations and gradients travel."""
@@ -202,6 +214,13 @@ class Contract(Section):
         if len(set(self.identities.values())) < len(self.identities):
             raise ValueError("identities: two parties have the same")
         return self
+
+    @field_validator("cut_shape")
+    @classmethod
+    def _is_a_tensor_s_shape(cls, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if math.prod(shape) > MAX_CUT_DIM:
+            raise ValueError(f"expected at most {MAX_CUT_DIM:,} values in one example's activation")
+        return shape
 
     @property
     def cut_dim(self) -> int:

@@ -15,9 +15,12 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from common.errors import SettingsError
+from common.files import read_bytes
 
 logger = logging.getLogger(__name__)
 
+MAX_FILE_BYTES = 2**20
+"""Of a PEM file: hundreds of certificates."""
 SOON_DAYS = 30
 """A certificate that ends within so many days is worth a warning."""
 
@@ -199,7 +202,7 @@ def _read(path: Path, setting: str, problems: list[str]) -> bytes:
                 f"chmod 600 {path}"
             )
             return b""
-        return path.read_bytes()
+        return read_bytes(path, MAX_FILE_BYTES)
     except OSError as error:
         problems.append(f"security.{setting}: {path}: {error.strerror}")
         return b""

@@ -5,10 +5,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from common.errors import SettingsError
+from common.visible_text import visible
+from common.yaml_text import load_yaml, read_yaml_file
+
+_SHOWN_CHARACTERS = 200
+"""Of a value or an override in a message."""
+_SHOWN_PROBLEMS = 50
 
 SectionT = TypeVar("SectionT", bound="Section")
 
@@ -27,12 +32,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     Raises:
         SettingsError: the file is missing, unreadable, not YAML, or not a mapping.
     """
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path}: cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise SettingsError(f"{path}: not valid YAML: {error}") from error
+    values = read_yaml_file(path)
     if not isinstance(values, dict):
         raise SettingsError(f"{path}: expected names with values, got {type(values).__name__}")
     return values
@@ -48,11 +48,8 @@ def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> dict[st
     for override in overrides:
         name, separator, text = override.partition("=")
         if not separator or not name:
-            raise SettingsError(f"--set {override}: expected NAME=VALUE")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise SettingsError(f"--set {override}: the value is not valid YAML") from error
+            raise SettingsError(f"--set {_short(override)}: expected NAME=VALUE")
+        value = load_yaml(text, f"--set {_short(override)}")
         _put(result, name.split("."), value, override)
     return result
 
@@ -66,7 +63,11 @@ def validate(section: type[SectionT], values: Mapping[str, Any], source: str) ->
     try:
         return section.model_validate(values)
     except ValidationError as error:
-        raise SettingsError(list(_problems(section, error, source))) from error
+        problems = list(_problems(section, error, source))
+        if len(problems) > _SHOWN_PROBLEMS:
+            more = len(problems) - _SHOWN_PROBLEMS
+            problems[_SHOWN_PROBLEMS:] = [f"{source}: and {more:,} problems more"]
+        raise SettingsError(problems) from error
 
 
 def only_key(value: object) -> str | None:
@@ -107,7 +108,9 @@ def _as_yaml(value: object) -> str:
 def _put(values: dict[str, Any], path: list[str], value: Any, override: str) -> None:
     for name in path[:-1]:
         if not isinstance(values.setdefault(name, {}), dict):
-            raise SettingsError(f"--set {override}: {name!r} holds a plain value, not a section")
+            raise SettingsError(
+                f"--set {_short(override)}: {name!r} holds a plain value, not a section"
+            )
         values = values[name]
     values[path[-1]] = value
 
@@ -124,9 +127,14 @@ def _problems(section: type[Section], error: ValidationError, source: str) -> It
         else:
             # A problem of a whole section would repeat all of it.
             whole = problem["type"] == "missing" or isinstance(problem["input"], dict)
-            came = "" if whole else f" (got {_as_yaml(problem['input'])})"
+            came = "" if whole else f" (got {_short(_as_yaml(problem['input']))})"
             message = problem["msg"].removeprefix("Value error, ")
             yield f"{source}: {where + ': ' if where else ''}{message}{came}"
+
+
+def _short(text: str) -> str:
+    more = "..." if len(text) > _SHOWN_CHARACTERS else ""
+    return visible(text[:_SHOWN_CHARACTERS]) + more
 
 
 def _field_names(annotation: Any, seen: set[Any] | None = None) -> set[str]:

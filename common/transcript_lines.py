@@ -15,6 +15,7 @@ from pydantic import (
     ValidationError,
 )
 
+from common.files import check_regular
 from common.wire.limits import NAME_CHARACTERS
 from protos import split_learning_pb2 as pb
 
@@ -92,6 +93,7 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, Opening | Crossed | Unreadab
     Raises:
         OSError: the file cannot be read.
     """
+    check_regular(path)
     with path.open("rb") as file:
         while raw := file.readline(LINE_BYTES + 1):
             line = raw.removesuffix(b"\n")

@@ -25,8 +25,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from pydantic import TypeAdapter, ValidationError
 
 from common.contract import ACTIVE, DnsName, Name
-from common.credentials import SOON_DAYS, dns_names, subject_of
+from common.credentials import MAX_FILE_BYTES, SOON_DAYS, dns_names, subject_of
 from common.errors import SettingsError, SplitveilError, StorageError
+from common.files import read_bytes
 from common.telemetry import configure_logging
 from common.visible_text import visible, visible_lines
 
@@ -221,7 +222,7 @@ def _all_files(folder: Path, names: dict[str, str]) -> list[Path]:
 
 def _read_certificate(path: Path) -> x509.Certificate:
     try:
-        return x509.load_pem_x509_certificate(path.read_bytes())
+        return x509.load_pem_x509_certificate(read_bytes(path, MAX_FILE_BYTES))
     except OSError as error:
         raise SettingsError(f"{path}: {error.strerror}") from error
     except ValueError as error:

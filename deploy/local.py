@@ -30,6 +30,7 @@ from common.contract import ACTIVE
 from common.errors import EndedForGood, SettingsError
 from common.settings import apply_overrides, read_yaml
 from common.visible_text import cell, visible_lines
+from common.yaml_text import load_yaml
 from deploy.comparison import comparison_table, read_results
 from deploy.party_processes import run_parties
 from deploy.trial_certificates import trial_overrides
@@ -127,10 +128,7 @@ def parse_defense(text: str) -> NamedDefense:
 
 
 def _read_mapping(text: str) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise SettingsError(f"--defense {text}: not valid YAML") from error
+    values = load_yaml(text, "--defense")
     if not isinstance(values, dict) or "name" not in values:
         raise SettingsError(f"--defense {text}: expected a defense's settings, its name among them")
     return values

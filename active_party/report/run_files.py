@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import yaml
 
 from common.errors import SettingsError
+from common.yaml_text import RESOLVED, load_yaml
 
 Line = Mapping[str, Any]
 """One line of ``metrics.jsonl``."""
@@ -245,7 +245,8 @@ def _read_passives(
 
 
 def _read_party(folder: Path) -> PartyFiles:
-    settings = _mapping(yaml.safe_load(_text(folder / "settings.yaml") or "{}"))
+    path = folder / "settings.yaml"
+    settings = _mapping(load_yaml(_text(path) or "{}", str(path), RESOLVED))
     summary = _json(folder / "summary.json")
     metrics: dict[str, list[Line]] = {}
     for line in _lines(_text(folder / "metrics.jsonl")):
@@ -259,7 +260,7 @@ def _read_party(folder: Path) -> PartyFiles:
 def _json(path: Path) -> Mapping[str, Any]:
     try:
         return _mapping(json.loads(_text(path) or "{}"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SettingsError(f"{path}: not valid JSON") from error
 
 
@@ -267,8 +268,8 @@ def _lines(text: str) -> Iterator[Line]:
     for line in text.splitlines():
         try:
             yield _mapping(json.loads(line))
-        except ValueError:  # the last line of a run that was killed, or is being written
-            continue
+        except (ValueError, RecursionError):
+            continue  # the last line of a run that was killed, or is being written
 
 
 def _text(path: Path) -> str:

@@ -17,6 +17,9 @@ from common.errors import DataError
 CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4", ".br": "brotli"}
 """Endings by which pyarrow, too, tells how a file is compressed."""
 
+HEADER_CHARACTERS = 8 * 1024 * 1024
+"""As much as pyarrow takes for one row."""
+
 
 class CsvFile:
     """Rows as lines of text."""
@@ -36,10 +39,22 @@ class CsvFile:
             pa.input_stream(str(self._path), compression="detect") as stream,
         ):
             lines = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-            header = next(csv.reader(lines, delimiter=self._separator), [])
+            header = next(csv.reader(self._first_lines(lines), delimiter=self._separator), [])
         if not any(header):
             raise DataError(f"{self.name}: the file is empty: expected a line of column names")
         return header
+
+    def _first_lines(self, lines: io.TextIOWrapper) -> Iterator[str]:
+        """Yield lines for the header, which quoted line breaks may spread over several."""
+        left = HEADER_CHARACTERS
+        while line := lines.readline(left):
+            left -= len(line)
+            if left == 0:
+                raise DataError(
+                    f"{self.name}: expected a line of column names, at most {HEADER_CHARACTERS:,} "
+                    f"characters long"
+                )
+            yield line
 
     def read(self, names: Sequence[str]) -> Mapping[str, ArrowColumn]:
         """Return the named columns as text."""

@@ -12,6 +12,7 @@ from common.data.csv_file import CsvFile
 from common.data.settings import ImagesSource, expand_path
 from common.data.sources import ArrowColumn, Part, suggest
 from common.errors import DataError
+from common.files import check_regular
 
 RESIZING = Image.Resampling.BILINEAR
 
@@ -68,6 +69,7 @@ class ImageFolder:
         path = self._folder / f"{name}{self._settings.file_ending}"
         size = (self._settings.width, self._settings.height)
         try:
+            check_regular(path)
             with Image.open(path) as image:
                 pixels = image.convert("RGB" if self._settings.colours == "rgb" else "L")
                 resized = pixels if pixels.size == size else pixels.resize(size, RESIZING)

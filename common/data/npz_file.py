@@ -1,10 +1,15 @@
-"""NumPy archives: read whole, or in parts. Pickled objects are never loaded."""
+"""NumPy archives: read whole, or in parts. Pickled objects are never loaded.
+
+An array's header says how large it is, and is believed only where the file can hold as much.
+"""
 
 import math
+import tokenize
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +18,16 @@ from numpy.typing import NDArray
 from common.data import sources
 from common.data.sources import ArrowColumn, Part, suggest, unreadable_is_data_error
 from common.errors import DataError
+
+MAX_COLUMNS = 2**20
+_LARGEST_RATIO = 1032
+"""Of zlib; numpy packs with nothing else."""
+_SLACK_BYTES = 4096
+_BAD_EXPRESSION = (
+    *(ValueError, TypeError, LookupError, SyntaxError, tokenize.TokenError),
+    *(RecursionError, MemoryError),
+)
+"""What numpy and Python raise for a header that is no literal."""
 
 
 class NpzFile:
@@ -25,8 +40,10 @@ class NpzFile:
 
     def column_names(self) -> list[str]:
         """Return the columns: ``name`` of one dimension, ``name.0``, ``name.1``, ... of two."""
-        names = []
+        names: list[str] = []
         for name, shape in self._shapes().items():
+            if len(shape) == 2 and len(names) + shape[1] > MAX_COLUMNS:
+                raise DataError(f"{self.name}: expected at most {MAX_COLUMNS:,} columns")
             if len(shape) == 1:
                 names.append(name)
             elif len(shape) == 2:
@@ -48,6 +65,8 @@ class NpzFile:
             for name in arrays - set(archive.files):
                 raise DataError(f"{self.name}: there is no array {name!r}{suggest(name, archive)}")
             readers = {name: _NpyReader(archive, name, streams, self.name) for name in arrays}
+            for name, reader in readers.items():
+                self._check_size(archive, name, reader.header, reader.header_bytes)
             num_rows = self._check_lengths({name: r.shape[0] for name, r in readers.items()})
             row_bytes = max(1, sum(reader.row_bytes for reader in readers.values()))
             rows_at_once = min(sources.PART_ROWS, max(1, sources.PART_BYTES // row_bytes))
@@ -89,22 +108,39 @@ class NpzFile:
         with unreadable_is_data_error(self._path), self._open() as archive:
             if name not in archive.files:
                 raise DataError(f"{self.name}: there is no array {name!r}{suggest(name, archive)}")
-            try:
-                return np.asarray(archive[name])
-            except ValueError as error:
-                raise DataError(
-                    f"{self.name}: array {name!r} cannot be read: expected numbers or text, "
-                    f"never pickled objects"
-                ) from error
+            with _opened(archive, name, self.name) as stream:
+                header = _npy_header(stream, f"{self.name}: array {name!r}")
+                if header.dtype.hasobject:
+                    raise DataError(
+                        f"{self.name}: array {name!r} cannot be read: expected numbers or text, "
+                        f"never pickled objects"
+                    )
+                self._check_size(archive, name, header, stream.tell())
+                stream.seek(0)
+                return np.lib.format.read_array(stream, allow_pickle=False)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Read the arrays' shapes, not the arrays."""
         shapes = {}
         with unreadable_is_data_error(self._path), self._open() as archive:
             for name in archive.files:
-                with archive.zip.open(f"{name}.npy") as stream:
-                    shapes[name] = _npy_header(stream)[0]
+                with _opened(archive, name, self.name) as stream:
+                    shapes[name] = _npy_header(stream, f"{self.name}: array {name!r}").shape
         return shapes
+
+    def _check_size(self, archive: Any, name: str, header: "_Header", header_bytes: int) -> None:
+        """Check that an array is as large as its header says, before memory is asked for."""
+        member = archive.zip.getinfo(f"{name}.npy")
+        possible = min(member.compress_size, self._path.stat().st_size)
+        if member.compress_type != zipfile.ZIP_STORED:
+            possible = possible * _LARGEST_RATIO + _SLACK_BYTES
+        held = member.file_size - header_bytes
+        if header.num_bytes != held or held > possible or 0 in header.shape[1:]:
+            raise DataError(
+                f"{self.name}: array {name!r} cannot be read: its header says "
+                f"{' x '.join(map(str, header.shape))} of {header.dtype}, which is not what the "
+                f"file holds"
+            )
 
     def _open(self) -> Any:
         try:
@@ -118,26 +154,64 @@ class NpzFile:
     def _column(self, name: str, array: NDArray[Any]) -> ArrowColumn:
         try:
             return pa.chunked_array([pa.array(np.ascontiguousarray(array))])
-        except pa.ArrowException as error:
+        except (pa.ArrowException, ValueError) as error:  # letters that Unicode has not
             raise DataError(
                 f"{self.name}: array {name!r} holds {array.dtype}: expected numbers or text"
             ) from error
 
 
-def _npy_header(stream: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Return shape, whether columns come before rows, and element type."""
-    is_first_version = np.lib.format.read_magic(stream) == (1, 0)
-    if is_first_version:
-        return np.lib.format.read_array_header_1_0(stream)
-    return np.lib.format.read_array_header_2_0(stream)
+class _Header(NamedTuple):
+    """What an array's first bytes say of it."""
+
+    shape: tuple[int, ...]
+    by_columns: bool
+    """Whether columns come before rows."""
+    dtype: np.dtype[Any]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the array; -1 where it cannot have any."""
+        if self.dtype.itemsize == 0 or any(length < 0 for length in self.shape):
+            return -1
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@contextmanager
+def _opened(archive: Any, name: str, source: str) -> Iterator[Any]:
+    """Open one array's file in an archive."""
+    try:
+        stream = archive.zip.open(f"{name}.npy")
+    except KeyError as error:
+        raise DataError(f"{source}: {name!r} is no array") from error
+    except RuntimeError as error:  # it wants a password, or a method that is not there
+        raise DataError(f"{source}: array {name!r} is not packed as numpy packs it") from error
+    with stream:
+        yield stream
+
+
+def _npy_header(stream: Any, where: str) -> _Header:
+    """Read an array's header.
+
+    Raises:
+        DataError: it is none.
+    """
+    try:
+        if np.lib.format.read_magic(stream) == (1, 0):
+            return _Header(*np.lib.format.read_array_header_1_0(stream))
+        return _Header(*np.lib.format.read_array_header_2_0(stream))
+    except _BAD_EXPRESSION as error:
+        # It is a Python expression, of which numpy evaluates the literals alone.
+        raise DataError(f"{where} cannot be read: its header is damaged") from error
 
 
 class _NpyReader:
     """One array of an npz archive, read from its first row on."""
 
     def __init__(self, archive: Any, name: str, streams: ExitStack, source: str) -> None:
-        self._stream = streams.enter_context(archive.zip.open(f"{name}.npy"))
-        self.shape, by_columns, self._dtype = _npy_header(self._stream)
+        self._stream = streams.enter_context(_opened(archive, name, source))
+        self.header = _npy_header(self._stream, f"{source}: array {name!r}")
+        self.header_bytes = self._stream.tell()
+        self.shape, by_columns, self._dtype = self.header
         if self._dtype.hasobject or not self.shape or (by_columns and len(self.shape) > 1):
             raise DataError(
                 f"{source}: array {name!r} cannot be read row by row: expected numbers or text, "

@@ -2,7 +2,9 @@
 
 import csv
 import difflib
+import lzma
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from common.errors import DataError
+from common.files import check_regular
 
 PART_BYTES = 8 * 1024 * 1024
 """Of text; pyarrow reads up to 32 such blocks ahead."""
@@ -21,6 +24,18 @@ PART_ROWS = 64 * 1024
 
 ArrowColumn = Any
 """A pyarrow ChunkedArray; pyarrow brings no types."""
+
+
+_UNREADABLE = (
+    OSError,
+    EOFError,
+    pa.ArrowException,
+    csv.Error,
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+)
+"""What the libraries raise for damaged files."""
 
 
 class Part(NamedTuple):
@@ -70,12 +85,18 @@ def list_rows(rows: Sequence[int] | NDArray[np.int64], count: int | None = None)
 def unreadable_is_data_error(path: Path) -> Iterator[None]:
     """Raise DataError, without a word of what stands in the file, where it cannot be read."""
     try:
+        check_regular(path)
         yield
     except FileNotFoundError as error:
         raise DataError(f"{path}: there is no such file") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: the text is not UTF-8") from error
-    except (OSError, EOFError, pa.ArrowException, csv.Error, zipfile.BadZipFile) as error:
+    except MemoryError as error:  # pyarrow's, too
+        raise DataError(
+            f"{path}: does not fit into memory; data.source.cache_dir converts it some rows at a "
+            f"time"
+        ) from error
+    except _UNREADABLE as error:
         # The library's own text may quote a row.
         damaged = f"damaged, or not such a file ({type(error).__name__})"
         reason = getattr(error, "strerror", None) or damaged

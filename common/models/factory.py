@@ -171,7 +171,7 @@ def _build_and_probe(
     # torch.manual_seed would also seed the GPUs, whose state fork_rng does not restore here.
     with torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(seed)
-        model = build()
+        model = _within_memory(build, role)
         model.eval()  # batch statistics must not learn from the probe
         try:
             with torch.no_grad():
@@ -190,6 +190,14 @@ def _build_and_probe(
             f"got {tuple(output.shape)}"
         )
     return model.train()
+
+
+def _within_memory(build: Callable[[], nn.Module], role: str) -> nn.Module:
+    try:
+        return build()
+    except (RuntimeError, TypeError, OverflowError, MemoryError) as error:
+        # What torch raises for sizes beyond the memory, or beyond 64 bits.
+        raise SettingsError(f"{role}: cannot be built: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:

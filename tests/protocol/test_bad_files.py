@@ -1,0 +1,362 @@
+"""Files that are no such files, or claim to hold more than they can: one line, in bounded time.
+
+Each is given to a party's own command. What is refused ends it with the exit code of settings (2)
+or of data (3), with lines of the log and never with a traceback; nothing is waited for.
+"""
+
+import io
+import os
+import socket
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import yaml
+
+from active_party.__main__ import main as active_main
+from common.errors import SettingsError
+from common.yaml_text import AS_WRITTEN, MAX_DEPTH, Extent, load_yaml
+from passive_party.__main__ import main as passive_main
+from tests.runs import write_example
+
+ROOT = Path(__file__).parents[2]
+MAX_NODES = AS_WRITTEN.max_nodes
+MARK = "bad.example"
+"""In the name of every bad file, and so in the one line that refuses it."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_example(tmp_path, rows=60)
+    return tmp_path
+
+
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    exit_code: int
+    errors: list[str]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+    """Return what gives a party's command words, in this process."""
+
+    def run(main: Callable[[list[str]], None], *words: object) -> Ended:
+        with pytest.raises(SystemExit) as ended:
+            main([*map(str, words)])
+        assert isinstance(ended.value.code, int)
+        shown = capsys.readouterr()
+        assert "Traceback" not in shown.out + shown.err
+        assert shown.err.replace("\n", "").isprintable()
+        return Ended(ended.value.code, shown.err.splitlines())
+
+    return run
+
+
+Command = Callable[..., Ended]
+
+
+def check(command: Command, folder: Path, *overrides: str) -> Ended:
+    sets = [word for override in overrides for word in ("--set", override)]
+    return command(passive_main, "check", folder / "passive.yaml", "-q", *sets)
+
+
+def refused(ended: Ended, exit_code: int, *texts: str) -> None:
+    """Check that a command ended as it should, with one short line that says all of it."""
+    assert ended.exit_code == exit_code, ended.errors
+    assert len(ended.errors) == 1, ended.errors
+    for text in texts:
+        assert text in ended.errors[0]
+    assert len(ended.errors[0]) < 700, ended.errors
+
+
+# ---- YAML: a settings file, a contract, an override ----
+
+
+def laughs(levels: int = 12) -> str:
+    """Return a text that stands for 9^levels values."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    for level in range(1, levels):
+        repeated = ", ".join(9 * [f"*a{level - 1}"])
+        lines.append(f"a{level}: &a{level} [{repeated}]")
+    return "\n".join(lines)
+
+
+BAD_YAML = {
+    "lists 20,000 deep": 20_000 * "[" + 20_000 * "]",
+    "mappings 20,000 deep": 20_000 * "{a: " + 20_000 * "}",
+    "one level too many": "a: " + (MAX_DEPTH + 1) * "[" + (MAX_DEPTH + 1) * "]",
+    "a level too many through an alias": f"a: &a {20 * '['}1{20 * ']'}\nb: {20 * '['}*a{20 * ']'}",
+    "an integer of 6,000 digits": f"epochs: {6_000 * '9'}",
+    "a hexadecimal integer of 6,000 digits": f"epochs: 0x{6_000 * 'f'}",
+    "a sexagesimal number of 3,000 parts": f"epochs: 1{3_000 * ':1'}.5",
+    "a billion laughs": laughs(),
+    "a billion laughs, merged": laughs().replace("a11: &a11 [", "a11: &a11 [<<: "),
+    "a list in itself": "a: &a [*a]",
+    "a mapping merged into itself": "a: &a {<<: *a}",
+    "more values than settings have": f"a: [{MAX_NODES * 'x,'}]",
+    "a month 13": "run_name: 2024-13-01",
+    "a tag of Python": "a: !!python/object/apply:os.system [ls]",
+    "bytes": "a: !!binary gIGC",
+    "a tag that does not fit": "a: !!bool maybe",
+    "NUL": 'a: "\\0"',
+    "half of a surrogate pair": 'a: "\\ud800"',
+    "a character beyond Unicode": 'a: "\\UFFFFFFFF"',
+    "a control character": "a: \x1b[2J",
+    "more than a mebibyte": "#" + 2**20 * " ",
+    "two documents": "a: 1\n---\nb: 2",
+    "no YAML": "a: [b",
+    "a list": "[]",
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("what", BAD_YAML)
+def test_bad_yaml_is_refused_in_one_line(folder: Path, command: Command, what: str) -> None:
+    """As a contract, which the other party has written, and as the settings themselves."""
+    path = folder / f"{MARK}.yaml"
+    path.write_text(BAD_YAML[what])
+    settings = yaml.safe_load((folder / "passive.yaml").read_text())
+    (folder / "passive.yaml").write_text(yaml.safe_dump(settings | {"contract": path.name}))
+    refused(check(command, folder), 2, MARK)
+    refused(command(passive_main, "run", path), 2, MARK)
+
+
+@pytest.mark.parametrize("what", ["lists 20,000 deep", "a month 13", "a billion laughs", "bytes"])
+def test_an_override_is_read_like_a_file(folder: Path, command: Command, what: str) -> None:
+    value = BAD_YAML[what].split(": ", 1)[-1] if "\n" not in BAD_YAML[what] else BAD_YAML[what]
+    refused(check(command, folder, f"optimizer.learning_rate={value}"), 2, "--set optimizer")
+
+
+def test_yaml_that_settings_need_is_read() -> None:
+    text = """
+    a: &a {b: [1, 2.5, 1.0e+3, yes, null, x, "y", !!str 5], c: {}}
+    d: *a
+    e: {<<: *a, c: 0x10}
+    """
+    found = load_yaml(text, "")
+    assert found["a"] == {"b": [1, 2.5, 1000.0, True, None, "x", "y", "5"], "c": {}}
+    assert found["d"] == found["a"]
+    assert found["e"] == found["a"] | {"c": 16}
+    small = Extent(2**20, 100)
+    assert len(load_yaml(f"[{99 * 'x,'}]", "", small)) == 99
+    deep = load_yaml(MAX_DEPTH * "[" + MAX_DEPTH * "]", "")
+    for _ in range(MAX_DEPTH - 1):
+        (deep,) = deep
+    assert deep == []
+    for text in (f"[{100 * 'x,'}]", f"a: &a [{50 * 'x,'}]\nb: *a"):
+        with pytest.raises(SettingsError, match="at most 100 values, aliases included"):
+            load_yaml(text, "", small)
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("contract.cut_shape=[4611686018427387904, 4611686018427387904]", "cut_shape"),
+        ("contract.cut_shape=[4097, 4096]", "cut_shape"),
+        (f"contract.cut_shape=[{100 * '9'}]", "cut_shape"),
+        ("contract.wire.chunk_bytes=99999999999999999999", "wire.chunk_bytes"),
+        ("contract.wire.unchunked_bytes=99999999999999999999", "wire.unchunked_bytes"),
+        ("bottom_model.hidden=[99999999999999999999]", "bottom_model: cannot be built"),
+        ("bottom_model.hidden=[1000000000000000]", "bottom_model: cannot be built"),
+    ],
+)
+def test_sizes_that_overflow_are_refused(
+    folder: Path, command: Command, override: str, named: str
+) -> None:
+    refused(check(command, folder, override), 2, named)
+
+
+# ---- tables ----
+
+
+def npy_header(shape: tuple[int, ...], descr: str = "<f8") -> bytes:
+    text = str({"descr": descr, "fortran_order": False, "shape": shape}).encode()
+    return npy_of(text)
+
+
+def npy_of(text: bytes) -> bytes:
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+
+
+def npz(path: Path, method: int = zipfile.ZIP_DEFLATED, **arrays: bytes) -> None:
+    with zipfile.ZipFile(path, "w", method) as archive:
+        for name, data in arrays.items():
+            archive.writestr(f"{name}.npy", data)
+
+
+def npy(array: object) -> bytes:
+    data = io.BytesIO()
+    np.save(data, np.asarray(array))
+    return data.getvalue()
+
+
+IDS = npy([f"person-{row}" for row in range(50)])
+
+
+def with_declared_size(path: Path, size: int) -> None:
+    """Let an archive of one array say that unpacked it had another size."""
+    data = bytearray(path.read_bytes())
+    entry = data.rindex(b"PK\x01\x02")
+    data[entry + 24 : entry + 28] = size.to_bytes(4, "little")
+    path.write_bytes(data)
+
+
+def lying_directory(path: Path) -> None:
+    npz(path, zipfile.ZIP_STORED, x=npy_header((2**28,)))
+    with_declared_size(path, 2**31 + len(npy_header((2**28,))))
+
+
+def many_names(path: Path) -> None:
+    path.write_text(5_000_000 * "a,")
+
+
+def long_name(path: Path) -> None:
+    path.write_text("a" * 200_000 + "\n1\n")
+
+
+BAD_TABLES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "an array of 7 TiB": ("npz", lambda p: npz(p, id=IDS, x=npy_header((2**40,)))),
+    "300 million columns": ("npz", lambda p: npz(p, id=IDS, x=npy_header((1, 300_000_000)))),
+    "300 million columns, no row": ("npz", lambda p: npz(p, id=IDS, x=npy_header((0, 3 * 10**8)))),
+    "10^18 rows of nothing": ("npz", lambda p: npz(p, id=IDS, x=npy_header((10**18,), "|V0"))),
+    "10^18 rows of no text": ("npz", lambda p: npz(p, id=IDS, x=npy_header((10**18,), "<U0"))),
+    "a negative shape": ("npz", lambda p: npz(p, id=IDS, x=npy_header((-50,)))),
+    "a directory that lies": ("npz", lying_directory),
+    "a header that is no Python": ("npz", lambda p: npz(p, id=IDS, x=npy_of(b"{" * 9000))),
+    "a header of signs": ("npz", lambda p: npz(p, id=IDS, x=npy_of(b"-" * 9000 + b"1"))),
+    "a header with a name": ("npz", lambda p: npz(p, id=IDS, x=npy_of(b"exit()"))),
+    "a header that is too long": ("npz", lambda p: npz(p, id=IDS, x=npy_of(b" " * 60_000))),
+    "an archive without arrays": ("npz", lambda p: zipfile.ZipFile(p, "w").writestr("x", "y")),
+    "letters beyond Unicode": (
+        "npz",
+        lambda p: npz(p, id=npy_header((50,), "<U1") + 50 * b"\xff\xff\xff\x7f", x=npy([1.0] * 50)),
+    ),
+    "structures": ("npz", lambda p: npz(p, id=IDS, x=npy(np.zeros(50, "f8,f8")))),
+    "a header of 10 MB": ("csv", many_names),
+    "a name of 200,000 characters": ("csv", long_name),
+    "NULs": ("csv", lambda p: p.write_bytes(bytes(100_000))),
+    "NULs for Parquet": ("parquet", lambda p: p.write_bytes(bytes(100_000))),
+    "a footer of 8 MiB": (
+        "parquet",
+        lambda p: p.write_bytes(b"PAR1\xff\xff\x7fPAR1"),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD_TABLES)
+@pytest.mark.parametrize("cache", ["", ", cache_dir: cache"])
+def test_a_table_that_claims_too_much_is_refused_in_one_line(
+    folder: Path, command: Command, what: str, cache: str
+) -> None:
+    kind, write = BAD_TABLES[what]
+    write(folder / f"{MARK}.{kind}")
+    ended = check(
+        command,
+        folder,
+        f"data={{source: {{kind: {kind}, path: {MARK}.{kind}{cache}}}, id_column: id, "
+        "features: {numeric: x*}}",
+    )
+    refused(ended, 3, MARK)
+
+
+def test_a_line_without_end_is_read_in_bounded_memory(folder: Path) -> None:
+    """A sparse file of 8 GiB without a line break, below a limit on memory."""
+    with (folder / f"{MARK}.csv").open("wb") as file:
+        file.truncate(2**33)
+    code = (
+        "import resource, sys; from passive_party.__main__ import main; "
+        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize(); "
+        "resource.setrlimit(resource.RLIMIT_AS, (used + 2**31,) * 2); main(sys.argv[1:])"
+    )
+    words = ["run", str(folder / "passive.yaml"), "--set", f"data.source.path={MARK}.csv"]
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *words], check=False, capture_output=True, text=True, cwd=ROOT
+    )
+    assert ended.returncode == 3, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert f"{MARK}.csv: " in ended.stderr
+
+
+# ---- what is no file ----
+
+
+def endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def listening(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        before = Path.cwd()
+        os.chdir(path.parent)  # the name of a socket may not be long
+        try:
+            server.bind(path.name)
+        finally:
+            os.chdir(before)
+
+
+NO_FILES = {"a device": endless, "a pipe": pipe, "a folder": Path.mkdir, "a socket": listening}
+
+OPENED = {
+    "csv": (3, ["data.source={{kind: csv, path: {path}}}"]),
+    "parquet": (3, ["data.source={{kind: parquet, path: {path}}}"]),
+    "npz": (3, ["data.source={{kind: npz, path: {path}}}"]),
+    "csv with a cache": (3, ["data.source={{kind: csv, path: {path}, cache_dir: cache}}"]),
+    "evaluation labels": (3, ["adversary.labels.source.path={path}"]),
+    "contract": (2, ["contract.run_name=x"]),
+    "certificate": (
+        2,
+        ["security={{certificate: {path}, private_key: key.pem, authority: active.csv}}"],
+    ),
+    "weights": (2, ["initial_weights={folder}"]),
+}
+
+
+@pytest.mark.parametrize("nature", NO_FILES)
+@pytest.mark.parametrize("role", OPENED)
+def test_what_is_no_regular_file_is_refused_at_once(
+    folder: Path, command: Command, role: str, nature: str
+) -> None:
+    """Before a byte is read: a device never ends, and a pipe may never begin."""
+    path = folder / MARK / "model.safetensors" if role == "weights" else folder / MARK
+    path.parent.mkdir(exist_ok=True)
+    NO_FILES[nature](path)
+    if role == "contract":
+        settings = yaml.safe_load((folder / "passive.yaml").read_text())
+        (folder / "passive.yaml").write_text(yaml.safe_dump(settings | {"contract": MARK}))
+    (folder / "key.pem").touch(0o600)
+    exit_code, overrides = OPENED[role]
+    sets = [override.format(path=path, folder=path.parent) for override in overrides]
+    refused(check(command, folder, *sets), exit_code, MARK, "no regular file")
+
+
+@pytest.mark.parametrize("nature", NO_FILES)
+def test_a_transcript_that_is_no_file_is_refused_at_once(
+    tmp_path: Path, command: Command, nature: str
+) -> None:
+    NO_FILES[nature](tmp_path / MARK)
+    ended = command(active_main, "verify-transcript", tmp_path / MARK)
+    refused(ended, 2, MARK, "no regular file")
+
+
+def test_settings_that_are_no_file_are_refused_at_once(tmp_path: Path, command: Command) -> None:
+    pipe(tmp_path / MARK)
+    refused(command(active_main, "check", tmp_path / MARK), 2, MARK, "no regular file")
+
+
+def test_a_link_to_a_file_is_as_good_as_the_file(folder: Path, command: Command) -> None:
+    for name in ("passive.csv", "contract.yaml"):
+        (folder / name).rename(folder / f"real-{name}")
+        (folder / name).symlink_to(folder / f"real-{name}")
+    (folder / "linked.yaml").symlink_to(folder / "passive.yaml")
+    assert command(passive_main, "check", folder / "linked.yaml", "-q").exit_code == 0

@@ -5,10 +5,10 @@ mean that was subtracted. So vocabularies and scalers are taken over with them, 
 anew, and a category that is new since is unknown.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic_core import from_json
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -17,8 +17,17 @@ from common.checkpoint import ENCODER, WEIGHTS
 from common.data.features import FeatureEncoder
 from common.data.table import Table
 from common.errors import SettingsError
+from common.files import check_regular, read_bytes
 
 SETTING = "initial_weights"
+
+_UNREADABLE = (
+    *(SafetensorError, ValueError, LookupError, TypeError, AttributeError),
+    *(RuntimeError, MemoryError),
+)
+"""What the libraries raise for files that are no such files; not those of the disk."""
+_MAX_ENCODER_BYTES = 2**31
+"""Twice what the vocabularies of a hundred million categories take."""
 
 
 @dataclass(frozen=True)
@@ -32,24 +41,32 @@ class EarlierModel:
 
     @classmethod
     def open(cls, folder: Path) -> "EarlierModel":
-        """Look into a folder; the weights are read when they are needed.
+        """Look into a folder; the weights are checked now and used when they are needed.
 
         Raises:
-            SettingsError: it has no model that can be read.
+            SettingsError: it has no model that can be read, or one with a weight that is no finite
+                number, naming the first tensor that has.
         """
         try:
-            with safe_open(folder / WEIGHTS, framework="pt"):
-                pass
+            check_regular(folder / WEIGHTS)
+            spoilt = _first_not_finite(folder / WEIGHTS)
             encoder = _read_encoder(folder / ENCODER)
         except FileNotFoundError as error:
             raise SettingsError(
                 f"{SETTING}: {folder}: there is no {WEIGHTS}: expected the checkpoint folder of "
                 f"this party in a run that has ended, as RUN/PARTY/checkpoint"
             ) from error
-        except (OSError, ValueError, SafetensorError) as error:
+        except OSError as error:
+            reason = error.strerror or type(error).__name__
+            raise SettingsError(f"{SETTING}: {folder}: cannot be read: {reason}") from error
+        except _UNREADABLE as error:
             raise SettingsError(
                 f"{SETTING}: {folder}: cannot be read ({type(error).__name__})"
             ) from error
+        if spoilt is not None:
+            raise SettingsError(
+                f"{SETTING}: {folder / WEIGHTS}: tensor {spoilt!r} holds NaN or infinity"
+            )
         return cls(folder, encoder)
 
     def encoder_for(self, table: Table | None, source: str) -> FeatureEncoder | None:
@@ -94,20 +111,38 @@ class EarlierModel:
             raise SettingsError(f"{SETTING}: {path}: cannot be read") from error
         expected = model.state_dict()
         for name in dict.fromkeys((*expected, *found)):
-            if _shape(expected.get(name)) != _shape(found.get(name)):
-                raise SettingsError(
-                    f"{SETTING}: {path}: tensor {name!r} is {_shape(found.get(name))} there and "
-                    f"{_shape(expected.get(name))} in the model of these settings"
-                )
+            for form in (_shape, _dtype):
+                there, here = form(found.get(name)), form(expected.get(name))
+                if there != here:
+                    raise SettingsError(
+                        f"{SETTING}: {path}: tensor {name!r} is {there} there and {here} in the "
+                        f"model of these settings"
+                    )
         model.load_state_dict(found)
+
+
+def _first_not_finite(path: Path) -> str | None:
+    """Name the first tensor with a number that is not finite; one tensor is read at a time."""
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - it is no mapping
+            tensor = file.get_tensor(name)
+            if tensor.dtype.itemsize == 1:
+                tensor = tensor.float()  # torch looks for NaN in no smaller type
+            if not tensor.isfinite().all():
+                return str(name)
+    return None
 
 
 def _read_encoder(path: Path) -> FeatureEncoder | None:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bytes(path, _MAX_ENCODER_BYTES)
     except FileNotFoundError:
         return None
-    return FeatureEncoder.from_state(json.loads(text))
+    return FeatureEncoder.from_state(from_json(text))
+
+
+def _dtype(tensor: Tensor | None) -> str:
+    return "absent" if tensor is None else str(tensor.dtype).removeprefix("torch.")
 
 
 def _shape(tensor: Tensor | None) -> str:

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 from torch import Tensor
 
 from common.data.settings import FeatureSettings
@@ -98,8 +99,8 @@ class NumericScaler(Section):
     shift: float
     """Subtracted from each number."""
 
-    scale: float
-    """Divides what is left; never 0."""
+    scale: float = Field(gt=0)
+    """Divides what is left."""
 
 
 class Vocabulary(Section):
@@ -284,7 +285,9 @@ def _scaler(name: str, found: _Range, settings: FeatureSettings) -> NumericScale
         return NumericScaler(name=name, shift=found.low, scale=1.0)
     if settings.numeric_scaling == "min_max":
         return NumericScaler(name=name, shift=found.low, scale=found.high - found.low)
-    return NumericScaler(name=name, shift=found.mean, scale=found.deviation)
+    # The squares of numbers below 1e-154 are 0, and so is then the deviation.
+    scale = found.deviation or found.high - found.low
+    return NumericScaler(name=name, shift=found.mean, scale=scale)
 
 
 def _vocabulary(

@@ -5,6 +5,7 @@ or of data (3), with lines of the log and never with a traceback; nothing is wai
 """
 
 import io
+import json
 import os
 import socket
 import subprocess
@@ -16,12 +17,19 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from active_party.__main__ import main as active_main
+from common.checkpoint import save_model
 from common.errors import SettingsError
+from common.models.factory import build_bottom_model
+from common.party_data import PartyData
+from common.party_settings import load_party_settings
 from common.yaml_text import AS_WRITTEN, MAX_DEPTH, Extent, load_yaml
 from passive_party.__main__ import main as passive_main
+from passive_party.settings import PassiveSettings
 from tests.runs import write_example
 
 ROOT = Path(__file__).parents[2]
@@ -360,3 +368,136 @@ def test_a_link_to_a_file_is_as_good_as_the_file(folder: Path, command: Command)
         (folder / name).symlink_to(folder / f"real-{name}")
     (folder / "linked.yaml").symlink_to(folder / "passive.yaml")
     assert command(passive_main, "check", folder / "linked.yaml", "-q").exit_code == 0
+
+
+# ---- an earlier run's model ----
+
+
+@pytest.fixture
+def checkpoint(folder: Path) -> Path:
+    settings = load_party_settings(PassiveSettings, folder / "passive.yaml")
+    encoder = PartyData.load(settings.data, folder).fit(np.arange(40))
+    assert encoder is not None
+    cut_shape = settings.contract.cut_shape
+    model = build_bottom_model(settings.bottom_model, encoder, cut_shape, seed=1)
+    return save_model(folder, model, encoder)
+
+
+def test_an_earlier_model_passes_the_check(
+    folder: Path, command: Command, checkpoint: Path
+) -> None:
+    assert check(command, folder, f"initial_weights={checkpoint}").exit_code == 0
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+def with_value(value: float) -> Callable[[Tensors, str], Tensors]:
+    def change(tensors: Tensors, name: str) -> Tensors:
+        tensors[name].view(-1)[0] = value
+        return tensors
+
+    return change
+
+
+BAD_WEIGHTS: dict[str, tuple[Callable[[Tensors, str], Tensors], str]] = {
+    "NaN": (with_value(float("nan")), "holds NaN or infinity"),
+    "infinity": (with_value(float("-inf")), "holds NaN or infinity"),
+    "whole numbers": (lambda t, n: t | {n: t[n].long()}, "is int64 there and float32 in"),
+    "doubles": (lambda t, n: t | {n: t[n].double()}, "is float64 there and float32 in"),
+    "halves": (lambda t, n: t | {n: t[n].half()}, "is float16 there and float32 in"),
+    "bytes": (lambda t, n: t | {n: t[n].to(torch.float8_e4m3fn)}, "is float8_e4m3fn there"),
+    "truths": (lambda t, n: t | {n: t[n] > 0}, "is bool there and float32 in"),
+    "complex ones": (lambda t, n: t | {n: t[n].to(torch.complex64)}, "is complex64 there"),
+    "one less": (lambda t, n: {k: v for k, v in t.items() if k != n}, "is absent there and"),
+    "another shape": (lambda t, n: t | {n: t[n][None]}, "in the model of these settings"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_WEIGHTS)
+def test_weights_of_another_kind_are_refused_by_name(
+    folder: Path, command: Command, checkpoint: Path, what: str
+) -> None:
+    change, says = BAD_WEIGHTS[what]
+    path = checkpoint / "model.safetensors"
+    tensors = load_file(path)
+    name = max(tensors)
+    save_file(change(tensors, name), path)
+    ended = check(command, folder, f"initial_weights={checkpoint}")
+    refused(ended, 2, "initial_weights: ", f"tensor {name!r} ", says)
+
+
+def test_a_tensor_too_many_is_refused_by_name(
+    folder: Path, command: Command, checkpoint: Path
+) -> None:
+    path = checkpoint / "model.safetensors"
+    save_file(load_file(path) | {"more": torch.zeros(2)}, path)
+    ended = check(command, folder, f"initial_weights={checkpoint}")
+    refused(ended, 2, "tensor 'more' is 2 there and absent in the model")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_end_a_run_before_earlier_results_are_touched(
+    folder: Path, command: Command, checkpoint: Path, value: float
+) -> None:
+    path = checkpoint / "model.safetensors"
+    tensors = load_file(path)
+    save_file(with_value(value)(tensors, min(tensors)), path)
+    words = ("run", folder / "passive.yaml", "--runs", folder / "runs", "-q")
+    ended = command(passive_main, *words, "--set", f"initial_weights={checkpoint}")
+    assert ended.exit_code == 2
+    assert "holds NaN or infinity" in ended.errors[-1]
+    assert not (folder / "runs").exists()
+
+
+def changed(part: str, **values: object) -> Callable[[dict[str, list[dict[str, object]]]], str]:
+    def change(state: dict[str, list[dict[str, object]]]) -> str:
+        state[part][0] |= values
+        return json.dumps(state)
+
+    return change
+
+
+WORDS = [{"name": "c", "categories": ["a"]}]
+BAD_ENCODERS: dict[str, Callable[[dict[str, list[dict[str, object]]]], str]] = {
+    "lists 100,000 deep": lambda _: 100_000 * "[",
+    "objects 100,000 deep": lambda _: 100_000 * '{"a":',
+    "an integer of 6,000 digits": lambda _: f'{{"signed_log1p": {6_000 * "9"}}}',
+    "a list": lambda _: "[1, 2]",
+    "a long text": lambda _: json.dumps("x" * 100_000),
+    "a text as numeric": lambda s: json.dumps(s | {"numeric": "x"}),
+    "a deep list as numeric": lambda s: json.dumps(s | {"numeric": [[[[1]]]]}),
+    "no scale": changed("numeric", scale=None),
+    "a scale of 0": changed("numeric", scale=0.0),
+    "a negative scale": changed("numeric", scale=-1.0),
+    "a scale that is NaN": changed("numeric", scale=float("nan")),
+    "an infinite scale": changed("numeric", scale=float("inf")),
+    "a shift that is NaN": changed("numeric", shift=float("nan")),
+    "an infinite shift": changed("numeric", shift=float("-inf")),
+    "a number as name": changed("numeric", name=3),
+    "half of a surrogate pair": changed("numeric", name="\ud800"),
+    "categories that are numbers": lambda s: json.dumps(
+        s | {"categorical": [{"name": "c", "categories": [1]}]}
+    ),
+    "a text as categories": lambda s: json.dumps(
+        s | {"categorical": [{"name": "c", "categories": "abc"}]}
+    ),
+    "half a pair as category": lambda s: json.dumps(
+        s | {"categorical": [{"name": "c", "categories": ["\ud800"]}]}
+    ),
+    "a shape that is a text": lambda s: json.dumps(
+        s | {"image": {"shape": "abc", "dtype": "uint8"}}
+    ),
+    "no UTF-8": lambda _: "\udcff",
+}
+
+
+@pytest.mark.parametrize("what", BAD_ENCODERS)
+def test_an_encoder_that_is_none_is_refused_in_one_line(
+    folder: Path, command: Command, checkpoint: Path, what: str
+) -> None:
+    path = checkpoint / "encoder.json"
+    text = BAD_ENCODERS[what](json.loads(path.read_text()))
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    ended = check(command, folder, f"initial_weights={checkpoint}")
+    refused(ended, 2, "encoder" if "feature encoder" in ended.errors[0] else "cannot be read")

@@ -33,7 +33,9 @@ MAX_DEPTH = 32
 MAX_NUMBER_CHARACTERS = 128
 _SHOWN_CHARACTERS = 200
 _TAG = "tag:yaml.org,2002:"
-_TAGS = frozenset({f"{_TAG}{kind}" for kind in ("str", "int", "float", "bool", "null")})
+_TAGS: frozenset[str | None] = frozenset(
+    {f"{_TAG}{kind}" for kind in ("str", "int", "float", "bool", "null")}
+)
 _TAGS |= {None, "!", f"{_TAG}seq", f"{_TAG}map"}
 
 

@@ -313,7 +313,12 @@ def listening(path: Path) -> None:
             os.chdir(before)
 
 
-NO_FILES = {"a device": endless, "a pipe": pipe, "a folder": Path.mkdir, "a socket": listening}
+NO_FILES: dict[str, Callable[[Path], None]] = {
+    "a device": endless,
+    "a pipe": pipe,
+    "a folder": Path.mkdir,
+    "a socket": listening,
+}
 
 OPENED = {
     "csv": (3, ["data.source={{kind: csv, path: {path}}}"]),

@@ -96,6 +96,13 @@ def test_constant_column_is_finite_and_zero(scaling: str) -> None:
     assert numeric[7, 0].item() == pytest.approx(0.2)
 
 
+def test_numbers_whose_squares_vanish_are_scaled_by_their_range() -> None:
+    own = table({"a": [1e-200, 2e-200, 3e-200]})
+    numeric = transform(fit(own, [0, 1, 2], numeric_scaling="standard"), own).numeric
+    assert numeric is not None
+    assert numeric[:, 0].tolist() == pytest.approx([-0.5, 0.0, 0.5])
+
+
 def test_rows_outside_the_training_rows_have_no_influence() -> None:
     inside = {"a": [1.0, 2.0, 4.0]}
     first = fit(table({"a": [*inside["a"], 5.0]}, {"c": ["x", "y", "x", "z"]}), [0, 1, 2])

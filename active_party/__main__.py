@@ -47,6 +47,7 @@ from common.errors import (
     PeerError,
     PeerUnreachable,
     SettingsError,
+    StorageError,
 )
 from common.models.factory import build_top_model
 from common.party_data import PartyData
@@ -378,15 +379,17 @@ def _report(parsed: argparse.Namespace) -> None:
     logger.info("report written to %s", written)
 
 
+_REPORT_LATER = "once the cause is gone: active-party report"
+
+
 def _try_to_report(run_dir: Path) -> None:
     """Write the report of a run that is over; whatever goes wrong, its results are safe."""
     try:
         logger.info("report written to %s", write_report(run_dir))
+    except StorageError as error:  # a full disk needs no traceback
+        logger.error("%s; %s %s", error, _REPORT_LATER, run_dir)
     except Exception:
-        logger.exception(
-            "the report could not be written; once the cause is gone: active-party report %s",
-            run_dir,
-        )
+        logger.exception("the report could not be written; %s %s", _REPORT_LATER, run_dir)
 
 
 def _check_listen(settings: ActiveSettings) -> None:

@@ -1,9 +1,11 @@
 """What a command says of how it ended, and with which exit code."""
 
 import logging
+from pathlib import Path
 
 import pytest
 
+from active_party import __main__ as active_program
 from common.command_line import exit_code_of
 from common.errors import PeerLeft, PeerUnreachable, SettingsError, StorageError
 from common.models.settings import MlpModel
@@ -55,3 +57,16 @@ def test_a_refused_setting_is_shown_as_the_file_writes_it(value: object, shown: 
     with pytest.raises(SettingsError) as caught:
         validate(MlpModel, {"kind": "mlp", "activation": value}, "active.yaml")
     assert str(caught.value).endswith(f"(got {shown})")
+
+
+def test_a_report_that_finds_no_room_is_one_line_and_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    def full(_: Path) -> Path:
+        raise StorageError("report.html: cannot be written: No space left on device")
+
+    monkeypatch.setattr(active_program, "write_report", full)
+    active_program._try_to_report(tmp_path)
+    (record,) = caplog.records
+    assert "No space left on device; once the cause is gone: active-party report" in record.message
+    assert record.exc_info is None

@@ -73,11 +73,13 @@ class LeakBounds(NamedTuple):
         """
         if other is None:
             return self
-        spreads = (
-            Spread(*map(max, own, its)) for own, its in zip(self[:3], other[:3], strict=True)
+        bounded = self.epsilon is not None and other.epsilon is not None
+        return LeakBounds(
+            Spread(*map(max, self.sum_kl, other.sum_kl)),
+            Spread(*map(max, self.estimate, other.estimate)),
+            Spread(*map(max, self.guarantee, other.guarantee)),
+            max(self.epsilon or 0.0, other.epsilon or 0.0) if bounded else None,
         )
-        both = (self.epsilon, other.epsilon)
-        return LeakBounds(*spreads, None if None in both else max(filter(None, both), default=0.0))
 
     def numbers(self) -> dict[str, float | None]:
         """Return the bounds under flat names, for metrics and summary."""

@@ -74,7 +74,7 @@ def test_no_audit_is_answered_with_fewer_than_a_thousand_of_a_class(rare: int) -
         desk = AuditDesk(is_open=True)
         desk.open_epoch(0)
         with pytest.raises(AuditRefused):
-            desk.answer(question, rows, lambda _, y=labels: y.float(), lambda *_: None)
+            desk.answer(question, rows, labels.float().__getitem__, lambda *_: None)
 
 
 def test_only_attacks_on_received_gradients_are_measured() -> None:

@@ -87,10 +87,12 @@ def _of_attacks(party: PartyFiles, kind: str) -> Iterator[tuple[str, str, Mappin
 
 
 def _worst_class(found: Mapping[str, Any]) -> tuple[str, float]:
-    classes = {str(n): a for n, a in (found.get("classes") or {}).items() if _is_number(a)}
+    written = found.get("classes")
+    named = written.items() if isinstance(written, dict) else ()
+    classes = {str(name): auc for name, auc in named if _is_number(auc)}
     name = max(classes, key=lambda one: classes[one], default="")
     return name, classes.get(name, math.nan)
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and abs(value) < 1e300

@@ -8,7 +8,7 @@ one, as far as its charges hold.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 from active_party.report.figures import (
     STANDARD_ERRORS,
@@ -37,6 +37,9 @@ LEVELS: Mapping[Level, str] = {
     "bounded": "No leak measured, and little possible",
     "unknown": "Nothing measured",
 }
+
+_LARGEST_FIGURE = 1e300
+"""Whole numbers beyond floats are no figures; a passive party's own file may hold some."""
 
 _FREE = {SideInformation.POSITIVES_ARE_FEWER.value, "the party's own activations"}
 """What every passive party knows or can guess."""
@@ -360,6 +363,10 @@ def _run_levels(party: PartyFiles) -> Iterator[RunLevel]:
         for attack, value in attacks.items() if isinstance(attacks, dict) else ():
             figures = value if isinstance(value, dict) else {"auc": value}
             leak = figures.get("auc")
-            if isinstance(leak, int | float):
-                rest = (figures.get(name) for name in ("low", "high", "examples"))
+            rest = [figures.get(name) for name in ("low", "high", "examples")]
+            if _is_figure(leak) and all(one is None or _is_figure(one) for one in rest):
                 yield RunLevel(party.layer(str(layer)), str(attack), float(leak), *rest)
+
+
+def _is_figure(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and abs(value) < _LARGEST_FIGURE

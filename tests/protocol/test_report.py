@@ -558,3 +558,43 @@ def test_a_comparison_shows_what_each_run_sent_by_class(tmp_path: Path) -> None:
     assert sent.count('role="img"') == 2 * 2
     assert "direction, leak AUC 0.500" in sent
     assert "leak AUC 1.000" not in sent  # what was before the defense was not sent
+
+
+DEEP = "[" * 100_000
+HUGE = 10**400
+HOSTILE_SUMMARIES: list[dict[str, Any]] = [
+    {"leak_run_level": {"cut": {"norm": {"auc": 0.9, "low": "x", "high": [], "examples": {}}}}},
+    {"leak_run_level": {"cut": {"norm": {"auc": HUGE}}}},
+    {"leak_run_level": {"cut": {"norm": HUGE}}},
+    {"leak_run_level": {"cut": [1]}},
+    {"leak_classes": {"cut": {"norm": {"classes": [1], "worst_pair": "x"}}}},
+    {"leak_classes": {"cut": {"norm": {"classes": {"a": HUGE}}}}},
+    {"leak_classes": 3},
+]
+
+
+@pytest.mark.parametrize("summary", HOSTILE_SUMMARIES)
+def test_a_passive_party_s_figures_of_another_form_are_left_out(
+    tmp_path: Path, summary: dict[str, Any]
+) -> None:
+    """Its files come from another company: the active party's own figures are still shown."""
+    write_run(tmp_path, {"norm": 0.6})
+    write_party(tmp_path / "passive", {"cut": {"norm": 0.6}}, summary=summary)
+    append(tmp_path, {"kind": "leak", "epoch": HUGE, "step": "x"}, party="passive")
+    append(tmp_path, {"kind": "leak", "epoch": 0, "first/norm_leak_auc": HUGE}, party="passive")
+    with (tmp_path / "passive" / "metrics.jsonl").open("a") as metrics:
+        metrics.write(f"{DEEP}\n")
+    assert "</html>" in write_report(tmp_path).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("file", "text"), [("summary.json", DEEP), ("settings.yaml", DEEP), ("settings.yaml", "a: [")]
+)
+def test_a_passive_party_s_file_that_is_none_is_refused_in_words(
+    tmp_path: Path, file: str, text: str
+) -> None:
+    write_run(tmp_path)
+    write_party(tmp_path / "passive", {"cut": {"norm": 0.6}})
+    (tmp_path / "passive" / file).write_text(text)
+    with pytest.raises(SettingsError, match=rf"{file}: not valid"):
+        write_report(tmp_path)

@@ -1,22 +1,35 @@
 """The plan of a run: what it would tell of the labels, before any training.
 
-It knows the defense, the epochs and the labels, and not yet the gradients. For ``marvell`` that is
-enough up to the spread of the classes: the ledger gives spread no credit, so that an answer is
-charged at least what the solution for classes without any leaves (u = v = 0). The solver, which
-plans for the spreads that are there, may move noise away from the gap, shift it from one class to
-the other, or count on the spread instead of it. What that adds to a charge K is of the order of K^2
-as long as the spreads are not larger than the squared gap; the plan shows the range from K to
-K (1 + K).
+It knows the defense, the epochs and the labels, and not yet the gradients. So a charge is foretold
+in one of four ways:
+
+    exact       the strength alone decides: persistent noise, noisy labels, no credit at all
+    bound       no gradient is charged more; proved where it is computed
+    estimate    what batches are charged that are as the estimate assumes. Others are charged more,
+                up to infinity, and so may the run be
+    unknown     the gradients alone decide
+
+Fresh ``marvell`` for two classes is an estimate: the ledger gives spread no credit, and an answer
+to classes without any (u = v = 0) is charged the K of that solution at the labels' share of
+positives. The solver plans for the spreads that are there and may move noise away from the gap,
+shift it from one class to the other, or count on the spread instead of it, and leave a class bare.
+What that adds to K is of the order of K^2 as long as the spreads are not larger than the squared
+gap; the plan shows K to K (1 + K). Late in training the spreads are larger, or one of them is: then
+nothing bounds the charge. A batch with fewer positives than their share may be charged less.
+
+Fresh ``iso`` is an estimate, too: 4 d/t bounds the charge of a batch that holds all classes. The
+last rows of an epoch, small batches and rare classes make batches that do not; there a mean of
+earlier batches stands in, which may lie anywhere, or there is none, and the charge is infinite.
 
 With several classes the charge is that of the pair left furthest apart. ``marvell`` then gives
-spread no credit when it places its noise, so that what is known of a charge is exact: the strengths
-other than a power ratio s are met by every batch, and a ratio leaves a pair between 1/s and
-(K - 1)(1 + sqrt(K - 1))/(2 s), whatever the means of the K classes.
+spread no credit when it places its noise, so that its charges are bounded as long as the noise is
+fitted to the batch itself (``statistics: batch``): the strengths other than a power ratio s are met
+by every batch, and a ratio leaves a pair (K - 1)(1 + sqrt(K - 1))/(2 s) at most, whatever the means
+of the K classes. Fitted to earlier batches, it may meet a gap that was not there before.
 """
 
 import math
 import sys
-from decimal import ROUND_CEILING, Context
 from statistics import NormalDist
 from typing import Literal, NamedTuple
 
@@ -50,23 +63,49 @@ from active_party.defenses.sum_kl import (
 from active_party.ledger import ROUNDING, estimated_auc
 from active_party.settings import ActiveSettings
 from common.party_data import PartyData
+from common.upper_bounds import at_most, auc_at_most
 
 NoiseKind = Literal["fresh", "persistent"]
 
 
+Certainty = Literal["exact", "bound", "estimate", "unknown"]
+
+
 class Charge(NamedTuple):
-    """Between what bounds a divergence will lie."""
+    """What is known of a divergence before the run."""
 
     low: float
     high: float
+    certainty: Certainty
+    """Whether it is ``high`` (then ``low`` is, too), at most ``high``, likely between the two, or
+    anything at all."""
 
     def times(self, answers: int) -> "Charge":
         """Return what some answers with noise of their own add up to."""
-        return Charge(self.low * answers, self.high * answers)
+        return self._replace(low=self.low * answers, high=self.high * answers)
+
+    @classmethod
+    def exactly(cls, sum_kl: float) -> "Charge":
+        """Return a charge that the settings decide."""
+        return cls(sum_kl, sum_kl, "exact")
+
+    @property
+    def is_promise(self) -> bool:
+        """Whether no run is charged more than ``high``."""
+        return self.certainty in ("exact", "bound")
+
+
+UNKNOWN = Charge(0.0, math.inf, "unknown")
 
 
 def fresh_charge_of_several(defense: DefenseSettings, cut_dim: int, num_classes: int) -> Charge:
     """Foretell the charge of one answer with noise of its own, for three classes or more.
+
+    For ``marvell`` with ``statistics: batch`` it is a bound: the ledger charges the largest entry
+    of ``pair_divergences`` at a spread of 0. For a power ratio s, ``worst_pair_factor`` proves that
+    no entry is above factor/s. The other strengths choose the power P as that of a trial solution
+    times its largest entry over what they allow, and without spread every entry falls as 1/P. An
+    answer without signal is charged 0.
 
     Args:
         defense: which one, and how strong.
@@ -75,12 +114,13 @@ def fresh_charge_of_several(defense: DefenseSettings, cut_dim: int, num_classes:
     """
     match defense:
         case MarvellDefense(strength=PowerRatio() as strength):
-            ratio = strength.power_ratio
-            return Charge(1 / ratio, worst_pair_factor(num_classes) / ratio)
+            low = 1 / strength.power_ratio
+            high = worst_pair_factor(num_classes) / strength.power_ratio
         case MarvellDefense(strength=(SumKl() | DetectionError() | LeakAuc()) as strength):
-            return Charge(allowed_sum_kl(strength), allowed_sum_kl(strength))
+            low = high = allowed_sum_kl(strength)
         case _:
             return fresh_charge(defense, cut_dim, 1 / num_classes)
+    return Charge(low, high, "bound" if defense.statistics == "batch" else "estimate")
 
 
 def worst_pair_factor(num_classes: int) -> float:
@@ -96,7 +136,7 @@ def worst_pair_factor(num_classes: int) -> float:
 
 
 def fresh_charge(defense: DefenseSettings, cut_dim: int, pos_fraction: float) -> Charge:
-    """Foretell the charge of one answer with noise of its own.
+    """Foretell the charge of one answer with noise of its own: never a bound, see the module.
 
     Args:
         defense: which one, and how strong.
@@ -105,26 +145,31 @@ def fresh_charge(defense: DefenseSettings, cut_dim: int, pos_fraction: float) ->
     """
     match defense:
         case NoDefense():
-            return Charge(math.inf, math.inf)
+            return Charge.exactly(math.inf)
         case MarvellDefense(strength=PowerRatio() as strength):
             ratio = strength.power_ratio
             charge = solve_noise(0.0, 0.0, 1.0, cut_dim, pos_fraction, ratio).sum_kl
         case MarvellDefense(strength=(SumKl() | DetectionError() | LeakAuc()) as strength):
             charge = allowed_sum_kl(strength)
         case IsoDefense():
-            # A batch's class means are at most twice its largest norm apart: c/(t/d max|g|^2)
-            # <= 4 d/t.
+            # A batch's own class means are at most twice its largest norm apart:
+            # c/(t/d max|g|^2) <= 4 d/t.
             ratio = defense.amplitude**2
-            return Charge(0.0, 4 * cut_dim / ratio if ratio else math.inf)
+            if not ratio:
+                return Charge.exactly(math.inf)
+            return Charge(0.0, 4 * cut_dim / ratio, "estimate")
         case GafmDefense() if not is_credited(defense, cut_dim):
-            return Charge(math.inf, math.inf)
+            return Charge.exactly(math.inf)
         case _:
-            return Charge(0.0, math.inf)
-    return Charge(charge, charge * (1 + charge))
+            return UNKNOWN
+    return Charge(charge, charge * (1 + charge), "estimate")
 
 
 def repeated_charge(defense: DefenseSettings, cut_dim: int, num_classes: int = 2) -> Charge:
-    """Foretell the charge of noise that is drawn once per example, and of all its repeats."""
+    """Foretell the charge of noise that is drawn once per example, and of all its repeats.
+
+    Exact: the charge is a constant of the defense, and of one noise identity the largest counts.
+    """
     match defense:
         case MarvellDefense():
             charge = repeated_sum_kl(defense.strength)
@@ -136,7 +181,7 @@ def repeated_charge(defense: DefenseSettings, cut_dim: int, num_classes: int = 2
             return repeated_charge(behind, cut_dim)
         case _:
             charge = math.inf
-    return Charge(charge, charge)
+    return Charge.exactly(charge)
 
 
 def power_ratio_for(sum_kl: float, answers: int, cut_dim: int, pos_fraction: float) -> float:
@@ -150,7 +195,7 @@ def stop_epoch(charge: float, epochs: int, max_sum_kl: float) -> int | None:
     Each epoch answers once about every training example. The first answer too many comes in the
     epoch after the last one that fits whole.
     """
-    whole = math.inf if charge == 0 else max_sum_kl * (1 + ROUNDING) // charge
+    whole = math.inf if charge == 0 else max(max_sum_kl, 0.0) * (1 + ROUNDING) // charge
     return None if whole >= epochs else int(whole)
 
 
@@ -250,10 +295,10 @@ def _remarks(
             _honesty_of_several(settings.defense, settings.contract.aggregate_dim),
             "All figures are of the pair of classes left furthest apart.",
         ]
+    earlier = settings.earlier_answers().most() if settings.earlier_ledgers else 0.0
     if settings.earlier_ledgers:
         remarks.append(
-            f"What earlier_ledgers have told comes on top, sum_kl "
-            f"{at_most(settings.earlier_answers().most())} at most."
+            f"What earlier_ledgers have told comes on top, sum_kl {at_most(earlier)} at most."
         )
     if settings.run_budget is None:
         return [*remarks, "run_budget: none is set"]
@@ -261,18 +306,15 @@ def _remarks(
     noise = _configured_noise(settings.defense)
     # Repeated noise either passes the budget with its first answer or never.
     epochs_charged = epochs if noise == "fresh" else 1
-    last, first = (stop_epoch(charge, epochs_charged, budget) for charge in charges[noise])
-    known = charges[noise].low > 0
+    charge = charges[noise]
+    last = stop_epoch(charge.low, epochs_charged, budget)
+    first = stop_epoch(charge.high, epochs_charged, budget - earlier)
+    bound = auc_at_most(leak_auc_bound(budget))
     return [
         *remarks,
-        f"run_budget: sum_kl {budget:.4g}, guaranteed leak AUC {leak_auc_bound(budget):.4f}: "
-        + _end_in_words(first, last, epochs, known=known),
+        f"run_budget: sum_kl {at_most(budget)}, guaranteed leak AUC {bound}: "
+        + _end_in_words(first, last, epochs, charge),
     ]
-
-
-def at_most(bound: float) -> str:
-    """Return an upper bound in four digits, rounded up: it is one in print, too."""
-    return f"{float(Context(prec=4, rounding=ROUND_CEILING).create_decimal(bound)):.4g}"
 
 
 def _honesty(defense: DefenseSettings, cut_dim: int) -> str:
@@ -290,15 +332,17 @@ def _honesty(defense: DefenseSettings, cut_dim: int) -> str:
             said = "Charges of persistent noise depend on the strength alone."
         case MarvellDefense():
             said = (
-                "The lower figure is that of classes without any spread, the least there can be. "
-                "Where their spreads differ the charges are higher, most of all late in training; "
-                "the upper figure allows for spreads about as large as the squared gap. At power "
-                "ratios near 1 a batch that the model fits well may even be charged without bound."
+                "An estimate, and no bound. The lower figure is that of classes without any "
+                "spread. Where their spreads differ the charges are higher, most of all late in "
+                "training; the upper figure allows for spreads about as large as the squared gap. "
+                "A run may be charged more, up to infinity, where the model fits a batch well."
             )
         case IsoDefense():
             said = (
-                "The charge of fresh noise depends on the gradients. The figure holds for every "
-                "batch of both classes, and is far too high for most."
+                "An estimate, and no bound. The charge of fresh noise depends on the gradients. "
+                "The upper figure holds for every batch that holds all classes, and is far too "
+                "high for most. A batch that lacks one is charged by earlier batches, and may be "
+                "charged more, up to infinity."
             )
         case _ if defense.noise == "persistent":
             said = f"The ledger gives persistent {defense.name} no credit."
@@ -314,14 +358,23 @@ def _honesty_of_several(defense: DefenseSettings, cut_dim: int) -> str:
     match defense:
         case MarvellDefense(strength=PowerRatio()):
             return (
-                "Every batch is charged between the two, by how its class means lie: the lower "
-                "figure is that of one long gap, (classes - 1)/ratio that of classes all equally "
-                "far apart. Batches before every class was seen are charged nothing."
+                "Bounds for every batch, whatever its class means: 1/ratio is charged for one long "
+                "gap, (classes - 1)/ratio for classes all equally far apart, and nothing before "
+                "every class was seen." + _of_earlier_statistics(defense)
             )
         case MarvellDefense():
-            return "Met by every batch, whatever its class means."
+            return "Met by every batch, whatever its class means." + _of_earlier_statistics(defense)
         case _:
             return _honesty(defense, cut_dim)
+
+
+def _of_earlier_statistics(defense: MarvellDefense) -> str:
+    if defense.statistics == "batch":
+        return ""
+    return (
+        " That is an estimate where statistics are of earlier batches: a gap that is longer than "
+        "it was is charged more, and one that was not there without bound."
+    )
 
 
 def _honesty_of_gafm(defense: GafmDefense, cut_dim: int) -> str:
@@ -339,31 +392,48 @@ def _honesty_of_gafm(defense: GafmDefense, cut_dim: int) -> str:
     )
 
 
-def _end_in_words(first: int | None, last: int | None, epochs: int, *, known: bool) -> str:
+def _end_in_words(first: int | None, last: int | None, epochs: int, charge: Charge) -> str:
+    """Say when a budget ends the run.
+
+    Args:
+        first: the epoch in which it does at the highest charge; None if it does not.
+        last: the same at the lowest charge.
+        epochs: of the run.
+        charge: of one answer.
+    """
     if first is None:
-        return f"all {epochs} epochs fit"
-    if not known:
-        return f"it may end the run in any epoch from {first + 1} on"
-    expected = (
-        f"all {epochs} epochs fit"
-        if last is None
-        else f"the run ends in epoch {last + 1} of {epochs}"
+        fits = f"all {epochs} epochs fit"
+        return fits if charge.is_promise else f"{fits}, if charges are as estimated"
+    if charge.low == 0:
+        likely = "" if charge.certainty == "unknown" else f", not likely before epoch {first + 1}"
+        return f"it may end the run in any epoch{likely}"
+    if first == last and charge.is_promise:
+        return f"the run ends in epoch {first + 1} of {epochs}"
+    fit = f"all {epochs} epochs are" if last is None else "the run is"
+    expected = f"{fit} expected to " + (
+        "fit" if last is None else f"end in epoch {last + 1} of {epochs}"
     )
-    sooner = "" if first == last else f"; at the highest charges it ends in epoch {first + 1}"
-    return f"{expected}{sooner}"
+    if charge.is_promise:
+        return f"{expected}; it does not end before epoch {first + 1}"
+    sooner = (
+        "" if first == last else f"; at the highest charges estimated it ends in epoch {first + 1}"
+    )
+    return f"{expected}{sooner}; higher charges end it sooner"
 
 
 def _target_table(target: float, epochs: int, cut_dim: int, pos_fraction: float) -> Table:
     table = Table(
         title=f"marvell's power ratio for a leak AUC of {target:g} over the whole run",
+        caption="fresh: an estimate, for classes without any spread; others are charged more",
+        caption_justify="left",
         title_justify="left",
     )
     for heading in ("noise", "answers", "by the estimate", "by the guarantee"):
         table.add_column(heading, justify="right" if heading != "noise" else "left")
     allowed = (2 * NormalDist().inv_cdf(target) ** 2, sum_kl_for_leak_auc(target))
     fresh = (power_ratio_for(sum_kl, epochs, cut_dim, pos_fraction) for sum_kl in allowed)
-    table.add_row("fresh", str(epochs), *(f"{ratio:.4g}" for ratio in fresh))
-    table.add_row("persistent", str(epochs), *(f"{1 / sum_kl:.4g}" for sum_kl in allowed))
+    table.add_row("fresh", str(epochs), *(at_most(ratio) for ratio in fresh))
+    table.add_row("persistent", str(epochs), *(at_most(1 / sum_kl) for sum_kl in allowed))
     return table
 
 
@@ -377,7 +447,7 @@ def _target_of_several(target: float, epochs: int, num_classes: int) -> Table:
         table.add_column(heading, justify="right" if heading != "noise" else "left")
     allowed = (2 * NormalDist().inv_cdf(target) ** 2, sum_kl_for_leak_auc(target))
     ratios = (worst_pair_factor(num_classes) * epochs / sum_kl for sum_kl in allowed)
-    table.add_row("fresh", str(epochs), *(f"{ratio:.4g}" for ratio in ratios))
+    table.add_row("fresh", str(epochs), *(at_most(ratio) for ratio in ratios))
     return table
 
 
@@ -394,16 +464,17 @@ def _configured_noise(defense: DefenseSettings) -> NoiseKind:
 
 
 def _in_words(charge: Charge) -> list[str]:
-    if charge.low == 0:
-        unknown = "not known before"
-        if math.isinf(charge.high):
-            return [unknown] * 3
-        return [f"at most {value}" for value in _in_words(Charge(charge.high, charge.high))]
-    return [
-        low if low == high else f"{low} .. {high}"
-        for low, high in (
-            (f"{charge.low:.4g}", f"{charge.high:.4g}"),
-            (f"{estimated_auc(charge.low):.3f}", f"{estimated_auc(charge.high):.3f}"),
-            (f"{leak_auc_bound(charge.low):.3f}", f"{leak_auc_bound(charge.high):.3f}"),
-        )
-    ]
+    """Write sum_kl, estimated and guaranteed AUC of a charge, bounds rounded up."""
+    lows, highs = (
+        (at_most(kl), f"{estimated_auc(kl):.3f}", auc_at_most(leak_auc_bound(kl)))
+        for kl in (charge.low, charge.high)
+    )
+    match charge.certainty:
+        case "exact":
+            return list(highs)
+        case "bound":
+            return [f"at most {high}" for high in highs]
+        case "estimate":
+            return [f"likely {low} .. {high}" for low, high in zip(lows, highs, strict=True)]
+        case "unknown":
+            return ["not known before"] * 3

@@ -23,6 +23,7 @@ from common.run_course import AlignedRows, Batch
 from common.run_folder import write_json_atomically
 from common.splits import SplitName
 from common.telemetry import MetricsLog, TrainingProgress
+from common.upper_bounds import at_most, auc_at_most
 from common.wire.audit_codec import AuditQuestion
 
 logger = logging.getLogger(__name__)
@@ -99,11 +100,11 @@ class ActiveRecorder:
         """Note what earlier runs may have told."""
         self._earlier = {"examples": examples, **bounds.numbers()}
         logger.info(
-            "earlier runs answered about %d of the training rows: sum_kl %.4g, leak AUC guaranteed "
-            "below %.3f (largest of all examples)",
+            "earlier runs answered about %d of the training rows: sum_kl %s, leak AUC guaranteed "
+            "below %s (largest of all examples)",
             examples,
-            bounds.sum_kl.max,
-            bounds.guarantee.max,
+            at_most(bounds.sum_kl.max),
+            auc_at_most(bounds.guarantee.max),
         )
 
     def on_step(self, batch: Batch, result: StepResult) -> None:
@@ -130,12 +131,12 @@ class ActiveRecorder:
         self._metrics.write("ledger", bounds.numbers(), epoch=epoch)
         bounds = bounds.or_more(self._ahead)
         logger.info(
-            "epoch %d: leak ledger: sum_kl %.4g, leak AUC estimated %.3f, guaranteed below %.3f "
+            "epoch %d: leak ledger: sum_kl %s, leak AUC estimated %.3f, guaranteed below %s "
             "(largest of all examples)",
             epoch + 1,
-            bounds.sum_kl.max,
+            at_most(bounds.sum_kl.max),
             bounds.estimate.max,
-            bounds.guarantee.max,
+            auc_at_most(bounds.guarantee.max),
         )
 
     def on_answers_ahead(self, bounds: LeakBounds) -> None:
@@ -143,9 +144,9 @@ class ActiveRecorder:
         if bounds != self._ahead:
             logger.info(
                 "the run was ahead of where it goes on: the ledger keeps what was told there: "
-                "sum_kl %.4g, leak AUC guaranteed below %.3f (largest of all examples)",
-                bounds.sum_kl.max,
-                bounds.guarantee.max,
+                "sum_kl %s, leak AUC guaranteed below %s (largest of all examples)",
+                at_most(bounds.sum_kl.max),
+                auc_at_most(bounds.guarantee.max),
             )
         self._ahead = bounds
         # For the report of a run that is left here. The metrics are those of where the run is.
@@ -287,7 +288,10 @@ class ActiveRecorder:
             self._metrics.write_histogram(figure, edges, counts, epoch=batch.epoch, step=batch.step)
 
     def _shown_leak(self) -> dict[str, float]:
-        shown = {} if self._bounds is None else {"ledger_leak_auc": self._bounds.guarantee.max}
+        shown = {}
+        if self._bounds is not None:
+            told = self._bounds.or_more(self._ahead)
+            shown = {"ledger_leak_auc": float(auc_at_most(told.guarantee.max))}
         return shown if self._leaks is None else shown | self._leaks.shown()
 
     def _on_leak(self, measured: BatchLeak) -> None:
@@ -327,10 +331,11 @@ class ActiveRecorder:
             self._metrics.write("leak_alarm", numbers, epoch=last_epoch)
             logger.error(
                 "LEAK ALARM: up to epoch %d: %s at %s measures a leak AUC of %.3f (+- %.3f), above "
-                "the %.3f that the ledger guarantees for one answer: the charges of this defense "
+                "the %s that the ledger guarantees for one answer: the charges of this defense "
                 "do not describe these gradients",
                 last_epoch + 1,
-                *alarm,
+                *alarm[:-1],
+                auc_at_most(alarm.guarantee),
             )
 
 

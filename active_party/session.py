@@ -58,6 +58,7 @@ from common.errors import (
 )
 from common.run_course import AlignedRows, Batch, is_checkpoint, place_in_words, run_course
 from common.sample_order import Positions, joint_seed
+from common.upper_bounds import at_most, auc_at_most
 from common.wire.audit_codec import AuditQuestion
 from common.wire.tensor_codec import BatchHeader, TensorMessage
 from common.wire.words import SPLIT_ON_WIRE
@@ -990,8 +991,9 @@ class ActiveSession:
         self._observer.on_ledger(batch.epoch, self._course_bounds())
         error = BudgetExhausted(
             f"run_budget: {place_in_words(batch.epoch, batch.step)} would take an example to "
-            f"sum_kl {reached:.4g}, a guaranteed leak AUC of {leak_auc_bound(reached):.4f}; the "
-            f"budget is sum_kl {budget:.4g}, a guaranteed leak AUC of {leak_auc_bound(budget):.4f}"
+            f"sum_kl {at_most(reached)}, a guaranteed leak AUC of "
+            f"{auc_at_most(leak_auc_bound(reached))}; the budget is sum_kl {at_most(budget)}, a "
+            f"guaranteed leak AUC of {auc_at_most(leak_auc_bound(budget))}"
         )
         self.end(error)
         raise error

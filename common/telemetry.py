@@ -25,6 +25,7 @@ from rich.text import Text
 from common.errors import StorageError
 from common.output import UNPRINTED, printing_console
 from common.run_folder import OWNER_ONLY, finite_or_null, open_to_append
+from common.upper_bounds import at_most, auc_at_most
 from common.visible_text import cell, visible, visible_lines
 
 _logger = logging.getLogger(__name__)
@@ -498,15 +499,15 @@ def ledger_table(ledger: Mapping[str, float | None], title: str = "Leak ledger")
     table.add_column("over all answers")
     for heading in ("largest", "95 % of examples", "mean"):
         table.add_column(heading, justify="right")
-    for name, meaning in (
-        ("sum_kl", "sum_kl"),
-        ("estimate", "leak AUC, estimated"),
-        ("guarantee", "leak AUC, guaranteed"),
+    for name, meaning, written in (
+        ("sum_kl", "sum_kl", at_most),
+        ("estimate", "leak AUC, estimated", _in_short),
+        ("guarantee", "leak AUC, guaranteed", auc_at_most),
     ):
         numbers = (ledger[f"{name}_{part}"] for part in ("max", "q95", "mean"))
-        table.add_row(meaning, *(in_words(number) for number in numbers))
+        table.add_row(meaning, *("inf" if n is None else written(n) for n in numbers))
     if ledger.get("epsilon") is not None:
-        table.add_row("epsilon", in_words(ledger["epsilon"]))
+        table.add_row("epsilon", at_most(ledger["epsilon"]))
     return table
 
 

@@ -1,7 +1,6 @@
 """The final figures of several runs of one example, side by side."""
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ from rich.table import Table
 
 from common.contract import ACTIVE
 from common.settings import read_yaml
+from common.upper_bounds import auc_at_most
 from common.visible_text import cell
 
 Leak = Mapping[str, Mapping[str, Mapping[str, float | None]]]
@@ -119,4 +119,4 @@ def _number(value: float | None, digits: int) -> str:
 
 def _at_most(value: float | None) -> str:
     """Format an upper bound, rounded up: never below what it bounds."""
-    return "-" if value is None else f"{math.ceil(round(value * 1000, 6)) / 1000:.3f}"
+    return "-" if value is None else auc_at_most(value)

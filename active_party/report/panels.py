@@ -23,7 +23,8 @@ from active_party.report.run_files import (
     steps_per_epoch_of,
 )
 from active_party.report.svg import Axis, Band, Chart, Dot, Line, Mark, Rule, round_axis
-from active_party.report.verdict import RunLevel, at_most, is_oracle
+from active_party.report.verdict import RunLevel, is_oracle
+from common.upper_bounds import at_most, auc_at_most
 
 _AUC_TICKS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _SMALL = (330.0, 225.0)
@@ -154,11 +155,11 @@ def ledger_panels(
     marks: list[Mark] = []
     for figure in ("guarantee", "estimate"):
         mean, largest = column(lines, f"{figure}_mean"), column(lines, f"{figure}_max")
-        value = at_most(largest[-1]) if figure == "guarantee" else f"{largest[-1]:.3f}"
-        label = f"{figure} ({value})"
+        written = auc_at_most if figure == "guarantee" else "{:.3f}".format
+        label = f"{figure} ({written(largest[-1])})"
         marks += [
             Band(epochs, mean, largest, figure),
-            Line(epochs, largest, figure, label, markers=True),
+            Line(epochs, largest, figure, label, True, written),
         ]
     chart = Chart(
         "leak AUC that the ledger allows for over epochs, and what was measured",
@@ -187,7 +188,7 @@ def shared_ledger_panel(runs: Sequence[Coloured]) -> Panel | None:
         values = column(lines, "guarantee_max")
         if np.isfinite(values).any():
             epochs = column(lines, "epoch") + 1
-            marks.append(Line(epochs, values, style, f"{values[-1]:.3f}", markers=True))
+            marks.append(Line(epochs, values, style, auc_at_most(values[-1]), True, auc_at_most))
     if not marks:
         return None
     x = _epoch_axis([mark.x for mark in marks])
@@ -225,7 +226,7 @@ def _sum_kl_panel(epochs: Numbers, largest: Numbers, mean: Numbers, budget: obje
     marks: list[Mark] = [
         Band(epochs, mean, largest, "guarantee"),
         Line(epochs, mean, "guarantee dashed", f"mean ({mean[-1]:.4g})"),
-        Line(epochs, largest, "guarantee", f"largest ({largest[-1]:.4g})", markers=True),
+        Line(epochs, largest, "guarantee", f"largest ({at_most(largest[-1])})", True, at_most),
     ]
     limits = list(_limit(budget))
     covered = np.append(largest, [limit.y for limit in limits])

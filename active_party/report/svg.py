@@ -5,7 +5,7 @@ markup.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 from xml.etree.ElementTree import Element, SubElement, tostring
@@ -44,6 +44,8 @@ class Line:
     label: str = ""
     """Stands at the right of the last point."""
     markers: bool = False
+    written: Callable[[float], str] = "{:.4g}".format
+    """How a marker says its height: a bound is rounded up."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,7 @@ class _Drawing:
             SubElement(self._root, "path", {"class": f"line {line.style}", "d": path})
         alone = [piece[0] for piece in pieces if len(piece) == 1]
         for x, y in (point for piece in pieces for point in piece) if line.markers else alone:
-            self._circle(f"dot {line.style}", x, y, 2.6)
+            self._circle(f"dot {line.style}", x, y, 2.6, line.written)
         if pieces and line.label:
             x, y = pieces[-1][-1]
             self._labels.append(_Label(line.label, line.style, self._place_x(x), self._place_y(y)))
@@ -248,11 +250,18 @@ class _Drawing:
         path = "M{:.1f} {:.1f}L{:.1f} {:.1f}".format(*start, *end)
         SubElement(self._root, "path", {"class": style, "d": path})
 
-    def _circle(self, style: str, x: float, y: float, radius: float) -> None:
+    def _circle(
+        self,
+        style: str,
+        x: float,
+        y: float,
+        radius: float,
+        written: Callable[[float], str] = "{:.4g}".format,
+    ) -> None:
         places = {"cx": f"{self._place_x(x):.1f}", "cy": f"{self._place_y(y):.1f}"}
         circle = SubElement(self._root, "circle", {"class": style, "r": f"{radius:g}"} | places)
         # A browser shows it when the pointer rests there.
-        SubElement(circle, "title").text = f"{x:.4g}: {y:.4g}"
+        SubElement(circle, "title").text = f"{x:.4g}: {written(y)}"
 
     def _text(self, style: str, x: float, y: float, text: str) -> Element:
         places = {"x": f"{x:.1f}", "y": f"{y:.1f}"}

@@ -8,11 +8,11 @@ from active_party.report.figures import Finding, strongest
 from active_party.report.run_files import RunFiles, noted
 from active_party.report.verdict import (
     RunLevel,
-    at_most,
     guarantee_of,
     ledger_of,
     needs_of,
 )
+from common.upper_bounds import auc_at_most
 
 _SECRETS = ("insecure_nonce_seed", "insecure_noise_seed")
 """Settings from which a reader could derive the noise or the batches."""
@@ -138,8 +138,10 @@ def gate_rows(run: RunFiles) -> Iterator[GateRow]:
 def alarm_rows(run: RunFiles) -> Iterator[AlarmRow]:
     """Yield the leak alarms."""
     for one in noted(run, "leak_alarm"):
-        figures = (one.leak_auc, one.numbers.get("margin"), one.numbers.get("guarantee"))
-        yield AlarmRow(str(one.epoch + 1), f"{one.attack} at {one.layer}", *map(figure, figures))
+        bound = one.numbers.get("guarantee")
+        figures = (figure(one.leak_auc), figure(one.numbers.get("margin")))
+        written = _ABSENT if bound is None else auc_at_most(bound)
+        yield AlarmRow(str(one.epoch + 1), f"{one.attack} at {one.layer}", *figures, written)
 
 
 def audit_rows(run: RunFiles) -> Iterator[AuditRow]:
@@ -233,7 +235,7 @@ def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
 def guarantee(run: RunFiles) -> str:
     """Return what the ledger guarantees for the whole run."""
     value = guarantee_of(run)
-    return _ABSENT if math.isnan(value) else f"≤ {at_most(value)}"
+    return _ABSENT if math.isnan(value) else f"≤ {auc_at_most(value)}"
 
 
 def figure(value: object, digits: int = 3) -> str:

@@ -19,6 +19,7 @@ from active_party.report.figures import (
 from active_party.report.run_files import PartyFiles, RunFiles, num_classes
 from common.privacy.accumulation import NUM_HINTS, SOURCES
 from common.privacy.attacks import ATTACKS, SideInformation
+from common.upper_bounds import auc_at_most
 
 Level = Literal["recovered", "leaking", "unbounded", "bounded", "unknown"]
 
@@ -141,11 +142,6 @@ def ledger_of(run: RunFiles) -> Mapping[str, Any]:
     return max(entries, key=lambda line: line.get("guarantee_max") or 0.0, default={})
 
 
-def at_most(auc: float) -> str:
-    """Write an upper bound with three digits, rounded up: never below what it bounds."""
-    return f"{math.ceil(round(auc * 1000, 6)) / 1000:.3f}"
-
-
 def _level(
     findings: Sequence[Finding],
     accumulated: Sequence[RunLevel],
@@ -196,7 +192,7 @@ def _headline(
         tell += f", and all epochs together reach AUC {whole_run.leak_auc:.3f}"
     if math.isnan(guarantee):
         return f"{tell}; nothing bounds the whole run."
-    return f"{tell}; the ledger guarantees at most {at_most(guarantee)} for the whole run."
+    return f"{tell}; the ledger guarantees at most {auc_at_most(guarantee)} for the whole run."
 
 
 def _of_classes(run: RunFiles) -> Iterator[str]:
@@ -214,7 +210,7 @@ def _measured(findings: Sequence[Finding], accumulated: Sequence[RunLevel]) -> I
         yield (
             f"Strongest on single batches: {best.attack} at layer {best.layer}, which needs to "
             f"know: {needs_of(best.attack)}. Its leak AUC is {best.mean:.3f} on average over "
-            f"{best.batches} batches, and at most {at_most(best.q95)} on 95 % of them; random "
+            f"{best.batches} batches, and at most {auc_at_most(best.q95)} on 95 % of them; random "
             f"scores reach {best.random_mean:.3f} and {best.random_q95:.3f}."
         )
     silent = [f"{found.attack} at {found.layer}" for found in findings if not found.beats_chance]
@@ -240,21 +236,21 @@ def _bounded(run: RunFiles, guarantee: float) -> Iterator[str]:
     if guarantee >= NO_GUARANTEE:
         yield (
             "The ledger excludes nothing: over the whole run it allows for an AUC of "
-            f"{at_most(guarantee)}."
+            f"{auc_at_most(guarantee)}."
         )
         return
     ledger = ledger_of(run)
     estimate = ledger.get("estimate_max")
     yield (
-        f"Over the whole run the ledger guarantees at most AUC {at_most(guarantee)} to any score "
-        "on all answers together, for the most exposed example"
+        f"Over the whole run the ledger guarantees at most AUC {auc_at_most(guarantee)} to any "
+        "score on all answers together, for the most exposed example"
         + ("." if estimate is None else f", and estimates {estimate:.3f}.")
     )
     earlier = run.active.summary.get("earlier_answers")
     if earlier:
         yield (
             f"Earlier runs are counted in: they answered about {earlier['examples']:,} of the "
-            f"training rows, at most AUC {at_most(earlier['guarantee_max'])}."
+            f"training rows, at most AUC {auc_at_most(earlier['guarantee_max'])}."
         )
     if run.active.settings.get("defense", {}).get("noise") == "fresh":
         yield (
@@ -288,8 +284,8 @@ def _doubts(alarms: int | None, accumulated: Sequence[RunLevel], guarantee: floa
         if one.low is not None and one.low > guarantee:
             yield (
                 f"{one.attack} at layer {one.layer} measured {one.leak_auc:.3f} over the whole "
-                f"run, more than the {at_most(guarantee)} that the ledger guarantees: its figures "
-                "do not describe these gradients."
+                f"run, more than the {auc_at_most(guarantee)} that the ledger guarantees: its "
+                "figures do not describe these gradients."
             )
 
 

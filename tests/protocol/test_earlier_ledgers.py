@@ -1,7 +1,6 @@
 """A run that counts what earlier ones told: its ledger, its budget, and what it leaves behind."""
 
 import io
-import math
 import re
 import shutil
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from active_party.earlier_ledgers import LEDGER
-from active_party.plan import at_most, print_plan
+from active_party.plan import print_plan
 from active_party.settings import ActiveSettings
 from common.checkpoint import save_tensors
 from common.errors import BudgetExhausted, SettingsError
@@ -182,20 +181,3 @@ def test_the_plan_says_what_was_told_before(example: Path) -> None:
     told = planned.earlier_answers().most()
     assert told == pytest.approx(2 / 16, rel=0.02)
     assert told <= float(said[1]) <= told * (1 + 1e-3)
-
-
-@pytest.mark.parametrize(
-    ("bound", "printed"),
-    [
-        (0.12494, "0.125"),
-        (0.125, "0.125"),
-        (0.12500001, "0.1251"),
-        (0.9999999, "1"),
-        (12345.6, "1.235e+04"),
-        (0.0, "0"),
-        (math.inf, "inf"),
-    ],
-)
-def test_a_bound_is_rounded_up_in_print(bound: float, printed: str) -> None:
-    assert at_most(bound) == printed
-    assert float(printed) >= bound

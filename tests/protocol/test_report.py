@@ -20,9 +20,10 @@ from active_party.report import read_run, write_comparison, write_report
 from active_party.report.distributions import auc_of_counts, random_q95
 from active_party.report.figures import finding_of, windows
 from active_party.report.run_files import leak_series
-from active_party.report.verdict import at_most, is_oracle, judge, needs_of, run_levels
+from active_party.report.verdict import is_oracle, judge, needs_of, run_levels
 from common.errors import SettingsError
 from common.privacy.attacks import BatchAttackName, RunAttackName
+from common.upper_bounds import auc_at_most
 
 EPOCHS, STEPS = 3, 30
 ATTACKS = ("norm", "cosine", "spectral")
@@ -226,10 +227,19 @@ def test_without_a_leak_monitor_nothing_is_claimed(tmp_path: Path) -> None:
 
 
 def test_an_upper_bound_is_never_rounded_down() -> None:
-    assert at_most(0.99561) == "0.996"
-    assert at_most(0.9951) == "0.996"
-    assert at_most(0.75) == "0.750"
-    assert at_most(1.0) == "1.000"
+    assert auc_at_most(0.99561) == "0.996"
+    assert auc_at_most(0.9951) == "0.996"
+    assert auc_at_most(0.75) == "0.750"
+    assert auc_at_most(1.0) == "1.000"
+
+
+def test_a_guarantee_has_the_same_digits_everywhere_on_a_page(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / n, guarantee=g) for n, g in (("a", 0.99212), ("b", 0.99249))]
+    compared = write_comparison(runs, tmp_path / "comparison.html")
+    for page in (*map(write_report, runs), compared):
+        text = page.read_text(encoding="utf-8")
+        assert "0.993" in text
+        assert "0.992" not in text
 
 
 def test_earlier_layers_come_from_the_passive_party_and_the_cut_layer_does_not(
@@ -518,7 +528,7 @@ def test_what_was_noticed_and_told_stands_in_tables(tmp_path: Path) -> None:
     for text in (
         *("went off 1 time.", "1 finding, and ended the run", "Audit calls answered: 3."),
         *("epoch 2, step 8", "norm at cut", "0.765", "0.571"),
-        *("cosine at cut", "0.912", "0.012", "0.612"),
+        *("cosine at cut", "0.912", "0.012", "0.613"),
         *(">3</td>", ">0.60</td>", ">0.80</td>"),
     ):
         assert text in watched, text

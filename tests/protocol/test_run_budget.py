@@ -22,6 +22,7 @@ from common.party_data import PartyData
 from common.party_settings import load_party_settings
 from common.run_course import Batch
 from common.telemetry import print_summary
+from common.upper_bounds import at_most
 from common.wire.status import error_from, status_for
 from common.wire.tensor_codec import TensorMessage
 from protos import split_learning_pb2 as pb
@@ -311,12 +312,13 @@ def test_the_plan_names_the_epoch_in_which_the_run_then_stops(
     with pytest.raises(BudgetExhausted):
         run_in_process(parties)
     stopped_in = parties.active.ledger[-1][0]
-    assert f"the run ends in epoch {stopped_in + 1} of" in plan_of(example, *overrides)
+    expected = f"the run is expected to end in epoch {stopped_in + 1} of"
+    assert expected in plan_of(example, *overrides)
 
 
 def test_the_plan_says_when_everything_fits(example: Path) -> None:
     fits = plan_of(example, MARVELL, "run_budget={leak_auc: 0.7}")
-    assert "all 2 epochs fit" in fits
+    assert "all 2 epochs fit, if charges are as estimated" in fits
     assert "none is set" in plan_of(example, MARVELL)
     persistent = "defense={name: marvell, noise: persistent, strength: {power_ratio: 16}}"
     for budget, outcome in ((0.7, "all 500 epochs fit"), (0.6, "the run ends in epoch 1 ")):
@@ -328,10 +330,10 @@ def test_the_plan_says_when_everything_fits(example: Path) -> None:
 def test_the_plan_admits_what_it_cannot_know(example: Path) -> None:
     unknown = plan_of(example, "defense={name: max_norm}", "run_budget={leak_auc: 0.7}")
     assert "not known before" in unknown
-    assert "it may end the run in any epoch from 1 on" in unknown
+    assert "it may end the run in any epoch" in unknown
     iso = plan_of(example, "defense={name: iso, noise_ratio: 8}", "run_budget={sum_kl: 0.3}")
-    assert "at most 0.25" in iso  # 4 d/t with d = 4, t = 64
-    assert "it may end the run in any epoch from 2 on" in iso
+    assert "likely 0 .. 0.25" in iso  # 4 d/t with d = 4, t = 64
+    assert "it may end the run in any epoch, not likely before epoch 2" in iso
     assert "no credit" in plan_of(example, "defense={name: max_norm, noise: persistent}")
     assert "tell the label outright" in plan_of(example)
 
@@ -340,7 +342,7 @@ def test_the_plan_s_power_ratio_keeps_a_run_below_its_target(example: Path) -> N
     text = plan_of(example, MARVELL, "contract.epochs=5", target=0.75)
     positive = labels_of(example).mean()
     ratio = power_for_sum_kl(0, 0, 1, 4, positive, sum_kl_for_leak_auc(0.75) / 5)
-    assert f"{ratio:.4g}" in text
+    assert at_most(ratio) in text
     strength = f"defense={{name: marvell, strength: {{power_ratio: {ratio}}}}}"
     parties = parties_with(example, strength, "contract.epochs=5")
     run_in_process(parties)

@@ -28,6 +28,7 @@ from common.party_data import PartyData
 from common.party_settings import load_party_settings
 from common.sample_order import positions_digest
 from common.settings import validate
+from common.upper_bounds import at_most
 from common.wire.audit_codec import AuditQuestion
 from common.wire.tensor_codec import TensorMessage
 from tests.peers import InProcessPeer
@@ -384,16 +385,18 @@ def test_the_plan_names_the_classes_and_the_range_of_charges(example: Path) -> N
     assert "4 classes: 'bus' " in told
     assert "positive" not in told
     factor = 3 * (1 + math.sqrt(3)) / 2
-    assert f"0.25 .. {factor / 4:.4g}" in told
+    assert f"at most {at_most(factor / 4)}" in told
     assert "pair of classes left furthest apart" in told
     assert "persistent" not in told
     assert "whatever the class means" in told
     exact = plan_of(example, "defense={name: marvell, strength: {sum_kl: 0.25}}")
-    assert " 0.25 " in exact
+    assert "at most 0.25 " in exact
+    running = "defense={name: marvell, statistics: running, strength: {sum_kl: 0.25}}"
+    assert "at most" not in plan_of(example, running)
     assert "Met by every batch" in exact
     noisy = plan_of(example, f"defense={DEFENSES['noisy_label']}")
     kept = math.exp(2) / (3 + math.exp(2))
-    assert f"{4 * (kept - (1 - kept) / 3):.4g}" in noisy
+    assert at_most(4 * (kept - (1 - kept) / 3)) in noisy
 
 
 def test_no_batch_is_charged_outside_the_plan_s_range(example: Path) -> None:

@@ -57,9 +57,9 @@ def test_the_run_stops_in_the_epoch_that_the_plan_names_with_an_exit_code_of_its
 ) -> None:
     folder, pair, exit_codes = stopped
     assert exit_codes == (5, 5), pair.outputs
-    assert "the run ends in epoch 4 " in planned(folder, [*BUDGET, EPOCHS])
+    assert "the run is expected to end in epoch 4 " in planned(folder, [*BUDGET, EPOCHS])
     assert "run_budget: epoch 4 step 1 would take an example to sum_kl 0.2" in pair.active.output
-    assert "the budget is sum_kl 0.2068, a guaranteed leak AUC of 0.7000" in pair.active.output
+    assert "the budget is sum_kl 0.2068, a guaranteed leak AUC of 0.700" in pair.active.output
 
 
 def test_the_last_answer_is_the_last_that_the_ledger_allows(

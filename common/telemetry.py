@@ -506,8 +506,9 @@ def ledger_table(ledger: Mapping[str, float | None], title: str = "Leak ledger")
     ):
         numbers = (ledger[f"{name}_{part}"] for part in ("max", "q95", "mean"))
         table.add_row(meaning, *("inf" if n is None else written(n) for n in numbers))
-    if ledger.get("epsilon") is not None:
-        table.add_row("epsilon", at_most(ledger["epsilon"]))
+    epsilon = ledger.get("epsilon")
+    if epsilon is not None:
+        table.add_row("epsilon", at_most(epsilon))
     return table
 
 

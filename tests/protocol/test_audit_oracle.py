@@ -70,11 +70,12 @@ def test_one_positive_among_twenty_thousand_is_not_found_by_chosen_scores() -> N
 def test_no_audit_is_answered_with_fewer_than_a_thousand_of_a_class(rare: int) -> None:
     rows = np.arange(ROWS)
     question = AuditQuestion("run", 0, "norm", "cut", positions_digest(rows), torch.rand(ROWS))
-    for labels in (torch.arange(ROWS) < rare, torch.arange(ROWS) >= rare):
+    rare_positives = (torch.arange(ROWS) < rare).float()
+    for labels in (rare_positives, 1 - rare_positives):
         desk = AuditDesk(is_open=True)
         desk.open_epoch(0)
         with pytest.raises(AuditRefused):
-            desk.answer(question, rows, labels.float().__getitem__, lambda *_: None)
+            desk.answer(question, rows, labels.__getitem__, lambda *_: None)
 
 
 def test_only_attacks_on_received_gradients_are_measured() -> None:

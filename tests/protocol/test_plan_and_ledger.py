@@ -144,8 +144,8 @@ def test_an_estimate_says_that_a_run_may_be_charged_more_and_one_is(two: Path) -
         (TWO[0], 100, "all 4 epochs fit, if charges are as estimated"),
         (TWO[1], 1, "all 4 epochs fit ("),
         (TWO[3], 1, "higher charges end it sooner"),
-        (TWO[6], 0.1, "the run ends in epoch 0 "),
-        (TWO[2], 1, "it may end the run in any epoch ("),
+        (TWO[6], 0.1, "the run ends in epoch 1 "),
+        (TWO[2], 1, "it may end the run in any epoch"),
     ],
 )
 def test_a_budget_is_promised_to_suffice_only_where_charges_are_known(

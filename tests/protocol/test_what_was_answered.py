@@ -128,7 +128,7 @@ def test_the_next_run_begins_with_what_was_told_and_its_budget_counts_it(
         save_tensors(folder, LEDGER, accounts(parties.session))
         earlier = f"earlier_ledgers=[{folder / 'checkpoint'}]"
     third = parties_in(example, tmp_path / "third", MARVELL, budget, earlier)
-    with pytest.raises(BudgetExhausted, match="epoch 0 step 0"):
+    with pytest.raises(BudgetExhausted, match="epoch 1 step 1"):
         run_in_process(third)
     assert third.active.sent == []
 
@@ -205,7 +205,7 @@ def test_a_budget_that_was_lowered_holds_against_what_was_told_before(
     assert again.session.reopen()
     for state in states(tmp_path)[1:]:
         state.unlink()
-    with pytest.raises(BudgetExhausted, match="epoch 0 step 0"):
+    with pytest.raises(BudgetExhausted, match="epoch 1 step 1"):
         run_in_process(again)
     assert again.active.sent == []
 

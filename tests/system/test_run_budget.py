@@ -137,7 +137,7 @@ def test_plan_is_a_command_that_trains_nothing(tmp_path: Path) -> None:
     overrides = [text for override in (*BUDGET, EPOCHS) for text in ("--set", override)]
     done = command(tmp_path, *overrides, "--target-leak-auc", "0.7")
     assert done.returncode == 0, done.stderr
-    assert "the run ends in epoch 4 " in done.stdout
+    assert "the run is expected to end in epoch 4 " in done.stdout
     assert "48.3" in done.stdout  # 10 epochs at sum_kl 0.2068: the power ratio by the guarantee
     assert not (tmp_path / "runs").exists()
     refused = command(tmp_path, *overrides, "--target-leak-auc", "1.5")

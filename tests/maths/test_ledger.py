@@ -16,7 +16,7 @@ from torch import Tensor
 from active_party.defenses.report import LeakCharge
 from active_party.defenses.sum_kl import leak_auc_bound
 from active_party.leak_alarm import MIN_BATCHES, LeakAlarm
-from active_party.ledger import LeakBounds, LeakLedger, estimated_auc
+from active_party.ledger import LeakBounds, LeakLedger, Spread, estimated_auc
 from common.privacy.audit import BatchLeak
 from common.privacy.leakage import auc, leak_auc
 from common.sample_order import Positions
@@ -239,3 +239,18 @@ def test_bounds_have_flat_names_and_leave_out_an_epsilon_that_is_none() -> None:
     assert bounds.numbers()["epsilon"] == 0.0
     assert bounds.numbers().keys() >= {"sum_kl_max", "estimate_mean", "guarantee_q95"}
     assert "epsilon" not in bounds._replace(epsilon=None).numbers()
+
+
+def test_the_larger_of_two_bounds_is_that_of_the_larger_sums_to_the_last_bit() -> None:
+    """Rounding may take the AUC of a larger divergence below that of a smaller one."""
+
+    def bounds(largest: float, guarantee: float, epsilon: float | None) -> LeakBounds:
+        sums, aucs = Spread(largest, 1.0, 0.5), Spread(guarantee, 0.8, 0.7)
+        return LeakBounds(sums, aucs, aucs, epsilon)
+
+    less, more = bounds(53.6, 1.0, 1.0), bounds(58.6, 1.0 - 1e-16, 2.0)
+    assert more.or_more(less) is more
+    assert more.or_more(None) is more
+    assert less.or_more(more).sum_kl == more.sum_kl
+    assert less.or_more(more).epsilon == 2.0
+    assert less.or_more(more._replace(epsilon=None)).epsilon is None

@@ -3,7 +3,7 @@
 A leak AUC of scores that the peer chooses is an answer about the labels. Therefore the desk is
 closed unless the contract and this party's own settings open it, and then answers about all
 training examples at once, at least ``MIN_EXAMPLES`` of each class, once per attack, layer and
-epoch, for a few layers, with two digits. Of one positive among any number of rows three answers
+epoch, for a few layers, with two digits. Of one positive among 20,000 rows four answers
 would tell which it is. What was answered is counted for good; the ledger counts none of it.
 
 With several classes the answer is the leak AUC of the pair told apart best, among the classes that

@@ -41,17 +41,6 @@ from common.transcript import Transcript
 _LEAK = {"cut": {"norm": {"q95": 0.91, "mean": 0.8, "last_epoch": 0.75, "random_q95": 0.54321}}}
 
 
-@pytest.fixture
-def _own_logging() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    for package in ("active_party", "passive_party", "common", "deploy"):
-        logging.getLogger(package).setLevel(logging.NOTSET)
-
-
 def _lines(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -264,7 +253,6 @@ class GoneTerminal(io.StringIO):
         return True
 
 
-@pytest.mark.usefixtures("_own_logging")
 def test_what_cannot_be_printed_disturbs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bar, the lines of the log and the tables at the end."""
     for name in ("stdout", "stderr"):
@@ -286,7 +274,6 @@ def test_tables_without_codes_for_their_frames_disturb_nothing(
     print_summary("active", {"defense": "märvell"})
 
 
-@pytest.mark.usefixtures("_own_logging")
 @pytest.mark.parametrize("failed", [True, False])
 def test_a_thread_of_tensorboard_that_cannot_write_says_so_to_whoever_writes(
     tmp_path: Path,
@@ -303,7 +290,6 @@ def test_a_thread_of_tensorboard_that_cannot_write_says_so_to_whoever_writes(
     assert ("fault" in capsys.readouterr().err) is not failed
 
 
-@pytest.mark.usefixtures("_own_logging")
 @pytest.mark.parametrize(
     ("verbosity", "expected"), [(-1, ["WARNING"]), (0, ["INFO", "WARNING"]), (1, None)]
 )
@@ -336,7 +322,6 @@ def test_the_final_tables_show_the_numbers_and_the_leak() -> None:
     assert "leak" not in bare.getvalue()
 
 
-@pytest.mark.usefixtures("_own_logging")
 def test_words_of_others_steer_no_terminal_and_begin_no_log_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

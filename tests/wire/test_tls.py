@@ -393,9 +393,9 @@ context.load_cert_chain(paths[0], paths[1])
 with socket.create_connection(("127.0.0.1", port)) as plain:
     print(context.wrap_socket(plain, server_hostname="active.splitveil").version())
 files = CredentialFiles(*paths, "active.splitveil")
-for credentials_of, own in ((server_credentials, files), (channel_credentials, files.current())):
+for make, *own in ((server_credentials, files), (channel_credentials, files.current(), b"")):
     try:
-        credentials_of(own)
+        make(*own)
     except SettingsError as error:
         print(error)
 server.stop(0).wait()

@@ -8,6 +8,8 @@ import errno
 import stat
 from pathlib import Path
 
+_PIECE_BYTES = 2**20
+
 
 def check_regular(path: Path) -> None:
     """Check that a path leads to a regular file, without opening it.
@@ -26,8 +28,11 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
         OSError: it cannot be read, is no regular file, or is larger than that.
     """
     check_regular(path)
+    data = bytearray()
     with path.open("rb") as file:
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise OSError(errno.EFBIG, f"expected at most {max_bytes:,} bytes", str(path))
-    return data
+        # Piece by piece: what may be read at once is asked of the memory, however short the file.
+        while piece := file.read(_PIECE_BYTES):
+            data += piece
+            if len(data) > max_bytes:
+                raise OSError(errno.EFBIG, f"expected at most {max_bytes:,} bytes", str(path))
+    return bytes(data)

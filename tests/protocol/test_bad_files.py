@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from active_party.__main__ import main as active_main
 from common.checkpoint import save_model
 from common.errors import SettingsError
+from common.files import read_bytes
 from common.models.factory import build_bottom_model
 from common.party_data import PartyData
 from common.party_settings import load_party_settings
@@ -365,6 +367,20 @@ def test_a_transcript_that_is_no_file_is_refused_at_once(
 def test_settings_that_are_no_file_are_refused_at_once(tmp_path: Path, command: Command) -> None:
     pipe(tmp_path / MARK)
     refused(command(active_main, "check", tmp_path / MARK), 2, MARK, "no regular file")
+
+
+def test_a_short_file_is_read_in_little_memory_however_long_it_may_be(tmp_path: Path) -> None:
+    path = tmp_path / "short"
+    path.write_bytes(b"text")
+    tracemalloc.start()
+    try:
+        assert read_bytes(path, 2**31) == b"text"
+        assert tracemalloc.get_traced_memory()[1] < 2**24
+    finally:
+        tracemalloc.stop()
+    assert read_bytes(path, 4) == b"text"
+    with pytest.raises(OSError, match="expected at most 3 bytes"):
+        read_bytes(path, 3)
 
 
 def test_a_link_to_a_file_is_as_good_as_the_file(folder: Path, command: Command) -> None:

@@ -132,7 +132,8 @@ class TriedIds:
     def _give_back(self, peer: str, ids: int, *, is_void: bool) -> None:
         with self._lock:
             before = self.of(peer)
-            after = Tried(before.ids - ids, before.exchanges - is_void)
+            # A count that was begun anew meanwhile holds nothing of this exchange.
+            after = Tried(max(before.ids - ids, 0), max(before.exchanges - is_void, 0))
             if after == before:
                 return
             try:

@@ -235,6 +235,19 @@ def test_an_exchange_is_counted_before_anything_is_answered(tmp_path: Path) -> N
     assert TriedIds(CAP, path=path).of("passive") == (0, 0)
 
 
+@pytest.mark.parametrize("answered", [0, 2])
+def test_an_exchange_that_outlives_its_count_takes_nothing_from_the_next(
+    tmp_path: Path, answered: int
+) -> None:
+    """A stream may end later than the run whose end forgets it."""
+    path = tmp_path / "count"
+    count = TriedIds(CAP, path=path)
+    with count.counted("passive", Exchange(CAP, answered)):
+        count.forget()
+    assert count.of("passive") == (0, 0)
+    assert TriedIds(CAP, path=path).of("passive") == (0, 0)
+
+
 def test_small_exchanges_are_bounded_by_their_number() -> None:
     count = TriedIds(10_000_000, attempts=2)
     for _ in range(20):

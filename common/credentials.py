@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -151,6 +152,8 @@ def dns_names(certificate: x509.Certificate) -> tuple[str, ...]:
         extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     except x509.ExtensionNotFound:
         return ()
+    except (x509.DuplicateExtension, x509.UnsupportedGeneralNameType) as error:
+        raise ValueError("an extension that comes twice, or a name of a kind unheard of") from error
     found = extension.value.get_values_for_type(x509.DNSName)
     return tuple(in_lower_case(name) for name in found)
 
@@ -178,6 +181,7 @@ def _load(certificate: Path, private_key: Path, authority: Path, identity: str) 
     chain = _certificates(read["certificate"], "certificate", certificate)
     authorities = _certificates(read["authority"], "authority", authority)
     leaf = chain[0]
+    _check_readable(leaf, certificate)
     problems += _problems_of_leaf(leaf, certificate, identity)
     problems += _problems_of_key(leaf, read["private_key"], private_key, certificate)
     problems += _problems_of_authority(authorities, authority)
@@ -217,6 +221,17 @@ def _certificates(pem: bytes, setting: str, path: Path) -> list[x509.Certificate
         ) from error
 
 
+def _check_readable(leaf: x509.Certificate, path: Path) -> None:
+    """Read what is asked of a certificate later: the library parses each part when it is asked."""
+    try:
+        dns_names(leaf)
+        leaf.public_key()
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise SettingsError(
+            f"security.certificate: {path}: its key, or its extensions, cannot be read"
+        ) from error
+
+
 def _problems_of_leaf(leaf: x509.Certificate, path: Path, identity: str) -> Iterator[str]:
     now = datetime.now(UTC)
     if now > leaf.not_valid_after_utc:
@@ -239,7 +254,7 @@ def _problems_of_key(
 ) -> Iterator[str]:
     try:
         key = load_pem_private_key(pem, password=None)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, UnsupportedAlgorithm):
         # The library's own message can quote what it found.
         yield f"security.private_key: {path}: expected a private key in PEM form, no password"
         return

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -222,21 +223,24 @@ def _all_files(folder: Path, names: dict[str, str]) -> list[Path]:
 
 def _read_certificate(path: Path) -> x509.Certificate:
     try:
-        return x509.load_pem_x509_certificate(read_bytes(path, MAX_FILE_BYTES))
+        found = x509.load_pem_x509_certificate(read_bytes(path, MAX_FILE_BYTES))
+        dns_names(found)  # the library parses them only now
     except OSError as error:
         raise SettingsError(f"{path}: {error.strerror}") from error
     except ValueError as error:
         raise SettingsError(f"{path}: expected a certificate in PEM form") from error
+    return found
 
 
 def _read_authority(folder: Path) -> Authority:
     own = _authority_folder(folder)
     certificate = _read_certificate(own.certificate)
     try:
-        key = serialization.load_pem_private_key(own.private_key.read_bytes(), password=None)
+        key_pem = read_bytes(own.private_key, MAX_FILE_BYTES)
+        key = serialization.load_pem_private_key(key_pem, password=None)
     except OSError as error:
         raise SettingsError(f"{own.private_key}: {error.strerror}: nothing can sign") from error
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, UnsupportedAlgorithm):
         key = None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise SettingsError(f"{own.private_key}: expected the authority's key in PEM form")

@@ -85,6 +85,8 @@ def add_unusual(
     common_name: str = "somebody",
     purposes: Sequence[x509.ObjectIdentifier] = (SERVER, CLIENT),
     days: int = 10,
+    extensions: Sequence[x509.ExtensionType] = (),
+    replaced: tuple[bytes, bytes] = (b"", b""),
 ) -> None:
     """Add a party with a certificate of the folder's authority that ``splitveil-certs`` makes not.
 
@@ -95,6 +97,8 @@ def add_unusual(
         common_name: the subject.
         purposes: the extended key usage; without any there is no such extension.
         days: until its end, which may lie in the past.
+        extensions: more of them.
+        replaced: bytes of what is signed, and others of the same length that are signed instead.
     """
     authority, own = PartyFolder(folder / "authority"), PartyFolder(folder / party)
     signer = serialization.load_pem_private_key(authority.private_key.read_bytes(), None)
@@ -114,9 +118,14 @@ def add_unusual(
         builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
     if purposes:
         builder = builder.add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+    for extension in extensions:
+        builder = builder.add_extension(extension, critical=False)
     certificate = builder.sign(signer, hashes.SHA256())
+    der = certificate.public_bytes(serialization.Encoding.DER)
+    if replaced[0]:
+        der = _signed_anew(der, certificate.tbs_certificate_bytes, replaced, signer)
     own.folder.mkdir(parents=True)
-    own.certificate.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    own.certificate.write_text(ssl.DER_cert_to_PEM_cert(der))
     own.authority.write_bytes(authority.certificate.read_bytes())
     own.private_key.touch(0o600)
     own.private_key.write_bytes(
@@ -126,6 +135,19 @@ def add_unusual(
             serialization.NoEncryption(),
         )
     )
+
+
+def _signed_anew(
+    der: bytes, signed: bytes, replaced: tuple[bytes, bytes], signer: ec.EllipticCurvePrivateKey
+) -> bytes:
+    """Replace some of what is signed, which the library would refuse to build, and sign that."""
+    other = signed.replace(*replaced)
+    signature = signer.sign(other, ec.ECDSA(hashes.SHA256()))
+    algorithm = bytes.fromhex("300a06082a8648ce3d040302")  # ecdsa-with-SHA256
+    assert len(other) == len(signed)
+    assert algorithm in der
+    whole = other + algorithm + b"\x03" + bytes([len(signature) + 1, 0]) + signature
+    return b"\x30\x82" + len(whole).to_bytes(2, "big") + whole
 
 
 def spoil_signature(folder: Path, party: str) -> None:

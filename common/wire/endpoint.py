@@ -7,7 +7,7 @@ import grpc
 from common.addresses import on_loopback, split_address
 from common.contract import ACTIVE, Contract
 from common.credentials import CredentialFiles, Credentials, describe
-from common.errors import PeerUnreachable, SettingsError
+from common.errors import PeerError, PeerUnreachable, PeerUntrusted, SettingsError
 from common.wire.http_proxy import ChannelOptions, HttpProxy, without_proxy
 from common.wire.server_certificate import LOOK_TIMEOUT_S, judged_certificate
 from common.wire.tls import channel_credentials, server_credentials
@@ -51,21 +51,48 @@ def open_channel(
         family = "ipv6" if literal.startswith("[") else "ipv4"
         return grpc.insecure_channel(f"{family}:{literal}", options)  # gRPC looks up no name again
     identity = contract.identities[ACTIVE]
-    with _connection_to(address, proxy) as connection:
-        pinned = judged_certificate(connection, credentials.authority, identity)
+    pinned = _pinned(address, proxy, credentials.authority, identity)
     # TLS then compares the certificate with this name, and not with the host of the address.
     options.append(("grpc.ssl_target_name_override", identity))
     return grpc.secure_channel(address, channel_credentials(credentials, pinned), options)
 
 
-def _connection_to(address: str, proxy: HttpProxy | None) -> socket.socket:
-    if proxy is not None:
-        return proxy.connect(address, LOOK_TIMEOUT_S)
+def _pinned(address: str, proxy: HttpProxy | None, authority: bytes, identity: str) -> bytes:
+    """Look at whoever answers, at each number of the name in turn, as gRPC tries them."""
+    errors: list[PeerError] = []
+    for place in [address] if proxy is not None else _places_of(address):
+        try:
+            with _connection_to(place, proxy) as connection:
+                return judged_certificate(connection, authority, identity)
+        except PeerError as error:
+            errors.append(error)
+    untrusted = (error for error in errors if isinstance(error, PeerUntrusted))
+    raise next(untrusted, errors[-1])
+
+
+def _places_of(address: str) -> list[str]:
+    """Look the name of an address up, and return its numbers with the port, each once."""
+    host, port = split_address(address)
     try:
-        return socket.create_connection(split_address(address), LOOK_TIMEOUT_S)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or "it does not answer in time"
-        raise PeerUnreachable(f"no connection to the peer ({reason})") from error
+        raise _unreachable(error) from error
+    return list(dict.fromkeys(":".join(map(str, place[:2])) for *_, place in found))
+
+
+def _connection_to(place: str, proxy: HttpProxy | None) -> socket.socket:
+    if proxy is not None:
+        return proxy.connect(place, LOOK_TIMEOUT_S)
+    host, _, port = place.rpartition(":")
+    try:
+        return socket.create_connection((host, int(port)), LOOK_TIMEOUT_S)
+    except OSError as error:
+        raise _unreachable(error) from error
+
+
+def _unreachable(error: Exception) -> PeerUnreachable:
+    reason = getattr(error, "strerror", None) or "it does not answer in time"
+    return PeerUnreachable(f"no connection to the peer ({reason})")
 
 
 def add_port(server: grpc.Server, address: str, files: CredentialFiles | None) -> None:

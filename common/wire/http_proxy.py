@@ -10,6 +10,7 @@ import ipaddress
 import os
 import re
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from urllib.parse import SplitResult, unquote, urlsplit
@@ -48,7 +49,7 @@ class HttpProxy:
 
         Args:
             address: host and port.
-            timeout_s: longest wait for the proxy.
+            timeout_s: longest wait for a connection to the proxy, and then for its whole reply.
 
         Raises:
             PeerUnreachable: the proxy does not answer, or does not make the connection.
@@ -57,10 +58,14 @@ class HttpProxy:
             connection = socket.create_connection((self.host, self.port), timeout_s)
             try:
                 connection.sendall(self._request(address))
-                _read_consent(connection)
+                _read_consent(connection, time.monotonic() + timeout_s)
             except BaseException:
                 connection.close()
                 raise
+        except UnicodeError:  # not chained: it may quote the password
+            raise PeerUnreachable(
+                "no connection to the proxy (its name, or what it is to know, is no text for it)"
+            ) from None
         except OSError as error:
             reason = error.strerror or "it does not answer in time"
             raise PeerUnreachable(f"no connection to the proxy ({reason})") from error
@@ -106,10 +111,14 @@ def proxy_of_environment(address: str) -> HttpProxy | None:
         ) from None
 
 
-def _read_consent(connection: socket.socket) -> None:
+def _read_consent(connection: socket.socket, deadline: float) -> None:
     """Read the proxy's reply, and no byte of what follows."""
     reply = b""
     while not reply.endswith(b"\r\n\r\n") and len(reply) < _REPLY_BYTES:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        connection.settimeout(left_s)
         received = connection.recv(1)
         if not received:
             break

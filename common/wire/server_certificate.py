@@ -83,7 +83,8 @@ def _shown_certificate(connection: socket.socket, context: ssl.SSLContext, ident
     The own last flight stays unsent, and so the peer learns nothing of this party.
     """
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-    tls = context.wrap_bio(incoming, outgoing, server_hostname=identity)
+    # As bytes: as text it would have to be a host's name, and an identity is looked up nowhere.
+    tls = context.wrap_bio(incoming, outgoing, server_hostname=identity.encode())
     deadline = time.monotonic() + LOOK_TIMEOUT_S
     is_first = True
     while True:
@@ -106,8 +107,11 @@ def _shown_certificate(connection: socket.socket, context: ssl.SSLContext, ident
 
 def _exchange(connection: socket.socket, data: bytes, deadline: float) -> bytes:
     """Send what is to be sent, and wait for what comes next."""
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:  # something came all the time, and never enough
+        raise PeerUnreachable("no connection to the peer (it does not answer in time)")
     try:
-        connection.settimeout(max(deadline - time.monotonic(), 0.001))
+        connection.settimeout(left_s)
         connection.sendall(data)
         received = connection.recv(_CHUNK_BYTES)
     except OSError as error:

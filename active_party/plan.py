@@ -61,6 +61,7 @@ from active_party.defenses.sum_kl import (
     sum_kl_for_leak_auc,
 )
 from active_party.ledger import ROUNDING, estimated_auc
+from active_party.limits_of_guarantees import limit_of_guarantee
 from active_party.settings import ActiveSettings
 from common.party_data import PartyData
 from common.upper_bounds import at_most, auc_at_most
@@ -295,6 +296,8 @@ def _remarks(
             _honesty_of_several(settings.defense, settings.contract.aggregate_dim),
             "All figures are of the pair of classes left furthest apart.",
         ]
+    if math.isfinite(charges[_configured_noise(settings.defense)].high):
+        remarks += filter(None, [limit_of_guarantee(settings.defense.model_dump(mode="json"))])
     earlier = settings.earlier_answers().most() if settings.earlier_ledgers else 0.0
     if settings.earlier_ledgers:
         remarks.append(
@@ -325,7 +328,7 @@ def _honesty(defense: DefenseSettings, cut_dim: int) -> str:
         case NoisyLabelDefense(top_labels="noisy"):
             said = "Exact, whatever the gradients."
         case NoisyLabelDefense():
-            said = "Of the noisy labels alone: with top_labels true there is no proof."
+            said = "Charges of noisy labels depend on their mechanism alone."
         case GafmDefense():
             said = _honesty_of_gafm(defense, cut_dim)
         case MarvellDefense(noise="persistent") | IsoDefense(noise="persistent"):

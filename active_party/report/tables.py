@@ -103,7 +103,7 @@ def tiles(
     if ledger:
         meaning = "leak AUC of the best score, if the classes are Gaussian"
         yield Tile("Estimated for the run", figure(ledger.get("estimate_max")), meaning)
-        meaning = "leak AUC that no score passes, for the most exposed example"
+        meaning = "leak AUC that no attack described by the charges passes, on any example"
         yield Tile("Guaranteed for the run", guarantee(run), meaning)
 
 

@@ -2,7 +2,7 @@
 
 It says what was recovered, what the ledger allows for, and what nobody has looked at. A measured
 figure is a lower bound on the leak (another attack may do better), the ledger's guarantee an upper
-one, as far as its charges hold.
+one, against a peer that its charges describe.
 """
 
 import math
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeGuard
 
+from active_party.limits_of_guarantees import limit_of_guarantee
 from active_party.report.figures import (
     STANDARD_ERRORS,
     WITHOUT_GRADIENTS,
@@ -116,9 +117,10 @@ def judge(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunL
     measured = _measured(findings, accumulated)
     reasons = [*_of_classes(run), *measured, *_bounded(run, guarantee), *_told(summary)]
     doubts = list(_doubts(summary.get("leak_alarms"), accumulated, guarantee))
+    limit = limit_of_guarantee(run.active.settings.get("defense", {}))
     return Verdict(
-        _level(findings, accumulated, guarantee, trusted=not doubts),
-        _headline(findings, accumulated, guarantee),
+        _level(findings, accumulated, guarantee, trusted=not doubts and not limit),
+        _headline(findings, accumulated, guarantee, for_every_peer=not limit),
         [*doubts, *reasons],
         gaps,
     )
@@ -160,7 +162,11 @@ def _level(
 
 
 def _headline(
-    findings: Sequence[Finding], accumulated: Sequence[RunLevel], guarantee: float
+    findings: Sequence[Finding],
+    accumulated: Sequence[RunLevel],
+    guarantee: float,
+    *,
+    for_every_peer: bool,
 ) -> str:
     whole_run = _highest(accumulated)
     easiest = _highest([one for one in accumulated if not _more_than_free(one.attack)])
@@ -192,7 +198,10 @@ def _headline(
         tell += f", and all epochs together reach AUC {whole_run.leak_auc:.3f}"
     if math.isnan(guarantee):
         return f"{tell}; nothing bounds the whole run."
-    return f"{tell}; the ledger guarantees at most {auc_at_most(guarantee)} for the whole run."
+    limit = "" if for_every_peer or guarantee >= NO_GUARANTEE else ", but not against every peer"
+    return (
+        f"{tell}; the ledger guarantees at most {auc_at_most(guarantee)} for the whole run{limit}."
+    )
 
 
 def _of_classes(run: RunFiles) -> Iterator[str]:
@@ -252,11 +261,9 @@ def _bounded(run: RunFiles, guarantee: float) -> Iterator[str]:
             f"Earlier runs are counted in: they answered about {earlier['examples']:,} of the "
             f"training rows, at most AUC {auc_at_most(earlier['guarantee_max'])}."
         )
-    if run.active.settings.get("defense", {}).get("noise") == "fresh":
-        yield (
-            "Charges of fresh noise compare the class means of a batch: against a peer that can "
-            "tell what the model predicts for an example, they are too low late in training."
-        )
+    limit = limit_of_guarantee(run.active.settings.get("defense", {}))
+    if limit:
+        yield limit
 
 
 def _told(summary: Mapping[str, Any]) -> Iterator[str]:

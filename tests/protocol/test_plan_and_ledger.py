@@ -27,6 +27,7 @@ BY_HEART = [
     "top_model={kind: mlp, hidden: [32]}",
 ]
 FLIPS = "mechanism: {kind: randomized_response, epsilon: 2}"
+LABELS = f"name: noisy_label, {FLIPS}"
 TWO = [
     "name: iso, noise_ratio: 4",
     "name: iso, noise_ratio: 4, noise: persistent",
@@ -153,3 +154,26 @@ def test_a_budget_is_promised_to_suffice_only_where_charges_are_known(
 ) -> None:
     overrides = [*BY_HEART, f"defense={{{defense}}}", f"run_budget={{sum_kl: {budget}}}"]
     assert said in plan_of(two, overrides).replace("epochs fit\n", "epochs fit (\n")
+
+
+@pytest.mark.parametrize(
+    ("defense", "said"),
+    [
+        ("name: marvell", "too low against a peer that looks across the gap of the means"),
+        ("name: marvell, noise: persistent", "too low against a peer that chooses its activations"),
+        ("name: iso, noise: persistent", "too low against a peer that chooses its activations"),
+        ("name: iso, noise_ratio: 4", "can tell what the model predicts for an example"),
+        (f"{LABELS}, top_labels: true", "the guarantee is not proved"),
+    ],
+)
+def test_a_guarantee_that_does_not_hold_for_every_peer_says_so(
+    two: Path, defense: str, said: str
+) -> None:
+    assert said in plan_of(two, [f"defense={{{defense}}}"])
+
+
+@pytest.mark.parametrize("defense", [LABELS, "name: none", "name: max_norm"])
+def test_nothing_is_excepted_where_all_is_bounded_or_nothing_is(two: Path, defense: str) -> None:
+    plan = plan_of(two, [f"defense={{{defense}}}"])
+    assert "every peer" not in plan
+    assert "not proved" not in plan

@@ -29,6 +29,7 @@ EPOCHS, STEPS = 3, 30
 ATTACKS = ("norm", "cosine", "spectral")
 CHANCE = {"norm": 0.57, "cosine": 0.57, "spectral": 0.57}
 ORACLES = {"cosine", "mean", "median", "lda", "accumulated_cosine"}
+NOISY_LABELS = {"defense": {"name": "noisy_label", "top_labels": "noisy"}}
 HOSTILE = "</title></style><script>alert(1)</script><img src=x onerror=alert(2)>&\"'"
 
 
@@ -149,7 +150,8 @@ def test_a_leak_above_chance_is_told_with_both_figures(tmp_path: Path) -> None:
     ("guarantee", "level"), [(0.7, "bounded"), (0.97, "unbounded"), (1.0, "unbounded")]
 )
 def test_no_leak_found_is_not_yet_protection(tmp_path: Path, guarantee: float, level: str) -> None:
-    found, words, left = verdict_of(write_run(tmp_path, guarantee=guarantee))
+    run_dir = write_run(tmp_path, guarantee=guarantee, settings=NOISY_LABELS)
+    found, words, left = verdict_of(run_dir)
     assert found == level
     assert "No attack that was run got more from single batches than chance" in words
     assert f"{guarantee:.3f}" in words
@@ -158,8 +160,40 @@ def test_no_leak_found_is_not_yet_protection(tmp_path: Path, guarantee: float, l
     assert "forward activations" in left
 
 
+@pytest.mark.parametrize(
+    ("defense", "said"),
+    [
+        ({"name": "marvell", "noise": "fresh"}, "a peer that looks across the gap of the means"),
+        ({"name": "marvell", "noise": "persistent"}, "a peer that chooses its activations"),
+        ({"name": "iso", "noise": "persistent"}, "a peer that chooses its activations"),
+        ({"name": "iso", "noise": "fresh"}, "can tell what the model predicts for an example"),
+        (
+            {"name": "gafm", "composed_with": {"name": "iso", "noise": "fresh"}},
+            "not for every peer",
+        ),
+        ({"name": "noisy_label", "top_labels": "true"}, "the guarantee is not proved"),
+    ],
+)
+def test_a_guarantee_that_does_not_hold_for_every_peer_says_so(
+    tmp_path: Path, defense: Mapping[str, Any], said: str
+) -> None:
+    level, words, _ = verdict_of(write_run(tmp_path, settings={"defense": defense}))
+    assert level == "unbounded"
+    assert "at most 0.700 for the whole run, but not against every peer." in words
+    assert said in words
+
+
+def test_a_guarantee_that_holds_for_every_peer_has_no_exception(tmp_path: Path) -> None:
+    behind = {"name": "gafm", "composed_with": NOISY_LABELS["defense"]}
+    for name, settings in (("alone", NOISY_LABELS), ("behind", {"defense": behind})):
+        words = verdict_of(write_run(tmp_path / name, settings=settings))[1]
+        assert "at most 0.700 for the whole run." in words
+        assert "every peer" not in words
+
+
 def test_a_ledger_that_an_attack_disproves_bounds_nothing(tmp_path: Path) -> None:
-    level, words, _ = verdict_of(write_run(tmp_path, summary={"leak_alarms": 2}))
+    run_dir = write_run(tmp_path, summary={"leak_alarms": 2}, settings=NOISY_LABELS)
+    level, words, _ = verdict_of(run_dir)
     assert level == "unbounded"
     assert "alarm went off 2 times" in words
 
@@ -212,7 +246,8 @@ def test_accumulated_leak_stands_beside_the_ledger_epoch_by_epoch(tmp_path: Path
 
 
 def test_what_a_party_s_own_activations_tell_is_no_leak_of_the_gradients(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path, CHANCE | {"activation_spectral": 0.95})
+    leak = CHANCE | {"activation_spectral": 0.95}
+    run_dir = write_run(tmp_path, leak, settings=NOISY_LABELS)
     level, words, left = verdict_of(run_dir)
     assert level == "bounded"
     assert "activation_spectral" not in words

@@ -18,7 +18,9 @@ peer that can tell what the model predicts for an example may ask instead how mu
 moves its own gradient: the same at first, twice as much (squared) where the model has learned
 something, and many times as much once it fits the data nearly perfectly. Against such a peer
 neither bound holds late in training; charges of persistent noise and noisy labels do not depend on
-this.
+this. Those of persistent noise suppose that the peer sends its model's activations, and those of
+fresh ``marvell`` do not describe what lies across the gap of the means: only the charges of noisy
+labels describe every peer (docs/defenses.md, "Which bounds do not hold").
 """
 
 import hashlib
@@ -63,7 +65,7 @@ class LeakBounds(NamedTuple):
     estimate: Spread
     """AUC of the best score under the Gaussian model."""
     guarantee: Spread
-    """AUC that no score passes."""
+    """AUC that no score of a peer passes that the charges describe."""
     epsilon: float | None
     """Label differential privacy of all answers together; None where some had none."""
 

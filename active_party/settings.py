@@ -36,6 +36,8 @@ class LeakAucBudget(Section):
     leak_auc: float = Field(gt=0.5, lt=1)
     """No score on all answers together may be able to reach a higher AUC about any example.
 
+    That holds against peers that the charges describe: every peer for ``noisy_label``, and not
+    every one for other defenses.
     Counted with the ledger's guarantee, which holds for every score, and not with its estimate,
     which is lower.
     """

@@ -2,6 +2,9 @@
 
 Each class k gets N(0, l2k I + (l1k - l2k) D D^T / c), where D is the gap between the class means
 and c = |D|^2. It is sampled as one scalar along D and, where l2k > 0, an isotropic vector.
+
+Across D only one class gets noise. Where the gradients hardly vary, its energy tells that class
+from the other, at every strength. An answer is charged for the gap alone, against the noise on it.
 """
 
 import math

@@ -20,9 +20,12 @@ So ``marvell`` and ``iso`` measure persistent noise by J, the gap of the classes
 sees it. For ``max_norm`` there is no such form, for to equalise the norms is to change k: its
 persistent noise serves against a peer that only adds answers up, and is charged as if it were none.
 
-Two things are not covered. The model itself learns from the labels, so p may tell of y what a model
-trained on all labels tells (see ``label_noise`` for the form without this). And unbiasedness holds
-over the key, not over steps: an example's error does not average out.
+Three things are not covered. A peer that chooses its activations can saturate the top model: a row
+whose label is the one that the model is certain of then gets next to no gradient, and one with the
+other label a whole one, in a direction that the noise does not cover. The model itself learns from
+the labels, so p may tell of y what a model trained on all labels tells (see ``label_noise`` for the
+form without this). And unbiasedness holds over the key, not over steps: an example's error does not
+average out.
 """
 
 import math

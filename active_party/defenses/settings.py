@@ -93,17 +93,20 @@ class SumKl(Section):
 
 
 class DetectionError(Section):
-    """Strength given as the least error of any detector on one answer: sum_kl = (2 - 4L)^2."""
+    """Strength given as the least error of a detector along the gap: sum_kl = (2 - 4L)^2."""
 
     detection_error: float = Field(gt=0, lt=0.5)
-    """Mean of false positive and false negative rate, L; 0.5 is guessing."""
+    """Mean of false positive and false negative rate on one answer, L; 0.5 is guessing."""
 
 
 class LeakAuc(Section):
-    """Strength given as the guarantee: the least power at which no attack's AUC can be higher."""
+    """Strength given as the guarantee: the least power that holds attacks on the gap below an AUC.
+
+    The gap is that of the class means. Fresh noise bounds nothing across it.
+    """
 
     leak_auc: float = Field(gt=0.5, lt=1)
-    """Largest AUC that any attack on one answer may reach; 0.5 is guessing."""
+    """Largest AUC that an attack along the gap may reach on one answer; 0.5 is guessing."""
 
 
 Strength = Annotated[

@@ -23,9 +23,9 @@ def limit_of_guarantee(defense: Mapping[str, Any]) -> str:
         case {"name": "marvell", "noise": "fresh"}:
             return (
                 "The guarantee does not hold for every peer: charges of fresh noise describe "
-                "attacks on the class means of a batch. They are too low against a peer that looks "
-                "across the gap of the means, and late in training against one that can tell what "
-                f"the model predicts for an example: see {SEE}."
+                "attacks on the class means of a batch. They may be too low against a peer that "
+                "looks across the gap of the means, and late in training against one that can tell "
+                f"what the model predicts for an example: see {SEE}."
             )
         case {"name": "marvell" | "iso", "noise": "persistent"}:
             return (

@@ -192,7 +192,7 @@ def _leave_results(
 
 
 _WHAT_NOW = (
-    "the same command trains nothing; a larger run_budget or leak_gate goes on with the run, and "
+    "the same command trains nothing; a larger run_budget or leak_gate resumes the run, and "
     "--fresh begins anew, which answers about the same labels again (earlier_ledgers counts both)"
 )
 
@@ -214,7 +214,7 @@ def _was_ended(settings: ActiveSettings, folder: Path) -> bool:
     if all(name in end and end[name] == limit for name, limit in limits.items()):
         logger.warning("this run was ended for good by its %s: %s", end["ended_by"], _WHAT_NOW)
         return True
-    logger.info("going on with the run in %s, which was ended under other limits", folder)
+    logger.info("resuming the run in %s, which was ended under other limits", folder)
     clear_mark(folder)
     return False
 

@@ -177,7 +177,7 @@ class AnswerLog:
             raise StorageError(f"{path}: is empty: {HOW_TO_GO_ON}")
         if data[: len(header)] != header:
             raise StorageError(
-                f"{path}: is damaged, or of another version of splitveil; go on with that one, or "
+                f"{path}: is damaged, or of another version of splitveil; resume with that one, or "
                 f"begin anew with --fresh, and let the other party do so, too"
             )
         size = self._record.size + _LINK_BYTES

@@ -45,7 +45,7 @@ _ANSWERED = "answered.log"
 _PLACE = re.compile(r"at-([0-9]{10})\.state")
 _DIGEST_BYTES = 32
 _LOST = (
-    "the unfinished run in this folder cannot be gone on with, and what it told of the labels so "
+    "the unfinished run in this folder cannot be resumed, and what it told of the labels so "
     "far is in no ledger: put a copy of the file back, or begin anew with --fresh, and let the "
     "other party do so, too"
 )
@@ -134,7 +134,7 @@ class RunStore:
             return None
         except _OtherVersionError as error:
             raise StorageError(
-                f"{path}: {error}; go on with that one, or begin anew with --fresh, and let the "
+                f"{path}: {error}; resume with that one, or begin anew with --fresh, and let the "
                 f"other party do so, too"
             ) from error
         except _UnreadableError as error:
@@ -327,8 +327,8 @@ def as_whole_state() -> Iterator[None]:
         yield
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
         raise StorageError(
-            f"the run was saved by another version of splitveil ({error}); go on with that one, or "
-            f"begin anew with --fresh"
+            f"the run was saved by another version of splitveil ({error}); resume with that one, "
+            f"or begin anew with --fresh"
         ) from error
 
 

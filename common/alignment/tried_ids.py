@@ -173,8 +173,8 @@ def _read(path: Path) -> dict[str, Tried]:
         return {str(peer): _tried(value) for peer, value in json.loads(text).items()}
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise StorageError(
-            f"{path}: expected the count of the ids that each peer has tried; whoever deletes it "
-            f"lets them all begin from nothing"
+            f"{path}: expected the count of the ids that each peer has tried; deleting it "
+            f"lets every peer begin from zero"
         ) from error
 
 

@@ -232,5 +232,5 @@ def test_a_damaged_run_state_says_what_is_lost_and_how_to_go_on(
     path.write_bytes(whole)
     assert RunStore(tmp_path / party, keep=3).run() is not None
     rewritten(path, version=1)
-    with pytest.raises(StorageError, match=r"another version of splitveil; go on.*--fresh"):
+    with pytest.raises(StorageError, match=r"another version of splitveil; resume.*--fresh"):
         RunStore(tmp_path / party, keep=3).run()

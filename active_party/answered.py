@@ -14,12 +14,19 @@ import torch
 from cryptography.hazmat.primitives.poly1305 import Poly1305
 from torch import Tensor
 
-from common.answer_log import NO_PLACE, NOTHING_TOLD, AnswerLog, ChargedAnswer, Record
+from common.answer_log import (
+    NO_PLACE,
+    NO_REPLY,
+    NOTHING_TOLD,
+    AnswerLog,
+    ChargedAnswer,
+    Record,
+)
 from common.errors import OutOfStep
 
 
 class AnsweredQuestions:
-    """Fingerprints of questions, the keys of their answers, and what those were charged.
+    """Fingerprints of questions and replies, the keys of the noise, and what was charged.
 
     Args:
         secret: of the run, 32 bytes.
@@ -52,17 +59,36 @@ class AnsweredQuestions:
         """Tell whether a place was answered before that may be asked again."""
         return self._log.at(place) is not None
 
-    def is_repeated(self, place: int, charge: ChargedAnswer) -> bool:
-        """Tell whether an answer of this charge was given at a place before.
+    def reply_tag(self, place: int, values: Tensor) -> bytes:
+        """Return what tells an answer from others, 16 bytes, which stay here.
 
-        One of another charge is another answer to the same question: arithmetic that is not
-        repeatable gave another gradient.
+        Args:
+            place: in the run.
+            values: what is about to be answered.
+        """
+        return self._tag(place, values.cpu(), b"reply")
+
+    def is_repeated(self, place: int, charge: ChargedAnswer, reply: bytes = NO_REPLY) -> bool:
+        """Tell whether the very same answer was given at a place before, at the same charge.
+
+        Arithmetic that is not repeatable, or another device, gives another answer to the same
+        question, whose charge may well be the same. With the same noise, the two tell their
+        difference bare.
+
+        Args:
+            place: in the run.
+            charge: of the answer.
+            reply: its tag.
         """
         record = self._log.at(place)
-        return record is not None and record.charge == charge
+        return record is not None and (record.charge, record.reply) == (charge, reply)
 
     def record(
-        self, place: int, fingerprints: Sequence[bytes], charge: ChargedAnswer = NOTHING_TOLD
+        self,
+        place: int,
+        fingerprints: Sequence[bytes],
+        charge: ChargedAnswer = NOTHING_TOLD,
+        reply: bytes = NO_REPLY,
     ) -> None:
         """Note that the questions at a place are about to be answered, if they were not before.
 
@@ -72,8 +98,8 @@ class AnsweredQuestions:
         Raises:
             StorageError: it cannot be written: then they must not be answered.
         """
-        if not self.is_repeated(place, charge):
-            self._log.record(place, fingerprints, charge)
+        if not self.is_repeated(place, charge, reply):
+            self._log.record(place, fingerprints, charge, reply)
 
     def since(self, count: int) -> Iterator[Record]:
         """Yield what was answered, after the first few records, at places of the run.
@@ -118,8 +144,8 @@ class AnsweredQuestions:
         """Let those go that can never be asked again."""
         self._log.forget_before(place)
 
-    def _tag(self, number: int, values: Tensor) -> bytes:
-        key = _keyed(self.secret, b"fingerprint", number.to_bytes(8, "little"))
+    def _tag(self, number: int, values: Tensor, purpose: bytes = b"fingerprint") -> bytes:
+        key = _keyed(self.secret, purpose, number.to_bytes(8, "little"))
         return Poly1305.generate_tag(key, _bytes_of(values))
 
     @staticmethod

@@ -36,16 +36,13 @@ class RunLedger:
         """Whether answers were given beyond where the run is."""
         return self.told is not self.course
 
-    def enter(self, positions: Positions, charge: ChargedAnswer, *, is_repeated: bool) -> None:
-        """Note one answer, before it leaves.
+    def enter(self, positions: Positions, charge: ChargedAnswer) -> None:
+        """Note one answer, before it leaves; where the run is behind, it was told before.
 
         Args:
             positions: of its examples, each once.
             charge: what it adds to each of them.
-            is_repeated: whether the same answer was given before: it tells nothing more.
         """
-        if self.is_behind and not is_repeated:
-            self.told.enter(positions, charge)
         self.course.enter(positions, charge)
 
     def catch_up(self) -> None:

@@ -49,6 +49,7 @@ from common.errors import (
     DataError,
     NothingBegun,
     NotOpen,
+    OtherAnswer,
     OthersAwaited,
     OutOfStep,
     PeerError,
@@ -916,7 +917,8 @@ class ActiveSession:
         activation, fingerprints = self._take_questions()
         answer_key = self._questions.answer_key(self._place, fingerprints)
         result = trainer.gradient(batch.positions, activation, answer_key)
-        self._charge(batch, result.report.charge, fingerprints)
+        reply = self._questions.reply_tag(self._place, result.defended)
+        self._charge(batch, result.report.charge, fingerprints, reply)
         parts = parts_of(self.contract.aggregation, result.defended, len(self.parties))
         for party, part in zip(self.parties, parts, strict=True):
             if party.question is not None:
@@ -968,23 +970,37 @@ class ActiveSession:
             )
         return expected, self.trainer
 
-    def _charge(self, batch: Batch, charge: LeakCharge, fingerprints: Sequence[bytes]) -> None:
+    def _charge(
+        self, batch: Batch, charge: LeakCharge, fingerprints: Sequence[bytes], reply: bytes
+    ) -> None:
         """Enter an answer in log and ledger before it leaves, or end the run instead.
 
         The trainer has computed it by now, and must not compute it again: whatever goes wrong ends
         the run, which may go on from its checkpoint.
         """
         entry, told = logged(charge), self.accounts.told
-        is_repeated = self._questions.is_repeated(self._place, entry)
+        is_repeated = self._questions.is_repeated(self._place, entry, reply)
+        if self._questions.is_answered(self._place) and not is_repeated:
+            self._end_over_other_answer(batch)
         reached = told.most(batch.positions) if is_repeated else told.after(batch.positions, charge)
         if reached > self._max_sum_kl * (1 + ROUNDING):
             self._end_over_budget(batch, reached)
         try:
-            self._questions.record(self._place, fingerprints, entry)
+            self._questions.record(self._place, fingerprints, entry, reply)
         except StorageError as error:
             self.end(error)
             raise
-        self.accounts.enter(batch.positions, entry, is_repeated=is_repeated)
+        self.accounts.enter(batch.positions, entry)
+
+    def _end_over_other_answer(self, batch: Batch) -> NoReturn:
+        error = OtherAnswer(
+            f"{place_in_words(batch.epoch, batch.step)}: the same question would get another "
+            f"answer than before: arithmetic is not what it was, as with another device, "
+            f"torch_threads or version of a library; go back to those, or begin anew with --fresh, "
+            f"and let the other party do so, too"
+        )
+        self.end(error)
+        raise error
 
     def _end_over_budget(self, batch: Batch, reached: float) -> NoReturn:
         budget = self._max_sum_kl

@@ -4,9 +4,10 @@ A run may go back to a checkpoint; what was answered since stays answered. So th
 before an answer leaves, and nothing in it is ever changed. It is one line of records:
 
     header    a name, the version, and how many fingerprints a record holds
-    record    number, fingerprints, sum_kl, epsilon, noise identity, link
+    record    number, fingerprints, reply, sum_kl, epsilon, noise identity, link
 
-The number is a place in the run, or one of at least 2^63 for what has no place there. The link is a
+The number is a place in the run, or one of at least 2^63 for what has no place there. The reply is
+a fingerprint, too, of what was answered: other noise may well be charged the same. The link is a
 hash of the link before and of the record itself, and the first one of what names the run: whoever
 reads the log finds a byte that was changed, put in, or taken out, and the log of another run.
 """
@@ -29,7 +30,7 @@ HOW_TO_GO_ON = (
 )
 
 _NAME = b"splitveil answers"
-_VERSION = 2  # 1 had neither charges nor links
+_VERSION = 2  # 1 had neither replies, charges nor links
 _HEADER = struct.Struct(f"<{len(_NAME)}sBB")
 _FINGERPRINT_BYTES = 16
 _LINK_BYTES = 8
@@ -47,6 +48,8 @@ class ChargedAnswer(NamedTuple):
 
 
 NOTHING_TOLD = ChargedAnswer(0.0, b"", 0.0)
+NO_REPLY = bytes(_FINGERPRINT_BYTES)
+"""Stands for a reply that follows from the questions alone."""
 
 
 class Record(NamedTuple):
@@ -56,6 +59,8 @@ class Record(NamedTuple):
     fingerprints: tuple[bytes, ...]
     """Of what each passive party asked, 16 bytes each."""
     charge: ChargedAnswer
+    reply: bytes = NO_REPLY
+    """Fingerprint of what was answered, 16 bytes."""
 
 
 class AnswerLog:
@@ -82,7 +87,9 @@ class AnswerLog:
         self._path = path
         self._known: dict[int, Record] = {}
         self._count = 0
-        self._record = struct.Struct(f"<Q{questions * _FINGERPRINT_BYTES}sdd{_DIGEST_BYTES}s")
+        self._record = struct.Struct(
+            f"<Q{questions * _FINGERPRINT_BYTES}s{_FINGERPRINT_BYTES}sdd{_DIGEST_BYTES}s"
+        )
         self._link = _link(run, _header(questions))
         if path is not None:
             self._read(path, first_place)
@@ -126,7 +133,11 @@ class AnswerLog:
         return [record for number, record in self._known.items() if number >= NO_PLACE]
 
     def record(
-        self, number: int, fingerprints: Sequence[bytes], charge: ChargedAnswer = NOTHING_TOLD
+        self,
+        number: int,
+        fingerprints: Sequence[bytes],
+        charge: ChargedAnswer = NOTHING_TOLD,
+        reply: bytes = NO_REPLY,
     ) -> None:
         """Note that a question is about to be answered.
 
@@ -135,7 +146,7 @@ class AnswerLog:
         """
         if len(fingerprints) > self.questions:
             raise ValueError(f"expected {self.questions} questions, got {len(fingerprints)}")
-        record = Record(number, tuple(fingerprints), charge)
+        record = Record(number, tuple(fingerprints), charge, reply)
         packed = self._packed(record)
         link = _link(self._link, packed)
         if self._path is not None:
@@ -196,10 +207,12 @@ class AnswerLog:
     def _packed(self, record: Record) -> bytes:
         sum_kl, identity, epsilon = record.charge
         fingerprints = b"".join(record.fingerprints)
-        return self._record.pack(record.number, fingerprints, sum_kl, epsilon, identity)
+        return self._record.pack(
+            record.number, fingerprints, record.reply, sum_kl, epsilon, identity
+        )
 
     def _unpacked(self, data: bytes) -> Record:
-        number, joined, sum_kl, epsilon, identity = self._record.unpack(data)
+        number, joined, reply, sum_kl, epsilon, identity = self._record.unpack(data)
         if math.isnan(sum_kl) or math.isnan(epsilon):
             raise StorageError(f"{self._path}: a charge is no number: {HOW_TO_GO_ON}")
         fingerprints = tuple(
@@ -207,7 +220,7 @@ class AnswerLog:
             for start in range(0, len(joined), _FINGERPRINT_BYTES)
         )
         known = identity if any(identity) else b""
-        return Record(number, fingerprints, ChargedAnswer(sum_kl, known, epsilon))
+        return Record(number, fingerprints, ChargedAnswer(sum_kl, known, epsilon), reply)
 
 
 def _header(questions: int) -> bytes:

@@ -138,6 +138,10 @@ class StorageError(SplitveilError):
     """Something could not be written to disk."""
 
 
+class OtherAnswer(SplitveilError):
+    """A question that was answered before would get another answer now."""
+
+
 class EndedForGood(SplitveilError):
     """The run has told what it may: it goes on only where the label owner allows more."""
 

@@ -21,7 +21,7 @@ EVERY_2 = ["contract.checkpoints={every_steps: 2, keep: 100}"]
 MARVELL = "defense={name: marvell, insecure_noise_seed: 1}"
 FRESH = ChargedAnswer(0.25, b"", float("inf"))
 REPEATED = ChargedAnswer(0.5, b"i" * 32, 1.0)
-HEADER_BYTES, RECORD_BYTES = 19, 80
+HEADER_BYTES, RECORD_BYTES = 19, 96
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +81,10 @@ def test_a_question_has_one_answer_and_the_same_answer_one_charge(tmp_path: Path
     assert questions.fingerprint(4, 1, asked[1]) == prints[1]
     questions.record(4, prints, REPEATED)  # arithmetic that is not repeatable: another answer
     assert [record.charge for record in log.since(0)] == [FRESH, REPEATED]
+    questions.record(4, prints, REPEATED, questions.reply_tag(4, torch.ones(3)))
+    questions.record(4, prints, REPEATED, questions.reply_tag(4, torch.ones(3)))
+    questions.record(4, prints, REPEATED, questions.reply_tag(4, torch.zeros(3)))  # other noise
+    assert [record.charge for record in log.since(0)] == [FRESH, REPEATED, REPEATED, REPEATED]
     with pytest.raises(ValueError, match="2 questions"):
         log.record(5, [b"f" * 16] * 3)
 

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from active_party.defenses import AnswerKeys
 from active_party.earlier_ledgers import LEDGER
 from active_party.recorder import ActiveRecorder
 from active_party.report.run_files import read_run
 from active_party.report.verdict import guarantee_of
 from active_party.session import ActiveSession, Offer
 from common.checkpoint import save_tensors
-from common.errors import BudgetExhausted, PeerLeft
+from common.errors import BudgetExhausted, OtherAnswer, PeerLeft
 from protos import split_learning_pb2 as pb
 from tests.peers import InProcessPeer, Lost, dying
 from tests.runs import Parties, build_parties, run_in_process, write_example
@@ -153,6 +154,41 @@ def test_whoever_honestly_goes_back_is_charged_nothing_twice(
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert second.session.leak_bounds() == whole.session.leak_bounds()
     assert second.active.ledger[-1] == whole.active.ledger[-1]
+
+
+def other_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the noise of the same question be other than before, as on another kind of device."""
+    begin = AnswerKeys.begin
+    monkeypatch.setattr(AnswerKeys, "begin", lambda self, key: begin(self, key[::-1]))
+
+
+UNSEEDED = "defense={name: marvell, strength: {power_ratio: 16}}"
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_the_same_question_gets_no_other_answer_though_the_charge_is_the_same(
+    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, killed: bool
+) -> None:
+    """Every answer of this defense is charged 1/16; what gave the first one goes on."""
+    parties = answered(example, tmp_path, UNSEEDED, messages=2)
+    charged = told(accounts(parties.session))
+    again = parties_in(example, tmp_path, UNSEEDED)
+    if killed:
+        assert again.session.reopen()
+    else:
+        again.session, again.active = parties.session, parties.active
+    for state in states(tmp_path)[1:]:
+        state.unlink()
+    with monkeypatch.context() as patched:
+        other_noise(patched)
+        with pytest.raises(OtherAnswer, match=r"epoch 1 step 1: .*another device"):
+            run_in_process(again)
+    assert again.active.sent == []
+    assert torch.equal(told(accounts(again.session)), charged)
+    third = parties_in(example, tmp_path, UNSEEDED)
+    assert third.session.reopen()
+    run_in_process(third)
+    assert bool((told(accounts(third.session)) >= charged).all())
 
 
 class Steps(InProcessPeer):

@@ -20,6 +20,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from typing import NamedTuple, NoReturn, Protocol
 
@@ -210,6 +211,7 @@ class ActiveSession:
         self._rows: AlignedRows | None = None
         self._place = 0
         self._checkpoint_due = False
+        self._is_midway = False
         self._build_trainer = build_trainer
         self._observer = observer
         self._evaluator = Evaluator(early_stop)
@@ -463,11 +465,12 @@ class ActiveSession:
         with self._changed:
             if self._unobserved is not None and self.trainer is not None:
                 (batch, result), self._unobserved = self._unobserved, None
-                self.trainer.learn()
-                self._observer.on_step(batch, result)
-                if batch.closes_split:
-                    self._observer.on_ledger(batch.epoch, self._course_bounds())
-            if self._checkpoint_due:
+                with self._changing_state():
+                    self.trainer.learn()
+                    self._observer.on_step(batch, result)
+                    if batch.closes_split:
+                        self._observer.on_ledger(batch.epoch, self._course_bounds())
+            if self._checkpoint_due and not self._is_midway:
                 self._save(soon=True)
 
     def account_book(self) -> AccountBook:
@@ -598,7 +601,8 @@ class ActiveSession:
                 if not isinstance(error, StorageError):
                     unsaved.__context__ = error
                     self.error = unsaved
-            self._move_to(Stage.ENDED)
+            finally:
+                self._move_to(Stage.ENDED)
 
     # ---- inside ----
 
@@ -719,7 +723,15 @@ class ActiveSession:
 
     @property
     def _is_between_steps(self) -> bool:
-        return self.trainer is not None and self.trainer.is_between_steps
+        is_learned = self.trainer is not None and self.trainer.is_between_steps
+        return is_learned and not self._is_midway
+
+    @contextmanager
+    def _changing_state(self) -> Iterator[None]:
+        """Change several parts of what a checkpoint holds; where that fails, none is saved."""
+        self._is_midway = True
+        yield
+        self._is_midway = False
 
     def _prepare(self, file_rows: Positions, seed: bytes) -> AlignedRows:
         """Make all that the common rows are needed for."""
@@ -814,7 +826,7 @@ class ActiveSession:
     def _restore(self, place: int, state: State) -> None:
         if self.trainer is None:
             raise RuntimeError("no state without a trainer")
-        with as_whole_state():
+        with as_whole_state(), self._changing_state():
             self._load(place, state)
         self._observer.on_audits_answered(self.audits_answered)
         if self.accounts.is_behind:
@@ -916,28 +928,30 @@ class ActiveSession:
         """Compute one gradient, and give each party its part of what the defense makes of it."""
         activation, fingerprints = self._take_questions()
         answer_key = self._questions.answer_key(self._place, fingerprints)
-        result = trainer.gradient(batch.positions, activation, answer_key)
-        reply = self._questions.reply_tag(self._place, result.defended)
-        self._charge(batch, result.report.charge, fingerprints, reply)
-        parts = parts_of(self.contract.aggregation, result.defended, len(self.parties))
-        for party, part in zip(self.parties, parts, strict=True):
-            if party.question is not None:
-                party.answer(TensorMessage(party.question.message.header, part))
-        self._go_to_next()
+        with self._changing_state():
+            result = trainer.gradient(batch.positions, activation, answer_key)
+            reply = self._questions.reply_tag(self._place, result.defended)
+            self._charge(batch, result.report.charge, fingerprints, reply)
+            parts = parts_of(self.contract.aggregation, result.defended, len(self.parties))
+            for party, part in zip(self.parties, parts, strict=True):
+                if party.question is not None:
+                    party.answer(TensorMessage(party.question.message.header, part))
+            self._go_to_next()
         self._unobserved = (batch, result)
 
     def _tell_all(self, batch: Batch, trainer: TopTrainer) -> None:
         """Score held-out rows, and tell every party whether the run goes on."""
         activation, fingerprints = self._take_questions()
         self._questions.record(self._place, fingerprints)
-        evaluation = self._evaluator.add(batch, *trainer.predict(batch.positions, activation))
-        if evaluation is not None:
-            self._observer.on_evaluation(evaluation)
-        is_over = self._evaluator.ends_training(batch)
-        course = pb.COURSE_STOP if is_over else pb.COURSE_CONTINUE
-        for party in self.parties:
-            party.answer(course)
-        self._go_to_next()
+        with self._changing_state():
+            evaluation = self._evaluator.add(batch, *trainer.predict(batch.positions, activation))
+            if evaluation is not None:
+                self._observer.on_evaluation(evaluation)
+            is_over = self._evaluator.ends_training(batch)
+            course = pb.COURSE_STOP if is_over else pb.COURSE_CONTINUE
+            for party in self.parties:
+                party.answer(course)
+            self._go_to_next()
         if batch.closes_epoch:
             for party in self.parties:
                 party.audits.open_epoch(batch.epoch)

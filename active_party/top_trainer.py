@@ -134,8 +134,8 @@ class TopTrainer:
         """Let the top model learn from the last step, if it has not yet."""
         if self._unlearned is None:
             return
-        lesson, self._unlearned = self._unlearned, None
-        self._objective.learn(lesson)
+        self._objective.learn(self._unlearned)
+        self._unlearned = None  # only now: a model that has learned half of it is no state
 
     def predict(self, positions: Positions, activation: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits and labels of some rows, on the CPU, without learning.

@@ -404,6 +404,7 @@ class PassiveRun:
                 self._place += 1
                 following = None if stops else next(course, None)
                 features = trainer.rows(following.positions) if following else None
+                self._is_over = following is None  # what ends the audits must not end that
                 if batch.closes_epoch:
                     self._observer.on_epoch(batch.epoch)
                     self._audit(peer, batch.epoch, rows)

@@ -3,13 +3,17 @@
 from pathlib import Path
 
 import pytest
+import torch
 
-from common.errors import Interrupted, InvalidMessage
+from active_party.session import Stage
+from common.errors import Interrupted, InvalidMessage, PeerError
+from common.wire.audit_codec import AuditQuestion
 from common.wire.tensor_codec import BatchHeader, TensorMessage
+from passive_party.label_free_audit import GatheredScores
 from passive_party.peer import Offer, Opening
 from protos import split_learning_pb2 as pb
 from tests.peers import InProcessPeer
-from tests.runs import build_parties, write_example
+from tests.runs import build_parties, run_in_process, write_example
 
 
 class ListeningPeer(InProcessPeer):
@@ -35,6 +39,41 @@ class ConfusedPeer(ListeningPeer):
         reply = super().receive_gradient()
         header = BatchHeader(**(vars(reply.header) | {"step": 7}))
         return TensorMessage(header, reply.values)
+
+
+class AuditsAtTheEnd:
+    """Asks once, after the epoch with which the run stops early."""
+
+    def scores_to_audit(self, epoch: int) -> list[GatheredScores]:
+        return [GatheredScores("norm", "cut", torch.zeros(1))] * epoch
+
+    def on_audit(self, epoch: int, scored: GatheredScores, leak_auc: float) -> None:
+        """Take no note."""
+
+    def on_audit_failed(self, epoch: int, error: PeerError) -> None:
+        """Take no note."""
+
+
+class InterruptedAudit(InProcessPeer):
+    """Is asked to measure scores when a signal comes."""
+
+    def audit(self, question: AuditQuestion) -> float:
+        raise Interrupted
+
+
+def test_a_run_that_is_stopped_in_its_last_audit_is_over_when_it_goes_on(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    epochs = "contract.epochs=5"
+    active = [epochs, "early_stopping={patience_epochs: 1, min_gain: 0.5}"]
+    parties = build_parties(tmp_path, active, [epochs], runs=tmp_path / "runs")
+    parties.run._auditor = AuditsAtTheEnd()
+    with pytest.raises(Interrupted):
+        parties.run.run(InterruptedAudit(parties.session, parties.engine))
+    assert parties.session.stage is Stage.FINISHED
+    again = build_parties(tmp_path, active, [epochs], runs=tmp_path / "runs")
+    assert again.session.reopen()
+    run_in_process(again)
+    assert again.session.wait_for_farewell(0)
 
 
 def test_before_the_handshake_there_is_no_run_to_leave(tmp_path: Path) -> None:

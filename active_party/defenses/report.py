@@ -30,6 +30,11 @@ class LeakCharge:
     epsilon: float | None = None
     """Label differential privacy that holds for all answers of this identity together."""
 
+    def __post_init__(self) -> None:
+        """Take a divergence that is no number for an infinite one: no budget would ever hold it."""
+        if not self.sum_kl >= 0:
+            object.__setattr__(self, "sum_kl", math.inf)
+
 
 @dataclass(frozen=True, slots=True)
 class DefenseReport:

@@ -35,6 +35,21 @@ class ForgetfulLedger(LeakLedger):
         super().charge(positions, LeakCharge(charge.sum_kl, "always the same"))
 
 
+@pytest.mark.parametrize("identity", [None, "one key"])
+@pytest.mark.parametrize("sum_kl", [math.nan, -0.1])
+def test_a_charge_that_is_no_divergence_counts_as_infinite(
+    sum_kl: float, identity: str | None
+) -> None:
+    """Compared with NaN no budget is ever passed, and no ledger that holds one is read again."""
+    ledger, positions = LeakLedger(3), np.arange(2)
+    charge = LeakCharge(sum_kl, identity)
+    assert ledger.after(positions, charge) == math.inf
+    ledger.charge(positions, charge)
+    again = LeakLedger(3)
+    again.load_state_dict(ledger.state_dict())
+    assert again.most(np.arange(3)) == math.inf
+
+
 class Simulation:
     """A run: each epoch answers once about every example, in batches of changing noise."""
 

@@ -22,7 +22,7 @@ from active_party.service import ActiveService, start_server
 from active_party.session import ActiveSession, Stage
 from active_party.settings import ActiveSettings
 from common.alignment import AlignmentResources, TriedIds, build_engine, file_of_count
-from common.checkpoint import RunStore, save_model, save_tensors
+from common.checkpoint import RunStore, delete_saved, save_model, save_tensors
 from common.command_line import (
     Commands,
     Interruption,
@@ -149,7 +149,7 @@ def _run(parsed: argparse.Namespace) -> None:
         )
         session.reopen()
         # From the first answer until this process ends, no file is to look like all that was told.
-        (folder / "checkpoint" / LEDGER).unlink(missing_ok=True)
+        delete_saved(folder, LEDGER)
         service = ActiveService(
             session, engine, settings.reconnect.deadline_s, _tried_ids(settings, folder)
         )

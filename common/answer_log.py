@@ -155,6 +155,23 @@ class AnswerLog:
         self._count += 1
         self._known[number] = record
 
+    def sync(self) -> None:
+        """Let what was noted outlive a power failure, as a checkpoint that counts it does.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        if self._path is None:
+            return
+        try:
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise StorageError(f"{self._path}: cannot be written: {error.strerror}") from error
+
     def since(self, count: int) -> Iterator[Record]:
         """Yield the records after the first few.
 
@@ -252,7 +269,8 @@ def _cut_off(path: Path, length: int, whole: int) -> None:
 
 
 def _append(path: Path, record: bytes) -> None:
-    # Not synced: a killed process loses nothing of it, and a peer cannot cut the power.
+    # Synced with the next checkpoint: a killed process loses nothing of it, and a peer cannot cut
+    # the power.
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         try:

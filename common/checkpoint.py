@@ -76,6 +76,15 @@ def save_tensors(folder: Path, file_name: str, tensors: Mapping[str, Tensor]) ->
     return path
 
 
+def delete_saved(folder: Path, file_name: str) -> None:
+    """Delete ``checkpoint/<file_name>`` from a run's folder, if it is there.
+
+    Raises:
+        StorageError: it cannot be deleted.
+    """
+    _delete(folder / "checkpoint" / file_name)
+
+
 class RunStore:
     """What one party needs in order to go on with a run after its process has ended.
 
@@ -195,6 +204,8 @@ class RunStore:
 
     def _keep_only(self, place: int, content: bytes) -> None:
         """Write a state, then delete what is older than the newest few."""
+        if self._answers is not None:
+            self._answers.sync()  # a log with fewer answers than a state counts is refused
         _write_content(self._path(place), content)
         for _, path in self._files()[: -self._keep]:
             _delete(path)

@@ -12,7 +12,7 @@ import torch
 
 from active_party.answered import AnsweredQuestions
 from common.answer_log import NO_PLACE, NOTHING_TOLD, AnswerLog, ChargedAnswer
-from common.checkpoint import RunStore
+from common.checkpoint import RunStore, delete_saved
 from common.errors import OutOfStep, StorageError
 from tests.peers import Lost, dying
 from tests.runs import Parties, build_parties, run_in_process, write_example
@@ -109,6 +109,34 @@ def test_a_full_disk_leaves_no_part_of_a_record(
     assert len(log) == 3
     log.record(2, [b"i" * 16], FRESH)
     assert len(AnswerLog(path)) == 4
+
+
+@pytest.mark.parametrize("soon", [False, True])
+def test_what_a_checkpoint_counts_is_on_the_disk_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, soon: bool
+) -> None:
+    """Otherwise a power failure could leave a log with fewer answers, which is refused."""
+    sync, synced = os.fsync, list[int]()
+
+    def note(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    with RunStore(tmp_path, keep=2, in_background=True) as store:
+        store.save_run({"run_id": "a"})
+        store.new_answers().record(0, [b"f" * 16], FRESH)
+        monkeypatch.setattr("os.fsync", note)
+        (store.save_soon if soon else store.save)(1, {"records": 1})
+    folder = tmp_path / "checkpoint"
+    log, state = ((folder / name).stat().st_ino for name in ("answered.log", "at-0000000001.state"))
+    assert synced.index(log) < synced.index(state)
+
+
+def test_a_ledger_that_cannot_be_deleted_is_an_error_of_the_disk(tmp_path: Path) -> None:
+    delete_saved(tmp_path, "ledger.safetensors")
+    (tmp_path / "checkpoint" / "ledger.safetensors").mkdir(parents=True)
+    with pytest.raises(StorageError, match=r"ledger\.safetensors: cannot be deleted"):
+        delete_saved(tmp_path, "ledger.safetensors")
 
 
 # ---- damage ----

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.environment import print_environment
+from common.upper_bounds import auc_at_most
 from tests.attacked_run import deal_labels
 from tests.bound_breakers import AttackName, Broken, run_attack
 
@@ -65,7 +66,7 @@ def main() -> None:
             cells = " | ".join(
                 cell(value, found) for value in (found.first_batch, found.last_batch, found[2])
             )
-            print(f"| {title} | {peer} | `{attack}` | {cells} | {found.guarantee:.3f} |")
+            print(f"| {title} | {peer} | `{attack}` | {cells} | {auc_at_most(found.guarantee)} |")
 
 
 def outcome(arguments: argparse.Namespace, defense: str, attack: AttackName) -> Broken:

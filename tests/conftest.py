@@ -6,16 +6,19 @@ figures of a test are the same however many cores there are.
 
 import logging
 import os
+import socket
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before numpy reads it; processes of tests inherit it
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 import common  # noqa: F401 (before any test imports gRPC)
+from tests.runs import write_example
 
 for _name in (*("grpc_proxy", "https_proxy", "http_proxy"), "no_grpc_proxy", "no_proxy"):
     os.environ.pop(_name, None)  # channels of the tests' own would obey it, on loopback, too
@@ -33,3 +36,18 @@ def _own_logging() -> Iterator[None]:
     root.setLevel(level)
     for package in ("active_party", "passive_party", "common", "deploy"):
         logging.getLogger(package).setLevel(logging.NOTSET)
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a small example; a module with another one has a fixture of its own."""
+    folder = tmp_path_factory.mktemp("example")
+    write_example(folder)
+    return folder
+
+
+@pytest.fixture
+def port() -> int:
+    """Return a port of loopback that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

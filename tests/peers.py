@@ -9,6 +9,7 @@ from common.alignment import AlignChannel, AlignmentEngine, align, channel_pair
 from common.errors import SplitveilError
 from common.wire.audit_codec import AuditQuestion
 from common.wire.tensor_codec import TensorMessage
+from passive_party.grpc_peer import GrpcPeer
 from passive_party.peer import Offer, Opening
 from protos import split_learning_pb2 as pb
 
@@ -135,3 +136,15 @@ class DiesAt(InProcessPeer):
 def dying(at: int, *, after: bool) -> Callable[..., InProcessPeer]:
     """Return a peer whose process ends at this one of its messages."""
     return type("Dies", (DiesAt,), {"at": at, "after": after})
+
+
+class AtSteps(GrpcPeer):
+    """Does something before it asks for the gradients of some steps."""
+
+    actions: dict[int, Callable[[], None]]
+    count = 0
+
+    def receive_gradient(self) -> TensorMessage:
+        self.count += 1
+        self.actions.get(self.count, lambda: None)()
+        return super().receive_gradient()

@@ -15,20 +15,13 @@ from common.answer_log import NO_PLACE, NOTHING_TOLD, AnswerLog, ChargedAnswer
 from common.checkpoint import RunStore, delete_saved
 from common.errors import OutOfStep, StorageError
 from tests.peers import Lost, dying
-from tests.runs import Parties, build_parties, run_in_process, write_example
+from tests.runs import Parties, build_parties, run_in_process
 
 EVERY_2 = ["contract.checkpoints={every_steps: 2, keep: 100}"]
 MARVELL = "defense={name: marvell, insecure_noise_seed: 1}"
 FRESH = ChargedAnswer(0.25, b"", float("inf"))
 REPEATED = ChargedAnswer(0.5, b"i" * 32, 1.0)
 HEADER_BYTES, RECORD_BYTES = 19, 96
-
-
-@pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("example")
-    write_example(folder)
-    return folder
 
 
 def log_of_three(path: Path) -> AnswerLog:

@@ -41,13 +41,6 @@ DEFENSES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("example")
-    write_example(folder)
-    return folder
-
-
 def overrides(defense: str, seed: str = ", insecure_noise_seed: 7}") -> list[str]:
     noisy = defense != "{name: none}"
     return [EVERY_2, f"defense={defense[:-1] + seed if noisy else defense}"]

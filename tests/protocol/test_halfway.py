@@ -11,19 +11,12 @@ from common.errors import SplitveilError, StorageError
 from common.wire.tensor_codec import TensorMessage
 from protos import split_learning_pb2 as pb
 from tests.peers import InProcessPeer, Lost
-from tests.runs import Parties, build_parties, run_in_process, write_example
+from tests.runs import Parties, build_parties, run_in_process
 
 EVERY_2 = ["contract.checkpoints={every_steps: 2, keep: 100}"]
 MARVELL = "defense={name: marvell, insecure_noise_seed: 1}"
 
 Fault = Callable[[ActiveSession, pytest.MonkeyPatch], None]
-
-
-@pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("example")
-    write_example(folder)
-    return folder
 
 
 def parties_in(example: Path, runs: Path) -> Parties:

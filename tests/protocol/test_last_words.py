@@ -29,16 +29,9 @@ from common.wire.tensor_codec import (
 from passive_party.grpc_peer import MAX_DAMAGED, GrpcPeer
 from protos import split_learning_pb2 as pb
 from tests.peers import InProcessPeer
-from tests.runs import Parties, build_parties, run_in_process, serving, write_example
+from tests.runs import Parties, build_parties, run_in_process, serving
 
 EVERY_2 = "contract.checkpoints.every_steps=2"
-
-
-@pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("example")
-    write_example(folder)
-    return folder
 
 
 def build(example: Path, runs: Path | None = None) -> Parties:

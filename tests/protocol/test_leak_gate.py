@@ -22,20 +22,13 @@ from common.telemetry import print_summary
 from common.wire.status import error_from, status_for
 from common.wire.tensor_codec import TensorMessage
 from tests.peers import InProcessPeer
-from tests.runs import Parties, build_parties, run_in_process, write_example
+from tests.runs import Parties, build_parties, run_in_process
 from tests.stored import same, stored
 from tests.waiting import HANGS_AFTER_S
 
 STRONG = "defense={name: marvell, strength: {power_ratio: 1000}, insecure_noise_seed: 1}"
 GATE = "leak_gate={max_leak_auc: 0.75, window_steps: 6"
 EPOCHS = "contract.epochs=8"
-
-
-@pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("example")
-    write_example(folder)
-    return folder
 
 
 class UnhurriedPeer(InProcessPeer):

@@ -31,13 +31,6 @@ KEYED = [f"{{name: {name}, noise: persistent}}" for name in PERSISTENT] + [
 ]
 
 
-@pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("example")
-    write_example(folder)
-    return folder
-
-
 # ---- the file
 
 

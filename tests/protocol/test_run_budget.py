@@ -27,18 +27,11 @@ from common.wire.status import error_from, status_for
 from common.wire.tensor_codec import TensorMessage
 from protos import split_learning_pb2 as pb
 from tests.peers import FaultyPeer, InProcessPeer
-from tests.runs import Parties, build_parties, run_in_process, write_example
+from tests.runs import Parties, build_parties, run_in_process
 
 MARVELL = "defense={name: marvell, strength: {power_ratio: 16}}"
 REPEATABLE = "defense={name: marvell, strength: {power_ratio: 16}, insecure_noise_seed: 1}"
 LONGER = "contract.epochs=5"
-
-
-@pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("example")
-    write_example(folder)
-    return folder
 
 
 def parties_with(folder: Path, *active: str) -> Parties:

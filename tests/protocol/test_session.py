@@ -21,13 +21,6 @@ from tests.peers import FaultyPeer, InProcessPeer
 from tests.runs import Parties, build_parties, run_in_process, write_example
 
 
-@pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("example")
-    write_example(folder)
-    return folder
-
-
 class StopsAtFirstStep(InProcessPeer):
     """Keeps the first training message instead of sending it."""
 

@@ -2,7 +2,6 @@
 
 import io
 import math
-import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -58,12 +57,6 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("example")
     write_classes(folder)
     return folder
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 # ---- labels ----

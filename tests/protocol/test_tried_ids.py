@@ -2,7 +2,6 @@
 
 import hashlib
 import random
-import socket
 import stat
 import threading
 from contextlib import suppress
@@ -18,25 +17,12 @@ from common.run_folder import open_run_folder
 from passive_party.grpc_peer import GrpcPeer
 from passive_party.peer import Offer, Opening
 from tests.peers import InProcessPeer
-from tests.runs import build_parties, run_in_process, serving, write_example
+from tests.runs import build_parties, run_in_process, serving
 
 CAP = 600
 ROUNDS = 12
 SAME_CAP = [f"contract.alignment.max_set_size={CAP}"]
 ENGINE = EcdhEngine(min_aligned=1, max_set_size=CAP, workers=0)
-
-
-@pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("example")
-    write_example(folder)
-    return folder
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def guesses() -> list[list[str]]:

@@ -21,7 +21,7 @@ from common.checkpoint import save_tensors
 from common.errors import BudgetExhausted, OtherAnswer, PeerLeft
 from protos import split_learning_pb2 as pb
 from tests.peers import InProcessPeer, Lost, dying
-from tests.runs import Parties, build_parties, run_in_process, write_example
+from tests.runs import Parties, build_parties, run_in_process
 from tests.several import build_several, write_several
 from tests.several import run_in_process as run_several
 
@@ -37,13 +37,6 @@ ONE_EPOCH = 7
 """Messages after which every training row was answered about once: four steps of them, and more."""
 
 Accounts = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("example")
-    write_example(folder)
-    return folder
 
 
 def parties_in(example: Path, runs: Path, *active: str) -> Parties:

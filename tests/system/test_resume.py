@@ -45,13 +45,6 @@ def settings(defense: str = "{name: none}") -> Settings:
 
 
 @pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("example")
-    write_example(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def whole(example: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     """Return what each defense's run leaves when nothing happens to it."""
     return {

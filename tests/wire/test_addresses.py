@@ -14,7 +14,7 @@ from common.addresses import HostAndPort, on_loopback, split_address
 from common.errors import SettingsError
 from common.wire.endpoint import add_port
 from passive_party.grpc_peer import GrpcPeer
-from tests.runs import Parties, build_parties, write_example
+from tests.runs import Parties, build_parties
 
 PROGRAMS: dict[str, tuple[ModuleType, str]] = {
     "active": (active_party.__main__, "listen"),
@@ -23,21 +23,8 @@ PROGRAMS: dict[str, tuple[ModuleType, str]] = {
 
 
 @pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("example")
-    write_example(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def parties(example: Path) -> Parties:
     return build_parties(example)
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @pytest.mark.parametrize(

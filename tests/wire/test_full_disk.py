@@ -14,7 +14,7 @@ from active_party.service import ActiveService, start_server
 from common.errors import PeerLeft, SplitveilError, StorageError
 from common.transcript import FILE, Broken, Crossing, Transcript, verify
 from passive_party.grpc_peer import GrpcPeer
-from tests.runs import Parties, build_parties, write_example
+from tests.runs import Parties, build_parties
 
 FULL = os.strerror(errno.ENOSPC)
 
@@ -75,13 +75,6 @@ class Noted:
                     self.parties.run.run(peer)
             finally:
                 server.stop(1).wait()
-
-
-@pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("example")
-    write_example(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -38,24 +38,11 @@ from tests.mutations import (
     send_mutants,
 )
 from tests.peers import InProcessPeer
-from tests.runs import Parties, build_parties, run_in_process, write_example
+from tests.runs import Parties, build_parties, run_in_process
 from tests.waiting import HANGS_AFTER_S
 
 FAULT = "fault in a handler"
 NO_MUTANT_GETS = {"INTERNAL", "UNKNOWN", "ABORTED", "DEADLINE_EXCEEDED"}
-
-
-@pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("example")
-    write_example(folder)
-    return folder
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def assert_undisturbed(parties: Parties, example: Path) -> None:

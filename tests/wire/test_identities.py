@@ -14,7 +14,6 @@ from active_party.service import ActiveService, start_server
 from active_party.session import Stage
 from common.credentials import CredentialFiles, in_lower_case
 from common.errors import PeerError, PeerUntrusted
-from common.wire.tensor_codec import TensorMessage
 from deploy.certs import renew_certificate
 from passive_party.grpc_peer import GrpcPeer
 from tests.certificates import (
@@ -27,6 +26,7 @@ from tests.certificates import (
     make,
     spoil_signature,
 )
+from tests.peers import AtSteps
 from tests.runs import Parties, build_parties, in_background, run_in_process, write_example
 
 WRONG_NAME = "does not carry the active party's name"
@@ -266,18 +266,6 @@ def test_whoever_passes_the_look_on_and_then_answers_by_itself_is_spoken_to_by_n
         with pytest.raises(PeerUntrusted, match=WRONG_NAME):
             peer.is_ready()
         assert switch.connections >= 3
-
-
-class AtSteps(GrpcPeer):
-    """Does something before it asks for the gradients of some steps."""
-
-    actions: dict[int, Callable[[], None]]
-    count = 0
-
-    def receive_gradient(self) -> TensorMessage:
-        self.count += 1
-        self.actions.get(self.count, lambda: None)()
-        return super().receive_gradient()
 
 
 def test_a_renewed_certificate_of_the_active_party_is_looked_at_when_it_is_met(

@@ -1,7 +1,6 @@
 """Streams that say nothing: whom they keep from being answered, and whom not any more."""
 
 import queue
-import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,24 +20,11 @@ from common.wire.limits import STREAMS_PER_CONNECTION
 from common.wire.stream_places import Stream, StreamPlaces
 from passive_party.grpc_peer import GrpcPeer
 from protos import split_learning_pb2 as pb
-from tests.runs import Parties, build_parties, serving, write_example
+from tests.runs import Parties, build_parties, serving
 from tests.waiting import wait_until
 from tests.wire.test_fuzz import assert_undisturbed
 
 PATIENCE = ReconnectSettings(max_s=300, first_wait_s=0.1, longest_wait_s=0.5, deadline_s=300)
-
-
-@pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("example")
-    write_example(folder)
-    return folder
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 class Hostile:

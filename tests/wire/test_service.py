@@ -1,6 +1,5 @@
 """The real wire over localhost: the same results as without it, and what a bad peer gets."""
 
-import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -36,22 +35,8 @@ from tests.runs import (
     run_in_process,
     run_over_grpc,
     serving,
-    write_example,
 )
 from tests.waiting import HANGS_AFTER_S
-
-
-@pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("example")
-    write_example(folder)
-    return folder
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def assert_same_weights(one: Parties, other: Parties) -> None:

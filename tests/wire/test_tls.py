@@ -26,23 +26,16 @@ from common.credentials import CredentialFiles
 from common.errors import PeerUnreachable, PeerUntrusted, SettingsError
 from common.wire import tls_version
 from common.wire.endpoint import method_path, open_channel
-from common.wire.tensor_codec import TensorMessage
 from deploy.certs import PartyFolder, keep_certificates, renew_certificate
 from passive_party.grpc_peer import GrpcPeer
 from protos import split_learning_pb2 as pb
 from tests.certificates import NAMES, Unchecked, add_expired, files, make
-from tests.runs import Parties, build_parties, in_background, run_in_process, write_example
+from tests.peers import AtSteps
+from tests.runs import Parties, build_parties, in_background, run_in_process
 from tests.waiting import HANGS_AFTER_S
 
 ROOT = Path(__file__).parents[2]
 HASTY = ["reconnect={max_s: 1, first_wait_s: 0.3, longest_wait_s: 0.3}"]
-
-
-@pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("example")
-    write_example(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +51,6 @@ def trusted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return certificates with the same names, signed by somebody else."""
     return make(tmp_path_factory.mktemp("foreign"))
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @contextmanager
@@ -535,18 +522,6 @@ class Relay:
             pass
         finally:
             sink.close()
-
-
-class AtSteps(GrpcPeer):
-    """Does something before it asks for the gradients of some steps."""
-
-    actions: dict[int, Callable[[], None]]
-    count = 0
-
-    def receive_gradient(self) -> TensorMessage:
-        self.count += 1
-        self.actions.get(self.count, lambda: None)()
-        return super().receive_gradient()
 
 
 def test_replaced_certificates_are_taken_up_without_a_restart_and_cut_no_connection(

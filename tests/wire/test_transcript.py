@@ -25,16 +25,9 @@ from common.transcript import (
 )
 from common.transcript_lines import KINDS
 from passive_party.grpc_peer import GrpcPeer
-from tests.runs import Parties, build_parties, run_in_process, write_example
+from tests.runs import Parties, build_parties, run_in_process
 
 Lines = list[str]
-
-
-@pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("example")
-    write_example(folder)
-    return folder
 
 
 def run_noted(folder: Path, into: Path, *overrides: str) -> tuple[Parties, Path, Path]:

@@ -4,7 +4,8 @@ A leak AUC of scores that the peer chooses is an answer about the labels. Theref
 closed unless the contract and this party's own settings open it, and then answers about all
 training examples at once, at least ``MIN_EXAMPLES`` of each class, once per attack, layer and
 epoch, for a few layers, with two digits. Of one positive among 20,000 rows four answers
-would tell which it is. What was answered is counted for good; the ledger counts none of it.
+would tell which it is. Whoever knows all labels but one still reads it from one answer, at the
+edge between two figures. What was answered is counted for good; the ledger counts none of it.
 
 With several classes the answer is the leak AUC of the pair told apart best, among the classes that
 hold ``MIN_EXAMPLES`` training examples each; scores of the others change nothing.

@@ -78,6 +78,36 @@ def test_no_audit_is_answered_with_fewer_than_a_thousand_of_a_class(rare: int) -
             desk.answer(question, rows, labels.__getitem__, lambda *_: None)
 
 
+@pytest.mark.parametrize("label", [0, 1])
+def test_one_answer_tells_the_last_label_to_whoever_knows_the_others(label: int) -> None:
+    """Audits are no protection of a single label, however many rows of each class there are."""
+    rows, last = np.arange(4000), 3999
+    if_0 = (torch.arange(4000) < 1500).float()
+    if_1 = if_0.clone()
+    if_1[last] = 1
+
+    def scores_with(negatives: int) -> torch.Tensor:
+        first = (torch.arange(4000) >= 1500) & (torch.arange(4000) < 1500 + negatives)
+        scores = (first | (torch.arange(4000) < 100)).float()
+        scores[last] = 1
+        return scores
+
+    def told(scores: torch.Tensor, labels: torch.Tensor) -> float:
+        desk = AuditDesk(is_open=True)
+        desk.open_epoch(0)
+        question = AuditQuestion("run", 0, "norm", "cut", positions_digest(rows), scores)
+        return desk.answer(question, rows, labels.__getitem__, lambda *_: None)
+
+    # Chosen before anything is asked, by what the answer would be for either label.
+    telling = next(
+        scores
+        for scores in map(scores_with, range(2000))
+        if round(leak_auc(scores, if_0), 2) != round(leak_auc(scores, if_1), 2)
+    )
+    answer = told(telling, (if_0, if_1)[label])
+    assert (answer == round(leak_auc(telling, if_1), 2)) is bool(label)
+
+
 def test_only_attacks_on_received_gradients_are_measured() -> None:
     assert set(LABEL_FREE) == {
         *("norm", "cosine_majority", "spectral", "regress_out", "accumulated_spectral"),

@@ -49,11 +49,12 @@ from common.errors import (
     SettingsError,
     StorageError,
 )
+from common.log_lines import configure_logging
 from common.models.factory import build_top_model
 from common.party_data import PartyData
 from common.party_settings import load_party_settings
 from common.run_folder import open_run_folder, write_json_atomically
-from common.telemetry import configure_logging, print_summary
+from common.summary_tables import print_summary
 from common.transcript import Transcript
 from common.wire.endpoint import check_security
 

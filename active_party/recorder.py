@@ -17,12 +17,13 @@ from active_party.top_trainer import StepResult
 from common.checkpoint import State
 from common.errors import LeakGateClosed
 from common.leak_recorder import LeakRecorder
+from common.metrics_log import MetricsLog
 from common.privacy.audit import BatchLeak
 from common.privacy.distributions import gradient_distributions, spread_epochs
 from common.run_course import AlignedRows, Batch
 from common.run_folder import write_json_atomically
 from common.splits import SplitName
-from common.telemetry import MetricsLog, TrainingProgress
+from common.training_progress import TrainingProgress
 from common.upper_bounds import at_most, auc_at_most
 from common.wire.audit_codec import AuditQuestion
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from common.errors import SettingsError, StorageError
+from common.metrics_log import MetricsLog
 from common.privacy.audit import (
     BatchLeak,
     LeakAudit,
@@ -22,7 +23,6 @@ from common.privacy.audit_worker import AuditWorker
 from common.privacy.class_audit import ClassLeakAudit
 from common.privacy.settings import AuditSettings
 from common.run_course import Batch
-from common.telemetry import MetricsLog
 
 logger = logging.getLogger(__name__)
 

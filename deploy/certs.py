@@ -29,7 +29,7 @@ from common.contract import ACTIVE, DnsName, Name
 from common.credentials import MAX_FILE_BYTES, SOON_DAYS, dns_names, subject_of
 from common.errors import SettingsError, SplitveilError, StorageError
 from common.files import read_bytes
-from common.telemetry import configure_logging
+from common.log_lines import configure_logging
 from common.visible_text import visible, visible_lines
 
 logger = logging.getLogger("deploy.certs")

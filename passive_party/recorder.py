@@ -12,11 +12,12 @@ from torch import Tensor
 
 from common.errors import AuditRefused, PeerError, SettingsError
 from common.leak_recorder import IDLE_S, LeakRecorder
+from common.metrics_log import MetricsLog
 from common.party_data import PartyData
 from common.privacy.audit import Observation
 from common.privacy.audit_worker import AuditWorker
 from common.run_course import AlignedRows, Batch
-from common.telemetry import MetricsLog, TrainingProgress
+from common.training_progress import TrainingProgress
 from passive_party.label_free_audit import GatheredScores, LabelFreeAudit
 from passive_party.settings import PassiveSettings
 

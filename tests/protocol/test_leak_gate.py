@@ -18,7 +18,7 @@ from active_party.settings import ActiveSettings, LeakGateSettings
 from common.errors import LeakGateClosed, PeerLeft, SettingsError
 from common.party_settings import load_party_settings
 from common.privacy.audit import BatchLeak
-from common.telemetry import print_summary
+from common.summary_tables import print_summary
 from common.wire.status import error_from, status_for
 from common.wire.tensor_codec import TensorMessage
 from tests.peers import InProcessPeer

@@ -13,10 +13,10 @@ import torch
 from active_party.recorder import ActiveRecorder
 from common.errors import SettingsError, StorageError
 from common.leak_recorder import LeakRecorder
+from common.metrics_log import MetricsLog
 from common.party_data import PartyData
 from common.privacy.settings import DEFAULT_ATTACKS, AuditSettings
 from common.run_course import Batch
-from common.telemetry import MetricsLog
 from passive_party.recorder import PassiveRecorder
 from tests.runs import build_parties, run_in_process, write_example
 from tests.stored import stored

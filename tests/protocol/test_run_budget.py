@@ -21,7 +21,7 @@ from common.errors import BudgetExhausted, Interrupted, PeerLeft, SettingsError
 from common.party_data import PartyData
 from common.party_settings import load_party_settings
 from common.run_course import Batch
-from common.telemetry import print_summary
+from common.summary_tables import print_summary
 from common.upper_bounds import at_most
 from common.wire.status import error_from, status_for
 from common.wire.tensor_codec import TensorMessage

@@ -24,18 +24,16 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 
 from common.checkpoint import save_tensors
 from common.errors import SettingsError, StorageError
+from common.log_lines import configure_logging
+from common.metrics_log import MetricsLog
 from common.run_folder import (
     open_run_folder,
     write_bytes_atomically,
     write_json_atomically,
     write_text_atomically,
 )
-from common.telemetry import (
-    MetricsLog,
-    TrainingProgress,
-    configure_logging,
-    print_summary,
-)
+from common.summary_tables import print_summary
+from common.training_progress import TrainingProgress
 from common.transcript import Transcript
 
 _LEAK = {"cut": {"norm": {"q95": 0.91, "mean": 0.8, "last_epoch": 0.75, "random_q95": 0.54321}}}

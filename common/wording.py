@@ -1,0 +1,43 @@
+"""How names and values of a run are written for people."""
+
+from collections.abc import Iterator, Mapping
+
+
+def in_words(value: object) -> str:
+    """Write a value of a summary as people do: four digits, and none of Python's own notation."""
+    match value:
+        case None:
+            return "-"
+        case bool():
+            return "yes" if value else "no"
+        case float():
+            return in_short(value)
+        case Mapping():
+            return ", ".join(_parts_in_words(value)) or "none"
+        case list() | tuple():
+            return ", ".join(map(in_words, value)) or "none"
+        case _:
+            return str(value)
+
+
+def _parts_in_words(values: Mapping[str, object]) -> Iterator[str]:
+    """Yield what a mapping holds, its name first; what is not set is left out."""
+    if isinstance(values.get("name"), str):
+        yield str(values["name"])
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _parts_in_words(value)
+        elif value is not None and (name != "name" or not isinstance(value, str)):
+            yield f"{label(name)} {in_words(value)}"
+
+
+def label(name: str) -> str:
+    """Return the name of a figure without its underscores: ``test AUC``, ``steps/s``."""
+    words = ["AUC" if word == "auc" else word for word in name.split("_")]
+    return " ".join(words).replace(" per s", "/s")
+
+
+def in_short(value: float) -> str:
+    """Write a number with four digits, and an exponent as people do: ``1.235e-5``."""
+    mantissa, _, exponent = f"{value:.4g}".partition("e")
+    return f"{mantissa}e{int(exponent)}" if exponent else mantissa

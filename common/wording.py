@@ -20,6 +20,22 @@ def in_words(value: object) -> str:
             return str(value)
 
 
+def setting_in_words(value: object) -> str:
+    """Write a setting: as ``in_words``, but with every part of it and every digit that counts."""
+    match value:
+        case None:
+            return "none"
+        case float():
+            return in_short(value, 6)
+        case Mapping():
+            parts = (f"{name} {setting_in_words(part)}" for name, part in value.items())
+            return ", ".join(parts) or "none"
+        case list() | tuple():
+            return ", ".join(map(setting_in_words, value)) or "none"
+        case _:
+            return in_words(value) or "(empty)"
+
+
 def _parts_in_words(values: Mapping[str, object]) -> Iterator[str]:
     """Yield what a mapping holds, its name first; what is not set is left out."""
     if isinstance(values.get("name"), str):
@@ -37,7 +53,7 @@ def label(name: str) -> str:
     return " ".join(words).replace(" per s", "/s")
 
 
-def in_short(value: float) -> str:
-    """Write a number with four digits, and an exponent as people do: ``1.235e-5``."""
-    mantissa, _, exponent = f"{value:.4g}".partition("e")
+def in_short(value: float, digits: int = 4) -> str:
+    """Write a number with so many digits, and an exponent as people do: ``1.235e-5``."""
+    mantissa, _, exponent = f"{value:.{digits}g}".partition("e")
     return f"{mantissa}e{int(exponent)}" if exponent else mantissa

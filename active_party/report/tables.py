@@ -13,6 +13,7 @@ from active_party.report.verdict import (
     needs_of,
 )
 from common.upper_bounds import auc_at_most
+from common.wording import setting_in_words
 
 _SECRETS = ("insecure_nonce_seed", "insecure_noise_seed")
 """Settings from which a reader could derive the noise or the batches."""
@@ -229,7 +230,7 @@ def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
         elif name in _SECRETS and value is not None:
             yield f"{prefix}{name}", "set (not shown)"
         else:
-            yield f"{prefix}{name}", _in_words(value)
+            yield f"{prefix}{name}", setting_in_words(value)
 
 
 def guarantee(run: RunFiles) -> str:
@@ -248,21 +249,3 @@ def figure(value: object, digits: int = 3) -> str:
 def count(value: object) -> str:
     """Write a count, a dash where there is none."""
     return f"{value:,}" if isinstance(value, int) else _ABSENT
-
-
-def _in_words(value: object) -> str:
-    match value:
-        case None:
-            return "none"
-        case bool():
-            return "yes" if value else "no"
-        case Mapping():
-            parts = (f"{name} {_in_words(part)}" for name, part in value.items())
-            return ", ".join(parts) or "none"
-        case list() | tuple():
-            return ", ".join(map(_in_words, value)) or "none"
-        case float():
-            mantissa, _, exponent = f"{value:g}".partition("e")
-            return f"{mantissa}e{int(exponent)}" if exponent else mantissa
-        case _:
-            return str(value) or "(empty)"

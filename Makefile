@@ -22,8 +22,9 @@ faults: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	.ci/link-source
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	PYTHONPATH=build/source $(BIN)/lint-imports
 	$(BIN)/pytest -q tests/maths/test_house.py
 
 protos: $(INSTALLED)

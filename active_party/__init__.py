@@ -1,3 +1,3 @@
 """The label owner: top model, defenses, session, gRPC service."""
 
-import common  # noqa: F401 (before gRPC)
+import splitveil.common  # noqa: F401 (before gRPC)

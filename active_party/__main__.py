@@ -12,18 +12,27 @@ from typing import Any
 
 import numpy as np
 
-from active_party.assembly import TrainerBuilder, build_session
-from active_party.defenses import open_noise_key
-from active_party.earlier_ledgers import LEDGER
-from active_party.plan import print_plan
-from active_party.recorder import ActiveRecorder
-from active_party.report import write_comparison, write_report
-from active_party.service import ActiveService, start_server
-from active_party.session import ActiveSession, Stage
-from active_party.settings import ActiveSettings
-from common.alignment import AlignmentResources, TriedIds, build_engine, file_of_count
-from common.checkpoint import RunStore, delete_saved, save_model, save_tensors
-from common.command_line import (
+from splitveil.active_party.assembly import TrainerBuilder, build_session
+from splitveil.active_party.defenses import open_noise_key
+from splitveil.active_party.ledger.earlier_ledgers import LEDGER
+from splitveil.active_party.plan import print_plan
+from splitveil.active_party.report import write_comparison, write_report
+from splitveil.active_party.run.session import ActiveSession, Stage
+from splitveil.active_party.serving.service import ActiveService, start_server
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.watch.recorder import ActiveRecorder
+from splitveil.common.alignment import AlignmentResources, TriedIds, build_engine, file_of_count
+from splitveil.common.errors import (
+    BudgetExhausted,
+    EndedForGood,
+    Interrupted,
+    PeerError,
+    PeerUnreachable,
+    SettingsError,
+    StorageError,
+)
+from splitveil.common.models.factory import build_top_model
+from splitveil.common.party.command_line import (
     Commands,
     Interruption,
     add_command,
@@ -38,27 +47,18 @@ from common.command_line import (
     save_resolved,
     verify_transcript,
 )
-from common.contract import ACTIVE, Contract
-from common.ended_run import clear_mark, end_of, mark_as_ended
-from common.errors import (
-    BudgetExhausted,
-    EndedForGood,
-    Interrupted,
-    PeerError,
-    PeerUnreachable,
-    SettingsError,
-    StorageError,
-)
-from common.log_lines import configure_logging
-from common.models.factory import build_top_model
-from common.party_data import PartyData
-from common.party_settings import load_party_settings
-from common.run_folder import open_run_folder, write_json_atomically
-from common.summary_tables import print_summary
-from common.transcript import Transcript
-from common.wire.endpoint import check_security
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.party.transcript import Transcript
+from splitveil.common.record.summary_tables import print_summary
+from splitveil.common.run.contract import ACTIVE, Contract
+from splitveil.common.storage.ended_run import clear_mark, end_of, mark_as_ended
+from splitveil.common.storage.run_folder import open_run_folder, write_json_atomically
+from splitveil.common.storage.run_store import RunStore, delete_saved, save_model, save_tensors
+from splitveil.common.text.log_lines import configure_logging
+from splitveil.common.wire.endpoint import check_security
 
-logger = logging.getLogger("active_party")
+logger = logging.getLogger("splitveil.active_party")
 
 GRACE_S = 5.0
 LAST_WORDS_S = 2.0

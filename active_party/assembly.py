@@ -7,29 +7,34 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from active_party.account_book import AccountBook
-from active_party.defenses import AnswerKeys, DefenseSettings, build_defense, open_noise_key
-from active_party.defenses.example_keys import (
+from splitveil.active_party.defenses import (
+    AnswerKeys,
+    DefenseSettings,
+    build_defense,
+    open_noise_key,
+)
+from splitveil.active_party.defenses.example_keys import (
     GRADIENT_NOISE,
     example_keys,
     key_from_insecure_seed,
 )
-from active_party.defenses.gafm import build_critic, persistent_shifts
-from active_party.defenses.label_noise import draw_noisy_labels
-from active_party.defenses.noise import SecureNoise, fresh_key
-from active_party.defenses.settings import GafmDefense, NoisyLabelDefense
-from active_party.early_stopping import EarlyStop
-from active_party.objectives import Adversarial, CrossEntropy, Objective
-from active_party.session import ActiveSession, SessionObserver
-from active_party.settings import ActiveSettings
-from active_party.top_trainer import TopTrainer
-from common.checkpoint import RunStore
-from common.data.features import FeatureEncoder
-from common.errors import DataError
-from common.models.factory import build_top_model
-from common.models.optimizers import build_optimizer
-from common.party_data import PartyData
-from common.run_course import AlignedRows
+from splitveil.active_party.defenses.gafm import build_critic, persistent_shifts
+from splitveil.active_party.defenses.label_noise import draw_noisy_labels
+from splitveil.active_party.defenses.noise import SecureNoise, fresh_key
+from splitveil.active_party.defenses.settings import GafmDefense, NoisyLabelDefense
+from splitveil.active_party.ledger.account_book import AccountBook
+from splitveil.active_party.run.session import ActiveSession, SessionObserver
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.training.early_stopping import EarlyStop
+from splitveil.active_party.training.objectives import Adversarial, CrossEntropy, Objective
+from splitveil.active_party.training.top_trainer import TopTrainer
+from splitveil.common.data.features import FeatureEncoder
+from splitveil.common.errors import DataError
+from splitveil.common.models.factory import build_top_model
+from splitveil.common.models.optimizers import build_optimizer
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.run.course import AlignedRows
+from splitveil.common.storage.run_store import RunStore
 
 
 class TrainerBuilder:

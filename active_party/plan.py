@@ -38,10 +38,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from active_party.defenses import DefenseSettings
-from active_party.defenses.label_noise import label_leak
-from active_party.defenses.persistent import repeated_sum_kl
-from active_party.defenses.settings import (
+from splitveil.active_party.defenses import DefenseSettings
+from splitveil.active_party.defenses.label_noise import label_leak
+from splitveil.active_party.defenses.persistent import repeated_sum_kl
+from splitveil.active_party.defenses.settings import (
     DetectionError,
     GafmDefense,
     IsoDefense,
@@ -53,18 +53,18 @@ from active_party.defenses.settings import (
     SumKl,
     is_credited,
 )
-from active_party.defenses.strength import allowed_sum_kl
-from active_party.defenses.sum_kl import (
+from splitveil.active_party.defenses.strength import allowed_sum_kl
+from splitveil.active_party.defenses.sum_kl import (
     leak_auc_bound,
     power_for_sum_kl,
     solve_noise,
     sum_kl_for_leak_auc,
 )
-from active_party.ledger import ROUNDING, estimated_auc
-from active_party.limits_of_guarantees import limit_of_guarantee
-from active_party.settings import ActiveSettings
-from common.party_data import PartyData
-from common.upper_bounds import at_most, auc_at_most
+from splitveil.active_party.ledger.ledger import ROUNDING, estimated_auc
+from splitveil.active_party.ledger.limits_of_guarantees import limit_of_guarantee
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.text.upper_bounds import at_most, auc_at_most
 
 NoiseKind = Literal["fresh", "persistent"]
 

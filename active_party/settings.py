@@ -5,19 +5,19 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from active_party.account_book import AccountBook
-from active_party.defenses import DefenseSettings
-from active_party.defenses.settings import refusal_of_budget, refusal_of_several_classes
-from active_party.defenses.sum_kl import sum_kl_for_leak_auc
-from active_party.earlier_ledgers import SETTING, open_books
-from common.contract import ACTIVE
-from common.data.settings import expand_path
-from common.errors import SettingsError
-from common.models.settings import ModelSettings
-from common.party_settings import Address, PartySettings
-from common.privacy.attacks import ATTACKS, BatchAttackName, SideInformation
-from common.privacy.settings import AuditSettings
-from common.settings import Section, only_key
+from splitveil.active_party.defenses import DefenseSettings
+from splitveil.active_party.defenses.settings import refusal_of_budget, refusal_of_several_classes
+from splitveil.active_party.defenses.sum_kl import sum_kl_for_leak_auc
+from splitveil.active_party.ledger.account_book import AccountBook
+from splitveil.active_party.ledger.earlier_ledgers import SETTING, open_books
+from splitveil.common.data.settings import expand_path
+from splitveil.common.errors import SettingsError
+from splitveil.common.models.settings import ModelSettings
+from splitveil.common.party.party_settings import Address, PartySettings
+from splitveil.common.privacy.attacks import ATTACKS, BatchAttackName, SideInformation
+from splitveil.common.privacy.settings import AuditSettings
+from splitveil.common.run.contract import ACTIVE
+from splitveil.common.settings import Section, only_key
 
 
 class EarlyStopping(Section):

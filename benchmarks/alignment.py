@@ -27,18 +27,18 @@ from typing import NamedTuple
 
 import grpc
 
-from common.alignment import (
+from splitveil.common.alignment import (
     Alignment,
     AlignmentResources,
-    EcdhAlignment,
     StreamChannel,
     align,
     build_engine,
-    canonical_ids,
     ristretto,
 )
-from common.wire.http_proxy import without_proxy
-from protos.split_learning_pb2 import AlignFrame
+from splitveil.common.data.ids import canonical_ids
+from splitveil.common.run.contract import EcdhAlignment
+from splitveil.common.wire.http_proxy import without_proxy
+from splitveil.protos.split_learning_pb2 import AlignFrame
 
 _METHOD = "/splitveil.v1.SplitLearning/Align"
 _FLOOR_IDS = 4096

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.privacy.attacks import (
+from splitveil.common.privacy.attacks import (
     ATTACKS,
     Knowledge,
     KnownClasses,
@@ -24,10 +24,10 @@ from common.privacy.attacks import (
     norm,
     spectral,
 )
-from common.privacy.audit import LeakAudit, Observation
-from common.privacy.audit_worker import AuditWorker
-from common.privacy.leakage import leak_auc, leak_auc_interval, leak_auc_many
-from common.privacy.settings import DEFAULT_ATTACKS
+from splitveil.common.privacy.audit import LeakAudit, Observation
+from splitveil.common.privacy.audit_worker import AuditWorker
+from splitveil.common.privacy.leakage import leak_auc, leak_auc_interval, leak_auc_many
+from splitveil.common.privacy.settings import DEFAULT_ATTACKS
 
 _EXAMPLES = 100_000
 _SHAPES = ((1024, 128), (128, 1600), (32768, 128))

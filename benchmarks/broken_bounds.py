@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.environment import print_environment
-from common.upper_bounds import auc_at_most
+from splitveil.common.text.upper_bounds import auc_at_most
 from tests.attacked_run import deal_labels
 from tests.bound_breakers import AttackName, Broken, run_attack
 

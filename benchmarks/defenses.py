@@ -12,8 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from active_party.defenses import DefenseSettings, build_defense
-from active_party.defenses.settings import (
+from benchmarks.environment import print_environment, spread
+from splitveil.active_party.defenses import DefenseSettings, build_defense
+from splitveil.active_party.defenses.settings import (
     IsoDefense,
     LeakAuc,
     MarvellDefense,
@@ -21,7 +22,6 @@ from active_party.defenses.settings import (
     MaxNormPositiveDefense,
     NoDefense,
 )
-from benchmarks.environment import print_environment, spread
 
 SHAPES = ((128, 1600), (1024, 128), (32768, 128))
 SETTINGS: dict[str, DefenseSettings] = {

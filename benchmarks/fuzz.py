@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from active_party.service import ActiveService
 from benchmarks.environment import print_environment
+from splitveil.active_party.serving.service import ActiveService
 from tests.mutations import (
     DirectSender,
     Mutator,

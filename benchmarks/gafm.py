@@ -22,10 +22,10 @@ import torch
 import yaml
 from torch import Tensor
 
-from active_party.session import ActiveSession
 from benchmarks.environment import print_environment
-from common.privacy.leakage import leak_auc
-from common.run_course import Batch
+from splitveil.active_party.run.session import ActiveSession
+from splitveil.common.privacy.leakage import leak_auc
+from splitveil.common.run.course import Batch
 from tests.runs import ACTIVE, CONTRACT, PASSIVE, PassiveRecording, build_parties, run_in_process
 
 DEFENSES = {

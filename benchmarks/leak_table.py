@@ -33,9 +33,9 @@ import numpy as np
 import torch
 
 from benchmarks.environment import print_environment
-from common.privacy.accumulation import NUM_HINTS
-from common.privacy.attacks import ATTACKS, CUT, RunAttackName
-from common.privacy.run_level import RunLevelLeak
+from splitveil.common.privacy.accumulation import NUM_HINTS
+from splitveil.common.privacy.attacks import ATTACKS, CUT, RunAttackName
+from splitveil.common.privacy.run_level import RunLevelLeak
 from tests.attacked_run import BATCH_ATTACKS, RUN_ATTACKS, AttackedRun, attacked_run, deal_labels
 
 EXAMPLES = Path(__file__).parent.parent / "deploy" / "examples"

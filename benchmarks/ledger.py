@@ -13,9 +13,9 @@ import time
 import numpy as np
 import torch
 
-from active_party.defenses.report import LeakCharge
-from active_party.ledger import LeakLedger
 from benchmarks.environment import print_environment, spread
+from splitveil.active_party.defenses.interface import LeakCharge
+from splitveil.active_party.ledger.ledger import LeakLedger
 
 
 def main() -> None:

@@ -12,22 +12,22 @@ from collections.abc import Callable
 
 import torch
 
-from active_party.defenses import DefenseSettings, build_defense
-from active_party.defenses.example_keys import (
+from benchmarks.environment import print_environment, spread
+from splitveil.active_party.defenses import DefenseSettings, build_defense
+from splitveil.active_party.defenses.example_keys import (
     GRADIENT_NOISE,
     example_keys,
     key_from_insecure_seed,
     scalars,
 )
-from active_party.defenses.label_noise import draw_noisy_labels
-from active_party.defenses.noise import EntropyNoise, SecureNoise
-from active_party.defenses.settings import (
+from splitveil.active_party.defenses.label_noise import draw_noisy_labels
+from splitveil.active_party.defenses.noise import EntropyNoise, SecureNoise
+from splitveil.active_party.defenses.settings import (
     GaussianLabels,
     IsoDefense,
     MarvellDefense,
     MaxNormDefense,
 )
-from benchmarks.environment import print_environment, spread
 
 NUM_IDS = 32_768
 SHAPE = (1024, 128)

@@ -43,11 +43,11 @@ import torch
 import yaml
 from torch import Tensor
 
-from active_party.top_trainer import TopTrainer
 from benchmarks.environment import print_environment, spread
-from common.run_course import Batch
-from passive_party.bottom_trainer import BottomTrainer
-from passive_party.grpc_peer import GrpcPeer
+from splitveil.active_party.training.top_trainer import TopTrainer
+from splitveil.common.run.course import Batch
+from splitveil.passive_party.bottom_trainer import BottomTrainer
+from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.runs import ACTIVE, CONTRACT, PASSIVE, PassiveRecording, build_parties, serving
 
 WARM_UP_EPOCHS = 2

@@ -27,11 +27,11 @@ import torch
 from pyarrow import csv as arrow_csv
 
 from benchmarks.environment import print_environment
-from common.data.converted import MappedTable, open_converted
-from common.data.features import FeatureEncoder
-from common.data.mapped_features import RowEncoder
-from common.data.settings import DataSettings
-from common.party_data import PartyData
+from splitveil.common.data.converted import MappedTable, open_converted
+from splitveil.common.data.features import FeatureEncoder
+from splitveil.common.data.mapped_features import RowEncoder
+from splitveil.common.data.settings import DataSettings
+from splitveil.common.party.party_data import PartyData
 
 CARDINALITIES = (
     *(1460, 583, 10_131_227, 2_202_608, 305, 24, 12_517, 633, 3, 93_145, 5683, 8_351_593, 3194),

@@ -121,7 +121,15 @@ def main() -> None:
         folder = Path(name)
         overrides = write_settings(folder)
         options = [text for override in overrides for text in ("--set", override)]
-        command = [sys.executable, "-P", "-m", "deploy.local", name, "--runs", f"{name}/runs"]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "splitveil.deploy.local",
+            name,
+            "--runs",
+            f"{name}/runs",
+        ]
         command += options
         with (folder / "log").open("wb") as log:
             launcher = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)

@@ -18,8 +18,8 @@ import time
 import numpy as np
 from scipy import optimize
 
-from active_party.defenses.sum_kl import NoiseSolution, power_for_sum_kl, solve_noise
 from benchmarks.environment import print_environment, spread
+from splitveil.active_party.defenses.sum_kl import NoiseSolution, power_for_sum_kl, solve_noise
 
 Instance = tuple[float, float, float, int, float, float]
 """neg_variance, pos_variance, gap_squared, cut_dim, pos_fraction, noise_power."""

@@ -27,10 +27,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from active_party.top_trainer import StepResult
 from benchmarks.environment import print_environment
-from common.privacy.leakage import leak_auc
-from common.run_course import Batch
+from splitveil.active_party.training.top_trainer import StepResult
+from splitveil.common.privacy.leakage import leak_auc
+from splitveil.common.run.course import Batch
 from tests.runs import ActiveRecording, build_parties, run_in_process
 
 EXAMPLES = Path(__file__).parent.parent / "deploy" / "examples"

@@ -24,9 +24,9 @@ import yaml
 from torch import Tensor
 
 from benchmarks.environment import print_environment, spread
-from common.run_course import Batch
-from deploy.certs import make_certificates
-from passive_party.grpc_peer import GrpcPeer
+from splitveil.common.run.course import Batch
+from splitveil.deploy.certs import make_certificates
+from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.certificates import NAMES, use
 from tests.runs import (
     ACTIVE,

@@ -36,17 +36,17 @@ import yaml
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from active_party.settings import ActiveSettings
 from benchmarks.environment import print_environment, spread
 from benchmarks.step import active_process
-from common.models.factory import build_bottom_model, build_top_model
-from common.models.optimizers import build_optimizer
-from common.party_data import PartyData
-from common.party_settings import load_party_settings
-from common.run_course import Batch
-from common.settings import read_yaml
-from passive_party.grpc_peer import GrpcPeer
-from passive_party.settings import PassiveSettings
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.models.factory import build_bottom_model, build_top_model
+from splitveil.common.models.optimizers import build_optimizer
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.run.course import Batch
+from splitveil.common.settings import read_yaml
+from splitveil.passive_party.grpc_peer import GrpcPeer
+from splitveil.passive_party.settings import PassiveSettings
 from tests.runs import PassiveRecording, build_parties
 
 EXAMPLE = Path(__file__).parents[1] / "deploy" / "examples" / "criteo"

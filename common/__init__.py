@@ -4,7 +4,7 @@ Importing it shuts TLS 1.2 out of gRPC's connections. grpcio has no setting for 
 but an environment variable for the cipher suites of TLS 1.2. The one suite left there needs a key
 that both ends share beforehand. There is none, and so only TLS 1.3, whose suites are always on,
 comes to an agreement. gRPC reads the variable while it is imported: where it was imported earlier,
-``common.wire.tls`` has it read the variable again.
+``splitveil.common.wire.tls`` has it read the variable again.
 """
 
 import os

@@ -7,9 +7,9 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from common.errors import SettingsError
-from common.visible_text import visible
-from common.yaml_text import load_yaml, read_yaml_file
+from splitveil.common.errors import SettingsError
+from splitveil.common.text.visible_text import visible
+from splitveil.common.text.yaml_text import load_yaml, read_yaml_file
 
 _SHOWN_CHARACTERS = 200
 """Of a value or an override in a message."""

@@ -25,14 +25,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from pydantic import TypeAdapter, ValidationError
 
-from common.contract import ACTIVE, DnsName, Name
-from common.credentials import MAX_FILE_BYTES, SOON_DAYS, dns_names, subject_of
-from common.errors import SettingsError, SplitveilError, StorageError
-from common.files import read_bytes
-from common.log_lines import configure_logging
-from common.visible_text import visible, visible_lines
+from splitveil.common.errors import SettingsError, SplitveilError, StorageError
+from splitveil.common.party.credentials import MAX_FILE_BYTES, SOON_DAYS, dns_names, subject_of
+from splitveil.common.run.contract import ACTIVE, DnsName, Name
+from splitveil.common.text.files import read_bytes
+from splitveil.common.text.log_lines import configure_logging
+from splitveil.common.text.visible_text import visible, visible_lines
 
-logger = logging.getLogger("deploy.certs")
+logger = logging.getLogger("splitveil.deploy.certs")
 
 AUTHORITY_DAYS = 3650
 PARTY_DAYS = 90

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from common.contract import ACTIVE
-from common.settings import read_yaml
-from common.upper_bounds import auc_at_most
-from common.visible_text import cell
+from splitveil.common.run.contract import ACTIVE
+from splitveil.common.settings import read_yaml
+from splitveil.common.text.upper_bounds import auc_at_most
+from splitveil.common.text.visible_text import cell
 
 Leak = Mapping[str, Mapping[str, Mapping[str, float | None]]]
 """Layer -> attack -> figure -> value, as in ``summary.json``."""

@@ -26,14 +26,14 @@ from typing import Any, NamedTuple
 import yaml
 from rich.console import Console
 
-from common.contract import ACTIVE
-from common.errors import EndedForGood, SettingsError
-from common.settings import apply_overrides, read_yaml
-from common.visible_text import cell, visible_lines
-from common.yaml_text import load_yaml
-from deploy.comparison import comparison_table, read_results
-from deploy.party_processes import run_parties
-from deploy.trial_certificates import trial_overrides
+from splitveil.common.errors import EndedForGood, SettingsError
+from splitveil.common.run.contract import ACTIVE
+from splitveil.common.settings import apply_overrides, read_yaml
+from splitveil.common.text.visible_text import cell, visible_lines
+from splitveil.common.text.yaml_text import load_yaml
+from splitveil.deploy.comparison import comparison_table, read_results
+from splitveil.deploy.party_processes import run_parties
+from splitveil.deploy.trial_certificates import trial_overrides
 
 WITH_SUMMARY = (0, EndedForGood.exit_code)
 """Exit codes of runs that ended as they were asked to, be it by a budget or a gate."""
@@ -175,7 +175,7 @@ def _run(example_dir: Path, defenses: list[str], overrides: list[str], runs_dir:
 
 def _report(*arguments: str) -> None:
     """Let the active party's command write a page; without it, the results are still there."""
-    command = [*PYTHON, "-m", "active_party", "report", *arguments]
+    command = [*PYTHON, "-m", "splitveil.active_party", "report", *arguments]
     if subprocess.run(command, check=False).returncode:
         sys.stderr.write("splitveil-local: a report could not be written\n")
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import IO
 
-from common.errors import PeerError
+from splitveil.common.errors import PeerError
 
 PEER_NOTICES_S = 5.0
 """How long a party may go on after the other one has failed: enough to hear of it and to save."""

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.contract import ACTIVE
-from common.errors import SettingsError, StorageError
-from common.settings import apply_overrides, read_yaml
-from deploy.certs import PartyFolder, keep_certificates
+from splitveil.common.errors import SettingsError, StorageError
+from splitveil.common.run.contract import ACTIVE
+from splitveil.common.settings import apply_overrides, read_yaml
+from splitveil.deploy.certs import PartyFolder, keep_certificates
 
 logger = logging.getLogger(__name__)
 

@@ -18,16 +18,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from common.errors import SettingsError, SplitveilError
-from common.run_folder import AS_USUAL, claimed, write_text_atomically
-from common.visible_text import visible_lines
-from experiments.cells import Cell, Choice, plan, problems
-from experiments.collection import circumstances_of, collect, read_rows, write_rows
-from experiments.execution import Ending, is_finished, run_cells
-from experiments.plots import PlottingUnavailable, draw
-from experiments.preparation import prepare
-from experiments.settings import Experiment, experiment_names, load_experiment
-from experiments.table import markdown
+from splitveil.common.errors import SettingsError, SplitveilError
+from splitveil.common.storage.run_folder import AS_USUAL, claimed, write_text_atomically
+from splitveil.common.text.visible_text import visible_lines
+from splitveil.experiments.cells import Cell, Choice, plan, problems
+from splitveil.experiments.collection import circumstances_of, collect, read_rows, write_rows
+from splitveil.experiments.execution import Ending, is_finished, run_cells
+from splitveil.experiments.plots import PlottingUnavailable, draw
+from splitveil.experiments.preparation import prepare
+from splitveil.experiments.settings import Experiment, experiment_names, load_experiment
+from splitveil.experiments.table import markdown
 
 DEFAULT_OUTPUT = Path(__file__).parent / "results"
 
@@ -91,7 +91,7 @@ def _run(options: argparse.Namespace) -> int:
         finally:
             finished = [cell for cell in runnable if is_finished(cell, results)]
             if finished:
-                command = shlex.join(["python", "-m", "experiments", *_words(options)])
+                command = shlex.join(["python", "-m", "splitveil.experiments", *_words(options)])
                 _collect(name, size, finished, results, command)
                 _show(name, experiment, results, plots=options.plots)
     return failures[0] if failures else 0

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from active_party.settings import ActiveSettings
-from common.contract import Contract
-from common.data.settings import DataSettings, FileSource
-from common.errors import SettingsError
-from common.settings import apply_overrides, read_yaml, validate
-from experiments.needs import unmet
-from experiments.settings import (
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.data.settings import DataSettings, FileSource
+from splitveil.common.errors import SettingsError
+from splitveil.common.run.contract import Contract
+from splitveil.common.settings import apply_overrides, read_yaml, validate
+from splitveil.experiments.needs import unmet
+from splitveil.experiments.settings import (
     Dataset,
     Experiment,
     Overlay,
@@ -21,7 +21,7 @@ from experiments.settings import (
     row_names,
     sweep_values,
 )
-from passive_party.settings import PassiveSettings
+from splitveil.passive_party.settings import PassiveSettings
 
 RUN_NAME = "run"
 

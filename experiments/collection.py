@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 from pyarrow import parquet
 
-from common.errors import StorageError
-from experiments.cells import RUN_NAME, Cell, passive_parties
-from experiments.execution import FINISHED
+from splitveil.common.errors import StorageError
+from splitveil.experiments.cells import RUN_NAME, Cell, passive_parties
+from splitveil.experiments.execution import FINISHED
 
 STRETCHES = 200
 """Parts of a run over which the leak of single batches is averaged."""

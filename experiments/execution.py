@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from common.errors import EndedForGood, Interrupted
-from common.run_folder import write_json_atomically, write_text_atomically
-from experiments.cells import EARLIER, PREPARED, Cell, passive_parties, with_folders
+from splitveil.common.errors import EndedForGood, Interrupted
+from splitveil.common.storage.run_folder import write_json_atomically, write_text_atomically
+from splitveil.experiments.cells import EARLIER, PREPARED, Cell, passive_parties, with_folders
 
 FINISHED = "finished.json"
 ENDED_AS_ASKED = (0, EndedForGood.exit_code)
@@ -155,7 +155,7 @@ def _run(
     folder = results / cell.folder
     _make_ready(cell, results, prepared)
     begun = time.monotonic()
-    command = [sys.executable, "-P", "-m", "deploy.local", str(folder / "settings")]
+    command = [sys.executable, "-P", "-m", "splitveil.deploy.local", str(folder / "settings")]
     command += ["--runs", str(folder / "runs")]
     command += ["--set", *(f"{party}.torch_threads={threads}" for party in ("active", "passive"))]
     process = launched.start(command, folder / "output.log", threads)

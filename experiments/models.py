@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from common.data.features import Features, image_as_float
+from splitveil.common.data.features import Features, image_as_float
 
 GREY_SIDE = 64
 """Pixels of GAFM's images of skin lesions, in both directions."""

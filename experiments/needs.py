@@ -5,10 +5,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
 
-from active_party.defenses import DefenseSettings
-from common.contract import Contract
-from common.models.settings import ModelSettings
-from common.party_settings import PartySettings
+from splitveil.active_party.defenses import DefenseSettings
+from splitveil.common.models.settings import ModelSettings
+from splitveil.common.party.party_settings import PartySettings
+from splitveil.common.run.contract import Contract
 
 Need: TypeAlias = Literal[
     "gafm",

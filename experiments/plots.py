@@ -8,11 +8,11 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from common.errors import SettingsError
-from experiments.cells import slug
-from experiments.collection import Row
-from experiments.settings import CoursePlot, EpochPlot, Plot, TradeOffPlot
-from experiments.table import differences
+from splitveil.common.errors import SettingsError
+from splitveil.experiments.cells import slug
+from splitveil.experiments.collection import Row
+from splitveil.experiments.settings import CoursePlot, EpochPlot, Plot, TradeOffPlot
+from splitveil.experiments.table import differences
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

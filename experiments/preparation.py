@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from common.errors import DataError, SettingsError
-from experiments.models import GREY_SIDE
+from splitveil.common.errors import DataError, SettingsError
+from splitveil.experiments.models import GREY_SIDE
 
 IMDB_WORDS = 500
 

@@ -25,9 +25,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, StringConstraints, model_validator
 
-from common.errors import SettingsError
-from common.settings import Section, read_yaml, validate
-from experiments.needs import Need
+from splitveil.common.errors import SettingsError
+from splitveil.common.settings import Section, read_yaml, validate
+from splitveil.experiments.needs import Need
 
 Label = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.=+ -]{0,59}$")]
 """Names datasets, variants and figures, in tables and (with ``-`` for blanks) folders."""

@@ -4,8 +4,8 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from experiments.collection import Row
-from experiments.settings import Experiment, Figure
+from splitveil.experiments.collection import Row
+from splitveil.experiments.settings import Experiment, Figure
 
 Values = Mapping[tuple[str, str], Sequence[float]]
 """Data set and variant -> one value per seed."""

@@ -1,3 +1,3 @@
 """The feature owner: bottom model, adversary, gRPC client."""
 
-import common  # noqa: F401 (before gRPC)
+import splitveil.common  # noqa: F401 (before gRPC)

@@ -11,9 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from common.alignment import AlignmentResources, TriedIds, build_engine, file_of_count
-from common.checkpoint import RunStore, save_model
-from common.command_line import (
+from splitveil.common.alignment import AlignmentResources, TriedIds, build_engine, file_of_count
+from splitveil.common.errors import (
+    ContractMismatch,
+    PeerEndedForGood,
+    PeerError,
+    PeerUnreachable,
+    SettingsError,
+)
+from splitveil.common.models.factory import build_bottom_model
+from splitveil.common.party.command_line import (
     Interruption,
     draw_nonce,
     end_program,
@@ -26,30 +33,23 @@ from common.command_line import (
     save_resolved,
     verify_transcript,
 )
-from common.credentials import CredentialFiles
-from common.ended_run import clear_mark, end_of, mark_as_ended
-from common.errors import (
-    ContractMismatch,
-    PeerEndedForGood,
-    PeerError,
-    PeerUnreachable,
-    SettingsError,
-)
-from common.log_lines import configure_logging
-from common.models.factory import build_bottom_model
-from common.party_data import PartyData
-from common.party_settings import load_party_settings
-from common.run_folder import open_run_folder, write_json_atomically
-from common.summary_tables import print_summary
-from common.transcript import Transcript
-from common.wire.endpoint import check_security
-from passive_party.assembly import TrainerBuilder
-from passive_party.grpc_peer import GrpcPeer
-from passive_party.recorder import PassiveRecorder
-from passive_party.run import PassiveRun
-from passive_party.settings import PassiveSettings
+from splitveil.common.party.credentials import CredentialFiles
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.party.transcript import Transcript
+from splitveil.common.record.summary_tables import print_summary
+from splitveil.common.storage.ended_run import clear_mark, end_of, mark_as_ended
+from splitveil.common.storage.run_folder import open_run_folder, write_json_atomically
+from splitveil.common.storage.run_store import RunStore, save_model
+from splitveil.common.text.log_lines import configure_logging
+from splitveil.common.wire.endpoint import check_security
+from splitveil.passive_party.assembly import TrainerBuilder
+from splitveil.passive_party.grpc_peer import GrpcPeer
+from splitveil.passive_party.recorder import PassiveRecorder
+from splitveil.passive_party.run import PassiveRun
+from splitveil.passive_party.settings import PassiveSettings
 
-logger = logging.getLogger("passive_party")
+logger = logging.getLogger("splitveil.passive_party")
 
 BACK_WITHIN_S = 15.0
 """How long the active party of a run that it has ended for good may take to serve again."""

@@ -2,15 +2,15 @@
 
 import torch
 
-from common.data.features import FeatureEncoder
-from common.errors import SettingsError
-from common.models.factory import build_bottom_model
-from common.models.layers import LayerTap, named_layer
-from common.models.optimizers import build_optimizer
-from common.party_data import PartyData
-from common.run_course import AlignedRows
-from passive_party.bottom_trainer import BottomTrainer
-from passive_party.settings import PassiveSettings
+from splitveil.common.data.features import FeatureEncoder
+from splitveil.common.errors import SettingsError
+from splitveil.common.models.factory import build_bottom_model
+from splitveil.common.models.optimizers import build_optimizer
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.run.course import AlignedRows
+from splitveil.passive_party.bottom_trainer import BottomTrainer
+from splitveil.passive_party.layer_taps import LayerTap, named_layer
+from splitveil.passive_party.settings import PassiveSettings
 
 
 class TrainerBuilder:

@@ -7,12 +7,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from common.checkpoint import State
-from common.contract import LearningRateSchedule
-from common.data.features import Features
-from common.models.layers import LayerTap
-from common.random_state import random_state, set_random_state
-from common.sample_order import Positions
+from splitveil.common.data.features import Features
+from splitveil.common.models.random_state import random_state, set_random_state
+from splitveil.common.run.contract import LearningRateSchedule
+from splitveil.common.run.sample_order import Positions
+from splitveil.common.storage.run_store import State
+from splitveil.passive_party.layer_taps import LayerTap
 
 
 class BottomTrainer:

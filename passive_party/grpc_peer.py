@@ -15,10 +15,8 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.alignment import AlignChannel, StreamChannel
-from common.contract import Contract
-from common.credentials import CredentialFiles
-from common.errors import (
+from splitveil.common.alignment import AlignChannel, StreamChannel
+from splitveil.common.errors import (
     Interrupted,
     InvalidMessage,
     OthersAwaited,
@@ -28,12 +26,14 @@ from common.errors import (
     ProtocolError,
     SplitveilError,
 )
-from common.party_settings import ReconnectSettings
-from common.transcript import Transcript
-from common.wire.audit_codec import AuditQuestion, encode_question
-from common.wire.endpoint import HANDSHAKE_TIMEOUT_S, SERVICE, method_path, open_channel
-from common.wire.http_proxy import HttpProxy
-from common.wire.limits import (
+from splitveil.common.party.credentials import CredentialFiles
+from splitveil.common.party.party_settings import ReconnectSettings
+from splitveil.common.party.transcript import Transcript
+from splitveil.common.run.contract import Contract
+from splitveil.common.wire.audit_codec import AuditQuestion, encode_question
+from splitveil.common.wire.endpoint import HANDSHAKE_TIMEOUT_S, SERVICE, method_path, open_channel
+from splitveil.common.wire.http_proxy import HttpProxy
+from splitveil.common.wire.limits import (
     ALIGN_FRAME_BYTES,
     DIGEST_BYTES,
     PARTY_KEY,
@@ -44,11 +44,16 @@ from common.wire.limits import (
     believed,
     reader,
 )
-from common.wire.noted_calls import NotingClient
-from common.wire.status import error_from
-from common.wire.tensor_codec import TensorAssembler, TensorLimits, TensorMessage, encode_tensor
-from passive_party.peer import Offer, Opening
-from protos import split_learning_pb2 as pb
+from splitveil.common.wire.noted_calls import NotingClient
+from splitveil.common.wire.status import error_from
+from splitveil.common.wire.tensor_codec import (
+    TensorAssembler,
+    TensorLimits,
+    TensorMessage,
+    encode_tensor,
+)
+from splitveil.passive_party.peer import Offer, Opening
+from splitveil.protos import split_learning_pb2 as pb
 
 logger = logging.getLogger(__name__)
 

@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from common.privacy.accumulation import AccumulatedScores, ContinuousSign, standardised
-from common.privacy.attacks import (
+from splitveil.common.privacy.accumulation import AccumulatedScores, ContinuousSign, standardised
+from splitveil.common.privacy.attacks import (
     ATTACKS,
     CUT,
     AttackName,
     GradientRows,
     Knowledge,
 )
-from common.privacy.audit import Observation
-from common.privacy.label_free import LABEL_FREE
-from common.sample_order import Positions
+from splitveil.common.privacy.audit import Observation
+from splitveil.common.privacy.label_free import LABEL_FREE
+from splitveil.common.run.sample_order import Positions
 
 
 class GatheredScores(NamedTuple):

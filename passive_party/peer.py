@@ -2,10 +2,10 @@
 
 from typing import NamedTuple, Protocol
 
-from common.alignment import AlignChannel
-from common.wire.audit_codec import AuditQuestion
-from common.wire.tensor_codec import TensorMessage
-from protos import split_learning_pb2 as pb
+from splitveil.common.alignment import AlignChannel
+from splitveil.common.wire.audit_codec import AuditQuestion
+from splitveil.common.wire.tensor_codec import TensorMessage
+from splitveil.protos import split_learning_pb2 as pb
 
 
 class Offer(NamedTuple):

@@ -10,16 +10,16 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from common.errors import AuditRefused, PeerError, SettingsError
-from common.leak_recorder import IDLE_S, LeakRecorder
-from common.metrics_log import MetricsLog
-from common.party_data import PartyData
-from common.privacy.audit import Observation
-from common.privacy.audit_worker import AuditWorker
-from common.run_course import AlignedRows, Batch
-from common.training_progress import TrainingProgress
-from passive_party.label_free_audit import GatheredScores, LabelFreeAudit
-from passive_party.settings import PassiveSettings
+from splitveil.common.errors import AuditRefused, PeerError, SettingsError
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.privacy.audit import Observation
+from splitveil.common.privacy.audit_worker import AuditWorker
+from splitveil.common.record.leak_recorder import IDLE_S, LeakRecorder
+from splitveil.common.record.metrics_log import MetricsLog
+from splitveil.common.record.training_progress import TrainingProgress
+from splitveil.common.run.course import AlignedRows, Batch
+from splitveil.passive_party.label_free_audit import GatheredScores, LabelFreeAudit
+from splitveil.passive_party.settings import PassiveSettings
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from common.alignment import (
+from splitveil.common.alignment import (
     Agree,
     AlignChannel,
     Alignment,
@@ -23,9 +23,7 @@ from common.alignment import (
     align,
     receive_share,
 )
-from common.checkpoint import RunStore, State, as_whole_state
-from common.contract import ACTIVE, Contract
-from common.errors import (
+from splitveil.common.errors import (
     AlignmentError,
     AuditRefused,
     ContractMismatch,
@@ -41,15 +39,23 @@ from common.errors import (
     SplitveilError,
     StorageError,
 )
-from common.run_course import AlignedRows, Batch, is_checkpoint, place_in_words, run_course
-from common.sample_order import Positions, joint_seed, positions_digest
-from common.wire.audit_codec import AuditQuestion
-from common.wire.tensor_codec import BatchHeader, TensorMessage
-from common.wire.words import SPLIT_ON_WIRE
-from passive_party.bottom_trainer import BottomTrainer
-from passive_party.label_free_audit import GatheredScores
-from passive_party.peer import Offer, Opening, Peer
-from protos import split_learning_pb2 as pb
+from splitveil.common.run.contract import ACTIVE, Contract
+from splitveil.common.run.course import (
+    AlignedRows,
+    Batch,
+    is_checkpoint,
+    place_in_words,
+    run_course,
+)
+from splitveil.common.run.sample_order import Positions, joint_seed, positions_digest
+from splitveil.common.storage.run_store import RunStore, State, as_whole_state
+from splitveil.common.wire.audit_codec import AuditQuestion
+from splitveil.common.wire.tensor_codec import BatchHeader, TensorMessage
+from splitveil.common.wire.words import SPLIT_ON_WIRE
+from splitveil.passive_party.bottom_trainer import BottomTrainer
+from splitveil.passive_party.label_free_audit import GatheredScores
+from splitveil.passive_party.peer import Offer, Opening, Peer
+from splitveil.protos import split_learning_pb2 as pb
 
 _MAX_ALIGNMENTS = 20
 """How often one process aligns anew because the peer was lost meanwhile."""

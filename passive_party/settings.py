@@ -4,13 +4,13 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from common.data.settings import DataSettings
-from common.models.settings import ModelSettings
-from common.party_settings import Address, Insecure, PartySettings
-from common.privacy.attacks import ATTACKS, CUT
-from common.privacy.label_free import LABEL_FREE
-from common.privacy.settings import AuditSettings
-from common.wire.http_proxy import HttpProxy, proxy_of_environment
+from splitveil.common.data.settings import DataSettings
+from splitveil.common.models.settings import ModelSettings
+from splitveil.common.party.party_settings import Address, Insecure, PartySettings
+from splitveil.common.privacy.attacks import ATTACKS, CUT
+from splitveil.common.privacy.label_free import LABEL_FREE
+from splitveil.common.privacy.settings import AuditSettings
+from splitveil.common.wire.http_proxy import HttpProxy, proxy_of_environment
 
 
 class AdversarySettings(AuditSettings):

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from active_party.defenses.sum_kl import leak_auc_bound
-from active_party.ledger import LeakBounds
-from active_party.settings import ActiveSettings
-from active_party.top_trainer import StepResult
-from common.party_data import PartyData
-from common.party_settings import load_party_settings
-from common.privacy.accumulation import NUM_HINTS, combine_with_hints
-from common.privacy.attacks import ATTACKS, AttackName, BatchAttackName, RunAttackName
-from common.privacy.audit import (
+from splitveil.active_party.defenses.sum_kl import leak_auc_bound
+from splitveil.active_party.ledger.ledger import LeakBounds
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.training.top_trainer import StepResult
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.privacy.accumulation import NUM_HINTS, combine_with_hints
+from splitveil.common.privacy.attacks import ATTACKS, AttackName, BatchAttackName, RunAttackName
+from splitveil.common.privacy.audit import (
     AttackSummary,
     LeakAudit,
     LeakByAttack,
@@ -28,9 +28,9 @@ from common.privacy.audit import (
     pick_hint_rows,
     pick_reference_row,
 )
-from common.privacy.leakage import auc
-from common.privacy.run_level import RunLevelLeak
-from common.run_course import AlignedRows, Batch
+from splitveil.common.privacy.leakage import auc
+from splitveil.common.privacy.run_level import RunLevelLeak
+from splitveil.common.run.course import AlignedRows, Batch
 from tests.runs import ActiveRecording, Parties, PassiveRecording, build_parties, run_in_process
 
 BATCH_ATTACKS: tuple[BatchAttackName, ...] = tuple(ATTACKS)

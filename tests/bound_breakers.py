@@ -26,11 +26,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from active_party.session import ActiveSession
-from common.alignment import AlignmentEngine
-from common.privacy.leakage import auc
-from common.run_course import Batch
-from common.wire.tensor_codec import TensorMessage
+from splitveil.active_party.run.session import ActiveSession
+from splitveil.common.alignment import AlignmentEngine
+from splitveil.common.privacy.leakage import auc
+from splitveil.common.run.course import Batch
+from splitveil.common.wire.tensor_codec import TensorMessage
 from tests.peers import InProcessPeer
 from tests.runs import PassiveRecording, build_parties, run_in_process
 

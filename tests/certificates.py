@@ -12,9 +12,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from common.credentials import CredentialFiles, Credentials
-from deploy import certs
-from deploy.certs import PartyFolder, keep_certificates, make_certificates
+from splitveil.common.party.credentials import CredentialFiles, Credentials
+from splitveil.deploy import certs
+from splitveil.deploy.certs import PartyFolder, keep_certificates, make_certificates
 
 NAMES = {"active": "active.splitveil", "passive": "passive.splitveil"}
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import common  # noqa: F401 (before any test imports gRPC)
+import splitveil.common  # noqa: F401 (before any test imports gRPC)
 from tests.runs import write_example
 
 for _name in (*("grpc_proxy", "https_proxy", "http_proxy"), "no_grpc_proxy", "no_proxy"):
@@ -34,8 +34,7 @@ def _own_logging() -> Iterator[None]:
     threading.excepthook = hook
     root.handlers[:] = handlers
     root.setLevel(level)
-    for package in ("active_party", "passive_party", "common", "deploy"):
-        logging.getLogger(package).setLevel(logging.NOTSET)
+    logging.getLogger("splitveil").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="module")

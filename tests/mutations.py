@@ -9,15 +9,15 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 import grpc
 
-from active_party.service import ActiveService, method_handlers, start_server
-from common.contract import Contract
-from common.transcript import Crossing, Transcript
-from common.wire.endpoint import method_path
-from common.wire.error_interceptor import ErrorInterceptor
-from common.wire.limits import PARTY_KEY, SMALL_BYTES, Refused, reader
-from common.wire.tensor_codec import TensorMessage
-from passive_party.grpc_peer import GrpcPeer
-from protos import split_learning_pb2 as pb
+from splitveil.active_party.serving.error_interceptor import ErrorInterceptor
+from splitveil.active_party.serving.service import ActiveService, method_handlers, start_server
+from splitveil.common.party.transcript import Crossing, Transcript
+from splitveil.common.run.contract import Contract
+from splitveil.common.wire.endpoint import method_path
+from splitveil.common.wire.limits import PARTY_KEY, SMALL_BYTES, Refused, reader
+from splitveil.common.wire.tensor_codec import TensorMessage
+from splitveil.passive_party.grpc_peer import GrpcPeer
+from splitveil.protos import split_learning_pb2 as pb
 from tests.runs import Parties
 
 METHODS = ("Handshake", "Align", "Train", "Evaluate", "Audit", "Leave")

@@ -3,15 +3,15 @@
 import threading
 from collections.abc import Callable
 
-from active_party.session import ActiveSession
-from active_party.session import Offer as ActiveOffer
-from common.alignment import AlignChannel, AlignmentEngine, align, channel_pair
-from common.errors import SplitveilError
-from common.wire.audit_codec import AuditQuestion
-from common.wire.tensor_codec import TensorMessage
-from passive_party.grpc_peer import GrpcPeer
-from passive_party.peer import Offer, Opening
-from protos import split_learning_pb2 as pb
+from splitveil.active_party.run.session import ActiveSession
+from splitveil.active_party.run.session import Offer as ActiveOffer
+from splitveil.common.alignment import AlignChannel, AlignmentEngine, align, channel_pair
+from splitveil.common.errors import SplitveilError
+from splitveil.common.wire.audit_codec import AuditQuestion
+from splitveil.common.wire.tensor_codec import TensorMessage
+from splitveil.passive_party.grpc_peer import GrpcPeer
+from splitveil.passive_party.peer import Offer, Opening
+from splitveil.protos import split_learning_pb2 as pb
 
 
 class InProcessPeer:

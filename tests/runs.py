@@ -12,27 +12,27 @@ import torch
 import yaml
 from torch import Tensor
 
-from active_party.assembly import TrainerBuilder as TopBuilder
-from active_party.assembly import build_session
-from active_party.evaluation import Evaluation
-from active_party.ledger import LeakBounds
-from active_party.service import ActiveService, start_server
-from active_party.session import ActiveSession
-from active_party.settings import ActiveSettings
-from active_party.top_trainer import StepResult
-from common.alignment import AlignmentEngine, AlignmentResources, build_engine
-from common.checkpoint import RunStore
-from common.command_line import draw_nonce
-from common.errors import SplitveilError
-from common.party_data import PartyData
-from common.party_settings import PartySettings, load_party_settings
-from common.run_course import AlignedRows, Batch
-from common.wire.audit_codec import AuditQuestion
-from passive_party.assembly import TrainerBuilder as BottomBuilder
-from passive_party.grpc_peer import GrpcPeer
-from passive_party.peer import Peer
-from passive_party.run import PassiveRun
-from passive_party.settings import PassiveSettings
+from splitveil.active_party.assembly import TrainerBuilder as TopBuilder
+from splitveil.active_party.assembly import build_session
+from splitveil.active_party.ledger.ledger import LeakBounds
+from splitveil.active_party.run.session import ActiveSession
+from splitveil.active_party.serving.service import ActiveService, start_server
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.training.evaluation import Evaluation
+from splitveil.active_party.training.top_trainer import StepResult
+from splitveil.common.alignment import AlignmentEngine, AlignmentResources, build_engine
+from splitveil.common.errors import SplitveilError
+from splitveil.common.party.command_line import draw_nonce
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.party_settings import PartySettings, load_party_settings
+from splitveil.common.run.course import AlignedRows, Batch
+from splitveil.common.storage.run_store import RunStore
+from splitveil.common.wire.audit_codec import AuditQuestion
+from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
+from splitveil.passive_party.grpc_peer import GrpcPeer
+from splitveil.passive_party.peer import Peer
+from splitveil.passive_party.run import PassiveRun
+from splitveil.passive_party.settings import PassiveSettings
 from tests.peers import InProcessPeer
 
 CPU = torch.device("cpu")

@@ -14,37 +14,37 @@ import torch
 import yaml
 from torch import Tensor
 
-from active_party.assembly import TrainerBuilder as TopBuilder
-from active_party.assembly import build_session
-from active_party.service import agreeing
-from active_party.session import ActiveSession
-from active_party.settings import ActiveSettings
-from common.alignment import (
+from splitveil.active_party.assembly import TrainerBuilder as TopBuilder
+from splitveil.active_party.assembly import build_session
+from splitveil.active_party.run.session import ActiveSession
+from splitveil.active_party.serving.service import agreeing
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.alignment import (
     AlignChannel,
     AlignmentEngine,
     AlignmentResources,
     align,
     build_engine,
 )
-from common.checkpoint import RunStore
-from common.command_line import draw_nonce
-from common.errors import (
+from splitveil.common.errors import (
     NotOpen,
     OthersAwaited,
     PeerRestarted,
     PeerUnreachable,
     SplitveilError,
 )
-from common.party_data import PartyData
-from common.party_settings import load_party_settings
-from common.run_course import AlignedRows
-from common.wire.audit_codec import AuditQuestion
-from common.wire.tensor_codec import TensorMessage
-from passive_party.assembly import TrainerBuilder as BottomBuilder
-from passive_party.peer import Offer, Opening
-from passive_party.run import PassiveRun
-from passive_party.settings import PassiveSettings
-from protos import split_learning_pb2 as pb
+from splitveil.common.party.command_line import draw_nonce
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.run.course import AlignedRows
+from splitveil.common.storage.run_store import RunStore
+from splitveil.common.wire.audit_codec import AuditQuestion
+from splitveil.common.wire.tensor_codec import TensorMessage
+from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
+from splitveil.passive_party.peer import Offer, Opening
+from splitveil.passive_party.run import PassiveRun
+from splitveil.passive_party.settings import PassiveSettings
+from splitveil.protos import split_learning_pb2 as pb
 from tests.peers import InProcessPeer
 from tests.runs import ACTIVE, CONTRACT, CPU, PASSIVE, ActiveRecording, PassiveRecording
 from tests.waiting import HANGS_AFTER_S

@@ -8,24 +8,25 @@ raw gradient is; what is built here for them is what comes after.
 import logging
 from pathlib import Path
 
-from active_party.defenses.example_keys import (
+from splitveil.active_party.defenses.example_keys import (
     NoiseKey,
     key_for,
     key_from_insecure_seed,
     key_name,
     load_or_create_key,
 )
-from active_party.defenses.iso import Isotropic
-from active_party.defenses.label_noise import NoisyLabel
-from active_party.defenses.marvell import Marvell
-from active_party.defenses.max_norm import MaxNorm
-from active_party.defenses.max_norm_positive import MaxNormPositive
-from active_party.defenses.multi_class_defenses import (
+from splitveil.active_party.defenses.interface import DefendedGradient, Defense, DefenseReport
+from splitveil.active_party.defenses.iso import Isotropic
+from splitveil.active_party.defenses.label_noise import NoisyLabel
+from splitveil.active_party.defenses.marvell import Marvell
+from splitveil.active_party.defenses.max_norm import MaxNorm
+from splitveil.active_party.defenses.max_norm_positive import MaxNormPositive
+from splitveil.active_party.defenses.multi_class_defenses import (
     MultiClassIsotropic,
     MultiClassMarvell,
     MultiClassMaxNorm,
 )
-from active_party.defenses.noise import (
+from splitveil.active_party.defenses.noise import (
     AnswerKeys,
     DefaultNoise,
     DrawKeys,
@@ -35,16 +36,15 @@ from active_party.defenses.noise import (
     SecureNoise,
     fresh_key,
 )
-from active_party.defenses.none import Undefended
-from active_party.defenses.persistent import (
+from splitveil.active_party.defenses.none import Undefended
+from splitveil.active_party.defenses.persistent import (
     KeyedScalars,
     PersistentIsotropic,
     PersistentMarvell,
     PersistentMaxNorm,
     repeated_sum_kl,
 )
-from active_party.defenses.report import DefendedGradient, Defense, DefenseReport
-from active_party.defenses.settings import (
+from splitveil.active_party.defenses.settings import (
     DefenseSettings,
     GafmDefense,
     IsoDefense,
@@ -56,8 +56,8 @@ from active_party.defenses.settings import (
     NoisyLabelDefense,
     refusal_of_several_classes,
 )
-from active_party.defenses.strength import power_rule
-from active_party.defenses.sum_kl import NoiseSolution
+from splitveil.active_party.defenses.strength import power_rule
+from splitveil.active_party.defenses.sum_kl import NoiseSolution
 
 __all__ = [
     "AnswerKeys",

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from active_party.defenses.rows import as_unit, in_chunks, largest_size
+from splitveil.active_party.defenses.rows import as_unit, in_chunks, largest_size
 
 _KEPT_SHARE = 0.9
 """Weight of the past in the running means: about the last ten batches count."""

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from active_party.defenses.noise import box_muller
-from common.errors import SettingsError, StorageError
+from splitveil.active_party.defenses.noise import box_muller
+from splitveil.common.errors import SettingsError, StorageError
 
 NoiseKey = NewType("NoiseKey", bytes)
 """32 secret bytes."""

@@ -37,17 +37,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from active_party.defenses.example_keys import NoiseKey, example_keys
-from active_party.defenses.noise import NoiseSource, fill_state, open_uniform
-from active_party.defenses.report import DefenseReport, LeakCharge
-from active_party.defenses.settings import (
+from splitveil.active_party.defenses.example_keys import NoiseKey, example_keys
+from splitveil.active_party.defenses.interface import DefenseReport, LeakCharge
+from splitveil.active_party.defenses.noise import NoiseSource, fill_state, open_uniform
+from splitveil.active_party.defenses.settings import (
     GafmDefense,
     IsoDefense,
     MarvellDefense,
     NoisyLabelDefense,
 )
-from active_party.defenses.sum_kl import sum_kl_along_gap
-from common.data.features import Features
+from splitveil.active_party.defenses.sum_kl import sum_kl_along_gap
+from splitveil.common.data.features import Features
 
 _LABEL_RESPONSE = b"label response"
 _KEPT_SHARE = 0.9

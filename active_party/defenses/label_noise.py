@@ -27,29 +27,29 @@ import math
 import torch
 from torch import Tensor
 
-from active_party.defenses.example_keys import (
+from splitveil.active_party.defenses.example_keys import (
     LABEL_NOISE,
     NoiseKey,
     example_keys,
     key_name,
     scalars,
 )
-from active_party.defenses.noise import open_uniform
-from active_party.defenses.report import (
+from splitveil.active_party.defenses.interface import (
     DefendedGradient,
     DefenseReport,
     LeakCharge,
     Stateless,
 )
-from active_party.defenses.rows import as_classes, as_rows
-from active_party.defenses.settings import (
+from splitveil.active_party.defenses.noise import open_uniform
+from splitveil.active_party.defenses.rows import as_classes, as_rows
+from splitveil.active_party.defenses.settings import (
     GaussianLabels,
     LabelMechanism,
     LaplaceLabels,
     NoisyLabelDefense,
     RandomizedResponse,
 )
-from active_party.defenses.sum_kl import leak_auc_bound
+from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 
 _GRID = 2.0**10
 

@@ -13,19 +13,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from active_party.defenses.class_statistics import ClassEstimate, measure_classes
-from active_party.defenses.iso import noise_alone
-from active_party.defenses.noise import NoiseSource
-from active_party.defenses.report import (
+from splitveil.active_party.defenses.class_statistics import ClassEstimate, measure_classes
+from splitveil.active_party.defenses.interface import (
     ClassMemory,
     DefendedGradient,
     DefenseReport,
     LeakCharge,
     release,
 )
-from active_party.defenses.rows import as_positive, as_rows, row_norms
-from active_party.defenses.strength import PowerRule
-from active_party.defenses.sum_kl import (
+from splitveil.active_party.defenses.iso import noise_alone
+from splitveil.active_party.defenses.noise import NoiseSource
+from splitveil.active_party.defenses.rows import as_positive, as_rows, row_norms
+from splitveil.active_party.defenses.strength import PowerRule
+from splitveil.active_party.defenses.sum_kl import (
     NoiseSolution,
     leak_auc_bound,
     solve_noise,

@@ -12,17 +12,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from active_party.defenses.class_statistics import BatchClasses, ClassEstimate, measure_means
-from active_party.defenses.noise import NoiseSource
-from active_party.defenses.report import (
+from splitveil.active_party.defenses.class_statistics import (
+    BatchClasses,
+    ClassEstimate,
+    measure_means,
+)
+from splitveil.active_party.defenses.interface import (
     ClassMemory,
     DefendedGradient,
     DefenseReport,
     LeakCharge,
     release,
 )
-from active_party.defenses.rows import as_positive, as_rows
-from active_party.defenses.sum_kl import sum_kl_along_gap
+from splitveil.active_party.defenses.noise import NoiseSource
+from splitveil.active_party.defenses.rows import as_positive, as_rows
+from splitveil.active_party.defenses.sum_kl import sum_kl_along_gap
 
 
 class MaxNorm(ClassMemory):

@@ -14,11 +14,16 @@ positive could have been, so that the negatives are as long as beside such a one
 import torch
 from torch import Tensor
 
-from active_party.defenses.class_statistics import measure_means
-from active_party.defenses.max_norm import charge_rows, stretch_rows
-from active_party.defenses.noise import NoiseSource
-from active_party.defenses.report import ClassMemory, DefendedGradient, DefenseReport, release
-from active_party.defenses.rows import as_positive, as_rows
+from splitveil.active_party.defenses.class_statistics import measure_means
+from splitveil.active_party.defenses.interface import (
+    ClassMemory,
+    DefendedGradient,
+    DefenseReport,
+    release,
+)
+from splitveil.active_party.defenses.max_norm import charge_rows, stretch_rows
+from splitveil.active_party.defenses.noise import NoiseSource
+from splitveil.active_party.defenses.rows import as_positive, as_rows
 
 
 class MaxNormPositive(ClassMemory):

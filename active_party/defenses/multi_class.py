@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from active_party.defenses.noise import NoiseSource
+from splitveil.active_party.defenses.noise import NoiseSource
 
 
 class SharedNoise(NamedTuple):

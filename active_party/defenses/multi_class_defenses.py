@@ -26,27 +26,32 @@ import math
 import torch
 from torch import Tensor
 
-from active_party.defenses.class_means import (
+from splitveil.active_party.defenses.class_means import (
     ClassMeans,
     MeansMemory,
     longest_gap,
     measure_class_means,
     squared_distances,
 )
-from active_party.defenses.iso import isotropic_noise, noise_alone
-from active_party.defenses.max_norm import RowNoise, missing_norms, stretch_rows
-from active_party.defenses.multi_class import (
+from splitveil.active_party.defenses.interface import (
+    DefendedGradient,
+    DefenseReport,
+    LeakCharge,
+    release,
+)
+from splitveil.active_party.defenses.iso import isotropic_noise, noise_alone
+from splitveil.active_party.defenses.max_norm import RowNoise, missing_norms, stretch_rows
+from splitveil.active_party.defenses.multi_class import (
     draw_shared_noise,
     pair_divergences,
     power_for_worst_pair,
     solve_shared_noise,
 )
-from active_party.defenses.noise import NoiseSource
-from active_party.defenses.report import DefendedGradient, DefenseReport, LeakCharge, release
-from active_party.defenses.rows import as_classes, as_rows
-from active_party.defenses.settings import PowerRatio, Strength
-from active_party.defenses.strength import allowed_sum_kl
-from active_party.defenses.sum_kl import leak_auc_bound, sum_kl_along_gap
+from splitveil.active_party.defenses.noise import NoiseSource
+from splitveil.active_party.defenses.rows import as_classes, as_rows
+from splitveil.active_party.defenses.settings import PowerRatio, Strength
+from splitveil.active_party.defenses.strength import allowed_sum_kl
+from splitveil.active_party.defenses.sum_kl import leak_auc_bound, sum_kl_along_gap
 
 
 class MultiClassIsotropic(MeansMemory):

@@ -4,8 +4,13 @@ import math
 
 from torch import Tensor
 
-from active_party.defenses.report import DefendedGradient, DefenseReport, LeakCharge, Stateless
-from active_party.defenses.rows import as_classes, as_rows
+from splitveil.active_party.defenses.interface import (
+    DefendedGradient,
+    DefenseReport,
+    LeakCharge,
+    Stateless,
+)
+from splitveil.active_party.defenses.rows import as_classes, as_rows
 
 
 class Undefended(Stateless):

@@ -36,9 +36,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from active_party.defenses.example_keys import scalars
-from active_party.defenses.noise import NoiseSource
-from active_party.defenses.report import (
+from splitveil.active_party.defenses.example_keys import scalars
+from splitveil.active_party.defenses.interface import (
     DefendedGradient,
     Defense,
     DefenseReport,
@@ -46,10 +45,17 @@ from active_party.defenses.report import (
     Stateless,
     release,
 )
-from active_party.defenses.rows import as_positive, as_rows, in_chunks, largest_size, row_norms
-from active_party.defenses.settings import PowerRatio, Strength
-from active_party.defenses.strength import allowed_sum_kl
-from active_party.defenses.sum_kl import leak_auc_bound
+from splitveil.active_party.defenses.noise import NoiseSource
+from splitveil.active_party.defenses.rows import (
+    as_positive,
+    as_rows,
+    in_chunks,
+    largest_size,
+    row_norms,
+)
+from splitveil.active_party.defenses.settings import PowerRatio, Strength
+from splitveil.active_party.defenses.strength import allowed_sum_kl
+from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 
 _SMALLEST_RESIDUAL = 2.0**-10
 """Below this |p - y| a row is too little of J for float32 to find J in it."""

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from common.settings import Section, only_key
+from splitveil.common.settings import Section, only_key
 
 
 class NoDefense(Section):

@@ -13,9 +13,15 @@ enough. It is also unbounded where theirs ends at 4.
 
 from collections.abc import Callable
 
-from active_party.defenses.class_statistics import ClassEstimate
-from active_party.defenses.settings import DetectionError, LeakAuc, PowerRatio, Strength, SumKl
-from active_party.defenses.sum_kl import power_for_sum_kl, sum_kl_for_leak_auc
+from splitveil.active_party.defenses.class_statistics import ClassEstimate
+from splitveil.active_party.defenses.settings import (
+    DetectionError,
+    LeakAuc,
+    PowerRatio,
+    Strength,
+    SumKl,
+)
+from splitveil.active_party.defenses.sum_kl import power_for_sum_kl, sum_kl_for_leak_auc
 
 PowerRule = Callable[[ClassEstimate, int], float]
 """From the classes and ``cut_dim`` to the noise power, in units of the estimate's ``unit``^2."""

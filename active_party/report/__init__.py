@@ -5,8 +5,13 @@ style sheet, so that it can be dark on a screen and black on paper, keeps text a
 dependency of the size of the rest of the program.
 """
 
-from active_party.report.page import comparison_page, report_page, write_comparison, write_report
-from active_party.report.run_files import RunFiles, read_run
+from splitveil.active_party.report.page import (
+    comparison_page,
+    report_page,
+    write_comparison,
+    write_report,
+)
+from splitveil.active_party.report.run_files import RunFiles, read_run
 
 __all__ = [
     "RunFiles",

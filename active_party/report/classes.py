@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from active_party.report.run_files import PartyFiles, RunFiles
-from active_party.report.tables import figure
+from splitveil.active_party.report.run_files import PartyFiles, RunFiles
+from splitveil.active_party.report.tables import figure
 
 
 class PairRow(NamedTuple):

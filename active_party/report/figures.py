@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from active_party.report.run_files import LeakSeries, Numbers
+from splitveil.active_party.report.run_files import LeakSeries, Numbers
 
 MIN_WINDOW = 15
 """Batches that a window's quantiles need at least."""

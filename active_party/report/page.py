@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from active_party.report.classes import class_table, pair_rows, run_pairs
-from active_party.report.distributions import class_rows, sent_panels
-from active_party.report.figures import Finding, finding_of, strongest
-from active_party.report.panels import (
+from splitveil.active_party.report.classes import class_table, pair_rows, run_pairs
+from splitveil.active_party.report.distributions import class_rows, sent_panels
+from splitveil.active_party.report.figures import Finding, finding_of, strongest
+from splitveil.active_party.report.panels import (
     NUM_STYLES,
     Coloured,
     layer_panels,
@@ -26,7 +26,7 @@ from active_party.report.panels import (
     trade_off,
     training_panels,
 )
-from active_party.report.run_files import (
+from splitveil.active_party.report.run_files import (
     LeakSeries,
     RunFiles,
     adversary_series,
@@ -35,8 +35,8 @@ from active_party.report.run_files import (
     num_classes,
     read_run,
 )
-from active_party.report.svg import Dot
-from active_party.report.tables import (
+from splitveil.active_party.report.svg import Dot
+from splitveil.active_party.report.tables import (
     alarm_rows,
     audit_rows,
     count,
@@ -51,9 +51,9 @@ from active_party.report.tables import (
     tiles,
     watch_notes,
 )
-from active_party.report.verdict import RunLevel, Verdict, judge, ledger_of, run_levels
-from common.errors import SettingsError
-from common.run_folder import write_text_atomically
+from splitveil.active_party.report.verdict import RunLevel, Verdict, judge, ledger_of, run_levels
+from splitveil.common.errors import SettingsError
+from splitveil.common.storage.run_folder import write_text_atomically
 
 _NAME_LENGTH = 36
 _EXPECTED_TO_DIFFER = {"contract.run_name", "listen", "runs_dir"}
@@ -169,7 +169,7 @@ def comparison_page(runs: Sequence[RunFiles]) -> str:
 
 def _render(template: str, **values: object) -> str:
     environment = Environment(
-        loader=PackageLoader("active_party.report"),
+        loader=PackageLoader("splitveil.active_party.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

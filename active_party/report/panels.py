@@ -7,14 +7,14 @@ from typing import NamedTuple
 import numpy as np
 from markupsafe import Markup
 
-from active_party.report.figures import (
+from splitveil.active_party.report.figures import (
     WITHOUT_GRADIENTS,
     epoch_means,
     finding_of,
     strongest,
     windows,
 )
-from active_party.report.run_files import (
+from splitveil.active_party.report.run_files import (
     LeakSeries,
     Numbers,
     RunFiles,
@@ -22,9 +22,9 @@ from active_party.report.run_files import (
     column,
     steps_per_epoch_of,
 )
-from active_party.report.svg import Axis, Band, Chart, Dot, Line, Mark, Rule, round_axis
-from active_party.report.verdict import RunLevel, is_oracle
-from common.upper_bounds import at_most, auc_at_most
+from splitveil.active_party.report.svg import Axis, Band, Chart, Dot, Line, Mark, Rule, round_axis
+from splitveil.active_party.report.verdict import RunLevel, is_oracle
+from splitveil.common.text.upper_bounds import at_most, auc_at_most
 
 _AUC_TICKS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _SMALL = (330.0, 225.0)

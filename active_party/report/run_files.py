@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import SettingsError
-from common.yaml_text import RESOLVED, load_yaml
+from splitveil.common.errors import SettingsError
+from splitveil.common.text.yaml_text import RESOLVED, load_yaml
 
 Line = Mapping[str, Any]
 """One line of ``metrics.jsonl``."""

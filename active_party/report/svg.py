@@ -12,7 +12,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 
 from markupsafe import Markup
 
-from active_party.report.run_files import Numbers
+from splitveil.active_party.report.run_files import Numbers
 
 _LINE_HEIGHT = 14.0
 _NAME_WIDTH = 8.2

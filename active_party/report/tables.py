@@ -4,16 +4,16 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from active_party.report.figures import Finding, strongest
-from active_party.report.run_files import RunFiles, noted
-from active_party.report.verdict import (
+from splitveil.active_party.report.figures import Finding, strongest
+from splitveil.active_party.report.run_files import RunFiles, noted
+from splitveil.active_party.report.verdict import (
     RunLevel,
     guarantee_of,
     ledger_of,
     needs_of,
 )
-from common.upper_bounds import auc_at_most
-from common.wording import setting_in_words
+from splitveil.common.text.upper_bounds import auc_at_most
+from splitveil.common.text.wording import setting_in_words
 
 _SECRETS = ("insecure_nonce_seed", "insecure_noise_seed")
 """Settings from which a reader could derive the noise or the batches."""

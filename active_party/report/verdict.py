@@ -10,17 +10,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeGuard
 
-from active_party.limits_of_guarantees import limit_of_guarantee
-from active_party.report.figures import (
+from splitveil.active_party.ledger.limits_of_guarantees import limit_of_guarantee
+from splitveil.active_party.report.figures import (
     STANDARD_ERRORS,
     WITHOUT_GRADIENTS,
     Finding,
     strongest,
 )
-from active_party.report.run_files import PartyFiles, RunFiles, num_classes
-from common.privacy.accumulation import NUM_HINTS, SOURCES
-from common.privacy.attacks import ATTACKS, SideInformation
-from common.upper_bounds import auc_at_most
+from splitveil.active_party.report.run_files import PartyFiles, RunFiles, num_classes
+from splitveil.common.privacy.accumulation import NUM_HINTS, SOURCES
+from splitveil.common.privacy.attacks import ATTACKS, SideInformation
+from splitveil.common.text.upper_bounds import auc_at_most
 
 Level = Literal["recovered", "leaking", "unbounded", "bounded", "unknown"]
 

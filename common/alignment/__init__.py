@@ -9,14 +9,18 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from pydantic import Field
 
-from common.alignment.channel import AlignChannel, QueueChannel, StreamChannel, channel_pair
-from common.alignment.ecdh import EcdhEngine, RowIndices, Splits
-from common.alignment.ids import canonical_ids
-from common.alignment.share import (
+from splitveil.common.alignment.channel import (
+    AlignChannel,
+    QueueChannel,
+    StreamChannel,
+    channel_pair,
+)
+from splitveil.common.alignment.ecdh import EcdhEngine, RowIndices, Splits
+from splitveil.common.alignment.share import (
     WAIT_S,
     Share,
     intersect,
@@ -24,12 +28,12 @@ from common.alignment.share import (
     share_frames,
     wait_frame,
 )
-from common.alignment.tried_ids import ATTEMPTS, TriedIds, file_of_count
-from common.settings import Section
-from protos.split_learning_pb2 import AlignFrame
+from splitveil.common.alignment.tried_ids import TriedIds, file_of_count
+from splitveil.common.run.contract import AlignmentSettings
+from splitveil.common.settings import Section
+from splitveil.protos.split_learning_pb2 import AlignFrame
 
 __all__ = [
-    "ATTEMPTS",
     "WAIT_S",
     "Agree",
     "AlignChannel",
@@ -37,8 +41,6 @@ __all__ = [
     "AlignmentEngine",
     "AlignmentResources",
     "AlignmentSession",
-    "AlignmentSettings",
-    "EcdhAlignment",
     "QueueChannel",
     "RowIndices",
     "Share",
@@ -47,7 +49,6 @@ __all__ = [
     "TriedIds",
     "align",
     "build_engine",
-    "canonical_ids",
     "channel_pair",
     "file_of_count",
     "intersect",
@@ -55,23 +56,6 @@ __all__ = [
     "share_frames",
     "wait_frame",
 ]
-
-
-class EcdhAlignment(Section):
-    """Private set intersection by elliptic-curve Diffie-Hellman; part of the contract."""
-
-    engine: Literal["ecdh"] = "ecdh"
-
-    min_aligned: int = Field(default=100, ge=1)
-    """Fewest ids that the parties must have in common, or nobody trains."""
-
-    max_set_size: int = Field(default=10_000_000, ge=1, le=2**31)
-    """Most ids that either party may bring to one exchange. How many it may try in all, each party
-    decides by its own ``alignment_attempts``."""
-
-
-AlignmentSettings = EcdhAlignment
-"""The contract's section; a union discriminated by ``engine`` once there is a second one."""
 
 
 class AlignmentResources(Section):

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
-from common.errors import PeerUnreachable, SplitveilError
-from protos.split_learning_pb2 import AlignFrame
+from splitveil.common.errors import PeerUnreachable, SplitveilError
+from splitveil.protos.split_learning_pb2 import AlignFrame
 
 DEFAULT_DEADLINE_S = 60.0
 

@@ -26,12 +26,24 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from common.alignment import ristretto
-from common.alignment.ids import NORMALISATION
-from common.alignment.workers import WorkerPool
-from common.errors import AlignmentError, InvalidMessage, OutOfStep, SplitveilError, TooLarge
-from common.wire import limits
-from protos.split_learning_pb2 import AlignDone, AlignFrame, AlignHello, MaskedPoints, Tags
+from splitveil.common.alignment import ristretto
+from splitveil.common.alignment.workers import WorkerPool
+from splitveil.common.data.ids import NORMALISATION
+from splitveil.common.errors import (
+    AlignmentError,
+    InvalidMessage,
+    OutOfStep,
+    SplitveilError,
+    TooLarge,
+)
+from splitveil.common.wire import limits
+from splitveil.protos.split_learning_pb2 import (
+    AlignDone,
+    AlignFrame,
+    AlignHello,
+    MaskedPoints,
+    Tags,
+)
 
 ENGINE = "ecdh-ristretto255"
 VERSION = 1

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from common.alignment.channel import AlignChannel
-from common.alignment.ecdh import RowIndices
-from common.errors import InvalidMessage, OutOfStep
-from common.wire.limits import MASK_BYTES
-from protos.split_learning_pb2 import AlignFrame, AlignShare, AlignWait
+from splitveil.common.alignment.channel import AlignChannel
+from splitveil.common.alignment.ecdh import RowIndices
+from splitveil.common.errors import InvalidMessage, OutOfStep
+from splitveil.common.wire.limits import MASK_BYTES
+from splitveil.protos.split_learning_pb2 import AlignFrame, AlignShare, AlignWait
 
 Mask = npt.NDArray[np.bool_]
 

@@ -19,13 +19,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from common.errors import AlignmentError, StorageError
-from common.run_folder import write_bytes_atomically
+from splitveil.common.errors import AlignmentError, StorageError
+from splitveil.common.party.party_settings import ALIGNMENT_ATTEMPTS
+from splitveil.common.storage.run_folder import write_bytes_atomically
 
 logger = logging.getLogger(__name__)
-
-ATTEMPTS = 3
-"""How many times the largest set a peer may try, unless the settings say otherwise."""
 
 EXCHANGES_PER_ATTEMPT = 10
 """How many exchanges there may be for each of those times: most contracts allow large sets."""
@@ -67,7 +65,7 @@ class TriedIds:
     """
 
     def __init__(
-        self, max_set_size: int, attempts: int = ATTEMPTS, path: Path | None = None
+        self, max_set_size: int, attempts: int = ALIGNMENT_ATTEMPTS, path: Path | None = None
     ) -> None:
         self._max = Tried(attempts * max_set_size, attempts * EXCHANGES_PER_ATTEMPT)
         self._path = path

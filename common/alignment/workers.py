@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from queue import SimpleQueue
 
-from common.alignment import ristretto
-from common.errors import SplitveilError
+from splitveil.common.alignment import ristretto
+from splitveil.common.errors import SplitveilError
 
 
 class WorkerPool:

@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from common.data.settings import FeatureSettings
-from common.data.sources import ArrowColumn, list_rows, suggest
-from common.errors import DataError, SettingsError
-from common.splits import SPLITS
+from splitveil.common.data.settings import FeatureSettings
+from splitveil.common.data.sources import ArrowColumn, list_rows, suggest
+from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.run.splits import SPLITS
 
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^[+-]?(?i:inf|infinity|nan)$"

@@ -17,11 +17,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from common.alignment.ids import canonical_ids
-from common.data.settings import DataSettings
-from common.data.sources import Part, TableSource
-from common.data.stored_ids import StoredIds, check_distinct
-from common.data.table import (
+from splitveil.common.data.ids import canonical_ids
+from splitveil.common.data.settings import DataSettings
+from splitveil.common.data.sources import Part, TableSource
+from splitveil.common.data.stored_ids import StoredIds, check_distinct
+from splitveil.common.data.table import (
     Selection,
     check_classes,
     part_categories,
@@ -32,7 +32,7 @@ from common.data.table import (
     part_splits,
     select_columns,
 )
-from common.errors import DataError
+from splitveil.common.errors import DataError
 
 MANIFEST = "manifest.json"
 

@@ -31,12 +31,19 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from common.data.columns import CategoricalColumn
-from common.data.conversion import MANIFEST, Progress, categories_path, convert, open_ids, sync
-from common.data.settings import DataSettings, FileSource
-from common.data.stored_ids import RowNumbers
-from common.data.table import Table, open_table_source
-from common.errors import DataError, StorageError
+from splitveil.common.data.columns import CategoricalColumn
+from splitveil.common.data.conversion import (
+    MANIFEST,
+    Progress,
+    categories_path,
+    convert,
+    open_ids,
+    sync,
+)
+from splitveil.common.data.settings import DataSettings, FileSource
+from splitveil.common.data.stored_ids import RowNumbers
+from splitveil.common.data.table import Table, open_table_source
+from splitveil.common.errors import DataError, StorageError
 
 VERSION = 1
 """Of the format of these files, and of how cells are read."""

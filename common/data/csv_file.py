@@ -10,9 +10,9 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 from pyarrow import csv as arrow_csv
 
-from common.data import sources
-from common.data.sources import ArrowColumn, Part, list_rows, unreadable_is_data_error
-from common.errors import DataError
+from splitveil.common.data import sources
+from splitveil.common.data.sources import ArrowColumn, Part, list_rows, unreadable_is_data_error
+from splitveil.common.errors import DataError
 
 CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4", ".br": "brotli"}
 """Endings by which pyarrow, too, tells how a file is compressed."""

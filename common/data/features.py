@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from common.data.settings import FeatureSettings
-from common.data.table import Table
-from common.errors import DataError
-from common.settings import Section, validate
+from splitveil.common.data.settings import FeatureSettings
+from splitveil.common.data.table import Table
+from splitveil.common.errors import DataError
+from splitveil.common.settings import Section, validate
 
 UNKNOWN_SLOT = 0
 MISSING_SLOT = 1

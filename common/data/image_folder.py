@@ -7,12 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from common.data import sources
-from common.data.csv_file import CsvFile
-from common.data.settings import ImagesSource, expand_path
-from common.data.sources import ArrowColumn, Part, suggest
-from common.errors import DataError
-from common.files import check_regular
+from splitveil.common.data import sources
+from splitveil.common.data.csv_file import CsvFile
+from splitveil.common.data.settings import ImagesSource, expand_path
+from splitveil.common.data.sources import ArrowColumn, Part, suggest
+from splitveil.common.errors import DataError
+from splitveil.common.text.files import check_regular
 
 RESIZING = Image.Resampling.BILINEAR
 

@@ -8,11 +8,11 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
-from common.data import sources
-from common.data.csv_file import CsvFile
-from common.data.image_folder import ImageFolder
-from common.data.npz_file import NpzFile
-from common.data.settings import (
+from splitveil.common.data import sources
+from splitveil.common.data.csv_file import CsvFile
+from splitveil.common.data.image_folder import ImageFolder
+from splitveil.common.data.npz_file import NpzFile
+from splitveil.common.data.settings import (
     CsvSource,
     ImagesSource,
     NpzSource,
@@ -20,7 +20,7 @@ from common.data.settings import (
     SklearnSource,
     Source,
 )
-from common.data.sources import ArrowColumn, Part, TableSource, unreadable_is_data_error
+from splitveil.common.data.sources import ArrowColumn, Part, TableSource, unreadable_is_data_error
 
 
 def open_source(settings: Source, base_dir: Path, image_array: str | None = None) -> TableSource:

@@ -8,8 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.data.converted import MappedTable
-from common.data.features import (
+from splitveil.common.data.converted import MappedTable
+from splitveil.common.data.features import (
     MISSING_SLOT,
     FeatureEncoder,
     Features,

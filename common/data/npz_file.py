@@ -15,9 +15,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from common.data import sources
-from common.data.sources import ArrowColumn, Part, suggest, unreadable_is_data_error
-from common.errors import DataError
+from splitveil.common.data import sources
+from splitveil.common.data.sources import ArrowColumn, Part, suggest, unreadable_is_data_error
+from splitveil.common.errors import DataError
 
 MAX_COLUMNS = 2**20
 _LARGEST_RATIO = 1032

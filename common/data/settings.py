@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
-from common.errors import SettingsError
-from common.settings import Section
+from splitveil.common.errors import SettingsError
+from splitveil.common.settings import Section
 
 ColumnName = Annotated[str, StringConstraints(min_length=1)]
 

@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from common.errors import DataError
-from common.files import check_regular
+from splitveil.common.errors import DataError
+from splitveil.common.text.files import check_regular
 
 PART_BYTES = 8 * 1024 * 1024
 """Of text; pyarrow reads up to 32 such blocks ahead."""

@@ -6,7 +6,7 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from common.errors import DataError
+from splitveil.common.errors import DataError
 
 _CHUNK = 64 * 1024
 _ROWS_NAMED = 5

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from common.data.columns import (
+from splitveil.common.data.columns import (
     CategoricalColumn,
     check_all_classes,
     check_both_classes,
@@ -21,12 +21,12 @@ from common.data.columns import (
     read_splits,
     select_features,
 )
-from common.data.image_folder import ImageFolder
-from common.data.kinds import open_source
-from common.data.npz_file import NpzFile
-from common.data.settings import DataSettings, ImageSettings
-from common.data.sources import TableSource, list_rows
-from common.errors import DataError, SettingsError
+from splitveil.common.data.image_folder import ImageFolder
+from splitveil.common.data.kinds import open_source
+from splitveil.common.data.npz_file import NpzFile
+from splitveil.common.data.settings import DataSettings, ImageSettings
+from splitveil.common.data.sources import TableSource, list_rows
+from splitveil.common.errors import DataError, SettingsError
 
 
 @dataclass(frozen=True, eq=False)

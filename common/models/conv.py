@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from common.data.features import Features, FeatureShapes, image_as_float
-from common.errors import SettingsError
-from common.models.mlp import FeatureInput, dense_relu, without_single
-from common.models.settings import ConvModel
+from splitveil.common.data.features import Features, FeatureShapes, image_as_float
+from splitveil.common.errors import SettingsError
+from splitveil.common.models.mlp import FeatureInput, dense_relu, without_single
+from splitveil.common.models.settings import ConvModel
 
 
 class ConvBottom(nn.Module):

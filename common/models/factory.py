@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.data.features import FeatureEncoder, FeatureShapes
-from common.errors import SettingsError
-from common.models.conv import ConvBottom, ConvTop
-from common.models.mlp import MlpBottom, MlpTop
-from common.models.settings import (
+from splitveil.common.data.features import FeatureEncoder, FeatureShapes
+from splitveil.common.errors import SettingsError
+from splitveil.common.models.conv import ConvBottom, ConvTop
+from splitveil.common.models.mlp import MlpBottom, MlpTop
+from splitveil.common.models.settings import (
     ConvModel,
     CustomModel,
     MlpModel,
     ModelSettings,
     WideDeepModel,
 )
-from common.models.wide_deep import WideDeepBottom, WideDeepTop
+from splitveil.common.models.wide_deep import WideDeepBottom, WideDeepTop
 
 PROBE_ROWS = 2
 

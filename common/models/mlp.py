@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from common.data.features import Features, FeatureShapes, image_as_float
-from common.models.settings import MlpModel
+from splitveil.common.data.features import Features, FeatureShapes, image_as_float
+from splitveil.common.models.settings import MlpModel
 
 
 class FeatureInput(nn.Module):

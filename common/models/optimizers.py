@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from common.errors import SettingsError
-from common.models.settings import AdamOptimizer, OptimizerSettings, SgdOptimizer
+from splitveil.common.errors import SettingsError
+from splitveil.common.models.settings import AdamOptimizer, OptimizerSettings, SgdOptimizer
 
 
 def build_optimizer(settings: OptimizerSettings, model: nn.Module) -> Optimizer:

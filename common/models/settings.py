@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, StringConstraints
 
-from common.settings import Section
+from splitveil.common.settings import Section
 
 
 class MlpModel(Section):
@@ -70,7 +70,7 @@ class CustomModel(Section):
     A bottom model is called as ``model(features)`` and returns (rows, *cut shape); a top model as
     ``model(activation, features)``, where ``features`` is None if the active party has none, and
     returns one logit per row, (rows,), or with several classes one for each, (rows, classes).
-    ``features`` is a ``common.data.features.Features``.
+    ``features`` is a ``splitveil.common.data.features.Features``.
     """
 
     kind: Literal["custom"]

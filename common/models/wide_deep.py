@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from common.data.features import Features, FeatureShapes
-from common.errors import SettingsError
-from common.models.mlp import FeatureInput, dense_relu, without_single
-from common.models.settings import WideDeepModel
+from splitveil.common.data.features import Features, FeatureShapes
+from splitveil.common.errors import SettingsError
+from splitveil.common.models.mlp import FeatureInput, dense_relu, without_single
+from splitveil.common.models.settings import WideDeepModel
 
 EMBEDDING_RANGE = 0.05
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from common.privacy.attacks import BatchAttackName, RunAttackName, TopDirection, skewness
+from splitveil.common.privacy.attacks import BatchAttackName, RunAttackName, TopDirection, skewness
 
 SOURCES: Mapping[RunAttackName, tuple[BatchAttackName, ...]] = MappingProxyType(
     {

@@ -15,7 +15,7 @@
 
 No attack reads labels: what it needs to know besides the gradients is an explicit argument, and
 `ATTACKS` names it. Scores are float64 on the gradients' device, and finite for finite gradients.
-The attacks that gather over a run stand in `common.privacy.accumulation`.
+The attacks that gather over a run stand in `splitveil.common.privacy.accumulation`.
 
 ``spectral`` does not centre the batch. With a logistic loss g = (p - y) w: centring takes away the
 part of w that the mean carries, which costs most where the classes are unbalanced and noise

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.privacy.accumulation import SOURCES, standardised
-from common.privacy.attacks import (
+from splitveil.common.privacy.accumulation import SOURCES, standardised
+from splitveil.common.privacy.attacks import (
     ATTACKS,
     CUT,
     Attack,
@@ -27,9 +27,9 @@ from common.privacy.attacks import (
     KnownClasses,
     SideInformation,
 )
-from common.privacy.leakage import has_both_classes, leak_auc_many
-from common.privacy.run_level import LayerScores, RunAudit, RunLevelLeak
-from common.privacy.tally import AttackTally
+from splitveil.common.privacy.leakage import has_both_classes, leak_auc_many
+from splitveil.common.privacy.run_level import LayerScores, RunAudit, RunLevelLeak
+from splitveil.common.privacy.tally import AttackTally
 
 LeakByAttack = dict[str, dict[str, float]]
 """Layer name -> attack name -> leak AUC."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from common.privacy.leakage import OneClass
+from splitveil.common.privacy.leakage import OneClass
 
 Floats = npt.NDArray[np.float64]
 Places = npt.NDArray[np.int64]

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.privacy.attacks import (
+from splitveil.common.privacy.attacks import (
     ATTACKS,
     CUT,
     AttackName,
@@ -29,7 +29,7 @@ from common.privacy.attacks import (
     Knowledge,
     SideInformation,
 )
-from common.privacy.audit import (
+from splitveil.common.privacy.audit import (
     BatchLeak,
     BatchRecord,
     LeakByAttack,
@@ -39,16 +39,16 @@ from common.privacy.audit import (
     pick_reference_row,
     random_scores,
 )
-from common.privacy.class_aucs import ClassAucs, Floats, Places, class_aucs
-from common.privacy.class_run import (
+from splitveil.common.privacy.class_aucs import ClassAucs, Floats, Places, class_aucs
+from splitveil.common.privacy.class_run import (
     ClassRunAudit,
     ClassRunLeak,
     ClassScores,
     LayerClassScores,
     joined,
 )
-from common.privacy.leakage import OneClass
-from common.privacy.run_level import RunLevelLeak
+from splitveil.common.privacy.leakage import OneClass
+from splitveil.common.privacy.run_level import RunLevelLeak
 
 _LABEL_FREE = frozenset({SideInformation.POSITIVES_ARE_FEWER, SideInformation.ACTIVATIONS})
 

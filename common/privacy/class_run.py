@@ -1,8 +1,8 @@
 """The leak of a whole run with several classes: what attacks that gather over it know in the end.
 
-As ``common.privacy.run_level`` for two classes. ``accumulated_spectral`` has one sum per example
-for all classes, ``accumulated_cosine`` one for each class, whose references the attack is told. The
-combining attacks fit one class after the other against the rest, on the same hints.
+As ``splitveil.common.privacy.run_level`` for two classes. ``accumulated_spectral`` has one sum per
+example for all classes, ``accumulated_cosine`` one for each class, whose references the attack is
+told. The combining attacks fit one class after the other against the rest, on the same hints.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from common.privacy.accumulation import (
+from splitveil.common.privacy.accumulation import (
     NUM_HINTS,
     AccumulatedScores,
     ContinuousSign,
@@ -23,10 +23,15 @@ from common.privacy.accumulation import (
     combine_with_hints,
     standardised,
 )
-from common.privacy.attacks import BatchAttackName, RunAttackName, TopDirection, unit_vector
-from common.privacy.class_aucs import ClassAucs, Places, class_aucs
-from common.privacy.leakage import OneClass, leak_auc_interval
-from common.privacy.run_level import SEED, UNSEEN, GatheredRun, RunLevelLeak
+from splitveil.common.privacy.attacks import (
+    BatchAttackName,
+    RunAttackName,
+    TopDirection,
+    unit_vector,
+)
+from splitveil.common.privacy.class_aucs import ClassAucs, Places, class_aucs
+from splitveil.common.privacy.leakage import OneClass, leak_auc_interval
+from splitveil.common.privacy.run_level import SEED, UNSEEN, GatheredRun, RunLevelLeak
 
 
 class ClassScores(NamedTuple):

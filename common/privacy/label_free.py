@@ -1,6 +1,6 @@
 """The attacks on received gradients whose scores a party can compute that knows no label."""
 
-from common.privacy.attacks import ATTACKS, AttackName, SideInformation
+from splitveil.common.privacy.attacks import ATTACKS, AttackName, SideInformation
 
 LABEL_FREE: tuple[AttackName, ...] = (
     *(

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from common.privacy.accumulation import (
+from splitveil.common.privacy.accumulation import (
     NUM_HINTS,
     AccumulatedScores,
     ContinuousSign,
@@ -19,9 +19,14 @@ from common.privacy.accumulation import (
     combine_with_hints,
     standardised,
 )
-from common.privacy.attacks import BatchAttackName, RunAttackName, TopDirection, unit_vector
-from common.privacy.leakage import OneClass, leak_auc, leak_auc_interval
-from common.privacy.tally import REMEMBERED_EPOCHS
+from splitveil.common.privacy.attacks import (
+    BatchAttackName,
+    RunAttackName,
+    TopDirection,
+    unit_vector,
+)
+from splitveil.common.privacy.leakage import OneClass, leak_auc, leak_auc_interval
+from splitveil.common.privacy.tally import REMEMBERED_EPOCHS
 
 SEED = 0
 """Of hints and bootstrap: the same scores always give the same figures."""

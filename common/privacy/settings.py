@@ -4,8 +4,8 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from common.privacy.attacks import AttackName
-from common.settings import Section
+from splitveil.common.privacy.attacks import AttackName
+from splitveil.common.settings import Section
 
 DEFAULT_ATTACKS: tuple[AttackName, ...] = (
     "norm",

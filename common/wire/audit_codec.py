@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.errors import InvalidMessage
-from protos import split_learning_pb2 as pb
+from splitveil.common.errors import InvalidMessage
+from splitveil.protos import split_learning_pb2 as pb
 
 _FLOAT_BYTES = 4
 

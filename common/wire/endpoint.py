@@ -4,13 +4,13 @@ import socket
 
 import grpc
 
-from common.addresses import on_loopback, split_address
-from common.contract import ACTIVE, Contract
-from common.credentials import CredentialFiles, Credentials, describe
-from common.errors import PeerError, PeerUnreachable, PeerUntrusted, SettingsError
-from common.wire.http_proxy import ChannelOptions, HttpProxy, without_proxy
-from common.wire.server_certificate import LOOK_TIMEOUT_S, judged_certificate
-from common.wire.tls import channel_credentials, server_credentials
+from splitveil.common.errors import PeerError, PeerUnreachable, PeerUntrusted, SettingsError
+from splitveil.common.party.credentials import CredentialFiles, Credentials, describe
+from splitveil.common.run.contract import ACTIVE, Contract
+from splitveil.common.text.addresses import on_loopback, split_address
+from splitveil.common.wire.http_proxy import ChannelOptions, HttpProxy, without_proxy
+from splitveil.common.wire.server_certificate import LOOK_TIMEOUT_S, judged_certificate
+from splitveil.common.wire.tls import channel_credentials, server_credentials
 
 SERVICE = "splitveil.v1.SplitLearning"
 

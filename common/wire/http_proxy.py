@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from common.errors import PeerUnreachable, SettingsError
+from splitveil.common.errors import PeerUnreachable, SettingsError
 
 ChannelOptions = list[tuple[str, int | str]]
 

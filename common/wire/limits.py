@@ -12,7 +12,8 @@ from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from common.errors import InvalidMessage, ProtocolError, TooLarge
+from splitveil.common.errors import InvalidMessage, ProtocolError, TooLarge
+from splitveil.common.run.contract import NAME_CHARACTERS, PASSIVE_PARTIES
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -26,7 +27,7 @@ DIGEST_BYTES = 32
 NONCE_BYTES = 32
 """A party's share of the joint seed: as much as the seed itself."""
 POSITIONS_DIGEST_BYTES = 16
-"""As ``common/sample_order.py`` makes it; it finds mistakes, and keeps no secret."""
+"""As ``common/run/sample_order.py`` makes it; it finds mistakes, and keeps no secret."""
 POINT_BYTES = 32
 """A group element of ristretto255."""
 TAG_BYTES = 16
@@ -57,15 +58,11 @@ MASK_BYTES = CHUNK_IDS * POINT_BYTES
 
 # ---- several passive parties ----
 
-PASSIVE_PARTIES = 8
-"""Most passive parties of one run."""
 PARTY_KEY = "splitveil-party"
 """Metadata of every call where there are several: the calling party's name in the contract."""
 
 # ---- names and audits ----
 
-NAME_CHARACTERS = 64
-"""Of a party's or a run's name, as in the contract."""
 LAYER_NAME_PATTERN = r"[A-Za-z0-9_.-]{1,64}"
 """Printable as it is, in a report and on a terminal."""
 RUN_ID_PATTERN = r"[A-Za-z0-9_-]{1,64}"

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 
-from common.errors import StorageError
-from common.transcript import Crossing, Direction, Transcript
-from common.wire.endpoint import SERVICE
-from common.wire.limits import NAME_CHARACTERS, PARTY_KEY
-from common.wire.tensor_codec import place_of
+from splitveil.common.errors import StorageError
+from splitveil.common.party.transcript import Crossing, Direction, Transcript
+from splitveil.common.run.contract import NAME_CHARACTERS
+from splitveil.common.wire.endpoint import SERVICE
+from splitveil.common.wire.limits import PARTY_KEY
+from splitveil.common.wire.tensor_codec import place_of
 
 if TYPE_CHECKING:
     # grpcio's own class takes no type arguments at run time, only its type stubs do.

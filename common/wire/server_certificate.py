@@ -20,8 +20,8 @@ import time
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from common.credentials import dns_names, printable
-from common.errors import PeerError, PeerUnreachable, PeerUntrusted
+from splitveil.common.errors import PeerError, PeerUnreachable, PeerUntrusted
+from splitveil.common.party.credentials import dns_names, printable
 
 LOOK_TIMEOUT_S = 10.0
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import grpc
 
-from common.errors import (
+from splitveil.common.errors import (
     AlignmentError,
     AuditRefused,
     ContractMismatch,
@@ -32,7 +32,7 @@ from common.errors import (
     SplitveilError,
     TooLarge,
 )
-from common.wire.limits import DETAILS_CHARACTERS
+from splitveil.common.wire.limits import DETAILS_CHARACTERS
 
 
 class PeerStatus(NamedTuple):

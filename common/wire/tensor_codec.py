@@ -14,10 +14,10 @@ import torch
 from google.protobuf.message import DecodeError
 from torch import Tensor
 
-from common.contract import DTYPE_BYTES, Contract, CutDtype
-from common.errors import InvalidMessage, ProtocolError, TooLarge
-from common.wire.limits import TENSOR_HEADER_BYTES, check_fields
-from protos import split_learning_pb2 as pb
+from splitveil.common.errors import InvalidMessage, ProtocolError, TooLarge
+from splitveil.common.run.contract import DTYPE_BYTES, Contract, CutDtype
+from splitveil.common.wire.limits import TENSOR_HEADER_BYTES, check_fields
+from splitveil.protos import split_learning_pb2 as pb
 
 TORCH_DTYPES: dict[CutDtype, torch.dtype] = {
     "float32": torch.float32,

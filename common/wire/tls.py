@@ -7,12 +7,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 
-from common.contract import Contract
-from common.credentials import CredentialFiles, Credentials, in_lower_case, printable
-from common.wire.limits import PARTY_KEY
-from common.wire.status import UNTRUSTED
-from common.wire.tls_version import require_tls_1_3
-from protos import split_learning_pb2 as pb
+from splitveil.common.party.credentials import (
+    CredentialFiles,
+    Credentials,
+    in_lower_case,
+    printable,
+)
+from splitveil.common.run.contract import Contract
+from splitveil.common.wire.limits import PARTY_KEY
+from splitveil.common.wire.status import UNTRUSTED
+from splitveil.common.wire.tls_version import require_tls_1_3
+from splitveil.protos import split_learning_pb2 as pb
 
 logger = logging.getLogger(__name__)
 

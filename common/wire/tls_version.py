@@ -6,8 +6,8 @@ from functools import cache
 import grpc
 from grpc._cython import cygrpc  # type: ignore[attr-defined, unused-ignore]
 
-import common
-from common.errors import SettingsError
+from splitveil import common
+from splitveil.common.errors import SettingsError
 
 _TIMEOUT_S = 20.0
 _RECORD_HEADER = 5

@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from active_party.account_book import AccountBook
-from active_party.defenses import build_defense
-from active_party.defenses.report import LeakCharge
-from active_party.defenses.settings import MarvellDefense, PowerRatio
-from active_party.defenses.sum_kl import leak_auc_bound
-from active_party.ledger import LeakLedger
-from common.privacy.leakage import leak_auc
+from splitveil.active_party.defenses import build_defense
+from splitveil.active_party.defenses.interface import LeakCharge
+from splitveil.active_party.defenses.settings import MarvellDefense, PowerRatio
+from splitveil.active_party.defenses.sum_kl import leak_auc_bound
+from splitveil.active_party.ledger.account_book import AccountBook
+from splitveil.active_party.ledger.ledger import LeakLedger
+from splitveil.common.privacy.leakage import leak_auc
 
 MONDAY, TUESDAY = ("ann", "bob", "eve"), ("eve", "dan", "ann")
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from active_party.aggregation import aggregate, parts_of
-from active_party.defenses import build_defense
-from active_party.defenses.report import DefendedGradient, DefenseReport
-from active_party.defenses.settings import MarvellDefense, PowerRatio
-from active_party.defenses.sum_kl import leak_auc_bound
-from common.contract import Aggregation
-from common.privacy.leakage import leak_auc
+from splitveil.active_party.defenses import build_defense
+from splitveil.active_party.defenses.interface import DefendedGradient, DefenseReport
+from splitveil.active_party.defenses.settings import MarvellDefense, PowerRatio
+from splitveil.active_party.defenses.sum_kl import leak_auc_bound
+from splitveil.active_party.training.aggregation import aggregate, parts_of
+from splitveil.common.privacy.leakage import leak_auc
+from splitveil.common.run.contract import Aggregation
 
 PARTIES = 3
 SETTINGS = MarvellDefense(strength=PowerRatio(power_ratio=4.0), insecure_noise_seed=77)

@@ -10,7 +10,7 @@ import torch
 from scipy.stats import norm as normal
 from torch import Tensor
 
-from common.privacy.attacks import (
+from splitveil.common.privacy.attacks import (
     ATTACKS,
     BatchAttackName,
     Knowledge,
@@ -28,7 +28,7 @@ from common.privacy.attacks import (
     spectral,
     top_direction,
 )
-from common.privacy.leakage import auc, leak_auc
+from splitveil.common.privacy.leakage import auc, leak_auc
 
 
 class Example(NamedTuple):

@@ -8,17 +8,22 @@ import pytest
 import torch
 from scipy.stats import norm as normal
 
-from common.privacy.accumulation import (
+from splitveil.common.privacy.accumulation import (
     AccumulatedScores,
     ContinuousSign,
     ScoreHistory,
     combine_with_hints,
     standardised,
 )
-from common.privacy.attacks import AttackName, spectral, top_direction
-from common.privacy.audit import LeakAudit, Observation, pick_hint_rows, pick_reference_row
-from common.privacy.leakage import auc, leak_auc, leak_auc_interval
-from common.privacy.run_level import RunLevelLeak
+from splitveil.common.privacy.attacks import AttackName, spectral, top_direction
+from splitveil.common.privacy.audit import (
+    LeakAudit,
+    Observation,
+    pick_hint_rows,
+    pick_reference_row,
+)
+from splitveil.common.privacy.leakage import auc, leak_auc, leak_auc_interval
+from splitveil.common.privacy.run_level import RunLevelLeak
 
 _SEED = bytes(32)
 _EXAMPLES, _BATCH = 2000, 250

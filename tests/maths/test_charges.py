@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
-from active_party.defenses import DefenseSettings, build_defense
-from active_party.defenses.settings import (
+from splitveil.active_party.defenses import DefenseSettings, build_defense
+from splitveil.active_party.defenses.settings import (
     IsoDefense,
     MarvellDefense,
     MaxNormDefense,
@@ -17,8 +17,8 @@ from active_party.defenses.settings import (
     NoDefense,
     PowerRatio,
 )
-from active_party.defenses.sum_kl import leak_auc_bound, sum_kl_along_gap
-from common.privacy.leakage import leak_auc
+from splitveil.active_party.defenses.sum_kl import leak_auc_bound, sum_kl_along_gap
+from splitveil.common.privacy.leakage import leak_auc
 
 NOISY = ["iso", "max_norm", "max_norm_positive", "marvell"]
 GAP = torch.tensor([3.0, 0.0, 4.0, 0.0])

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from common.privacy.class_aucs import class_aucs, worst_pair_leak_auc
-from common.privacy.leakage import OneClass, auc
+from splitveil.common.privacy.class_aucs import class_aucs, worst_pair_leak_auc
+from splitveil.common.privacy.leakage import OneClass, auc
 
 
 def problem(seed: int, *, ties: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -8,10 +8,10 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from active_party.defenses import DefenseSettings, NoiseSolution, build_defense
-from active_party.defenses.class_statistics import RunningClasses, measure_classes
-from active_party.defenses.noise import EntropyNoise, fill_state
-from active_party.defenses.settings import (
+from splitveil.active_party.defenses import DefenseSettings, NoiseSolution, build_defense
+from splitveil.active_party.defenses.class_statistics import RunningClasses, measure_classes
+from splitveil.active_party.defenses.noise import EntropyNoise, fill_state
+from splitveil.active_party.defenses.settings import (
     IsoDefense,
     MarvellDefense,
     MaxNormDefense,
@@ -19,8 +19,8 @@ from active_party.defenses.settings import (
     NoDefense,
     PowerRatio,
 )
-from common.privacy.attacks import cosine, norm
-from common.privacy.leakage import leak_auc
+from splitveil.common.privacy.attacks import cosine, norm
+from splitveil.common.privacy.leakage import leak_auc
 
 NOISY = ["iso", "max_norm", "max_norm_positive", "marvell"]
 

@@ -14,9 +14,10 @@ from scipy import stats
 from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 
-from active_party.defenses import AnswerKeys, DefenseSettings, build_defense
-from active_party.defenses.example_keys import key_from_insecure_seed
-from active_party.defenses.gafm import (
+from benchmarks.gafm import read_labels
+from splitveil.active_party.defenses import AnswerKeys, DefenseSettings, build_defense
+from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
+from splitveil.active_party.defenses.gafm import (
     MixedGradient,
     Oriented,
     build_critic,
@@ -29,9 +30,9 @@ from active_party.defenses.gafm import (
     persistent_shifts,
     soften,
 )
-from active_party.defenses.noise import SecureNoise
-from active_party.defenses.report import DefenseReport
-from active_party.defenses.settings import (
+from splitveil.active_party.defenses.interface import DefenseReport
+from splitveil.active_party.defenses.noise import SecureNoise
+from splitveil.active_party.defenses.settings import (
     GafmDefense,
     IsoDefense,
     MarvellDefense,
@@ -40,13 +41,17 @@ from active_party.defenses.settings import (
     NoisyLabelDefense,
     RandomizedResponse,
 )
-from active_party.defenses.sum_kl import leak_auc_bound
-from active_party.objectives import Adversarial, BatchLabels, CrossEntropy, Lesson
-from benchmarks.gafm import read_labels
-from common.models.mlp import MlpTop
-from common.models.settings import MlpModel
-from common.privacy.attacks import norm
-from common.privacy.leakage import leak_auc
+from splitveil.active_party.defenses.sum_kl import leak_auc_bound
+from splitveil.active_party.training.objectives import (
+    Adversarial,
+    BatchLabels,
+    CrossEntropy,
+    Lesson,
+)
+from splitveil.common.models.mlp import MlpTop
+from splitveil.common.models.settings import MlpModel
+from splitveil.common.privacy.attacks import norm
+from splitveil.common.privacy.leakage import leak_auc
 
 ENTROPY = hashlib.shake_256(b"test").digest(2496)
 RESPONSE = NoisyLabelDefense(mechanism=RandomizedResponse(kind="randomized_response", epsilon=1.0))

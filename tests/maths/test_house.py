@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from protos import split_learning_pb2 as pb
+from splitveil.protos import split_learning_pb2 as pb
 
 ROOT = Path(__file__).parents[2]
 SERVICE = pb.DESCRIPTOR.services_by_name["SplitLearning"]

@@ -10,17 +10,17 @@ from pydantic import TypeAdapter, ValidationError
 from scipy import integrate, stats
 from torch import Tensor
 
-from active_party.defenses import DefenseSettings, build_defense
-from active_party.defenses.example_keys import key_from_insecure_seed
-from active_party.defenses.label_noise import draw_noisy_labels, label_leak
-from active_party.defenses.settings import (
+from splitveil.active_party.defenses import DefenseSettings, build_defense
+from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
+from splitveil.active_party.defenses.label_noise import draw_noisy_labels, label_leak
+from splitveil.active_party.defenses.settings import (
     GaussianLabels,
     LabelMechanism,
     LaplaceLabels,
     NoisyLabelDefense,
     RandomizedResponse,
 )
-from common.privacy.leakage import leak_auc
+from splitveil.common.privacy.leakage import leak_auc
 
 KEY = key_from_insecure_seed(1)
 IDS = [f"person-{number}" for number in range(100_000)]

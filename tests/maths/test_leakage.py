@@ -7,7 +7,7 @@ import torch
 from scipy.stats import norm as normal
 from sklearn.metrics import roc_auc_score
 
-from common.privacy.leakage import OneClass, auc, auc_many, leak_auc, leak_auc_many
+from splitveil.common.privacy.leakage import OneClass, auc, auc_many, leak_auc, leak_auc_many
 
 
 def _scores_and_labels(

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from active_party.defenses.report import LeakCharge
-from active_party.defenses.sum_kl import leak_auc_bound
-from active_party.leak_alarm import MIN_BATCHES, LeakAlarm
-from active_party.ledger import LeakBounds, LeakLedger, Spread, estimated_auc
-from common.privacy.audit import BatchLeak
-from common.privacy.leakage import auc, leak_auc
-from common.sample_order import Positions
+from splitveil.active_party.defenses.interface import LeakCharge
+from splitveil.active_party.defenses.sum_kl import leak_auc_bound
+from splitveil.active_party.ledger.ledger import LeakBounds, LeakLedger, Spread, estimated_auc
+from splitveil.active_party.watch.leak_alarm import MIN_BATCHES, LeakAlarm
+from splitveil.common.privacy.audit import BatchLeak
+from splitveil.common.privacy.leakage import auc, leak_auc
+from splitveil.common.run.sample_order import Positions
 
 EXAMPLES = 40_000
 BATCH = 1000

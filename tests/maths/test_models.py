@@ -8,13 +8,13 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from common.data.features import Features, FeatureShapes
-from common.errors import SettingsError
-from common.models.factory import build_bottom_model, build_top_model, load_class
-from common.models.layers import LayerTap, first_layer, named_layer
-from common.models.optimizers import build_optimizer
-from common.models.settings import ModelSettings, OptimizerSettings
-from common.settings import Section, validate
+from splitveil.common.data.features import Features, FeatureShapes
+from splitveil.common.errors import SettingsError
+from splitveil.common.models.factory import build_bottom_model, build_top_model, load_class
+from splitveil.common.models.optimizers import build_optimizer
+from splitveil.common.models.settings import ModelSettings, OptimizerSettings
+from splitveil.common.settings import Section, validate
+from splitveil.passive_party.layer_taps import LayerTap, first_layer, named_layer
 
 SHAPES = FeatureShapes(numeric_dim=3, vocabulary_sizes=(4, 5), image_shape=(1, 2, 2))
 

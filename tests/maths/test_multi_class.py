@@ -9,9 +9,13 @@ import torch
 from scipy import optimize
 from torch import Tensor
 
-from active_party.defenses.multi_class import SharedNoise, draw_shared_noise, solve_shared_noise
-from active_party.defenses.noise import InsecureSeededNoise
-from active_party.defenses.sum_kl import solve_noise
+from splitveil.active_party.defenses.multi_class import (
+    SharedNoise,
+    draw_shared_noise,
+    solve_shared_noise,
+)
+from splitveil.active_party.defenses.noise import InsecureSeededNoise
+from splitveil.active_party.defenses.sum_kl import solve_noise
 
 
 def random_problem(seed: int, classes: int, cut_dim: int) -> tuple[Tensor, Tensor, float, float]:

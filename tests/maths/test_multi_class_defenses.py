@@ -14,22 +14,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from active_party.defenses import build_defense
-from active_party.defenses.class_means import measure_class_means, squared_distances
-from active_party.defenses.example_keys import LABEL_NOISE, example_keys, key_from_insecure_seed
-from active_party.defenses.label_noise import draw_noisy_labels, label_leak
-from active_party.defenses.multi_class import (
+from splitveil.active_party.defenses import build_defense
+from splitveil.active_party.defenses.class_means import measure_class_means, squared_distances
+from splitveil.active_party.defenses.example_keys import (
+    LABEL_NOISE,
+    example_keys,
+    key_from_insecure_seed,
+)
+from splitveil.active_party.defenses.label_noise import draw_noisy_labels, label_leak
+from splitveil.active_party.defenses.multi_class import (
     pair_divergences,
     power_for_worst_pair,
     solve_shared_noise,
 )
-from active_party.defenses.multi_class_defenses import (
+from splitveil.active_party.defenses.multi_class_defenses import (
     MultiClassIsotropic,
     MultiClassMarvell,
     MultiClassMaxNorm,
 )
-from active_party.defenses.noise import InsecureSeededNoise
-from active_party.defenses.settings import (
+from splitveil.active_party.defenses.noise import InsecureSeededNoise
+from splitveil.active_party.defenses.settings import (
     DefenseSettings,
     DetectionError,
     GafmDefense,
@@ -48,9 +52,9 @@ from active_party.defenses.settings import (
     SumKl,
     refusal_of_several_classes,
 )
-from active_party.ledger import estimated_auc
-from active_party.plan import fresh_charge_of_several, repeated_charge, worst_pair_factor
-from common.privacy.class_aucs import class_aucs
+from splitveil.active_party.ledger.ledger import estimated_auc
+from splitveil.active_party.plan import fresh_charge_of_several, repeated_charge, worst_pair_factor
+from splitveil.common.privacy.class_aucs import class_aucs
 
 SHARES = (0.4, 0.3, 0.25, 0.05)
 
@@ -151,7 +155,7 @@ def test_the_other_strengths_leave_the_worst_pair_what_they_allow(
     _, report = marvell(strength).defend(gradients, labels)
     found = report.charge.sum_kl
     if allowed is None:
-        from active_party.defenses.sum_kl import leak_auc_bound
+        from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 
         assert leak_auc_bound(found) == pytest.approx(0.6, abs=1e-9)
     else:

@@ -9,8 +9,8 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from active_party.defenses import build_defense
-from active_party.defenses.noise import (
+from splitveil.active_party.defenses import build_defense
+from splitveil.active_party.defenses.noise import (
     DefaultNoise,
     EntropyNoise,
     SecureNoise,
@@ -18,7 +18,7 @@ from active_party.defenses.noise import (
     open_uniform,
     secure_normal,
 )
-from active_party.defenses.settings import MarvellDefense
+from splitveil.active_party.defenses.settings import MarvellDefense
 
 Numbers = npt.NDArray[np.float64]
 KEY = bytes(range(32))

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from active_party.defenses import Defense, DefenseSettings, build_defense, open_noise_key
-from active_party.defenses.example_keys import (
+from splitveil.active_party.defenses import Defense, DefenseSettings, build_defense, open_noise_key
+from splitveil.active_party.defenses.example_keys import (
     GRADIENT_NOISE,
     LABEL_NOISE,
     NoiseKey,
@@ -21,8 +21,8 @@ from active_party.defenses.example_keys import (
     key_name,
     scalars,
 )
-from active_party.defenses.persistent import label_moves
-from active_party.defenses.settings import (
+from splitveil.active_party.defenses.persistent import label_moves
+from splitveil.active_party.defenses.settings import (
     DetectionError,
     IsoDefense,
     LeakAuc,
@@ -33,8 +33,8 @@ from active_party.defenses.settings import (
     Strength,
     SumKl,
 )
-from active_party.defenses.sum_kl import leak_auc_bound
-from common.privacy.leakage import leak_auc
+from splitveil.active_party.defenses.sum_kl import leak_auc_bound
+from splitveil.common.privacy.leakage import leak_auc
 
 KEY = key_from_insecure_seed(1)
 IDS = [f"person-{number:05d}" for number in range(4000)]

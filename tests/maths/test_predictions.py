@@ -7,9 +7,13 @@ import pytest
 import torch
 from sklearn.metrics import accuracy_score, log_loss, roc_auc_score
 
-from active_party.predictions import cross_entropy_of, measure_predictions, probabilities_of
-from common.calibration import adaptive_calibration_error
-from common.privacy.leakage import auc
+from splitveil.active_party.training.calibration import adaptive_calibration_error
+from splitveil.active_party.training.predictions import (
+    cross_entropy_of,
+    measure_predictions,
+    probabilities_of,
+)
+from splitveil.common.privacy.leakage import auc
 
 
 def test_figures_of_several_classes_are_those_of_scikit_learn() -> None:

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from common.alignment import ristretto
-from common.alignment.ristretto import LibraryError, NotInGroupError, Ristretto
-from common.alignment.workers import WorkerPool
-from common.errors import SplitveilError
+from splitveil.common.alignment import ristretto
+from splitveil.common.alignment.ristretto import LibraryError, NotInGroupError, Ristretto
+from splitveil.common.alignment.workers import WorkerPool
+from splitveil.common.errors import SplitveilError
 from tests.waiting import HANGS_AFTER_S
 
 # RFC 9496, appendix A.1: the generator's multiples 1, 2, 3, ...
@@ -126,7 +126,8 @@ def test_the_wheel_steps_in_and_leaves_no_file(tmp_path_factory: pytest.TempPath
     pytest.importorskip("rbcl")
     folder = tmp_path_factory.mktemp("wheel")
     program = (
-        "import os; from common.alignment import ristretto as r; r._SYSTEM_LIBRARIES = ();"
+        "import os; from splitveil.common.alignment import ristretto as r; "
+        "r._SYSTEM_LIBRARIES = ();"
         "print(r.load().name); assert r.load() is r.load();"
         f"print(len(os.listdir({str(folder)!r})))"
     )
@@ -184,8 +185,8 @@ def test_a_killed_worker_is_an_error_and_not_a_hang() -> None:
 
 def test_workers_end_when_their_party_is_killed() -> None:
     program = (
-        "import os, signal; from common.alignment import ristretto; "
-        "from common.alignment.workers import WorkerPool; "
+        "import os, signal; from splitveil.common.alignment import ristretto; "
+        "from splitveil.common.alignment.workers import WorkerPool; "
         "pool = WorkerPool(2, ristretto.load().name); "
         "os.kill(os.getpid(), signal.SIGKILL)"
     )

@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import pytest
 
-from common.sample_order import (
+from splitveil.common.run.sample_order import (
     SampleOrder,
     canonical_order,
     joint_seed,

@@ -11,7 +11,6 @@ import pytest
 from scipy.integrate import quad
 from scipy.stats import norm
 
-from active_party.defenses.sum_kl import NoiseSolution, leak_auc_bound, solve_noise
 from benchmarks.solver import (
     Instance,
     brute_force,
@@ -21,6 +20,7 @@ from benchmarks.solver import (
     random_instance,
     simplex_grid,
 )
+from splitveil.active_party.defenses.sum_kl import NoiseSolution, leak_auc_bound, solve_noise
 
 
 def moderate_instance(generator: random.Random) -> Instance:

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from active_party.defenses import DefenseReport, DefenseSettings, build_defense
-from active_party.defenses.class_statistics import measure_classes
-from active_party.defenses.marvell import Marvell
-from active_party.defenses.noise import InsecureSeededNoise
-from active_party.defenses.settings import (
+from benchmarks.solver import random_instance
+from splitveil.active_party.defenses import DefenseReport, DefenseSettings, build_defense
+from splitveil.active_party.defenses.class_statistics import measure_classes
+from splitveil.active_party.defenses.marvell import Marvell
+from splitveil.active_party.defenses.noise import InsecureSeededNoise
+from splitveil.active_party.defenses.settings import (
     DetectionError,
     IsoDefense,
     LeakAuc,
@@ -25,16 +26,15 @@ from active_party.defenses.settings import (
     Strength,
     SumKl,
 )
-from active_party.defenses.strength import allowed_sum_kl, power_rule
-from active_party.defenses.sum_kl import (
+from splitveil.active_party.defenses.strength import allowed_sum_kl, power_rule
+from splitveil.active_party.defenses.sum_kl import (
     leak_auc_bound,
     power_for_sum_kl,
     solve_noise,
     sum_kl_for_leak_auc,
 )
-from benchmarks.solver import random_instance
-from common.errors import SettingsError
-from common.settings import Section, apply_overrides, validate
+from splitveil.common.errors import SettingsError
+from splitveil.common.settings import Section, apply_overrides, validate
 from tests.waiting import HANGS_AFTER_S
 
 # ---- power for a divergence

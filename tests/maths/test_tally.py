@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from common.privacy.tally import REMEMBERED_EPOCHS, AttackTally, AucCounts
+from splitveil.common.privacy.tally import REMEMBERED_EPOCHS, AttackTally, AucCounts
 from tests.stored import stored
 
 HALF_CELL = 2.6e-5

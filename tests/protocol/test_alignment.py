@@ -13,22 +13,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.alignment import (
+from splitveil.common.alignment import (
     AlignChannel,
     Alignment,
     AlignmentResources,
-    EcdhAlignment,
     Splits,
     StreamChannel,
     align,
     build_engine,
-    canonical_ids,
     channel_pair,
     ecdh,
 )
-from common.alignment.ecdh import CHUNK_IDS, EcdhEngine, EcdhSession
-from common.alignment.workers import WorkerPool
-from common.errors import (
+from splitveil.common.alignment.ecdh import CHUNK_IDS, EcdhEngine, EcdhSession
+from splitveil.common.alignment.workers import WorkerPool
+from splitveil.common.data.ids import canonical_ids
+from splitveil.common.errors import (
     AlignmentError,
     DataError,
     InvalidMessage,
@@ -37,8 +36,15 @@ from common.errors import (
     SplitveilError,
     TooLarge,
 )
-from common.settings import validate
-from protos.split_learning_pb2 import AlignDone, AlignFrame, AlignHello, MaskedPoints, Tags
+from splitveil.common.run.contract import EcdhAlignment
+from splitveil.common.settings import validate
+from splitveil.protos.split_learning_pb2 import (
+    AlignDone,
+    AlignFrame,
+    AlignHello,
+    MaskedPoints,
+    Tags,
+)
 from tests.waiting import HANGS_AFTER_S
 
 NONCES = (b"a" * 32, b"p" * 32)

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from active_party.answered import AnsweredQuestions
-from common.answer_log import NO_PLACE, NOTHING_TOLD, AnswerLog, ChargedAnswer
-from common.checkpoint import RunStore, delete_saved
-from common.errors import OutOfStep, StorageError
+from splitveil.active_party.run.questions import AnsweredQuestions
+from splitveil.common.errors import OutOfStep, StorageError
+from splitveil.common.storage.answer_log import NO_PLACE, NOTHING_TOLD, AnswerLog, ChargedAnswer
+from splitveil.common.storage.run_store import RunStore, delete_saved
 from tests.peers import Lost, dying
 from tests.runs import Parties, build_parties, run_in_process
 
@@ -95,7 +95,7 @@ def test_a_full_disk_leaves_no_part_of_a_record(
         return write(descriptor, data[:30])
 
     with monkeypatch.context() as patched:
-        patched.setattr("common.answer_log.os.write", fill_up)
+        patched.setattr("splitveil.common.storage.answer_log.os.write", fill_up)
         with pytest.raises(StorageError, match="cannot be written: No space left"):
             log.record(2, [b"i" * 16], FRESH)
     assert path.read_bytes() == whole

@@ -15,19 +15,19 @@ import torch
 from pydantic import ValidationError
 from sklearn.metrics import roc_auc_score
 
-from common.privacy.attacks import AttackName, BatchAttackName, RunAttackName
-from common.privacy.audit import (
+from splitveil.common.privacy.attacks import AttackName, BatchAttackName, RunAttackName
+from splitveil.common.privacy.audit import (
     BatchLeak,
     LeakAudit,
     Observation,
     pick_hint_rows,
     pick_reference_row,
 )
-from common.privacy.audit_worker import AuditWorker, CpuBudget
-from common.privacy.label_free import LABEL_FREE
-from common.privacy.settings import AuditSettings
-from common.settings import validate
-from passive_party.label_free_audit import LabelFreeAudit
+from splitveil.common.privacy.audit_worker import AuditWorker, CpuBudget
+from splitveil.common.privacy.label_free import LABEL_FREE
+from splitveil.common.privacy.settings import AuditSettings
+from splitveil.common.settings import validate
+from splitveil.passive_party.label_free_audit import LabelFreeAudit
 from tests.stored import same, stored
 from tests.waiting import HANGS_AFTER_S
 
@@ -323,7 +323,7 @@ class _SlowAudit(LeakAudit):
 
 
 def test_a_worker_leaves_out_what_is_beyond_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.privacy.audit_worker._BURST_S", 0.05)
+    monkeypatch.setattr("splitveil.common.privacy.audit_worker._BURST_S", 0.05)
     audit = _SlowAudit()
     with AuditWorker(audit, max_cpu_share=1e-6) as worker:
         assert worker.submit(_observation(0, 0))

@@ -15,18 +15,18 @@ import torch
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
-from active_party.recorder import ActiveRecorder
-from active_party.report import write_comparison, write_report
-from common.checkpoint import RunStore
-from common.errors import SettingsError
-from common.party_data import PartyData
-from common.privacy.accumulation import standardised
-from common.privacy.attacks import ATTACKS, AttackName, BatchAttackName
-from common.privacy.audit import LeakAudit, Observation
-from common.privacy.class_audit import ClassLeakAudit, ClassObservation
-from common.run_folder import write_json_atomically
-from common.wire.tensor_codec import TensorMessage
-from passive_party.recorder import PassiveRecorder
+from splitveil.active_party.report import write_comparison, write_report
+from splitveil.active_party.watch.recorder import ActiveRecorder
+from splitveil.common.errors import SettingsError
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.privacy.accumulation import standardised
+from splitveil.common.privacy.attacks import ATTACKS, AttackName, BatchAttackName
+from splitveil.common.privacy.audit import LeakAudit, Observation
+from splitveil.common.privacy.class_audit import ClassLeakAudit, ClassObservation
+from splitveil.common.storage.run_folder import write_json_atomically
+from splitveil.common.storage.run_store import RunStore
+from splitveil.common.wire.tensor_codec import TensorMessage
+from splitveil.passive_party.recorder import PassiveRecorder
 from tests.peers import InProcessPeer
 from tests.runs import build_parties
 from tests.several_classes import CLASSES, write_classes

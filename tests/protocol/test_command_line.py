@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from active_party import __main__ as active_program
-from common.command_line import exit_code_of
-from common.errors import PeerLeft, PeerUnreachable, SettingsError, StorageError
-from common.models.settings import MlpModel
-from common.settings import validate
+from splitveil.active_party import __main__ as active_program
+from splitveil.common.errors import PeerLeft, PeerUnreachable, SettingsError, StorageError
+from splitveil.common.models.settings import MlpModel
+from splitveil.common.party.command_line import exit_code_of
+from splitveil.common.settings import validate
 
 
 def lose_the_peer() -> None:

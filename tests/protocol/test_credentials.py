@@ -13,14 +13,20 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.x509.verification import PolicyBuilder, Store
 
-from common.contract import Contract
-from common.credentials import describe
-from common.errors import SettingsError, StorageError
-from common.party_settings import MutualTls, load_party_settings
-from common.settings import validate
-from deploy import certs
-from deploy.certs import PartyFolder, keep_certificates, main, make_certificates, renew_certificate
-from passive_party.settings import PassiveSettings
+from splitveil.common.errors import SettingsError, StorageError
+from splitveil.common.party.credentials import describe
+from splitveil.common.party.party_settings import MutualTls, load_party_settings
+from splitveil.common.run.contract import Contract
+from splitveil.common.settings import validate
+from splitveil.deploy import certs
+from splitveil.deploy.certs import (
+    PartyFolder,
+    keep_certificates,
+    main,
+    make_certificates,
+    renew_certificate,
+)
+from splitveil.passive_party.settings import PassiveSettings
 from tests.certificates import NAMES, add_expired, files, make, use
 from tests.runs import CONTRACT, write_example
 

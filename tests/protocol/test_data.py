@@ -10,10 +10,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from common.data.settings import DataSettings
-from common.data.table import Table, read_table
-from common.errors import DataError, SettingsError
-from common.settings import validate
+from splitveil.common.data.settings import DataSettings
+from splitveil.common.data.table import Table, read_table
+from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.settings import validate
 
 ROWS = 'id,y,x0,x1,city\n007,1,1.5,-2,Rome\n"a,b",0,2.5,3e1,\nZoë,1, 4 ,0,Oslo\n'
 FEATURES = {"numeric": "x*", "categorical": "city"}

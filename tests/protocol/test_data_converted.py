@@ -18,19 +18,19 @@ import torch
 from PIL import Image
 from pyarrow import parquet
 
-from common.contract import Contract
-from common.data import converted, sources
-from common.data.conversion import convert as convert_file
-from common.data.converted import MappedTable, open_converted
-from common.data.features import FeatureEncoder, Features
-from common.data.mapped_features import MappedFeatures, RowEncoder
-from common.data.settings import DataSettings
-from common.data.stored_ids import RowNumbers, check_distinct
-from common.data.table import read_table
-from common.errors import DataError, SettingsError, StorageError
-from common.party_data import PartyData
-from common.run_course import AlignedRows
-from common.settings import validate
+from splitveil.common.data import converted, sources
+from splitveil.common.data.conversion import convert as convert_file
+from splitveil.common.data.converted import MappedTable, open_converted
+from splitveil.common.data.features import FeatureEncoder, Features
+from splitveil.common.data.mapped_features import MappedFeatures, RowEncoder
+from splitveil.common.data.settings import DataSettings
+from splitveil.common.data.stored_ids import RowNumbers, check_distinct
+from splitveil.common.data.table import read_table
+from splitveil.common.errors import DataError, SettingsError, StorageError
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.run.contract import Contract
+from splitveil.common.run.course import AlignedRows
+from splitveil.common.settings import validate
 from tests.runs import CONTRACT
 from tests.waiting import HANGS_AFTER_S
 

@@ -9,13 +9,13 @@ import pyarrow as pa
 import pytest
 import torch
 
-from common.data import features as features_module
-from common.data.columns import CategoricalColumn
-from common.data.features import FeatureEncoder, Features, FeatureShapes, image_as_float
-from common.data.settings import DataSettings, FeatureSettings
-from common.data.table import Table, read_table
-from common.errors import DataError, SettingsError
-from common.settings import validate
+from splitveil.common.data import features as features_module
+from splitveil.common.data.columns import CategoricalColumn
+from splitveil.common.data.features import FeatureEncoder, Features, FeatureShapes, image_as_float
+from splitveil.common.data.settings import DataSettings, FeatureSettings
+from splitveil.common.data.table import Table, read_table
+from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.settings import validate
 
 
 def settings(**values: Any) -> FeatureSettings:

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from active_party.earlier_ledgers import LEDGER
-from active_party.plan import print_plan
-from active_party.settings import ActiveSettings
-from common.checkpoint import save_tensors
-from common.errors import BudgetExhausted, SettingsError
-from common.party_data import PartyData
-from common.party_settings import load_party_settings
+from splitveil.active_party.ledger.earlier_ledgers import LEDGER
+from splitveil.active_party.plan import print_plan
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.errors import BudgetExhausted, SettingsError
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.storage.run_store import save_tensors
 from tests.peers import Lost, dying
 from tests.runs import Parties, build_parties, run_in_process, write_example
 

@@ -19,12 +19,12 @@ import yaml
 from PIL import Image
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from common.data.features import Features
-from common.errors import DataError, Interrupted, SettingsError
-from common.run_folder import claimed
-from experiments import needs
-from experiments.__main__ import main
-from experiments.cells import (
+from splitveil.common.data.features import Features
+from splitveil.common.errors import DataError, Interrupted, SettingsError
+from splitveil.common.storage.run_folder import claimed
+from splitveil.experiments import needs
+from splitveil.experiments.__main__ import main
+from splitveil.experiments.cells import (
     PREPARED,
     Cell,
     Choice,
@@ -34,12 +34,12 @@ from experiments.cells import (
     problems,
     with_folders,
 )
-from experiments.collection import Row, collect, read_rows, write_rows
-from experiments.execution import Ending, is_finished, run_cells
-from experiments.models import GreyImageBottom, SummedTop
-from experiments.plots import Point, course, epochs, floor, trade_off
-from experiments.preparation import prepare
-from experiments.settings import (
+from splitveil.experiments.collection import Row, collect, read_rows, write_rows
+from splitveil.experiments.execution import Ending, is_finished, run_cells
+from splitveil.experiments.models import GreyImageBottom, SummedTop
+from splitveil.experiments.plots import Point, course, epochs, floor, trade_off
+from splitveil.experiments.preparation import prepare
+from splitveil.experiments.settings import (
     CoursePlot,
     EpochPlot,
     Experiment,
@@ -48,7 +48,7 @@ from experiments.settings import (
     experiment_names,
     load_experiment,
 )
-from experiments.table import markdown, values_of
+from splitveil.experiments.table import markdown, values_of
 
 ISSUE = {
     "marvell_tradeoff_criteo",

@@ -10,14 +10,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from active_party.plan import print_plan
-from active_party.settings import ActiveSettings
-from active_party.top_trainer import TopTrainer
 from benchmarks.gafm import train, write_spambase
-from common.errors import SettingsError
-from common.party_data import PartyData
-from common.party_settings import load_party_settings
-from common.run_course import AlignedRows
+from splitveil.active_party.plan import print_plan
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.training.top_trainer import TopTrainer
+from splitveil.common.errors import SettingsError
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.run.course import AlignedRows
 from tests.runs import Parties, build_parties, run_in_process, write_example
 
 BOTH = [

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from active_party.session import Offer, Stage
-from common import checkpoint
-from common.checkpoint import RunStore
-from common.errors import (
+from splitveil.active_party.run.session import Offer, Stage
+from splitveil.common.errors import (
     DataError,
     InvalidMessage,
     NotOpen,
@@ -20,8 +18,10 @@ from common.errors import (
     PeerRestarted,
     StorageError,
 )
-from common.run_folder import write_bytes_atomically
-from common.wire.tensor_codec import TensorMessage
+from splitveil.common.storage import run_store
+from splitveil.common.storage.run_folder import write_bytes_atomically
+from splitveil.common.storage.run_store import RunStore
+from splitveil.common.wire.tensor_codec import TensorMessage
 from tests.peers import InProcessPeer, Lost, dying
 from tests.runs import Parties, build_parties, run_in_process, write_example
 from tests.waiting import HANGS_AFTER_S
@@ -248,7 +248,7 @@ def test_a_state_saved_soon_is_the_one_at_the_call_and_is_there_for_whoever_asks
 
     with RunStore(tmp_path, keep=2, in_background=True) as store:
         store.save_run({})
-        monkeypatch.setattr(checkpoint, "write_bytes_atomically", write_later)
+        monkeypatch.setattr(run_store, "write_bytes_atomically", write_later)
         values = torch.tensor([1.0])
         store.save_soon(3, {"values": values})
         values += 1
@@ -269,7 +269,7 @@ def test_a_disk_that_fills_up_in_the_background_is_told_at_the_next_state(
 
     store = RunStore(tmp_path, keep=2, in_background=True)
     store.save_run({})
-    monkeypatch.setattr(checkpoint, "write_bytes_atomically", fail)
+    monkeypatch.setattr(run_store, "write_bytes_atomically", fail)
     store.save_soon(3, {})
     with pytest.raises(StorageError, match=r"at-0000000003\.state: cannot be written: disk full"):
         store.save_soon(4, {})

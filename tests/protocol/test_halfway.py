@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from active_party.session import ActiveSession, Offer, Stage
-from common.errors import SplitveilError, StorageError
-from common.wire.tensor_codec import TensorMessage
-from protos import split_learning_pb2 as pb
+from splitveil.active_party.run.session import ActiveSession, Offer, Stage
+from splitveil.common.errors import SplitveilError, StorageError
+from splitveil.common.wire.tensor_codec import TensorMessage
+from splitveil.protos import split_learning_pb2 as pb
 from tests.peers import InProcessPeer, Lost
 from tests.runs import Parties, build_parties, run_in_process
 

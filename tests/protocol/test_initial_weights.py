@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.checkpoint import save_model
-from common.data.settings import DataSettings
-from common.errors import DataError, SettingsError
-from common.initial_weights import EarlierModel
-from common.party_data import PartyData
-from common.settings import validate
+from splitveil.common.data.settings import DataSettings
+from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.settings import validate
+from splitveil.common.storage.initial_weights import EarlierModel
+from splitveil.common.storage.run_store import save_model
 from tests.runs import Parties, build_parties, run_in_process, write_example
 
 STILL = "optimizer={kind: sgd, learning_rate: 1.0e-30}"  # below the last bit of every weight

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from active_party.session import Stage
-from common.alignment import AlignChannel
-from common.checkpoint import RunStore
-from common.errors import (
+from splitveil.active_party.run.session import Stage
+from splitveil.common.alignment import AlignChannel
+from splitveil.common.errors import (
     InvalidMessage,
     NotOpen,
     OutOfStep,
@@ -19,15 +18,16 @@ from common.errors import (
     ProtocolError,
     StorageError,
 )
-from common.wire.tensor_codec import (
+from splitveil.common.storage.run_store import RunStore
+from splitveil.common.wire.tensor_codec import (
     BatchHeader,
     TensorAssembler,
     TensorLimits,
     TensorMessage,
     encode_tensor,
 )
-from passive_party.grpc_peer import MAX_DAMAGED, GrpcPeer
-from protos import split_learning_pb2 as pb
+from splitveil.passive_party.grpc_peer import MAX_DAMAGED, GrpcPeer
+from splitveil.protos import split_learning_pb2 as pb
 from tests.peers import InProcessPeer
 from tests.runs import Parties, build_parties, run_in_process, serving
 

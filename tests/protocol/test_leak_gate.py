@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from active_party.leak_alarm import MIN_BATCHES, LeakAlarm
-from active_party.leak_gate import LeakGate
-from active_party.recorder import ActiveRecorder
-from active_party.session import Stage
-from active_party.settings import ActiveSettings, LeakGateSettings
-from common.errors import LeakGateClosed, PeerLeft, SettingsError
-from common.party_settings import load_party_settings
-from common.privacy.audit import BatchLeak
-from common.summary_tables import print_summary
-from common.wire.status import error_from, status_for
-from common.wire.tensor_codec import TensorMessage
+from splitveil.active_party.run.session import Stage
+from splitveil.active_party.settings import ActiveSettings, LeakGateSettings
+from splitveil.active_party.watch.leak_alarm import MIN_BATCHES, LeakAlarm
+from splitveil.active_party.watch.leak_gate import LeakGate
+from splitveil.active_party.watch.recorder import ActiveRecorder
+from splitveil.common.errors import LeakGateClosed, PeerLeft, SettingsError
+from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.privacy.audit import BatchLeak
+from splitveil.common.record.summary_tables import print_summary
+from splitveil.common.wire.status import error_from, status_for
+from splitveil.common.wire.tensor_codec import TensorMessage
 from tests.peers import InProcessPeer
 from tests.runs import Parties, build_parties, run_in_process
 from tests.stored import same, stored

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from active_party.recorder import ActiveRecorder
-from common.errors import SettingsError, StorageError
-from common.leak_recorder import LeakRecorder
-from common.metrics_log import MetricsLog
-from common.party_data import PartyData
-from common.privacy.settings import DEFAULT_ATTACKS, AuditSettings
-from common.run_course import Batch
-from passive_party.recorder import PassiveRecorder
+from splitveil.active_party.watch.recorder import ActiveRecorder
+from splitveil.common.errors import SettingsError, StorageError
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AuditSettings
+from splitveil.common.record.leak_recorder import LeakRecorder
+from splitveil.common.record.metrics_log import MetricsLog
+from splitveil.common.run.course import Batch
+from splitveil.passive_party.recorder import PassiveRecorder
 from tests.runs import build_parties, run_in_process, write_example
 from tests.stored import stored
 from tests.waiting import wait_until
@@ -163,7 +163,7 @@ class Listening:
 def test_every_batch_has_a_line_and_charts_have_a_batch_now_and_then(
     monkeypatch: pytest.MonkeyPatch, every_s: float
 ) -> None:
-    monkeypatch.setattr("common.leak_recorder._CHARTED_EVERY_S", every_s)
+    monkeypatch.setattr("splitveil.common.record.leak_recorder._CHARTED_EVERY_S", every_s)
     metrics = Listening()
     labels = torch.tensor([0.0, 1.0, 0.0, 1.0])
     gradients = {"cut": torch.randn(4, 2, generator=torch.Generator().manual_seed(1))}

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from active_party import assembly
-from active_party.defenses.example_keys import load_or_create_key
-from active_party.defenses.settings import LabelMechanism
-from common.errors import SettingsError, StorageError
-from common.run_folder import open_run_folder
+from splitveil.active_party import assembly
+from splitveil.active_party.defenses.example_keys import load_or_create_key
+from splitveil.active_party.defenses.settings import LabelMechanism
+from splitveil.common.errors import SettingsError, StorageError
+from splitveil.common.storage.run_folder import open_run_folder
 from tests.peers import FaultyPeer
 from tests.runs import Parties, build_parties, run_in_process, write_example
 

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from active_party.session import Stage
-from common.errors import Interrupted, InvalidMessage, PeerError
-from common.wire.audit_codec import AuditQuestion
-from common.wire.tensor_codec import BatchHeader, TensorMessage
-from passive_party.label_free_audit import GatheredScores
-from passive_party.peer import Offer, Opening
-from protos import split_learning_pb2 as pb
+from splitveil.active_party.run.session import Stage
+from splitveil.common.errors import Interrupted, InvalidMessage, PeerError
+from splitveil.common.wire.audit_codec import AuditQuestion
+from splitveil.common.wire.tensor_codec import BatchHeader, TensorMessage
+from splitveil.passive_party.label_free_audit import GatheredScores
+from splitveil.passive_party.peer import Offer, Opening
+from splitveil.protos import split_learning_pb2 as pb
 from tests.peers import InProcessPeer
 from tests.runs import build_parties, run_in_process, write_example
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from active_party.plan import print_plan
-from active_party.settings import ActiveSettings
-from common.party_data import PartyData
-from common.party_settings import load_party_settings
+from splitveil.active_party.plan import print_plan
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.party_settings import load_party_settings
 from tests.runs import build_parties, run_in_process, write_example
 from tests.several_classes import write_classes
 

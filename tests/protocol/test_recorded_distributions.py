@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from active_party.recorder import ActiveRecorder
-from active_party.settings import ActiveSettings
-from common.errors import SettingsError
-from common.party_settings import load_party_settings
-from common.privacy.distributions import MIN_PER_CLASS
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.watch.distributions import MIN_PER_CLASS
+from splitveil.active_party.watch.recorder import ActiveRecorder
+from splitveil.common.errors import SettingsError
+from splitveil.common.party.party_settings import load_party_settings
 from tests.runs import build_parties, run_in_process, write_example
 
 EPOCHS = "contract.epochs=6"

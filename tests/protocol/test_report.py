@@ -14,16 +14,16 @@ import pytest
 import yaml
 from sklearn.metrics import roc_auc_score
 
-from active_party.__main__ import _try_to_report, main
-from active_party.ledger import estimated_auc
-from active_party.report import read_run, write_comparison, write_report
-from active_party.report.distributions import auc_of_counts, random_q95
-from active_party.report.figures import finding_of, windows
-from active_party.report.run_files import leak_series
-from active_party.report.verdict import is_oracle, judge, needs_of, run_levels
-from common.errors import SettingsError
-from common.privacy.attacks import BatchAttackName, RunAttackName
-from common.upper_bounds import auc_at_most
+from splitveil.active_party.__main__ import _try_to_report, main
+from splitveil.active_party.ledger.ledger import estimated_auc
+from splitveil.active_party.report import read_run, write_comparison, write_report
+from splitveil.active_party.report.distributions import auc_of_counts, random_q95
+from splitveil.active_party.report.figures import finding_of, windows
+from splitveil.active_party.report.run_files import leak_series
+from splitveil.active_party.report.verdict import is_oracle, judge, needs_of, run_levels
+from splitveil.common.errors import SettingsError
+from splitveil.common.privacy.attacks import BatchAttackName, RunAttackName
+from splitveil.common.text.upper_bounds import auc_at_most
 
 EPOCHS, STEPS = 3, 30
 ATTACKS = ("norm", "cosine", "spectral")

@@ -10,22 +10,26 @@ import pytest
 import torch
 from rich.console import Console
 
-from active_party.defenses.report import LeakCharge
-from active_party.defenses.sum_kl import leak_auc_bound, power_for_sum_kl, sum_kl_for_leak_auc
-from active_party.plan import print_plan, stop_epoch
-from active_party.recorder import ActiveRecorder
-from active_party.session import Stage
-from active_party.settings import ActiveSettings
-from active_party.top_trainer import StepResult
-from common.errors import BudgetExhausted, Interrupted, PeerLeft, SettingsError
-from common.party_data import PartyData
-from common.party_settings import load_party_settings
-from common.run_course import Batch
-from common.summary_tables import print_summary
-from common.upper_bounds import at_most
-from common.wire.status import error_from, status_for
-from common.wire.tensor_codec import TensorMessage
-from protos import split_learning_pb2 as pb
+from splitveil.active_party.defenses.interface import LeakCharge
+from splitveil.active_party.defenses.sum_kl import (
+    leak_auc_bound,
+    power_for_sum_kl,
+    sum_kl_for_leak_auc,
+)
+from splitveil.active_party.plan import print_plan, stop_epoch
+from splitveil.active_party.run.session import Stage
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.training.top_trainer import StepResult
+from splitveil.active_party.watch.recorder import ActiveRecorder
+from splitveil.common.errors import BudgetExhausted, Interrupted, PeerLeft, SettingsError
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.record.summary_tables import print_summary
+from splitveil.common.run.course import Batch
+from splitveil.common.text.upper_bounds import at_most
+from splitveil.common.wire.status import error_from, status_for
+from splitveil.common.wire.tensor_codec import TensorMessage
+from splitveil.protos import split_learning_pb2 as pb
 from tests.peers import FaultyPeer, InProcessPeer
 from tests.runs import Parties, build_parties, run_in_process
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from active_party.session import Stage
-from common.errors import (
+from splitveil.active_party.run.session import Stage
+from splitveil.common.errors import (
     AlignmentError,
     ContractMismatch,
     DataError,
@@ -14,9 +14,9 @@ from common.errors import (
     OutOfStep,
     PeerLeft,
 )
-from common.wire.tensor_codec import BatchHeader, TensorMessage
-from passive_party.run import PassiveRun
-from protos import split_learning_pb2 as pb
+from splitveil.common.wire.tensor_codec import BatchHeader, TensorMessage
+from splitveil.passive_party.run import PassiveRun
+from splitveil.protos import split_learning_pb2 as pb
 from tests.peers import FaultyPeer, InProcessPeer
 from tests.runs import Parties, build_parties, run_in_process, write_example
 

@@ -14,22 +14,22 @@ from rich.console import Console
 from sklearn.metrics import roc_auc_score
 from torch import nn
 
-from active_party.audit_desk import AuditDesk
-from active_party.plan import print_plan
-from active_party.settings import ActiveSettings
-from common.data.features import Features, FeatureShapes
-from common.data.settings import DataSettings
-from common.data.table import read_table
-from common.errors import AuditRefused, BudgetExhausted, DataError, SettingsError
-from common.models.factory import build_top_model
-from common.models.settings import ConvModel, MlpModel, ModelSettings, WideDeepModel
-from common.party_data import PartyData
-from common.party_settings import load_party_settings
-from common.sample_order import positions_digest
-from common.settings import validate
-from common.upper_bounds import at_most
-from common.wire.audit_codec import AuditQuestion
-from common.wire.tensor_codec import TensorMessage
+from splitveil.active_party.plan import print_plan
+from splitveil.active_party.run.audit_desk import AuditDesk
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.data.features import Features, FeatureShapes
+from splitveil.common.data.settings import DataSettings
+from splitveil.common.data.table import read_table
+from splitveil.common.errors import AuditRefused, BudgetExhausted, DataError, SettingsError
+from splitveil.common.models.factory import build_top_model
+from splitveil.common.models.settings import ConvModel, MlpModel, ModelSettings, WideDeepModel
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.run.sample_order import positions_digest
+from splitveil.common.settings import validate
+from splitveil.common.text.upper_bounds import at_most
+from splitveil.common.wire.audit_codec import AuditQuestion
+from splitveil.common.wire.tensor_codec import TensorMessage
 from tests.peers import InProcessPeer
 from tests.runs import Parties, build_parties, run_in_process, run_over_grpc
 from tests.several import build_several, write_several

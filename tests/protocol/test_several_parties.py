@@ -14,27 +14,34 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from active_party.assembly import TrainerBuilder as TopBuilder
-from active_party.defenses import build_defense
-from active_party.defenses.settings import MarvellDefense, PowerRatio
-from active_party.defenses.sum_kl import leak_auc_bound
-from active_party.session import Opening, Stage
-from active_party.top_trainer import StepResult
-from common.alignment import Share, channel_pair, receive_share, share_frames
-from common.checkpoint import RunStore
-from common.contract import Contract
-from common.errors import AlignmentError, NotOpen, OthersAwaited, OutOfStep, PeerError, PeerLeft
-from common.models.optimizers import build_optimizer
-from common.party_data import PartyData
-from common.privacy.leakage import leak_auc
-from common.run_course import Batch
-from common.sample_order import positions_digest
-from common.wire.audit_codec import AuditQuestion
-from common.wire.limits import ALIGN_FRAME_BYTES, check_fields
-from common.wire.tensor_codec import TensorMessage
-from passive_party.assembly import TrainerBuilder as BottomBuilder
-from passive_party.peer import Opening as PeerOpening
-from protos import split_learning_pb2 as pb
+from splitveil.active_party.assembly import TrainerBuilder as TopBuilder
+from splitveil.active_party.defenses import build_defense
+from splitveil.active_party.defenses.settings import MarvellDefense, PowerRatio
+from splitveil.active_party.defenses.sum_kl import leak_auc_bound
+from splitveil.active_party.run.session import Opening, Stage
+from splitveil.active_party.training.top_trainer import StepResult
+from splitveil.common.alignment import Share, channel_pair, receive_share, share_frames
+from splitveil.common.errors import (
+    AlignmentError,
+    NotOpen,
+    OthersAwaited,
+    OutOfStep,
+    PeerError,
+    PeerLeft,
+)
+from splitveil.common.models.optimizers import build_optimizer
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.privacy.leakage import leak_auc
+from splitveil.common.run.contract import Contract
+from splitveil.common.run.course import Batch
+from splitveil.common.run.sample_order import positions_digest
+from splitveil.common.storage.run_store import RunStore
+from splitveil.common.wire.audit_codec import AuditQuestion
+from splitveil.common.wire.limits import ALIGN_FRAME_BYTES, check_fields
+from splitveil.common.wire.tensor_codec import TensorMessage
+from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
+from splitveil.passive_party.peer import Opening as PeerOpening
+from splitveil.protos import split_learning_pb2 as pb
 from tests.runs import CPU, ActiveRecording
 from tests.several import (
     NAMES,

@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.contract import Contract
-from common.data.settings import DataSettings
-from common.data.table import read_table
-from common.errors import AlignmentError, DataError, SettingsError, SplitveilError
-from common.party_data import PartyData
-from common.run_course import AlignedRows
-from common.settings import validate
-from deploy.local import held_port
+from splitveil.common.data.settings import DataSettings
+from splitveil.common.data.table import read_table
+from splitveil.common.errors import AlignmentError, DataError, SettingsError, SplitveilError
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.run.contract import Contract
+from splitveil.common.run.course import AlignedRows
+from splitveil.common.settings import validate
+from splitveil.deploy.local import held_port
 from tests.runs import (
     CONTRACT,
     Parties,

@@ -22,19 +22,19 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
     EventAccumulator,
 )
 
-from common.checkpoint import save_tensors
-from common.errors import SettingsError, StorageError
-from common.log_lines import configure_logging
-from common.metrics_log import MetricsLog
-from common.run_folder import (
+from splitveil.common.errors import SettingsError, StorageError
+from splitveil.common.party.transcript import Transcript
+from splitveil.common.record.metrics_log import MetricsLog
+from splitveil.common.record.summary_tables import print_summary
+from splitveil.common.record.training_progress import TrainingProgress
+from splitveil.common.storage.run_folder import (
     open_run_folder,
     write_bytes_atomically,
     write_json_atomically,
     write_text_atomically,
 )
-from common.summary_tables import print_summary
-from common.training_progress import TrainingProgress
-from common.transcript import Transcript
+from splitveil.common.storage.run_store import save_tensors
+from splitveil.common.text.log_lines import configure_logging
 
 _LEAK = {"cut": {"norm": {"q95": 0.91, "mean": 0.8, "last_epoch": 0.75, "random_q95": 0.54321}}}
 
@@ -259,7 +259,7 @@ def test_what_cannot_be_printed_disturbs_nothing(monkeypatch: pytest.MonkeyPatch
     with TrainingProgress("active", 3) as progress:
         for _ in range(3):
             progress.advance(loss=0.5)
-            logging.getLogger("active_party").warning("a line")
+            logging.getLogger("splitveil.active_party").warning("a line")
     print_summary("active", {"steps": 3, "test_auc": 0.5})
     assert progress.steps_done == 3
 
@@ -296,7 +296,7 @@ def test_log_lines_are_short_and_name_the_party(
 ) -> None:
     configure_logging("active", verbosity)
     configure_logging("active", verbosity)  # a second call adds no second line
-    own = logging.getLogger("active_party.session")
+    own = logging.getLogger("splitveil.active_party.run.session")
     own.debug("a")
     own.info("b")
     own.warning("c")
@@ -324,7 +324,7 @@ def test_words_of_others_steer_no_terminal_and_begin_no_log_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     configure_logging("active")
-    own = logging.getLogger("active_party")
+    own = logging.getLogger("splitveil.active_party")
     own.warning("refused %s", "\x1b[2J\r\n12:00:00 active INFO all is well\u202e\ud800")
     try:
         raise ValueError("\x1b]0;title\x07")
@@ -403,7 +403,8 @@ def test_the_final_tables_speak_no_python() -> None:
 def open_in_a_process_of_its_own(runs_dir: Path, party: str) -> str:
     """Open a run's folder as a command does, which holds it until it ends; returns its log."""
     code = (
-        "import logging, pathlib, sys; from common.run_folder import open_run_folder; "
+        "import logging, pathlib, sys; "
+        "from splitveil.common.storage.run_folder import open_run_folder; "
         "logging.basicConfig(level=logging.INFO, format='%(message)s'); "
         "folder = open_run_folder(pathlib.Path(sys.argv[1]), 'demo', sys.argv[2]); "
         "assert list(folder.iterdir()) == []"

@@ -10,12 +10,18 @@ from typing import NamedTuple
 
 import pytest
 
-from common.alignment import AlignChannel, TriedIds, channel_pair, file_of_count
-from common.alignment.ecdh import EcdhEngine, EcdhSession
-from common.errors import AlignmentError, PeerError, PeerUnreachable, SplitveilError, StorageError
-from common.run_folder import open_run_folder
-from passive_party.grpc_peer import GrpcPeer
-from passive_party.peer import Offer, Opening
+from splitveil.common.alignment import AlignChannel, TriedIds, channel_pair, file_of_count
+from splitveil.common.alignment.ecdh import EcdhEngine, EcdhSession
+from splitveil.common.errors import (
+    AlignmentError,
+    PeerError,
+    PeerUnreachable,
+    SplitveilError,
+    StorageError,
+)
+from splitveil.common.storage.run_folder import open_run_folder
+from splitveil.passive_party.grpc_peer import GrpcPeer
+from splitveil.passive_party.peer import Offer, Opening
 from tests.peers import InProcessPeer
 from tests.runs import build_parties, run_in_process, serving
 

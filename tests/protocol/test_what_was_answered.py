@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from active_party.defenses import AnswerKeys
-from active_party.earlier_ledgers import LEDGER
-from active_party.recorder import ActiveRecorder
-from active_party.report.run_files import read_run
-from active_party.report.verdict import guarantee_of
-from active_party.session import ActiveSession, Offer
-from common.checkpoint import save_tensors
-from common.errors import BudgetExhausted, OtherAnswer, PeerLeft
-from protos import split_learning_pb2 as pb
+from splitveil.active_party.defenses import AnswerKeys
+from splitveil.active_party.ledger.earlier_ledgers import LEDGER
+from splitveil.active_party.report.run_files import read_run
+from splitveil.active_party.report.verdict import guarantee_of
+from splitveil.active_party.run.session import ActiveSession, Offer
+from splitveil.active_party.watch.recorder import ActiveRecorder
+from splitveil.common.errors import BudgetExhausted, OtherAnswer, PeerLeft
+from splitveil.common.storage.run_store import save_tensors
+from splitveil.protos import split_learning_pb2 as pb
 from tests.peers import InProcessPeer, Lost, dying
 from tests.runs import Parties, build_parties, run_in_process
 from tests.several import build_several, write_several

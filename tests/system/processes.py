@@ -56,7 +56,7 @@ class Party:
         python = [sys.executable, "-m", *(["tests.system.fast_clock"] if fast_clock else [])]
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(
-                [*python, f"{party}_party", command, *settings, *sets, *options],
+                [*python, f"splitveil.{party}_party", command, *settings, *sets, *options],
                 cwd=ROOT,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
                 stdin=subprocess.DEVNULL,

@@ -14,24 +14,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from active_party.assembly import TrainerBuilder as TopBuilder
-from active_party.assembly import build_session
-from active_party.recorder import ActiveRecorder
-from active_party.service import ActiveService, start_server
-from active_party.session import ActiveSession
-from active_party.settings import ActiveSettings
-from common.alignment import AlignmentResources, build_engine
-from common.checkpoint import RunStore, save_model
-from common.command_line import draw_nonce
-from common.credentials import CredentialFiles
-from common.party_data import PartyData
-from common.party_settings import load_party_settings
-from common.run_folder import write_json_atomically
-from passive_party.assembly import TrainerBuilder as BottomBuilder
-from passive_party.grpc_peer import GrpcPeer
-from passive_party.recorder import PassiveRecorder
-from passive_party.run import PassiveRun
-from passive_party.settings import PassiveSettings
+from splitveil.active_party.assembly import TrainerBuilder as TopBuilder
+from splitveil.active_party.assembly import build_session
+from splitveil.active_party.run.session import ActiveSession
+from splitveil.active_party.serving.service import ActiveService, start_server
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.watch.recorder import ActiveRecorder
+from splitveil.common.alignment import AlignmentResources, build_engine
+from splitveil.common.party.command_line import draw_nonce
+from splitveil.common.party.credentials import CredentialFiles
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.storage.run_folder import write_json_atomically
+from splitveil.common.storage.run_store import RunStore, save_model
+from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
+from splitveil.passive_party.grpc_peer import GrpcPeer
+from splitveil.passive_party.recorder import PassiveRecorder
+from splitveil.passive_party.run import PassiveRun
+from splitveil.passive_party.settings import PassiveSettings
 from tests import certificates
 from tests.runs import CPU
 from tests.system.processes import Party, PartyName, free_address

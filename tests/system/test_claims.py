@@ -25,11 +25,11 @@ from scipy.optimize import brentq
 from scipy.stats import norm as normal
 from torch import Tensor
 
-from active_party.top_trainer import StepResult
-from common.privacy.attacks import AttackName
-from common.privacy.leakage import leak_auc_interval
-from common.privacy.run_level import RunLevelLeak
-from common.run_course import Batch
+from splitveil.active_party.training.top_trainer import StepResult
+from splitveil.common.privacy.attacks import AttackName
+from splitveil.common.privacy.leakage import leak_auc_interval
+from splitveil.common.privacy.run_level import RunLevelLeak
+from splitveil.common.run.course import Batch
 from tests.attacked_run import (
     BATCH_ATTACKS,
     RUN_ATTACKS,

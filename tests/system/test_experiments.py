@@ -102,7 +102,7 @@ LABS = {
 
 
 def run(folder: Path) -> str:
-    command = [sys.executable, "-m", "experiments", "run", str(folder / "tiny.yaml")]
+    command = [sys.executable, "-m", "splitveil.experiments", "run", str(folder / "tiny.yaml")]
     done = subprocess.run(
         [*command, "--jobs", "2", "--output", str(folder / "out")],
         cwd=ROOT,

@@ -16,9 +16,9 @@ import grpc
 import pytest
 from rich.console import Console
 
-from common.errors import SettingsError
-from deploy.comparison import RunResults, comparison_table
-from deploy.local import Overrides, held_port, parse_defense
+from splitveil.common.errors import SettingsError
+from splitveil.deploy.comparison import RunResults, comparison_table
+from splitveil.deploy.local import Overrides, held_port, parse_defense
 from tests.runs import write_example
 from tests.system.conftest import SAME_SPLIT, LocalRun, run_locally
 
@@ -141,7 +141,7 @@ def test_folders_of_the_user_with_our_names_are_left_alone(tmp_path: Path) -> No
     done = subprocess.run(
         [
             # As the command itself is started: without the working directory on the module path.
-            *(sys.executable, "-P", "-m", "deploy.local", str(tmp_path / "settings")),
+            *(sys.executable, "-P", "-m", "splitveil.deploy.local", str(tmp_path / "settings")),
             *("--runs", str(tmp_path / "runs"), "--set", "contract.epochs=1"),
             "passive.bottom_model={kind: custom, module: my_models:Bottom}",
         ],

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy import party_processes
-from deploy.party_processes import run_parties
+from splitveil.deploy import party_processes
+from splitveil.deploy.party_processes import run_parties
 from tests.waiting import HANGS_AFTER_S
 
 WAIT = f"import time; time.sleep({2 * HANGS_AFTER_S})"

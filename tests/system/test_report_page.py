@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 from PIL import Image
 
-from active_party.report import write_report
+from splitveil.active_party.report import write_report
 from tests.system.conftest import LocalRun
 from tests.waiting import HANGS_AFTER_S
 

@@ -15,11 +15,11 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from active_party.account_book import AccountBook
-from active_party.plan import print_plan
-from active_party.settings import ActiveSettings
-from common.party_data import PartyData
-from common.party_settings import load_party_settings
+from splitveil.active_party.ledger.account_book import AccountBook
+from splitveil.active_party.plan import print_plan
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.party_settings import load_party_settings
 from tests.runs import write_example
 from tests.system.processes import ROOT, Pair, side_by_side, started
 from tests.system.restarted import Both, Restarted, Settings, kept_up
@@ -123,7 +123,14 @@ def test_the_peer_learns_that_the_run_has_ended_and_nothing_else(
 
 def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "active_party", "plan", str(folder / "active.yaml"), *arguments],
+        [
+            sys.executable,
+            "-m",
+            "splitveil.active_party",
+            "plan",
+            str(folder / "active.yaml"),
+            *arguments,
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, get_args
 
 import pytest
 
-from common.privacy.attacks import ATTACKS, AttackName, SideInformation
+from splitveil.common.privacy.attacks import ATTACKS, AttackName, SideInformation
 from tests.runs import write_example
 from tests.system.processes import started
 

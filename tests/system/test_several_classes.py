@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from active_party.report.run_files import read_run
+from splitveil.active_party.report.run_files import read_run
 from tests.runs import build_parties, run_in_process
 from tests.system.conftest import ROOT, SAME_SPLIT, LocalRun, run_locally
 

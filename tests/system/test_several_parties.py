@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from common.transcript import FILE, Verified, compare, verify
+from splitveil.common.party.transcript import FILE, Verified, compare, verify
 from tests.several import NAMES, write_several
 from tests.system.conftest import run_locally
 from tests.system.processes import ROOT
@@ -28,7 +28,7 @@ class Process:
 
     def __init__(self, folder: Path, name: str, address: str, *overrides: str) -> None:
         where = f"{'listen' if name == 'active' else 'connect'}={address}"
-        program = "active_party" if name == "active" else "passive_party"
+        program = "splitveil.active_party" if name == "active" else "splitveil.passive_party"
         self._command = [sys.executable, "-m", "tests.system.fast_clock", program, "run"]
         self._command += [str(folder / f"{name}.yaml")]
         self._command += ["--runs", str(folder / "runs")]

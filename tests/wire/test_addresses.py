@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-import active_party.__main__
-import passive_party.__main__
-from active_party.service import ActiveService, start_server
-from common.addresses import HostAndPort, on_loopback, split_address
-from common.errors import SettingsError
-from common.wire.endpoint import add_port
-from passive_party.grpc_peer import GrpcPeer
+import splitveil.active_party.__main__
+import splitveil.passive_party.__main__
+from splitveil.active_party.serving.service import ActiveService, start_server
+from splitveil.common.errors import SettingsError
+from splitveil.common.text.addresses import HostAndPort, on_loopback, split_address
+from splitveil.common.wire.endpoint import add_port
+from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.runs import Parties, build_parties
 
 PROGRAMS: dict[str, tuple[ModuleType, str]] = {
-    "active": (active_party.__main__, "listen"),
-    "passive": (passive_party.__main__, "connect"),
+    "active": (splitveil.active_party.__main__, "listen"),
+    "passive": (splitveil.passive_party.__main__, "connect"),
 }
 
 

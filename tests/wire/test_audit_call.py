@@ -11,12 +11,12 @@ import grpc
 import pytest
 import torch
 
-from active_party.audit_desk import MAX_LAYERS, MIN_EXAMPLES
-from active_party.recorder import ActiveRecorder
-from active_party.service import ActiveService
-from active_party.session import ActiveSession, Stage
-from active_party.settings import ActiveSettings
-from common.errors import (
+from splitveil.active_party.run.audit_desk import MAX_LAYERS, MIN_EXAMPLES
+from splitveil.active_party.run.session import ActiveSession, Stage
+from splitveil.active_party.serving.service import ActiveService
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.watch.recorder import ActiveRecorder
+from splitveil.common.errors import (
     AuditRefused,
     InvalidMessage,
     OutOfStep,
@@ -24,17 +24,17 @@ from common.errors import (
     SettingsError,
     TooLarge,
 )
-from common.party_data import PartyData
-from common.party_settings import load_party_settings
-from common.privacy.audit import Observation
-from common.privacy.leakage import leak_auc
-from common.sample_order import positions_digest
-from common.wire.audit_codec import AuditQuestion, encode_question
-from common.wire.endpoint import method_path
-from passive_party.label_free_audit import LabelFreeAudit
-from passive_party.recorder import PassiveRecorder
-from passive_party.settings import PassiveSettings
-from protos import split_learning_pb2 as pb
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.privacy.audit import Observation
+from splitveil.common.privacy.leakage import leak_auc
+from splitveil.common.run.sample_order import positions_digest
+from splitveil.common.wire.audit_codec import AuditQuestion, encode_question
+from splitveil.common.wire.endpoint import method_path
+from splitveil.passive_party.label_free_audit import LabelFreeAudit
+from splitveil.passive_party.recorder import PassiveRecorder
+from splitveil.passive_party.settings import PassiveSettings
+from splitveil.protos import split_learning_pb2 as pb
 from tests.runs import (
     Parties,
     build_parties,

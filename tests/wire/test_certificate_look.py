@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from cryptography import x509
 
-from common.contract import Contract
-from common.credentials import dns_names
-from common.errors import PeerError, PeerUnreachable, PeerUntrusted, SettingsError
-from common.wire import http_proxy, server_certificate
-from common.wire.endpoint import open_channel
-from common.wire.http_proxy import HttpProxy
-from common.wire.server_certificate import LOOK_TIMEOUT_S, judged_certificate
-from deploy.certs import PartyFolder, main
+from splitveil.common.errors import PeerError, PeerUnreachable, PeerUntrusted, SettingsError
+from splitveil.common.party.credentials import dns_names
+from splitveil.common.run.contract import Contract
+from splitveil.common.wire import http_proxy, server_certificate
+from splitveil.common.wire.endpoint import open_channel
+from splitveil.common.wire.http_proxy import HttpProxy
+from splitveil.common.wire.server_certificate import LOOK_TIMEOUT_S, judged_certificate
+from splitveil.deploy.certs import PartyFolder, main
 from tests.certificates import NAMES, add_unusual, files, make
 from tests.runs import build_parties, in_background, write_example
 

@@ -20,9 +20,9 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.wire.endpoint import method_path
-from common.wire.limits import STREAMS_PER_CONNECTION
-from protos import split_learning_pb2 as pb
+from splitveil.common.wire.endpoint import method_path
+from splitveil.common.wire.limits import STREAMS_PER_CONNECTION
+from splitveil.protos import split_learning_pb2 as pb
 from tests.mutations import AtStep, Tape
 from tests.runs import build_parties, run_in_process, write_example
 from tests.waiting import wait_until

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from active_party.service import ActiveService, start_server
-from common.errors import PeerLeft, SplitveilError, StorageError
-from common.transcript import FILE, Broken, Crossing, Transcript, verify
-from passive_party.grpc_peer import GrpcPeer
+from splitveil.active_party.serving.service import ActiveService, start_server
+from splitveil.common.errors import PeerLeft, SplitveilError, StorageError
+from splitveil.common.party.transcript import FILE, Broken, Crossing, Transcript, verify
+from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.runs import Parties, build_parties
 
 FULL = os.strerror(errno.ENOSPC)

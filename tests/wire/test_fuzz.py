@@ -11,22 +11,22 @@ import grpc
 import pytest
 import torch
 
-from active_party.service import ActiveService
-from active_party.session import Stage
-from common.alignment import AlignmentResources, align, build_engine
-from common.errors import (
+from splitveil.active_party.run.session import Stage
+from splitveil.active_party.serving.service import ActiveService
+from splitveil.common.alignment import AlignmentResources, align, build_engine
+from splitveil.common.errors import (
     AlignmentError,
     ContractMismatch,
     InvalidMessage,
     PeerError,
     SplitveilError,
 )
-from common.party_settings import ReconnectSettings
-from common.wire.audit_codec import AuditQuestion
-from common.wire.tensor_codec import TensorAssembler, TensorLimits, TensorMessage
-from passive_party.grpc_peer import GrpcPeer
-from passive_party.peer import Offer
-from protos import split_learning_pb2 as pb
+from splitveil.common.party.party_settings import ReconnectSettings
+from splitveil.common.wire.audit_codec import AuditQuestion
+from splitveil.common.wire.tensor_codec import TensorAssembler, TensorLimits, TensorMessage
+from splitveil.passive_party.grpc_peer import GrpcPeer
+from splitveil.passive_party.peer import Offer
+from splitveil.protos import split_learning_pb2 as pb
 from tests.mutations import (
     METHODS,
     UNARY,

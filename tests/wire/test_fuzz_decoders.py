@@ -10,24 +10,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from active_party.audit_desk import AuditDesk
-from common.alignment import ristretto
-from common.alignment.ecdh import EcdhEngine, EcdhSession
-from common.alignment.ristretto import NotInGroupError
-from common.contract import Contract
-from common.errors import (
+from splitveil.active_party.run.audit_desk import AuditDesk
+from splitveil.common.alignment import ristretto
+from splitveil.common.alignment.ecdh import EcdhEngine, EcdhSession
+from splitveil.common.alignment.ristretto import NotInGroupError
+from splitveil.common.errors import (
     AlignmentError,
     ContractMismatch,
     PeerError,
     ProtocolError,
     SplitveilError,
 )
-from common.sample_order import positions_digest
-from common.wire.audit_codec import decode_question
-from common.wire.limits import Refused, believed, check_fields, reader
-from common.wire.status import error_from
-from common.wire.tensor_codec import TensorAssembler, TensorLimits
-from protos import split_learning_pb2 as pb
+from splitveil.common.run.contract import Contract
+from splitveil.common.run.sample_order import positions_digest
+from splitveil.common.wire.audit_codec import decode_question
+from splitveil.common.wire.limits import Refused, believed, check_fields, reader
+from splitveil.common.wire.status import error_from
+from splitveil.common.wire.tensor_codec import TensorAssembler, TensorLimits
+from splitveil.protos import split_learning_pb2 as pb
 from tests.mutations import Mutator
 from tests.runs import CONTRACT
 

@@ -10,12 +10,12 @@ import grpc
 import pytest
 from cryptography import x509
 
-from active_party.service import ActiveService, start_server
-from active_party.session import Stage
-from common.credentials import CredentialFiles, in_lower_case
-from common.errors import PeerError, PeerUntrusted
-from deploy.certs import renew_certificate
-from passive_party.grpc_peer import GrpcPeer
+from splitveil.active_party.run.session import Stage
+from splitveil.active_party.serving.service import ActiveService, start_server
+from splitveil.common.errors import PeerError, PeerUntrusted
+from splitveil.common.party.credentials import CredentialFiles, in_lower_case
+from splitveil.deploy.certs import renew_certificate
+from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.certificates import (
     CLIENT,
     NAMES,

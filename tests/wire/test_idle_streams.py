@@ -9,17 +9,17 @@ from typing import Any
 import grpc
 import pytest
 
-from active_party.service import ActiveService
-from active_party.session import Stage
-from common.alignment.ecdh import ENGINE, VERSION
-from common.alignment.ids import NORMALISATION
-from common.party_settings import ReconnectSettings
-from common.wire import limits
-from common.wire.endpoint import method_path
-from common.wire.limits import STREAMS_PER_CONNECTION
-from common.wire.stream_places import Stream, StreamPlaces
-from passive_party.grpc_peer import GrpcPeer
-from protos import split_learning_pb2 as pb
+from splitveil.active_party.run.session import Stage
+from splitveil.active_party.serving.service import ActiveService
+from splitveil.active_party.serving.stream_places import Stream, StreamPlaces
+from splitveil.common.alignment.ecdh import ENGINE, VERSION
+from splitveil.common.data.ids import NORMALISATION
+from splitveil.common.party.party_settings import ReconnectSettings
+from splitveil.common.wire import limits
+from splitveil.common.wire.endpoint import method_path
+from splitveil.common.wire.limits import STREAMS_PER_CONNECTION
+from splitveil.passive_party.grpc_peer import GrpcPeer
+from splitveil.protos import split_learning_pb2 as pb
 from tests.runs import Parties, build_parties, serving
 from tests.waiting import wait_until
 from tests.wire.test_fuzz import assert_undisturbed

@@ -5,11 +5,11 @@ from collections.abc import Callable
 import pytest
 from google.protobuf.message import Message
 
-from common.errors import InvalidMessage, ProtocolError, TooLarge
-from common.wire import limits
-from common.wire.limits import EXEMPT, FIELDS, Refused, believed, check_fields, reader
-from common.wire.stream_places import StreamPlaces
-from protos import split_learning_pb2 as pb
+from splitveil.active_party.serving.stream_places import StreamPlaces
+from splitveil.common.errors import InvalidMessage, ProtocolError, TooLarge
+from splitveil.common.wire import limits
+from splitveil.common.wire.limits import EXEMPT, FIELDS, Refused, believed, check_fields, reader
+from splitveil.protos import split_learning_pb2 as pb
 
 ALL_FIELDS = {
     f"{name}.{field.name}": field

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from active_party.service import ActiveService, start_server
-from active_party.session import Stage
-from common.credentials import CredentialFiles
-from common.errors import PeerUnreachable, SettingsError
-from common.party_settings import load_party_settings
-from common.wire.endpoint import open_channel
-from common.wire.http_proxy import HttpProxy, proxy_of_environment
-from passive_party.grpc_peer import GrpcPeer
-from passive_party.settings import PassiveSettings
+from splitveil.active_party.run.session import Stage
+from splitveil.active_party.serving.service import ActiveService, start_server
+from splitveil.common.errors import PeerUnreachable, SettingsError
+from splitveil.common.party.credentials import CredentialFiles
+from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.wire.endpoint import open_channel
+from splitveil.common.wire.http_proxy import HttpProxy, proxy_of_environment
+from splitveil.passive_party.grpc_peer import GrpcPeer
+from splitveil.passive_party.settings import PassiveSettings
 from tests.certificates import files, make, use
 from tests.runs import Parties, build_parties, write_example
 from tests.wire.connect_proxy import ConnectProxy

@@ -10,10 +10,10 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from active_party.service import ActiveService
-from active_party.session import Stage
-from common.alignment import AlignmentEngine, AlignmentSession, Splits
-from common.errors import (
+from splitveil.active_party.run.session import Stage
+from splitveil.active_party.serving.service import ActiveService
+from splitveil.common.alignment import AlignmentEngine, AlignmentSession, Splits
+from splitveil.common.errors import (
     AlignmentError,
     ContractMismatch,
     Interrupted,
@@ -22,12 +22,12 @@ from common.errors import (
     PeerUnreachable,
     SettingsError,
 )
-from common.party_settings import ReconnectSettings
-from common.wire.endpoint import SERVICE, channel_options, method_path
-from common.wire.tensor_codec import TensorLimits, TensorMessage, encode_tensor
-from passive_party.grpc_peer import GrpcPeer
-from passive_party.peer import Offer, Opening
-from protos import split_learning_pb2 as pb
+from splitveil.common.party.party_settings import ReconnectSettings
+from splitveil.common.wire.endpoint import SERVICE, channel_options, method_path
+from splitveil.common.wire.tensor_codec import TensorLimits, TensorMessage, encode_tensor
+from splitveil.passive_party.grpc_peer import GrpcPeer
+from splitveil.passive_party.peer import Offer, Opening
+from splitveil.protos import split_learning_pb2 as pb
 from tests.runs import (
     Parties,
     build_parties,

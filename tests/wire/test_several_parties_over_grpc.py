@@ -14,18 +14,24 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from active_party.service import ActiveService, start_server
-from active_party.session import Stage
-from common.alignment import Share, channel_pair, receive_share, share_frames
-from common.credentials import CredentialFiles
-from common.errors import InvalidMessage, OutOfStep, PeerError, PeerUntrusted, ProtocolError
-from common.transcript import Crossing, Transcript
-from common.wire.endpoint import method_path
-from common.wire.limits import PARTY_KEY
-from common.wire.tensor_codec import TensorMessage
-from deploy.certs import make_certificates
-from passive_party.grpc_peer import GrpcPeer
-from protos import split_learning_pb2 as pb
+from splitveil.active_party.run.session import Stage
+from splitveil.active_party.serving.service import ActiveService, start_server
+from splitveil.common.alignment import Share, channel_pair, receive_share, share_frames
+from splitveil.common.errors import (
+    InvalidMessage,
+    OutOfStep,
+    PeerError,
+    PeerUntrusted,
+    ProtocolError,
+)
+from splitveil.common.party.credentials import CredentialFiles
+from splitveil.common.party.transcript import Crossing, Transcript
+from splitveil.common.wire.endpoint import method_path
+from splitveil.common.wire.limits import PARTY_KEY
+from splitveil.common.wire.tensor_codec import TensorMessage
+from splitveil.deploy.certs import make_certificates
+from splitveil.passive_party.grpc_peer import GrpcPeer
+from splitveil.protos import split_learning_pb2 as pb
 from tests.certificates import files
 from tests.mutations import Mutator, Tape, WireSender, send_mutants
 from tests.several import (

@@ -5,15 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.errors import InvalidMessage, ProtocolError, TooLarge
-from common.wire.tensor_codec import (
+from splitveil.common.errors import InvalidMessage, ProtocolError, TooLarge
+from splitveil.common.wire.tensor_codec import (
     BatchHeader,
     TensorAssembler,
     TensorLimits,
     TensorMessage,
     encode_tensor,
 )
-from protos import split_learning_pb2 as pb
+from splitveil.protos import split_learning_pb2 as pb
 
 HEADER = BatchHeader("run", 2, 7, pb.SPLIT_TRAIN, b"digest-of-rows--")
 

@@ -19,16 +19,16 @@ from cryptography import x509
 from cryptography.x509.oid import NameOID
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-import common
-from active_party.service import ActiveService, start_server
-from active_party.session import Stage
-from common.credentials import CredentialFiles
-from common.errors import PeerUnreachable, PeerUntrusted, SettingsError
-from common.wire import tls_version
-from common.wire.endpoint import method_path, open_channel
-from deploy.certs import PartyFolder, keep_certificates, renew_certificate
-from passive_party.grpc_peer import GrpcPeer
-from protos import split_learning_pb2 as pb
+from splitveil import common
+from splitveil.active_party.run.session import Stage
+from splitveil.active_party.serving.service import ActiveService, start_server
+from splitveil.common.errors import PeerUnreachable, PeerUntrusted, SettingsError
+from splitveil.common.party.credentials import CredentialFiles
+from splitveil.common.wire import tls_version
+from splitveil.common.wire.endpoint import method_path, open_channel
+from splitveil.deploy.certs import PartyFolder, keep_certificates, renew_certificate
+from splitveil.passive_party.grpc_peer import GrpcPeer
+from splitveil.protos import split_learning_pb2 as pb
 from tests.certificates import NAMES, Unchecked, add_expired, files, make
 from tests.peers import AtSteps
 from tests.runs import Parties, build_parties, in_background, run_in_process
@@ -370,9 +370,9 @@ server = grpc.server(ThreadPoolExecutor(1))
 credentials = grpc.ssl_server_credentials([(key, certificate)], authority, True)
 port = server.add_secure_port("127.0.0.1:0", credentials)
 server.start()
-from common.credentials import CredentialFiles
-from common.errors import SettingsError
-from common.wire.tls import channel_credentials, server_credentials
+from splitveil.common.party.credentials import CredentialFiles
+from splitveil.common.errors import SettingsError
+from splitveil.common.wire.tls import channel_credentials, server_credentials
 context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 context.maximum_version = ssl.TLSVersion.TLSv1_2
 context.load_verify_locations(paths[2])

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from active_party.__main__ import main as active_main
-from active_party.service import ActiveService, start_server
-from common.transcript import (
+from splitveil.active_party.__main__ import main as active_main
+from splitveil.active_party.serving.service import ActiveService, start_server
+from splitveil.common.party.transcript import (
     FILE,
     Broken,
     Comparison,
@@ -23,8 +23,8 @@ from common.transcript import (
     compare,
     verify,
 )
-from common.transcript_lines import KINDS
-from passive_party.grpc_peer import GrpcPeer
+from splitveil.common.party.transcript_lines import KINDS
+from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.runs import Parties, build_parties, run_in_process
 
 Lines = list[str]
@@ -263,7 +263,7 @@ def test_a_line_without_end_is_read_in_bounded_memory(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(2**33)
     code = (
-        "import resource, sys; from active_party.__main__ import main; "
+        "import resource, sys; from splitveil.active_party.__main__ import main; "
         "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize(); "
         "resource.setrlimit(resource.RLIMIT_AS, (used + 2**30,) * 2); "
         "main(['verify-transcript', sys.argv[1]])"

@@ -1,0 +1,1 @@
+"""The leak ledger: what the answers of a run may have told of each label."""

@@ -1,0 +1,45 @@
+"""Reads the account books that earlier runs have left."""
+
+from collections.abc import Sequence
+from functools import reduce
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from splitveil.active_party.ledger.account_book import AccountBook
+from splitveil.common.errors import SettingsError
+from splitveil.common.text.files import check_regular
+
+LEDGER = "ledger.safetensors"
+"""File in the active party's ``checkpoint`` folder."""
+SETTING = "earlier_ledgers"
+
+
+def open_books(folders: Sequence[Path]) -> AccountBook:
+    """Read the books of several runs as one.
+
+    Args:
+        folders: the active party's ``checkpoint`` of each.
+
+    Raises:
+        SettingsError: there is none in one of the folders, or it cannot be read.
+    """
+    return reduce(AccountBook.with_all_of, map(_open, folders), AccountBook.empty())
+
+
+def _open(folder: Path) -> AccountBook:
+    path = folder / LEDGER
+    try:
+        check_regular(path)
+        return AccountBook.from_state(load_file(path))
+    except FileNotFoundError as error:
+        raise SettingsError(
+            f"{SETTING}: {folder}: there is no {LEDGER}: expected the active party's checkpoint "
+            f"folder in a run that has ended. One that was killed leaves none: start it again, "
+            f"and it goes on"
+        ) from error
+    except (OSError, SafetensorError) as error:
+        raise SettingsError(f"{SETTING}: {path}: cannot be read") from error
+    except ValueError as error:
+        raise SettingsError(f"{SETTING}: {path}: {error}") from error

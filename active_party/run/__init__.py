@@ -1,0 +1,1 @@
+"""The rules of one run, as the active party holds them."""

@@ -1,0 +1,1 @@
+"""The active party's gRPC server."""

@@ -1,0 +1,83 @@
+"""What held-out rows say of the model after each epoch, and whether training goes on after it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from splitveil.active_party.training.early_stopping import EarlyStop
+from splitveil.active_party.training.predictions import ClassFigures, measure_predictions
+from splitveil.common.run.course import Batch
+from splitveil.common.run.splits import SplitName
+from splitveil.common.storage.run_store import State
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Figures of one split after one epoch. They stay on this side."""
+
+    epoch: int
+    split: SplitName
+    loss: float
+    auc: float
+    """Of several classes the mean over them, each against the rest."""
+    calibration_error: float
+    classes: ClassFigures | None = None
+    """What there is to say of several classes."""
+
+
+class Evaluator:
+    """Gathers the predictions for held-out rows, batch by batch, and measures whole splits.
+
+    Args:
+        early_stop: decides after each epoch whether to go on, or None for never stopping early.
+    """
+
+    def __init__(self, early_stop: EarlyStop | None = None) -> None:
+        self._early_stop = early_stop
+        self._scores: list[tuple[Tensor, Tensor]] = []
+        self._validation_auc: float | None = None
+
+    def add(self, batch: Batch, logits: Tensor, labels: Tensor) -> Evaluation | None:
+        """Take the predictions for one batch, and return its split's figures if it is the last one.
+
+        Args:
+            batch: of a held-out split, in the order of the run.
+            logits: (batch,), or (batch, classes).
+            labels: (batch,).
+        """
+        self._scores.append((logits, labels))
+        if not batch.closes_split:
+            return None
+        every_logit = torch.cat([logits for logits, _ in self._scores])
+        every_label = torch.cat([labels for _, labels in self._scores])
+        self._scores.clear()
+        figures = measure_predictions(every_logit, every_label)
+        evaluation = Evaluation(batch.epoch, batch.split, *figures)
+        if batch.split == "validation":
+            self._validation_auc = evaluation.auc
+        return evaluation
+
+    def ends_training(self, batch: Batch) -> bool:
+        """Tell whether training is over after a batch; ask once, after `add`."""
+        return (
+            batch.closes_epoch
+            and self._early_stop is not None
+            and self._validation_auc is not None
+            and self._early_stop.should_stop(self._validation_auc)
+        )
+
+    def state_dict(self) -> State:
+        """Return what was seen so far."""
+        return {
+            "early_stop": None if self._early_stop is None else self._early_stop.state_dict(),
+            "validation_auc": self._validation_auc,
+            "scores": self._scores,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on from there."""
+        if self._early_stop is not None:
+            self._early_stop.load_state_dict(state["early_stop"])
+        self._validation_auc = state["validation_auc"]
+        self._scores = [(logits, labels) for logits, labels in state["scores"]]

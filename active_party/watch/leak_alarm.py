@@ -1,0 +1,107 @@
+"""The leak alarm: notices when an attack measures more than an answer can have told.
+
+A bound on the AUC is about the mean over many draws, and a batch's AUC strays from its mean, the
+more so the fewer positives the batch holds. Therefore whole epochs are judged, several at once
+where one has fewer than ``MIN_BATCHES`` measured batches: the mean over the batches of an attack's
+leak AUC, less what random scores gained on the same batches by being turned around, and less
+``STANDARD_ERRORS`` of that mean, is compared with the guarantee of the largest single charge among
+them. It is the single answer that counts here, not the run: an attack of the monitor sees one.
+
+An alarm means that the charge does not describe the gradients sent: an error in a defense, or
+gradients that its model of two classes does not fit.
+
+Oracles that are told the classes of half the batch are passed over: the guarantee is about what one
+answer tells of an example's label, and not about what others' labels add to it.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from splitveil.active_party.defenses.sum_kl import leak_auc_bound
+from splitveil.common.privacy.attacks import ATTACKS, SideInformation
+from splitveil.common.privacy.audit import BatchLeak
+
+_CLASS_ORACLES: frozenset[str] = frozenset(
+    name for name, attack in ATTACKS.items() if SideInformation.CLASSES in attack.needs
+)
+MIN_BATCHES = 20
+STANDARD_ERRORS = 4.0
+
+
+class Alarm(NamedTuple):
+    """An attack that found more than it can have been told."""
+
+    attack: str
+    layer: str
+    measured: float
+    """Mean leak AUC over the batches, less the gain of random scores."""
+    margin: float
+    """What chance may account for."""
+    guarantee: float
+    """AUC that no score on one of the answers can pass."""
+
+
+class LeakAlarm:
+    """Judges some epochs after the other."""
+
+    def __init__(self) -> None:
+        self._largest: dict[int, float] = {}
+        self._gains: dict[tuple[str, str], list[float]] = {}
+
+    def note_charge(self, epoch: int, sum_kl: float) -> None:
+        """Note what an answer of an epoch was charged."""
+        self._largest[epoch] = max(self._largest.get(epoch, 0.0), sum_kl)
+
+    def note_leak(self, measured: BatchLeak) -> None:
+        """Note what the attacks found in an answer."""
+        for layer, attacks in measured.leak.items():
+            for attack, value in attacks.items():
+                if attack not in _CLASS_ORACLES:
+                    self._gains.setdefault((attack, layer), []).append(value - measured.random)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of what is noted and not yet judged."""
+        gains: dict[str, dict[str, list[float]]] = {}
+        for (attack, layer), values in self._gains.items():
+            gains.setdefault(attack, {})[layer] = list(values)
+        return {
+            "largest": {str(epoch): charge for epoch, charge in self._largest.items()},
+            "gains": gains,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` left off."""
+        self._largest = {int(epoch): charge for epoch, charge in state["largest"].items()}
+        self._gains = {
+            (attack, layer): list(values)
+            for attack, layers in state["gains"].items()
+            for layer, values in layers.items()
+        }
+
+    def judge(self, last_epoch: int) -> list[Alarm]:
+        """Return the alarms of the epochs not yet judged, of which all batches are noted.
+
+        Args:
+            last_epoch: the last of them. Charges of later ones may be noted already.
+
+        Returns:
+            None, while all is kept for the next time, where there are too few batches.
+        """
+        if max(map(len, self._gains.values()), default=0) < MIN_BATCHES:
+            return []
+        charges = [
+            self._largest.pop(epoch) for epoch in sorted(self._largest) if epoch <= last_epoch
+        ]
+        guarantee = leak_auc_bound(max(charges, default=0.0))
+        series, self._gains = self._gains, {}
+        found = []
+        for (attack, layer), gains in series.items():
+            if len(gains) < MIN_BATCHES:
+                continue
+            measured = 0.5 + statistics.fmean(gains)
+            margin = STANDARD_ERRORS * statistics.stdev(gains) / math.sqrt(len(gains))
+            if measured - margin > guarantee:
+                found.append(Alarm(attack, layer, measured, margin, guarantee))
+        return found

@@ -1,0 +1,123 @@
+"""The leak gate: says when the leak monitor has measured more than the label owner accepts.
+
+It judges what an attack measures over the last ``window_steps`` batches together, since the leak
+AUC of one batch strays too far to end a run for it, and nothing before there are as many. Random
+scores reach more than 1/2 on small batches, as an attacker may turn a score around: what they reach
+on the same batches stands beside the figure.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from splitveil.active_party.settings import LeakGateSettings
+from splitveil.common.privacy.audit import BatchLeak
+from splitveil.common.run.course import place_in_words
+
+
+class GateFinding(NamedTuple):
+    """An attack that measured more than the limit."""
+
+    epoch: int
+    step: int
+    """Of the last batch of the window."""
+    attack: str
+    layer: str
+    measured: float
+    """Mean or quantile of the leak AUC over the window."""
+    random: float
+    """The same of random scores on the same batches."""
+
+
+class LeakGate:
+    """Judges every measured batch together with those before it.
+
+    Args:
+        settings: limit and window.
+    """
+
+    def __init__(self, settings: LeakGateSettings) -> None:
+        self._settings = settings
+        self._windows: dict[tuple[str, str], _Window] = {}
+        self._until_next = 0
+
+    def note(self, measured: BatchLeak) -> GateFinding | None:
+        """Take the next batch.
+
+        Returns:
+            The attack furthest above the limit, at most once per window; None if there is none.
+        """
+        settings = self._settings
+        for layer, attacks in measured.leak.items():
+            for attack, value in attacks.items():
+                if settings.attack in (None, attack):
+                    window = self._windows.setdefault((layer, attack), _Window.of(settings))
+                    window.leak.append(value)
+                    window.random.append(measured.random)
+        self._until_next -= 1
+        if self._until_next > 0:
+            return None
+        found = [
+            GateFinding(
+                measured.epoch,
+                measured.step,
+                attack,
+                layer,
+                self._together(window.leak),
+                self._together(window.random),
+            )
+            for (layer, attack), window in self._windows.items()
+            if len(window.leak) == settings.window_steps
+        ]
+        worst = max(found, key=lambda finding: finding.measured, default=None)
+        if worst is None or worst.measured <= settings.max_leak_auc:
+            return None
+        self._until_next = settings.window_steps
+        return worst
+
+    def sentence(self, finding: GateFinding) -> str:
+        """Describe a finding to the label owner."""
+        settings = self._settings
+        figure = "the mean" if settings.quantile == "mean" else f"the {settings.quantile} quantile"
+        place = place_in_words(finding.epoch, finding.step)
+        return (
+            f"leak_gate: {place}: {figure} of the leak AUC of {finding.attack} at "
+            f"{finding.layer} over the last {settings.window_steps} audited batches is "
+            f"{finding.measured:.4f}, above the limit of {settings.max_leak_auc:g} "
+            f"(random scores: {finding.random:.4f})"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the windows."""
+        windows: dict[str, dict[str, Any]] = {}
+        for (layer, attack), window in self._windows.items():
+            lists = {"leak": list(window.leak), "random": list(window.random)}
+            windows.setdefault(layer, {})[attack] = lists
+        return {"windows": windows, "until_next": self._until_next}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` left off, with the latest batches if the window is shorter."""
+        self._windows = {}
+        for layer, attacks in state["windows"].items():
+            for attack, lists in attacks.items():
+                window = self._windows.setdefault((layer, attack), _Window.of(self._settings))
+                window.leak.extend(lists["leak"])
+                window.random.extend(lists["random"])
+        self._until_next = state["until_next"]
+
+    def _together(self, values: Sequence[float]) -> float:
+        quantile = self._settings.quantile
+        return float(np.mean(values) if quantile == "mean" else np.quantile(values, quantile))
+
+
+class _Window(NamedTuple):
+    """The last batches on which an attack was measured."""
+
+    leak: deque[float]
+    random: deque[float]
+
+    @classmethod
+    def of(cls, settings: LeakGateSettings) -> "_Window":
+        return cls(deque(maxlen=settings.window_steps), deque(maxlen=settings.window_steps))

@@ -1,0 +1,1 @@
+"""What a party keeps to itself: settings, credentials, data, transcript, command line."""

@@ -1,0 +1,278 @@
+"""A party's certificate, key and authority: read from files, checked, and read again on change."""
+
+import logging
+import stat
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+from splitveil.common.errors import SettingsError
+from splitveil.common.text.files import read_bytes
+
+logger = logging.getLogger(__name__)
+
+MAX_FILE_BYTES = 2**20
+"""Of a PEM file: hundreds of certificates."""
+SOON_DAYS = 30
+"""A certificate that ends within so many days is worth a warning."""
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What one party shows of itself, and whom it believes; PEM, as read."""
+
+    certificate: bytes
+    """The party's own certificate, first, and those between it and its authority."""
+
+    private_key: bytes = field(repr=False)
+
+    authority: bytes
+    """Certificates of those whose signature the peer's certificate may carry."""
+
+    subject: str
+    identities: tuple[str, ...]
+    """The DNS names among the certificate's subject alternative names, in lower case."""
+
+    ends: datetime
+
+    def days_left(self) -> int:
+        """Return for how many whole days the certificate still holds."""
+        return (self.ends - datetime.now(UTC)).days
+
+
+class CredentialFiles:
+    """The three files of a party's credentials, which may be replaced while it runs.
+
+    Args:
+        certificate: PEM, the party's own certificate first.
+        private_key: PEM without a password, readable by its owner only.
+        authority: PEM of every authority that may have signed the peer's certificate.
+        identity: the DNS name that the own certificate must carry.
+    """
+
+    def __init__(
+        self, certificate: Path, private_key: Path, authority: Path, identity: str
+    ) -> None:
+        self._paths = (certificate, private_key, authority)
+        self._identity = identity
+        self._versions: tuple[_Version | None, ...] = ()
+        self._current: Credentials | None = None
+        self._lock = threading.Lock()  # gRPC asks from threads of its own
+
+    def current(self) -> Credentials:
+        """Return the credentials as the files hold them now.
+
+        Files that changed and cannot be used leave those read before in force, with one warning per
+        change: between two files of a rotation, certificate and key do not fit.
+
+        Raises:
+            SettingsError: they cannot be used, and none were read before.
+        """
+        with self._lock:
+            # Taken before reading: a change that comes meanwhile is found by the next call.
+            versions = tuple(_version(path) for path in self._paths)
+            if self._current is None:
+                self._current = _load(*self._paths, self._identity)
+                self._warn_if_it_ends_soon(self._current)
+            elif versions != self._versions:
+                self._current = self._reloaded(self._current)
+            self._versions = versions
+            return self._current
+
+    def _reloaded(self, before: Credentials) -> Credentials:
+        try:
+            loaded = _load(*self._paths, self._identity)
+        except SettingsError as error:
+            for problem in error.problems:
+                logger.warning("%s; the certificate read before stays in use", problem)
+            return before
+        if loaded != before:
+            logger.info("new certificate in use: %s", describe(loaded))
+            self._warn_if_it_ends_soon(loaded)
+        return loaded
+
+    def _warn_if_it_ends_soon(self, loaded: Credentials) -> None:
+        if loaded.days_left() < SOON_DAYS:
+            logger.warning(
+                "security.certificate: %s ends on %s, in %d days: replace it; no restart is needed",
+                self._paths[0],
+                f"{loaded.ends:%Y-%m-%d}",
+                loaded.days_left(),
+            )
+
+
+class _Version(NamedTuple):
+    """Tells one state of a file from another."""
+
+    inode: int
+    modified_ns: int
+    size: int
+
+
+def describe(credentials: Credentials) -> str:
+    """Return subject, identities and remaining time, for a person."""
+    names = ", ".join(credentials.identities)
+    return f"{credentials.subject} ({names}), {credentials.days_left()} days left"
+
+
+def subject_of(certificate: x509.Certificate) -> str:
+    """Return a certificate's subject on one line of plain ASCII."""
+    return printable(certificate.subject.rfc4514_string())
+
+
+def printable(text: str) -> str:
+    """Return a peer's words such that they cannot pass for lines of the log."""
+    return text.encode("unicode_escape").decode("ascii")[:200] or "(empty)"
+
+
+def in_lower_case(dns_name: str) -> str:
+    """Return a name of a certificate as it is compared: only ASCII letters have another case.
+
+    Unicode has letters beyond ASCII whose lower case is an ASCII letter.
+    """
+    return dns_name.lower() if dns_name.isascii() else dns_name
+
+
+def dns_names(certificate: x509.Certificate) -> tuple[str, ...]:
+    """Return the DNS names of a certificate's subject alternative name, in lower case.
+
+    Raises:
+        ValueError: the certificate's extensions cannot be read.
+    """
+    try:
+        extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    except x509.ExtensionNotFound:
+        return ()
+    except (x509.DuplicateExtension, x509.UnsupportedGeneralNameType) as error:
+        raise ValueError("an extension that comes twice, or a name of a kind unheard of") from error
+    found = extension.value.get_values_for_type(x509.DNSName)
+    return tuple(in_lower_case(name) for name in found)
+
+
+def _version(path: Path) -> _Version | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return _Version(found.st_ino, found.st_mtime_ns, found.st_size)
+
+
+def _load(certificate: Path, private_key: Path, authority: Path, identity: str) -> Credentials:
+    problems: list[str] = []
+    read = {
+        setting: _read(path, setting, problems)
+        for setting, path in (
+            ("certificate", certificate),
+            ("private_key", private_key),
+            ("authority", authority),
+        )
+    }
+    if problems:
+        raise SettingsError(problems)
+    chain = _certificates(read["certificate"], "certificate", certificate)
+    authorities = _certificates(read["authority"], "authority", authority)
+    leaf = chain[0]
+    _check_readable(leaf, certificate)
+    problems += _problems_of_leaf(leaf, certificate, identity)
+    problems += _problems_of_key(leaf, read["private_key"], private_key, certificate)
+    problems += _problems_of_authority(authorities, authority)
+    if problems:
+        raise SettingsError(problems)
+    return Credentials(
+        read["certificate"],
+        read["private_key"],
+        read["authority"],
+        subject_of(leaf),
+        dns_names(leaf),
+        leaf.not_valid_after_utc,
+    )
+
+
+def _read(path: Path, setting: str, problems: list[str]) -> bytes:
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if setting == "private_key" and mode & 0o077:
+            problems.append(
+                f"security.private_key: {path} has mode {mode:04o}, and others may read it: "
+                f"chmod 600 {path}"
+            )
+            return b""
+        return read_bytes(path, MAX_FILE_BYTES)
+    except OSError as error:
+        problems.append(f"security.{setting}: {path}: {error.strerror}")
+        return b""
+
+
+def _certificates(pem: bytes, setting: str, path: Path) -> list[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(pem)
+    except ValueError as error:
+        raise SettingsError(
+            f"security.{setting}: {path}: expected certificates in PEM form"
+        ) from error
+
+
+def _check_readable(leaf: x509.Certificate, path: Path) -> None:
+    """Read what is asked of a certificate later: the library parses each part when it is asked."""
+    try:
+        dns_names(leaf)
+        leaf.public_key()
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise SettingsError(
+            f"security.certificate: {path}: its key, or its extensions, cannot be read"
+        ) from error
+
+
+def _problems_of_leaf(leaf: x509.Certificate, path: Path, identity: str) -> Iterator[str]:
+    now = datetime.now(UTC)
+    if now > leaf.not_valid_after_utc:
+        yield f"security.certificate: {path}: expired on {leaf.not_valid_after_utc:%Y-%m-%d %H:%M}"
+    if now < leaf.not_valid_before_utc:
+        yield (
+            f"security.certificate: {path}: holds only from {leaf.not_valid_before_utc:%Y-%m-%d}, "
+            "by this machine's clock"
+        )
+    names = dns_names(leaf)
+    if identity not in names:
+        yield (
+            f"security.certificate: {path}: expected {identity!r} (contract.identities) among the "
+            f"DNS names of its subject alternative name, found {', '.join(names) or 'none'}"
+        )
+
+
+def _problems_of_key(
+    leaf: x509.Certificate, pem: bytes, path: Path, certificate: Path
+) -> Iterator[str]:
+    try:
+        key = load_pem_private_key(pem, password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        # The library's own message can quote what it found.
+        yield f"security.private_key: {path}: expected a private key in PEM form, no password"
+        return
+    if not _can_sign_for_grpc(key):
+        yield f"security.private_key: {path}: expected a key of kind EC (P-256, P-384) or RSA"
+    form = (serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    if key.public_key().public_bytes(*form) != leaf.public_key().public_bytes(*form):
+        yield f"security.private_key: {path}: does not belong to the certificate in {certificate}"
+
+
+def _can_sign_for_grpc(key: object) -> bool:
+    # gRPC's TLS library announces no other signatures: Ed25519 and P-521 fail in the handshake.
+    if isinstance(key, ec.EllipticCurvePrivateKey):
+        return isinstance(key.curve, ec.SECP256R1 | ec.SECP384R1)
+    return isinstance(key, rsa.RSAPrivateKey)
+
+
+def _problems_of_authority(authorities: list[x509.Certificate], path: Path) -> Iterator[str]:
+    now = datetime.now(UTC)
+    if all(now > authority.not_valid_after_utc for authority in authorities):
+        yield f"security.authority: {path}: every certificate in it has expired"

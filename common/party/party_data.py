@@ -1,0 +1,199 @@
+"""A party's own rows with their canonical ids, checked before anything is sent."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from splitveil.common.data.converted import MappedTable, open_converted
+from splitveil.common.data.features import FeatureEncoder, Features
+from splitveil.common.data.ids import canonical_ids
+from splitveil.common.data.mapped_features import MappedFeatures, RowEncoder
+from splitveil.common.data.settings import DataSettings, FileSource
+from splitveil.common.data.table import Table, read_table
+from splitveil.common.errors import DataError
+from splitveil.common.run.contract import ColumnSplit, SplitSettings
+from splitveil.common.run.course import AlignedRows
+from splitveil.common.run.sample_order import Positions
+from splitveil.common.run.splits import SPLITS
+from splitveil.common.storage.initial_weights import EarlierModel
+from splitveil.common.text.output import printing_console
+
+_logger = logging.getLogger(__name__)
+
+LARGE_FILE_BYTES = 2**30
+_IDS_AT_ONCE = 2**16
+
+
+@dataclass(frozen=True)
+class PartyData:
+    """A table and its ids, row by row as in the file."""
+
+    settings: DataSettings
+    table: Table
+    ids: Sequence[str]
+
+    @classmethod
+    def load(
+        cls, settings: DataSettings, base_dir: Path, split: SplitSettings | None = None
+    ) -> "PartyData":
+        """Read a party's file, or open what was made of it in the cache.
+
+        Args:
+            settings: which file, and which of its columns.
+            base_dir: folder in which relative paths start.
+            split: the contract's, which may need a column; None for a table that is not trained on.
+
+        Raises:
+            DataError: with file, column, rows and count of what is wrong.
+            StorageError: the cache cannot be used.
+        """
+        split_column = split.column if isinstance(split, ColumnSplit) else None
+        if isinstance(settings.source, FileSource):
+            if settings.source.cache_dir is not None:
+                with _conversion_bar(settings.source.path) as progress:
+                    mapped = open_converted(settings, base_dir, progress, split_column)
+                return cls(settings, mapped, mapped.ids)
+            _suggest_a_cache(settings.source.resolve(base_dir))
+        table = read_table(settings, base_dir, split_column)
+        where = f"{table.source}: column {settings.id_column!r}"
+        return cls(settings, table, canonical_ids(table.ids, where))
+
+    def fit(
+        self, training_rows: Positions, earlier: EarlierModel | None = None
+    ) -> FeatureEncoder | None:
+        """Fit scalers and vocabularies on some rows of the file; None without features.
+
+        Raises:
+            SettingsError: nothing is to be fitted, and the earlier model is not of these features.
+            DataError: there is no row to fit on, or not what the earlier model needs.
+        """
+        if earlier is not None:
+            table = None if self.settings.features is None else self.table
+            return earlier.encoder_for(table, self.table.source)
+        if self.settings.features is None:
+            return None
+        return FeatureEncoder.fit(self.settings.features, self.table, training_rows)
+
+    def encode(
+        self, rows: AlignedRows, earlier: EarlierModel | None = None
+    ) -> tuple[FeatureEncoder | None, Features | None]:
+        """Fit on the training rows and return the features of all rows in the common order.
+
+        With an earlier model nothing is fitted: its features are encoded as they were then.
+        """
+        encoder = self.fit(rows.file_rows[rows.splits["train"]], earlier)
+        if encoder is None:
+            return None, None
+        if isinstance(self.table, MappedTable):
+            encode = RowEncoder(encoder, self.table)
+            return encoder, MappedFeatures(encode=encode, file_rows=rows.file_rows)
+        return encoder, encoder.transform(self.table, rows.file_rows)
+
+    def digest(self, encoder: FeatureEncoder | None) -> str:
+        """Return a digest of ids, labels and what was fitted to the features, in hexadecimal."""
+        found = hashlib.sha256()
+        for text in _joined(self.ids):
+            found.update(text.encode())
+        if self.table.labels is not None:
+            found.update(np.ascontiguousarray(self.table.labels).tobytes())
+        if self.table.splits is not None:
+            found.update(np.ascontiguousarray(self.table.splits).tobytes())
+        if encoder is not None:
+            found.update(json.dumps(encoder.state(), sort_keys=True).encode())
+        return found.hexdigest()
+
+    def training_rows(self, split: SplitSettings) -> int:
+        """Return how many rows would be trained on if all were aligned; about, with a hash."""
+        if self.table.splits is None:
+            return 0 if isinstance(split, ColumnSplit) else round(split.train * len(self.ids))
+        return int(np.count_nonzero(self.table.splits == SPLITS.index("train")))
+
+    def summary(self) -> str:
+        """Say how many rows there are, and where."""
+        text = f"{len(self.ids)} rows in {self.table.source}"
+        if self.table.splits is None:
+            return text
+        counts = np.bincount(self.table.splits, minlength=len(SPLITS))
+        parts = (f"{count} {word}" for word, count in zip(SPLITS, counts, strict=True))
+        return f"{text} ({', '.join(parts)})"
+
+    def labels_at(self, file_rows: Positions) -> Tensor:
+        """Return the labels of some rows of the file, (rows,) float32.
+
+        Raises:
+            DataError: there are no labels.
+        """
+        if self.table.labels is None:
+            raise DataError(f"{self.table.source}: there is no label column")
+        return torch.from_numpy(self.table.labels[file_rows])
+
+    def labels_of(self, ids: Sequence[str]) -> Tensor:
+        """Look up the labels of some ids, (ids,) float32.
+
+        Raises:
+            DataError: some of the ids have no label here.
+        """
+        if self.table.labels is None:
+            raise DataError(f"{self.table.source}: there is no label column")
+        row_of = {name: row for row, name in enumerate(self.ids)}
+        rows = np.array([row_of.get(name, -1) for name in ids], dtype=np.int64)
+        missing = int((rows < 0).sum())
+        if missing:
+            raise DataError(
+                f"{self.table.source}: {missing} of the {len(ids)} aligned ids have no label here"
+            )
+        return torch.from_numpy(self.table.labels[rows])
+
+
+def _joined(ids: Sequence[str]) -> Iterator[str]:
+    """Yield all ids with a zero character between two, many at a time."""
+    for start in range(0, len(ids), _IDS_AT_ONCE):
+        yield ("\0" if start else "") + "\0".join(ids[start : start + _IDS_AT_ONCE])
+
+
+def _suggest_a_cache(path: Path) -> None:
+    if path.is_file() and path.stat().st_size > LARGE_FILE_BYTES:
+        _logger.warning(
+            "%s is large and will be held in memory: data.source.cache_dir names a folder for "
+            "memory-mapped columns instead",
+            path,
+        )
+
+
+@contextmanager
+def _conversion_bar(path: str) -> Iterator[Callable[[float], None]]:
+    """Show how far a file is converted; say nothing where it has been before."""
+    console = printing_console(stderr=True)
+    bar = Progress(
+        TextColumn("converting"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    task = bar.add_task("converting", total=1.0)
+    begun = False
+
+    def show(done_fraction: float) -> None:
+        nonlocal begun
+        if not begun:
+            begun = True
+            _logger.info("converting %s to columns on disk; the next run finds them", path)
+            bar.start()
+        bar.update(task, completed=done_fraction)
+
+    try:
+        yield show
+    finally:
+        if begun:
+            bar.stop()

@@ -1,0 +1,292 @@
+"""The transcript: what crossed the wire, message by message, for whoever has to answer for it.
+
+``transcript.jsonl`` has one line per message in either direction: when, which kind, of which step,
+how many bytes with which SHA-256, and on the active party's side the defense in force. No content
+and no label is in it. Every line carries the SHA-256 of the line before: a line that is changed,
+dropped or moved later shows. Whoever cuts off the end leaves a whole chain; therefore the last
+link also stands in the log and in ``summary.json``, and the other party's transcript tells.
+"""
+
+import hashlib
+import json
+import logging
+import queue
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from io import SEEK_END, FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Self
+
+from splitveil.common.errors import StorageError
+from splitveil.common.party.transcript_lines import Opening, Unreadable, read_lines
+from splitveil.common.storage.run_folder import open_unbuffered_to_append
+
+logger = logging.getLogger(__name__)
+
+FILE = "transcript.jsonl"
+
+Direction = Literal["sent", "received"]
+
+_FIRST_LINK = 64 * "0"
+_QUEUED_BYTES = 8 * 2**20
+"""How much may wait to be hashed and written before the next message waits, too."""
+_OTHER: Mapping[str, Direction] = {"sent": "received", "received": "sent"}
+
+
+class Crossing(NamedTuple):
+    """One message as it crossed."""
+
+    direction: Direction
+    kind: str
+    """The call and the side of it, for instance ``Train reply``."""
+    data: bytes
+    epoch: int | None = None
+    step: int | None = None
+    party: str | None = None
+    """The passive party at the other end, where there are several."""
+
+
+class Transcript:
+    """Writes one party's transcript in a thread of its own, which the training seldom waits for.
+
+    A file that is there already is continued: the chain goes on. What a killed process had not
+    written is missing, and the line of the next start says that there was one.
+
+    Args:
+        folder: the run's folder.
+        party: this party's name.
+        defenses: kind of message -> the defense that was applied to what it holds.
+    """
+
+    def __init__(self, folder: Path, party: str, defenses: Mapping[str, str] | None = None) -> None:
+        """Open the file and start the thread.
+
+        Raises:
+            StorageError: the file cannot be read or written.
+        """
+        self._path = folder / FILE
+        self._defenses = dict(defenses or {})
+        self._queue: queue.SimpleQueue[tuple[str, Crossing] | None] = queue.SimpleQueue()
+        self._queued_bytes = 0
+        self._written = threading.Condition()
+        self._error: OSError | None = None
+        self._closed = False
+        try:
+            self._number, self._link = _continue(self._path)
+            self._file = open_unbuffered_to_append(self._path)
+        except OSError as error:
+            raise self._storage_error(error) from error
+        try:
+            self._write({"event": "opened", "party": party}, _now())
+        except OSError as error:
+            self._close_file()
+            raise self._storage_error(error) from error
+        self._thread = threading.Thread(target=self._work, name="transcript", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def note(self, crossing: Crossing) -> None:
+        """Note a message; waits only where the disk is far behind.
+
+        Raises:
+            StorageError: an earlier one could not be written: nothing may cross unnoted.
+        """
+        if self._error is not None:
+            raise self._storage_error(self._error)
+        if self._closed:
+            return
+        with self._written:
+            self._written.wait_for(lambda: self._queued_bytes < _QUEUED_BYTES)
+            self._queued_bytes += len(crossing.data)
+        self._queue.put((_now(), crossing))
+
+    def summary(self) -> dict[str, Any]:
+        """Return number and last link of the lines, for ``summary.json``; call it when closed."""
+        return {"entries": self._number, "last_link": self._link}
+
+    def close(self) -> None:
+        """Write what is pending; closing twice does nothing more.
+
+        Raises:
+            StorageError: something could not be written.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._queue.put(None)
+        self._thread.join()
+        self._close_file()
+        if self._error is not None:
+            raise self._storage_error(self._error)
+        logger.info("transcript: %d entries, the last link is %s", self._number, self._link)
+
+    def _work(self) -> None:
+        while (noted := self._queue.get()) is not None:
+            when, crossing = noted
+            if self._error is None:
+                try:
+                    self._write(self._entry(crossing), when)
+                except OSError as error:
+                    self._error = error
+            with self._written:
+                self._queued_bytes -= len(crossing.data)
+                self._written.notify_all()
+
+    def _entry(self, crossing: Crossing) -> dict[str, Any]:
+        entry: dict[str, Any] = {"direction": crossing.direction, "kind": crossing.kind}
+        entry |= {"epoch": crossing.epoch, "step": crossing.step, "bytes": len(crossing.data)}
+        entry["digest"] = hashlib.sha256(crossing.data).hexdigest()
+        if crossing.party is not None:
+            entry["party"] = crossing.party
+        if crossing.kind in self._defenses:
+            entry["defense"] = self._defenses[crossing.kind]
+        return entry
+
+    def _write(self, entry: dict[str, Any], when: str) -> None:
+        whole = {"number": self._number, "time": when} | entry | {"link": self._link}
+        line = json.dumps(whole, separators=(",", ":"), ensure_ascii=False).encode()
+        _write_whole(self._file, line + b"\n")
+        self._number += 1
+        self._link = hashlib.sha256(line).hexdigest()
+
+    def _close_file(self) -> None:
+        try:
+            self._file.close()
+        except OSError as error:  # as a disk on the network may say only now
+            self._error = self._error or error
+
+    def _storage_error(self, error: OSError) -> StorageError:
+        return StorageError(f"{self._path}: cannot be written: {error.strerror}")
+
+
+class Broken(NamedTuple):
+    """Where a chain does not hold."""
+
+    line: int
+    reason: str
+
+
+Noted = tuple[Direction, str, int | None, int | None, str]
+"""Direction, kind, epoch, step and digest of a message."""
+
+
+class Verified(NamedTuple):
+    """What a transcript with a whole chain holds."""
+
+    entries: int
+    starts: int
+    last_link: str
+    party: str | None
+    """Whose it is."""
+    crossings: Mapping[str | None, Counter[Noted]]
+    """Passive party at the other end, None where there is one -> message -> how often."""
+
+    def with_party(self, name: str | None) -> Counter[Noted]:
+        """Return what crossed between this party and one other."""
+        found: Counter[Noted] = Counter()
+        for end in {None, name}:
+            found.update(self.crossings.get(end, {}))
+        return found
+
+
+def verify(path: Path) -> Verified | Broken:
+    """Check every link of a transcript.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    link, starts, number = _FIRST_LINK, 0, 0
+    party: str | None = None
+    crossings: dict[str | None, Counter[Noted]] = {}
+    for number, (line, entry) in enumerate(read_lines(path), start=1):
+        if isinstance(entry, Unreadable):
+            return Broken(number, entry.reason)
+        if entry.link != link:
+            return Broken(number, "the link does not fit the line before")
+        if entry.number != number - 1:
+            return Broken(number, f"expected number {number - 1}, got {entry.number}")
+        link = hashlib.sha256(line).hexdigest()
+        if isinstance(entry, Opening):
+            starts, party = starts + 1, entry.party
+        else:
+            noted = (entry.direction, entry.kind, entry.epoch, entry.step, entry.digest)
+            crossings.setdefault(entry.party, Counter())[noted] += 1
+    return Verified(number, starts, link, party, crossings)
+
+
+class Comparison(NamedTuple):
+    """Two parties' transcripts side by side."""
+
+    agreed: int
+    """Messages that one sent and the other received, with the same bytes."""
+    lost: Mapping[str, int]
+    """Kind -> messages sent that the other party did not note: the connection broke, or one of the
+    two processes was killed."""
+    unsent: Mapping[str, int]
+    """Kind -> messages received that the other party did not note as sent: one of the two
+    transcripts is wrong, or that process was killed before it could write."""
+
+
+def compare(one: Verified, other: Verified) -> Comparison:
+    """Match what each party says it sent with what the other says it received."""
+    agreed = 0
+    lost: Counter[str] = Counter()
+    unsent: Counter[str] = Counter()
+    ours = one.with_party(other.party), other.with_party(one.party)
+    for mine, theirs in (ours, ours[::-1]):
+        for (direction, *rest), count in mine.items():
+            matched = min(count, theirs[_OTHER[direction], *rest])  # type: ignore[index]
+            if direction == "sent":
+                agreed += matched
+                lost[str(rest[0])] += count - matched
+            else:
+                unsent[str(rest[0])] += count - matched
+    return Comparison(agreed, +lost, +unsent)
+
+
+def _write_whole(file: FileIO, line: bytes) -> None:
+    """Write a line at the end of a file, or nothing that stays there.
+
+    Without a buffer, which would keep what a full disk refuses and refuse it again when closed.
+    """
+    begin, written = file.seek(0, SEEK_END), 0
+    try:
+        while written < len(line):
+            written += file.write(line[written:])
+    except OSError:
+        with suppress(OSError):
+            file.truncate(begin)
+        raise
+
+
+def _continue(path: Path) -> tuple[int, str]:
+    """Return number and link for the next line, and cut off a line that was not finished."""
+    if not path.exists():
+        return 0, _FIRST_LINK
+    number, link, whole = 0, _FIRST_LINK, 0
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            number, link, whole = number + 1, hashlib.sha256(line[:-1]).hexdigest(), file.tell()
+    with path.open("r+b") as file:
+        file.truncate(whole)
+    return number, link
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,162 @@
+"""How far a training has come: a bar on a terminal, log lines elsewhere."""
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Self
+
+from rich.console import Console
+from rich.progress import Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress_bar import ProgressBar
+from rich.text import Text
+
+from splitveil.common.text.output import printing_console
+from splitveil.common.text.wording import in_short, label
+
+_logger = logging.getLogger(__name__)
+
+_LEAST_BAR, _LONGEST_BAR = 10, 40  # characters
+
+
+class TrainingProgress:
+    """Shows how far training is: a bar on a terminal, a log line now and then elsewhere."""
+
+    def __init__(
+        self,
+        party: str,
+        total_steps: int,
+        *,
+        console: Console | None = None,
+        log_every_s: float = 10.0,
+    ) -> None:
+        """Prepare the display; it starts with the ``with`` block.
+
+        Args:
+            party: name before the bar.
+            total_steps: steps of the whole run.
+            console: where to show it; the standard error stream by default.
+            log_every_s: least seconds between two log lines where there is no terminal.
+        """
+        self.steps_done = 0
+        self._steps_before = 0
+        self._total_steps = total_steps
+        self._console = console or printing_console(stderr=True)
+        self._log_every_s = log_every_s
+        self._logged = time.monotonic()
+        self._end: float | None = None
+        self._first_step: float | None = None
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            _BarColumn(self._console),
+            _FiguresColumn(self._console),
+            console=self._console,
+            refresh_per_second=4,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task(party, total=total_steps, numbers=())
+
+    def __enter__(self) -> Self:
+        self._logged = time.monotonic()
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end = time.monotonic()
+        self._bar.stop()
+        if not self._console.is_terminal:
+            self._log("")
+
+    @property
+    def steps_per_s(self) -> float:
+        """Steps per second after the first one, to now or to the end of the ``with`` block.
+
+        The first step is left out: it waits for the peer to get ready.
+        """
+        steps = self.steps_done - self._steps_before
+        if self._first_step is None or steps < 2:
+            return 0.0
+        end = time.monotonic() if self._end is None else self._end
+        return (steps - 1) / max(end - self._first_step, 1e-9)
+
+    def go_on_at(self, steps: int) -> None:
+        """Start again at a step; the speed is that from here."""
+        self.steps_done = self._steps_before = steps
+        self._first_step = None
+        if self._console.is_terminal:
+            self._bar.update(self._task, completed=steps)
+
+    def advance(self, steps: int = 1, /, **numbers: float | None) -> None:
+        """Count finished steps and show numbers such as ``loss``; None is not shown.
+
+        A narrow terminal has no room for all numbers: the last ones are left out first.
+        """
+        self.steps_done += steps
+        now = time.monotonic()
+        if self._first_step is None:
+            self._first_step = now
+        if self._console.is_terminal:
+            self._bar.update(self._task, advance=steps, numbers=_each_in_words(numbers))
+        elif now - self._logged >= self._log_every_s:
+            self._logged = now
+            self._log(", ".join(_each_in_words(numbers)))
+
+    def _log(self, numbers: str) -> None:
+        _logger.info(
+            "step %d/%d, %.1f steps/s%s",
+            self.steps_done,
+            self._total_steps,
+            self.steps_per_s,
+            f", {numbers}" if numbers else "",
+        )
+
+
+class _BarColumn(ProgressColumn):
+    """The bar: it takes what the figures leave, and they leave it its least width."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        super().__init__()
+
+    def render(self, task: Task) -> ProgressBar:
+        figures = _figures_that_fit(task, self._console.width)
+        left = self._console.width - len(task.description) - len(figures) - 2
+        width = max(_LEAST_BAR, min(_LONGEST_BAR, left))
+        return ProgressBar(task.total, task.completed, width, pulse=not task.started)
+
+
+class _FiguresColumn(ProgressColumn):
+    """As many figures as the line has room for, the most important ones first."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        super().__init__()
+
+    def render(self, task: Task) -> Text:
+        return Text(_figures_that_fit(task, self._console.width), no_wrap=True)
+
+
+def _figures_that_fit(task: Task, width: int) -> str:
+    room = width - len(task.description) - _LEAST_BAR - 2  # a space on either side of the bar
+    shown = f"{task.completed:.0f}/{task.total:.0f}"
+    for figure in _figures(task):
+        if len(shown) + len(", ") + len(figure) > room:
+            break
+        shown += f", {figure}"
+    return shown
+
+
+def _figures(task: Task) -> list[str]:
+    """Return what may stand behind the count of steps; what comes last is left out first."""
+    numbers: list[str] = [*task.fields["numbers"]]
+    speed = task.finished_speed or task.speed
+    return [
+        f"{TimeRemainingColumn().render(task).plain} left",
+        *numbers[:1],
+        *([] if speed is None else [f"{speed:.1f} steps/s"]),
+        *numbers[1:],
+    ]
+
+
+def _each_in_words(numbers: Mapping[str, float | None]) -> list[str]:
+    shown = {name: number for name, number in numbers.items() if number is not None}
+    return [f"{label(name)} {in_short(n)}" for name, n in shown.items()]

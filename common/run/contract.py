@@ -1,0 +1,316 @@
+"""The contract: what both parties must agree on before anything else happens.
+
+Both hold the same file. At the handshake its canonical form is compared field by field. Whatever is
+not in it is private to one party.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    Discriminator,
+    Field,
+    PositiveInt,
+    StringConstraints,
+    Tag,
+    field_validator,
+    model_validator,
+)
+
+from splitveil.common.settings import Section, named_kind
+
+CutDtype = Literal["float32", "float16", "bfloat16"]
+Aggregation = Literal["mean", "sum", "concat"]
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+
+DnsName = Annotated[
+    str,
+    StringConstraints(
+        to_lower=True, max_length=253, pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$"
+    ),
+]
+
+PASSIVE_PARTIES = 8
+"""Most passive parties of one run."""
+
+NAME_CHARACTERS = 64
+"""Of a party's or a run's name: what ``Name`` takes at most."""
+
+_OTHER_FIELDS = "(other fields)"
+
+ACTIVE = "active"
+"""Name of the active party; the passive ones choose theirs."""
+
+MAX_CUT_DIM = 2**24
+"""64 MiB of float32 for each example: far beyond any cut layer, and far below what overflows."""
+
+DTYPE_BYTES: dict[CutDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class EcdhAlignment(Section):
+    """Private set intersection by elliptic-curve Diffie-Hellman."""
+
+    engine: Literal["ecdh"] = "ecdh"
+
+    min_aligned: int = Field(default=100, ge=1)
+    """Fewest ids that the parties must have in common, or nobody trains."""
+
+    max_set_size: int = Field(default=10_000_000, ge=1, le=2**31)
+    """Most ids that either party may bring to one exchange. How many it may try in all, each party
+    decides by its own ``alignment_attempts``."""
+
+
+AlignmentSettings = EcdhAlignment
+"""The section ``alignment``; a union discriminated by ``engine`` once there is a second one."""
+
+
+class HashSplit(Section):
+    """Rows are split by a hash of their id, keyed with the joint seed."""
+
+    kind: Literal["hash"] = "hash"
+
+    train: float = Field(default=0.8, gt=0, lt=1)
+    """Share of the aligned rows that are trained on."""
+
+    validation: float = Field(default=0.0, ge=0, lt=1)
+    """Share that early stopping looks at; 0 when nothing stops early."""
+
+    test: float = Field(default=0.2, gt=0, lt=1)
+    """Share that the final figures are measured on."""
+
+    @model_validator(mode="after")
+    def _shares_add_up(self) -> "HashSplit":
+        total = self.train + self.validation + self.test
+        if not math.isclose(total, 1.0, abs_tol=1e-9):
+            raise ValueError(f"train + validation + test must be 1, not {total:g}")
+        return self
+
+
+class ColumnSplit(Section):
+    """Rows are split by what a column says of them, such as the day that they are of."""
+
+    kind: Literal["column"]
+
+    column: str = Field(min_length=1)
+    """Column with ``train``, ``validation`` or ``test`` in each row. Every party's table has it,
+    and all must say the same of the rows in common, or nobody trains. It is never a feature."""
+
+
+SplitSettings = Annotated[
+    Annotated[HashSplit, Tag("hash")] | Annotated[ColumnSplit, Tag("column")],
+    Discriminator(
+        named_kind("kind", "hash", "column"),
+        custom_error_type="split_kind",
+        custom_error_message="expected kind hash or column",
+    ),
+]
+
+
+class LearningRateSchedule(Section):
+    """How both parties change their own learning rate over the run, in lockstep."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the learning rate rises linearly to its full value."""
+
+    decay: Literal["none", "cosine"] = "none"
+    """What it does afterwards, up to the last step of the contract's epochs."""
+
+    def factor(self, step: int, total_steps: int) -> float:
+        """Return the multiplier of the learning rate at a step counted over the run, from 0."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.decay == "none":
+            return 1.0
+        progress = (step - self.warmup_steps) / max(total_steps - self.warmup_steps, 1)
+        return 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+
+
+class WireLimits(Section):
+    """How tensors travel."""
+
+    unchunked_bytes: int = Field(default=4 * 1024 * 1024, ge=1, le=1024 * 1024 * 1024)
+    """Tensors up to this many bytes travel in one message."""
+
+    chunk_bytes: int = Field(default=1024 * 1024, ge=512 * 1024, le=1024 * 1024 * 1024)
+    """Larger ones travel in chunks of this many bytes."""
+
+
+class CheckpointPlan(Section):
+    """When both parties save where they are, so that they find a common place to go on from."""
+
+    every_steps: PositiveInt = 500
+    """Training steps between two checkpoints; there is one at every epoch's end, too.
+
+    What was done since the last one is done again after a crash.
+    """
+
+    keep: int = Field(default=3, ge=2, le=100)
+    """How many of the newest checkpoints each party keeps."""
+
+
+class Contract(Section):
+    """Everything that both parties hold in common."""
+
+    protocol_version: Literal[1] = 1
+    """Version of the rules in ``protos/split_learning.proto``."""
+
+    run_name: Name
+    """Name of the run, and of its folder on both sides."""
+
+    passive_parties: tuple[Name, ...] = Field(
+        default=("passive",), min_length=1, max_length=PASSIVE_PARTIES
+    )
+    """The passive parties, in the order of their cut layers."""
+
+    aggregation: Aggregation = "mean"
+    """What the top model sees of several passive parties' activations: their ``mean``, their
+    ``sum``, or all of them one after the other along the first dimension (``concat``)."""
+
+    identities: dict[Name, DnsName] = Field(default_factory=dict)
+    """DNS name that each party's certificate carries, by the party's name; the active party's is
+    ``active``. By default the party's name before ``.splitveil``. It is compared with the
+    certificate only, and never looked up."""
+
+    cut_shape: tuple[PositiveInt, ...] = Field(min_length=1, max_length=4)
+    """Shape of one example's activation at the cut layer, the same for every passive party: up to
+    16,777,216 values."""
+
+    cut_dtype: CutDtype = "float32"
+    """Element type in which activations and gradients travel."""
+
+    batch_size: int = Field(ge=1, le=1_048_576)
+    """Examples per training step."""
+
+    evaluation_batch_size: int = Field(default=4096, ge=1, le=1_048_576)
+    """Examples per message of an evaluation."""
+
+    epochs: int = Field(ge=1, le=100_000)
+    """Passes over the training rows."""
+
+    drop_last: bool = False
+    """Whether an epoch leaves out its last batch when that is smaller than ``batch_size``."""
+
+    split: SplitSettings = HashSplit()
+    """How the aligned rows are divided into training, validation and test rows."""
+
+    schedule: LearningRateSchedule = LearningRateSchedule()
+    """How both learning rates change over the run."""
+
+    alignment: AlignmentSettings = AlignmentSettings()
+    """How the common ids are found."""
+
+    wire: WireLimits = WireLimits()
+    """How tensors travel."""
+
+    checkpoints: CheckpointPlan = CheckpointPlan()
+    """When both parties save where they are."""
+
+    audits_allowed: bool = False
+    """Whether the passive party may ask the active party for the AUC of its scores."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_identities(cls, values: Any) -> Any:
+        # Filled in here, so that both parties' canonical forms name them all.
+        if not isinstance(values, dict):
+            return values
+        given, passive = values.get("identities", {}), values.get("passive_parties", ("passive",))
+        if not isinstance(given, dict) or not isinstance(passive, list | tuple):
+            return values
+        defaults = {str(name): f"{name}.splitveil" for name in (ACTIVE, *passive)}
+        return {**values, "identities": {**defaults, **given}}
+
+    @model_validator(mode="after")
+    def _every_party_has_an_identity_of_its_own(self) -> "Contract":
+        if ACTIVE in self.passive_parties:
+            raise ValueError(f"passive_parties: {ACTIVE!r} is the other party's name")
+        if len(set(self.passive_parties)) < len(self.passive_parties):
+            raise ValueError("passive_parties: two have the same name")
+        unknown = self.identities.keys() - {ACTIVE, *self.passive_parties}
+        if unknown:
+            raise ValueError(f"identities: there is no party {', '.join(sorted(unknown))}")
+        if len(set(self.identities.values())) < len(self.identities):
+            raise ValueError("identities: two parties have the same")
+        return self
+
+    @field_validator("cut_shape")
+    @classmethod
+    def _is_a_tensor_s_shape(cls, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if math.prod(shape) > MAX_CUT_DIM:
+            raise ValueError(f"expected at most {MAX_CUT_DIM:,} values in one example's activation")
+        return shape
+
+    @property
+    def cut_dim(self) -> int:
+        """Number of values in one example's activation."""
+        return math.prod(self.cut_shape)
+
+    @property
+    def aggregate_shape(self) -> tuple[int, ...]:
+        """Shape of what the top model sees of one example's activations."""
+        if self.aggregation != "concat":
+            return self.cut_shape
+        return (self.cut_shape[0] * len(self.passive_parties), *self.cut_shape[1:])
+
+    @property
+    def aggregate_dim(self) -> int:
+        """Number of values in that."""
+        return math.prod(self.aggregate_shape)
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows that one tensor on the wire may have."""
+        return max(self.batch_size, self.evaluation_batch_size)
+
+    @property
+    def max_message_bytes(self) -> int:
+        """Largest message that either party has a reason to send."""
+        tensor_bytes = self.max_rows * self.cut_dim * DTYPE_BYTES[self.cut_dtype]
+        return max(min(tensor_bytes, self.wire.unchunked_bytes), self.wire.chunk_bytes) + 65536
+
+    def canonical_json(self) -> str:
+        """Return the one text that stands for this contract on the wire."""
+        return json.dumps(self._agreed_values(), sort_keys=True, separators=(",", ":"))
+
+    def digest(self) -> bytes:
+        """Return the SHA-256 of the canonical form, 32 bytes."""
+        return hashlib.sha256(self.canonical_json().encode()).digest()
+
+    def fields_differing_from(self, canonical: str) -> list[str]:
+        """Name the fields in which another party's canonical form differs from this contract.
+
+        Only names of this contract's own fields come back; whatever else the text holds, or a text
+        that is no contract at all, is summed up as "(other fields)".
+        """
+        if canonical == self.canonical_json():
+            return []
+        try:
+            other = json.loads(canonical)
+        except (ValueError, RecursionError):
+            return [_OTHER_FIELDS]
+        # Differing texts of equal values, such as 1 and true, are no canonical form either.
+        names = dict.fromkeys(_differing(self._agreed_values(), other))
+        return list(names) or [_OTHER_FIELDS]
+
+    def _agreed_values(self) -> dict[str, Any]:
+        # One party's cut layer is its own mean, sum and whole: there is nothing to agree on.
+        alone = len(self.passive_parties) == 1
+        return self.model_dump(mode="json", exclude={"aggregation"} if alone else None)
+
+
+def _differing(own: dict[str, Any], other: Any, prefix: str = "") -> Iterator[str]:
+    """Name the fields that differ, going only where this party has fields of its own.
+
+    The other side's nesting is the peer's choice: names put together from it could fill the memory.
+    """
+    others = other if isinstance(other, dict) else {}
+    for name, value in own.items():
+        if isinstance(value, dict):
+            yield from _differing(value, others.get(name), f"{prefix}{name}.")
+        elif name not in others or others[name] != value:
+            yield prefix + name
+    if others.keys() - own.keys():
+        yield _OTHER_FIELDS

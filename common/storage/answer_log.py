@@ -1,0 +1,293 @@
+"""The log of what a run has answered, and what each answer was charged: private, and never undone.
+
+A run may go back to a checkpoint; what was answered since stays answered. So the log is written
+before an answer leaves, and nothing in it is ever changed. It is one line of records:
+
+    header    a name, the version, and how many fingerprints a record holds
+    record    number, fingerprints, reply, sum_kl, epsilon, noise identity, link
+
+The number is a place in the run, or one of at least 2^63 for what has no place there. The reply is
+a fingerprint, too, of what was answered: other noise may well be charged the same. The link is a
+hash of the link before and of the record itself, and the first one of what names the run: whoever
+reads the log finds a byte that was changed, put in, or taken out, and the log of another run.
+"""
+
+import hashlib
+import math
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from splitveil.common.errors import StorageError
+
+NO_PLACE = 1 << 63
+"""Numbers from here on are of no place in a run."""
+HOW_TO_GO_ON = (
+    "what was answered cannot be known any more, nor what it told of the labels: put a copy of the "
+    "file back, or begin anew with --fresh, and let the other party do so, too"
+)
+
+_NAME = b"splitveil answers"
+_VERSION = 2  # 1 had neither replies, charges nor links
+_HEADER = struct.Struct(f"<{len(_NAME)}sBB")
+_FINGERPRINT_BYTES = 16
+_LINK_BYTES = 8
+_DIGEST_BYTES = 32
+
+
+class ChargedAnswer(NamedTuple):
+    """What an answer told of each of its examples, as the log keeps it."""
+
+    sum_kl: float
+    identity: bytes
+    """Digest of the noise identity, 32 bytes; empty for fresh noise."""
+    epsilon: float
+    """Infinite for an answer without label differential privacy."""
+
+
+NOTHING_TOLD = ChargedAnswer(0.0, b"", 0.0)
+NO_REPLY = bytes(_FINGERPRINT_BYTES)
+"""Stands for a reply that follows from the questions alone."""
+
+
+class Record(NamedTuple):
+    """One entry of the log."""
+
+    number: int
+    fingerprints: tuple[bytes, ...]
+    """Of what each passive party asked, 16 bytes each."""
+    charge: ChargedAnswer
+    reply: bytes = NO_REPLY
+    """Fingerprint of what was answered, 16 bytes."""
+
+
+class AnswerLog:
+    """Which questions were answered, in the order of their answers.
+
+    Args:
+        path: of the file, which ``create`` has made; None to remember in this process alone.
+        questions: how many parties ask at each place.
+        run: what names the run, so that no other run's log is taken for this one's.
+        first_place: of those that may be asked again; earlier ones stay in the file alone.
+
+    Raises:
+        StorageError: the file is missing or damaged, or of another version; or it cannot be read.
+    """
+
+    def __init__(
+        self,
+        path: Path | None = None,
+        questions: int = 1,
+        run: bytes = b"",
+        first_place: int = 0,
+    ) -> None:
+        self.questions = questions
+        self._path = path
+        self._known: dict[int, Record] = {}
+        self._count = 0
+        self._record = struct.Struct(
+            f"<Q{questions * _FINGERPRINT_BYTES}s{_FINGERPRINT_BYTES}sdd{_DIGEST_BYTES}s"
+        )
+        self._link = _link(run, _header(questions))
+        if path is not None:
+            self._read(path, first_place)
+
+    @classmethod
+    def create(cls, path: Path, questions: int = 1, run: bytes = b"") -> Self:
+        """Begin a log.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+            descriptor = os.open(path, flags, 0o600)
+            try:
+                _write_whole(descriptor, _header(questions))
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
+        return cls(path, questions, run)
+
+    @staticmethod
+    def holds_answers(path: Path) -> bool:
+        """Tell whether a file has more in it than the beginning of a log."""
+        try:
+            return path.stat().st_size > _HEADER.size
+        except FileNotFoundError:
+            return False
+
+    def __len__(self) -> int:
+        return self._count
+
+    def at(self, number: int) -> Record | None:
+        """Return what was answered last under a number that may be asked again."""
+        return self._known.get(number)
+
+    def of_no_place(self) -> list[Record]:
+        """Return the records that have no place in the run, in no order."""
+        return [record for number, record in self._known.items() if number >= NO_PLACE]
+
+    def record(
+        self,
+        number: int,
+        fingerprints: Sequence[bytes],
+        charge: ChargedAnswer = NOTHING_TOLD,
+        reply: bytes = NO_REPLY,
+    ) -> None:
+        """Note that a question is about to be answered.
+
+        Raises:
+            StorageError: it cannot be written: then it must not be answered.
+        """
+        if len(fingerprints) > self.questions:
+            raise ValueError(f"expected {self.questions} questions, got {len(fingerprints)}")
+        record = Record(number, tuple(fingerprints), charge, reply)
+        packed = self._packed(record)
+        link = _link(self._link, packed)
+        if self._path is not None:
+            _append(self._path, packed + link)
+        self._link = link
+        self._count += 1
+        self._known[number] = record
+
+    def sync(self) -> None:
+        """Let what was noted outlive a power failure, as a checkpoint that counts it does.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        if self._path is None:
+            return
+        try:
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise StorageError(f"{self._path}: cannot be written: {error.strerror}") from error
+
+    def since(self, count: int) -> Iterator[Record]:
+        """Yield the records after the first few.
+
+        Args:
+            count: how many those are.
+
+        Raises:
+            StorageError: the log has not so many, or cannot be read.
+        """
+        if count > len(self):
+            raise StorageError(
+                f"{self._path}: holds {len(self)} answers, and the checkpoint counts {count}: "
+                f"{HOW_TO_GO_ON}"
+            )
+        if self._path is None:
+            raise RuntimeError("what is not in a file is not read again")
+        size = self._record.size + _LINK_BYTES
+        data = _content(self._path)[_HEADER.size + count * size :]
+        for start in range(0, len(data), size):
+            yield self._unpacked(data[start : start + self._record.size])
+
+    def forget_before(self, place: int) -> None:
+        """Drop what this process remembers of earlier places; the file keeps it."""
+        # Numbers of no place are larger than all places.
+        self._known = {number: known for number, known in self._known.items() if number >= place}
+
+    def _read(self, path: Path, first_place: int) -> None:
+        data = _content(path)
+        header = _header(self.questions)
+        if not data:
+            raise StorageError(f"{path}: is empty: {HOW_TO_GO_ON}")
+        if data[: len(header)] != header:
+            raise StorageError(
+                f"{path}: is damaged, or of another version of splitveil; resume with that one, or "
+                f"begin anew with --fresh, and let the other party do so, too"
+            )
+        size = self._record.size + _LINK_BYTES
+        self._count = (len(data) - len(header)) // size
+        for number in range(self._count):
+            start = len(header) + number * size
+            packed = data[start : start + self._record.size]
+            self._link = _link(self._link, packed)
+            if data[start + len(packed) : start + size] != self._link:
+                raise StorageError(f"{path}: record {number + 1} is damaged: {HOW_TO_GO_ON}")
+            record = self._unpacked(packed)
+            if record.number >= first_place:
+                self._known[record.number] = record
+        _cut_off(path, len(data), len(header) + self._count * size)
+
+    def _packed(self, record: Record) -> bytes:
+        sum_kl, identity, epsilon = record.charge
+        fingerprints = b"".join(record.fingerprints)
+        return self._record.pack(
+            record.number, fingerprints, record.reply, sum_kl, epsilon, identity
+        )
+
+    def _unpacked(self, data: bytes) -> Record:
+        number, joined, reply, sum_kl, epsilon, identity = self._record.unpack(data)
+        if math.isnan(sum_kl) or math.isnan(epsilon):
+            raise StorageError(f"{self._path}: a charge is no number: {HOW_TO_GO_ON}")
+        fingerprints = tuple(
+            joined[start : start + _FINGERPRINT_BYTES]
+            for start in range(0, len(joined), _FINGERPRINT_BYTES)
+        )
+        known = identity if any(identity) else b""
+        return Record(number, fingerprints, ChargedAnswer(sum_kl, known, epsilon), reply)
+
+
+def _header(questions: int) -> bytes:
+    return _HEADER.pack(_NAME, _VERSION, questions)
+
+
+def _link(before: bytes, data: bytes) -> bytes:
+    # Found are accidents: whoever may write the file may also write the program that reads it.
+    return hashlib.blake2b(before + data, digest_size=_LINK_BYTES).digest()
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise StorageError(f"{path}: is missing: {HOW_TO_GO_ON}") from error
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _cut_off(path: Path, length: int, whole: int) -> None:
+    """Cut off the part of a record that a crash left: its answer never left this party."""
+    if length == whole:
+        return
+    try:
+        os.truncate(path, whole)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _append(path: Path, record: bytes) -> None:
+    # Synced with the next checkpoint: a killed process loses nothing of it, and a peer cannot cut
+    # the power.
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        try:
+            _write_whole(descriptor, record)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _write_whole(descriptor: int, data: bytes) -> None:
+    """Write all or nothing: the part that a full disk takes would spoil what comes after it."""
+    before = os.fstat(descriptor).st_size
+    try:
+        written = 0
+        while written < len(data):
+            written += os.write(descriptor, data[written:])
+    except OSError:
+        os.ftruncate(descriptor, before)
+        raise

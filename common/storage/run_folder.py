@@ -1,0 +1,213 @@
+"""Where a run's results lie, and how a file is written so that a crash leaves no half of it.
+
+runs/<run name>/<party>/                the newest run of that name
+runs/<run name>/<party>.previous-1/     the oldest one, -2 the next, ...
+
+What a party writes follows from its labels or its features: its folder is its owner's alone (0700),
+and so are the files in it (0600), whatever the umask.
+"""
+
+import fcntl
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+from typing import Any, TextIO
+
+from splitveil.common.errors import SettingsError, StorageError
+
+_logger = logging.getLogger(__name__)
+
+OWNER_ONLY = 0o600
+"""Mode of a file that only its owner may read."""
+AS_USUAL = 0o666
+"""Mode of a file that is there to be passed on: the process's umask decides."""
+_OWNER_ONLY_FOLDER = 0o700
+_OTHERS = 0o077
+
+_RUNS_ALREADY = (
+    "another process is running this party of this run; stop it, or give this one another "
+    "contract.run_name or --runs"
+)
+
+
+def open_run_folder(
+    runs_dir: Path,
+    run_name: str,
+    party: str,
+    goes_on: Callable[[Path], bool] = lambda _: False,
+) -> Path:
+    """Claim the folder for one party's results, for as long as this process lives.
+
+    Args:
+        runs_dir: of all runs.
+        run_name: of this one.
+        party: ``active`` or ``passive``.
+        goes_on: tells whether the results already there are of the run that goes on now; otherwise
+            they are moved aside.
+
+    Raises:
+        SettingsError: the run's or the party's name cannot be the name of a folder, or another
+            process uses it.
+        StorageError: the folder cannot be made.
+    """
+    for name in (run_name, party):
+        if name in {"", ".", ".."} or set(name) & {"/", "\\", "\0"}:
+            raise SettingsError(f"expected a name that can name a folder, got {name!r}")
+    folder = runs_dir / run_name / party
+    try:
+        _claim(folder, _RUNS_ALREADY)
+        if folder.is_dir():
+            _close_to_others(folder)
+            if any(folder.iterdir()) and not goes_on(folder):
+                _move_aside(folder)
+        folder.mkdir(_OWNER_ONLY_FOLDER, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{folder}: cannot be used for results: {error.strerror}") from error
+    return folder
+
+
+def open_to_append(path: Path) -> TextIO:
+    """Open a text file in UTF-8 to add lines to, each written out at once; its owner's alone.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    return os.fdopen(_appending(path), "a", buffering=1, encoding="utf-8")
+
+
+def open_unbuffered_to_append(path: Path) -> FileIO:
+    """Open a file to add bytes to, each written out at once; its owner's alone.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    return FileIO(_appending(path), "a")
+
+
+def _appending(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, OWNER_ONLY)
+
+
+def write_bytes_atomically(path: Path, data: bytes, mode: int = OWNER_ONLY) -> None:
+    """Replace a file as a whole: afterwards it holds the old content or the new, never a part.
+
+    Args:
+        path: of the file.
+        data: its new content.
+        mode: who may read and write it, less what the process's umask takes away.
+
+    Raises:
+        StorageError: it cannot be written; the old file stays.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Whoever can write to the folder could have put a link there, to a file that would be changed.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        temporary.unlink(missing_ok=True)  # left by a killed process that had this number
+        try:
+            with os.fdopen(os.open(temporary, flags, mode), "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def write_text_atomically(path: Path, text: str, mode: int = OWNER_ONLY) -> None:
+    """Replace a text file as a whole, in UTF-8.
+
+    Args:
+        path: of the file.
+        text: its new content.
+        mode: as for ``write_bytes_atomically``.
+
+    Raises:
+        StorageError: it cannot be written; the old file stays.
+    """
+    write_bytes_atomically(path, text.encode(), mode)
+
+
+def write_json_atomically(path: Path, value: object) -> None:
+    """Replace a JSON file as a whole; numbers that are not finite become null.
+
+    Raises:
+        StorageError: it cannot be written; the old file stays.
+    """
+    text = json.dumps(finite_or_null(value), indent=2, ensure_ascii=False, allow_nan=False)
+    write_text_atomically(path, text + "\n")
+
+
+def finite_or_null(value: object) -> Any:
+    """Return a value as JSON can hold it: NaN and infinities, for which it has no word, as None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: finite_or_null(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_or_null(item) for item in value]
+    return value
+
+
+@contextmanager
+def claimed(folder: Path, complaint: str) -> Iterator[None]:
+    """Keep other processes, and other callers in this one, out of a folder that they would change.
+
+    Raises:
+        SettingsError: one of them is there; ``complaint`` says what to do.
+    """
+    descriptor = _claim(folder, complaint)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _claim(folder: Path, complaint: str) -> int:
+    """Return a descriptor that keeps others out until it is closed, or the process has ended."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    path = folder.with_name(f".{folder.name}.lock")
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise SettingsError(f"{folder}: {complaint}") from None
+    return descriptor
+
+
+def _close_to_others(folder: Path) -> None:
+    """Take from everyone but its owner what an earlier version, or a person, gave them."""
+    if not folder.stat().st_mode & _OTHERS:
+        return
+    try:
+        folder.chmod(_OWNER_ONLY_FOLDER)
+    except OSError as error:
+        # Another user's folder, or a file system that knows no such thing: results may still go in.
+        _logger.warning("%s: others may read the results (%s)", folder, error.strerror)
+
+
+def _move_aside(folder: Path) -> None:
+    prefix = f"{folder.name}.previous-"
+    endings = (path.name.removeprefix(prefix) for path in folder.parent.glob(f"{prefix}*"))
+    newest = max((int(ending) for ending in endings if ending.isdecimal()), default=0)
+    aside = folder.with_name(f"{prefix}{newest + 1}")
+    folder.rename(aside)
+    _logger.info("earlier results moved to %s", aside)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename survive a power failure too."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""How text and files of users and peers are read and printed."""

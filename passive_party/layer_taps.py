@@ -1,0 +1,101 @@
+"""Which layers' gradients are attacked, and how they are caught during training."""
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+from torch import Tensor, nn
+
+from splitveil.common.data.sources import suggest
+from splitveil.common.errors import SettingsError
+from splitveil.common.models.conv import ConvBottom, ConvTop
+from splitveil.common.models.mlp import MlpBottom, MlpTop
+from splitveil.common.models.wide_deep import WideDeepBottom, WideDeepTop
+
+
+def first_layer(model: nn.Module) -> nn.Module:
+    """Return the layer whose output's gradient is attacked besides the cut layer's.
+
+    In an mlp and in wide_deep that is the first dense layer with its activation, as in Marvell's
+    paper; with no hidden layer it is the cut layer itself. In conv it is the first convolution with
+    activation and pooling: the gradient before the pooling has the same norms, in four times the
+    values. In a model of the user's own it is the first part, in the order of definition, that has
+    parameters of its own; settings can name another.
+
+    Raises:
+        SettingsError: the model has no parameters.
+    """
+    if isinstance(model, MlpBottom | MlpTop | WideDeepBottom | WideDeepTop):
+        return next(iter(model.layers.children()))
+    if isinstance(model, ConvBottom | ConvTop) and len(model.blocks):
+        return next(iter(model.blocks.children()))
+    for layer in model.modules():
+        if next(layer.parameters(recurse=False), None) is not None:
+            return layer
+    raise SettingsError("the model has no layer with parameters")
+
+
+def named_layer(model: nn.Module, name: str) -> nn.Module:
+    """Return the layer that settings name: ``first``, or a dotted name such as ``layers.hidden_1``.
+
+    Raises:
+        SettingsError: the model has no such layer.
+    """
+    if name == "first":
+        return first_layer(model)
+    layers = dict(_named_layers(model))
+    if name not in layers:
+        raise SettingsError(
+            f"the model has no layer {name!r}{suggest(name, layers)} (it has: {', '.join(layers)})"
+        )
+    return layers[name]
+
+
+def _named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return ((name, layer) for name, layer in model.named_modules() if name)
+
+
+class LayerTap:
+    """Keeps the latest gradient with respect to a layer's output.
+
+    It costs one reference per step, no copy: the gradient must not be changed in place. Whatever a
+    backward pass brings replaces what was kept; a new forward pass in training forgets it.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._gradient: Tensor | None = None
+        self._handle = layer.register_forward_hook(self._watch)
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The gradient, of the shape of the layer's output; None before the backward pass."""
+        return self._gradient
+
+    def take(self) -> Tensor | None:
+        """Return the gradient and let go of it."""
+        gradient, self._gradient = self._gradient, None
+        return gradient
+
+    def close(self) -> None:
+        """Leave the layer as it was found."""
+        self._handle.remove()
+        self._gradient = None
+
+    def _watch(self, _layer: nn.Module, _inputs: object, output: object) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            self._gradient = None
+            output.register_hook(self._keep)  # type: ignore[no-untyped-call]
+
+    def _keep(self, gradient: Tensor) -> None:
+        self._gradient = gradient
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -201,7 +201,7 @@ def _commands(
     certificates = trial_overrides(example_dir, runs_dir, {kind: own.of(kind) for kind in kinds})
     return {
         kind: [
-            *(*PYTHON, "-m", f"{kind.partition('_')[0]}_party", "run"),
+            *(*PYTHON, "-m", f"splitveil.{kind.partition('_')[0]}_party", "run"),
             *(str(example_dir / f"{kind}.yaml"), "--runs", str(runs_dir)),
             *(
                 argument

@@ -11,7 +11,7 @@ BENCHMARKS := $(filter-out __init__ environment,$(basename $(notdir $(wildcard b
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
-	$(BIN)/splitveil-local deploy/examples/breast_cancer --defense none marvell
+	$(BIN)/splitveil demo
 
 test: $(INSTALLED)
 	$(BIN)/pytest

@@ -108,7 +108,7 @@ REFUSALS = {
         [
             "passive.csv: column 'id': 1 missing or empty ids: data rows 4\n",
             "passive.csv: column 'id': 1 duplicate ids: data rows 3 (as 1)\n",
-            "passive.csv: column 'id': 2 ids equal to another one once normalised: data rows",
+            "passive.csv: column 'id': 2 ids equal to another id once normalised: data rows",
             " 6 (as 5, differs in white space), 8 (as 7, differs in Unicode form)\n",
         ],
         ["person-", "Zo"],
@@ -142,7 +142,7 @@ REFUSALS = {
     "a row that lost a cell": Refusal(
         "passive",
         lose_cells,
-        ["passive.csv: expected 6 cells in every row, other numbers in row 7\n"],
+        ["passive.csv: expected 6 cells in every row, got another number in row 7\n"],
     ),
     "bytes that are no text": Refusal("active", spoil_encoding, ["active.csv: cannot be read: "]),
 }
@@ -230,8 +230,8 @@ def test_settings_that_cannot_be_used_are_named_all_at_once(tmp_path: Path) -> N
             ],
         ),
         (unprotected, ["active.yaml: security: Field required"]),
-        (public, ["connect: 8.8.8.8:1 is not on loopback, and security.mode is insecure"]),
-        (everywhere, ["listen: 0.0.0.0:1 is not on loopback, and security.mode is insecure"]),
+        (public, ["connect: 8.8.8.8:1 is not on loopback and security.mode is insecure"]),
+        (everywhere, ["listen: 0.0.0.0:1 is not on loopback and security.mode is insecure"]),
     ):
         assert ended.exit_code == 2, ended.output
         assert all(text in ended.output for text in texts), ended.output

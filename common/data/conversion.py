@@ -6,7 +6,6 @@ column, replaces the first numbers by the final ones.
 """
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
@@ -33,6 +32,7 @@ from splitveil.common.data.table import (
     select_columns,
 )
 from splitveil.common.errors import DataError
+from splitveil.common.text.files import sync
 
 MANIFEST = "manifest.json"
 
@@ -265,12 +265,3 @@ def open_ids(folder: Path, num_rows: int) -> StoredIds:
     ends = np.memmap(folder / "id_ends.bin", np.int64, "r", shape=(num_rows,))
     text = np.memmap(folder / "ids.bin", np.uint8, "r", shape=(int(ends[-1]),))
     return StoredIds(text, ends)
-
-
-def sync(path: Path) -> None:
-    """Make a file, or the names in a folder, survive a power failure."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

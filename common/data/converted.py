@@ -39,12 +39,12 @@ from splitveil.common.data.conversion import (
     categories_path,
     convert,
     open_ids,
-    sync,
 )
 from splitveil.common.data.settings import DataSettings, FileSource
 from splitveil.common.data.stored_ids import RowNumbers
 from splitveil.common.data.table import Table, open_table_source
 from splitveil.common.errors import DataError, StorageError
+from splitveil.common.text.files import sync
 
 VERSION = 1
 """Version of the format of these files and of the rules by which cells are read."""

@@ -17,14 +17,15 @@ from splitveil.common.data.converted import MappedTable, open_converted
 from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.data.ids import canonical_ids
 from splitveil.common.data.mapped_features import MappedFeatures, RowEncoder
-from splitveil.common.data.settings import DataSettings, FileSource
+from splitveil.common.data.settings import DataSettings, FileSource, expand_path
 from splitveil.common.data.table import Table, read_table
 from splitveil.common.errors import DataError
+from splitveil.common.party.party_settings import PartySettings
 from splitveil.common.run.contract import ColumnSplit, SplitSettings
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.run.splits import SPLITS
-from splitveil.common.storage.initial_weights import EarlierModel
+from splitveil.common.storage.initial_weights import SETTING, EarlierModel
 from splitveil.common.text.output import printing_console
 
 _logger = logging.getLogger(__name__)
@@ -153,6 +154,17 @@ class PartyData:
                 f"{self.table.source}: {missing} of the {len(ids)} aligned ids have no label here"
             )
         return torch.from_numpy(self.table.labels[rows])
+
+
+def open_earlier_model(settings: PartySettings) -> EarlierModel | None:
+    """Open the model that a party's settings start from; None without one.
+
+    Raises:
+        SettingsError: it cannot be read.
+    """
+    if settings.initial_weights is None:
+        return None
+    return EarlierModel.open(expand_path(SETTING, settings.initial_weights, settings.base_dir))
 
 
 def _joined(ids: Sequence[str]) -> Iterator[str]:

@@ -1,10 +1,11 @@
-"""Reads a user's file after checking that it is a regular file, and up to a maximum size.
+"""Reads users' files, which must be regular files of limited size, and syncs files to disk.
 
 A device such as ``/dev/zero`` never ends, and a pipe may never start. A link to a regular file is
 accepted like the file itself.
 """
 
 import errno
+import os
 import stat
 from pathlib import Path
 
@@ -36,3 +37,12 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
             if len(data) > max_bytes:
                 raise OSError(errno.EFBIG, f"expected at most {max_bytes:,} bytes", str(path))
     return bytes(data)
+
+
+def sync(path: Path) -> None:
+    """Make a file, or the names in a folder, survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

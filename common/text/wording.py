@@ -1,5 +1,6 @@
 """Formats names and values of a run for people."""
 
+import re
 from collections.abc import Iterator, Mapping
 
 
@@ -51,6 +52,11 @@ def label(name: str) -> str:
     """Return the name of a figure without its underscores: ``test AUC``, ``steps/s``."""
     words = ["AUC" if word == "auc" else word for word in name.split("_")]
     return " ".join(words).replace(" per s", "/s")
+
+
+def slug(text: str, keep: str = "_.-") -> str:
+    """Replace all characters except ASCII letters, digits and those in ``keep`` by hyphens."""
+    return re.sub(rf"[^A-Za-z0-9{re.escape(keep)}]+", "-", text)
 
 
 def in_short(value: float, digits: int = 4) -> str:

@@ -241,7 +241,7 @@ def test_another_s_transcript_gets_one_line_and_steers_no_terminal(
     assert "theirs.jsonl: line 1: " in line
     assert len(line) < len(str(theirs)) + 200
     (line,) = shown.out.splitlines()
-    assert "own.jsonl: the chain of 1 entries is whole" in line
+    assert "own.jsonl: the chain of 1 entries is intact" in line
     assert (shown.out + shown.err).replace("\n", "").isprintable()
 
 

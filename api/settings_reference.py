@@ -162,9 +162,10 @@ class Reference:
 
     def _fields(self, place: Place) -> Iterator[str]:
         for name, info in _shown_fields(place):
-            kind = self._kind(name, info, place)
-            default = _default(info)
-            yield f'- <a id="{place.key}.{name}"></a>**`{name}`**: {kind}; {default}.'
+            anchor_name = f"{place.key}.{name}"
+            of_sections = {_key_below(place, name, tag) for _, tag in _sections(info.annotation)}
+            anchor = "" if anchor_name in of_sections else f'<a id="{anchor_name}"></a>'
+            yield f"- {anchor}**`{name}`**: {self._kind(name, info, place)}; {_default(info)}."
             yield from (f"  {line}".rstrip() for line in _prose(info.description or ""))
         yield ""
 
@@ -344,7 +345,11 @@ def _default(info: FieldInfo) -> str:
             tag = _literal_tag(type(value))
             kind = [n for n, i in type(value).model_fields.items() if _only_value(i) == tag]
             changed = {kind[0]: tag} if tag is not None and kind else {}
-        return f"default {_value(changed)}" if changed else "default: that section with its own defaults"
+        return (
+            f"default {_value(changed)}"
+            if changed
+            else "default: that section with its own defaults"
+        )
     return f"default {_value(value)}"
 
 

@@ -7,7 +7,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 BENCHMARKS := $(filter-out __init__ environment,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
-.PHONY: demo test faults lint protos bench fuzz
+.PHONY: demo test faults lint protos settings bench fuzz
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -29,6 +29,9 @@ lint: $(INSTALLED)
 
 protos: $(INSTALLED)
 	$(BIN)/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. protos/split_learning.proto
+
+settings: $(INSTALLED)
+	$(BIN)/python -m splitveil.settings_reference > docs/settings.md
 
 bench: $(INSTALLED)
 	@set -e; for benchmark in $(BENCHMARKS); do \

@@ -1,85 +1,15 @@
 """Stand-ins for the other party."""
 
-import threading
 from collections.abc import Callable
 
 from splitveil.active_party.run.session import ActiveSession
-from splitveil.active_party.run.session import Offer as ActiveOffer
-from splitveil.common.alignment import AlignChannel, AlignmentEngine, align, channel_pair
-from splitveil.common.errors import SplitveilError
-from splitveil.common.wire.audit_codec import AuditQuestion
+from splitveil.common.alignment import AlignmentEngine
 from splitveil.common.wire.tensor_codec import TensorMessage
 from splitveil.passive_party.grpc_peer import GrpcPeer
-from splitveil.passive_party.peer import Offer, Opening
 from splitveil.protos import split_learning_pb2 as pb
+from splitveil.simulation import InProcessPeer
 
-
-class InProcessPeer:
-    """The active party in the same process: the session itself, without a wire."""
-
-    def __init__(self, session: ActiveSession, engine: AlignmentEngine) -> None:
-        self._session = session
-        self._engine = engine
-        self._aligning: threading.Thread | None = None
-        self._failure: SplitveilError | None = None
-        self._sent: TensorMessage | None = None
-
-    def handshake(
-        self, party: str, canonical_contract: str, commitment: bytes, offer: Offer | None = None
-    ) -> Opening:
-        wanted = None if offer is None else ActiveOffer(offer.run_id, frozenset(offer.places))
-        opening = self._session.handshake(party, canonical_contract, commitment, wanted)
-        digest = self._session.contract.digest()
-        told = opening.nonce, opening.resumes_at, opening.commitments
-        return Opening(opening.run_id, digest, *told)
-
-    def open_alignment(self) -> AlignChannel:
-        own, other = channel_pair()
-        self._aligning = threading.Thread(target=self._align, args=(other,))
-        self._aligning.start()
-        return own
-
-    def _align(self, channel: AlignChannel) -> None:
-        session = self._session
-        try:
-            session.begin_alignment()
-            alignment = align(
-                self._engine,
-                session.ids,
-                channel,
-                nonce=session.nonce,
-                run_id=session.run_id,
-                splits=session.file_splits,
-            )
-            session.aligned(alignment.rows, alignment.peer_nonce)
-        except SplitveilError as error:
-            self._failure = error
-
-    def close_alignment(self) -> None:
-        if self._aligning is not None:
-            self._aligning.join()
-        if self._failure is not None:
-            raise self._failure
-
-    def send_activation(self, message: TensorMessage) -> None:
-        self._sent = message
-
-    def receive_gradient(self) -> TensorMessage:
-        assert self._sent is not None
-        reply = self._session.exchange(self._sent)
-        self._session.finish_step()
-        return reply
-
-    def evaluate(self, message: TensorMessage) -> "pb.Course":
-        course = self._session.evaluate(message)
-        self._session.finish_step()
-        return course
-
-    def audit(self, question: AuditQuestion) -> float:
-        return self._session.audit(question)
-
-    def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
-        self._session.leave(run_id, reason)
+__all__ = ["AtSteps", "DiesAt", "FaultyPeer", "InProcessPeer", "Lost", "dying"]
 
 
 class FaultyPeer(InProcessPeer):

@@ -100,6 +100,16 @@ class SideInformation(StrEnum):
     CLASSES = "other gradients with their labels (evaluation only)"
     ACTIVATIONS = "the party's own activations"
 
+    @property
+    def is_oracle(self) -> bool:
+        """Whether only an evaluation has it, and no passive party."""
+        return self in (SideInformation.POSITIVE_GRADIENT, SideInformation.CLASSES)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether every passive party knows it or can guess it."""
+        return self in (SideInformation.POSITIVES_ARE_FEWER, SideInformation.ACTIVATIONS)
+
 
 class KnownClasses(NamedTuple):
     """Gradients with their labels, of other examples than those to be scored."""
@@ -131,6 +141,16 @@ class Attack(NamedTuple):
     num_hints: int = 0
     reads_gradients: bool = True
     """Otherwise it finds the same at every layer."""
+
+    @property
+    def is_oracle(self) -> bool:
+        """Whether it uses side information that only an evaluation has."""
+        return any(need.is_oracle for need in self.needs)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether every passive party can run it, without any label."""
+        return all(need.is_free for need in self.needs)
 
 
 class TopDirection(NamedTuple):

@@ -466,3 +466,15 @@ def test_the_registry_knows_every_attack_and_what_it_needs() -> None:
                 attack.score(torch.ones(2, 2), Knowledge())
         else:
             assert len(attack.score(torch.ones(2, 2), Knowledge())) == 2, name
+
+
+def test_oracles_and_free_attacks_are_told_apart_by_what_they_need() -> None:
+    """The words that readers see say the same; attacks with hints are neither."""
+    for need in SideInformation:
+        assert need.is_oracle is need.value.endswith("(evaluation only)")
+        assert not (need.is_oracle and need.is_free)
+    oracles = {name for name, attack in ATTACKS.items() if attack.is_oracle}
+    assert oracles == {"cosine", "mean", "median", "lda"}
+    hinted = {name for name in ATTACKS if name.startswith("hint_")}
+    free = {name for name, attack in ATTACKS.items() if attack.is_free}
+    assert free == set(ATTACKS) - oracles - hinted

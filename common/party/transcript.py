@@ -50,6 +50,13 @@ class Crossing(NamedTuple):
     """The passive party at the other end, where there are several."""
 
 
+class TranscriptEnd(NamedTuple):
+    """The end of a transcript, which shows whether anything was cut off behind it."""
+
+    entries: int
+    last_link: str
+
+
 class Transcript:
     """Writes one party's transcript in a thread of its own, which the training seldom waits for.
 
@@ -114,9 +121,9 @@ class Transcript:
             self._queued_bytes += len(crossing.data)
         self._queue.put((_now(), crossing))
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> TranscriptEnd:
         """Return number and last link of the lines, for ``summary.json``; call it when closed."""
-        return {"entries": self._number, "last_link": self._link}
+        return TranscriptEnd(self._number, self._link)
 
     def close(self) -> None:
         """Write what is pending; closing twice does nothing more.

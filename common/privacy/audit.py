@@ -58,6 +58,13 @@ class Observation:
     not measured."""
     references_are_clean: bool = True
     """Whether the references carry no noise, which may turn them around."""
+    prepared: Mapping[str, GradientRows] = field(default_factory=dict)
+    """Layer name -> the same gradients, prepared once for all audits of this observation."""
+
+    def rows(self, layer: str) -> GradientRows:
+        """Return the gradients of a layer, prepared for attacks."""
+        found = self.prepared.get(layer)
+        return GradientRows(self.gradients[layer]) if found is None else found
 
 
 class BatchLeak(NamedTuple):
@@ -67,15 +74,6 @@ class BatchLeak(NamedTuple):
     step: int
     leak: LeakByAttack
     random: float
-
-    def numbers(self) -> dict[str, float]:
-        """Return the leak AUCs under flat names, for the metrics."""
-        numbers = {
-            f"{layer}/{attack}_leak_auc": value
-            for layer, values in self.leak.items()
-            for attack, value in values.items()
-        }
-        return numbers | {"random_leak_auc": self.random}
 
 
 class AttackSummary(TypedDict):
@@ -327,8 +325,8 @@ class LeakAudit(BatchRecord):
 
     def _score_layers(self, observation: Observation, labels: Tensor) -> dict[str, LayerScores]:
         return {
-            layer: self._score(GradientRows(gradients), observation, labels, layer)
-            for layer, gradients in observation.gradients.items()
+            layer: self._score(observation.rows(layer), observation, labels, layer)
+            for layer in observation.gradients
         }
 
     def _score(

@@ -122,8 +122,8 @@ class ClassLeakAudit(BatchRecord):
             return None
         labels = observation.labels.detach().reshape(-1)
         scored = {
-            layer: self._score(GradientRows(gradients), observation, labels, layer)
-            for layer, gradients in observation.gradients.items()
+            layer: self._score(observation.rows(layer), observation, labels, layer)
+            for layer in observation.gradients
         }
         if observation.positions is not None:
             self._run.add(observation.epoch, observation.positions, labels, scored)

@@ -13,7 +13,6 @@ fails; with 5 where the run was ended for good, and with 0 where it is then star
 
 import argparse
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from splitveil.common.run.contract import ACTIVE
 from splitveil.common.settings import apply_overrides, read_yaml
 from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import cell, visible_lines
+from splitveil.common.text.wording import slug
 from splitveil.common.text.yaml_text import load_yaml
 from splitveil.deploy.comparison import comparison_table, read_results
 from splitveil.deploy.party_processes import run_parties
@@ -52,7 +52,7 @@ class NamedDefense(NamedTuple):
 
     def slug(self) -> str:
         """Return the title as a part of a run's name."""
-        return re.sub(r"[^A-Za-z0-9_.-]+", "-", self.title).strip("-")
+        return slug(self.title).strip("-")
 
 
 class Overrides(NamedTuple):

@@ -23,11 +23,12 @@ from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.alignment import AlignmentEngine, AlignmentResources, build_engine
 from splitveil.common.errors import SplitveilError
 from splitveil.common.party.command_line import draw_nonce
+from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import PartySettings, load_party_settings
 from splitveil.common.run.course import AlignedRows, Batch
+from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.storage.run_store import RunStore
-from splitveil.common.wire.audit_codec import AuditQuestion
 from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.peer import Peer
@@ -298,7 +299,7 @@ def serving(parties: Parties, port: int) -> Iterator[ActiveService]:
     service = ActiveService(parties.session, parties.engine, deadline_s=300)
     settings = parties.active_settings
     server = start_server(
-        service, settings.contract, f"127.0.0.1:{port}", settings.credential_files("active")
+        service, settings.contract, f"127.0.0.1:{port}", credential_files(settings, "active")
     )
     try:
         yield service

@@ -26,8 +26,8 @@ from splitveil.common.errors import (
 )
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.privacy.audit import Observation
 from splitveil.common.privacy.leakage import leak_auc
+from splitveil.common.privacy.observation import Observation
 from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.run.sample_order import positions_digest
 from splitveil.common.wire.audit_codec import encode_question

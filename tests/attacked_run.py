@@ -80,11 +80,9 @@ def attacked_run(
         attacks: which ones.
         on_step: told of every batch, too.
     """
-    parties = build_parties(example, active, passive)
     sender = _Sender()
     red_team = _RedTeam(sender, attacks, on_step)
-    parties.session._observer = parties.active = sender
-    parties.run._observer = parties.passive = red_team
+    parties = build_parties(example, active, passive, active_seen=sender, passive_seen=red_team)
     run_in_process(parties)
     red_team.audit.end_run()
     return AttackedRun(

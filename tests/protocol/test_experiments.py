@@ -297,7 +297,7 @@ def test_each_of_several_passive_parties_has_settings_of_its_own() -> None:
 def test_mistakes_in_one_passive_party_s_settings_are_named() -> None:
     misspelt = {"passive_a": {}, "passive_b": {"bottom_modl": {"kind": "mlp"}}}
     (found, *_) = problems(cells_of(labs(passives=misspelt))[0], Path())
-    assert "passive_b: bottom_modl: there is no such setting" in found
+    assert "passive_b: bottom_modl: unknown setting" in found
     (found,) = problems(cells_of(labs(passives={"passive_a": {}}))[0], Path())
     assert found == "passives: expected settings for passive_b, got none"
     with pytest.raises(ValueError, match="means"):

@@ -7,7 +7,7 @@ from splitveil.common.privacy.audit import BatchLeak
 from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.lines import AlarmLine
 from splitveil.common.record.metrics_log import MetricsLog
-from splitveil.common.storage.run_store import State
+from splitveil.common.run.progress import State
 from splitveil.common.text.upper_bounds import auc_at_most
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.lines import GateLine
 from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.summary import GateFigures
-from splitveil.common.storage.run_store import State
+from splitveil.common.run.progress import State
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from splitveil.common.record.leak_recorder import LeakRecorder
 from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.summary import GateFigures, LeakFigures
 from splitveil.common.run.course import Batch
-from splitveil.common.storage.run_store import State
+from splitveil.common.run.progress import State
 
 
 class LeakWatch:

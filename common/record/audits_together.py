@@ -3,9 +3,10 @@
 import logging
 from dataclasses import replace
 
-from splitveil.common.privacy.attacks import GradientRows
-from splitveil.common.privacy.audit import BatchLeak, Observation
+from splitveil.common.privacy.audit import BatchLeak
 from splitveil.common.privacy.audit_worker import Auditing
+from splitveil.common.privacy.gradient_rows import GradientRows
+from splitveil.common.privacy.observation import Observation
 
 logger = logging.getLogger(__name__)
 

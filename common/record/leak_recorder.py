@@ -1,5 +1,6 @@
 """What a party finds out and writes down of the leak: an audit beside the training, its figures."""
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,19 +11,11 @@ import torch
 from torch import Tensor
 
 from splitveil.common.errors import SettingsError, StorageError
-from splitveil.common.privacy.audit import (
-    AttackSummary,
-    BatchLeak,
-    LeakAudit,
-    LeakByAttack,
-    Observation,
-    pick_hint_rows,
-    pick_reference_row,
-)
+from splitveil.common.privacy.audit import AttackSummary, BatchLeak, LeakAudit, LeakByAttack
 from splitveil.common.privacy.audit_worker import Auditing, AuditWorker
-from splitveil.common.privacy.class_audit import ClassLeak, ClassLeakAudit
-from splitveil.common.privacy.class_run import ClassRunLeak
-from splitveil.common.privacy.run_level import RunLevelLeak
+from splitveil.common.privacy.multi_class_tally import ClassLeak
+from splitveil.common.privacy.observation import Observation
+from splitveil.common.privacy.run_level import ClassRunLeak, RunLevelLeak
 from splitveil.common.privacy.settings import AuditSettings
 from splitveil.common.record.audits_together import AuditsTogether
 from splitveil.common.record.figures import AttackFigure
@@ -86,10 +79,7 @@ class LeakRecorder:
         self._next_epoch = 0
         self._ended_epoch = -1
         self._charted_s = -_CHARTED_EVERY_S
-        chosen = (settings.attacks, settings.every_steps, num_examples)
-        self._audit: LeakAudit | ClassLeakAudit = (
-            ClassLeakAudit(class_names, *chosen) if class_names else LeakAudit(*chosen)
-        )
+        self._audit = LeakAudit(settings.attacks, settings.every_steps, num_examples, class_names)
         self._worker = AuditWorker(
             self._audit if beside is None else AuditsTogether(self._audit, beside),
             settings.queue_batches,
@@ -148,19 +138,17 @@ class LeakRecorder:
 
     def summary(self) -> LeakFigures:
         """Return the part of the summary that is about the leak; call it when closed."""
+        run = self._audit.run_figures()
         by_class: LeakByClass | None = None
-        if isinstance(self._audit, ClassLeakAudit):
-            run_level, run_level_classes = self._audit.run_level()
+        if self._audit.is_multi_class:
             by_class = LeakByClass(
                 _each(self._audit.classes(), _class_figures),
-                _each(run_level_classes, _run_class_figures),
+                _each(run.by_class, _run_class_figures),
             )
-        else:
-            run_level = self._audit.run_level()
         return LeakFigures(
             batches=_each(self._audit.summary(), _batch_figures),
             worst_epoch=self._audit.worst_epochs(),
-            run_level=_each(run_level, _run_figures),
+            run_level=_each(run.leak, _run_figures),
             by_class=by_class,
             counts=BatchCounts(*self._audit.counts()),
         )
@@ -216,33 +204,17 @@ class LeakRecorder:
         activations: Tensor | None,
     ) -> Observation:
         """Put together what the attacks see and know."""
-        sources = gradients if clean is None else clean
-        if isinstance(self._audit, ClassLeakAudit):
-            seen = Observation(
-                batch.epoch,
-                batch.step,
-                gradients,
-                labels,
-                references_are_clean=clean is not None,
-                positions=torch.from_numpy(batch.positions.copy()),
-                activations=activations,
-            )
-            return self._audit.observation(seen, self._seed, sources)
-        row = pick_reference_row(labels, self._seed, batch.epoch, batch.step)
-        return Observation(
+        seen = Observation(
             batch.epoch,
             batch.step,
             gradients,
             labels,
-            references={} if row is None else {name: rows[row] for name, rows in sources.items()},
-            references_are_clean=clean is not None,
-            reference_row=row,
             positions=torch.from_numpy(batch.positions.copy()),
-            hint_rows=pick_hint_rows(
-                labels, self._seed, batch.epoch, batch.step, self._audit.num_hints
-            ),
             activations=activations,
+            references_are_clean=clean is not None,
         )
+        sources = gradients if clean is None else clean
+        return dataclasses.replace(seen, clues=self._audit.clues(seen, self._seed, sources))
 
     def _write_epochs(self, last_epoch: int) -> None:
         while self._next_epoch <= last_epoch:

@@ -10,12 +10,10 @@ import torch
 from scipy.stats import norm as normal
 from torch import Tensor
 
-from splitveil.common.privacy.attacks import (
-    ATTACKS,
-    BatchAttackName,
-    Knowledge,
+from splitveil.common.privacy.attacks import ATTACKS, BatchAttackName, Knowledge, SideInformation
+from splitveil.common.privacy.leakage import auc, leak_auc
+from splitveil.common.privacy.scores import (
     KnownClasses,
-    SideInformation,
     cosine,
     cosine_majority,
     hint_distance,
@@ -28,7 +26,6 @@ from splitveil.common.privacy.attacks import (
     spectral,
     top_direction,
 )
-from splitveil.common.privacy.leakage import auc, leak_auc
 
 
 class Example(NamedTuple):

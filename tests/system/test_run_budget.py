@@ -21,7 +21,8 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
 from tests.runs import write_example
-from tests.system.processes import ROOT, Pair, side_by_side, started
+from tests.system.forked import ROOT
+from tests.system.processes import Pair, side_by_side, started
 from tests.system.restarted import Both, Restarted, Settings, kept_up
 from tests.waiting import HANGS_AFTER_S
 

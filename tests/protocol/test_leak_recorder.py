@@ -9,19 +9,22 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.privacy import attacks
-from splitveil.common.privacy.attacks import GradientRows, TopDirection
-from splitveil.common.privacy.audit import BatchLeak, Observation
+from splitveil.common.privacy import gradient_rows
+from splitveil.common.privacy.audit import BatchLeak
 from splitveil.common.privacy.audit_worker import CpuBudget
+from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AuditSettings
+from splitveil.common.privacy.top_direction import TopDirection, top_direction_of_rows
+from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.leak_recorder import LeakRecorder
 from splitveil.common.record.lines import LeakLine, Line
 from splitveil.common.record.metrics_log import MetricsLog
-from splitveil.common.record.summary import LeakFigures, Summary, to_json
+from splitveil.common.record.summary import Summary, to_json
 from splitveil.common.run.course import Batch
 from splitveil.passive_party.recorder import PassiveRecorder
 from tests.runs import build_parties, run_in_process, write_example
@@ -289,9 +292,6 @@ class Attacked(NamedTuple):
     """How often a batch's top direction was computed."""
 
 
-top_direction = attacks._top_direction
-
-
 def attacked(
     example: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *, labels: bool, audit: bool
 ) -> Attacked:
@@ -303,19 +303,19 @@ def attacked(
     assert settings.adversary is not None
     assert settings.adversary.labels is not None
     budgets: list[CpuBudget] = []
-    directions: list[GradientRows] = []
+    directions: list[Tensor] = []
 
     class CountedBudget(CpuBudget):
         def __init__(self, max_share: float | None, now_s: float) -> None:
             super().__init__(max_share, now_s)
             budgets.append(self)
 
-    def counted_direction(known: GradientRows) -> TopDirection:
-        directions.append(known)
-        return top_direction(known)
+    def counted_direction(rows: Tensor) -> TopDirection:
+        directions.append(rows)
+        return top_direction_of_rows(rows)
 
     monkeypatch.setattr("splitveil.common.privacy.audit_worker.CpuBudget", CountedBudget)
-    monkeypatch.setattr("splitveil.common.privacy.attacks._top_direction", counted_direction)
+    monkeypatch.setattr(gradient_rows, "top_direction_of_rows", counted_direction)
     folder.mkdir()
     known = PartyData.load(settings.adversary.labels, example) if labels else None
     ids = PartyData.load(settings.data, example).ids

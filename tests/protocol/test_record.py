@@ -11,6 +11,14 @@ import pytest
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.transcript import TranscriptEnd
 from splitveil.common.record.figures import AttackFigure, LedgerFigures, SpreadFigures
+from splitveil.common.record.leak_figures import (
+    BatchCounts,
+    BatchFigures,
+    ClassFigures,
+    LeakByClass,
+    LeakFigures,
+    RunFigures,
+)
 from splitveil.common.record.lines import (
     AlarmLine,
     AlignmentLine,
@@ -37,16 +45,10 @@ from splitveil.common.record.run_record import (
 from splitveil.common.record.summary import (
     ActiveFigures,
     AuditedFigures,
-    BatchCounts,
-    BatchFigures,
-    ClassFigures,
     EarlierAnswers,
     GateFigures,
-    LeakByClass,
-    LeakFigures,
     ModelFigures,
     RunCounts,
-    RunFigures,
     Summary,
 )
 from tests.records import append_lines

@@ -23,17 +23,10 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from splitveil.common.data.features import Features
 from splitveil.common.errors import DataError, Interrupted, SettingsError
 from splitveil.common.record.figures import AttackFigure
+from splitveil.common.record.leak_figures import BatchFigures, LeakFigures, RunFigures
 from splitveil.common.record.lines import EpochLeakLine, EvaluationLine, LeakLine
 from splitveil.common.record.run_record import METRICS, write_summary
-from splitveil.common.record.summary import (
-    ActiveFigures,
-    BatchFigures,
-    LeakFigures,
-    ModelFigures,
-    RunCounts,
-    RunFigures,
-    Summary,
-)
+from splitveil.common.record.summary import ActiveFigures, ModelFigures, RunCounts, Summary
 from splitveil.common.storage.run_folder import claimed
 from splitveil.experiments import needs
 from splitveil.experiments.__main__ import main

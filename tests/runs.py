@@ -16,7 +16,8 @@ from splitveil.active_party.assembly import TrainerBuilder as TopBuilder
 from splitveil.active_party.assembly import build_session
 from splitveil.active_party.ledger.ledger import LeakBounds
 from splitveil.active_party.run.session import ActiveSession
-from splitveil.active_party.serving.service import ActiveService, start_server
+from splitveil.active_party.serving.server import start_server
+from splitveil.active_party.serving.service import ActiveService
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.top_trainer import StepResult

@@ -43,8 +43,6 @@ Divergences = npt.NDArray[np.float64]
 
 _SATURATED = 75.0
 """Divergence from which on both AUCs are 1 to nine digits."""
-ROUNDING = 1e-6
-"""Share by which a sum may pass a budget, so that ten times a strength are ten answers."""
 _CELLS_PER_UNIT = 4096
 """Mean AUCs are rounded up by less than one in this many: millions of roots would take seconds."""
 

@@ -31,7 +31,8 @@ from torch import Tensor
 from splitveil.active_party.defenses.interface import LeakCharge
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.active_party.ledger.account_book import AccountBook
-from splitveil.active_party.ledger.ledger import ROUNDING, LeakBounds, LeakLedger, logged
+from splitveil.active_party.ledger.budget import ROUNDING
+from splitveil.active_party.ledger.ledger import LeakBounds, LeakLedger, logged
 from splitveil.active_party.ledger.run_ledger import RunLedger
 from splitveil.active_party.run.parties import PassiveParties, PassiveParty, Question, names_of
 from splitveil.active_party.run.questions import AnsweredQuestions, run_secret

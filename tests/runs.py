@@ -27,8 +27,8 @@ from splitveil.common.party.command_line import draw_nonce
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import PartySettings, load_party_settings
 from splitveil.common.run.course import AlignedRows, Batch
+from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.storage.run_store import RunStore
-from splitveil.common.wire.audit_codec import AuditQuestion
 from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.peer import Peer

@@ -37,14 +37,19 @@ from splitveil.common.party.command_line import draw_nonce
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.run.course import AlignedRows
+from splitveil.common.run.messages import (
+    Activation,
+    Answer,
+    AuditQuestion,
+    Course,
+    LeaveReason,
+    Offer,
+    Opening,
+)
 from splitveil.common.storage.run_store import RunStore
-from splitveil.common.wire.audit_codec import AuditQuestion
-from splitveil.common.wire.tensor_codec import TensorMessage
 from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
-from splitveil.passive_party.peer import Offer, Opening
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
-from splitveil.protos import split_learning_pb2 as pb
 from tests.peers import InProcessPeer
 from tests.runs import ACTIVE, CONTRACT, CPU, PASSIVE, ActiveRecording, PassiveRecording
 from tests.waiting import HANGS_AFTER_S
@@ -242,17 +247,17 @@ class PartyPeer(InProcessPeer):
     def close_alignment(self) -> None:
         self._told(super().close_alignment)
 
-    def receive_gradient(self) -> TensorMessage:
+    def receive_gradient(self) -> Answer:
         session, sent = self._several.session, self._sent
         assert sent is not None
         reply = self._told(lambda: session.exchange(sent, self._party, self._is_connected(session)))
         session.finish_step()
         return reply
 
-    def evaluate(self, message: TensorMessage) -> "pb.Course":
+    def evaluate(self, activation: Activation) -> Course:
         session = self._several.session
         course = self._told(
-            lambda: session.evaluate(message, self._party, self._is_connected(session))
+            lambda: session.evaluate(activation, self._party, self._is_connected(session))
         )
         session.finish_step()
         return course
@@ -260,7 +265,7 @@ class PartyPeer(InProcessPeer):
     def audit(self, question: AuditQuestion) -> float:
         return self._several.session.audit(question, self._party)
 
-    def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
+    def leave(self, run_id: str, reason: LeaveReason) -> None:
         while True:
             session = self._several.session
             connected = self._is_connected(session)

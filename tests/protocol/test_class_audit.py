@@ -23,9 +23,9 @@ from splitveil.common.privacy.accumulation import standardised
 from splitveil.common.privacy.attacks import ATTACKS, AttackName, BatchAttackName
 from splitveil.common.privacy.audit import LeakAudit, Observation
 from splitveil.common.privacy.class_audit import ClassLeakAudit, ClassObservation
+from splitveil.common.run.messages import Answer
 from splitveil.common.storage.run_folder import write_json_atomically
 from splitveil.common.storage.run_store import RunStore
-from splitveil.common.wire.tensor_codec import TensorMessage
 from splitveil.passive_party.recorder import PassiveRecorder
 from tests.peers import InProcessPeer
 from tests.runs import build_parties
@@ -299,7 +299,7 @@ class DiesAt(InProcessPeer):
 
     _calls = 0
 
-    def receive_gradient(self) -> TensorMessage:
+    def receive_gradient(self) -> Answer:
         self._calls += 1
         reply = super().receive_gradient()
         if self._calls == 5:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from splitveil.active_party.run.session import Offer, Stage
+from splitveil.active_party.run.session import Stage
 from splitveil.common.errors import (
     DataError,
     InvalidMessage,
@@ -18,10 +18,10 @@ from splitveil.common.errors import (
     PeerRestarted,
     StorageError,
 )
+from splitveil.common.run.messages import Answer, Offer
 from splitveil.common.storage import run_store
 from splitveil.common.storage.run_folder import write_bytes_atomically
 from splitveil.common.storage.run_store import RunStore
-from splitveil.common.wire.tensor_codec import TensorMessage
 from tests.peers import InProcessPeer, Lost, dying
 from tests.runs import Parties, build_parties, run_in_process, write_example
 from tests.waiting import HANGS_AFTER_S
@@ -104,7 +104,7 @@ class ForgetsTheActive(InProcessPeer):
     at = 3
     _calls = 0
 
-    def receive_gradient(self) -> TensorMessage:
+    def receive_gradient(self) -> Answer:
         self._calls += 1
         if self._calls == self.at:
             self.anew.session.reopen()

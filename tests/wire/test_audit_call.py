@@ -28,8 +28,9 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.privacy.audit import Observation
 from splitveil.common.privacy.leakage import leak_auc
+from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.run.sample_order import positions_digest
-from splitveil.common.wire.audit_codec import AuditQuestion, encode_question
+from splitveil.common.wire.audit_codec import encode_question
 from splitveil.common.wire.endpoint import method_path
 from splitveil.passive_party.label_free_audit import LabelFreeAudit
 from splitveil.passive_party.recorder import PassiveRecorder

@@ -39,8 +39,9 @@ from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.party.transcript import Transcript
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.storage.ended_run import clear_mark, end_of, mark_as_ended
+from splitveil.common.storage.model_files import save_model
 from splitveil.common.storage.run_folder import open_run_folder, write_json_atomically
-from splitveil.common.storage.run_store import RunStore, save_model
+from splitveil.common.storage.run_store import RunStore
 from splitveil.common.text.log_lines import configure_logging
 from splitveil.common.wire.endpoint import check_security
 from splitveil.passive_party.assembly import TrainerBuilder

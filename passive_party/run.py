@@ -56,8 +56,9 @@ from splitveil.common.run.messages import (
     Offer,
     Opening,
 )
+from splitveil.common.run.progress import State, refusing_other_versions
 from splitveil.common.run.sample_order import Positions, joint_seed, positions_digest
-from splitveil.common.storage.run_store import RunStore, State, as_whole_state
+from splitveil.common.storage.run_store import RunStore
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.label_free_audit import GatheredScores
 from splitveil.passive_party.peer import Peer
@@ -306,14 +307,14 @@ class PassiveRun:
         stored = None if self._store is None else self._store.run()
         if self._store is None or stored is None:
             return False
-        places = self._store.places()
+        places = self._store.checkpoints()
         if not places:
             return False
         self.run_id, self._nonce = stored["run_id"], stored["nonce"]
         file_rows = stored["file_rows"].numpy()
         if len(file_rows) and int(file_rows.max()) >= len(self._ids):
             raise _other_data()
-        with as_whole_state():
+        with refusing_other_versions():
             seed = joint_seed(stored["peer_nonce"], *stored["passive_nonces"])
         _, trainer = self._prepare(file_rows, seed)
         if trainer.data_digest != stored["data"]:
@@ -327,7 +328,7 @@ class PassiveRun:
             return  # whatever the peer has left to do, it does without this party
         if self._store is None:
             raise PeerLeft("the peer was restarted, and this party keeps no checkpoints")
-        offer = Offer(self.run_id, frozenset(self._store.places()))
+        offer = Offer(self.run_id, frozenset(self._store.checkpoints()))
         try:
             opening = self._handshake(peer, offer)
         except NothingBegun:
@@ -349,7 +350,7 @@ class PassiveRun:
         if self._store is None or self.trainer is None or self._rows is None:
             raise RuntimeError("no state without a store and a trainer")
         state = self._store.load(place)
-        with as_whole_state():
+        with refusing_other_versions():
             self._place, self._is_over = place, state["is_over"]
             self.trainer.load_state_dict(state["trainer"])
             self._observer.load_state_dict(state["observer"])

@@ -28,8 +28,8 @@ from splitveil.common.privacy.class_aucs import worst_pair_leak_auc
 from splitveil.common.privacy.label_free import LABEL_FREE
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.run.messages import AuditQuestion
+from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions, positions_digest
-from splitveil.common.storage.run_store import State
 
 MIN_EXAMPLES = 1000
 """Fewest training rows of each class that one audit is about: an AUC of a few positives, among

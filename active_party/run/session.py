@@ -45,7 +45,6 @@ from splitveil.common.errors import (
     AlignmentError,
     BudgetExhausted,
     ContractMismatch,
-    DataError,
     NothingBegun,
     NotOpen,
     OtherAnswer,
@@ -73,9 +72,10 @@ from splitveil.common.run.messages import (
     Offer,
     Opening,
 )
+from splitveil.common.run.progress import State, other_data, refusing_other_versions
 from splitveil.common.run.sample_order import Positions, joint_seed
 from splitveil.common.storage.answer_log import AnswerLog, ChargedAnswer
-from splitveil.common.storage.run_store import RunStore, State, as_whole_state
+from splitveil.common.storage.run_store import RunStore
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
 
 HANDSHAKE_WAIT_S = 10.0
@@ -290,20 +290,20 @@ class ActiveSession:
             stored = None if self._store is None else self._store.run()
             if self._store is None or stored is None:
                 return False
-            if not self._store.places():
+            if not self._store.checkpoints():
                 self._store.refuse_if_answered()
                 return False
             self.run_id, self.nonce = stored["run_id"], stored["nonce"]
             nonces = self.parties.take_nonces(stored["peer_nonce"])
             file_rows = stored["file_rows"].numpy()
             if len(file_rows) and int(file_rows.max()) >= len(self.ids):
-                raise _other_data()
+                raise other_data()
             self._prepare(file_rows, joint_seed(self.nonce, *nonces))
             if self.trainer is None or self.trainer.data_digest != stored["data"]:
-                raise _other_data()
+                raise other_data()
             self._questions = AnsweredQuestions(stored["secret"], self._store.answers())
             self._move_to(Stage.REJOINING)
-            newest = self._store.places()[-1]
+            newest = self._store.checkpoints()[-1]
             state = self._store.load(newest)
             self._reopen_accounts(newest, state)
             if state["is_last"]:  # the peer may have all that it needs, and never come back
@@ -766,7 +766,7 @@ class ActiveSession:
             raise NothingBegun("a peer wants to go on with a run that was begun anew")
         if not opened or self._store is None or offer.run_id != self.run_id or not known:
             raise OutOfStep("a peer wants to go on with another run than this one")
-        if not offer.batch_numbers & set(self._store.places()):
+        if not offer.batch_numbers & set(self._store.checkpoints()):
             raise OutOfStep("the parties have no checkpoint in common")
         self.finish_step()
         if self.parties.have_opened and not self._is_where_it_was_opened(offer):
@@ -789,7 +789,7 @@ class ActiveSession:
 
     def _resume(self, asking: PassiveParty) -> None:
         """Go to the newest place that all have."""
-        places = set() if self._store is None else set(self._store.places())
+        places = set() if self._store is None else set(self._store.checkpoints())
         common = places.intersection(*(party.offer for party in self.parties))
         if not common or self._store is None:
             asking.has_opened = False
@@ -820,7 +820,7 @@ class ActiveSession:
     def _restore(self, place: int, state: State) -> None:
         if self.trainer is None:
             raise RuntimeError("no state without a trainer")
-        with as_whole_state(), self._changing_state():
+        with refusing_other_versions(), self._changing_state():
             self._load(place, state)
         self._observer.on_audits_answered(self.audits_answered)
         if self.accounts.is_behind:
@@ -846,7 +846,7 @@ class ActiveSession:
 
     def _reopen_accounts(self, place: int, state: State) -> None:
         """Charge again what was answered after a checkpoint, by a process that is no more."""
-        with as_whole_state():
+        with refusing_other_versions():
             self.accounts.reopen(state["accounts"], self._charged_since(state["records"]))
         self._place = place
         self._catch_up()
@@ -1025,10 +1025,3 @@ class ActiveSession:
             self._questions.forget_before(self._place)
         if answered is not None and self._rows is not None:
             self._checkpoint_due = is_checkpoint(self.contract, self._rows, answered)
-
-
-def _other_data() -> DataError:
-    return DataError(
-        "this party's data are not those that the run began with; put them back, or begin anew "
-        "with --fresh"
-    )

@@ -211,3 +211,29 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def checkpoint_folder(folder: Path) -> Path:
+    """Return the folder ``checkpoint`` of a run's folder, and make it if it is not there.
+
+    Raises:
+        StorageError: it cannot be made.
+    """
+    checkpoint = folder / "checkpoint"
+    try:
+        checkpoint.mkdir(exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{checkpoint}: cannot be made: {error.strerror}") from error
+    return checkpoint
+
+
+def delete(path: Path) -> None:
+    """Delete a file, if it is there.
+
+    Raises:
+        StorageError: it cannot be deleted.
+    """
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be deleted: {error.strerror}") from error

@@ -419,7 +419,7 @@ def test_after_a_loss_of_both_parties_their_files_are_the_same(
     broken = tmp_path / "broken"
     with pytest.raises(Lost):
         record(example, broken, f"defense={defense}", connect=DiesAt)
-    assert RunStore(broken / "active", 3).places() == [0, 2, 4]
+    assert RunStore(broken / "active", 3).checkpoints() == [0, 2, 4]
     again = record(example, broken, f"defense={defense}")
     for found, expected in zip(again, whole, strict=True):
         assert without(found.summary, "steps_per_s") == without(expected.summary, "steps_per_s")

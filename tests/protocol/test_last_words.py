@@ -130,7 +130,7 @@ def test_a_run_that_the_active_party_has_lost_is_said_so(example: Path, tmp_path
     RunStore(tmp_path / "active", keep=3).forget()
     again = build(example, tmp_path)
     store = RunStore(tmp_path / "passive", keep=3)
-    store.load(store.places()[0])  # as if it had been lost there
+    store.load(store.checkpoints()[0])  # as if it had been lost there
     assert not again.session.reopen()
     with pytest.raises(ProtocolError, match="--fresh"):
         run_in_process(again)
@@ -209,7 +209,7 @@ def test_half_a_checkpoint_of_a_killed_process_is_deleted(tmp_path: Path) -> Non
     half.write_bytes(b"half")
     store.save(2, {"place": 2})
     assert not half.exists()
-    assert store.places() == [2]
+    assert store.checkpoints() == [2]
 
 
 def test_a_finished_run_that_is_forgotten_fails_in_nothing_more(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_a_finished_run_that_is_forgotten_fails_in_nothing_more(tmp_path: Path) 
     (tmp_path / "checkpoint" / "answered.log").mkdir()
     store.forget_finished()
     assert store.run() is None
-    assert store.places() == []
+    assert store.checkpoints() == []
 
 
 def test_a_finished_run_that_cannot_be_forgotten_can_be_gone_on_with(tmp_path: Path) -> None:
@@ -232,4 +232,4 @@ def test_a_finished_run_that_cannot_be_forgotten_can_be_gone_on_with(tmp_path: P
     run.mkdir()
     with pytest.raises(StorageError, match=r"run\.state: cannot be deleted"):
         store.forget_finished()
-    assert store.places() == [2]
+    assert store.checkpoints() == [2]

@@ -19,7 +19,7 @@ from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.common.errors import BudgetExhausted, OtherAnswer, PeerLeft
 from splitveil.common.run.messages import LeaveReason, Offer
-from splitveil.common.storage.run_store import save_tensors
+from splitveil.common.storage.model_files import save_tensors
 from tests.peers import InProcessPeer, Lost, dying
 from tests.runs import Parties, build_parties, run_in_process
 from tests.several import build_several, write_several

@@ -42,7 +42,7 @@ class InProcessPeer:
     def _align(self, channel: AlignChannel) -> None:
         session = self._session
         try:
-            session.begin_alignment()
+            session.require_aligning()
             alignment = align(
                 self._engine,
                 session.ids,

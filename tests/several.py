@@ -225,7 +225,7 @@ class PartyPeer(InProcessPeer):
     def _align(self, channel: AlignChannel) -> None:
         session = self._session
         try:
-            session.begin_alignment(party=self._party)
+            session.require_aligning(party=self._party)
             align(
                 self._engine,
                 session.ids,

@@ -161,7 +161,7 @@ class ActiveService:
     def _align(
         self, caller: _Caller, requests: Iterator[pb.AlignFrame], context: grpc.ServicerContext
     ) -> Iterator[pb.AlignFrame]:
-        self._session.begin_alignment(party=caller.name)
+        self._session.require_aligning(party=caller.name)
         caller.align_places.answered(context)
         channel = StreamChannel(
             lambda _: self._heard(caller, requests), deadline_s=self._deadline_s
@@ -185,7 +185,7 @@ class ActiveService:
                 nonce=session.nonce,
                 run_id=run_id,
                 # An interrupted session says so now, and not only when all ids are through.
-                progress=lambda _done_ids, _total_ids: session.begin_alignment(run_id, party),
+                progress=lambda _done_ids, _total_ids: session.require_aligning(run_id, party),
                 agree=agreeing(session, party) if self._has_several else None,
                 splits=session.file_splits,
                 counting=partial(self.tried.counted, party),

@@ -2,7 +2,8 @@
 
 import logging
 
-from splitveil.active_party.run.session import ActiveSession, Stage
+from splitveil.active_party.run.session import ActiveSession
+from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.serving.service import ActiveService
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import Interrupted, PeerError, PeerUnreachable

@@ -168,8 +168,11 @@ class ActiveRecorder:
             numbers |= {"accuracy": evaluation.classes.accuracy}
             numbers |= {f"auc/{name}": auc for name, auc in by_class.items()}
         self._metrics.write(evaluation.split, numbers, epoch=evaluation.epoch)
-        if evaluation.split == "test" and self._leaks is not None:  # the epoch's last split
-            self._leaks.end_epoch(evaluation.epoch)
+
+    def on_epoch(self, epoch: int) -> None:
+        """Let the leak monitor sum up the epoch."""
+        if self._leaks is not None:
+            self._leaks.end_epoch(epoch)
 
     def on_audit(self, question: AuditQuestion, leak_auc: float, party: str) -> None:
         """Note what a passive party is told of its scores."""

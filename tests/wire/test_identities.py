@@ -10,7 +10,7 @@ import grpc
 import pytest
 from cryptography import x509
 
-from splitveil.active_party.run.session import Stage
+from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.serving.server import start_server
 from splitveil.active_party.serving.service import ActiveService
 from splitveil.common.errors import PeerError, PeerUntrusted

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from splitveil.active_party.run.session import Stage
+from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.serving.server import start_server
 from splitveil.active_party.serving.service import ActiveService
 from splitveil.common.errors import PeerUnreachable, SettingsError

@@ -18,17 +18,15 @@ from splitveil.active_party.defenses import open_noise_key
 from splitveil.active_party.ledger.earlier_ledgers import LEDGER
 from splitveil.active_party.plan import print_plan
 from splitveil.active_party.report import write_comparison, write_report
-from splitveil.active_party.run.session import ActiveSession, Stage
-from splitveil.active_party.serving.service import ActiveService, start_server
+from splitveil.active_party.serving.server import start_server
+from splitveil.active_party.serving.service import ActiveService
+from splitveil.active_party.serving.supervisor import wait_for_end
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.common.alignment import AlignmentResources, TriedIds, build_engine, file_of_count
 from splitveil.common.errors import (
     BudgetExhausted,
     EndedForGood,
-    Interrupted,
-    PeerError,
-    PeerUnreachable,
     SettingsError,
     StorageError,
 )
@@ -164,7 +162,7 @@ def _run(parsed: argparse.Namespace) -> None:
         logger.info("waiting for %s at %s", _parties_of(contract), settings.listen)
         stopped: EndedForGood | None = None
         try:
-            _wait_for_end(session, service, settings, interruption)
+            wait_for_end(session, service, settings, interruption)
         except EndedForGood as error:
             stopped = error  # as it was asked for: it ends with a summary, like any other run
         finally:
@@ -258,53 +256,11 @@ def _transcript(
     return Transcript(folder, "active", in_force)
 
 
-def _wait_for_end(
-    session: ActiveSession,
-    service: ActiveService,
-    settings: ActiveSettings,
-    interruption: Interruption,
-) -> None:
-    while not session.wait_for_farewell(0.2):
-        if interruption.signal_number is not None:
-            if session.over:
-                break
-            session.end(Interrupted(interruption.signal_number))
-            continue
-        silent = _silent_party(session, service, settings)
-        if silent is None:
-            continue
-        who, patience_s = silent
-        if session.stage is Stage.FINISHED:
-            logger.warning("%s has not said goodbye; ending without it", who)
-            break
-        session.end(PeerUnreachable(f"nothing came from {who} for {patience_s:g} s"))
-    if session.error is None:
-        return
-    # A terminal's Ctrl-C reaches both parties: then the peer's goodbye may come first.
-    if isinstance(session.error, PeerError):
-        interruption.check()
-    raise session.error
-
-
 def _parties_of(contract: Contract) -> str:
     names = contract.passive_parties
     if len(names) == 1:
         return "the passive party"
     return f"the passive parties {', '.join(names)}"
-
-
-def _silent_party(
-    session: ActiveSession, service: ActiveService, settings: ActiveSettings
-) -> tuple[str, float] | None:
-    """Return who has let the run wait for too long, in words, and how long that is."""
-    awaited = session.awaited()
-    for party, waited_s in awaited.items():
-        met = session.was_met(party)
-        patience_s = settings.reconnect.max_s if met else settings.first_contact_s
-        if min(service.silent_s(party), waited_s) > patience_s:
-            alone = len(settings.contract.passive_parties) == 1
-            return "the passive party" if alone else f"passive party {party!r}", patience_s
-    return None
 
 
 def _check(parsed: argparse.Namespace) -> None:

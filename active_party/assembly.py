@@ -23,7 +23,10 @@ from splitveil.active_party.defenses.label_noise import draw_noisy_labels
 from splitveil.active_party.defenses.noise import SecureNoise, fresh_key
 from splitveil.active_party.defenses.settings import GafmDefense, NoisyLabelDefense
 from splitveil.active_party.ledger.account_book import AccountBook
-from splitveil.active_party.run.session import ActiveSession, SessionObserver
+from splitveil.active_party.ledger.budget import Allowance
+from splitveil.active_party.run.observer import SessionObserver
+from splitveil.active_party.run.preparation import OwnRows, OwnRules
+from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.early_stopping import EarlyStop
 from splitveil.active_party.training.objectives import Adversarial, CrossEntropy, Objective
@@ -175,18 +178,15 @@ def build_session(
     earlier: AccountBook | None = None,
 ) -> ActiveSession:
     """Build the session of one run."""
-    stopping = settings.early_stopping
-    return ActiveSession(
-        settings.contract,
-        data.ids,
-        build_trainer,
-        observer,
-        draw_nonce,
-        None if stopping is None else EarlyStop(stopping),
-        math.inf if settings.run_budget is None else settings.run_budget.max_sum_kl,
+    stopping, budget = settings.early_stopping, settings.run_budget
+    rules = OwnRules(
+        early_stop=None if stopping is None else EarlyStop(stopping),
+        allowance=Allowance(
+            max_sum_kl=math.inf if budget is None else budget.max_sum_kl,
+            earlier=earlier or AccountBook.empty(),
+        ),
         allow_audits=settings.allow_audits,
-        store=store,
         noise_seed=getattr(settings.defense, "insecure_noise_seed", None),
-        file_splits=data.table.splits,
-        earlier=earlier,
     )
+    own = OwnRows(data.ids, data.table.splits)
+    return ActiveSession(settings.contract, own, build_trainer, observer, draw_nonce, rules, store)

@@ -60,7 +60,8 @@ from splitveil.active_party.defenses.sum_kl import (
     solve_noise,
     sum_kl_for_leak_auc,
 )
-from splitveil.active_party.ledger.ledger import ROUNDING, estimated_auc
+from splitveil.active_party.ledger.budget import num_answers_within
+from splitveil.active_party.ledger.ledger import estimated_auc
 from splitveil.active_party.ledger.limits_of_guarantees import limit_of_guarantee
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party.party_data import PartyData
@@ -196,7 +197,7 @@ def stop_epoch(charge: float, epochs: int, max_sum_kl: float) -> int | None:
     Each epoch answers once about every training example. The first answer too many comes in the
     epoch after the last one that fits whole.
     """
-    whole = math.inf if charge == 0 else max(max_sum_kl, 0.0) * (1 + ROUNDING) // charge
+    whole = num_answers_within(max_sum_kl, charge)
     return None if whole >= epochs else int(whole)
 
 

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, NoReturn, cast
 import grpc
 
 from splitveil.active_party.serving.error_interceptor import ErrorInterceptor
-from splitveil.active_party.serving.service import ActiveService, method_handlers, start_server
+from splitveil.active_party.serving.server import method_handlers, start_server
+from splitveil.active_party.serving.service import ActiveService
 from splitveil.common.party.transcript import Crossing, Transcript
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.messages import Activation

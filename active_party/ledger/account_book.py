@@ -1,12 +1,12 @@
-"""Ledgers by example instead of by place: what earlier runs may have told of each label.
+"""Ledgers by example instead of by row: how much earlier runs may have revealed about each label.
 
-By itself a run's ledger counts from nothing, but an example that two runs answer about tells twice.
-So each run leaves its accounts together with what names their examples, and a later one that is
-given them begins where they ended. Accounts of examples that the later run does not have stay in
-its book, so that a chain of runs needs the newest book alone.
+A run's ledger counts from zero, but an example about which two runs answer is exposed twice. So
+each run leaves its accounts together with names of their examples, and a later run that is given
+them starts where they ended. Accounts of examples that the later run lacks stay in its book, so a
+chain of runs needs only the newest book.
 
-An example is named by a hash of its canonical id. That is no secret: the book is the label owner's
-own, as the ids are.
+An example is named by a hash of its canonical id. The hash need not be secret: the book belongs to
+the label owner, as do the ids.
 """
 
 import hashlib
@@ -32,25 +32,25 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class AccountBook:
-    """Accounts, and whose they are."""
+    """Accounts together with the names of their examples."""
 
     names: Names
-    """Each once."""
+    """Each name once."""
 
     ledger: LeakLedger
-    """In the same order."""
+    """The accounts, in the order of the names."""
 
     @classmethod
     def empty(cls) -> "AccountBook":
-        """Return the book before the first run."""
+        """Return the book from before the first run."""
         return cls(np.empty((0, _DIGEST_BYTES), dtype=np.uint8), LeakLedger(0))
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor]) -> "AccountBook":
-        """Return the book of which these are the tensors.
+        """Rebuild a book from its tensors.
 
         Raises:
-            ValueError: they are no book's.
+            ValueError: the tensors do not come from a book.
         """
         names = state.get(_EXAMPLES)
         if names is None or names.dtype != torch.uint8 or names.shape[1:] != (_DIGEST_BYTES,):
@@ -63,16 +63,16 @@ class AccountBook:
         return len(self.names)
 
     def most(self) -> float:
-        """Return the largest divergence of any account."""
+        """Return the largest divergence among all accounts, 0 if there are none."""
         everybody = np.arange(len(self))
         return self.ledger.bounds(everybody).sum_kl.max if len(self) else 0.0
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what ``from_state`` takes."""
+        """Return the tensors from which ``from_state`` rebuilds the book."""
         return self.ledger.state_dict() | {_EXAMPLES: torch.from_numpy(self.names)}
 
     def with_all_of(self, other: "AccountBook") -> "AccountBook":
-        """Return a book of the examples of both: what both told of one, they told together."""
+        """Return a book of the examples of both; what both revealed about one example adds up."""
         at = _places(other.names, self.names)
         new = np.flatnonzero(at < 0)
         at[new] = len(self) + np.arange(len(new))
@@ -85,8 +85,8 @@ class AccountBook:
         """Return the ledger with which a run begins.
 
         Args:
-            ids: canonical ones in the common order.
-            num_examples: how many.
+            ids: canonical ids in the common order.
+            num_examples: how many there are.
         """
         ledger = LeakLedger(num_examples)
         if len(self):
@@ -96,16 +96,16 @@ class AccountBook:
         return ledger
 
     def closed(self, ids: Iterable[str], ledger: LeakLedger) -> "AccountBook":
-        """Return the book that a run leaves which began with this one.
+        """Return the book that a run leaves if it began with this one.
 
         Args:
-            ids: canonical ones in the common order.
-            ledger: the run's, as ``begun`` returned it and with all charges since.
+            ids: canonical ids in the common order.
+            ledger: of the run, as ``begun`` returned it and with all charges since.
         """
         names = _names(ids)
         others = np.flatnonzero(_places(self.names, names) < 0)
         return AccountBook(
-            np.concatenate([names, self.names[others]]), ledger.followed_by(self.ledger, others)
+            np.concatenate([names, self.names[others]]), ledger.carrying_over(self.ledger, others)
         )
 
 
@@ -119,7 +119,7 @@ def _names(ids: Iterable[str]) -> Names:
 
 
 def _places(of: Names, among: Names) -> Positions:
-    """Return where each name stands among others; -1 where it does not."""
+    """Return where each name stands among others, -1 for a name that is not among them."""
     found = pc.index_in(_column(of), value_set=_column(among))
     places: Positions = pc.fill_null(found, -1).to_numpy().astype(np.int64)
     return places

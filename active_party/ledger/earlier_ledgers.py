@@ -1,4 +1,4 @@
-"""Reads the account books that earlier runs have left."""
+"""Reads the account books that earlier runs left."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -20,10 +20,10 @@ def open_books(folders: Sequence[Path]) -> AccountBook:
     """Read the books of several runs as one.
 
     Args:
-        folders: the active party's ``checkpoint`` of each.
+        folders: the active party's ``checkpoint`` folder of each run.
 
     Raises:
-        SettingsError: there is none in one of the folders, or it cannot be read.
+        SettingsError: a folder has no book, or the book cannot be read.
     """
     return reduce(AccountBook.with_all_of, map(_open, folders), AccountBook.empty())
 

@@ -1,26 +1,26 @@
-"""The leak ledger: what all answers about an example together may have told of its label.
+"""The leak ledger: how much all answers about an example may together reveal about its label.
 
-Each answer comes with a charge, the divergence K of the classes that it leaves. Fresh noise is
-independent from answer to answer, so that divergences add up (the chain rule); that a charge may
-depend on earlier answers changes nothing as long as the sum that counts is the one that was really
-charged. Repeated noise gives the same answer again: of one noise identity the largest charge
+Each answer comes with a charge, the divergence K between the classes that it leaves. Fresh noise is
+independent from answer to answer, so divergences add up (the chain rule). A charge may depend on
+earlier answers; that changes nothing as long as the sum that counts is the one that was really
+charged. Repeated noise gives the same answer again: for one noise identity, only the largest charge
 counts.
 
-Two bounds on the AUC of whoever has seen answers of divergence K about each example:
+Two bounds hold for the AUC of anyone who has seen answers of divergence K about each example:
 
     estimate    Phi(sqrt(K/2))                          best score, if the classes are Gaussian with
                                                         equal variances
     guarantee   1/2 + V - V^2/2 with 4 V artanh V = K   every score, whatever the distributions
                                                         (Gilardoni 2010 for the total variation V)
 
-Both hold as far as the charges do. Those of fresh noise compare the classes' means in a batch. A
-peer that can tell what the model predicts for an example may ask instead how much its own label
-moves its own gradient: the same at first, twice as much (squared) where the model has learned
-something, and many times as much once it fits the data nearly perfectly. Against such a peer
-neither bound holds late in training; charges of persistent noise and noisy labels do not depend on
-this. Those of persistent noise suppose that the peer sends its model's activations, and those of
-fresh ``marvell`` do not describe what lies across the gap of the means: only the charges of noisy
-labels describe every peer (docs/defenses.md, "Which bounds do not hold").
+Both hold as far as the charges do. Charges of fresh noise compare the means of the classes in a
+batch. A peer that knows what the model predicts for an example may ask instead how much the
+example's own label moves its own gradient: as much at first, twice as much (squared) once the model
+has learned something, and many times as much once it fits the data nearly perfectly. Against such a
+peer neither bound holds late in training; charges of persistent noise and of noisy labels do not
+depend on this. Charges of persistent noise assume that the peer sends its model's activations, and
+charges of fresh ``marvell`` do not describe what lies across the gap of the means. Only the charges
+of noisy labels describe every peer (docs/defenses.md, "Which bounds do not hold").
 """
 
 import hashlib
@@ -42,11 +42,9 @@ from splitveil.common.storage.answer_log import ChargedAnswer
 Divergences = npt.NDArray[np.float64]
 
 _SATURATED = 75.0
-"""Divergence from which on both AUCs are 1 to nine digits."""
-ROUNDING = 1e-6
-"""Share by which a sum may pass a budget, so that ten times a strength are ten answers."""
+"""Divergence above which both AUCs are 1 to nine digits."""
 _CELLS_PER_UNIT = 4096
-"""Mean AUCs are rounded up by less than one in this many: millions of roots would take seconds."""
+"""Mean AUCs are rounded up by less than the inverse of this: millions of roots take seconds."""
 
 
 class Spread(NamedTuple):
@@ -54,28 +52,28 @@ class Spread(NamedTuple):
 
     max: float
     q95: float
-    """What 95 % of the examples do not pass."""
+    """Figure that 95 % of the examples do not exceed."""
     mean: float
 
 
 class LeakBounds(NamedTuple):
-    """What the run so far may have told of the labels."""
+    """How much the run may have revealed about the labels so far."""
 
     sum_kl: Spread
     estimate: Spread
     """AUC of the best score under the Gaussian model."""
     guarantee: Spread
-    """AUC that no score of a peer passes that the charges describe."""
+    """AUC that no score of a peer exceeds, if the charges describe that peer."""
     epsilon: float | None
-    """Label differential privacy of all answers together; None where some had none."""
+    """Label differential privacy of all answers together; None if an answer had none."""
 
     def or_more(self, other: "LeakBounds | None") -> "LeakBounds":
-        """Return the larger of these and others, figure by figure.
+        """Return the larger of these bounds and others, figure by figure.
 
-        That bounds what either of two sets of answers told where one holds the other.
+        The result bounds what either of two sets of answers revealed if one contains the other.
         """
         if other is None or all(map(ge, self.sum_kl, other.sum_kl)):
-            return self  # bit for bit: AUCs of nearly equal divergences may differ either way
+            return self  # bit for bit: AUCs of nearly equal divergences may differ in either way
         bounded = self.epsilon is not None and other.epsilon is not None
         return LeakBounds(
             Spread(*map(max, self.sum_kl, other.sum_kl)),
@@ -89,17 +87,17 @@ class LeakLedger:
     """One account per aligned example.
 
     Memory stays at two numbers per example, however often the noise changes: the charge of the
-    present noise identity is kept apart from the sum of all that went before. An identity that
-    comes back after another one is charged anew, which is never too little.
+    current noise identity is kept apart from the sum of all earlier charges. An identity that comes
+    back after another one is charged again, which is never too little.
     """
 
     def __init__(self, num_examples: int) -> None:
         self._settled: Divergences = np.zeros(num_examples)
-        """Fresh noise, and noise identities of the past."""
+        """Charges of fresh noise, and of earlier noise identities."""
         self._current: Divergences = np.zeros(num_examples)
-        """Largest charge under the present noise identity."""
+        """Largest charge under the current noise identity."""
         self._identity = b""
-        """Digest of the present noise identity; empty before the first."""
+        """Digest of the current noise identity; empty before the first one."""
         self._settled_epsilon = 0.0
         self._current_epsilon = 0.0
 
@@ -107,20 +105,20 @@ class LeakLedger:
         return len(self._settled)
 
     def charge(self, positions: Positions, charge: LeakCharge) -> None:
-        """Note one answer, before it leaves.
+        """Charge one answer, before it leaves.
 
         Args:
-            positions: the batch's places in the common order, each once.
-            charge: what the answer adds to each of them.
+            positions: the batch's rows in the common order, each once.
+            charge: the charge of each of them.
         """
         self.enter(positions, logged(charge))
 
     def enter(self, positions: Positions, charge: ChargedAnswer) -> None:
-        """Note one answer as the log of answers has it.
+        """Charge one answer as the log of answers keeps it.
 
         Args:
             positions: as for ``charge``.
-            charge: what ``logged`` made of it.
+            charge: the charge as ``logged`` returns it.
         """
         if not charge.identity:
             self._settled[positions] += charge.sum_kl
@@ -133,25 +131,25 @@ class LeakLedger:
         self._current_epsilon = max(self._current_epsilon, charge.epsilon)
 
     def after(self, positions: Positions, charge: LeakCharge) -> float:
-        """Return the largest divergence that the batch's examples would reach with an answer."""
+        """Return the largest divergence that an example of the batch would reach with an answer."""
         settled, current = self._settled[positions], self._current[positions]
         if charge.noise_identity is None or _digest(charge.noise_identity) != self._identity:
             return float((settled + current).max()) + charge.sum_kl
         return float((settled + np.maximum(current, charge.sum_kl)).max())
 
     def most(self, positions: Positions) -> float:
-        """Return the largest divergence of some examples."""
+        """Return the largest divergence among some examples."""
         return float((self._settled[positions] + self._current[positions]).max())
 
     def add(self, positions: Positions, other: "LeakLedger", other_positions: Positions) -> None:
-        """Add what another ledger has charged to some of its examples.
+        """Add what another ledger has charged some of its examples.
 
-        Of one noise identity the largest charge of both counts, as within one run.
+        For one noise identity the larger charge of the two counts, as within one run.
 
         Args:
-            positions: places here, each once.
-            other: the other ledger, of other places.
-            other_positions: the same examples' places there.
+            positions: where the examples are here, each once.
+            other: the other ledger, with an order of its own.
+            other_positions: where the same examples are there.
         """
         theirs = other.state_dict()
         identity = bytes(theirs["identity"].tolist())
@@ -167,12 +165,12 @@ class LeakLedger:
             self._settled[positions] += current
             self._settled_epsilon += current_epsilon
 
-    def followed_by(self, earlier: "LeakLedger", positions: Positions) -> "LeakLedger":
-        """Return a ledger with all accounts of this one, and after them some of an earlier one.
+    def carrying_over(self, earlier: "LeakLedger", positions: Positions) -> "LeakLedger":
+        """Return this ledger, with some accounts of an earlier one appended.
 
         Args:
-            earlier: the one that this one began with.
-            positions: places there of examples that are not here.
+            earlier: the ledger with which this one began.
+            positions: where the earlier ledger has the examples that this one lacks.
         """
         whole = LeakLedger(len(self) + len(positions))
         whole.add(np.arange(len(self), len(whole)), earlier, positions)
@@ -182,19 +180,19 @@ class LeakLedger:
             carried["current"].zero_()
         for name in ("settled", "current"):
             carried[name][: len(self)] = own[name]
-        # What the earlier one's answers told together with this one's is in this one's epsilon.
+        # This ledger's epsilon already covers the earlier answers together with its own.
         whole.load_state_dict(carried | {name: own[name] for name in ("identity", "epsilon")})
         return whole
 
     def num_charged(self, positions: Positions) -> int:
-        """Return how many of some examples were charged anything."""
+        """Return how many of some examples have been charged anything."""
         return int(np.count_nonzero(self._settled[positions] + self._current[positions]))
 
     def bounds(self, positions: Positions) -> LeakBounds:
-        """Bound what the run so far may have told.
+        """Bound how much the run may have revealed so far.
 
         Args:
-            positions: whose accounts to look at: the training examples.
+            positions: the examples whose accounts count, which are the training examples.
         """
         sums = self._settled[positions]
         if self._identity:
@@ -209,7 +207,7 @@ class LeakLedger:
         )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the accounts in the common order; there are no ids in them."""
+        """Return the accounts in the common order, without any ids."""
         return {
             "settled": torch.from_numpy(self._settled),
             "current": torch.from_numpy(self._current),
@@ -220,10 +218,10 @@ class LeakLedger:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on where ``state_dict`` left off.
+        """Take up the accounts that ``state_dict`` returned.
 
         Raises:
-            ValueError: the state is of another number of examples, or no ledger's.
+            ValueError: the state has another number of examples, or does not come from a ledger.
         """
         if state.keys() != self.state_dict().keys():
             raise ValueError(f"expected the state of a ledger, got {sorted(state)}")
@@ -239,7 +237,7 @@ class LeakLedger:
         self._settled_epsilon, self._current_epsilon = state["epsilon"].tolist()
 
     def _settle(self) -> None:
-        """Let the present noise identity be one of the past."""
+        """Add the charges of the current noise identity to those of the earlier ones."""
         self._settled += self._current
         self._current.fill(0.0)
         self._settled_epsilon += self._current_epsilon
@@ -247,14 +245,14 @@ class LeakLedger:
 
 
 def estimated_auc(sum_kl: float) -> float:
-    """Return the AUC of the best score on two Gaussians of equal variance."""
+    """Return the AUC of the best score between two Gaussians of equal variance."""
     return 0.5 * (1 + math.erf(math.sqrt(sum_kl) / 2))
 
 
 def logged(charge: LeakCharge) -> ChargedAnswer:
-    """Return a charge as the log of answers keeps it: without the identity's own words."""
+    """Return a charge as the log of answers keeps it, with a digest in place of the identity."""
     identity = charge.noise_identity
-    if identity is None:  # fresh noise is normal, and has no bound on single odds
+    if identity is None:  # fresh noise is Gaussian: the odds of a single answer have no bound
         return ChargedAnswer(charge.sum_kl, b"", math.inf)
     epsilon = math.inf if charge.epsilon is None else charge.epsilon
     return ChargedAnswer(charge.sum_kl, _digest(identity), epsilon)
@@ -265,7 +263,7 @@ def _digest(identity: str) -> bytes:
 
 
 def _spread(sums: Divergences) -> Spread:
-    """Take the figures; the accounts are in another order afterwards, to save a copy of them."""
+    """Summarise the accounts, and leave them in another order: that saves a copy."""
     largest, mean = float(sums.max()), float(sums.mean())
     rank = math.ceil(0.95 * (len(sums) - 1))
     sums.partition(rank)
@@ -273,7 +271,7 @@ def _spread(sums: Divergences) -> Spread:
 
 
 def _count_by_root(sums: Divergences) -> npt.NDArray[np.int64]:
-    """Count the accounts by the square root of their divergence, in which both AUCs are smooth."""
+    """Count the accounts by the square root of their divergence: both AUCs are smooth in it."""
     roots = np.minimum(sums, _SATURATED)
     np.sqrt(roots, out=roots)
     roots *= _CELLS_PER_UNIT

@@ -1,4 +1,4 @@
-"""Whom the ledger's guarantee does not hold for, in a sentence for reports and plans."""
+"""States the peers for whom the ledger's guarantee does not hold, for reports and plans."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,10 +7,10 @@ SEE = "docs/defenses.md, section 'Which bounds do not hold'"
 
 
 def limit_of_guarantee(defense: Mapping[str, Any]) -> str:
-    """Say whom a guarantee does not hold for; nothing where it holds for every peer.
+    """Return a sentence about the limits of a guarantee, empty if it holds for every peer.
 
     Args:
-        defense: its settings, as plain values.
+        defense: the settings of the defense, as plain values.
     """
     match defense:
         case {"name": "noisy_label", "top_labels": "true"}:

@@ -1,11 +1,11 @@
-"""The ledgers of a run that may go back: of where it is, and of all that was ever answered.
+"""The two ledgers of a run that may resume: up to where it is, and of everything ever answered.
 
-A run that goes back to a checkpoint takes its ledger from there, so that it is afterwards, bit for
-bit, what it would have been. What was answered since stays known to the peer, whether or not the
-run gets there again. So the accounts of everything that was answered are kept beside it, until
-the same answers have been given again; what is reported, and held against a budget, is those.
+A run that resumes from a checkpoint takes its ledger from there, so that the ledger afterwards is,
+bit for bit, what it would have been. Later answers stay known to the peer, whether or not the run
+gets that far again. So the accounts of everything that was answered are kept as well, until the
+same answers have been given again; these are the ones that are reported and held against a budget.
 
-After a process that was killed they are made of the newest checkpoint and the log of answers.
+After a process was killed they are rebuilt from the newest checkpoint and the log of answers.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,52 +22,52 @@ class RunLedger:
     """The accounts of one run.
 
     Args:
-        begun: what earlier runs may have told.
+        begun: the accounts that earlier runs have left.
     """
 
     def __init__(self, begun: LeakLedger) -> None:
         self.course = begun
-        """Of the answers up to where the run is: the same in every run that gets there."""
+        """Accounts of the answers up to where the run is: the same in every run that gets there."""
         self.told = begun
-        """Of all answers that were ever given; the same object while there are no others."""
+        """Accounts of all answers ever given; the same object while there are no others."""
 
     @property
     def is_behind(self) -> bool:
-        """Whether answers were given beyond where the run is."""
+        """Whether there were answers beyond where the run is."""
         return self.told is not self.course
 
     def enter(self, positions: Positions, charge: ChargedAnswer) -> None:
-        """Note one answer, before it leaves; where the run is behind, it was told before.
+        """Charge one answer, before it leaves; a run that is behind has given it before.
 
         Args:
-            positions: of its examples, each once.
-            charge: what it adds to each of them.
+            positions: positions of its examples, each once.
+            charge: the charge of each of them.
         """
         self.course.enter(positions, charge)
 
     def catch_up(self) -> None:
-        """Take note that the run is where all answers that were ever given are behind it."""
+        """Note that the run has reached the end of all answers ever given."""
         self.course = self.told
 
     def go_back(self, course: Mapping[str, Tensor]) -> None:
-        """Take the accounts of a checkpoint as those of where the run is; what was told stays.
+        """Take the accounts of a checkpoint as those up to where the run is; no charge is lost.
 
         Raises:
-            ValueError: they are no ledger's, or of another number of examples.
+            ValueError: they do not come from a ledger, or have another number of examples.
         """
         self.course = _loaded(course, len(self.told))
 
     def reopen(
         self, state: Mapping[str, Any], since: Iterable[tuple[Positions, ChargedAnswer]]
     ) -> None:
-        """Find out what was told, in a process before this one.
+        """Rebuild the accounts that an earlier process of the run had.
 
         Args:
-            state: of the newest checkpoint, as ``state_dict`` returned it.
-            since: the answers that were given after it was taken.
+            state: the state in the newest checkpoint, as ``state_dict`` returned it.
+            since: the answers that were given after that checkpoint.
 
         Raises:
-            ValueError: it is no such state.
+            ValueError: the state does not come from such a ledger.
         """
         told = state["course"] if state["told"] is None else state["told"]
         self.told = _loaded(told, len(self.told))
@@ -76,7 +76,7 @@ class RunLedger:
         self.go_back(state["course"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return both, for a checkpoint."""
+        """Return both ledgers, for a checkpoint."""
         told = self.told.state_dict() if self.is_behind else None
         return {"course": self.course.state_dict(), "told": told}
 

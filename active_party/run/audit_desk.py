@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from splitveil.active_party.run.questions import QuestionNumber
 from splitveil.common.errors import AuditRefused, InvalidMessage, OutOfStep, TooLarge
 from splitveil.common.privacy.label_free import LABEL_FREE
 from splitveil.common.privacy.leakage import leak_auc
@@ -56,6 +57,7 @@ class AuditDesk:
         self._asker = asker
         self._epoch: int | None = None
         self._layers: set[bytes] = set()
+        self._reported: set[tuple[int, str, str]] = set()
 
     def state_dict(self) -> State:
         """Return what goes back with the run."""
@@ -64,6 +66,14 @@ class AuditDesk:
     def load_state_dict(self, state: State) -> None:
         """Go back to an earlier epoch; which layers were asked about stays."""
         self._epoch = state["epoch"]
+        self._reported.clear()  # an observer forgets it, too
+
+    def report_once(self, question: AuditQuestion) -> bool:
+        """Return whether a question is the first of its kind since the run was last resumed."""
+        asked = (question.epoch, question.attack, question.layer)
+        is_first = asked not in self._reported
+        self._reported.add(asked)
+        return is_first
 
     def remember(self, noted: Iterable[bytes]) -> None:
         """Take up what earlier processes of this run answered about.
@@ -82,7 +92,7 @@ class AuditDesk:
         question: AuditQuestion,
         positions: Positions,
         labels_of: Callable[[Positions], Tensor],
-        note: Callable[[int, Tensor, bytes], object],
+        note: Callable[[QuestionNumber, Tensor, bytes], object],
         num_classes: int = 2,
     ) -> float:
         """Return the leak AUC of the scores, rounded to two digits.
@@ -110,7 +120,10 @@ class AuditDesk:
         self._check_values(question, len(positions))
         measured = _measure(question.scores, labels, num_classes)
         about = self._about(question.layer)
-        note(_number(question, self._asker), question.scores, about)
+        number = QuestionNumber.of_audit(
+            question.epoch, question.attack, question.layer, self._asker
+        )
+        note(number, question.scores, about)
         self._layers.add(about)
         return round(measured, 2)
 
@@ -161,11 +174,3 @@ def _measure(scores: Tensor, labels: Tensor, num_classes: int) -> float:
         return leak_auc(scores, labels)
     values, places = scores.double().numpy(), labels.numpy()
     return worst_pair_leak_auc(values, places, num_classes, MIN_EXAMPLES)
-
-
-def _number(question: AuditQuestion, asker: int) -> int:
-    """Name asker, epoch, attack and layer by a number that is no batch's place."""
-    text = f"{question.epoch} {question.attack} {question.layer}"
-    text += f" {asker}" if asker else ""
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") | 1 << 63

@@ -1,8 +1,13 @@
-"""What the active party holds of each passive party of a run, between its messages."""
+"""The passive parties of a run, as the active party sees them between their messages.
+
+Only this module changes what is known about a party.
+"""
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import hmac
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -12,23 +17,49 @@ from splitveil.active_party.run.audit_desk import AuditDesk
 from splitveil.common.alignment import Share
 from splitveil.common.errors import OutOfStep
 from splitveil.common.run.messages import Activation, Answer, BatchId, Course
-from splitveil.common.run.sample_order import NONCE_BYTES, Positions
+from splitveil.common.run.sample_order import Positions
+
+Reply = Answer | Course
+"""The reply to a training activation, or to the activation of held-out rows."""
+
+
+class PartyStage(Enum):
+    """Where a passive party is in the run, from the active party's side."""
+
+    UNKNOWN = "has not shaken hands with this process yet"
+    AWAY = "has to open the run again"
+    OPEN = "has opened the run"
+    RETURNING = "has asked to resume, and waits until every party has"
+    LEFT = "has said goodbye"
+    GONE = "has said goodbye, and would have to open the run again"
+
+
+_OPENED = (PartyStage.OPEN, PartyStage.RETURNING, PartyStage.LEFT)
 
 
 class Question(NamedTuple):
-    """What a party asks, while the others have not asked yet."""
+    """A party's activation that has not been answered yet."""
 
     activation: Activation
     fingerprint: bytes
-    """Tells whether the same was asked at this place before, 16 bytes."""
+    """Shows whether the same was asked about this batch before, 16 bytes."""
 
 
 class Answered(NamedTuple):
-    """A party's last question, and what it was told."""
+    """A party's last activation, and the reply to it."""
 
-    batch: BatchId
-    values: Tensor
-    reply: Answer | Course
+    activation: Activation
+    reply: Reply
+
+
+class Pair(NamedTuple):
+    """The outcome of the alignment with one party."""
+
+    rows: Positions
+    """The active party's rows of the ids that the two have in common."""
+
+    nonce: bytes
+    """The party's share of the joint seed."""
 
 
 @dataclass(eq=False)
@@ -37,75 +68,140 @@ class PassiveParty:
 
     name: str
     index: int
-    """Its place in the contract's order."""
+    """Where the contract lists it."""
 
     audits: AuditDesk
 
-    audited: set[tuple[int, str, str]] = field(default_factory=set)
-    """Epoch, attack and layer of which the observer knows."""
+    stage: PartyStage = PartyStage.UNKNOWN
 
     commitment: bytes = b""
     """To its nonce, from the handshake."""
 
-    was_met: bool = False
-    """Whether it has ever shaken hands with this process."""
-
-    has_opened: bool = False
-    """Whether it has, since the run was last opened or gone on with."""
-
-    calls: int = 0
-    """How many handshakes it began: only the newest one waits for others."""
+    handshakes: int = 0
+    """How many it began; only the newest one waits for the other parties."""
 
     offer: frozenset[int] = frozenset()
-    """Places where it can go on."""
+    """Numbers of the batches at whose checkpoints it can resume."""
 
-    is_going_back: bool = False
-    """Whether it waits for the others to go on from an earlier place."""
-
-    nonce: bytes = b""
-    pair_rows: Positions | None = None
-    """The active party's rows of the ids that the two have in common, once they are aligned."""
+    pair: Pair | None = None
+    """Present once it is aligned with the active party."""
 
     share: Share | None = None
-    """Which of those all parties have, once all are aligned."""
+    """Which rows of the pair all parties have; present once every party is aligned."""
 
     question: Question | None = None
     answered: Answered | None = None
-    has_left: bool = False
+
+    @property
+    def was_met(self) -> bool:
+        """Whether it has ever shaken hands with this process."""
+        return self.stage is not PartyStage.UNKNOWN
+
+    @property
+    def has_opened(self) -> bool:
+        """Whether it has shaken hands since the run was last opened or resumed."""
+        return self.stage in _OPENED
+
+    @property
+    def is_returning(self) -> bool:
+        """Whether it waits for the other parties in order to resume from a checkpoint."""
+        return self.stage is PartyStage.RETURNING
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it has said goodbye."""
+        return self.stage in (PartyStage.LEFT, PartyStage.GONE)
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether the ids that the two have in common are known."""
+        return self.pair is not None
+
+    @property
+    def has_asked(self) -> bool:
+        """Whether its question about the current batch waits for an answer."""
+        return self.question is not None
+
+    def has_committed_to(self, commitment: bytes) -> bool:
+        """Compare a commitment with that of the handshake, in constant time."""
+        return hmac.compare_digest(self.commitment, commitment)
+
+    # ---- opening and resuming ----
+
+    def open(self, commitment: bytes) -> None:
+        """Note its handshake for a new run."""
+        self.commitment = commitment
+        self.stage = PartyStage.OPEN
+        self.handshakes += 1
+
+    def ask_to_resume(self, offer: frozenset[int]) -> None:
+        """Note its handshake for a stored run.
+
+        Args:
+            offer: numbers of the batches at whose checkpoints it can resume.
+        """
+        self.offer = offer
+        self.stage = PartyStage.RETURNING
+        self.handshakes += 1
+
+    def resume(self) -> None:
+        """Note that the run resumes with it."""
+        self.stage = PartyStage.OPEN
+
+    def recall(self, nonce: bytes) -> None:
+        """Recognise it by the nonce with which a stored run began."""
+        self.commitment = hashlib.sha256(nonce).digest()
 
     def forget_opening(self) -> None:
-        """Let it open the run again, before any other message of it is taken."""
-        self.has_opened = self.is_going_back = False
+        """Require a new handshake before any other message of the party is accepted."""
+        if self.stage is PartyStage.LEFT:
+            self.stage = PartyStage.GONE
+        elif self.has_opened:
+            self.stage = PartyStage.AWAY
         self.question = None
 
     def forget_alignment(self) -> None:
-        """Let it begin anew."""
+        """Let the party start over."""
         self.forget_opening()
-        self.commitment = self.nonce = b""
-        self.pair_rows = self.share = None
+        self.commitment = b""
+        self.pair = self.share = None
 
-    def at_place(self) -> None:
-        """Forget what was asked before the run went to another place."""
+    def take_pair(self, pair: Pair) -> None:
+        """Keep the outcome of the alignment with it."""
+        self.pair = pair
+
+    def take_share(self, share: Share) -> None:
+        """Keep what the party has to be told at the end of the alignment with all parties."""
+        self.share = share
+
+    def say_goodbye(self) -> None:
+        """Note that it leaves."""
+        self.stage = PartyStage.LEFT if self.has_opened else PartyStage.GONE
+
+    # ---- questions ----
+
+    def forget_questions(self) -> None:
+        """Drop the last question and answer, because the run goes to another batch."""
         self.question = self.answered = None
 
-    def stored_reply(self, activation: Activation) -> Answer | Course | None:
-        """Return what it was told when it asked this last.
+    def reply_to(self, activation: Activation) -> Reply | None:
+        """Return the reply to the party's last activation if this is the same one.
 
         Raises:
-            OutOfStep: it asks again with other bytes.
+            OutOfStep: the same batch comes again with other bytes.
         """
         answered = self.answered
-        if answered is None or activation.batch != answered.batch:
+        if answered is None or activation.batch != answered.activation.batch:
             return None
-        if not _same_bytes(activation.values, answered.values):
+        if not _same_bytes(activation.values, answered.activation.values):
             raise OutOfStep("a repeated step came with other bytes")
         return answered.reply
 
     def ask(self, question: Question) -> None:
-        """Take a question that may have to wait for others.
+        """Take a question, which may have to wait for those of other parties.
 
         Raises:
-            OutOfStep: it waits already, with other bytes.
+            OutOfStep: the party's question about this batch already waits, with other bytes.
         """
         waiting = self.question
         if waiting is not None and not _same_bytes(
@@ -114,18 +210,13 @@ class PassiveParty:
             raise OutOfStep("a step that waits for other parties came again with other bytes")
         self.question = question
 
-    def answer(self, reply: Answer | Course) -> None:
-        """Keep the answer to its question."""
-        if self.question is None:
-            raise RuntimeError("an answer without a question")
-        activation, self.question = self.question.activation, None
-        self.answered = Answered(activation.batch, activation.values, reply)
+    def waits_for(self, batch: BatchId) -> bool:
+        """Return whether its question about a batch waits for an answer."""
+        return self.question is not None and self.question.activation.batch == batch
 
-    def reply(self) -> Answer | Course:
-        """Return what it was told last."""
-        if self.answered is None:
-            raise RuntimeError("no answer yet")
-        return self.answered.reply
+    def answer(self, question: Question, reply: Reply) -> None:
+        """Keep the reply to its question, in case the question comes again."""
+        self.question, self.answered = None, Answered(question.activation, reply)
 
 
 class PassiveParties:
@@ -133,7 +224,7 @@ class PassiveParties:
 
     Args:
         names: as the contract lists them.
-        allow_audits: whether their scores are measured.
+        allow_audits: whether the active party measures scores for them.
     """
 
     def __init__(self, names: Sequence[str], *, allow_audits: bool) -> None:
@@ -150,42 +241,85 @@ class PassiveParties:
 
     @property
     def are_several(self) -> bool:
-        """Whether there are more than one."""
+        """Whether there is more than one party."""
         return len(self._parties) > 1
 
     @property
     def have_opened(self) -> bool:
-        """Whether this process has opened the run with all of them."""
+        """Whether this process has opened the run with every party."""
         return all(party.has_opened for party in self._parties)
 
     @property
+    def have_left(self) -> bool:
+        """Whether every party has said goodbye."""
+        return all(party.has_left for party in self._parties)
+
+    @property
     def have_asked(self) -> bool:
-        """Whether each has asked what is due."""
-        return all(party.question is not None for party in self._parties)
+        """Whether every party has asked about the current batch."""
+        return all(party.has_asked for party in self._parties)
+
+    @property
+    def questions(self) -> list[Question]:
+        """The questions that wait for an answer, in the contract's order."""
+        return [party.question for party in self._parties if party.question is not None]
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """The outcomes of the alignments that are complete, in the contract's order."""
+        return [party.pair for party in self._parties if party.pair is not None]
 
     def named(self, name: str | None) -> PassiveParty:
-        """Return one of them; the only one need not be named.
+        """Return the party of a name; a single party need not be named.
 
         Raises:
-            OutOfStep: there is none of that name.
+            OutOfStep: the contract names no such party.
         """
         if name is None and not self.are_several:
             return self._parties[0]
         for party in self._parties:
             if party.name == name:
                 return party
-        raise OutOfStep("a call of nobody whom the contract names")
+        raise OutOfStep("a call from a party that is not in the contract")
 
-    def take_nonces(self, joined: bytes) -> list[bytes]:
-        """Give each party the nonce with which a stored run began, and return all of them."""
-        nonces = [joined[i : i + NONCE_BYTES] for i in range(0, len(joined), NONCE_BYTES)]
+    def recall(self, nonces: Sequence[bytes]) -> None:
+        """Recognise every party by the nonces with which a stored run began."""
         for party, nonce in zip(self._parties, nonces, strict=True):
-            party.nonce, party.commitment = nonce, hashlib.sha256(nonce).digest()
-        return nonces
+            party.recall(nonce)
+
+    def recall_goodbyes(self, names: Iterable[str]) -> None:
+        """Take up which parties had left when a finished run was stored."""
+        for name in names:
+            self.named(name).say_goodbye()
+
+    def forget_openings(self) -> None:
+        """Require a new handshake of every party."""
+        for party in self._parties:
+            party.forget_opening()
+
+    def forget_alignments(self) -> None:
+        """Let every party start over."""
+        for party in self._parties:
+            party.forget_alignment()
+
+    def forget_questions(self) -> None:
+        """Drop every party's last question and answer."""
+        for party in self._parties:
+            party.forget_questions()
+
+    def answer(self, replies: Sequence[Reply]) -> None:
+        """Keep the replies to the questions of all parties, in the contract's order."""
+        for party, question, reply in zip(self._parties, self.questions, replies, strict=True):
+            party.answer(question, reply)
+
+    def resume(self) -> None:
+        """Note that the run resumes with every party."""
+        for party in self._parties:
+            party.resume()
 
 
-def names_of(parties: Sequence[PassiveParty]) -> str:
-    """Return their names in words."""
+def names_of(parties: Iterable[PassiveParty]) -> str:
+    """Return the parties' names in words."""
     return " and ".join(repr(party.name) for party in parties)
 
 

@@ -1,14 +1,15 @@
-"""Which questions the run has answered, so that none is ever answered twice in two ways.
+"""The questions that a run has answered, so that none is ever answered in two ways.
 
-What is done again after a restart is answered only where the same bytes come again, and then with
-the same noise: its key follows from the questions and a secret of the run. Such an answer tells
-nothing new, and is not charged again.
+After a restart, what is done again is answered only if the same bytes come again, and then with the
+same noise: its key follows from the questions and a secret of the run. Such an answer tells nothing
+new and is not charged again.
 """
 
 import hashlib
 import hmac
 import secrets
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Self
 
 import torch
 from cryptography.hazmat.primitives.poly1305 import Poly1305
@@ -25,8 +26,41 @@ from splitveil.common.storage.answer_log import (
 )
 
 
+class QuestionNumber(NamedTuple):
+    """Identifies one question of a run, whether about training rows, held-out rows or an audit."""
+
+    record: int
+    """Number of its record in the log of answers, which is about one batch or one audit."""
+
+    asker: int
+    """Where the record keeps its fingerprint."""
+
+    key: int
+    """Number from which the key of its fingerprint is derived; no other question has it."""
+
+    @classmethod
+    def of_batch(cls, batch_number: int, asker: int, num_askers: int) -> Self:
+        """Return the number of a party's question about a batch.
+
+        Args:
+            batch_number: how many batches of the run come before it.
+            asker: index of the party that asks.
+            num_askers: how many parties ask about each batch.
+        """
+        return cls(batch_number, asker, batch_number * num_askers + asker)
+
+    @classmethod
+    def of_audit(cls, epoch: int, attack: str, layer: str, asker: int) -> Self:
+        """Return the number of a party's audit: one that no batch has, of at least 2^63."""
+        text = f"{epoch} {attack} {layer}"
+        text += f" {asker}" if asker else ""
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        number = int.from_bytes(digest, "little") | NO_PLACE
+        return cls(number, 0, number)
+
+
 class AnsweredQuestions:
-    """Fingerprints of questions and replies, the keys of the noise, and what was charged.
+    """Fingerprints of questions and replies, the keys of the noise, and the charges.
 
     Args:
         secret: of the run, 32 bytes.
@@ -40,125 +74,127 @@ class AnsweredQuestions:
     def __len__(self) -> int:
         return len(self._log)
 
-    def fingerprint(self, place: int, asker: int, values: Tensor) -> bytes:
-        """Return what tells a question from others, 16 bytes.
+    def fingerprint(self, batch_number: int, asker: int, values: Tensor) -> bytes:
+        """Return what distinguishes a question about a batch from any other, 16 bytes.
 
         Args:
-            place: in the run.
-            asker: number of the party that asks.
-            values: what it sent.
+            batch_number: how many batches of the run come before it.
+            asker: index of the party that asks.
+            values: its activation.
 
         Raises:
-            OutOfStep: it was answered another question there.
+            OutOfStep: another question of this party about the batch has been answered.
         """
-        fingerprint = self._tag(place * self._log.questions + asker, values)
-        self._refuse_other(self._log.at(place), asker, fingerprint)
-        return fingerprint
+        number = QuestionNumber.of_batch(batch_number, asker, self._log.questions)
+        return self._fingerprint(number, values)
 
-    def is_answered(self, place: int) -> bool:
-        """Tell whether a place was answered before that may be asked again."""
-        return self._log.at(place) is not None
+    def is_answered(self, batch_number: int) -> bool:
+        """Return whether a batch that may come again has been answered before."""
+        return self._log.at(batch_number) is not None
 
-    def reply_tag(self, place: int, values: Tensor) -> bytes:
-        """Return what tells an answer from others, 16 bytes, which stay here.
+    def reply_tag(self, batch_number: int, values: Tensor) -> bytes:
+        """Return what distinguishes an answer from any other, 16 bytes, which never leave.
 
         Args:
-            place: in the run.
-            values: what is about to be answered.
+            batch_number: how many batches of the run come before it.
+            values: the answer that is about to leave.
         """
-        return self._tag(place, values.cpu(), b"reply")
+        return self._tag(batch_number, values.cpu(), b"reply")
 
-    def is_repeated(self, place: int, charge: ChargedAnswer, reply: bytes = NO_REPLY) -> bool:
-        """Tell whether the very same answer was given at a place before, at the same charge.
+    def is_repeated(
+        self, batch_number: int, charge: ChargedAnswer, reply: bytes = NO_REPLY
+    ) -> bool:
+        """Return whether the very same answer about a batch was given before, at the same charge.
 
         Arithmetic that is not repeatable, or another device, gives another answer to the same
-        question, whose charge may well be the same. With the same noise, the two tell their
-        difference bare.
+        question, possibly at the same charge. With the same noise, the two reveal their difference
+        without any noise.
 
         Args:
-            place: in the run.
+            batch_number: how many batches of the run come before it.
             charge: of the answer.
-            reply: its tag.
+            reply: the answer's tag.
         """
-        record = self._log.at(place)
+        record = self._log.at(batch_number)
         return record is not None and (record.charge, record.reply) == (charge, reply)
 
     def record(
         self,
-        place: int,
+        batch_number: int,
         fingerprints: Sequence[bytes],
         charge: ChargedAnswer = NOTHING_TOLD,
         reply: bytes = NO_REPLY,
     ) -> None:
-        """Note that the questions at a place are about to be answered, if they were not before.
+        """Note that the questions about a batch are about to be answered, unless they were before.
 
-        A crash between this and the answer costs nothing, for the same questions give the same
-        answer.
+        A crash between this and the answer costs nothing: the same questions get the same answer.
 
         Raises:
-            StorageError: it cannot be written: then they must not be answered.
+            StorageError: the log cannot be written; the questions must not be answered then.
         """
-        if not self.is_repeated(place, charge, reply):
-            self._log.record(place, fingerprints, charge, reply)
+        if not self.is_repeated(batch_number, charge, reply):
+            self._log.record(batch_number, fingerprints, charge, reply)
 
     def since(self, count: int) -> Iterator[Record]:
-        """Yield what was answered, after the first few records, at places of the run.
+        """Yield the answers about batches that follow the first few records.
 
         Raises:
-            StorageError: there are not even so many: the log is not whole.
+            StorageError: the log holds fewer records than that, so that some are missing.
         """
         return (record for record in self._log.since(count) if record.number < NO_PLACE)
 
-    def note(self, number: int, values: Tensor, about: bytes = b"") -> None:
-        """Make sure that no other question is ever answered under a number.
+    def note(self, number: QuestionNumber, values: Tensor, about: bytes = b"") -> None:
+        """Make sure that no other audit is ever answered under a number.
 
         Args:
-            number: of at least 2^63, for it is no place.
-            values: the question.
-            about: what may be read back later, at most 32 bytes.
+            number: of the audit.
+            values: the scores.
+            about: may be read back later, at most 32 bytes.
 
         Raises:
-            OutOfStep: one was.
-            StorageError: it cannot be written: then it must not be answered.
+            OutOfStep: another one has been answered.
+            StorageError: the log cannot be written; the audit must not be answered then.
         """
-        fingerprint, known = self._tag(number, values), self._log.at(number)
-        self._refuse_other(known, 0, fingerprint)
-        if known is None:
-            self._log.record(number, [fingerprint], ChargedAnswer(0.0, about, 0.0))
+        fingerprint = self._fingerprint(number, values)
+        if self._log.at(number.record) is None:
+            self._log.record(number.record, [fingerprint], ChargedAnswer(0.0, about, 0.0))
 
     def noted(self) -> list[bytes]:
-        """Return what the noted questions were about, one for each."""
+        """Return what the audits were about, one entry for each."""
         return [record.charge.identity for record in self._log.of_no_place()]
 
-    def answer_key(self, place: int, fingerprints: Sequence[bytes]) -> bytes:
-        """Return what the noise of an answer is drawn from, 32 bytes.
+    def answer_key(self, batch_number: int, fingerprints: Sequence[bytes]) -> bytes:
+        """Return the key from which the noise of an answer is drawn, 32 bytes.
 
         Args:
-            place: in the run.
-            fingerprints: of what all parties ask there.
+            batch_number: how many batches of the run come before it.
+            fingerprints: of all parties' questions about the batch.
         """
-        question = place.to_bytes(8, "little") + b"".join(fingerprints)
+        question = batch_number.to_bytes(8, "little") + b"".join(fingerprints)
         return _keyed(self.secret, b"answer", question)
 
-    def forget_before(self, place: int) -> None:
-        """Let those go that can never be asked again."""
-        self._log.forget_before(place)
+    def forget_before(self, batch_number: int) -> None:
+        """Drop from memory the questions about earlier batches, which can never come again."""
+        self._log.forget_before(batch_number)
+
+    def _fingerprint(self, number: QuestionNumber, values: Tensor) -> bytes:
+        fingerprint, known = self._tag(number.key, values), self._log.at(number.record)
+        if known is not None:
+            before = known.fingerprints[number.asker]
+            if not hmac.compare_digest(before, fingerprint):
+                raise OutOfStep("a question that was answered before came again with other bytes")
+        return fingerprint
 
     def _tag(self, number: int, values: Tensor, purpose: bytes = b"fingerprint") -> bytes:
         key = _keyed(self.secret, purpose, number.to_bytes(8, "little"))
         return Poly1305.generate_tag(key, _bytes_of(values))
 
-    @staticmethod
-    def _refuse_other(known: Record | None, asker: int, fingerprint: bytes) -> None:
-        if known is not None and not hmac.compare_digest(known.fingerprints[asker], fingerprint):
-            raise OutOfStep("what was answered before came again with other bytes")
-
 
 def run_secret(noise_seed: int | None) -> bytes:
-    """Return what a run's answers and fingerprints are keyed with, 32 bytes.
+    """Return the secret from which a run's answers and fingerprints are keyed, 32 bytes.
 
     Args:
-        noise_seed: for tests only: makes it predictable.
+        noise_seed: for tests only: makes the secret predictable.
     """
     if noise_seed is None:
         return secrets.token_bytes(32)

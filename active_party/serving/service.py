@@ -10,10 +10,8 @@ from functools import partial
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from splitveil.active_party.run.session import ActiveSession
-from splitveil.active_party.serving.error_interceptor import ErrorInterceptor
 from splitveil.active_party.serving.stream_places import StreamPlaces
 from splitveil.common.alignment import (
     WAIT_S,
@@ -38,30 +36,16 @@ from splitveil.common.errors import (
     ProtocolError,
     SplitveilError,
 )
-from splitveil.common.party.credentials import CredentialFiles
-from splitveil.common.party.transcript import Transcript
-from splitveil.common.run.contract import Contract
 from splitveil.common.wire.audit_codec import decode_question
-from splitveil.common.wire.endpoint import SERVICE, add_port, channel_options
 from splitveil.common.wire.enums import leave_reason_from_wire
 from splitveil.common.wire.evaluation_codec import encode_course
 from splitveil.common.wire.handshake_codec import decode_greeting, encode_opening
 from splitveil.common.wire.limits import (
-    ALIGN_FRAME_BYTES,
-    CONCURRENT_RPCS,
-    HANDSHAKE_BYTES,
     PARTY_KEY,
     REFUSALS_LOGGED,
-    SERVER_THREADS,
-    SMALL_BYTES,
-    STREAMS_PER_CONNECTION,
-    THREADS_PER_PARTY,
     believed,
-    reader,
 )
-from splitveil.common.wire.noted_calls import NotingServer
 from splitveil.common.wire.tensor_codec import TensorAssembler, TensorLimits, encode_answer
-from splitveil.common.wire.tls import PartyInterceptor
 from splitveil.protos import split_learning_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -177,7 +161,7 @@ class ActiveService:
     def _align(
         self, caller: _Caller, requests: Iterator[pb.AlignFrame], context: grpc.ServicerContext
     ) -> Iterator[pb.AlignFrame]:
-        self._session.begin_alignment(party=caller.name)
+        self._session.require_aligning(party=caller.name)
         caller.align_places.answered(context)
         channel = StreamChannel(
             lambda _: self._heard(caller, requests), deadline_s=self._deadline_s
@@ -201,7 +185,7 @@ class ActiveService:
                 nonce=session.nonce,
                 run_id=run_id,
                 # An interrupted session says so now, and not only when all ids are through.
-                progress=lambda _done_ids, _total_ids: session.begin_alignment(run_id, party),
+                progress=lambda _done_ids, _total_ids: session.require_aligning(run_id, party),
                 agree=agreeing(session, party) if self._has_several else None,
                 splits=session.file_splits,
                 counting=partial(self.tried.counted, party),
@@ -325,95 +309,6 @@ def agreeing(session: ActiveSession, party: str) -> Agree:
         return alignment
 
     return agree
-
-
-class HealthService(health.HealthServicer):  # type: ignore[misc]
-    """Says when asked whether this party serves, and has no streams that would say it later."""
-
-    def Watch(self, request: Any, context: grpc.ServicerContext) -> None:  # noqa: ARG002, N802 (gRPC's)
-        """Refuse: streams that last would take every place that calls have."""
-        context.abort(grpc.StatusCode.UNIMPLEMENTED, "ask with Check")
-
-
-def start_server(
-    service: ActiveService,
-    contract: Contract,
-    address: str,
-    credentials: CredentialFiles | None = None,
-    transcript: Transcript | None = None,
-) -> grpc.Server:
-    """Serve at an address, together with the standard health service.
-
-    Args:
-        service: answers the calls.
-        contract: gives the limits, and lists who may call.
-        address: host and port.
-        credentials: this party's; without them it serves plain text, on loopback only.
-        transcript: notes what crosses, if there is one.
-
-    Raises:
-        SettingsError: the address is taken, or not this machine's, or needs credentials.
-    """
-    # The outermost first. The status of an error is found outside of the transcript, which may be
-    # what fails: on a full disk.
-    interceptors: list[grpc.ServerInterceptor] = []
-    parties = len(contract.passive_parties)
-    if credentials is not None:
-        interceptors.append(PartyInterceptor(contract))
-    interceptors.append(ErrorInterceptor(service.on_error))
-    if transcript is not None:
-        interceptors.append(NotingServer(transcript))
-    server = grpc.server(
-        ThreadPoolExecutor(
-            SERVER_THREADS + THREADS_PER_PARTY * (parties - 1), thread_name_prefix="grpc"
-        ),
-        interceptors=interceptors,
-        options=[
-            *channel_options(contract),
-            ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION),
-            # A few kilobytes would become any number of them.
-            ("grpc.compression_enabled_algorithms_bitset", 1),
-        ],
-        maximum_concurrent_rpcs=CONCURRENT_RPCS * parties,
-    )
-    handlers = method_handlers(service, contract)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-    health_servicer = HealthService()
-    health_servicer.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    add_port(server, address, credentials)
-    server.start()
-    return server
-
-
-def method_handlers(
-    service: ActiveService, contract: Contract
-) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
-    """Return what reads, answers and writes the messages of each method."""
-    return {
-        "Handshake": _unary(service.handshake, reader(pb.HandshakeRequest, HANDSHAKE_BYTES)),
-        "Audit": _unary(service.audit, reader(pb.AuditRequest, contract.max_message_bytes)),
-        "Leave": _unary(service.leave, reader(pb.LeaveRequest, SMALL_BYTES)),
-        "Align": grpc.stream_stream_rpc_method_handler(
-            service.align, reader(pb.AlignFrame, ALIGN_FRAME_BYTES), pb.AlignFrame.SerializeToString
-        ),
-        # Tensors come and go as raw bytes: tensor_codec reads and writes them.
-        "Train": grpc.stream_stream_rpc_method_handler(service.train),
-        "Evaluate": grpc.stream_stream_rpc_method_handler(
-            service.evaluate, None, pb.EvaluateReply.SerializeToString
-        ),
-    }
-
-
-def _unary(
-    behaviour: Callable[[Any, grpc.ServicerContext], Any], read: Callable[[bytes], Any]
-) -> "grpc.RpcMethodHandler[Any, Any]":
-    def answer(request: Any, context: grpc.ServicerContext) -> Any:
-        return behaviour(believed(request), context)
-
-    return grpc.unary_unary_rpc_method_handler(
-        answer, read, lambda reply: reply.SerializeToString()
-    )
 
 
 def _warn(text: str, count: int) -> None:

@@ -156,8 +156,6 @@ class ActiveRecorder:
             aucs = self._by_class(evaluation.classes.aucs)
             line = line._replace(accuracy=evaluation.classes.accuracy, class_aucs=aucs)
         self._metrics.write(line)
-        if _closes_epoch(evaluation):
-            self.on_epoch(evaluation.epoch)
 
     def on_audit(self, question: AuditQuestion, leak_auc: float, party: str) -> None:
         """Note what a passive party is told about its scores."""
@@ -260,8 +258,3 @@ class ActiveRecorder:
             told = self._bounds.or_more(self._ahead)
             shown = {"ledger_leak_auc": float(auc_at_most(told.guarantee.max))}
         return shown | self._watch.shown()
-
-
-def _closes_epoch(evaluation: Evaluation) -> bool:
-    """Whether a split is the last that is evaluated in an epoch."""
-    return evaluation.split == "test"

@@ -132,7 +132,7 @@ class InProcessPeer:
         session, party = self.session, self._party
         has_several = len(session.contract.passive_parties) > 1
         try:
-            session.begin_alignment(party=party)
+            session.require_aligning(party=party)
             alignment = align(
                 self._engine,
                 session.ids,

@@ -4,7 +4,8 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from splitveil.active_party.serving.service import ActiveService, start_server
+from splitveil.active_party.serving.server import start_server
+from splitveil.active_party.serving.service import ActiveService
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.run.contract import ACTIVE
 from splitveil.passive_party.grpc_peer import GrpcPeer

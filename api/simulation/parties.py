@@ -12,7 +12,8 @@ from torch import Tensor
 
 from splitveil.active_party.assembly import TrainerBuilder as TopBuilder
 from splitveil.active_party.assembly import build_session
-from splitveil.active_party.run.session import ActiveSession, Stage
+from splitveil.active_party.run.session import ActiveSession
+from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.alignment import AlignmentEngine, AlignmentResources, build_engine
 from splitveil.common.party.command_line import draw_nonce, torch_device

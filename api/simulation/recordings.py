@@ -23,6 +23,9 @@ class Recording:
     rows: AlignedRows | None = None
     """The aligned rows, once they are known."""
 
+    epochs: list[int] = field(default_factory=list)
+    """The epochs that are over."""
+
     resumed: list[int | None] = field(default_factory=list)
     """The epoch in which each resumption continued; None at the end of the run. Never shortened."""
 
@@ -33,6 +36,10 @@ class Recording:
     def on_resumed(self, epoch: int | None) -> None:
         """Keep the epoch in which the run continues."""
         self.resumed.append(epoch)
+
+    def on_epoch(self, epoch: int) -> None:
+        """Keep the number of the epoch."""
+        self.epochs.append(epoch)
 
     def state_dict(self) -> dict[str, int]:
         """Return the length of every list."""
@@ -117,9 +124,6 @@ class PassiveRecording(Recording):
     layers: list[dict[str, Tensor]] = field(default_factory=list)
     """The gradients at the layers before the cut that are tapped, by name."""
 
-    epochs: list[int] = field(default_factory=list)
-    """The epochs that are over."""
-
     def on_alignment_progress(self, done_ids: int, total_ids: int) -> None:
         """Ignore the progress of the alignment."""
 
@@ -129,7 +133,3 @@ class PassiveRecording(Recording):
         """Keep the gradients."""
         self.received.append(received.clone())
         self.layers.append({name: gradient.clone() for name, gradient in layers.items()})
-
-    def on_epoch(self, epoch: int) -> None:
-        """Keep the number of the epoch."""
-        self.epochs.append(epoch)

@@ -130,7 +130,7 @@ def parties_in(example: Path, runs: Path) -> Parties:
 
 
 def question(parties: Parties, layer: str, attack: str = "norm") -> AuditQuestion:
-    rows = parties.session._training_positions
+    rows = parties.session.answering.training_positions
     scores = torch.rand(len(rows), generator=torch.Generator().manual_seed(3))
     return AuditQuestion(parties.session.run_id, 1, attack, layer, positions_digest(rows), scores)
 

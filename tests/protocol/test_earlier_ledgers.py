@@ -54,7 +54,7 @@ def divergences(parties: Parties) -> dict[str, float]:
     rows, session = parties.active.rows, parties.session
     assert rows is not None
     return {
-        session.ids[row]: session.ledger.bounds(np.array([at])).sum_kl.max
+        session.ids[row]: session.answering.budget.accounts.course.bounds(np.array([at])).sum_kl.max
         for at, row in enumerate(rows.file_rows)
     }
 
@@ -152,7 +152,11 @@ def test_a_damaged_ledger_is_refused(example: Path, tmp_path: Path) -> None:
     (tmp_path / LEDGER).write_bytes(whole[:200])
     with pytest.raises(SettingsError, match="cannot be read"):
         broken.earlier_answers()
-    save_tensors(tmp_path, LEDGER, run(example, MARVELL).session.ledger.state_dict())
+    save_tensors(
+        tmp_path,
+        LEDGER,
+        run(example, MARVELL).session.answering.budget.accounts.course.state_dict(),
+    )
     with pytest.raises(SettingsError, match="whose accounts"):
         settings(example, f"earlier_ledgers=[{tmp_path / 'checkpoint'}]").earlier_answers()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from splitveil.active_party.run.session import Stage
+from splitveil.active_party.run.stages import Stage
 from splitveil.common.errors import (
     DataError,
     InvalidMessage,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from splitveil.active_party.run.session import Stage
+from splitveil.active_party.run.stages import Stage
 from splitveil.common.alignment import AlignChannel
 from splitveil.common.errors import (
     InvalidMessage,
@@ -106,7 +106,7 @@ class ReplacedBeforeAligning(InProcessPeer):
         if self._session is not self.anew.session:
             self._session = self.anew.session
             try:
-                self._session.begin_alignment()
+                self._session.require_aligning()
             except NotOpen as error:
                 raise PeerRestarted from error  # as this error's status means on the other side
         return super().open_alignment()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from splitveil.active_party.run.session import Stage
+from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings, LeakGateSettings
 from splitveil.active_party.watch.leak_alarm import MIN_BATCHES, LeakAlarm
 from splitveil.active_party.watch.leak_gate import LeakGate
@@ -37,7 +37,7 @@ class UnhurriedPeer(InProcessPeer):
     """Asks for the next answer when the leak monitor has measured the last one."""
 
     def receive_gradient(self) -> Answer:
-        recorder = self._session._observer
+        recorder = self._session.life.observer
         assert isinstance(recorder, ActiveRecorder)
         assert recorder._watch.monitor is not None
         assert recorder._watch.monitor.wait_until_idle(HANGS_AFTER_S)
@@ -133,7 +133,7 @@ def record(example: Path, folder: Path, *active: str) -> tuple[Parties, Summary,
     overrides = [EPOCHS, *active]
     parties = build_parties(example, overrides, [EPOCHS])
     with ActiveRecorder(parties.active_settings, folder) as recorder:
-        parties.session._observer = recorder
+        parties.session.life.observer = recorder
         with suppress(LeakGateClosed):
             run_in_process(parties, UnhurriedPeer)
     return parties, recorder.summary({}), read_metrics(folder).of(GateLine)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from splitveil.active_party.run.session import Stage
+from splitveil.active_party.run.stages import Stage
 from splitveil.common.errors import Interrupted, InvalidMessage, PeerError
 from splitveil.common.run.messages import (
     Answer,

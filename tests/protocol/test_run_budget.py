@@ -17,7 +17,7 @@ from splitveil.active_party.defenses.sum_kl import (
     sum_kl_for_leak_auc,
 )
 from splitveil.active_party.plan import print_plan, stop_epoch
-from splitveil.active_party.run.session import Stage
+from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.active_party.watch.recorder import ActiveRecorder
@@ -59,7 +59,7 @@ class StopsAtFirstStep(InProcessPeer):
 def test_each_epoch_charges_every_training_example_once_and_no_other(example: Path) -> None:
     parties = parties_with(example, MARVELL)
     run_in_process(parties)
-    rows, ledger = parties.active.rows, parties.session.ledger
+    rows, ledger = parties.active.rows, parties.session.answering.budget.accounts.course
     assert rows is not None
     bounds = parties.session.leak_bounds()
     assert bounds.sum_kl.max == pytest.approx(2 / 16, rel=0.02)
@@ -261,7 +261,7 @@ def test_gradients_that_leak_more_than_they_were_charged_raise_an_alarm(
 ) -> None:
     parties = parties_with(example, "contract.epochs=8")
     with recorder_class(parties.active_settings, tmp_path) as recorder:
-        parties.session._observer = recorder
+        parties.session.life.observer = recorder
         run_in_process(parties)
     alarms = recorder.summary({}).of_active.leak_alarms
     assert alarms is not None
@@ -277,7 +277,7 @@ def test_a_run_that_stops_before_its_first_evaluation_has_a_summary_all_the_same
 ) -> None:
     parties = parties_with(example, MARVELL, "run_budget={sum_kl: 0.01}")
     with ActiveRecorder(parties.active_settings, tmp_path) as recorder:
-        parties.session._observer = recorder
+        parties.session.life.observer = recorder
         with pytest.raises(BudgetExhausted):
             run_in_process(parties)
     summary = recorder.summary({})

@@ -358,7 +358,7 @@ def test_training_rows_need_every_class(example: Path) -> None:
     common = trainer.labels_of(rows.splits["train"]).numpy() != 3
     splits = {**rows.splits, "train": rows.splits["train"][common]}
     with pytest.raises(DataError, match="training rows is of class 'van'"):
-        parties.session._build_trainer(replace(rows, splits=splits))
+        parties.session.preparation.build_trainer(replace(rows, splits=splits))
 
 
 # ---- plan and audits ----

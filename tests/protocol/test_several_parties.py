@@ -18,7 +18,7 @@ from splitveil.active_party.assembly import TrainerBuilder as TopBuilder
 from splitveil.active_party.defenses import build_defense
 from splitveil.active_party.defenses.settings import MarvellDefense, PowerRatio
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
-from splitveil.active_party.run.session import Stage
+from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.alignment import Share, channel_pair, receive_share, share_frames
 from splitveil.common.errors import (
@@ -421,7 +421,7 @@ def test_parties_that_collude_in_a_run_gain_nothing_from_the_joint_draw(tmp_path
         ["contract.aggregation=concat", "contract.batch_size=256", "contract.epochs=4"],
         ["defense={name: marvell, strength: {power_ratio: 4}, insecure_noise_seed: 7}"],
     )
-    several.session._observer = several.seen = seen = Colluders()
+    several.session.life.observer = several.seen = seen = Colluders()
     run_in_process(several)
     whole = [batch for batch in seen.batches if len(batch[3]) == 256]
     assert len(whole) >= 20
@@ -525,7 +525,7 @@ def test_a_handshake_waits_for_all_and_the_newest_of_a_party_counts(three: Path)
     assert session.nonce == openings[0].nonce  # of the test's seed
     assert session.run_id != openings[0].run_id
     with pytest.raises(NotOpen):
-        session.begin_alignment(party="birch")
+        session.require_aligning(party="birch")
     session.end(PeerLeft("the test is over"))
     finish([later])
 

@@ -102,7 +102,7 @@ def test_nor_does_one_whose_leaving_is_found_by_a_process_that_was_killed(
     assert torch.equal(told(accounts(again.session)), told(charged))
     if goes_on:
         go_back(again.session)
-        assert again.session.ledger.most(np.arange(10)) == 0
+        assert again.session.answering.budget.accounts.course.most(np.arange(10)) == 0
     leave(again.session)
     assert torch.equal(told(accounts(again.session)), told(charged))
 
@@ -243,7 +243,7 @@ def test_a_budget_that_was_lowered_holds_against_what_was_told_before(
 def test_without_a_store_nothing_is_gone_back_to(example: Path) -> None:
     parties = build_parties(example, [*EVERY_2, MARVELL], EVERY_2)
     run_in_process(parties)
-    assert not parties.session.accounts.is_behind
+    assert not parties.session.answering.budget.accounts.is_behind
 
 
 def test_the_answers_to_several_parties_are_charged_again_from_the_log(tmp_path: Path) -> None:
@@ -270,8 +270,8 @@ def test_log_summary_and_report_say_what_was_told_and_not_where_the_run_went_bac
     folder = tmp_path / "active"
     folder.mkdir()
     with ActiveRecorder(parties.active_settings, folder) as recorder:
-        parties.session._observer = recorder
-        parties.session._observer.load_state_dict = lambda state: None  # type: ignore[method-assign]
+        parties.session.life.observer = recorder
+        parties.session.life.observer.load_state_dict = lambda state: None  # type: ignore[method-assign]
         with caplog.at_level(logging.INFO):
             go_back(parties.session)
         leave(parties.session)

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 from splitveil.active_party.assembly import TrainerBuilder as TopBuilder
 from splitveil.active_party.assembly import build_session
 from splitveil.active_party.run.session import ActiveSession
-from splitveil.active_party.serving.service import ActiveService, start_server
+from splitveil.active_party.serving.server import start_server
+from splitveil.active_party.serving.service import ActiveService
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.common.alignment import AlignmentResources, build_engine

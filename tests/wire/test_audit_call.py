@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from splitveil.active_party.run.audit_desk import MAX_LAYERS, MIN_EXAMPLES
-from splitveil.active_party.run.session import ActiveSession, Stage
+from splitveil.active_party.run.preparation import OwnRows, OwnRules
+from splitveil.active_party.run.session import ActiveSession
+from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.serving.service import ActiveService
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.watch.recorder import ActiveRecorder
@@ -86,7 +88,7 @@ def audited(example: Path, folder: Path, meet: Callable[[Parties], None], *activ
         ActiveRecorder(parties.active_settings, folders[0]) as monitor,
         PassiveRecorder(settings, folders[1], ids, None) as adversary,
     ):
-        parties.session._observer = monitor
+        parties.session.life.observer = monitor
         parties.run._observer = parties.run._auditor = adversary
         meet(parties)
     lines = [
@@ -266,11 +268,11 @@ def test_the_desk_looks_at_the_contract_itself(example: Path) -> None:
     parties = build_parties(example)
     session = ActiveSession(
         parties.run.contract,
-        parties.session.ids,
-        parties.session._build_trainer,
+        OwnRows(parties.session.ids),
+        parties.session.preparation.build_trainer,
         parties.active,
         lambda: parties.session.nonce,
-        allow_audits=True,
+        OwnRules(allow_audits=True),
     )
     parties.session = session
     run_in_process(parties)

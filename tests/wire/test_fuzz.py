@@ -11,7 +11,7 @@ import grpc
 import pytest
 import torch
 
-from splitveil.active_party.run.session import Stage
+from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.serving.service import ActiveService
 from splitveil.common.alignment import AlignmentResources, align, build_engine
 from splitveil.common.errors import (
@@ -107,7 +107,7 @@ def test_the_comparison_would_notice_one_more_answered_message(example: Path, po
     parties, tape = build_parties(example), Tape()
 
     def answer(service: ActiveService) -> None:
-        expected = parties.session._expected
+        expected = parties.session.answering.progress.due
         assert expected is not None
         values = torch.zeros(len(expected.positions), 4)
         frame = pb.TensorFrame.FromString(tape.requests()["Train"][-1])

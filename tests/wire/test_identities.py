@@ -10,8 +10,9 @@ import grpc
 import pytest
 from cryptography import x509
 
-from splitveil.active_party.run.session import Stage
-from splitveil.active_party.serving.service import ActiveService, start_server
+from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.serving.server import start_server
+from splitveil.active_party.serving.service import ActiveService
 from splitveil.common.errors import PeerError, PeerUntrusted
 from splitveil.common.party.credentials import CredentialFiles, in_lower_case
 from splitveil.deploy.certs import renew_certificate

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from splitveil.active_party.run.session import Stage
+from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.serving.service import ActiveService
 from splitveil.active_party.serving.stream_places import Stream, StreamPlaces
 from splitveil.common.alignment.ecdh import ENGINE, VERSION

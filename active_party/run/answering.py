@@ -1,0 +1,338 @@
+"""Answers the questions of a run whose rows are known: one question, one answer, ever.
+
+The answer to a training step is one gradient for all parties: their activations are aggregated, the
+top model's gradient is defended, the leak budget admits it, and each party gets its part. Held-out
+rows are scored, and every party is told only whether the run goes on.
+
+Nothing here ends the run, saves it or reports it: failures are raised to the session.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from splitveil.active_party.ledger.account_book import AccountBook
+from splitveil.active_party.ledger.budget import LeakBudget
+from splitveil.active_party.ledger.ledger import logged
+from splitveil.active_party.run.parties import PassiveParties, PassiveParty, Question, Reply
+from splitveil.active_party.run.questions import AnsweredQuestions
+from splitveil.active_party.training.aggregation import aggregate, parts_of
+from splitveil.active_party.training.evaluation import Evaluation, Evaluator
+from splitveil.active_party.training.top_trainer import StepResult, TopTrainer
+from splitveil.common.errors import OtherAnswer, OutOfStep
+from splitveil.common.run.contract import Contract
+from splitveil.common.run.course import AlignedRows, Batch, place_in_words, run_course
+from splitveil.common.run.messages import Activation, Answer, AuditQuestion, Course
+from splitveil.common.run.progress import Progress, State
+from splitveil.common.run.sample_order import Positions
+from splitveil.common.storage.answer_log import ChargedAnswer
+
+
+class AnsweredStep(NamedTuple):
+    """A training step that was answered, and that the top model may not have learned from yet."""
+
+    batch: Batch
+    result: StepResult
+
+
+class TrainingSetup(NamedTuple):
+    """Everything that follows from the common rows."""
+
+    contract: Contract
+    rows: AlignedRows
+
+    progress: Progress
+    """Where the run is."""
+
+    trainer: TopTrainer
+    """The top model with its labels and its defense."""
+
+    budget: LeakBudget
+    """Decides whether an answer may leave."""
+
+
+class Unaligned(NamedTuple):
+    """The part of a run before its rows are known."""
+
+    earlier: AccountBook
+    """What earlier runs may have told."""
+
+    @property
+    def trainer(self) -> None:
+        """There is none yet."""
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether anything was ever answered."""
+        return False
+
+    @property
+    def batch_number(self) -> int:
+        """Number of batches that have been answered."""
+        return 0
+
+    @property
+    def audits_answered(self) -> int:
+        """How many audits were answered."""
+        return 0
+
+    def account_book(self) -> AccountBook:
+        """Return what earlier runs may have told."""
+        return self.earlier
+
+
+class Answering:
+    """The part of a run between the alignment and the last answer.
+
+    Args:
+        run_id: names the run in every batch's id.
+        parties: the parties whose questions are answered.
+        setup: what follows from the common rows.
+        questions: what was answered before.
+        evaluator: measures held-out rows, and decides whether training stops early.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        parties: PassiveParties,
+        setup: TrainingSetup,
+        questions: AnsweredQuestions,
+        evaluator: Evaluator,
+    ) -> None:
+        self.contract, self.rows, self.progress, self.trainer, self.budget = setup
+        self.questions = questions
+        self._run_id = run_id
+        self._parties = parties
+        self._evaluator = evaluator
+        self._unlearned: AnsweredStep | None = None
+        self._is_midway = False
+
+    @property
+    def training_positions(self) -> Positions:
+        """Positions of the training rows, ascending."""
+        return self.rows.splits["train"]
+
+    @property
+    def batch_number(self) -> int:
+        """Number of batches that have been answered up to where the run is."""
+        return self.progress.batch_number
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether anything was ever answered, in this process or before."""
+        return self.batch_number > 0 or len(self.questions) > 0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the last question of the run has been answered."""
+        return self.progress.is_over
+
+    @property
+    def unlearned(self) -> AnsweredStep | None:
+        """The step that the top model has still to learn from."""
+        return self._unlearned
+
+    @property
+    def is_midway(self) -> bool:
+        """Whether a change of the state has failed, so that it must not be saved."""
+        return self._is_midway
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether the state is whole."""
+        return self.trainer.is_between_steps and not self._is_midway
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Change several parts of what a checkpoint holds; if that fails, none is saved."""
+        self._is_midway = True
+        yield
+        self._is_midway = False
+
+    # ---- one question ----
+
+    def take(self, asking: PassiveParty, activation: Activation, *, is_training: bool) -> Batch:
+        """Take a party's question about the batch that is due, and return the batch.
+
+        Raises:
+            OutOfStep: the question is about another batch, or comes again with other bytes.
+        """
+        due = self.progress.due
+        if due is None:
+            raise OutOfStep("a tensor after the last batch")
+        if (due.split == "train") is not is_training:
+            raise OutOfStep(f"expected the {due.split} rows now")
+        self._check_batch(activation, due)
+        number = self.batch_number
+        fingerprint = self.questions.fingerprint(number, asking.index, activation.values)
+        asking.ask(Question(activation, fingerprint))
+        return due
+
+    def _check_batch(self, activation: Activation, due: Batch) -> None:
+        wanted = due.identity(self._run_id)
+        got, rows = activation.batch, len(activation.values)
+        if got != wanted or rows != len(due.positions):
+            raise OutOfStep(
+                f"expected {place_in_words(wanted.epoch, wanted.step)} with "
+                f"{len(due.positions)} {due.split} rows, got "
+                f"{place_in_words(got.epoch, got.step)} with {rows} rows"
+                + ("" if got.positions_digest == wanted.positions_digest else ", other rows")
+            )
+
+    def answer(self, batch: Batch) -> Sequence[Reply]:
+        """Answer the training step that every party has asked about.
+
+        The trainer must not compute a step twice: after an error here the run has to end, and may
+        resume from its checkpoint.
+
+        Returns:
+            Each party's part, in the contract's order.
+
+        Raises:
+            OtherAnswer: the step was answered before, and differently.
+            BudgetExhausted: the answer would tell too much; it does not leave.
+            StorageError: the answer cannot be logged; it does not leave.
+        """
+        asked, aggregation = self._parties.questions, self.contract.aggregation
+        fingerprints = [question.fingerprint for question in asked]
+        cut = aggregate(aggregation, [question.activation.values for question in asked])
+        key = self.questions.answer_key(self.batch_number, fingerprints)
+        with self.changing():
+            result = self.trainer.gradient(batch.positions, cut, key)
+            self._admit(batch, result, fingerprints)
+            parts = parts_of(aggregation, result.defended, len(asked))
+            replies = [Answer(q.activation.batch, p) for q, p in zip(asked, parts, strict=True)]
+            self._reply(replies)
+        self._unlearned = AnsweredStep(batch, result)
+        return replies
+
+    def _admit(self, batch: Batch, result: StepResult, fingerprints: list[bytes]) -> None:
+        number, entry = self.batch_number, logged(result.report.charge)
+        reply = self.questions.reply_tag(number, result.defended)
+        is_repeated = self.questions.is_repeated(number, entry, reply)
+        if self.questions.is_answered(number) and not is_repeated:
+            raise OtherAnswer(
+                f"{place_in_words(batch.epoch, batch.step)}: the same question would get another "
+                f"answer than before: the arithmetic has changed, as with another device, "
+                f"torch_threads or version of a library; restore those, or start over with "
+                f"--fresh, and let the other party do so, too"
+            )
+        self.budget.admit(
+            batch,
+            result.report.charge,
+            is_repeated=is_repeated,
+            log=lambda: self.questions.record(number, fingerprints, entry, reply),
+        )
+
+    def evaluate(self, batch: Batch) -> tuple[Evaluation | None, Sequence[Reply]]:
+        """Score the held-out rows that every party has asked about, and tell each what follows.
+
+        Returns:
+            The figures of the split if this is its last batch, and what each party is told.
+
+        Raises:
+            StorageError: the questions cannot be logged; they are not answered.
+        """
+        asked, aggregation = self._parties.questions, self.contract.aggregation
+        cut = aggregate(aggregation, [question.activation.values for question in asked])
+        fingerprints = [question.fingerprint for question in asked]
+        self.questions.record(self.batch_number, fingerprints)
+        with self.changing():
+            predicted = self.trainer.predict(batch.positions, cut)
+            evaluation = self._evaluator.add(batch, *predicted)
+            stops = self._evaluator.ends_training(batch)
+            replies = [Course.STOP if stops else Course.CONTINUE] * len(asked)
+            self._reply(replies)
+            if stops:
+                self.progress.finish()
+        if batch.closes_epoch:
+            for party in self._parties:
+                party.audits.open_epoch(batch.epoch)
+        return evaluation, replies
+
+    def _reply(self, replies: Sequence[Reply]) -> None:
+        self._parties.answer(replies)
+        self.progress.advance()
+        self._catch_up()
+        if not self.progress.store.keeps:
+            self.questions.forget_before(self.batch_number)
+
+    def audit(self, asking: PassiveParty, question: AuditQuestion) -> float:
+        """Measure a party's scores of the training rows, to two digits.
+
+        Raises:
+            ProtocolError: as for ``AuditDesk.answer``.
+        """
+        return asking.audits.answer(
+            question,
+            self.training_positions,
+            self.trainer.labels_of,
+            self.questions.note,
+            self.trainer.num_classes,
+        )
+
+    @property
+    def audits_answered(self) -> int:
+        """How many audits were answered, over all processes of the run."""
+        return len(self.questions.noted())
+
+    def learn(self) -> None:
+        """Let the top model learn from the step that was answered last."""
+        self._unlearned = None
+        self.trainer.learn()
+
+    # ---- checkpoints ----
+
+    def account_book(self) -> AccountBook:
+        """Return what this run and those before it may have told, by example."""
+        return self.budget.account_book()
+
+    def state_dict(self) -> State:
+        """Return everything that a step changes, except what the observer has seen."""
+        return {
+            "trainer": self.trainer.state_dict(),
+            "accounts": self.budget.accounts.state_dict(),
+            "records": len(self.questions),
+            "evaluation": self._evaluator.state_dict(),
+            "audits": [party.audits.state_dict() for party in self._parties],
+            "is_last": self.progress.is_over,
+            "left": [party.name for party in self._parties if party.has_left],
+        }
+
+    def load_state_dict(self, batch_number: int, state: State) -> None:
+        """Go to the checkpoint after some batches; what was told since stays charged."""
+        self._unlearned = None
+        self.progress.go_to(batch_number)
+        self._parties.forget_questions()
+        self.trainer.load_state_dict(state["trainer"])
+        self.budget.accounts.go_back(state["accounts"]["course"])
+        self._catch_up()
+        self._evaluator.load_state_dict(state["evaluation"])
+        for party, audits in zip(self._parties, state["audits"], strict=True):
+            party.audits.load_state_dict(audits)
+        if state["is_last"]:
+            self.progress.finish()
+
+    def reopen(self, batch_number: int, state: State) -> None:
+        """Charge again what a process that has ended answered after its newest checkpoint."""
+        charged = self._charged_since(state["records"])
+        self.budget.accounts.reopen(state["accounts"], charged)
+        self.progress.go_to(batch_number)
+        self._catch_up()
+        for party in self._parties:
+            party.audits.remember(self.questions.noted())
+
+    def _charged_since(self, count: int) -> Iterator[tuple[Positions, ChargedAnswer]]:
+        course: Iterator[Batch] = iter(())
+        following: int | None = None
+        for record in self.questions.since(count):
+            if record.number != following:  # rare: numbers ascend until the run goes back
+                course = run_course(self.contract, self.rows, record.number)
+            batch, following = next(course), record.number + 1
+            if batch.split == "train":
+                yield batch.positions, record.charge
+
+    def _catch_up(self) -> None:
+        if not self.questions.is_answered(self.batch_number):
+            self.budget.accounts.catch_up()

@@ -1,0 +1,343 @@
+"""The life of a run: it begins, is saved, resumes, steps forward and ends.
+
+This is the only room with consequences. The rooms below return or raise; here the run changes its
+stage, waiting calls are woken, checkpoints are written and the observer is informed.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from splitveil.active_party.run.answering import Answering, TrainingSetup, Unaligned
+from splitveil.active_party.run.observer import SessionObserver
+from splitveil.active_party.run.opening import CommonRows, OpenRun, Whereabouts
+from splitveil.active_party.run.parties import PassiveParties, PassiveParty, Reply
+from splitveil.active_party.run.preparation import Preparation, identity_in, state_of
+from splitveil.active_party.run.questions import AnsweredQuestions, run_secret
+from splitveil.active_party.run.rendezvous import Rendezvous
+from splitveil.active_party.run.stages import RunStages, Stage
+from splitveil.common.errors import (
+    BudgetExhausted,
+    NotOpen,
+    OtherAnswer,
+    PeerError,
+    SplitveilError,
+    StorageError,
+)
+from splitveil.common.run.course import Batch
+from splitveil.common.run.messages import AuditQuestion
+from splitveil.common.run.progress import (
+    CheckpointStore,
+    RunIdentity,
+    State,
+    refusing_other_versions,
+)
+from splitveil.common.run.sample_order import Positions, joint_seed
+from splitveil.common.storage.answer_log import AnswerLog
+
+
+class ActiveStore(CheckpointStore, Protocol):
+    """Keeps checkpoints, and the log of what was answered."""
+
+    def refuse_if_answered(self) -> None:
+        """Raise a StorageError if a run without a checkpoint has answered something."""
+
+    def new_answers(self) -> AnswerLog:
+        """Start the log of a run."""
+
+    def answers(self) -> AnswerLog:
+        """Return the log of the stored run."""
+
+
+class Life:
+    """The life of one run. The lock of ``rendezvous`` is held by whoever calls.
+
+    Args:
+        preparation: builds what depends on the common rows.
+        observer: is told about steps and evaluations.
+        store: keeps checkpoints.
+        run: the id and the nonce with which the run opens.
+    """
+
+    def __init__(
+        self,
+        preparation: Preparation,
+        observer: SessionObserver,
+        store: ActiveStore,
+        run: OpenRun,
+    ) -> None:
+        contract, rules = preparation.contract, preparation.rules
+        allows = rules.allow_audits and contract.audits_allowed
+        self.observer = observer
+        self.run = run
+        self.error: SplitveilError | None = None
+        self.parties = PassiveParties(contract.passive_parties, allow_audits=allows)
+        self.stages = RunStages()
+        self.rendezvous = Rendezvous(self.parties, self.stages)
+        self.phase: Unaligned | Answering = Unaligned(rules.allowance.earlier)
+        self._preparation = preparation
+        self._store = store
+
+    @property
+    def answering(self) -> Answering:
+        """The part of the run after the alignment.
+
+        Raises:
+            OutOfStep: the rows are not known yet.
+        """
+        if isinstance(self.phase, Unaligned):
+            raise self.stages.refusal_of("a tensor")
+        return self.phase
+
+    @property
+    def where(self) -> Whereabouts:
+        """Where the run is, and the checkpoints from which it could resume."""
+        return Whereabouts(self.phase.batch_number, frozenset(self._store.checkpoints()))
+
+    @property
+    def has_last_words(self) -> bool:
+        """Whether a peer that is still there has to hear that the run ended early."""
+        if self.error is None or not any(party.has_opened for party in self.parties):
+            return False
+        # If a peer ended the run, only the others have to be told.
+        return self.parties.are_several or not isinstance(self.error, PeerError)
+
+    # ---- refusals ----
+
+    def refuse_if_not_open(self) -> None:
+        """Refuse a message of a party that has to open the run first.
+
+        Raises:
+            NotOpen: this process has not opened the run with every party.
+        """
+        can_resume = self._store.keeps or self.parties.are_several
+        if can_resume and not self.parties.have_opened:
+            raise NotOpen(f"a message while {self.stages.current.value}")
+
+    def refuse_if_ended(self) -> None:
+        """Refuse a message about a run that has ended, or that its observer wants to end.
+
+        Raises:
+            SplitveilError: the error that ended it.
+        """
+        self.end_on_objection()
+        if self.stages.current is Stage.ENDED and self.error is not None:
+            # Raised again for every call: its traceback would hold the frames of all of them.
+            raise self.error.with_traceback(None)
+
+    # ---- beginning ----
+
+    def start_over(self, nonce: bytes) -> None:
+        """Drop a run about which nothing was answered, with the nonce that a party has seen."""
+        self.run = self.run.start_over(nonce)
+        self.parties.forget_alignments()
+        self.move_to(Stage.WAITING)
+
+    def begin(self, common: CommonRows) -> None:
+        """Prepare to train on the rows that all parties have in common.
+
+        Raises:
+            AlignmentError: too few rows for the splits.
+            DataError: the common rows cannot be trained on.
+            StorageError: the run cannot be stored.
+        """
+        seed = joint_seed(self.run.nonce, *common.nonces)
+        setup = self._prepare(common.file_rows, seed)
+        identity = RunIdentity(
+            self.run.run_id,
+            self.run.nonce,
+            common.nonces,
+            setup.rows.file_rows,
+            setup.trainer.data_digest,
+        )
+        secret = run_secret(self._preparation.rules.noise_seed)
+        self._store.save_run(state_of(identity, secret))
+        self._answer_with(setup, AnsweredQuestions(secret, self._store.new_answers()))
+        self.save()
+        for party, share in zip(self.parties, common.shares, strict=False):
+            party.take_share(share)
+        self.move_to(Stage.TRAINING)
+
+    def reopen(self) -> bool:
+        """Take up the stored run, if there is one, and return whether there is.
+
+        Raises:
+            DataError: this party's data differ from those with which the run began.
+            StorageError: what the run has answered cannot be known any more.
+        """
+        stored = self._store.run()
+        if stored is None:
+            return False
+        checkpoints = self._store.checkpoints()
+        if not checkpoints:
+            self._store.refuse_if_answered()
+            return False
+        identity = identity_in(stored)
+        self.run = OpenRun(identity.run_id, identity.active_nonce)
+        self.parties.recall(identity.passive_nonces)
+        identity.check_rows(len(self._preparation.own.ids))
+        setup = self._prepare(identity.file_rows, identity.seed)
+        identity.check_data(setup.trainer.data_digest)
+        questions = AnsweredQuestions(stored["secret"], self._store.answers())
+        answering = self._answer_with(setup, questions)
+        self.move_to(Stage.REJOINING)
+        state = self._store.load(checkpoints[-1])
+        with refusing_other_versions():
+            answering.reopen(checkpoints[-1], state)
+        if state["is_last"]:  # a peer may have all that it needs, and never come back
+            self.parties.recall_goodbyes(state["left"])
+            self._restore(checkpoints[-1], state)
+        return True
+
+    def _prepare(self, file_rows: Positions, seed: bytes) -> TrainingSetup:
+        setup = self._preparation.prepare(file_rows, seed, self._store)
+        self.observer.on_aligned(setup.rows, seed)
+        if setup.budget.counts_earlier_runs:
+            self.observer.on_earlier_answers(setup.budget.num_charged(), setup.budget.told())
+        return setup
+
+    def _answer_with(self, setup: TrainingSetup, questions: AnsweredQuestions) -> Answering:
+        phase = self._preparation.answering(self.run.run_id, self.parties, setup, questions)
+        self.phase = phase
+        return phase
+
+    # ---- checkpoints ----
+
+    def resume_at(self, batch_number: int) -> None:
+        """Resume from a checkpoint with every party.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        self.run = self.run._replace(resumed_at=batch_number)
+        self._restore(batch_number, self._store.load(batch_number))
+        self.parties.resume()
+
+    def _restore(self, batch_number: int, state: State) -> None:
+        answering = self.answering
+        with refusing_other_versions(), answering.changing():
+            answering.load_state_dict(batch_number, state)
+            self.observer.load_state_dict(state["observer"])
+        self.observer.on_audits_answered(answering.audits_answered)
+        if answering.budget.accounts.is_behind:
+            self.observer.on_answers_ahead(answering.budget.told())
+        self.observer.on_resumed(answering.progress.epoch)
+        self.move_to(Stage.FINISHED if answering.has_ended else Stage.TRAINING)
+
+    def save(self, *, soon: bool = False) -> None:
+        """Write a checkpoint.
+
+        Args:
+            soon: whether the disk may be left to another thread.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        answering = self.answering
+
+        def state() -> State:
+            return answering.state_dict() | {"observer": self.observer.state_dict()}
+
+        answering.progress.save(state, soon=soon)
+
+    # ---- steps ----
+
+    def answer(self, batch: Batch) -> Sequence[Reply]:
+        """Answer a training step about which every party has asked.
+
+        Returns:
+            The answers, in the contract's order of parties.
+
+        Raises:
+            SplitveilError: the answer must not leave, and the run has ended.
+        """
+        try:
+            replies = self.answering.answer(batch)
+        except (BudgetExhausted, OtherAnswer, StorageError) as error:
+            if isinstance(error, BudgetExhausted):
+                self._report_ledger(batch.epoch)
+            self.end(error)
+            raise
+        self.rendezvous.note_progress()
+        return replies
+
+    def evaluate(self, batch: Batch) -> Sequence[Reply]:
+        """Score held-out rows about which every party has asked.
+
+        Returns:
+            What each party is told, in the contract's order.
+
+        Raises:
+            StorageError: the questions cannot be logged, or the finished run cannot be saved.
+        """
+        answering = self.answering
+        evaluation, replies = answering.evaluate(batch)
+        self.rendezvous.note_progress()
+        with answering.changing():
+            if evaluation is not None:
+                self.observer.on_evaluation(evaluation)
+            if batch.closes_epoch:
+                self.observer.on_epoch(batch.epoch)
+        if answering.has_ended:
+            # Before the answer leaves: a peer that has it may never come back.
+            self.save()
+            self.move_to(Stage.FINISHED)
+        return replies
+
+    def finish_step(self) -> None:
+        """Do what no peer need wait for: the top model's update, figures, a checkpoint."""
+        answering = self.phase
+        if isinstance(answering, Unaligned):
+            return
+        if answering.unlearned is not None:
+            batch, result = answering.unlearned
+            with answering.changing():
+                answering.learn()
+                self.observer.on_step(batch, result)
+                if batch.closes_split:
+                    self._report_ledger(batch.epoch)
+        if answering.progress.checkpoint_due and not answering.is_midway:
+            self.save(soon=True)
+
+    def note_audit(self, question: AuditQuestion, leak_auc: float, party: PassiveParty) -> None:
+        """Report an audit that was answered."""
+        self.observer.on_audits_answered(self.phase.audits_answered)
+        if party.audits.report_once(question):
+            self.observer.on_audit(question, leak_auc, party.name)
+
+    def _report_ledger(self, epoch: int) -> None:
+        self.observer.on_ledger(epoch, self.answering.budget.told_on_course())
+
+    # ---- ending ----
+
+    def move_to(self, stage: Stage) -> None:
+        """Change the stage, and wake every waiting call."""
+        self.stages.move_to(stage)
+        self.rendezvous.note_progress()
+
+    def end_on_objection(self) -> None:
+        """End the run if its observer objects to going on."""
+        # Asked here, so that an observer's own thread neither waits for the training nor does any.
+        objection = None if self.stages.are_over else self.observer.objection()
+        if objection is None:
+            return
+        self.finish_step()
+        epoch = self.answering.progress.epoch if self.stages.current is Stage.TRAINING else None
+        if epoch is not None:
+            self._report_ledger(epoch)
+        self.end(objection)
+
+    def end(self, error: SplitveilError) -> None:
+        """End the run early, with a checkpoint if its state is whole."""
+        if self.stages.are_over:
+            return
+        self.error = error
+        try:
+            self.finish_step()
+            if self.stages.current is Stage.TRAINING and self.answering.is_between_steps:
+                self.save()
+        except StorageError as unsaved:
+            if not isinstance(error, StorageError):
+                unsaved.__context__ = error
+                self.error = unsaved
+        finally:
+            self.move_to(Stage.ENDED)

@@ -1,0 +1,58 @@
+"""The events of a run, as the active party's session reports them."""
+
+from typing import Protocol
+
+from splitveil.active_party.ledger.ledger import LeakBounds
+from splitveil.active_party.training.evaluation import Evaluation
+from splitveil.active_party.training.top_trainer import StepResult
+from splitveil.common.errors import SplitveilError
+from splitveil.common.run.course import AlignedRows, Batch
+from splitveil.common.run.messages import AuditQuestion
+from splitveil.common.run.progress import State
+
+
+class SessionObserver(Protocol):
+    """Receives the events of a run, under the session's lock and while no party waits for it."""
+
+    def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
+        """All parties hold the same rows; called again if the run starts over."""
+
+    def on_resumed(self, epoch: int | None) -> None:
+        """The run resumes from a checkpoint, in an epoch, or at its end if that is None."""
+
+    def on_step(self, batch: Batch, result: StepResult) -> None:
+        """A training step was answered, and the top model has learned from it."""
+
+    def on_earlier_answers(self, examples: int, bounds: LeakBounds) -> None:
+        """Earlier runs answered about so many of the training examples, and told this much."""
+
+    def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
+        """The training rows of an epoch are through, or the run ends within it.
+
+        The bounds are those of the answers up to this point, even if more was answered before the
+        run resumed from an earlier checkpoint.
+        """
+
+    def on_answers_ahead(self, bounds: LeakBounds) -> None:
+        """The run resumes from before some of its answers; all answers together told this much."""
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        """A held-out split was evaluated."""
+
+    def on_epoch(self, epoch: int) -> None:
+        """An epoch is over, including its evaluation."""
+
+    def on_audit(self, question: AuditQuestion, leak_auc: float, party: str) -> None:
+        """Scores of a passive party were measured, and the figure is about to be sent."""
+
+    def on_audits_answered(self, count: int) -> None:
+        """The run has answered so many audits, over all its processes and resumptions."""
+
+    def objection(self) -> SplitveilError | None:
+        """Return the reason why the run must end, if there is one; asked before every answer."""
+
+    def state_dict(self) -> State:
+        """Return what was seen so far, for a checkpoint."""
+
+    def load_state_dict(self, state: State) -> None:
+        """Forget what was seen since."""

@@ -1,0 +1,202 @@
+"""The rules of the handshake and of the alignment's end. They decide and refuse; they do nothing.
+
+A run about which something has been answered never starts over: it resumes from a checkpoint that
+all parties have. A run about which nothing has been answered may start over, with another nonce:
+the passive party that was lost has seen the first one.
+"""
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple, Self
+
+from splitveil.active_party.run.common_rows import intersect
+from splitveil.active_party.run.parties import Pair, PassiveParties, PassiveParty
+from splitveil.active_party.run.stages import RunStages, Stage
+from splitveil.common.alignment import Share
+from splitveil.common.errors import AlignmentError, ContractMismatch, NothingBegun, OutOfStep
+from splitveil.common.run.contract import Contract
+from splitveil.common.run.messages import Offer
+from splitveil.common.run.sample_order import NONCE_BYTES, Positions
+
+RESUMABLE = (Stage.REJOINING, Stage.TRAINING, Stage.FINISHED)
+"""Stages at which a run may resume from a checkpoint."""
+
+
+class NewRun(Enum):
+    """What a handshake for a new run leads to."""
+
+    REPEATED = "it was answered before, and gets the same reply"
+    OPENED = "the run is opened with this party"
+    STARTED_OVER = "a run about which nothing was answered is dropped for a new one"
+
+
+class Resumption(Enum):
+    """What a handshake for a stored run leads to."""
+
+    REPEATED = "it was answered before, and gets the same reply"
+    JOINED = "the run resumes once every party has asked for it"
+    BEGUN = "every party has to ask for it, also those that had opened the run"
+
+
+class OpenRun(NamedTuple):
+    """The run that this process serves."""
+
+    run_id: str
+    nonce: bytes
+    """This party's share of the joint seed."""
+
+    dropped: frozenset[str] = frozenset()
+    """Ids of earlier runs of this process, about which nothing was answered."""
+
+    resumed_at: int | None = None
+    """Number of batches after which the run was last resumed in this process."""
+
+    @classmethod
+    def new(cls, nonce: bytes, dropped: frozenset[str] = frozenset()) -> Self:
+        """Return a new run with an id of its own."""
+        return cls(secrets.token_hex(8), nonce, dropped)
+
+    def start_over(self, nonce: bytes) -> "OpenRun":
+        """Return the run that takes the place of this one, with another nonce."""
+        return OpenRun.new(nonce, self.dropped | {self.run_id})
+
+
+class Whereabouts(NamedTuple):
+    """Where a run is, and where it could go."""
+
+    batch_number: int
+    """Number of batches that have been answered up to here."""
+
+    checkpoints: frozenset[int]
+    """Numbers of batches after which this party has a checkpoint."""
+
+
+class CommonRows(NamedTuple):
+    """The rows that all parties have in common, and what each party is told about them."""
+
+    file_rows: Positions
+    nonces: tuple[bytes, ...]
+    """All passive parties' shares of the joint seed, in the contract's order."""
+
+    shares: tuple[Share, ...]
+    """Empty for a single passive party, which knows the common rows already."""
+
+
+def check_contract(contract: Contract, canonical: str, party: str) -> None:
+    """Compare the contract of a handshake with this party's.
+
+    Raises:
+        ContractMismatch: naming the fields that differ.
+    """
+    differing = contract.fields_differing_from(canonical)
+    if not differing and party not in contract.passive_parties:
+        differing = ["passive_parties"]
+    if differing:
+        raise ContractMismatch(differing)
+
+
+def judge_new_run(stages: RunStages, *, is_known: bool, has_answered: bool) -> NewRun:
+    """Decide about a handshake for a new run.
+
+    Args:
+        stages: where the run is.
+        is_known: whether the party committed to the same nonce before.
+        has_answered: whether the run has answered anything yet.
+
+    Raises:
+        OutOfStep: it has, so that it must not start over.
+    """
+    if stages.current is Stage.HANDSHAKEN and is_known:
+        return NewRun.REPEATED
+    if has_answered:
+        raise OutOfStep("a handshake for a new run, where one has begun")
+    return NewRun.OPENED if stages.current is Stage.WAITING else NewRun.STARTED_OVER
+
+
+def check_resumption(
+    stages: RunStages, parties: PassiveParties, run: OpenRun, offer: Offer, *, is_known: bool
+) -> None:
+    """Compare a handshake for a stored run with the run that there is.
+
+    Args:
+        stages: where the run is.
+        parties: the passive parties.
+        run: the run that may be resumed.
+        offer: what the party asks for.
+        is_known: whether the party committed to the same nonce when the run began.
+
+    Raises:
+        NothingBegun: it asks for a run that has started over since, before its first answer.
+        OutOfStep: it asks for another run.
+    """
+    if parties.are_several and offer.run_id in run.dropped:
+        raise NothingBegun("a peer asks to resume a run that has started over")
+    if stages.current not in RESUMABLE or offer.run_id != run.run_id or not is_known:
+        raise OutOfStep("a peer asks to resume another run than this one")
+
+
+def judge_resumption(
+    parties: PassiveParties, run: OpenRun, where: Whereabouts, offer: Offer
+) -> Resumption:
+    """Decide about a handshake for the stored run, once ``check_resumption`` has accepted it.
+
+    Args:
+        parties: the passive parties, before this handshake.
+        run: the run that may be resumed.
+        where: where it is.
+        offer: what the party asks for.
+
+    Raises:
+        OutOfStep: the party has no checkpoint in common with this one.
+    """
+    if not offer.batch_numbers & where.checkpoints:
+        raise OutOfStep("the parties have no checkpoint in common")
+    if not parties.have_opened:
+        return Resumption.JOINED
+    is_there = where.batch_number == run.resumed_at in offer.batch_numbers
+    return Resumption.REPEATED if parties.are_several and is_there else Resumption.BEGUN
+
+
+def newest_common_checkpoint(parties: PassiveParties, checkpoints: frozenset[int]) -> int:
+    """Return the number of the latest batch at which every party has a checkpoint.
+
+    Raises:
+        OutOfStep: there is none.
+    """
+    common = checkpoints.intersection(*(party.offer for party in parties))
+    if not common:
+        raise OutOfStep("the parties have no checkpoint in common")
+    return max(common)
+
+
+def check_nonce(party: PassiveParty, nonce: bytes) -> None:
+    """Compare a party's nonce with the commitment of its handshake, in constant time.
+
+    Raises:
+        OutOfStep: they do not belong together.
+    """
+    committed = hashlib.sha256(nonce).digest()
+    if len(nonce) != NONCE_BYTES or not hmac.compare_digest(committed, party.commitment):
+        raise OutOfStep("the peer's nonce is not the one it committed to")
+
+
+def common_rows(contract: Contract, pairs: Sequence[Pair]) -> CommonRows:
+    """Intersect the rows that the active party has in common with each passive party.
+
+    Raises:
+        AlignmentError: all parties have too few ids in common.
+    """
+    nonces = tuple(pair.nonce for pair in pairs)
+    if len(pairs) == 1:
+        return CommonRows(pairs[0].rows, nonces, ())
+    masks = intersect([pair.rows for pair in pairs])
+    rows = pairs[0].rows[masks[0]]
+    if len(rows) < contract.alignment.min_aligned:
+        raise AlignmentError(
+            f"too few ids to train on: {len(rows)} that all parties have, "
+            f"needed {contract.alignment.min_aligned}"
+        )
+    return CommonRows(rows, nonces, tuple(Share(mask, nonces) for mask in masks))

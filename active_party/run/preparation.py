@@ -1,0 +1,125 @@
+"""Prepares the training of a run once its rows are known, or known again from a stored run."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from splitveil.active_party.ledger.budget import Allowance, LeakBudget
+from splitveil.active_party.run.answering import Answering, TrainingSetup
+from splitveil.active_party.run.parties import PassiveParties
+from splitveil.active_party.run.questions import AnsweredQuestions
+from splitveil.active_party.training.early_stopping import EarlyStop
+from splitveil.active_party.training.evaluation import Evaluator
+from splitveil.active_party.training.top_trainer import TopTrainer
+from splitveil.common.alignment import Splits
+from splitveil.common.run.contract import Contract
+from splitveil.common.run.course import AlignedRows
+from splitveil.common.run.progress import CheckpointStore, Progress, RunIdentity, State
+from splitveil.common.run.sample_order import NONCE_BYTES, Positions
+
+TrainerFactory = Callable[[AlignedRows], TopTrainer]
+
+
+class OwnRows(NamedTuple):
+    """The rows of this party's file."""
+
+    ids: Sequence[str]
+    """Canonical id of each row."""
+
+    splits: Splits | None = None
+    """Split of each row, if the contract splits by a column."""
+
+
+@dataclass(frozen=True)
+class OwnRules:
+    """The label owner's own decisions about a run."""
+
+    early_stop: EarlyStop | None = None
+    """Decides after each epoch whether training goes on; None never stops early."""
+
+    allowance: Allowance = field(default_factory=Allowance)
+    """How much the run may tell, and what earlier runs have told."""
+
+    allow_audits: bool = False
+    """Whether scores of the passive parties are measured, if the contract allows it as well."""
+
+    noise_seed: int | None = None
+    """For tests only: makes fresh noise predictable."""
+
+
+class Preparation:
+    """Builds what depends on the common rows.
+
+    Args:
+        contract: the agreement that all parties hold.
+        own: this party's rows.
+        rules: what this party decides by itself.
+        build_trainer: makes the trainer from the common rows.
+    """
+
+    def __init__(
+        self, contract: Contract, own: OwnRows, rules: OwnRules, build_trainer: TrainerFactory
+    ) -> None:
+        self.contract = contract
+        self.own = own
+        self.rules = rules
+        self.build_trainer = build_trainer
+
+    def prepare(self, file_rows: Positions, seed: bytes, store: CheckpointStore) -> TrainingSetup:
+        """Put the common rows in order, and build the trainer and the accounts for them.
+
+        Args:
+            file_rows: this party's rows of the common ids, (aligned,), in any order.
+            seed: the joint seed.
+            store: keeps the checkpoints.
+
+        Raises:
+            AlignmentError: too few rows for the splits.
+            DataError: the common rows cannot be trained on, for instance because a class is absent.
+        """
+        ids, splits = self.own
+        rows = AlignedRows.derive(self.contract, seed, ids, file_rows, splits)
+        return TrainingSetup(
+            self.contract,
+            rows,
+            Progress(self.contract, rows, store),
+            self.build_trainer(rows),
+            LeakBudget(self.rules.allowance, ids, rows),
+        )
+
+    def answering(
+        self,
+        run_id: str,
+        parties: PassiveParties,
+        setup: TrainingSetup,
+        questions: AnsweredQuestions,
+    ) -> Answering:
+        """Return the part of the run that answers questions."""
+        return Answering(run_id, parties, setup, questions, Evaluator(self.rules.early_stop))
+
+
+def state_of(identity: RunIdentity, secret: bytes) -> State:
+    """Return what is stored about a run when it begins.
+
+    Args:
+        identity: of the run.
+        secret: from which its answers and fingerprints are keyed.
+    """
+    return {
+        "run_id": identity.run_id,
+        "nonce": identity.active_nonce,
+        "peer_nonce": b"".join(identity.passive_nonces),
+        "secret": secret,
+        "file_rows": torch.from_numpy(identity.file_rows),
+        "data": identity.data_digest,
+    }
+
+
+def identity_in(state: State) -> RunIdentity:
+    """Return the identity of a stored run."""
+    joined = state["peer_nonce"]
+    nonces = (joined[i : i + NONCE_BYTES] for i in range(0, len(joined), NONCE_BYTES))
+    file_rows = state["file_rows"].numpy()
+    return RunIdentity(state["run_id"], state["nonce"], tuple(nonces), file_rows, state["data"])

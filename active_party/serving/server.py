@@ -1,0 +1,118 @@
+"""Serves the active party's calls with gRPC: its methods, interceptors, limits and health."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from splitveil.active_party.serving.error_interceptor import ErrorInterceptor
+from splitveil.active_party.serving.service import ActiveService
+from splitveil.common.party.credentials import CredentialFiles
+from splitveil.common.party.transcript import Transcript
+from splitveil.common.run.contract import Contract
+from splitveil.common.wire.endpoint import SERVICE, add_port, channel_options
+from splitveil.common.wire.limits import (
+    ALIGN_FRAME_BYTES,
+    CONCURRENT_RPCS,
+    HANDSHAKE_BYTES,
+    SERVER_THREADS,
+    SMALL_BYTES,
+    STREAMS_PER_CONNECTION,
+    THREADS_PER_PARTY,
+    believed,
+    reader,
+)
+from splitveil.common.wire.noted_calls import NotingServer
+from splitveil.common.wire.tls import PartyInterceptor
+from splitveil.protos import split_learning_pb2 as pb
+
+
+class HealthService(health.HealthServicer):  # type: ignore[misc]
+    """Answers whether this party serves; there is no stream of later changes."""
+
+    def Watch(self, request: Any, context: grpc.ServicerContext) -> None:  # noqa: ARG002, N802 (gRPC's)
+        """Refuse: long-lived streams would occupy every slot that calls have."""
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, "ask with Check")
+
+
+def start_server(
+    service: ActiveService,
+    contract: Contract,
+    address: str,
+    credentials: CredentialFiles | None = None,
+    transcript: Transcript | None = None,
+) -> grpc.Server:
+    """Serve at an address, together with the standard health service.
+
+    Args:
+        service: answers the calls.
+        contract: gives the limits, and lists the parties that may call.
+        address: host and port.
+        credentials: this party's; without them it serves plain text, on loopback only.
+        transcript: records every message that crosses, if there is one.
+
+    Raises:
+        SettingsError: the address is taken, does not belong to this machine, or needs credentials.
+    """
+    # The outermost comes first. Errors become statuses outside of the transcript, which may itself
+    # be what fails, on a full disk.
+    interceptors: list[grpc.ServerInterceptor] = []
+    parties = len(contract.passive_parties)
+    if credentials is not None:
+        interceptors.append(PartyInterceptor(contract))
+    interceptors.append(ErrorInterceptor(service.on_error))
+    if transcript is not None:
+        interceptors.append(NotingServer(transcript))
+    server = grpc.server(
+        ThreadPoolExecutor(
+            SERVER_THREADS + THREADS_PER_PARTY * (parties - 1), thread_name_prefix="grpc"
+        ),
+        interceptors=interceptors,
+        options=[
+            *channel_options(contract),
+            ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION),
+            # A few compressed kilobytes could expand without limit.
+            ("grpc.compression_enabled_algorithms_bitset", 1),
+        ],
+        maximum_concurrent_rpcs=CONCURRENT_RPCS * parties,
+    )
+    handlers = method_handlers(service, contract)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    health_servicer = HealthService()
+    health_servicer.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    add_port(server, address, credentials)
+    server.start()
+    return server
+
+
+def method_handlers(
+    service: ActiveService, contract: Contract
+) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
+    """Return the handler of each method, with its parser and serialiser."""
+    return {
+        "Handshake": _unary(service.handshake, reader(pb.HandshakeRequest, HANDSHAKE_BYTES)),
+        "Audit": _unary(service.audit, reader(pb.AuditRequest, contract.max_message_bytes)),
+        "Leave": _unary(service.leave, reader(pb.LeaveRequest, SMALL_BYTES)),
+        "Align": grpc.stream_stream_rpc_method_handler(
+            service.align, reader(pb.AlignFrame, ALIGN_FRAME_BYTES), pb.AlignFrame.SerializeToString
+        ),
+        # Tensors come and go as raw bytes, which tensor_codec reads and writes.
+        "Train": grpc.stream_stream_rpc_method_handler(service.train),
+        "Evaluate": grpc.stream_stream_rpc_method_handler(
+            service.evaluate, None, pb.EvaluateReply.SerializeToString
+        ),
+    }
+
+
+def _unary(
+    behaviour: Callable[[Any, grpc.ServicerContext], Any], read: Callable[[bytes], Any]
+) -> "grpc.RpcMethodHandler[Any, Any]":
+    def answer(request: Any, context: grpc.ServicerContext) -> Any:
+        return behaviour(believed(request), context)
+
+    return grpc.unary_unary_rpc_method_handler(
+        answer, read, lambda reply: reply.SerializeToString()
+    )

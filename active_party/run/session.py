@@ -58,8 +58,8 @@ from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import (
     AlignedRows,
     Batch,
+    batch_in_words,
     is_checkpoint,
-    place_in_words,
     run_course,
 )
 from splitveil.common.run.messages import (
@@ -964,9 +964,9 @@ class ActiveSession:
         wanted = expected.identity(self.run_id)
         if got != wanted or len(activation.values) != len(expected.positions):
             raise OutOfStep(
-                f"expected {place_in_words(wanted.epoch, wanted.step)} with "
+                f"expected {batch_in_words(wanted.epoch, wanted.step)} with "
                 f"{len(expected.positions)} {expected.split} rows, got "
-                f"{place_in_words(got.epoch, got.step)} with {len(activation.values)} rows"
+                f"{batch_in_words(got.epoch, got.step)} with {len(activation.values)} rows"
                 + ("" if got.positions_digest == wanted.positions_digest else ", other rows")
             )
         return expected, self.trainer
@@ -995,7 +995,7 @@ class ActiveSession:
 
     def _end_over_other_answer(self, batch: Batch) -> NoReturn:
         error = OtherAnswer(
-            f"{place_in_words(batch.epoch, batch.step)}: the same question would get another "
+            f"{batch_in_words(batch.epoch, batch.step)}: the same question would get another "
             f"answer than before: arithmetic is not what it was, as with another device, "
             f"torch_threads or version of a library; go back to those, or begin anew with --fresh, "
             f"and let the other party do so, too"
@@ -1007,7 +1007,7 @@ class ActiveSession:
         budget = self._max_sum_kl
         self._observer.on_ledger(batch.epoch, self._course_bounds())
         error = BudgetExhausted(
-            f"run_budget: {place_in_words(batch.epoch, batch.step)} would take an example to "
+            f"run_budget: {batch_in_words(batch.epoch, batch.step)} would take an example to "
             f"sum_kl {at_most(reached)}, a guaranteed leak AUC of "
             f"{auc_at_most(leak_auc_bound(reached))}; the budget is sum_kl {at_most(budget)}, a "
             f"guaranteed leak AUC of {auc_at_most(leak_auc_bound(budget))}"

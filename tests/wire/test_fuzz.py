@@ -154,7 +154,7 @@ class StopsEarly(InProcessPeer):
 
 def test_a_run_is_not_over_in_the_midst_of_an_epoch(example: Path) -> None:
     parties = build_parties(example)
-    with pytest.raises(InvalidMessage, match="midst of an epoch"):
+    with pytest.raises(InvalidMessage, match="middle of an epoch"):
         run_in_process(parties, StopsEarly)
     assert parties.passive.epochs == []
 

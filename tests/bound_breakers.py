@@ -116,8 +116,8 @@ def run_attack(
         active: overrides of the active party's settings.
         passive: overrides of the passive party's.
     """
-    parties = build_parties(example, active, passive)
-    parties.run.observer = parties.passive = observer = _Observer(ATTACKS[attack])
+    observer = _Observer(ATTACKS[attack])
+    parties = build_parties(example, active, passive, passive_seen=observer)
     run_in_process(parties, InProcessPeer if attack == "weak_directions" else _ChoosesActivations)
     trainer = parties.session.trainer
     assert trainer is not None

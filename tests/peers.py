@@ -1,85 +1,14 @@
 """Stand-ins for the other party."""
 
-import threading
 from collections.abc import Callable
 
 from splitveil.active_party.run.session import ActiveSession
-from splitveil.common.alignment import AlignChannel, AlignmentEngine, align, channel_pair
-from splitveil.common.errors import SplitveilError
-from splitveil.common.run.messages import (
-    Activation,
-    Answer,
-    AuditQuestion,
-    Course,
-    LeaveReason,
-    Offer,
-    Opening,
-)
+from splitveil.common.alignment import AlignmentEngine
+from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason
 from splitveil.passive_party.grpc_peer import GrpcPeer
+from splitveil.simulation import InProcessPeer
 
-
-class InProcessPeer:
-    """The active party in the same process: the session itself, without a wire."""
-
-    def __init__(self, session: ActiveSession, engine: AlignmentEngine) -> None:
-        self._session = session
-        self._engine = engine
-        self._aligning: threading.Thread | None = None
-        self._failure: SplitveilError | None = None
-        self._sent: Activation | None = None
-
-    def handshake(
-        self, party: str, canonical_contract: str, commitment: bytes, offer: Offer | None = None
-    ) -> Opening:
-        return self._session.handshake(party, canonical_contract, commitment, offer)
-
-    def open_alignment(self) -> AlignChannel:
-        own, other = channel_pair()
-        self._aligning = threading.Thread(target=self._align, args=(other,))
-        self._aligning.start()
-        return own
-
-    def _align(self, channel: AlignChannel) -> None:
-        session = self._session
-        try:
-            session.begin_alignment()
-            alignment = align(
-                self._engine,
-                session.ids,
-                channel,
-                nonce=session.nonce,
-                run_id=session.run_id,
-                splits=session.file_splits,
-            )
-            session.aligned(alignment.rows, alignment.peer_nonce)
-        except SplitveilError as error:
-            self._failure = error
-
-    def close_alignment(self) -> None:
-        if self._aligning is not None:
-            self._aligning.join()
-        if self._failure is not None:
-            raise self._failure
-
-    def send_activation(self, activation: Activation) -> None:
-        self._sent = activation
-
-    def receive_gradient(self) -> Answer:
-        assert self._sent is not None
-        reply = self._session.exchange(self._sent)
-        self._session.finish_step()
-        return reply
-
-    def evaluate(self, activation: Activation) -> Course:
-        course = self._session.evaluate(activation)
-        self._session.finish_step()
-        return course
-
-    def audit(self, question: AuditQuestion) -> float:
-        return self._session.audit(question)
-
-    def leave(self, run_id: str, reason: LeaveReason) -> None:
-        self._session.leave(run_id, reason)
+__all__ = ["AtSteps", "DiesAt", "FaultyPeer", "InProcessPeer", "Lost", "dying"]
 
 
 class FaultyPeer(InProcessPeer):

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from splitveil.common.errors import AuditRefused, InvalidMessage, OutOfStep, TooLarge
-from splitveil.common.privacy.class_aucs import worst_pair_leak_auc
 from splitveil.common.privacy.label_free import LABEL_FREE
 from splitveil.common.privacy.leakage import leak_auc
+from splitveil.common.privacy.pair_aucs import worst_pair_leak_auc
 from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions, positions_digest

@@ -33,13 +33,14 @@ from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.ledger import ROUNDING, LeakBounds, LeakLedger, logged
 from splitveil.active_party.ledger.run_ledger import RunLedger
+from splitveil.active_party.run.common_rows import intersect
 from splitveil.active_party.run.parties import PassiveParties, PassiveParty, Question, names_of
 from splitveil.active_party.run.questions import AnsweredQuestions, run_secret
 from splitveil.active_party.training.aggregation import aggregate, parts_of
 from splitveil.active_party.training.early_stopping import EarlyStop
 from splitveil.active_party.training.evaluation import Evaluation, Evaluator
 from splitveil.active_party.training.top_trainer import StepResult, TopTrainer
-from splitveil.common.alignment import Share, Splits, intersect
+from splitveil.common.alignment import Share, Splits
 from splitveil.common.errors import (
     AlignmentError,
     BudgetExhausted,

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from splitveil.common.errors import SettingsError, StorageError
+from splitveil.common.text.files import sync
 
 _logger = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ def write_bytes_atomically(path: Path, data: bytes, mode: int = OWNER_ONLY) -> N
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
-        _sync_folder(path.parent)
+        sync(path.parent)
     except OSError as error:
         raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
 
@@ -202,15 +203,6 @@ def _move_aside(folder: Path) -> None:
     aside = folder.with_name(f"{prefix}{newest + 1}")
     folder.rename(aside)
     _logger.info("earlier results moved to %s", aside)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename survive a power failure too."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def checkpoint_folder(folder: Path) -> Path:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from splitveil.active_party.run.audit_desk import AuditDesk
 from splitveil.common.alignment import ristretto
-from splitveil.common.alignment.ecdh import EcdhEngine, EcdhSession
+from splitveil.common.alignment.ecdh import EcdhEngine, EcdhExchange
 from splitveil.common.alignment.ristretto import NotInGroupError
 from splitveil.common.errors import (
     AlignmentError,
@@ -193,12 +193,12 @@ def engine() -> EcdhEngine:
     return EcdhEngine(min_aligned=1, max_set_size=1000, workers=0)
 
 
-def session(engine: EcdhEngine, first: int) -> EcdhSession:
+def session(engine: EcdhEngine, first: int) -> EcdhExchange:
     ids = [f"person-{n}" for n in range(first, first + 8)]
     return engine.start(ids, nonce=bytes([first]) * 32, run_id="run")
 
 
-def frames_of(engine: EcdhEngine) -> tuple[EcdhSession, list[bytes]]:
+def frames_of(engine: EcdhEngine) -> tuple[EcdhExchange, list[bytes]]:
     """Let two parties meet; return one with nothing received, and what the other sends to it."""
     one, other = session(engine, 1), session(engine, 4)
     sent = [other.hello()]

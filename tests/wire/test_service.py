@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from splitveil.active_party.run.session import Stage
 from splitveil.active_party.serving.service import ActiveService
-from splitveil.common.alignment import AlignmentEngine, AlignmentSession, Splits
+from splitveil.common.alignment import AlignmentEngine, AlignmentExchange, Splits
 from splitveil.common.errors import (
     AlignmentError,
     ContractMismatch,
@@ -371,7 +371,7 @@ class DisagreeingEngine:
 
     def start(
         self, ids: Sequence[str], *, nonce: bytes, run_id: str, splits: Splits | None = None
-    ) -> AlignmentSession:
+    ) -> AlignmentExchange:
         session = self._engine.start(ids, nonce=nonce, run_id=run_id, splits=splits)
         receive = session.receive
 

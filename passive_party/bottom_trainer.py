@@ -1,4 +1,4 @@
-"""The passive party's half of the network: what it computes, without any rule of the protocol."""
+"""The passive party's half of the network: its computations, without any rule of the protocol."""
 
 from collections.abc import Mapping
 
@@ -24,7 +24,7 @@ class BottomTrainer:
         features: this party's features in the common order.
         taps: layers whose gradients the adversary wants to see, by name.
         device: where the model is.
-        data_digest: tells other data from these, for whoever goes on with the run later.
+        data_digest: distinguishes these data from others when the run is resumed.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class BottomTrainer:
         return self._activation is None
 
     def rows(self, positions: Positions) -> Features:
-        """Gather the features of some rows; worth doing while waiting for the peer."""
+        """Gather the features of some rows; best called while waiting for the peer."""
         return self._features.rows(torch.from_numpy(positions.copy()).to(self._device))
 
     def forward(self, features: Features) -> Tensor:
@@ -80,7 +80,7 @@ class BottomTrainer:
         return {name: gradient for name, gradient in taken.items() if gradient is not None}
 
     def state_dict(self) -> State:
-        """Return all that a step changes.
+        """Return everything that a step changes.
 
         Raises:
             RuntimeError: in the middle of a step.
@@ -95,7 +95,7 @@ class BottomTrainer:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Go back, or on, to where ``state_dict`` was taken."""
+        """Restore the state that ``state_dict`` returned."""
         self._activation = None
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])

@@ -53,7 +53,7 @@ class MessageStream:
             self._waiting_since = None
 
     def finish(self) -> None:
-        """Close this side, and give the other a moment to close its own."""
+        """Close this side, and give the other side a moment to close its own."""
         self._outgoing.put(None)
         ended = threading.Event()
         if self._call.add_callback(ended.set):

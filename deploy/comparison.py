@@ -7,8 +7,9 @@ from typing import NamedTuple
 from rich.table import Table
 
 from splitveil.common.record.figures import LedgerFigures
+from splitveil.common.record.leak_figures import BatchFigures, LeakFigures, RunFigures
 from splitveil.common.record.run_record import read_summary
-from splitveil.common.record.summary import BatchFigures, LeakFigures, RunFigures, Summary
+from splitveil.common.record.summary import Summary
 from splitveil.common.record.values import ByAttack, ValueT
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.settings import read_yaml

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from splitveil.active_party.report.run_files import PartyFiles, RunFiles
 from splitveil.active_party.report.tables import figure
-from splitveil.common.record.summary import ClassFigures, LeakByClass
+from splitveil.common.record.leak_figures import ClassFigures, LeakByClass
 
 
 class PairRow(NamedTuple):

@@ -9,9 +9,10 @@ from splitveil.active_party.watch.alarm_bell import AlarmBell
 from splitveil.active_party.watch.gate_keeper import GateKeeper
 from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.audit import BatchLeak
+from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.leak_recorder import LeakRecorder
 from splitveil.common.record.metrics_log import MetricsLog
-from splitveil.common.record.summary import GateFigures, LeakFigures
+from splitveil.common.record.summary import GateFigures
 from splitveil.common.run.course import Batch
 from splitveil.common.run.progress import State
 

@@ -19,9 +19,7 @@ from splitveil.common.privacy.run_level import ClassRunLeak, RunLevelLeak
 from splitveil.common.privacy.settings import AuditSettings
 from splitveil.common.record.audits_together import AuditsTogether
 from splitveil.common.record.figures import AttackFigure
-from splitveil.common.record.lines import EpochLeakLine, LeakLine
-from splitveil.common.record.metrics_log import MetricsLog
-from splitveil.common.record.summary import (
+from splitveil.common.record.leak_figures import (
     BatchCounts,
     BatchFigures,
     ClassFigures,
@@ -29,6 +27,8 @@ from splitveil.common.record.summary import (
     LeakFigures,
     RunFigures,
 )
+from splitveil.common.record.lines import EpochLeakLine, LeakLine
+from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.values import ByAttack, ValueT
 from splitveil.common.run.course import Batch
 

@@ -7,13 +7,8 @@ from rich.console import Console
 from rich.table import Table
 
 from splitveil.common.record.figures import LedgerFigures, SpreadFigures
-from splitveil.common.record.summary import (
-    BatchFigures,
-    ClassFigures,
-    RunFigures,
-    Summary,
-    plain_figures,
-)
+from splitveil.common.record.leak_figures import BatchFigures, ClassFigures, RunFigures
+from splitveil.common.record.summary import Summary, plain_figures
 from splitveil.common.record.values import ByAttack
 from splitveil.common.text.output import printing_console
 from splitveil.common.text.upper_bounds import at_most, auc_at_most

@@ -25,6 +25,7 @@ from splitveil.active_party.report.verdict import is_oracle, judge, needs_of, ru
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.attacks import BatchAttackName, RunAttackName
 from splitveil.common.record.figures import AttackFigure, LedgerFigures, SpreadFigures
+from splitveil.common.record.leak_figures import LeakFigures, RunFigures
 from splitveil.common.record.lines import (
     AlarmLine,
     AuditLine,
@@ -41,10 +42,8 @@ from splitveil.common.record.summary import (
     ActiveFigures,
     EarlierAnswers,
     GateFigures,
-    LeakFigures,
     ModelFigures,
     RunCounts,
-    RunFigures,
     Summary,
 )
 from splitveil.common.text.upper_bounds import auc_at_most

@@ -19,15 +19,8 @@ from rich.console import Console
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.record.figures import LedgerFigures, SpreadFigures
-from splitveil.common.record.summary import (
-    ActiveFigures,
-    BatchFigures,
-    LeakFigures,
-    ModelFigures,
-    RunCounts,
-    RunFigures,
-    Summary,
-)
+from splitveil.common.record.leak_figures import BatchFigures, LeakFigures, RunFigures
+from splitveil.common.record.summary import ActiveFigures, ModelFigures, RunCounts, Summary
 from splitveil.deploy.comparison import RunResults, comparison_table
 from splitveil.deploy.local import Overrides, held_port, parse_defense
 from tests.runs import write_example

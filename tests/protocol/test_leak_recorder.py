@@ -320,7 +320,7 @@ def attacked(
     known = PartyData.load(settings.adversary.labels, example) if labels else None
     ids = PartyData.load(settings.data, example).ids
     with PassiveRecorder(settings, folder, ids, known) as adversary:
-        parties.run._observer = adversary
+        parties.run.observer = adversary
         run_in_process(parties)
     gathered = None if adversary._label_free is None else adversary._label_free.state_dict()
     return Attacked(adversary.summary(), gathered, len(budgets), len(directions))

@@ -47,6 +47,7 @@ from benchmarks.environment import print_environment, spread
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.run.course import Batch
 from splitveil.passive_party.bottom_trainer import BottomTrainer
+from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.runs import ACTIVE, CONTRACT, PASSIVE, PassiveRecording, build_parties, serving
 
@@ -234,7 +235,9 @@ def measure(folder: Path, device: torch.device) -> Epochs:
     active = context.Process(target=serve, args=(folder, port, device.type, there))
     active.start()
     try:
-        with GrpcPeer(f"127.0.0.1:{port}", settings.contract, settings.reconnect) as peer:
+        with GrpcPeer(
+            PeerConnection(f"127.0.0.1:{port}", settings.contract), settings.reconnect
+        ) as peer:
             parties.run.run(peer)
     finally:
         active.join(30)

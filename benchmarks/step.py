@@ -27,6 +27,7 @@ from benchmarks.environment import print_environment, spread
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.run.course import Batch
 from splitveil.deploy.certs import make_certificates
+from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.certificates import NAMES, use
 from tests.runs import (
@@ -124,10 +125,10 @@ def over_grpc(folder: Path, defense: str) -> list[float]:
     with (
         active_process(folder, defense) as address,
         GrpcPeer(
-            address,
-            settings.contract,
+            PeerConnection(
+                address, settings.contract, credentials=credential_files(settings, settings.party)
+            ),
             settings.reconnect,
-            credentials=credential_files(settings, settings.party),
         ) as peer,
     ):
         parties.run.run(peer)

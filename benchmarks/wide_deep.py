@@ -45,6 +45,7 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.run.course import Batch
 from splitveil.common.settings import read_yaml
+from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.settings import PassiveSettings
 from tests.runs import PassiveRecording, build_parties
@@ -171,7 +172,7 @@ def measure(folder: Path, defense: str) -> TakingTurns:
     settings = parties.passive_settings
     with (
         active_process(folder, defense) as address,
-        GrpcPeer(address, settings.contract, settings.reconnect) as peer,
+        GrpcPeer(PeerConnection(address, settings.contract), settings.reconnect) as peer,
     ):
         parties.run.run(peer)
     return turns

@@ -1,15 +1,14 @@
-"""The passive party's half of the network: what it computes, without any rule of the protocol."""
+"""The passive party's half of the network: its computations, without any rule of the protocol."""
 
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LRScheduler
 
 from splitveil.common.data.features import Features
 from splitveil.common.models.random_state import random_state, set_random_state
-from splitveil.common.run.contract import LearningRateSchedule
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
 from splitveil.passive_party.layer_taps import LayerTap
@@ -21,12 +20,11 @@ class BottomTrainer:
     Args:
         model: maps features to activations (batch, *cut_shape).
         optimizer: over the model's parameters.
-        schedule: how the learning rate changes.
-        total_steps: training steps of the whole run.
+        schedule: changes the optimiser's learning rate after each step.
         features: this party's features in the common order.
         taps: layers whose gradients the adversary wants to see, by name.
         device: where the model is.
-        data_digest: tells other data from these, for whoever goes on with the run later.
+        data_digest: distinguishes these data from others when the run is resumed.
     """
 
     def __init__(
@@ -34,8 +32,7 @@ class BottomTrainer:
         *,
         model: nn.Module,
         optimizer: Optimizer,
-        schedule: LearningRateSchedule,
-        total_steps: int,
+        schedule: LRScheduler,
         features: Features,
         taps: Mapping[str, LayerTap],
         device: torch.device,
@@ -44,7 +41,7 @@ class BottomTrainer:
         self.model = model.to(device)
         self.data_digest = data_digest
         self._optimizer = optimizer
-        self._schedule = LambdaLR(optimizer, lambda step: schedule.factor(step, total_steps))
+        self._schedule = schedule
         self._features = features.to(device)
         self._taps = taps
         self._device = device
@@ -56,7 +53,7 @@ class BottomTrainer:
         return self._activation is None
 
     def rows(self, positions: Positions) -> Features:
-        """Gather the features of some rows; worth doing while waiting for the peer."""
+        """Gather the features of some rows; best called while waiting for the peer."""
         return self._features.rows(torch.from_numpy(positions.copy()).to(self._device))
 
     def forward(self, features: Features) -> Tensor:
@@ -83,7 +80,7 @@ class BottomTrainer:
         return {name: gradient for name, gradient in taken.items() if gradient is not None}
 
     def state_dict(self) -> State:
-        """Return all that a step changes.
+        """Return everything that a step changes.
 
         Raises:
             RuntimeError: in the middle of a step.
@@ -98,7 +95,7 @@ class BottomTrainer:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Go back, or on, to where ``state_dict`` was taken."""
+        """Restore the state that ``state_dict`` returned."""
         self._activation = None
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])

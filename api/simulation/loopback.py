@@ -8,6 +8,7 @@ from splitveil.active_party.serving.server import start_server
 from splitveil.active_party.serving.service import ActiveService
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.run.contract import ACTIVE
+from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.simulation.parties import ActiveParty, Simulation
 
@@ -55,13 +56,10 @@ def meet_over_grpc(simulation: Simulation, address: str | None = None) -> None:
 
         def connect(simulation: Simulation, name: str) -> GrpcPeer:
             settings = simulation.passive[name].settings
-            peer = GrpcPeer(
-                address,
-                settings.contract,
-                settings.reconnect,
-                credentials=credential_files(settings, name),
-                party=name,
+            connection = PeerConnection(
+                address, settings.contract, credential_files(settings, name)
             )
+            peer = GrpcPeer(connection, settings.reconnect, party=name)
             return resources.enter_context(peer)
 
         simulation.meet(connect)

@@ -23,6 +23,7 @@ from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.storage.run_store import RunStore
 from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
+from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.passive_party.peer import Peer
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
@@ -250,16 +251,12 @@ def build_passive(
     """
     data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
     observer = PassiveRecording() if seen is None else seen
+    me = Participant(settings.contract, settings.party, data.ids, data.table.splits)
     run = PassiveRun(
-        settings.contract,
-        settings.party,
-        data.ids,
-        _engine(settings),
+        Aligner(me, _engine(settings), partial(draw_nonce, settings)),
         _one_at_a_time(BottomBuilder(settings, data, device or torch_device(settings.device))),
         observer,
-        partial(draw_nonce, settings),
-        store=_store(settings, settings.folder_name(), runs),
-        file_splits=data.table.splits,
+        _store(settings, settings.folder_name(), runs),
     )
     return PassiveParty(settings, run, observer)
 

@@ -1,15 +1,16 @@
-"""The log of what a run has answered, and what each answer was charged: private, and never undone.
+"""The log of a run's answers and their charges: private, and never undone.
 
-A run may go back to a checkpoint; what was answered since stays answered. So the log is written
-before an answer leaves, and nothing in it is ever changed. It is one line of records:
+A run may go back to a checkpoint; what was answered since then stays answered. So the log is
+written before an answer leaves, and nothing in it is ever changed. It is a sequence of records:
 
     header    a name, the version, and how many fingerprints a record holds
     record    number, fingerprints, reply, sum_kl, epsilon, noise identity, link
 
-The number is a place in the run, or one of at least 2^63 for what has no place there. The reply is
-a fingerprint, too, of what was answered: other noise may well be charged the same. The link is a
-hash of the link before and of the record itself, and the first one of what names the run: whoever
-reads the log finds a byte that was changed, put in, or taken out, and the log of another run.
+The number is that of a batch in the run, or at least 2^63 for an answer that is not about a batch.
+The reply is a fingerprint of the answer, because answers with other noise may have the same charge.
+The link is a hash of the previous link and of the record itself; the first link is a hash of the
+run's name. So a reader notices a byte that was changed, inserted or removed, and the log of another
+run.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ from typing import NamedTuple, Self
 from splitveil.common.errors import StorageError
 
 NO_PLACE = 1 << 63
-"""Numbers from here on are of no place in a run."""
+"""Numbers from here on do not belong to a batch of the run."""
 HOW_TO_GO_ON = (
     "what was answered cannot be known any more, nor what it told of the labels: put a copy of the "
     "file back, or begin anew with --fresh, and let the other party do so, too"
@@ -38,7 +39,7 @@ _DIGEST_BYTES = 32
 
 
 class ChargedAnswer(NamedTuple):
-    """What an answer told of each of its examples, as the log keeps it."""
+    """What an answer revealed about each of its examples, as the log keeps it."""
 
     sum_kl: float
     identity: bytes
@@ -49,7 +50,7 @@ class ChargedAnswer(NamedTuple):
 
 NOTHING_TOLD = ChargedAnswer(0.0, b"", 0.0)
 NO_REPLY = bytes(_FINGERPRINT_BYTES)
-"""Stands for a reply that follows from the questions alone."""
+"""Stands for a reply that is determined by the questions alone."""
 
 
 class Record(NamedTuple):
@@ -57,20 +58,21 @@ class Record(NamedTuple):
 
     number: int
     fingerprints: tuple[bytes, ...]
-    """Of what each passive party asked, 16 bytes each."""
+    """Fingerprint of each passive party's question, 16 bytes each."""
     charge: ChargedAnswer
     reply: bytes = NO_REPLY
-    """Fingerprint of what was answered, 16 bytes."""
+    """Fingerprint of the answer, 16 bytes."""
 
 
 class AnswerLog:
-    """Which questions were answered, in the order of their answers.
+    """The questions that were answered, in the order of their answers.
 
     Args:
-        path: of the file, which ``create`` has made; None to remember in this process alone.
-        questions: how many parties ask at each place.
-        run: what names the run, so that no other run's log is taken for this one's.
-        first_place: of those that may be asked again; earlier ones stay in the file alone.
+        path: the file, which ``create`` has made; None to remember in this process alone.
+        questions: how many parties ask about each batch.
+        run: identifies the run, so that another run's log is not taken for this one's.
+        first_batch: the first batch that may be asked about again; earlier records stay in the file
+            alone.
 
     Raises:
         StorageError: the file is missing or damaged, or of another version; or it cannot be read.
@@ -81,7 +83,7 @@ class AnswerLog:
         path: Path | None = None,
         questions: int = 1,
         run: bytes = b"",
-        first_place: int = 0,
+        first_batch: int = 0,
     ) -> None:
         self.questions = questions
         self._path = path
@@ -92,14 +94,14 @@ class AnswerLog:
         )
         self._link = _link(run, _header(questions))
         if path is not None:
-            self._read(path, first_place)
+            self._read(path, first_batch)
 
     @classmethod
     def create(cls, path: Path, questions: int = 1, run: bytes = b"") -> Self:
-        """Begin a log.
+        """Start a log.
 
         Raises:
-            StorageError: it cannot be written.
+            StorageError: the file cannot be written.
         """
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
@@ -115,7 +117,7 @@ class AnswerLog:
 
     @staticmethod
     def holds_answers(path: Path) -> bool:
-        """Tell whether a file has more in it than the beginning of a log."""
+        """Return whether a file holds more than the header of a log."""
         try:
             return path.stat().st_size > _HEADER.size
         except FileNotFoundError:
@@ -125,11 +127,11 @@ class AnswerLog:
         return self._count
 
     def at(self, number: int) -> Record | None:
-        """Return what was answered last under a number that may be asked again."""
+        """Return the last record under a number that may be asked about again."""
         return self._known.get(number)
 
     def of_no_place(self) -> list[Record]:
-        """Return the records that have no place in the run, in no order."""
+        """Return the records that do not belong to a batch, in no particular order."""
         return [record for number, record in self._known.items() if number >= NO_PLACE]
 
     def record(
@@ -142,7 +144,7 @@ class AnswerLog:
         """Note that a question is about to be answered.
 
         Raises:
-            StorageError: it cannot be written: then it must not be answered.
+            StorageError: the note cannot be written; then the question must not be answered.
         """
         if len(fingerprints) > self.questions:
             raise ValueError(f"expected {self.questions} questions, got {len(fingerprints)}")
@@ -156,10 +158,10 @@ class AnswerLog:
         self._known[number] = record
 
     def sync(self) -> None:
-        """Let what was noted outlive a power failure, as a checkpoint that counts it does.
+        """Make the log survive a power failure, like the checkpoint that counts its records.
 
         Raises:
-            StorageError: it cannot be written.
+            StorageError: the file cannot be written.
         """
         if self._path is None:
             return
@@ -173,13 +175,13 @@ class AnswerLog:
             raise StorageError(f"{self._path}: cannot be written: {error.strerror}") from error
 
     def since(self, count: int) -> Iterator[Record]:
-        """Yield the records after the first few.
+        """Yield the records after the first ones.
 
         Args:
-            count: how many those are.
+            count: number of records to skip.
 
         Raises:
-            StorageError: the log has not so many, or cannot be read.
+            StorageError: the log has fewer records, or cannot be read.
         """
         if count > len(self):
             raise StorageError(
@@ -193,12 +195,14 @@ class AnswerLog:
         for start in range(0, len(data), size):
             yield self._unpacked(data[start : start + self._record.size])
 
-    def forget_before(self, place: int) -> None:
-        """Drop what this process remembers of earlier places; the file keeps it."""
-        # Numbers of no place are larger than all places.
-        self._known = {number: known for number, known in self._known.items() if number >= place}
+    def forget_before(self, batch_number: int) -> None:
+        """Drop what this process remembers about earlier batches; the file keeps it."""
+        # Records that do not belong to a batch stay: their numbers are larger than any batch's.
+        self._known = {
+            number: known for number, known in self._known.items() if number >= batch_number
+        }
 
-    def _read(self, path: Path, first_place: int) -> None:
+    def _read(self, path: Path, first_batch: int) -> None:
         data = _content(path)
         header = _header(self.questions)
         if not data:
@@ -217,7 +221,7 @@ class AnswerLog:
             if data[start + len(packed) : start + size] != self._link:
                 raise StorageError(f"{path}: record {number + 1} is damaged: {HOW_TO_GO_ON}")
             record = self._unpacked(packed)
-            if record.number >= first_place:
+            if record.number >= first_batch:
                 self._known[record.number] = record
         _cut_off(path, len(data), len(header) + self._count * size)
 
@@ -245,7 +249,7 @@ def _header(questions: int) -> bytes:
 
 
 def _link(before: bytes, data: bytes) -> bytes:
-    # Found are accidents: whoever may write the file may also write the program that reads it.
+    # This finds accidents, not forgeries: who may write the file may change the program as well.
     return hashlib.blake2b(before + data, digest_size=_LINK_BYTES).digest()
 
 
@@ -259,7 +263,7 @@ def _content(path: Path) -> bytes:
 
 
 def _cut_off(path: Path, length: int, whole: int) -> None:
-    """Cut off the part of a record that a crash left: its answer never left this party."""
+    """Cut off a partial record that a crash left: its answer never left this party."""
     if length == whole:
         return
     try:
@@ -269,8 +273,8 @@ def _cut_off(path: Path, length: int, whole: int) -> None:
 
 
 def _append(path: Path, record: bytes) -> None:
-    # Synced with the next checkpoint: a killed process loses nothing of it, and a peer cannot cut
-    # the power.
+    # Synced with the next checkpoint: a killed process loses nothing of it, and a peer cannot cause
+    # a power failure.
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         try:
@@ -282,7 +286,7 @@ def _append(path: Path, record: bytes) -> None:
 
 
 def _write_whole(descriptor: int, data: bytes) -> None:
-    """Write all or nothing: the part that a full disk takes would spoil what comes after it."""
+    """Write all or nothing: a partial record on a full disk would spoil the records after it."""
     before = os.fstat(descriptor).st_size
     try:
         written = 0

@@ -1,6 +1,6 @@
-"""The mark in a run's folder which says that the run was ended for good, by a budget or a gate.
+"""The mark in a run's folder that the run was ended for good, by a budget or a gate.
 
-Without it a supervisor that starts again whatever ended with an error would never stop doing so.
+Without it, a supervisor that restarts every process that ends with an error would never stop.
 """
 
 import json
@@ -18,7 +18,7 @@ def mark_as_ended(folder: Path, why: Mapping[str, Any]) -> None:
 
     Args:
         folder: the run's folder.
-        why: what the next start has to know, as JSON can hold it.
+        why: what the next start has to know, as values of JSON.
 
     Raises:
         StorageError: the mark cannot be written.
@@ -27,9 +27,9 @@ def mark_as_ended(folder: Path, why: Mapping[str, Any]) -> None:
 
 
 def end_of(folder: Path) -> Mapping[str, Any] | None:
-    """Return what a run was marked with; None where it was not, or nobody can read the mark.
+    """Return the content of a run's mark; None if there is none, or it cannot be read.
 
-    A run that goes on for want of a mark is ended again at the same place.
+    A run that is resumed because its mark was lost ends again at the same place.
     """
     try:
         why = json.loads((folder / FILE).read_bytes())
@@ -39,7 +39,7 @@ def end_of(folder: Path) -> Mapping[str, Any] | None:
 
 
 def clear_mark(folder: Path) -> None:
-    """Let a run go on: its limits have changed since.
+    """Let a run be resumed: its limits have changed since it ended.
 
     Raises:
         StorageError: the mark cannot be deleted.

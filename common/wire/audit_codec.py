@@ -1,4 +1,4 @@
-"""The question of an audit on the wire, and the one place where its bytes are read."""
+"""The question of an audit on the wire, and the one place where its bytes are checked and read."""
 
 import torch
 

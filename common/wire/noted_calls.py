@@ -16,7 +16,7 @@ from splitveil.common.party.transcript import Crossing, Direction, Transcript
 from splitveil.common.run.contract import NAME_CHARACTERS
 from splitveil.common.wire.endpoint import SERVICE
 from splitveil.common.wire.limits import PARTY_KEY
-from splitveil.common.wire.tensor_codec import place_of
+from splitveil.common.wire.tensor_codec import epoch_and_step_of
 
 if TYPE_CHECKING:
     # grpcio's own class takes no type arguments at run time, only its type stubs do.
@@ -172,7 +172,7 @@ def _noting(transcript: Transcript) -> _NoteOf:
     def note(party: str | None, direction: Direction, kind: str, message: Any) -> Any:
         """Note a message, and hand it on."""
         if isinstance(message, bytes):
-            data, (epoch, step) = message, place_of(message)
+            data, (epoch, step) = message, epoch_and_step_of(message)
         else:
             data = message.SerializeToString(deterministic=True)
             epoch, step = getattr(message, "epoch", None), getattr(message, "step", None)

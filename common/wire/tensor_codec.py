@@ -44,7 +44,7 @@ _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
 
 @dataclass(frozen=True)
 class TensorLimits:
-    """What a tensor from the peer may look like."""
+    """The limits that every tensor from the peer is checked against."""
 
     cut_shape: tuple[int, ...]
     dtype: CutDtype
@@ -105,8 +105,8 @@ def _encode(batch: BatchId, tensor: Tensor, limits: TensorLimits) -> Iterator[by
         yield b"".join((fields.SerializeToString(), _DATA_TAG, _varint(len(chunk)), chunk))
 
 
-def place_of(frame: bytes) -> tuple[int | None, int | None]:
-    """Return epoch and step of a serialised frame, without looking at the rest; None for junk."""
+def epoch_and_step_of(frame: bytes) -> tuple[int | None, int | None]:
+    """Return the epoch and step of a serialised frame, None for junk; nothing else is checked."""
     try:
         fields, _ = _split_frame(frame)
     except ProtocolError:
@@ -217,7 +217,7 @@ def _identity(fields: pb.TensorFrame) -> tuple[object, ...]:
 
 
 def _split_frame(frame: bytes) -> tuple[pb.TensorFrame, memoryview]:
-    """Part a frame into its small fields and its payload, without copying the payload."""
+    """Split a frame into its small fields and its payload, without copying the payload."""
     try:
         start, end = _find_data(frame)
         if end == len(frame):
@@ -236,9 +236,9 @@ def _split_frame(frame: bytes) -> tuple[pb.TensorFrame, memoryview]:
 
 
 def _find_data(frame: bytes) -> tuple[tuple[int, int], int]:
-    """Find the payload field: (where its tag is, where its bytes start), where they end.
+    """Find the payload field: (offset of its tag, offset of its bytes), end of its bytes.
 
-    Only where it may begin: a megabyte of small fields is not gone through.
+    The search stops where the field has to have begun: it does not walk a megabyte of small fields.
     """
     at = 0
     while at < min(len(frame), TENSOR_HEADER_BYTES):

@@ -54,7 +54,7 @@ def test_it_outlives_its_process_and_half_a_record(tmp_path: Path) -> None:
 def test_what_can_no_more_be_asked_again_stays_in_the_file(tmp_path: Path) -> None:
     log = log_of_three(tmp_path / "answered.log")
     log.forget_before(1)
-    later = AnswerLog(tmp_path / "answered.log", first_place=1)
+    later = AnswerLog(tmp_path / "answered.log", first_batch=1)
     for one in (log, later):
         assert one.at(0) is None
         assert one.at(1) is not None

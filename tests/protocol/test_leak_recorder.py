@@ -61,7 +61,7 @@ def record(
         PassiveRecorder(settings, folders[1], ids, labels) as adversary,
     ):
         parties.session.life.observer = monitor
-        parties.run._observer = adversary
+        parties.run.observer = adversary
         run_in_process(parties)
     active_lines, passive_lines = (
         [json.loads(line) for line in (party / "metrics.jsonl").read_text().splitlines()]
@@ -320,7 +320,7 @@ def attacked(
     known = PartyData.load(settings.adversary.labels, example) if labels else None
     ids = PartyData.load(settings.data, example).ids
     with PassiveRecorder(settings, folder, ids, known) as adversary:
-        parties.run._observer = adversary
+        parties.run.observer = adversary
         run_in_process(parties)
     gathered = None if adversary._label_free is None else adversary._label_free.state_dict()
     return Attacked(adversary.summary(), gathered, len(budgets), len(directions))

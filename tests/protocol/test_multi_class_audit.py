@@ -319,7 +319,7 @@ def record(
         PassiveRecorder(settings, folders[1], ids, labels) as adversary,
     ):
         parties.session.life.observer = monitor
-        parties.run._observer = adversary
+        parties.run.observer = adversary
         parties.session.reopen()
         parties.run.run(connect(parties.session, parties.engine))
     (runs / "active" / "settings.yaml").write_text(

@@ -38,7 +38,6 @@ from tests.waiting import HANGS_AFTER_S
 OWN_DATA = ROOT / "docs" / "guide" / "own-data.md"
 SETTINGS_PAGES = [*GUIDE, ROOT / "docs" / "defenses.md"]
 EXAMPLES = ROOT / "deploy" / "examples"
-PROGRAMS = ("active-party", "passive-party", "splitveil", "splitveil-certs", "splitveil-local")
 INLINE = re.compile(r"`((?:active-party|passive-party|splitveil[\w-]*|make|python -m) [^`]+)`")
 SHORT = ("--set", "contract.epochs=1", "--set", "contract.batch_size=64")
 
@@ -300,6 +299,18 @@ def test_a_misspelt_option_or_setting_is_noticed() -> None:
         test_what_is_not_run_is_at_least_read("splitveil demo --defence none")
     with pytest.raises(Exception, match="there is no such setting"):
         test_what_is_not_run_is_at_least_read("splitveil demo --set contract.epoch=5")
+
+
+PROGRAMS = [block for page in GUIDE for block in blocks(page) if block.language == "python"]
+
+
+@pytest.mark.parametrize("block", PROGRAMS, ids=lambda block: block.lines[0])
+def test_every_program_runs_as_it_stands(
+    block: Block, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    exec(compile(block.text, "guide", "exec"), {})  # noqa: S102 (it is the page's own)
+    assert re.search(r"test AUC 0\.\d+\nguarantee 0\.\d+", capsys.readouterr().out)
 
 
 SNIPPETS = [

@@ -201,7 +201,7 @@ def test_another_kind_replaces_a_section_and_the_same_kind_changes_it() -> None:
     [
         ({"published": {"source": "x", "values": {"cancer": {"marvell 9": {}}}}}, "marvell 9"),
         ({"published": {"source": "x", "values": {"cancer": {"none": {"nrm": 1}}}}}, "nrm"),
-        ({"variants": {"iso": {"sweep": {"defense.ratio": [1]}}}}, "expected a name as active"),
+        ({"variants": {"iso": {"sweep": {"defense.ratio": [1]}}}}, "expected active"),
         ({"figures": {"norm": {"statistic": "q95", "layer": "cut"}}}, "a layer and an attack"),
     ],
 )
@@ -243,7 +243,7 @@ def test_an_experiment_that_runs_already_is_not_run_beside_it(
     command = ["run", str(path), "--output", str(tmp_path / "out")]
     with claimed(tmp_path / "out" / "tiny", "taken"):
         assert main(command) == 2
-    assert "another process runs this experiment" in capsys.readouterr().err
+    assert "another process is running this experiment" in capsys.readouterr().err
     assert main(command) == 3  # it runs now, and its launcher fails
 
 
@@ -304,9 +304,9 @@ def test_each_of_several_passive_parties_has_settings_of_its_own() -> None:
 def test_mistakes_in_one_passive_party_s_settings_are_named() -> None:
     misspelt = {"passive_a": {}, "passive_b": {"bottom_modl": {"kind": "mlp"}}}
     (found, *_) = problems(cells_of(labs(passives=misspelt))[0], Path())
-    assert "passive_b: bottom_modl: there is no such setting" in found
+    assert "passive_b: bottom_modl: unknown setting" in found
     (found,) = problems(cells_of(labs(passives={"passive_a": {}}))[0], Path())
-    assert found == "passives: there is nothing of passive_b"
+    assert found == "passives: expected settings for passive_b, got none"
     with pytest.raises(ValueError, match="means"):
         labs(passives={"means": {}})
 
@@ -366,7 +366,7 @@ def test_whoever_chooses_a_day_gets_the_days_before_it() -> None:
 
 
 def test_a_day_that_begins_with_a_later_one_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"tuesday\.after: expected a data set before it"):
+    with pytest.raises(ValueError, match=r"tuesday\.after: expected a data set that is earlier"):
         chain(tuesday=TINY["datasets"]["cancer"] | {"after": "wednesday"})
 
 
@@ -398,7 +398,10 @@ def test_a_day_is_not_run_where_the_day_before_has_failed(
     said = {ending.cell.dataset: (ending.exit_code, ending.last_lines) for ending in endings}
     assert said["monday"][0] == 4
     assert said["tuesday"][0] == 1
-    assert "begins with the weights of monday, none, seed 0: not finished" in said["tuesday"][1]
+    assert (
+        "starts with the weights of monday, none, seed 0, which is not finished"
+        in said["tuesday"][1]
+    )
 
 
 # ---- running ----

@@ -14,7 +14,7 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.audit_worker import AuditWorker
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.record.figures import AttackFigure
-from splitveil.common.record.leak_recorder import IDLE_S, LeakRecorder
+from splitveil.common.record.leak_recorder import IDLE_S, AuditedRun, LeakRecorder
 from splitveil.common.record.lines import AlignmentLine, AuditLine
 from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.summary import AuditedFigures, RunCounts, Summary
@@ -199,9 +199,7 @@ class PassiveRecorder:
                 LeakRecorder(
                     chosen,
                     self._metrics,
-                    seed,
-                    len(rows),
-                    class_names=names,
+                    AuditedRun(seed, len(rows), names),
                     beside=self._label_free,
                 )
             )

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,6 +44,17 @@ _CHARTED_EVERY_S = 0.5
 as some attacks. The metrics file has a line for each batch."""
 
 
+class AuditedRun(NamedTuple):
+    """The facts about a run on which its attacks depend."""
+
+    seed: bytes
+    """The joint seed, from which both parties pick the same positives."""
+    num_examples: int
+    """Aligned examples."""
+    class_names: Sequence[str] = ()
+    """Empty where there are two classes."""
+
+
 class LeakRecorder:
     """Attacks the gradients of a run in a thread of its own, and writes its figures down.
 
@@ -55,10 +66,8 @@ class LeakRecorder:
         metrics: gets a ``leak`` line per batch and an ``epoch_leak`` line per epoch, once all its
             batches are measured: the mean over them, and the leak AUC of the sums so far. With
             more than two classes these are figures of the pair of classes told apart best.
-        seed: the joint seed, from which both parties pick the same positives.
-        num_examples: aligned examples of the run.
+        run: the run that is attacked.
         on_leak: called in the audit's thread with each measured batch, after its line is written.
-        class_names: of a run with more than two classes; none where there are two.
         beside: another audit that gets the same observations, in the same thread.
     """
 
@@ -66,20 +75,20 @@ class LeakRecorder:
         self,
         settings: AuditSettings,
         metrics: MetricsLog,
-        seed: bytes,
-        num_examples: int,
+        run: AuditedRun,
         on_leak: Callable[[BatchLeak], None] | None = None,
-        class_names: Sequence[str] = (),
         beside: Auditing | None = None,
     ) -> None:
         self._metrics = metrics
-        self._seed = seed
+        self._seed = run.seed
         self._on_leak = on_leak
         self._unwritten: StorageError | None = None
         self._next_epoch = 0
         self._ended_epoch = -1
         self._charted_s = -_CHARTED_EVERY_S
-        self._audit = LeakAudit(settings.attacks, settings.every_steps, num_examples, class_names)
+        self._audit = LeakAudit(
+            settings.attacks, settings.every_steps, run.num_examples, run.class_names
+        )
         self._worker = AuditWorker(
             self._audit if beside is None else AuditsTogether(self._audit, beside),
             settings.queue_batches,
@@ -107,7 +116,7 @@ class LeakRecorder:
 
         Args:
             batch: the step and its rows.
-            gradients: layer -> gradients, (batch, ...), as received or derived from what was.
+            gradients: layer -> gradients, (batch, ...), as on the wire or derived from it.
             labels: (batch,).
             clean: layer -> gradients before the defense, from which the oracle takes a positive's;
                 without them it takes it from ``gradients``.

@@ -22,7 +22,7 @@ class RunResults(NamedTuple):
 
     active: Summary
     passives: Mapping[str, Summary]
-    """What stands before the names of a party's layers -> its summary."""
+    """Prefix of a party's layer names -> its summary."""
 
     @property
     def leak(self) -> ByAttack[BatchFigures]:

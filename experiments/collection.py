@@ -1,8 +1,8 @@
-"""Turns what runs left behind into one tidy table: a row per figure, as Parquet.
+"""Collects the figures of finished runs in one tidy table: a row per figure, as Parquet.
 
 Columns: experiment, size, dataset, variant, series, setting (the swept value, where there is one),
 seed, party, layer, attack, statistic, epoch, step, value. The party is ``active``, ``passive`` or,
-of several passive parties, one's name in the contract. A figure of a run has neither epoch nor
+with several passive parties, a name in the contract. A figure of a run has neither epoch nor
 step; ``epoch_...`` statistics have an epoch, ``step_leak`` a step, counted over the run.
 """
 
@@ -69,7 +69,7 @@ SCHEMA = pa.schema(
 
 
 class _Found(NamedTuple):
-    """A figure before it is known whose."""
+    """A figure before its experiment, variant and seed are added."""
 
     party: str
     statistic: str
@@ -126,7 +126,7 @@ def read_rows(path: Path) -> tuple[list[Row], dict[str, str]]:
 
 
 def circumstances_of(cell: Cell, results: Path) -> dict[str, Any]:
-    """Return on what and with what a finished cell was run."""
+    """Return the machine and the versions with which a finished cell was run."""
     marker: dict[str, Any] = json.loads((results / cell.folder / FINISHED).read_text("utf-8"))
     return marker
 

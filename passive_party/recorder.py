@@ -14,7 +14,7 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.audit_worker import AuditWorker
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.record.figures import AttackFigure
-from splitveil.common.record.leak_recorder import IDLE_S, LeakRecorder
+from splitveil.common.record.leak_recorder import IDLE_S, AuditedRun, LeakRecorder
 from splitveil.common.record.lines import AlignmentLine, AuditLine
 from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.summary import AuditedFigures, RunCounts, Summary
@@ -27,7 +27,7 @@ from splitveil.passive_party.settings import PassiveSettings
 logger = logging.getLogger(__name__)
 
 CATCH_UP_S = 5.0
-"""How long an audit waits for the attacks on an epoch's last batches."""
+"""Time that an audit waits for the attacks on an epoch's last batches."""
 
 
 class PassiveRecorder:
@@ -37,7 +37,7 @@ class PassiveRecorder:
         settings: the party's settings.
         folder: the run's folder.
         ids: this party's canonical ids.
-        evaluation_labels: labels that both sides know, or None: then there is no leak AUC here.
+        evaluation_labels: labels that both sides know; without them no leak AUC is measured here.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class PassiveRecorder:
         clear_mark(self._folder)
 
     def on_alignment_progress(self, done_ids: int, total_ids: int) -> None:
-        """Show nothing yet: small sets are through before a bar would be drawn."""
+        """Show nothing: small sets are aligned before a bar could be drawn."""
 
     def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
         """Look up the evaluation labels, start the progress bar and the adversary."""
@@ -102,17 +102,17 @@ class PassiveRecorder:
             self._progress.advance(**(self._leaks.shown() if self._leaks is not None else {}))
 
     def on_epoch(self, epoch: int) -> None:
-        """Note the epoch's mean leak."""
+        """Note that an epoch is over."""
         self._epochs = epoch + 1
         if self._leaks is not None:
             self._leaks.end_epoch(epoch)
 
     def on_resumed(self, epoch: int | None) -> None:
-        """Say where the run goes on."""
+        """Log where the run resumes."""
         logger.info("resuming %s", "at the end" if epoch is None else f"in epoch {epoch + 1}")
 
     def scores_to_audit(self, epoch: int) -> Iterator[GatheredScores]:
-        """Return the scores gathered so far, unless the active party measures none at all."""
+        """Yield the scores gathered so far, unless the active party refuses all audits."""
         if self._label_free is None or self._rows is None or self._audit_refused:
             return
         if not self._wait_until_idle(CATCH_UP_S):
@@ -120,13 +120,13 @@ class PassiveRecorder:
         yield from self._label_free.gathered(self._rows.splits["train"])
 
     def on_audit(self, epoch: int, scored: GatheredScores, leak_auc: float) -> None:
-        """Note what the active party measured."""
+        """Note the leak AUC that the active party measured."""
         self._audited.setdefault(scored.layer, {})[scored.attack] = leak_auc
         figure = AttackFigure(scored.layer, scored.attack, leak_auc)
         self._metrics.write(AuditLine(epoch, figure))
 
     def on_audit_failed(self, epoch: int, error: PeerError) -> None:
-        """Log it; scores that the active party never measures are not sent again."""
+        """Log it; where the active party refuses all audits, no scores are sent again."""
         self._audit_refused = self._audit_refused or isinstance(error, AuditRefused)
         logger.warning("epoch %d: no audit: %s", epoch + 1, error)
 
@@ -143,7 +143,7 @@ class PassiveRecorder:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of all that is noted, once the attacks on all batches so far are done.
+        """Return a copy of everything noted, once the attacks on all batches so far are done.
 
         Call it between steps, after `on_aligned`.
 
@@ -151,7 +151,7 @@ class PassiveRecorder:
             StorageError: a line of the metrics could not be written.
         """
         if not self._wait_until_idle(IDLE_S):
-            logger.warning("the audit is behind: a checkpoint goes without the last batches")
+            logger.warning("the audit is behind: a checkpoint is written without the last batches")
         leaks = None if self._leaks is None else self._leaks.state_dict()
         return {
             "steps": self._steps,
@@ -164,9 +164,9 @@ class PassiveRecorder:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` left off; call it after `on_aligned`.
+        """Resume from what ``state_dict`` returned; call it after `on_aligned`.
 
-        What is measured may be switched on and off within a run; its attacks may not change.
+        Measuring may be switched on and off within a run, but its attacks may not change.
 
         Raises:
             SettingsError: the state is of other attacks than the settings name.
@@ -174,7 +174,7 @@ class PassiveRecorder:
         self._wait_until_idle(IDLE_S)
         self._steps, self._epochs = state["steps"], state["epochs"]
         if self._progress is not None:
-            self._progress.go_on_at(self._steps)
+            self._progress.resume_at(self._steps)
         self._audit_refused = state["audit_refused"]
         self._audited = {layer: dict(found) for layer, found in state["audited"].items()}
         if self._leaks is not None and state["leaks"] is not None:
@@ -205,9 +205,7 @@ class PassiveRecorder:
                 LeakRecorder(
                     chosen,
                     self._metrics,
-                    seed,
-                    len(rows),
-                    class_names=names,
+                    AuditedRun(seed, len(rows), names),
                     beside=self._label_free,
                 )
             )

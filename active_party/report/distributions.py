@@ -19,13 +19,13 @@ _WORDS = {LOG10_NORM: "Norm", COSINE: "Direction"}
 _SIZE = (280.0, 185.0)
 _FEWEST_BINS, _MOST_BINS = 10, 40
 _WIDTHS = (1, 2, 4, 5, 8, 10, 20)
-"""How many bins are joined to one: divisors of the cosine's 40."""
+"""Numbers of bins that may be joined to one: divisors of the cosine's 40."""
 _MANTISSAS = (1, 2, 5)
 _MOST_NORM_TICKS = 4
 _ROOM = 0.15
-"""Least part of a decade to either side of the norms."""
+"""Least margin on either side of the norms, in decades."""
 _NORMAL_Q975 = 1.959964
-"""Of the absolute value of a normal draw, 95 % lie below this."""
+"""The absolute value of a standard normal draw lies below this with probability 0.95."""
 
 
 class StepRow(NamedTuple):
@@ -49,7 +49,7 @@ def class_rows(histograms: Sequence[ClassHistogram]) -> list[StepRow]:
 
 
 def sent_panels(runs: Sequence[tuple[str, Sequence[ClassHistogram]]]) -> list[Panel]:
-    """Return norm and cosine after the defense, at the last step counted, of several runs."""
+    """Return norm and cosine after the defense of several runs, at the last step counted."""
     shown = [(name, one) for name, of_run in runs for one in of_run if one.step == of_run[-1].step]
     axes = _axes([one for _, one in shown])
     panels = []
@@ -69,7 +69,7 @@ def auc_of_counts(negatives: Numbers, positives: Numbers) -> float:
 
 
 def random_q95(num_negatives: float, num_positives: float) -> float:
-    """Return what the leak AUC of random scores stays below in 95 % of such batches.
+    """Return the bound below which the leak AUC of random scores stays in 95 % of such batches.
 
     The normal approximation of the rank-sum statistic, whose variance is (n + p + 1) / (12 n p).
     """
@@ -136,7 +136,7 @@ def _axes(histograms: Sequence[ClassHistogram]) -> dict[str, Axis]:
 
 
 def _norm_axis(low: float, high: float) -> Axis:
-    """Return an axis of norms on a logarithmic scale, whose places are logarithms."""
+    """Return an axis of norms on a logarithmic scale, whose values are logarithms."""
     low, high = low - _ROOM, high + _ROOM
     decades = range(math.floor(low), math.ceil(high) + 1)
     exact = [(math.log10(m) + decade, m, decade) for decade in decades for m in _MANTISSAS]
@@ -145,7 +145,7 @@ def _norm_axis(low: float, high: float) -> Axis:
         ticks = [tick for tick in ticks if tick[1] == 1]
     ticks = ticks[:: math.ceil(len(ticks) / _MOST_NORM_TICKS)]
     names = [f"{m if m > 1 else ''}{'·' * (m > 1)}10{_raised(decade)}" for _, m, decade in ticks]
-    return Axis("gradient norm", low, high, [place for place, _, _ in ticks], names)
+    return Axis("gradient norm", low, high, [value for value, _, _ in ticks], names)
 
 
 def _raised(power: int) -> str:
@@ -153,7 +153,7 @@ def _raised(power: int) -> str:
 
 
 def _occupied(edges: Numbers, counts: Sequence[Numbers]) -> tuple[Numbers, list[Numbers]]:
-    """Leave out the bins before the first and after the last that hold something."""
+    """Drop the empty bins before the first and after the last occupied one."""
     filled = np.flatnonzero(np.sum(counts, axis=0))
     first, last = int(filled[0]), int(filled[-1])
     return edges[first : last + 2], [of_class[first : last + 1] for of_class in counts]

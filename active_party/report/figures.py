@@ -12,12 +12,12 @@ MIN_WINDOW = 15
 """Batches that a window's quantiles need at least."""
 MAX_WINDOWS = 40
 LOW, HIGH = 0.1, 0.9
-"""The quantiles between which a band lies."""
+"""The quantiles that bound a band."""
 STANDARD_ERRORS = 4.0
-"""By how many a mean must pass that of random scores, the same measure as the leak alarm's."""
+"""How many a mean must lie above that of random scores, as for the leak alarm."""
 
 WITHOUT_GRADIENTS = frozenset({"activation_spectral"})
-"""Attacks that look at a party's own activations alone: a baseline, no leak of the gradients."""
+"""Attacks that look only at a party's own activations: a baseline, and not a gradient leak."""
 
 
 class Windows(NamedTuple):
@@ -31,7 +31,7 @@ class Windows(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What one attack got out of single batches of one layer over the whole run."""
+    """One attack on single batches of one layer, over the whole run."""
 
     party: str
     layer: str

@@ -1,7 +1,7 @@
-"""The pages: the report of one run, and several runs side by side.
+"""Renders the pages: the report of one run, and several runs side by side.
 
-Figures and charts come from the other modules and words from the templates, which escape all that
-comes from settings and files.
+Figures and charts come from the other modules, words from the templates, which escape everything
+that comes from settings and files.
 """
 
 import textwrap
@@ -60,7 +60,7 @@ _EXPECTED_TO_DIFFER = {"contract.run_name", "listen", "runs_dir"}
 
 
 class _Compared(NamedTuple):
-    """One run among several."""
+    """One of the runs on a comparison page."""
 
     title: str
     style: str
@@ -76,7 +76,7 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
 
     Args:
         run_dir: the run's folder.
-        output: where to; ``active/report.html`` in the run's folder by default.
+        output: the file to write; ``active/report.html`` in the run's folder by default.
 
     Returns:
         The file written.
@@ -154,7 +154,7 @@ def comparison_page(runs: Sequence[RunFiles]) -> str:
         "comparison.html.jinja",
         title=", ".join(one.title for one in compared),
         runs=[(one, _defense(one.run)) for one in compared],
-        several_classes=any(num_classes(run) > 2 for run in runs),
+        multi_class=any(num_classes(run) > 2 for run in runs),
         trade_off=trade_off(*_dots(compared)),
         rows=_rows(compared, keys),
         training=shared_training_panels(coloured),
@@ -196,7 +196,7 @@ def _short(title: str) -> str:
 
 
 def _titles(runs: Sequence[RunFiles]) -> list[str]:
-    """Name the runs, those of the same name by their folders too."""
+    """Return the runs' names, with the folder where two have the same name."""
     names = [run.name for run in runs]
     return [
         name if names.count(name) == 1 else f"{name} ({run.folder})"
@@ -205,7 +205,7 @@ def _titles(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def _dots(compared: Sequence[_Compared]) -> tuple[list[Dot], str]:
-    """Place the runs by test AUC and leak AUC, that of the whole run where all have measured it."""
+    """Return a point per run: test AUC and leak AUC, of the whole run where all measured it."""
     of_run = all(one.accumulated for one in compared)
     dots = []
     for one in compared:

@@ -1,4 +1,4 @@
-"""The charts of a report, each with the title that stands above it."""
+"""The charts of a report, each with its title."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +38,7 @@ NUM_STYLES = 8
 
 
 class Panel(NamedTuple):
-    """A chart and what stands above it."""
+    """A chart with its title and note."""
 
     title: str
     chart: Markup
@@ -46,7 +46,7 @@ class Panel(NamedTuple):
 
 
 class Coloured(NamedTuple):
-    """A run in a chart of several: the class of its colour."""
+    """One of the runs in a shared chart, with the CSS class of its colour."""
 
     style: str
     run: RunFiles
@@ -54,7 +54,7 @@ class Coloured(NamedTuple):
 
 
 def training_panels(run: RunFiles) -> list[Panel]:
-    """Return loss and test AUC over epochs; none where the run has not ended its first epoch."""
+    """Return loss and test AUC over epochs; empty before the first epoch has ended."""
     lines = test_lines(run)
     if not lines:
         return []
@@ -101,7 +101,7 @@ def leak_panel(run: RunFiles, series: LeakSeries) -> Panel:
 
 
 def layer_panels(run: RunFiles, series: Sequence[LeakSeries]) -> list[Panel]:
-    """Return one panel per attack, in which each layer has a line of its own."""
+    """Return one panel per attack, with a line for each layer."""
     panels = []
     layers = list(dict.fromkeys(one.layer for one in series))
     for attack in dict.fromkeys(one.attack for one in series):
@@ -126,7 +126,7 @@ def layer_panels(run: RunFiles, series: Sequence[LeakSeries]) -> list[Panel]:
 
 
 def shared_leak_panel(runs: Sequence[Coloured], layer: str, attack: str) -> Panel:
-    """Return one attack's leak AUC over steps in several runs, of which at least one has it."""
+    """Return one attack's leak AUC over steps in several runs, at least one of which has it."""
     chosen = [
         (run.style, series)
         for run in runs
@@ -181,7 +181,7 @@ def ledger_panels(
 
 
 def shared_ledger_panel(runs: Sequence[Coloured]) -> Panel | None:
-    """Return what the ledgers of several runs guarantee over epochs; None if there are none."""
+    """Return the guarantees of several runs' ledgers over epochs; None if there are none."""
     marks = []
     for style, run, _ in runs:
         lines = run.active.metrics.of(LedgerLine)
@@ -295,7 +295,7 @@ def _chance(series: LeakSeries) -> Iterator[Mark]:
 
 
 def _yardsticks(run: RunFiles, series: LeakSeries) -> Iterator[Rule]:
-    """Yield what random scores stay below on most batches, and what features alone tell."""
+    """Yield the level of random scores on most batches, and that of the features alone."""
     yield Rule(float(np.quantile(series.random, 0.95)), "floor")
     baseline = run.active.summary.of_active.model.test_auc
     if baseline is not None:

@@ -1,7 +1,6 @@
-"""Charts as SVG that lives inside a page: its colours, dark and print among them, come from CSS.
+"""Draws charts as SVG inside a page, whose CSS gives the colours, also in the dark and on paper.
 
-Text stays text. Elements are built as a tree, so that nothing which a chart names can become
-markup.
+Text stays text. Elements are built as a tree, so that no name in a chart can become markup.
 """
 
 import math
@@ -16,26 +15,26 @@ from splitveil.active_party.report.run_files import Numbers
 
 _LINE_HEIGHT = 14.0
 _NAME_WIDTH = 8.2
-"""Of a character of a name, bold, and larger on paper; what is wider than most would be cut off."""
+"""Width of a bold character, larger on paper; narrower estimates would cut wide names off."""
 _TICK_WIDTH = 7.0
 _MOST_TICKS = 5
 
 
 class Axis(NamedTuple):
-    """What one direction means."""
+    """One direction of a chart: its unit, range and ticks."""
 
     label: str
     low: float
     high: float
     ticks: Sequence[float] = ()
-    """Where the marks stand; round places by default."""
+    """Values of the ticks; round numbers by default."""
     names: Sequence[str] = ()
-    """What stands at the ticks, one each; the numbers themselves by default."""
+    """One label for each tick; the numbers themselves by default."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Points joined in order; a NaN parts the line."""
+    """Points joined in order; a NaN interrupts the line."""
 
     x: Numbers
     y: Numbers
@@ -45,7 +44,7 @@ class Line:
     """Stands at the right of the last point."""
     markers: bool = False
     written: Callable[[float], str] = "{:.4g}".format
-    """How a marker says its height: a bound is rounded up."""
+    """Writes the value at a marker: a bound is rounded up."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ class Chart:
     """A chart with its axes; ``marks`` are drawn in their order, the last on top."""
 
     description: str
-    """What it shows, for those who cannot see it."""
+    """Its content in words, for readers who cannot see it."""
     x: Axis
     y: Axis
     marks: Sequence[Mark]
@@ -115,7 +114,7 @@ class Chart:
 
 
 class _Drawing:
-    """One chart while it is drawn: places of the plot area, and labels that still want a place."""
+    """One chart while it is drawn: the plot area, and the labels that still need a position."""
 
     def __init__(self, chart: Chart) -> None:
         self._chart = chart
@@ -157,20 +156,20 @@ class _Drawing:
         self._draw_names_of_dots()
         return Markup(tostring(self._root, encoding="unicode", short_empty_elements=False))  # noqa: S704
 
-    def _place_x(self, value: float) -> float:
-        return _place(value, self._chart.x, self._left, self._right)
+    def _x_of(self, value: float) -> float:
+        return _coordinate(value, self._chart.x, self._left, self._right)
 
-    def _place_y(self, value: float) -> float:
-        return _place(value, self._chart.y, self._bottom, self._top)
+    def _y_of(self, value: float) -> float:
+        return _coordinate(value, self._chart.y, self._bottom, self._top)
 
     def _draw_axes(self) -> None:
         x, y = self._chart.x, self._chart.y
         for value, text in _ticks(y):
-            at = self._place_y(value)
+            at = self._y_of(value)
             self._segment("grid", (self._left, at), (self._right, at))
             self._text("tick end", self._left - 8, at + 4, text)
         for value, text in _ticks(x):
-            at = self._place_x(value)
+            at = self._x_of(value)
             self._segment("axis", (at, self._bottom), (at, self._bottom + 4))
             self._text("tick middle", at, self._bottom + 17, text)
         self._segment("axis", (self._left, self._bottom), (self._right, self._bottom))
@@ -199,7 +198,7 @@ class _Drawing:
             self._circle(f"dot {line.style}", x, y, 2.6, line.written)
         if pieces and line.label:
             x, y = pieces[-1][-1]
-            self._labels.append(_Label(line.label, line.style, self._place_x(x), self._place_y(y)))
+            self._labels.append(_Label(line.label, line.style, self._x_of(x), self._y_of(y)))
 
     def _draw_steps(self, steps: Steps) -> None:
         edges, heights = steps.edges.tolist(), steps.heights.tolist()
@@ -212,7 +211,7 @@ class _Drawing:
         SubElement(self._root, "path", path)
 
     def _draw_rule(self, rule: Rule) -> None:
-        at = self._place_y(rule.y)
+        at = self._y_of(rule.y)
         self._segment(f"line {rule.style}", (self._left, at), (self._right, at))
         if rule.label:
             self._labels.append(_Label(rule.label, rule.style, self._right, at))
@@ -224,9 +223,9 @@ class _Drawing:
     def _draw_names_of_dots(self) -> None:
         """Set each name beside its dot, towards the middle, and none over another."""
         dots = sorted(self._dots, key=lambda dot: -dot.y)
-        heights = _spread_out([self._place_y(dot.y) for dot in dots], self._top, self._bottom)
+        heights = _spread_out([self._y_of(dot.y) for dot in dots], self._top, self._bottom)
         for dot, height in zip(dots, heights, strict=True):
-            x = self._place_x(dot.x)
+            x = self._x_of(dot.x)
             if x < (self._left + self._right) / 2:
                 self._text(f"name {dot.style}", x + 11, height + 4, dot.label)
             else:
@@ -243,8 +242,8 @@ class _Drawing:
             self._text(f"name {label.style}", self._right + 10, height + 4, label.text)
 
     def _path(self, points: Sequence[tuple[float, float]]) -> str:
-        places = (f"{self._place_x(x):.1f} {self._place_y(y):.1f}" for x, y in points)
-        return "M" + "L".join(places)
+        points_on_page = (f"{self._x_of(x):.1f} {self._y_of(y):.1f}" for x, y in points)
+        return "M" + "L".join(points_on_page)
 
     def _segment(self, style: str, start: tuple[float, float], end: tuple[float, float]) -> None:
         path = "M{:.1f} {:.1f}L{:.1f} {:.1f}".format(*start, *end)
@@ -258,14 +257,14 @@ class _Drawing:
         radius: float,
         written: Callable[[float], str] = "{:.4g}".format,
     ) -> None:
-        places = {"cx": f"{self._place_x(x):.1f}", "cy": f"{self._place_y(y):.1f}"}
-        circle = SubElement(self._root, "circle", {"class": style, "r": f"{radius:g}"} | places)
+        position = {"cx": f"{self._x_of(x):.1f}", "cy": f"{self._y_of(y):.1f}"}
+        circle = SubElement(self._root, "circle", {"class": style, "r": f"{radius:g}"} | position)
         # A browser shows it when the pointer rests there.
         SubElement(circle, "title").text = f"{x:.4g}: {written(y)}"
 
     def _text(self, style: str, x: float, y: float, text: str) -> Element:
-        places = {"x": f"{x:.1f}", "y": f"{y:.1f}"}
-        element = SubElement(self._root, "text", {"class": style} | places)
+        position = {"x": f"{x:.1f}", "y": f"{y:.1f}"}
+        element = SubElement(self._root, "text", {"class": style} | position)
         element.text = text
         return element
 
@@ -273,7 +272,7 @@ class _Drawing:
 def round_axis(
     label: str, values: Numbers, *, from_zero: bool = False, least_span: float = 0.0
 ) -> Axis:
-    """Return an axis that covers values, its ends at round places.
+    """Return an axis that covers values, with round numbers at its ends.
 
     Args:
         label: what the axis is, with its unit.
@@ -309,7 +308,7 @@ def _round_unit(span: float, count: int) -> float:
     return next((m * power for m in (1, 2, 5) if span / (m * power) <= count), 10 * power)
 
 
-def _place(value: float, axis: Axis, start: float, end: float) -> float:
+def _coordinate(value: float, axis: Axis, start: float, end: float) -> float:
     share = (min(max(value, axis.low), axis.high) - axis.low) / (axis.high - axis.low)
     return start + share * (end - start)
 

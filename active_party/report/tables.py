@@ -54,7 +54,7 @@ class RunLevelRow(NamedTuple):
 
 
 class GateRow(NamedTuple):
-    """What the leak gate found, once."""
+    """One finding of the leak gate."""
 
     window_end: str
     attack: str
@@ -64,7 +64,7 @@ class GateRow(NamedTuple):
 
 
 class AlarmRow(NamedTuple):
-    """An attack that found more than the ledger's charge allows for."""
+    """An attack that measured more than the ledger's charge allows for."""
 
     epoch: str
     attack: str
@@ -74,7 +74,7 @@ class AlarmRow(NamedTuple):
 
 
 class AuditRow(NamedTuple):
-    """What the peer was told of one attack's scores."""
+    """The peer's audits of one attack's scores."""
 
     attack: str
     replies: str
@@ -89,7 +89,7 @@ def tiles(
     """Yield the key figures of a run."""
     tests = test_lines(run)
     if tests:
-        meaning = "label-free baseline: what the features alone tell the trained model"
+        meaning = "label-free baseline: what the features alone reveal to the trained model"
         yield Tile("Test AUC", figure(tests[-1].auc), meaning)
     best = strongest(findings)
     if best is not None:
@@ -106,7 +106,7 @@ def tiles(
     if ledger is not None:
         meaning = "leak AUC of the best score, if the classes are Gaussian"
         yield Tile("Estimated for the run", figure(ledger.estimate.max), meaning)
-        meaning = "leak AUC that no attack described by the charges passes, on any example"
+        meaning = "leak AUC that no attack described by the charges exceeds, on any example"
         yield Tile("Guaranteed for the run", guarantee(run), meaning)
 
 
@@ -130,7 +130,7 @@ def run_level_rows(accumulated: Sequence[RunLevel]) -> Iterator[RunLevelRow]:
 
 
 def gate_rows(run: RunFiles) -> Iterator[GateRow]:
-    """Yield what the leak gate found."""
+    """Yield the findings of the leak gate."""
     for line in run.active.metrics.of(GateLine):
         window_end = f"epoch {line.epoch + 1}, step {line.step + 1}"
         figures = (line.figure.leak_auc, line.limit, line.random)
@@ -146,7 +146,7 @@ def alarm_rows(run: RunFiles) -> Iterator[AlarmRow]:
 
 
 def audit_rows(run: RunFiles) -> Iterator[AuditRow]:
-    """Yield what the peer was told of its scores, one row per attack and layer."""
+    """Yield what the peer was told about its scores, one row per attack and layer."""
     replies: dict[str, list[float]] = {}
     for line in run.active.metrics.of(AuditLine):
         if line.figure.leak_auc is not None:
@@ -157,12 +157,12 @@ def audit_rows(run: RunFiles) -> Iterator[AuditRow]:
 
 
 def watch_notes(run: RunFiles) -> Iterator[str]:
-    """Say what was set to watch the leak, and what it did."""
+    """Yield a sentence about each guard against the leak: whether it was on, and what it did."""
     settings, summary = run.active.settings, run.active.summary.of_active
     alarms = summary.leak_alarms
     if alarms is not None:
         yield (
-            f"Leak alarm, which compares what attacks measure with the ledger's charges: went off "
+            f"The leak alarm, which compares measured leaks with the ledger's charges, went off "
             f"{alarms} time{'s' * (alarms != 1)}."
         )
     gate = settings.get("leak_gate")
@@ -176,19 +176,19 @@ def watch_notes(run: RunFiles) -> Iterator[str]:
         )
     else:
         yield "Leak gate: not set, so no measured leak could end the run."
-    # The summary counts also what the run went back behind, of which the metrics have no line.
+    # The summary also counts audits that the run went back behind, which have no line any more.
     told = max(len(run.active.metrics.of(AuditLine)), summary.audits_answered or 0)
     if settings.get("allow_audits") or told:
         yield (
-            f"Audit calls answered: {told}. The peer chose the scores, and was told their leak "
-            "AUC with two digits. The ledger does not count them."
+            f"Audit calls answered: {told}. The peer chose the scores and was told their leak "
+            "AUC to two digits. The ledger does not count them."
         )
     else:
-        yield "Audit calls: not allowed, so the peer was told no figure."
+        yield "Audit calls: not allowed, so the peer was not told any figure."
 
 
 def summary_rows(run: RunFiles) -> Iterator[tuple[str, str]]:
-    """Yield what the run's summary says, apart from its leak."""
+    """Yield the figures of the run's summary, apart from its leak."""
     counts, active = run.active.summary.counts, run.active.summary.of_active
     batches, model = run.active.summary.of_leak.counts, active.model
     yield "aligned rows", count(counts.aligned_rows)
@@ -213,7 +213,7 @@ def summary_rows(run: RunFiles) -> Iterator[tuple[str, str]]:
 
 
 def settings_tables(settings: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
-    """Return one table per section of the settings; what is in no section comes first."""
+    """Return one table per section of the settings, first those outside any section."""
     tables: dict[str, list[tuple[str, str]]] = {"this party": []}
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
@@ -224,7 +224,7 @@ def settings_tables(settings: Mapping[str, Any]) -> dict[str, list[tuple[str, st
 
 
 def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every setting with its dotted name; those that would give the noise away are hidden."""
+    """Yield every setting with its dotted name, without values that would reveal the noise."""
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
             yield from flattened(value, f"{prefix}{name}.")
@@ -235,7 +235,7 @@ def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
 
 
 def guarantee(run: RunFiles) -> str:
-    """Return what the ledger guarantees for the whole run."""
+    """Return the guarantee of the ledger for the whole run."""
     value = guarantee_of(run)
     return _ABSENT if math.isnan(value) else f"≤ {auc_at_most(value)}"
 

@@ -1,8 +1,8 @@
 """The verdict on a run, in plain words, computed from its figures.
 
-It says what was recovered, what the ledger allows for, and what nobody has looked at. A measured
-figure is a lower bound on the leak (another attack may do better), the ledger's guarantee an upper
-one, against a peer that its charges describe.
+It says what was recovered, what the ledger allows for, and what was not looked at. A measured
+figure is a lower bound on the leak (another attack may do better), and the ledger's guarantee is an
+upper bound against a peer that its charges describe.
 """
 
 import math
@@ -28,11 +28,11 @@ from splitveil.common.text.upper_bounds import auc_at_most
 Level = Literal["recovered", "leaking", "unbounded", "bounded", "unknown"]
 
 RECOVERED = 0.9
-"""Leak AUC from which on labels count as recovered."""
+"""Leak AUC at and above which labels count as recovered."""
 WEAK_GUARANTEE = 0.9
 """Guarantee above which a ledger does not bound what matters."""
 BITS_PER_AUDIT = math.log2(51)
-"""An audit's answer is one of .50, .51 to 1.00."""
+"""The reply to an audit is one of .50, .51, ..., 1.00."""
 NO_GUARANTEE = 0.999
 
 LEVELS: Mapping[Level, str] = {
@@ -76,7 +76,7 @@ _NEEDS: Mapping[str, frozenset[_Need]] = {
 
 
 class RunLevel(NamedTuple):
-    """What an attack recovered with the gradients of all epochs together."""
+    """One attack on the gradients of all epochs together."""
 
     layer: str
     attack: str
@@ -84,19 +84,19 @@ class RunLevel(NamedTuple):
     low: float | None
     high: float | None
     examples: int | None
-    """Of how many examples; None where the run did not write it."""
+    """The number of examples scored; None where the run did not write it."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to think of a run."""
+    """A judgement on a run, with its reasons."""
 
     level: Level
     headline: str
     reasons: list[str] = field(default_factory=list)
-    """Sentences that go on where the headline ends."""
+    """Sentences that support the headline."""
     not_measured: list[str] = field(default_factory=list)
-    """What the headline says nothing about."""
+    """Sentences about everything that the headline does not cover."""
 
     @property
     def badge(self) -> str:
@@ -105,14 +105,14 @@ class Verdict:
 
 
 def needs_of(attack: str) -> str:
-    """Say what an attacker must know besides the gradients."""
+    """Return what an attacker must know besides the gradients, in words."""
     if attack not in _NEEDS:
         return "not known here"
     return "; ".join(sorted(need.in_words() for need in _NEEDS[attack])) or "nothing"
 
 
 def is_oracle(attack: str) -> bool:
-    """Tell whether an attack knows what only an evaluation can."""
+    """Return whether an attack uses knowledge that only an evaluation has."""
     return any(need.is_oracle for need in _NEEDS.get(attack, frozenset()))
 
 
@@ -191,27 +191,29 @@ def _headline(
     for one in (easiest, whole_run):
         if one is not None and one.leak_auc >= RECOVERED:
             return (
-                f"Whoever keeps the gradients of this run{_and_knows(one.attack)} recovers the "
+                f"Anyone who keeps the gradients of this run{_and_knows(one.attack)} recovers the "
                 f"labels with AUC {one.leak_auc:.3f}."
             )
     by_anyone = strongest([found for found in findings if not _more_than_free(found.attack)])
     if by_anyone is not None and by_anyone.mean >= RECOVERED:
-        return f"Whoever keeps these gradients recovers the labels with AUC {by_anyone.mean:.3f}."
+        return (
+            f"Anyone who keeps these gradients recovers the labels with AUC {by_anyone.mean:.3f}."
+        )
     best = strongest(findings)
     if best is None:
-        return "No attack was run: how much these gradients give away is not known."
+        return "No attack was run: it is not known how much these gradients reveal."
     if best.mean >= RECOVERED:
         return (
-            f"Whoever keeps these gradients{_and_knows(best.attack)} recovers the labels with "
+            f"Anyone who keeps these gradients{_and_knows(best.attack)} recovers the labels with "
             f"AUC {best.mean:.3f}."
         )
     if best.beats_chance or any(found.beats_chance for found in findings):
         tell = (
-            f"Single batches tell something of the labels (AUC {best.mean:.3f}, where chance gives "
-            f"{best.random_mean:.3f})"
+            f"Single batches reveal something about the labels (AUC {best.mean:.3f}, where "
+            f"chance gives {best.random_mean:.3f})"
         )
     else:
-        tell = "No attack that was run got more from single batches than chance"
+        tell = "No attack that was run did better than chance on single batches"
     if whole_run is not None:
         tell += f", and all epochs together reach AUC {whole_run.leak_auc:.3f}"
     if math.isnan(guarantee):
@@ -223,11 +225,11 @@ def _headline(
 
 
 def _of_classes(run: RunFiles) -> Iterator[str]:
-    """Say what figures are of where there are several classes."""
+    """Say which classes the figures compare where there are more than two."""
     if num_classes(run) > 2:
         yield (
-            f"With {num_classes(run)} classes every leak AUC, measured or allowed for, is that of "
-            "the two classes that are told apart best."
+            f"With {num_classes(run)} classes, every leak AUC, measured or allowed for, is that of "
+            "the two classes that are easiest to tell apart."
         )
 
 
@@ -235,10 +237,11 @@ def _measured(findings: Sequence[Finding], accumulated: Sequence[RunLevel]) -> I
     best = strongest(findings)
     if best is not None:
         yield (
-            f"Strongest on single batches: {best.attack} at layer {best.layer}, which needs to "
-            f"know: {needs_of(best.attack)}. Its leak AUC is {best.mean:.3f} on average over "
-            f"{best.batches} batches, and at most {auc_at_most(best.q95)} on 95 % of them; random "
-            f"scores reach {best.random_mean:.3f} and {best.random_q95:.3f}."
+            f"Strongest on single batches: {best.attack} at layer {best.layer}. Besides the "
+            f"gradients it needs to know: {needs_of(best.attack)}. Its leak AUC is "
+            f"{best.mean:.3f} on average over {best.batches} batches, and at most "
+            f"{auc_at_most(best.q95)} on 95 % of them; random scores reach "
+            f"{best.random_mean:.3f} and {best.random_q95:.3f}."
         )
     silent = [f"{found.attack} at {found.layer}" for found in findings if not found.beats_chance]
     if silent and len(silent) < len(findings):
@@ -258,7 +261,7 @@ def _measured(findings: Sequence[Finding], accumulated: Sequence[RunLevel]) -> I
 
 def _bounded(run: RunFiles, guarantee: float) -> Iterator[str]:
     if math.isnan(guarantee):
-        yield "The run has no ledger entry, so nothing bounds what its answers told."
+        yield "The run has no ledger entry, so nothing bounds what its answers revealed."
         return
     if guarantee >= NO_GUARANTEE:
         yield (
@@ -277,7 +280,7 @@ def _bounded(run: RunFiles, guarantee: float) -> Iterator[str]:
     if earlier is not None:
         most = earlier.bounds.guarantee.max
         yield (
-            f"Earlier runs are counted in: they answered about {earlier.examples or 0:,} of the "
+            f"Earlier runs are included: they answered about {earlier.examples or 0:,} of the "
             f"training rows, at most AUC {auc_at_most(math.nan if most is None else most)}."
         )
     limit = limit_of_guarantee(run.active.settings.get("defense", {}))
@@ -286,7 +289,7 @@ def _bounded(run: RunFiles, guarantee: float) -> Iterator[str]:
 
 
 def _told(summary: ActiveFigures) -> Iterator[str]:
-    """Yield what the run did besides training."""
+    """Yield how the run ended early and what it revealed besides gradients."""
     if summary.gate is not None and summary.gate.closed:
         yield "The leak gate ended the run: its attacks measured more than the settings accept."
     answered = summary.audits_answered
@@ -294,12 +297,12 @@ def _told(summary: ActiveFigures) -> Iterator[str]:
         yield (
             f"The peer was told {answered} leak AUC{'s' * (answered > 1)} of scores that it chose, "
             f"to two digits: up to {math.ceil(answered * BITS_PER_AUDIT):,} bits about all labels "
-            "together. The ledger counts no such answer."
+            "together. The ledger does not count these answers."
         )
 
 
 def _doubts(alarms: int | None, accumulated: Sequence[RunLevel], guarantee: float) -> Iterator[str]:
-    """Yield what speaks against the ledger's figures."""
+    """Yield the evidence against the ledger's figures."""
     if alarms:
         yield (
             f"The leak alarm went off {alarms} time{'s' * (alarms > 1)}: an attack measured more "
@@ -320,13 +323,13 @@ def _not_measured(
 ) -> Iterator[str]:
     if not accumulated:
         yield (
-            "What the gradients of several epochs give away together: the attacks look at one "
-            "batch at a time, and only the ledger speaks of the whole run."
+            "What the gradients of several epochs reveal together: the attacks look at one "
+            "batch at a time, and only the ledger covers the whole run."
         )
     if not run.passives:
         yield (
             "Layers before the cut: the passive party's files are not in this run's folder, or "
-            "are of another run."
+            "belong to another run."
         )
     left = sorted(set(_OF_BATCHES) - {found.attack for found in findings})
     if left:
@@ -341,18 +344,18 @@ def _not_measured(
         number = counts.skipped_one_class
         yield f"{number} batch{'es' * (number > 1)} of a single class, which {_has(number)} no AUC."
     if not run.active.has_ended:
-        yield "The end of the run: it has no summary, because it was stopped or still goes on."
+        yield "The end of the run: it has no summary, because it was stopped or is still running."
     unseen = ["the sizes of the two id sets", "timing"]
     if not any(found.attack in WITHOUT_GRADIENTS for found in findings):
         unseen.insert(0, "forward activations")
     yield (
-        f"No attack here looks at {_listed(unseen)}, and an attack that nobody has run yet may do "
-        "better than those here."
+        f"No attack here looks at {_listed(unseen)}, and an attack that has not been run yet may "
+        "do better than the ones here."
     )
 
 
 def _more_than_free(attack: str) -> list[_Need]:
-    """Return what an attack needs to know that not every passive party knows."""
+    """Return the needs of an attack that not every passive party meets."""
     return sorted(need for need in _NEEDS.get(attack, frozenset()) if not need.is_free)
 
 

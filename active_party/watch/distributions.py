@@ -1,4 +1,4 @@
-"""Distributions of one batch's gradients: how far the classes lie apart before and after a defense.
+"""Distributions of one batch's gradients by class, before and after a defense.
 
 Two figures per example, as in Figure 2 of Li et al., "Label Leakage and Protection in Two-Party
 Split Learning" (ICLR 2022), for the raw gradients and for the defended ones:
@@ -7,11 +7,11 @@ Split Learning" (ICLR 2022), for the raw gradients and for the defended ones:
     cosine       cos(g, m), m the mean raw gradient of the batch's positives
 
 The paper takes one random positive for m, which makes its figure depend on the draw. A positive's
-own gradient is left out of its m: a mean that holds the example itself finds a likeness in pure
-noise. After a defense m is still of raw gradients, as in the ``cosine`` attack.
+own gradient is left out of its m: a mean that contains the example itself finds a resemblance in
+pure noise. After a defense, m is still the mean of raw gradients, as in the ``cosine`` attack.
 
-Bins have the same places in every batch and run, 0.05 wide, so that classes, sides of the defense
-and steps can be compared. What is left of an example is a count in a bin of its class.
+Bins are 0.05 wide and lie at the same values in every batch and run, so that classes, sides of the
+defense and steps can be compared. All that remains of an example is a count in a bin of its class.
 """
 
 from collections.abc import Mapping
@@ -26,10 +26,10 @@ BINS_PER_UNIT = 20
 """A bin of ``log10_norm`` is a twentieth of a decade, about 12 %, and one of ``cosine`` 0.05."""
 
 MIN_PER_CLASS = 5
-"""Examples of each class below which counts would be a list of examples and no distribution."""
+"""With fewer examples of a class, counts would list examples and not show a distribution."""
 
 _DECADES = 6
-"""What is smaller than the largest norm by more than these counts as if it were not."""
+"""A norm more than this many decades below the largest counts as if it were not."""
 
 
 class Histogram(NamedTuple):
@@ -48,8 +48,8 @@ def gradient_distributions(
 ) -> tuple[Histogram, Histogram] | None:
     """Count norms and cosines of a batch by class, before and after the defense.
 
-    The counts are for the label owner's own files: they must not reach the peer, to whom they say
-    how many examples of a batch are positive, and how to tell them by their gradients.
+    The counts are for the label owner's own files. They must not reach the peer: they would tell
+    it how many examples of a batch are positive, and how to recognise them by their gradients.
 
     Args:
         raw: gradients before the defense, (batch, ...).
@@ -84,7 +84,7 @@ def gradient_distributions(
 
 
 def spread_epochs(num_epochs: int) -> frozenset[int]:
-    """Return the epochs to look at: 0, 1, 2, 4, 8, ... and the last, as most happens early."""
+    """Return the epochs to count: 0, 1, 2, 4, 8, ... and the last, as most changes happen early."""
     doubling = (2**power for power in range(num_epochs.bit_length()))
     return frozenset({0, *doubling, num_epochs - 1} & set(range(num_epochs)))
 
@@ -116,9 +116,9 @@ def _histogram(
     first = int(everything.min()) if low is None else low * BINS_PER_UNIT
     last = int(everything.max()) if high is None else high * BINS_PER_UNIT - 1
     counts = {}
-    for side, places in bins.items():
+    for side, indices in bins.items():
         for name, chosen in (("negative", ~positive), ("positive", positive)):
-            inside = places[chosen].clamp(first, last) - first
+            inside = indices[chosen].clamp(first, last) - first
             counted = torch.bincount(inside, minlength=last - first + 1)
             counts[f"{side}/{name}"] = tuple(counted.tolist())
     edges = tuple(edge / BINS_PER_UNIT for edge in range(first, last + 2))

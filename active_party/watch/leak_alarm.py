@@ -1,17 +1,17 @@
-"""The leak alarm: notices when an attack measures more than an answer can have told.
+"""The leak alarm: notices when an attack measures more than an answer can have revealed.
 
-A bound on the AUC is about the mean over many draws, and a batch's AUC strays from its mean, the
+A bound on the AUC is about the mean over many draws, while a batch's AUC strays from its mean, the
 more so the fewer positives the batch holds. Therefore whole epochs are judged, several at once
 where one has fewer than ``MIN_BATCHES`` measured batches: the mean over the batches of an attack's
 leak AUC, less what random scores gained on the same batches by being turned around, and less
 ``STANDARD_ERRORS`` of that mean, is compared with the guarantee of the largest single charge among
-them. It is the single answer that counts here, not the run: an attack of the monitor sees one.
+them. The single answer counts here, not the run: each attack of the monitor sees only one.
 
 An alarm means that the charge does not describe the gradients sent: an error in a defense, or
 gradients that its model of two classes does not fit.
 
 Oracles that are told the classes of half the batch are passed over: the guarantee is about what one
-answer tells of an example's label, and not about what others' labels add to it.
+answer reveals about an example's label, and not about what the labels of others add to it.
 """
 
 import math
@@ -31,38 +31,38 @@ STANDARD_ERRORS = 4.0
 
 
 class Alarm(NamedTuple):
-    """An attack that found more than it can have been told."""
+    """An attack that measured more than one answer can have revealed."""
 
     attack: str
     layer: str
     measured: float
     """Mean leak AUC over the batches, less the gain of random scores."""
     margin: float
-    """What chance may account for."""
+    """The part of the figure that chance may account for."""
     guarantee: float
-    """AUC that no score on one of the answers can pass."""
+    """AUC that no score on one of the answers can exceed."""
 
 
 class LeakAlarm:
-    """Judges some epochs after the other."""
+    """Collects charges and measurements, and judges the epochs that are complete."""
 
     def __init__(self) -> None:
         self._largest: dict[int, float] = {}
         self._gains: dict[tuple[str, str], list[float]] = {}
 
     def note_charge(self, epoch: int, sum_kl: float) -> None:
-        """Note what an answer of an epoch was charged."""
+        """Note the charge of an answer in an epoch."""
         self._largest[epoch] = max(self._largest.get(epoch, 0.0), sum_kl)
 
     def note_leak(self, measured: BatchLeak) -> None:
-        """Note what the attacks found in an answer."""
+        """Note the measurements of the attacks on an answer."""
         for layer, attacks in measured.leak.items():
             for attack, value in attacks.items():
                 if attack not in _CLASS_ORACLES:
                     self._gains.setdefault((attack, layer), []).append(value - measured.random)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of what is noted and not yet judged."""
+        """Return a copy of everything noted and not yet judged."""
         gains: dict[str, dict[str, list[float]]] = {}
         for (attack, layer), values in self._gains.items():
             gains.setdefault(attack, {})[layer] = list(values)
@@ -72,7 +72,7 @@ class LeakAlarm:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` left off."""
+        """Resume from what ``state_dict`` returned."""
         self._largest = {int(epoch): charge for epoch, charge in state["largest"].items()}
         self._gains = {
             (attack, layer): list(values)
@@ -81,13 +81,13 @@ class LeakAlarm:
         }
 
     def judge(self, last_epoch: int) -> list[Alarm]:
-        """Return the alarms of the epochs not yet judged, of which all batches are noted.
+        """Judge the epochs whose batches are all noted and that were not judged before.
 
         Args:
-            last_epoch: the last of them. Charges of later ones may be noted already.
+            last_epoch: the last epoch to judge. Charges of later ones may be noted already.
 
         Returns:
-            None, while all is kept for the next time, where there are too few batches.
+            The alarms; none while there are too few batches, which are then kept for later.
         """
         if max(map(len, self._gains.values()), default=0) < MIN_BATCHES:
             return []

@@ -1,9 +1,9 @@
-"""The leak gate: says when the leak monitor has measured more than the label owner accepts.
+"""The leak gate: reports when the leak monitor has measured more than the label owner accepts.
 
-It judges what an attack measures over the last ``window_steps`` batches together, since the leak
-AUC of one batch strays too far to end a run for it, and nothing before there are as many. Random
-scores reach more than 1/2 on small batches, as an attacker may turn a score around: what they reach
-on the same batches stands beside the figure.
+It judges the last ``window_steps`` batches of an attack together, since the leak AUC of one batch
+strays too far to end a run for it; before there are that many batches it judges nothing. Random
+scores reach more than 1/2 on small batches, as an attacker may invert a score: the value that they
+reach on the same batches is reported beside the figure.
 """
 
 from collections import deque
@@ -22,13 +22,13 @@ class GateFinding(NamedTuple):
 
     epoch: int
     step: int
-    """Of the last batch of the window."""
+    """Step of the last batch of the window."""
     attack: str
     layer: str
     measured: float
     """Mean or quantile of the leak AUC over the window."""
     random: float
-    """The same of random scores on the same batches."""
+    """The same figure of random scores on the same batches."""
 
 
 class LeakGate:
@@ -44,10 +44,10 @@ class LeakGate:
         self._until_next = 0
 
     def note(self, measured: BatchLeak) -> GateFinding | None:
-        """Take the next batch.
+        """Judge the next batch.
 
         Returns:
-            The attack furthest above the limit, at most once per window; None if there is none.
+            The attack furthest above the limit, at most once per window; None if all are below it.
         """
         settings = self._settings
         for layer, attacks in measured.leak.items():
@@ -98,7 +98,7 @@ class LeakGate:
         return {"windows": windows, "until_next": self._until_next}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` left off, with the latest batches if the window is shorter."""
+        """Resume from what ``state_dict`` returned; a shorter window keeps its latest batches."""
         self._windows = {}
         for layer, attacks in state["windows"].items():
             for attack, lists in attacks.items():

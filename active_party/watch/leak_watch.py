@@ -10,7 +10,7 @@ from splitveil.active_party.watch.gate_keeper import GateKeeper
 from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.audit import BatchLeak
 from splitveil.common.record.leak_figures import LeakFigures
-from splitveil.common.record.leak_recorder import LeakRecorder
+from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
 from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.summary import GateFigures
 from splitveil.common.run.course import Batch
@@ -45,9 +45,8 @@ class LeakWatch:
         if self._settings is None:
             yield
             return
-        self.monitor = LeakRecorder(
-            self._settings, self._metrics, seed, num_examples, self._on_leak, self._class_names
-        )
+        run = AuditedRun(seed, num_examples, self._class_names)
+        self.monitor = LeakRecorder(self._settings, self._metrics, run, self._on_leak)
         try:
             with self.monitor:
                 yield

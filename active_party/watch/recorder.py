@@ -208,7 +208,7 @@ class ActiveRecorder:
         self._counter.load_state_dict(state["uncounted_epochs"])
         self._metrics.load_state_dict(state["metrics"])
         if self._progress is not None:
-            self._progress.go_on_at(self._steps)
+            self._progress.resume_at(self._steps)
 
     def objection(self) -> LeakGateClosed | None:
         """Return why the leak gate is closed, once it is."""

@@ -73,7 +73,7 @@ class ClassFigures(NamedTuple):
 
 
 class BatchCounts(NamedTuple):
-    """How many batches the attacks measured and passed over."""
+    """The numbers of batches that the attacks measured and passed over."""
 
     observed: int | None = None
     skipped_one_class: int | None = None
@@ -89,7 +89,7 @@ class LeakByClass(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LeakFigures:
-    """What the attacks measured. With more than two classes: of the pair told apart best."""
+    """The measurements of the attacks; with more than two classes, of the pair told apart best."""
 
     batches: ByAttack[BatchFigures] = field(default_factory=dict)
     worst_epoch: ByAttack[float] = field(default_factory=dict)

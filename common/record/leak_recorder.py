@@ -1,11 +1,11 @@
-"""What a party finds out and writes down of the leak: an audit beside the training, its figures."""
+"""Measures the leak of a run beside the training, and writes the figures down."""
 
 import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,28 +37,37 @@ logger = logging.getLogger(__name__)
 FoundT = TypeVar("FoundT")
 
 IDLE_S = 120.0
-"""How long a checkpoint waits for the attacks on the batches before it."""
+"""Time that a checkpoint waits for the attacks on the batches before it."""
 
 _CHARTED_EVERY_S = 0.5
 """Least time between two batches in TensorBoard's charts: a point there costs a thread as much CPU
 as some attacks. The metrics file has a line for each batch."""
 
 
-class LeakRecorder:
-    """Attacks the gradients of a run in a thread of its own, and writes down what that finds.
+class AuditedRun(NamedTuple):
+    """The facts about a run on which its attacks depend."""
 
-    Both parties have one: the passive party's adversary, on what it received, and the active
-    party's leak monitor, on what it sent.
+    seed: bytes
+    """The joint seed, from which both parties pick the same positives."""
+    num_examples: int
+    """Aligned examples."""
+    class_names: Sequence[str] = ()
+    """Empty where there are two classes."""
+
+
+class LeakRecorder:
+    """Attacks the gradients of a run in a thread of its own, and writes its figures down.
+
+    Both parties use one: the passive party's adversary on the gradients that it received, and the
+    active party's leak monitor on those that it sent.
 
     Args:
-        settings: which attacks, how often.
+        settings: the attacks, and how often they run.
         metrics: gets a ``leak`` line per batch and an ``epoch_leak`` line per epoch, once all its
             batches are measured: the mean over them, and the leak AUC of the sums so far. With
-            several classes these are figures of the pair of classes told apart best.
-        seed: the joint seed, from which both parties pick the same positives.
-        num_examples: aligned examples of the run.
+            more than two classes these are figures of the pair of classes told apart best.
+        run: the run that is attacked.
         on_leak: called in the audit's thread with each measured batch, after its line is written.
-        class_names: of a run with more than two classes; none where there are two.
         beside: another audit that gets the same observations, in the same thread.
     """
 
@@ -66,20 +75,20 @@ class LeakRecorder:
         self,
         settings: AuditSettings,
         metrics: MetricsLog,
-        seed: bytes,
-        num_examples: int,
+        run: AuditedRun,
         on_leak: Callable[[BatchLeak], None] | None = None,
-        class_names: Sequence[str] = (),
         beside: Auditing | None = None,
     ) -> None:
         self._metrics = metrics
-        self._seed = seed
+        self._seed = run.seed
         self._on_leak = on_leak
         self._unwritten: StorageError | None = None
         self._next_epoch = 0
         self._ended_epoch = -1
         self._charted_s = -_CHARTED_EVERY_S
-        self._audit = LeakAudit(settings.attacks, settings.every_steps, num_examples, class_names)
+        self._audit = LeakAudit(
+            settings.attacks, settings.every_steps, run.num_examples, run.class_names
+        )
         self._worker = AuditWorker(
             self._audit if beside is None else AuditsTogether(self._audit, beside),
             settings.queue_batches,
@@ -106,11 +115,11 @@ class LeakRecorder:
         """Hand over the gradients of one batch without waiting.
 
         Args:
-            batch: which rows of which step.
-            gradients: layer -> gradients, (batch, ...), as they crossed the wire or came of that.
+            batch: the step and its rows.
+            gradients: layer -> gradients, (batch, ...), as on the wire or derived from it.
             labels: (batch,).
             clean: layer -> gradients before the defense, from which the oracle takes a positive's;
-                without them it takes one of ``gradients``.
+                without them it takes it from ``gradients``.
             activations: of the cut layer, (batch, ...), for the attacks that use them.
 
         Raises:
@@ -154,7 +163,7 @@ class LeakRecorder:
         )
 
     def wait_until_idle(self, timeout_s: float = IDLE_S) -> bool:
-        """Wait until all batches handed over are measured and written, and say whether they are.
+        """Wait until all batches handed over are measured and written; return whether they are.
 
         Raises:
             StorageError: a line of one of them could not be written.
@@ -165,16 +174,18 @@ class LeakRecorder:
         return idle
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of all that was found out, once all batches handed over are measured.
+        """Return a copy of all measurements, once all batches handed over are measured.
 
-        Their lines are written by then: what the metrics file holds afterwards of later batches
-        comes again when the run goes on from here.
+        Their lines are written by then: lines that the metrics file gets afterwards, about later
+        batches, are written again when the run resumes from here.
 
         Raises:
             StorageError: a line could not be written.
         """
         if not self.wait_until_idle():
-            logger.warning("the leak audit is behind: a checkpoint goes without the last batches")
+            logger.warning(
+                "the leak audit is behind: a checkpoint is written without the last batches"
+            )
         return {
             "audit": self._audit.state_dict(),
             "next_epoch": self._next_epoch,
@@ -182,7 +193,7 @@ class LeakRecorder:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` left off, instead of with what was found out since.
+        """Resume from what ``state_dict`` returned, and drop all later measurements.
 
         Raises:
             SettingsError: the state is of other attacks than the settings name.
@@ -203,7 +214,7 @@ class LeakRecorder:
         clean: Mapping[str, Tensor] | None,
         activations: Tensor | None,
     ) -> Observation:
-        """Put together what the attacks see and know."""
+        """Return what the attacks see and know of a batch."""
         seen = Observation(
             batch.epoch,
             batch.step,

@@ -194,7 +194,7 @@ def from_json(document: object) -> Line | None:
 
 
 class _Form(NamedTuple, Generic[LineT]):
-    """How one type of line is written and read."""
+    """One type of line: the functions that write and read it."""
 
     type: type[LineT]
     kinds: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""A run's figures on disk: ``metrics.jsonl`` and TensorBoard events.
+"""Writes a run's figures to disk: ``metrics.jsonl`` and TensorBoard events.
 
 Numbers here are about batches, epochs and runs, never about one example.
 """
@@ -18,7 +18,7 @@ from splitveil.common.record.run_record import METRICS
 from splitveil.common.storage.run_folder import OWNER_ONLY, finite_or_null, open_to_append
 
 _SOUGHT_BYTES = 2**16
-"""How much of the end of a metrics file is searched for the end of a line at a time."""
+"""Bytes at the end of a metrics file that are searched for the end of a line at a time."""
 
 
 class MetricsLog:
@@ -33,7 +33,7 @@ class MetricsLog:
 
         Args:
             folder: an existing folder.
-            steps_per_epoch: places the epochs on TensorBoard's one axis; may be set later.
+            steps_per_epoch: puts the epochs on TensorBoard's single axis; may be set later.
 
         Raises:
             StorageError: the files cannot be made.
@@ -86,7 +86,7 @@ class MetricsLog:
                 raise self._storage_error(error) from error
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far the file has come.
+        """Return the length of the file, the time and the step that it has reached.
 
         Raises:
             StorageError: something cannot be written.
@@ -101,7 +101,7 @@ class MetricsLog:
             return {"bytes": written, "seconds": seconds, "chart_step": self._next_chart_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Drop the lines and charts after ``state_dict``, and go on from there.
+        """Drop the lines and charts written after ``state_dict``, and resume from there.
 
         Raises:
             StorageError: the files cannot be changed.
@@ -180,7 +180,7 @@ def _check_numbers(values: Mapping[str, object]) -> None:
 def _cut_to_whole_lines(path: Path, most_bytes: int | None = None) -> None:
     """Cut a file off behind the last line that ends within its first bytes.
 
-    Half a line is what a crash or a full disk leaves; the next line would be written behind it.
+    A crash or a full disk leaves half a line, to which the next line would be appended.
     """
     if not path.exists():
         return

@@ -28,7 +28,7 @@ from splitveil.common.record.values import (
 
 
 class RunCounts(NamedTuple):
-    """How far the run went."""
+    """The size of the run: rows, epochs, steps and speed."""
 
     aligned_rows: int | None = None
     epochs: int | None = None
@@ -37,7 +37,7 @@ class RunCounts(NamedTuple):
 
 
 class ModelFigures(NamedTuple):
-    """How well the model predicts after the last epoch; None where that was not measured."""
+    """The quality of the model after the last epoch; None where that was not measured."""
 
     test_auc: float | None = None
     """With more than two classes the mean over them, each against the rest."""
@@ -59,7 +59,7 @@ class EarlierAnswers(NamedTuple):
 
 
 class GateFigures(NamedTuple):
-    """What the leak gate did."""
+    """The actions of the leak gate."""
 
     findings: int | None
     closed: bool
@@ -87,7 +87,7 @@ class ActiveFigures:
 
 
 class AuditedFigures(NamedTuple):
-    """What a passive party was told about scores of its own."""
+    """The replies to a passive party about scores of its own."""
 
     leak_aucs: ByAttack[float]
     left_out_batches: int | None

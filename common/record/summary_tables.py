@@ -1,4 +1,4 @@
-"""The tables that a run prints at its end."""
+"""Prints the tables at the end of a run."""
 
 import math
 from collections.abc import Callable

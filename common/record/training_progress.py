@@ -1,4 +1,4 @@
-"""How far a training has come: a bar on a terminal, log lines elsewhere."""
+"""Shows the progress of a training: a bar on a terminal, log lines elsewhere."""
 
 import logging
 import time
@@ -19,7 +19,7 @@ _LEAST_BAR, _LONGEST_BAR = 10, 40  # characters
 
 
 class TrainingProgress:
-    """Shows how far training is: a bar on a terminal, a log line now and then elsewhere."""
+    """Shows the progress of a training: a bar on a terminal, occasional log lines elsewhere."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class TrainingProgress:
             party: name before the bar.
             total_steps: steps of the whole run.
             console: where to show it; the standard error stream by default.
-            log_every_s: least seconds between two log lines where there is no terminal.
+            log_every_s: minimum seconds between two log lines where there is no terminal.
         """
         self.steps_done = 0
         self._steps_before = 0
@@ -78,8 +78,8 @@ class TrainingProgress:
         end = time.monotonic() if self._end is None else self._end
         return (steps - 1) / max(end - self._first_step, 1e-9)
 
-    def go_on_at(self, steps: int) -> None:
-        """Start again at a step; the speed is that from here."""
+    def resume_at(self, steps: int) -> None:
+        """Resume at a step; the speed is measured from here."""
         self.steps_done = self._steps_before = steps
         self._first_step = None
         if self._console.is_terminal:
@@ -111,7 +111,7 @@ class TrainingProgress:
 
 
 class _BarColumn(ProgressColumn):
-    """The bar: it takes what the figures leave, and they leave it its least width."""
+    """The bar: it takes the width that the figures leave, which is at least its own minimum."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -146,7 +146,7 @@ def _figures_that_fit(task: Task, width: int) -> str:
 
 
 def _figures(task: Task) -> list[str]:
-    """Return what may stand behind the count of steps; what comes last is left out first."""
+    """Return the figures after the count of steps; the last ones are left out first."""
     numbers: list[str] = [*task.fields["numbers"]]
     speed = task.finished_speed or task.speed
     return [

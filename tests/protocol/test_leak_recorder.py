@@ -21,7 +21,7 @@ from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AuditSettings
 from splitveil.common.privacy.top_direction import TopDirection, top_direction_of_rows
 from splitveil.common.record.leak_figures import LeakFigures
-from splitveil.common.record.leak_recorder import LeakRecorder
+from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
 from splitveil.common.record.lines import LeakLine, Line
 from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.summary import Summary, to_json
@@ -145,7 +145,7 @@ class FullDisk:
 
 def test_a_full_disk_ends_the_run_at_the_next_batch_though_another_thread_met_it() -> None:
     metrics = cast("MetricsLog", FullDisk())
-    recorder = LeakRecorder(AuditSettings(attacks=("norm",)), metrics, b"seed", 4)
+    recorder = LeakRecorder(AuditSettings(attacks=("norm",)), metrics, AuditedRun(b"seed", 4))
     batch = Batch(0, "train", 0, np.arange(4), b"", closes_split=False, closes_epoch=False)
     gradients = {"cut": torch.randn(4, 2, generator=torch.Generator().manual_seed(1))}
     labels = torch.tensor([0.0, 1.0, 0.0, 1.0])
@@ -177,7 +177,7 @@ def test_every_batch_has_a_line_and_charts_have_a_batch_now_and_then(
     labels = torch.tensor([0.0, 1.0, 0.0, 1.0])
     gradients = {"cut": torch.randn(4, 2, generator=torch.Generator().manual_seed(1))}
     settings = AuditSettings(attacks=("norm",))
-    with LeakRecorder(settings, cast("MetricsLog", metrics), b"seed", 4) as recorder:
+    with LeakRecorder(settings, cast("MetricsLog", metrics), AuditedRun(b"seed", 4)) as recorder:
         for step in range(5):
             places = np.arange(4)
             batch = Batch(0, "train", step, places, b"", closes_split=False, closes_epoch=False)
@@ -201,12 +201,12 @@ def record_batches(folder: Path, cut: int | None) -> tuple[list[dict[str, Any]],
     settings = AuditSettings(attacks=("norm", "cosine", "lda", "hint_combiner_50"))
     settings = settings.model_copy(update={"attacks": (*settings.attacks, *DEFAULT_ATTACKS[3:])})
     with MetricsLog(folder) as metrics:
-        recorder = LeakRecorder(settings, metrics, b"seed", 32)
+        recorder = LeakRecorder(settings, metrics, AuditedRun(b"seed", 32))
         for number, batch in enumerate(epochs_of_batches()):
             if number == cut:
                 state = stored(recorder.state_dict())
                 recorder._worker.close()  # a process that is killed writes nothing more
-                recorder = LeakRecorder(settings, metrics, b"seed", 32)
+                recorder = LeakRecorder(settings, metrics, AuditedRun(b"seed", 32))
                 recorder.load_state_dict(state)
             generator = torch.Generator().manual_seed(number)
             labels = (torch.from_numpy(batch.positions) % 3 == 0).float()
@@ -238,7 +238,10 @@ def test_a_recorder_cut_at_any_batch_writes_each_line_once_and_the_same(tmp_path
 
 def test_a_checkpoint_holds_all_batches_handed_over_before_it(tmp_path: Path) -> None:
     settings = AuditSettings(attacks=("norm", "spectral"), queue_batches=64)
-    with MetricsLog(tmp_path) as metrics, LeakRecorder(settings, metrics, b"seed", 4) as recorder:
+    with (
+        MetricsLog(tmp_path) as metrics,
+        LeakRecorder(settings, metrics, AuditedRun(b"seed", 4)) as recorder,
+    ):
         for batch in epochs_of_batches():
             recorder.submit(batch, {"cut": torch.randn(8, 3)}, torch.arange(8) % 2)
         state = recorder.state_dict()
@@ -248,7 +251,7 @@ def test_a_checkpoint_holds_all_batches_handed_over_before_it(tmp_path: Path) ->
 def test_a_state_of_other_attacks_says_what_may_not_change(tmp_path: Path) -> None:
     with MetricsLog(tmp_path) as metrics:
         first, second = (
-            LeakRecorder(AuditSettings(attacks=attacks), metrics, b"seed", 4)
+            LeakRecorder(AuditSettings(attacks=attacks), metrics, AuditedRun(b"seed", 4))
             for attacks in (("norm",), ("spectral",))
         )
         with first, second, pytest.raises(SettingsError, match="cannot change within a run"):
@@ -370,7 +373,7 @@ def test_an_error_in_the_audit_beside_costs_the_leak_s_figures_nothing(
     figures = []
     for beside in (None, failing):
         with MetricsLog(tmp_path) as metrics:
-            recorder = LeakRecorder(settings, metrics, b"seed", 32, beside=beside)
+            recorder = LeakRecorder(settings, metrics, AuditedRun(b"seed", 32), beside=beside)
             with recorder:
                 for batch in epochs_of_batches():
                     generator = torch.Generator().manual_seed(batch.step)

@@ -440,7 +440,7 @@ def test_the_report_says_what_its_figures_are_of(
     page = write_report(runs, tmp_path / "report.html").read_text()
     assert "This run has 4 classes" in page
     assert "positives from negatives" not in page
-    assert "With 4 classes every leak AUC" in page
+    assert "With 4 classes, every leak AUC" in page
     figures = active.summary["leak_classes"]["cut"]["cosine"]
     assert " and ".join(figures["worst_pair"]) in page
     assert f"{figures['worst_pair_auc']:.3f}" in page
@@ -452,4 +452,4 @@ def test_the_report_says_what_its_figures_are_of(
     record(example, other, "defense={name: marvell, insecure_noise_seed: 3}")
     compared = write_comparison([runs, other], tmp_path / "comparison.html").read_text()
     assert "test accuracy" in compared
-    assert "of the two that are told apart best" in compared
+    assert "those of the two classes that are easiest to tell apart" in compared

@@ -161,7 +161,7 @@ def test_labels_that_anyone_recovers_are_said_to_be_recovered(tmp_path: Path) ->
     level, words, _ = verdict_of(write_run(tmp_path, leak, guarantee=1.0))
     assert level == "recovered"
     assert re.search(
-        r"Whoever keeps these gradients recovers the labels with AUC 0\.9[67]\d", words
+        r"Anyone who keeps these gradients recovers the labels with AUC 0\.9[67]\d", words
     )
     assert "The ledger excludes nothing" in words
 
@@ -189,9 +189,9 @@ def test_no_leak_found_is_not_yet_protection(tmp_path: Path, guarantee: float, l
     run_dir = write_run(tmp_path, guarantee=guarantee, settings=NOISY_LABELS)
     found, words, left = verdict_of(run_dir)
     assert found == level
-    assert "No attack that was run got more from single batches than chance" in words
+    assert "No attack that was run did better than chance on single batches" in words
     assert f"{guarantee:.3f}" in words
-    assert "only the ledger speaks of the whole run" in left
+    assert "only the ledger covers the whole run" in left
     assert "Layers before the cut" in left
     assert "forward activations" in left
 
@@ -248,10 +248,10 @@ def test_the_whole_run_s_leak_is_the_headline(tmp_path: Path) -> None:
     level, words, left = verdict_of(write_run(tmp_path, summary=whole_run))
     assert level == "recovered"
     assert words.startswith(
-        "Whoever keeps the gradients of this run recovers the labels with AUC 0.930."
+        "Anyone who keeps the gradients of this run recovers the labels with AUC 0.930."
     )
     assert "95 % interval 0.910 to 0.950" in words
-    assert "only the ledger speaks" not in left
+    assert "only the ledger covers" not in left
 
 
 def test_a_leak_of_the_whole_run_that_takes_known_labels_says_so(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_a_leak_of_the_whole_run_that_takes_known_labels_says_so(tmp_path: Path)
     )
     _, words, _ = verdict_of(write_run(tmp_path, summary=whole_run))
     assert words.startswith(
-        "Whoever keeps the gradients of this run and knows 50 labels of the run recovers the "
+        "Anyone who keeps the gradients of this run and knows 50 labels of the run recovers the "
         "labels with AUC 0.920."
     )
 
@@ -576,7 +576,7 @@ def test_each_leak_chart_shows_the_random_floor_and_the_label_free_baseline(
         drawn = Tags(page).attributes.count(("class", f"line {style}"))
         # And in the legend; the ledger's chart has the baseline, too.
         assert drawn == len(ATTACKS) + 1 + (style == "baseline")
-    assert "test AUC, 0.877: what the features tell" in page
+    assert "test AUC, 0.877: what the features reveal" in page
 
 
 def test_what_was_noticed_and_told_stands_in_tables(tmp_path: Path) -> None:

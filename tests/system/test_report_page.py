@@ -99,7 +99,7 @@ def test_verdicts_of_real_runs_tell_a_defense_from_none(compared: LocalRun) -> N
         for name in (WITHOUT, DEFENDED)
     }
     recovers = re.compile(
-        r"Whoever keeps the gradients of this run recovers the labels with AUC (1\.0|0\.9)"
+        r"Anyone who keeps the gradients of this run recovers the labels with AUC (1\.0|0\.9)"
     )
     assert recovers.search(pages[WITHOUT])
     assert not recovers.search(pages[DEFENDED])

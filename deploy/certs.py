@@ -30,6 +30,7 @@ from splitveil.common.run.contract import ACTIVE, DnsName, Name
 from splitveil.common.storage.run_folder import write_bytes_atomically
 from splitveil.common.text.files import read_bytes
 from splitveil.common.text.log_lines import configure_logging
+from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import visible, visible_lines
 
 logger = logging.getLogger("splitveil.deploy.certs")
@@ -350,6 +351,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="splitveil-certs", description="Make trial certificates, or show any certificate."
     )
+    add_version(parser)
     commands = parser.add_subparsers(dest="command", required=True)
     init = commands.add_parser("init", help="make an authority and one certificate per party")
     init.add_argument("folder", type=Path, metavar="DIR", help="parent of the parties' folders")

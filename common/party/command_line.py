@@ -27,6 +27,7 @@ from splitveil.common.party.transcript import Broken, Verified, compare, verify
 from splitveil.common.storage.ended_run import end_of
 from splitveil.common.storage.run_folder import write_text_atomically
 from splitveil.common.storage.run_store import RunStore
+from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import visible
 from splitveil.common.text.yaml_text import RESOLVED, read_yaml_file
 
@@ -70,6 +71,7 @@ def parse_arguments(
         add_own_commands: adds the commands that only this kind of party has.
     """
     parser = argparse.ArgumentParser(prog=program)
+    add_version(parser)
     commands = parser.add_subparsers(dest="command", required=True)
     run = add_command(commands, "run", "train with the other party, or resume an unfinished run")
     run.add_argument(

@@ -203,3 +203,29 @@ def _move_aside(folder: Path) -> None:
     aside = folder.with_name(f"{prefix}{newest + 1}")
     folder.rename(aside)
     _logger.info("earlier results moved to %s", aside)
+
+
+def checkpoint_folder(folder: Path) -> Path:
+    """Return the folder ``checkpoint`` of a run's folder, and make it if it is not there.
+
+    Raises:
+        StorageError: it cannot be made.
+    """
+    checkpoint = folder / "checkpoint"
+    try:
+        checkpoint.mkdir(exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{checkpoint}: cannot be made: {error.strerror}") from error
+    return checkpoint
+
+
+def delete(path: Path) -> None:
+    """Delete a file, if it is there.
+
+    Raises:
+        StorageError: it cannot be deleted.
+    """
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be deleted: {error.strerror}") from error

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from splitveil.active_party.defenses import DefenseSettings, NoiseSolution, build_defense
 from splitveil.active_party.defenses.class_statistics import RunningClasses, measure_classes
+from splitveil.active_party.defenses.interface import Defense
 from splitveil.active_party.defenses.noise import EntropyNoise, fill_state
 from splitveil.active_party.defenses.settings import (
     IsoDefense,
@@ -19,8 +20,8 @@ from splitveil.active_party.defenses.settings import (
     NoDefense,
     PowerRatio,
 )
-from splitveil.common.privacy.attacks import cosine, norm
 from splitveil.common.privacy.leakage import leak_auc
+from splitveil.common.privacy.scores import cosine, norm
 
 NOISY = ["iso", "max_norm", "max_norm_positive", "marvell"]
 
@@ -59,13 +60,25 @@ def predicted(labels: Tensor) -> Tensor:
 
 
 def repeated(name: str, gradients: Tensor, labels: Tensor, times: int) -> Tensor:
-    """Defend the same batch many times: (times, batch, cut_dim)."""
+    """Defend the same batch many times: (times, batch, cut_dim).
+
+    What a row's noise depends on (class means and covariances, the largest norm, the least
+    probability of a positive) is the same in a batch that holds every row ``times / 8`` times.
+    """
     defense = build_defense(settings_of(name, seed=1))
-    probabilities = predicted(labels)
+    return defended_often(defense, gradients, labels, predicted(labels), times)
+
+
+def defended_often(
+    defense: Defense, gradients: Tensor, labels: Tensor, probabilities: Tensor, times: int
+) -> Tensor:
+    """Defend a batch ``times`` times, in 8 calls: (times, batch, cut_dim)."""
+    copies = times // 8
+    tiled = gradients.repeat(copies, 1), labels.repeat(copies), probabilities.repeat(copies)
     answers: list[Tensor] = [
-        defense.defend(gradients, labels, probabilities=probabilities)[0] for _ in range(times)
+        defense.defend(*tiled[:2], probabilities=tiled[2])[0] for _ in range(8)
     ]
-    return torch.stack(answers).double()
+    return torch.cat(answers).double().view(times, *gradients.shape)
 
 
 def bias_score(samples: Tensor, expected: Tensor) -> float:
@@ -222,10 +235,7 @@ def test_max_norm_positive_brings_rows_to_the_least_expected_positive(
         labels = labels[labels == 0]
     smallest = float(probabilities[labels == 1].min() if positives else probabilities.min())
     defense = build_defense(MaxNormPositiveDefense(insecure_noise_seed=1))
-    answers: list[Tensor] = [
-        defense.defend(gradients, labels, probabilities=probabilities)[0] for _ in range(5000)
-    ]
-    samples = torch.stack(answers).double()
+    samples = defended_often(defense, gradients, labels, probabilities, times=5000)
     powers = powers_by_hand(labels, probabilities, smallest)
     assert not row_powers_differ(samples, powers)
     assert row_powers_differ(samples, 1.2 * powers)

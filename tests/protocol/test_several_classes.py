@@ -25,11 +25,10 @@ from splitveil.common.models.factory import build_top_model
 from splitveil.common.models.settings import ConvModel, MlpModel, ModelSettings, WideDeepModel
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.run.messages import Answer, AuditQuestion
 from splitveil.common.run.sample_order import positions_digest
 from splitveil.common.settings import validate
 from splitveil.common.text.upper_bounds import at_most
-from splitveil.common.wire.audit_codec import AuditQuestion
-from splitveil.common.wire.tensor_codec import TensorMessage
 from tests.peers import InProcessPeer
 from tests.runs import Parties, build_parties, run_in_process, run_over_grpc
 from tests.several import build_several, write_several
@@ -287,7 +286,7 @@ class DiesAt(InProcessPeer):
     at = 0
     _calls = 0
 
-    def receive_gradient(self) -> TensorMessage:
+    def receive_gradient(self) -> Answer:
         self._calls += 1
         reply = super().receive_gradient()
         if self._calls == self.at:

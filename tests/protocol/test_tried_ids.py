@@ -19,9 +19,9 @@ from splitveil.common.errors import (
     SplitveilError,
     StorageError,
 )
+from splitveil.common.run.messages import Offer, Opening
 from splitveil.common.storage.run_folder import open_run_folder
 from splitveil.passive_party.grpc_peer import GrpcPeer
-from splitveil.passive_party.peer import Offer, Opening
 from tests.peers import InProcessPeer
 from tests.runs import build_parties, run_in_process, serving
 

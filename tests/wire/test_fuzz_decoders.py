@@ -301,13 +301,13 @@ def test_any_scores_are_measured_or_refused(scores: bytes) -> None:
 def test_any_fields_make_a_right_tensor_or_none(frame: pb.TensorFrame) -> None:
     limits = TensorLimits((3,), "float32", 4, 1024, 256)
     try:
-        message = TensorAssembler(limits).add(frame.SerializeToString())
+        message = TensorAssembler.of_activations(limits).add(frame.SerializeToString())
     except ProtocolError:
         return
     if message is not None:
         assert message.values.shape == (frame.rows, 3)
         assert bool(message.values.isfinite().all())
-        assert len(message.header.run_id) <= 64
+        assert len(message.batch.run_id) <= 64
 
 
 WORDS = ("contract-mismatch", "invalid-message", "stopped", "internal", "nonsense", "")

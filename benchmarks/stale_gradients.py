@@ -142,7 +142,7 @@ def run(task: tuple[str, str, int, int]) -> Outcome:
     passive = [*both, f"insecure_nonce_seed={seed + 1000}", "adversary=null"]
     parties = build_parties(EXAMPLES / example, active, passive)
     accumulator = Accumulator()
-    parties.session.life.observer = accumulator
+    parties.session.lifecycle.observer = accumulator
     session = parties.session
     accumulator.noisy_labels = lambda: session.trainer._noisy if session.trainer else None  # noqa: SLF001
     parties.passive.on_epoch = lambda epoch: accumulator.close_epoch()  # type: ignore[method-assign]

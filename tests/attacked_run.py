@@ -88,7 +88,7 @@ def attacked_run(
     parties = build_parties(example, active, passive)
     sender = _Sender()
     red_team = _RedTeam(sender, attacks, on_step)
-    parties.session.life.observer = parties.active = sender
+    parties.session.lifecycle.observer = parties.active = sender
     parties.run._observer = parties.passive = red_team
     run_in_process(parties)
     red_team.audit.end_run()

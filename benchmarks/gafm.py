@@ -141,7 +141,7 @@ def train(folder: Path, defense: str, seed: int) -> tuple[float, Reader]:
     seeds = [f"model_seed={seed}", f"insecure_nonce_seed={seed}"]
     parties = build_parties(folder, [*seeds, f"defense={defense}"], seeds)
     reader = Reader(parties.session)
-    parties.run._observer = parties.passive = reader  # noqa: SLF001
+    parties.run.observer = parties.passive = reader
     run_in_process(parties)
     return parties.active.evaluations[-1].auc, reader
 

@@ -47,6 +47,7 @@ from benchmarks.environment import print_environment, spread
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.run.course import Batch
 from splitveil.passive_party.bottom_trainer import BottomTrainer
+from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.runs import ACTIVE, CONTRACT, PASSIVE, PassiveRecording, build_parties, serving
 
@@ -228,14 +229,16 @@ def measure(folder: Path, device: torch.device) -> Epochs:
         shares.time(BottomTrainer, method, BOTTOM)
     parties = build_parties(folder, device=device)
     epochs = Epochs(shares, here)
-    parties.run._observer = epochs  # noqa: SLF001
+    parties.run.observer = epochs
     settings = parties.passive_settings
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     active = context.Process(target=serve, args=(folder, port, device.type, there))
     active.start()
     try:
-        with GrpcPeer(f"127.0.0.1:{port}", settings.contract, settings.reconnect) as peer:
+        with GrpcPeer(
+            PeerConnection(f"127.0.0.1:{port}", settings.contract), settings.reconnect
+        ) as peer:
             parties.run.run(peer)
     finally:
         active.join(30)

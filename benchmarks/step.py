@@ -26,6 +26,7 @@ from torch import Tensor
 from benchmarks.environment import print_environment, spread
 from splitveil.common.run.course import Batch
 from splitveil.deploy.certs import make_certificates
+from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.certificates import NAMES, use
 from tests.runs import (
@@ -119,15 +120,15 @@ def active_process(folder: Path, defense: str) -> Iterator[str]:
 def over_grpc(folder: Path, defense: str) -> list[float]:
     parties = build_parties(folder)
     times = StepTimes()
-    parties.run._observer = times  # noqa: SLF001
+    parties.run.observer = times
     settings = parties.passive_settings
     with (
         active_process(folder, defense) as address,
         GrpcPeer(
-            address,
-            settings.contract,
+            PeerConnection(
+                address, settings.contract, credentials=settings.credential_files(settings.party)
+            ),
             settings.reconnect,
-            credentials=settings.credential_files(settings.party),
         ) as peer,
     ):
         parties.run.run(peer)
@@ -137,7 +138,7 @@ def over_grpc(folder: Path, defense: str) -> list[float]:
 def in_one_process(folder: Path, defense: str) -> list[float]:
     parties = build_parties(folder, [f"defense={{name: {defense}}}"])
     times = StepTimes()
-    parties.run._observer = times  # noqa: SLF001
+    parties.run.observer = times
     parties.active.on_step = lambda batch, result: None  # type: ignore[method-assign]
     run_in_process(parties)
     return times.step_ms()

@@ -45,6 +45,7 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.run.course import Batch
 from splitveil.common.settings import read_yaml
+from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.settings import PassiveSettings
 from tests.runs import PassiveRecording, build_parties
@@ -168,11 +169,11 @@ def measure(folder: Path, defense: str) -> TakingTurns:
     """Train the cut model and the whole one in turns."""
     parties = build_parties(folder)
     turns = TakingTurns(WholeModel(folder))
-    parties.run._observer = turns  # noqa: SLF001
+    parties.run.observer = turns
     settings = parties.passive_settings
     with (
         active_process(folder, defense) as address,
-        GrpcPeer(address, settings.contract, settings.reconnect) as peer,
+        GrpcPeer(PeerConnection(address, settings.contract), settings.reconnect) as peer,
     ):
         parties.run.run(peer)
     return turns

@@ -38,14 +38,16 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.party.transcript import Transcript
 from splitveil.common.record.summary_tables import print_summary
-from splitveil.common.storage.ended_run import clear_mark, end_of, mark_as_ended
+from splitveil.common.storage.ended_run import end_of, mark_as_ended
 from splitveil.common.storage.model_files import save_model
 from splitveil.common.storage.run_folder import open_run_folder, write_json_atomically
 from splitveil.common.storage.run_store import RunStore
 from splitveil.common.text.log_lines import configure_logging
 from splitveil.common.wire.endpoint import check_security
 from splitveil.passive_party.assembly import TrainerBuilder
+from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
+from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
@@ -90,9 +92,7 @@ def _run(parsed: argparse.Namespace) -> None:
     if end_of(folder) is not None and not _peer_is_back(settings, interruption):
         logger.warning("no active party answers at %s; %s", settings.connect, _ENDED)
         return
-    alignment = settings.contract.alignment
-    engine = build_engine(alignment, AlignmentResources(workers=settings.alignment_workers))
-    tried = TriedIds(alignment.max_set_size, settings.alignment_attempts, file_of_count(folder))
+    aligner = _aligner(settings, data, folder)
     build_trainer = TrainerBuilder(settings, data, device)
     with ExitStack() as resources:
         wanted = Transcript(folder, settings.party) if settings.transcript else nullcontext()
@@ -101,32 +101,17 @@ def _run(parsed: argparse.Namespace) -> None:
         keep = settings.contract.checkpoints.keep
         store = resources.enter_context(RunStore(folder, keep, in_background=True))
         run = PassiveRun(
-            settings.contract,
-            settings.party,
-            data.ids,
-            engine,
+            aligner,
             build_trainer,
             recorder,
-            partial(draw_nonce, settings),
-            interruption,
-            recorder if settings.audits else None,
             store,
-            data.table.splits,
-            tried,
-            partial(clear_mark, folder),
+            recorder if settings.audits else None,
+            interruption,
         )
         stopped: PeerEndedForGood | None = None
         try:
-            with GrpcPeer(
-                settings.connect,
-                settings.contract,
-                settings.reconnect,
-                interruption,
-                credentials,
-                transcript,
-                settings.party,
-                settings.http_proxy(),
-            ) as peer:
+            connection = _connection(settings, credentials, transcript)
+            with GrpcPeer(connection, settings.reconnect, interruption, settings.party) as peer:
                 run.run(peer)
         except PeerEndedForGood as error:
             stopped = error  # it ends with a summary, like any other run
@@ -135,7 +120,7 @@ def _run(parsed: argparse.Namespace) -> None:
                 raise
             logger.warning("the active party does not go on with this run: %s", error)
         finally:
-            engine.close()
+            aligner.engine.close()
             # Of a run that does not go on, what it ended with stays.
             if run.trainer is not None and end_of(folder) is None:
                 saved = save_model(folder, run.trainer.model, build_trainer.encoder)
@@ -146,8 +131,19 @@ def _run(parsed: argparse.Namespace) -> None:
     summary = recorder.summary()
     summary |= {} if transcript is None else {"transcript": transcript.summary()}
     _leave_results(folder, summary, stopped)
-    tried.forget()
+    aligner.tried.forget()
     store.forget_finished()  # last: whatever ended this process before, it would not train anew
+
+
+def _aligner(settings: PassiveSettings, data: PartyData, folder: Path) -> Aligner:
+    """Build what finds the common rows, before the first gRPC channel: it may start processes."""
+    alignment = settings.contract.alignment
+    return Aligner(
+        Participant(settings.contract, settings.party, data.ids, data.table.splits),
+        build_engine(alignment, AlignmentResources(workers=settings.alignment_workers)),
+        partial(draw_nonce, settings),
+        TriedIds(alignment.max_set_size, settings.alignment_attempts, file_of_count(folder)),
+    )
 
 
 def _check_files_and_address(
@@ -235,21 +231,26 @@ def _check(parsed: argparse.Namespace) -> None:
 
 def _peer_state(settings: PassiveSettings) -> str:
     with _peer(settings) as peer:
+        where = peer.connection.where
         try:
             ready = peer.is_ready()
         except PeerUnreachable:
-            return f"no active party answers at {peer.where} now; a run would wait for it"
-    return f"the active party at {peer.where} is {'ready' if ready else 'not ready'}"
+            return f"no active party answers at {where} now; a run would wait for it"
+    return f"the active party at {where} is {'ready' if ready else 'not ready'}"
 
 
 def _peer(settings: PassiveSettings) -> GrpcPeer:
-    return GrpcPeer(
-        settings.connect,
-        settings.contract,
-        settings.reconnect,
-        credentials=settings.credential_files(settings.party),
-        party=settings.party,
-        proxy=settings.http_proxy(),
+    connection = _connection(settings, settings.credential_files(settings.party))
+    return GrpcPeer(connection, settings.reconnect, party=settings.party)
+
+
+def _connection(
+    settings: PassiveSettings,
+    credentials: CredentialFiles | None,
+    transcript: Transcript | None = None,
+) -> PeerConnection:
+    return PeerConnection(
+        settings.connect, settings.contract, credentials, transcript, settings.http_proxy()
     )
 
 

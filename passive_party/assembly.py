@@ -1,6 +1,7 @@
 """Builds the passive party's objects from its settings."""
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.errors import SettingsError
@@ -36,11 +37,12 @@ class TrainerBuilder:
         if self._earlier is not None:
             self._earlier.put_into(model)
         model.to(self._device)
+        optimizer = build_optimizer(settings.optimizer, model)
+        total_steps = rows.total_steps(contract)
         return BottomTrainer(
             model=model,
-            optimizer=build_optimizer(settings.optimizer, model),
-            schedule=contract.schedule,
-            total_steps=rows.total_steps(contract),
+            optimizer=optimizer,
+            schedule=LambdaLR(optimizer, lambda step: contract.schedule.factor(step, total_steps)),
             features=features,
             taps=_taps(settings, model),
             device=self._device,

@@ -5,11 +5,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LRScheduler
 
 from splitveil.common.data.features import Features
 from splitveil.common.models.random_state import random_state, set_random_state
-from splitveil.common.run.contract import LearningRateSchedule
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
 from splitveil.passive_party.layer_taps import LayerTap
@@ -21,8 +20,7 @@ class BottomTrainer:
     Args:
         model: maps features to activations (batch, *cut_shape).
         optimizer: over the model's parameters.
-        schedule: how the learning rate changes.
-        total_steps: training steps of the whole run.
+        schedule: changes the optimiser's learning rate after each step.
         features: this party's features in the common order.
         taps: layers whose gradients the adversary wants to see, by name.
         device: where the model is.
@@ -34,8 +32,7 @@ class BottomTrainer:
         *,
         model: nn.Module,
         optimizer: Optimizer,
-        schedule: LearningRateSchedule,
-        total_steps: int,
+        schedule: LRScheduler,
         features: Features,
         taps: Mapping[str, LayerTap],
         device: torch.device,
@@ -44,7 +41,7 @@ class BottomTrainer:
         self.model = model.to(device)
         self.data_digest = data_digest
         self._optimizer = optimizer
-        self._schedule = LambdaLR(optimizer, lambda step: schedule.factor(step, total_steps))
+        self._schedule = schedule
         self._features = features.to(device)
         self._taps = taps
         self._device = device

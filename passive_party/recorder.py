@@ -18,6 +18,7 @@ from splitveil.common.record.leak_recorder import IDLE_S, LeakRecorder
 from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.training_progress import TrainingProgress
 from splitveil.common.run.course import AlignedRows, Batch
+from splitveil.common.storage.ended_run import clear_mark
 from splitveil.passive_party.label_free_audit import GatheredScores, LabelFreeAudit
 from splitveil.passive_party.settings import PassiveSettings
 
@@ -45,6 +46,7 @@ class PassiveRecorder:
         evaluation_labels: PartyData | None,
     ) -> None:
         self.aligned_rows = 0
+        self._folder = folder
         self._settings = settings
         self._ids = ids
         self._evaluation_labels = evaluation_labels
@@ -72,6 +74,10 @@ class PassiveRecorder:
         trace: TracebackType | None,
     ) -> None:
         self._resources.close()
+
+    def on_opened(self) -> None:
+        """Let a run that had ended for good go on: the active party has opened it again."""
+        clear_mark(self._folder)
 
     def on_alignment_progress(self, done_ids: int, total_ids: int) -> None:
         """Show nothing yet: small sets are through before a bar would be drawn."""

@@ -89,7 +89,7 @@ def attacked_run(
     sender = _Sender()
     red_team = _RedTeam(sender, attacks, on_step)
     parties.session.lifecycle.observer = parties.active = sender
-    parties.run._observer = parties.passive = red_team
+    parties.run.observer = parties.passive = red_team
     run_in_process(parties)
     red_team.audit.end_run()
     return AttackedRun(

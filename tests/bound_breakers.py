@@ -117,7 +117,7 @@ def run_attack(
         passive: overrides of the passive party's.
     """
     parties = build_parties(example, active, passive)
-    parties.run._observer = parties.passive = observer = _Observer(ATTACKS[attack])
+    parties.run.observer = parties.passive = observer = _Observer(ATTACKS[attack])
     run_in_process(parties, InProcessPeer if attack == "weak_directions" else _ChoosesActivations)
     trainer = parties.session.trainer
     assert trainer is not None

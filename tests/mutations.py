@@ -17,6 +17,7 @@ from splitveil.common.run.contract import Contract
 from splitveil.common.run.messages import Activation
 from splitveil.common.wire.endpoint import method_path
 from splitveil.common.wire.limits import PARTY_KEY, SMALL_BYTES, Refused, reader
+from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
 from tests.runs import Parties
@@ -362,7 +363,9 @@ def run_disturbed(
     service = ActiveService(parties.session, parties.engine, deadline_s=300)
     server = start_server(service, contract, f"127.0.0.1:{port}", transcript=tape.as_transcript())
     try:
-        with AtStep(f"127.0.0.1:{port}", settings.contract, settings.reconnect) as peer:
+        with AtStep(
+            PeerConnection(f"127.0.0.1:{port}", settings.contract), settings.reconnect
+        ) as peer:
             peer.actions = {step: partial(act, service) for step, act in actions.items()}
             parties.run.run(peer)
     finally:

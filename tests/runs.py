@@ -30,7 +30,9 @@ from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.storage.run_store import RunStore
 from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
+from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
+from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.passive_party.peer import Peer
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
@@ -131,6 +133,9 @@ class Recording:
     ledger: list[tuple[int, LeakBounds]] = field(default_factory=list)
     audits: list[tuple[AuditQuestion, float]] = field(default_factory=list)
     resumed: list[int | None] = field(default_factory=list)
+
+    def on_opened(self) -> None:
+        """Take no note."""
 
     def on_alignment_progress(self, done_ids: int, total_ids: int) -> None:
         assert done_ids <= total_ids
@@ -256,16 +261,17 @@ def build_parties(
         active_settings.earlier_answers(),
     )
     engine = build_engine(passive_settings.contract.alignment, AlignmentResources())
-    run = PassiveRun(
+    me = Participant(
         passive_settings.contract,
         passive_settings.party,
         passive_data.ids,
-        engine,
+        passive_data.table.splits,
+    )
+    run = PassiveRun(
+        Aligner(me, engine, partial(draw_nonce, passive_settings)),
         BottomBuilder(passive_settings, passive_data, device),
         passive_recording,
-        partial(draw_nonce, passive_settings),
-        store=_store(passive_settings, runs and runs / "passive"),
-        file_splits=passive_data.table.splits,
+        _store(passive_settings, runs and runs / "passive"),
     )
     return Parties(
         session,
@@ -312,7 +318,9 @@ def run_over_grpc(parties: Parties, port: int) -> None:
     settings = parties.passive_settings
     with (
         serving(parties, port),
-        GrpcPeer(f"127.0.0.1:{port}", settings.contract, settings.reconnect) as peer,
+        GrpcPeer(
+            PeerConnection(f"127.0.0.1:{port}", settings.contract), settings.reconnect
+        ) as peer,
     ):
         parties.run.run(peer)
 

@@ -48,6 +48,7 @@ from splitveil.common.run.messages import (
 )
 from splitveil.common.storage.run_store import RunStore
 from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
+from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
 from tests.peers import InProcessPeer
@@ -178,16 +179,13 @@ def build_passive(
     """Build one passive party."""
     settings = load_party_settings(PassiveSettings, folder / f"{name}.yaml", overrides)
     data, seen = PartyData.load(settings.data, folder, settings.contract.split), PassiveRecording()
+    me = Participant(settings.contract, name, data.ids, data.table.splits)
+    engine = build_engine(settings.contract.alignment, AlignmentResources())
     run = PassiveRun(
-        settings.contract,
-        name,
-        data.ids,
-        build_engine(settings.contract.alignment, AlignmentResources()),
+        Aligner(me, engine, partial(draw_nonce, settings)),
         one_at_a_time(BottomBuilder(settings, data, CPU)),
         seen,
-        partial(draw_nonce, settings),
-        store=_store(runs, name),
-        file_splits=data.table.splits,
+        _store(runs, name),
     )
     return Passive(settings, run, seen)
 

@@ -14,7 +14,7 @@ from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.ledger import LeakBounds, logged
 from splitveil.active_party.ledger.run_ledger import RunLedger
 from splitveil.common.errors import BudgetExhausted
-from splitveil.common.run.course import AlignedRows, Batch, place_in_words
+from splitveil.common.run.course import AlignedRows, Batch, batch_in_words
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
 
 ROUNDING = 1e-6
@@ -83,7 +83,7 @@ class LeakBudget:
         budget = self._allowance.max_sum_kl
         if not fits(reached, budget):
             raise BudgetExhausted(
-                f"run_budget: {place_in_words(batch.epoch, batch.step)} would take an example to "
+                f"run_budget: {batch_in_words(batch.epoch, batch.step)} would take an example to "
                 f"sum_kl {at_most(reached)}, a guaranteed leak AUC of "
                 f"{auc_at_most(leak_auc_bound(reached))}; the budget is sum_kl {at_most(budget)}, "
                 f"a guaranteed leak AUC of {auc_at_most(leak_auc_bound(budget))}"

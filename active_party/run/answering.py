@@ -21,7 +21,7 @@ from splitveil.active_party.training.evaluation import Evaluation, Evaluator
 from splitveil.active_party.training.top_trainer import StepResult, TopTrainer
 from splitveil.common.errors import OtherAnswer, OutOfStep
 from splitveil.common.run.contract import Contract
-from splitveil.common.run.course import AlignedRows, Batch, place_in_words, run_course
+from splitveil.common.run.course import AlignedRows, Batch, batch_in_words, run_course
 from splitveil.common.run.messages import Activation, Answer, AuditQuestion, Course
 from splitveil.common.run.progress import Progress, State
 from splitveil.common.run.sample_order import Positions
@@ -174,9 +174,9 @@ class Answering:
         got, rows = activation.batch, len(activation.values)
         if got != wanted or rows != len(due.positions):
             raise OutOfStep(
-                f"expected {place_in_words(wanted.epoch, wanted.step)} with "
+                f"expected {batch_in_words(wanted.epoch, wanted.step)} with "
                 f"{len(due.positions)} {due.split} rows, got "
-                f"{place_in_words(got.epoch, got.step)} with {rows} rows"
+                f"{batch_in_words(got.epoch, got.step)} with {rows} rows"
                 + ("" if got.positions_digest == wanted.positions_digest else ", other rows")
             )
 
@@ -213,7 +213,7 @@ class Answering:
         is_repeated = self.questions.is_repeated(number, entry, reply)
         if self.questions.is_answered(number) and not is_repeated:
             raise OtherAnswer(
-                f"{place_in_words(batch.epoch, batch.step)}: the same question would get another "
+                f"{batch_in_words(batch.epoch, batch.step)}: the same question would get another "
                 f"answer than before: the arithmetic has changed, as with another device, "
                 f"torch_threads or version of a library; restore those, or start over with "
                 f"--fresh, and let the other party do so, too"

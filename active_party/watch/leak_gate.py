@@ -14,7 +14,7 @@ import numpy as np
 
 from splitveil.active_party.settings import LeakGateSettings
 from splitveil.common.privacy.audit import BatchLeak
-from splitveil.common.run.course import place_in_words
+from splitveil.common.run.course import batch_in_words
 
 
 class GateFinding(NamedTuple):
@@ -81,7 +81,7 @@ class LeakGate:
         """Describe a finding to the label owner."""
         settings = self._settings
         figure = "the mean" if settings.quantile == "mean" else f"the {settings.quantile} quantile"
-        place = place_in_words(finding.epoch, finding.step)
+        place = batch_in_words(finding.epoch, finding.step)
         return (
             f"leak_gate: {place}: {figure} of the leak AUC of {finding.attack} at "
             f"{finding.layer} over the last {settings.window_steps} audited batches is "

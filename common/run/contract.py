@@ -1,7 +1,7 @@
-"""The contract: what both parties must agree on before anything else happens.
+"""The contract: everything that the parties must agree on before anything else happens.
 
-Both hold the same file. At the handshake its canonical form is compared field by field. Whatever is
-not in it is private to one party.
+All parties hold the same file. At the handshake its canonical form is compared field by field.
+Everything that is not in it is private to one party.
 """
 
 import hashlib
@@ -34,15 +34,15 @@ DnsName = Annotated[
 ]
 
 PASSIVE_PARTIES = 8
-"""Most passive parties of one run."""
+"""The most passive parties that one run can have."""
 
 NAME_CHARACTERS = 64
-"""Of a party's or a run's name: what ``Name`` takes at most."""
+"""The most characters that ``Name`` allows in the name of a party or a run."""
 
 _OTHER_FIELDS = "(other fields)"
 
 ACTIVE = "active"
-"""Name of the active party; the passive ones choose theirs."""
+"""Name of the active party; the passive parties choose theirs."""
 
 MAX_CUT_DIM = 2**24
 """64 MiB of float32 for each example: far beyond any cut layer, and far below what overflows."""
@@ -56,15 +56,15 @@ class EcdhAlignment(Section):
     engine: Literal["ecdh"] = "ecdh"
 
     min_aligned: int = Field(default=100, ge=1)
-    """Fewest ids that the parties must have in common, or nobody trains."""
+    """Fewest ids that the parties must have in common; with fewer, the run ends."""
 
     max_set_size: int = Field(default=10_000_000, ge=1, le=2**31)
-    """Most ids that either party may bring to one exchange. How many it may try in all, each party
-    decides by its own ``alignment_attempts``."""
+    """Most ids that either party may bring to one exchange. Each party limits the total over all
+    exchanges by its own ``alignment_attempts``."""
 
 
 AlignmentSettings = EcdhAlignment
-"""The section ``alignment``; a union discriminated by ``engine`` once there is a second one."""
+"""The section ``alignment``; a union discriminated by ``engine`` once there is a second engine."""
 
 
 class HashSplit(Section):
@@ -73,13 +73,13 @@ class HashSplit(Section):
     kind: Literal["hash"] = "hash"
 
     train: float = Field(default=0.8, gt=0, lt=1)
-    """Share of the aligned rows that are trained on."""
+    """Share of the aligned rows used for training."""
 
     validation: float = Field(default=0.0, ge=0, lt=1)
-    """Share that early stopping looks at; 0 when nothing stops early."""
+    """Share that early stopping looks at; 0 without early stopping."""
 
     test: float = Field(default=0.2, gt=0, lt=1)
-    """Share that the final figures are measured on."""
+    """Share on which the final figures are measured."""
 
     @model_validator(mode="after")
     def _shares_add_up(self) -> "HashSplit":
@@ -90,13 +90,13 @@ class HashSplit(Section):
 
 
 class ColumnSplit(Section):
-    """Rows are split by what a column says of them, such as the day that they are of."""
+    """Rows are split by the value of a column, for example one derived from each row's date."""
 
     kind: Literal["column"]
 
     column: str = Field(min_length=1)
     """Column with ``train``, ``validation`` or ``test`` in each row. Every party's table has it,
-    and all must say the same of the rows in common, or nobody trains. It is never a feature."""
+    and all tables must agree on the common rows, or the run ends. It is never used as a feature."""
 
 
 SplitSettings = Annotated[
@@ -116,7 +116,7 @@ class LearningRateSchedule(Section):
     """Steps over which the learning rate rises linearly to its full value."""
 
     decay: Literal["none", "cosine"] = "none"
-    """What it does afterwards, up to the last step of the contract's epochs."""
+    """How the learning rate falls afterwards, up to the last step of the contract's epochs."""
 
     def factor(self, step: int, total_steps: int) -> float:
         """Return the multiplier of the learning rate at a step counted over the run, from 0."""
@@ -139,26 +139,26 @@ class WireLimits(Section):
 
 
 class CheckpointPlan(Section):
-    """When both parties save where they are, so that they find a common place to go on from."""
+    """When both parties save a checkpoint, so that they have one in common to resume from."""
 
     every_steps: PositiveInt = 500
-    """Training steps between two checkpoints; there is one at every epoch's end, too.
+    """Training steps between two checkpoints; every epoch ends with another one.
 
-    What was done since the last one is done again after a crash.
+    After a crash, everything since the last checkpoint is done again.
     """
 
     keep: int = Field(default=3, ge=2, le=100)
-    """How many of the newest checkpoints each party keeps."""
+    """Number of checkpoints that each party keeps, the newest ones."""
 
 
 class Contract(Section):
-    """Everything that both parties hold in common."""
+    """Everything that the parties hold in common."""
 
     protocol_version: Literal[1] = 1
     """Version of the rules in ``protos/split_learning.proto``."""
 
     run_name: Name
-    """Name of the run, and of its folder on both sides."""
+    """Name of the run, and of its folder at every party."""
 
     passive_parties: tuple[Name, ...] = Field(
         default=("passive",), min_length=1, max_length=PASSIVE_PARTIES
@@ -166,13 +166,13 @@ class Contract(Section):
     """The passive parties, in the order of their cut layers."""
 
     aggregation: Aggregation = "mean"
-    """What the top model sees of several passive parties' activations: their ``mean``, their
-    ``sum``, or all of them one after the other along the first dimension (``concat``)."""
+    """How the activations of several passive parties become the top model's input: their ``mean``,
+    their ``sum``, or their concatenation along the first dimension (``concat``)."""
 
     identities: dict[Name, DnsName] = Field(default_factory=dict)
-    """DNS name that each party's certificate carries, by the party's name; the active party's is
-    ``active``. By default the party's name before ``.splitveil``. It is compared with the
-    certificate only, and never looked up."""
+    """DNS name that each party's certificate carries, by the party's name; the active party is
+    named ``active``. The default is the party's name followed by ``.splitveil``. It is only
+    compared with the certificate, and never looked up."""
 
     cut_shape: tuple[PositiveInt, ...] = Field(min_length=1, max_length=4)
     """Shape of one example's activation at the cut layer, the same for every passive party: up to
@@ -191,7 +191,7 @@ class Contract(Section):
     """Passes over the training rows."""
 
     drop_last: bool = False
-    """Whether an epoch leaves out its last batch when that is smaller than ``batch_size``."""
+    """Whether an epoch leaves out its last batch if that is smaller than ``batch_size``."""
 
     split: SplitSettings = HashSplit()
     """How the aligned rows are divided into training, validation and test rows."""
@@ -206,10 +206,10 @@ class Contract(Section):
     """How tensors travel."""
 
     checkpoints: CheckpointPlan = CheckpointPlan()
-    """When both parties save where they are."""
+    """When the parties save checkpoints."""
 
     audits_allowed: bool = False
-    """Whether the passive party may ask the active party for the AUC of its scores."""
+    """Whether a passive party may ask the active party for the AUC of its scores."""
 
     @model_validator(mode="before")
     @classmethod
@@ -250,29 +250,29 @@ class Contract(Section):
 
     @property
     def aggregate_shape(self) -> tuple[int, ...]:
-        """Shape of what the top model sees of one example's activations."""
+        """Shape of the top model's input for one example."""
         if self.aggregation != "concat":
             return self.cut_shape
         return (self.cut_shape[0] * len(self.passive_parties), *self.cut_shape[1:])
 
     @property
     def aggregate_dim(self) -> int:
-        """Number of values in that."""
+        """Number of values in the top model's input for one example."""
         return math.prod(self.aggregate_shape)
 
     @property
     def max_rows(self) -> int:
-        """Most rows that one tensor on the wire may have."""
+        """The most rows that one tensor on the wire may have."""
         return max(self.batch_size, self.evaluation_batch_size)
 
     @property
     def max_message_bytes(self) -> int:
-        """Largest message that either party has a reason to send."""
+        """Size of the largest message that either party has a reason to send."""
         tensor_bytes = self.max_rows * self.cut_dim * DTYPE_BYTES[self.cut_dtype]
         return max(min(tensor_bytes, self.wire.unchunked_bytes), self.wire.chunk_bytes) + 65536
 
     def canonical_json(self) -> str:
-        """Return the one text that stands for this contract on the wire."""
+        """Return the text that represents this contract on the wire."""
         return json.dumps(self._agreed_values(), sort_keys=True, separators=(",", ":"))
 
     def digest(self) -> bytes:
@@ -282,8 +282,8 @@ class Contract(Section):
     def fields_differing_from(self, canonical: str) -> list[str]:
         """Name the fields in which another party's canonical form differs from this contract.
 
-        Only names of this contract's own fields come back; whatever else the text holds, or a text
-        that is no contract at all, is summed up as "(other fields)".
+        Only names of this contract's own fields are returned. Anything else in the text, or a text
+        that is not a contract at all, is summed up as "(other fields)".
         """
         if canonical == self.canonical_json():
             return []
@@ -291,20 +291,20 @@ class Contract(Section):
             other = json.loads(canonical)
         except (ValueError, RecursionError):
             return [_OTHER_FIELDS]
-        # Differing texts of equal values, such as 1 and true, are no canonical form either.
+        # Texts that differ for equal values, such as 1 and true, are not canonical either.
         names = dict.fromkeys(_differing(self._agreed_values(), other))
         return list(names) or [_OTHER_FIELDS]
 
     def _agreed_values(self) -> dict[str, Any]:
-        # One party's cut layer is its own mean, sum and whole: there is nothing to agree on.
+        # One party's cut layer is its own mean, sum and concatenation: nothing to agree on.
         alone = len(self.passive_parties) == 1
         return self.model_dump(mode="json", exclude={"aggregation"} if alone else None)
 
 
 def _differing(own: dict[str, Any], other: Any, prefix: str = "") -> Iterator[str]:
-    """Name the fields that differ, going only where this party has fields of its own.
+    """Name the fields that differ, descending only where this party has fields of its own.
 
-    The other side's nesting is the peer's choice: names put together from it could fill the memory.
+    The other side's nesting is the peer's choice: names built from it could fill the memory.
     """
     others = other if isinstance(other, dict) else {}
     for name, value in own.items():

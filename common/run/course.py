@@ -26,9 +26,9 @@ HELD_OUT: tuple[SplitName, ...] = ("validation", "test")
 
 @dataclass(frozen=True)
 class AlignedRows:
-    """The common rows of both parties, in the common order.
+    """The common rows of all parties, in the common order.
 
-    A *position* is a place in this order and means the same example on both sides.
+    A *position* is an index into this order and means the same example at every party.
     """
 
     file_rows: Positions
@@ -38,7 +38,7 @@ class AlignedRows:
     """Positions of each split, disjoint, together all."""
 
     order: SampleOrder
-    """The order in which the training positions are handled in each epoch."""
+    """The order of the training positions in each epoch."""
 
     @classmethod
     def derive(
@@ -51,16 +51,16 @@ class AlignedRows:
     ) -> "AlignedRows":
         """Put the rows of the intersection into the common order and split them.
 
-        The order is that of the ids' hashes under the joint seed: independent of both files, and
-        known to neither party before both nonces are.
+        The order is that of the ids' hashes under the joint seed: it does not depend on any file,
+        and no party knows it before all nonces are known.
 
         Args:
             contract: says how to split, and gives the batch size.
-            joint_seed: made of both parties' nonces.
-            ids: this party's canonical ids, all of them.
-            file_rows: indices into ``ids`` of the common ones, in any order, (aligned,).
-            file_splits: each row's place in ``SPLITS``, all of them, where the contract splits
-                by a column.
+            joint_seed: derived from the nonces of all parties.
+            ids: all canonical ids of this party.
+            file_rows: indices into ``ids`` of the common ids, in any order, (aligned,).
+            file_splits: index into ``SPLITS`` of every row of the file, if the contract splits by a
+                column.
 
         Raises:
             AlignmentError: there are too few common rows for a training and a test split.
@@ -79,8 +79,8 @@ class AlignedRows:
             raise AlignmentError(f"{len(order)} common ids leave no row for: {', '.join(empty)}")
         if contract.drop_last and len(splits["train"]) < contract.batch_size:
             raise AlignmentError(
-                f"{len(splits['train'])} training rows make no batch of {contract.batch_size}, "
-                f"and drop_last is on"
+                f"{len(splits['train'])} training rows do not fill a batch of "
+                f"{contract.batch_size}, and drop_last is on"
             )
         samples = SampleOrder(
             joint_seed, splits["train"], contract.batch_size, drop_last=contract.drop_last
@@ -88,7 +88,7 @@ class AlignedRows:
         return cls(file_rows[order], splits, samples)
 
     def total_steps(self, contract: Contract) -> int:
-        """Return the training steps of the whole run, if nothing stops it early."""
+        """Return the number of training steps of the whole run, unless it stops early."""
         return self.order.steps_per_epoch * contract.epochs
 
     def __len__(self) -> int:
@@ -106,18 +106,18 @@ def _by_column(
     if file_splits is None:
         raise DataError(f"contract.split: this party's table was read without {split.column!r}")
     said = file_splits[file_rows]
-    train, validation, test = (np.flatnonzero(said == place) for place in range(len(SPLITS)))
+    train, validation, test = (np.flatnonzero(said == index) for index in range(len(SPLITS)))
     return {"train": train, "validation": validation, "test": test}
 
 
-def place_in_words(epoch: int, step: int) -> str:
-    """Return where a run is as people count, from 1; files, settings and messages count from 0."""
+def batch_in_words(epoch: int, step: int) -> str:
+    """Return a batch's epoch and step as people count, from 1; files and messages count from 0."""
     return f"epoch {epoch + 1} step {step + 1}"
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One message's worth of rows."""
+    """The rows that one message is about."""
 
     epoch: int
     split: SplitName
@@ -134,7 +134,7 @@ class Batch:
 
     @property
     def key(self) -> tuple[int, SplitName, int]:
-        """What names the batch within the run."""
+        """Epoch, split and step, which identify the batch within the run."""
         return (self.epoch, self.split, self.step)
 
     def identity(self, run_id: str) -> BatchId:
@@ -142,25 +142,25 @@ class Batch:
         return BatchId(run_id, self.epoch, self.step, self.split, self.digest)
 
 
-def run_course(contract: Contract, rows: AlignedRows, place: int = 0) -> Iterator[Batch]:
+def run_course(contract: Contract, rows: AlignedRows, batch_number: int = 0) -> Iterator[Batch]:
     """Yield the batches of a run: each epoch's training rows, then its held-out rows.
 
     Args:
         contract: gives batch sizes and epochs.
         rows: the common rows.
-        place: how many batches to leave out, because they were handled before.
+        batch_number: number of batches to skip, because they were handled before.
     """
     held_out = [name for name in HELD_OUT if len(rows.splits[name])]
     size = contract.evaluation_batch_size
     held_out_batches = sum(math.ceil(len(rows.splits[name]) / size) for name in held_out)
-    first_epoch, left_out = divmod(place, rows.order.steps_per_epoch + held_out_batches)
+    first_epoch, left_out = divmod(batch_number, rows.order.steps_per_epoch + held_out_batches)
     for epoch in range(first_epoch, contract.epochs):
         batches = _epoch(contract, rows, held_out, epoch)
         yield from islice(batches, left_out if epoch == first_epoch else 0, None)
 
 
 def is_checkpoint(contract: Contract, rows: AlignedRows, batch: Batch) -> bool:
-    """Tell whether both parties save where they are after a batch."""
+    """Return whether all parties save a checkpoint after a batch."""
     if batch.split != "train":
         return batch.closes_epoch
     steps = batch.epoch * rows.order.steps_per_epoch + batch.step + 1

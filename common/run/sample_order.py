@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 Positions = npt.NDArray[np.int64]
-"""Places of examples in the common order, counted from 0."""
+"""Indices of examples in the common order, counted from 0."""
 
 NONCE_BYTES = 32
 """Length of a party's share of the joint seed: as much as the seed itself."""
@@ -39,11 +39,11 @@ class SampleOrder:
         Args:
             seed: the joint seed, the same on both sides.
             positions: the training positions in the common order, (examples,).
-            batch_size: rows of a batch; the last one of an epoch may be shorter.
-            drop_last: leave a shorter last batch out.
+            batch_size: rows of a batch; the last batch of an epoch may be shorter.
+            drop_last: whether to leave out a shorter last batch.
 
         Raises:
-            ValueError: there is no whole batch to make, or a position comes twice.
+            ValueError: the positions do not fill a batch, or a position comes twice.
         """
         if batch_size < 1:
             raise ValueError(f"expected a batch size of at least 1, got {batch_size}")
@@ -52,9 +52,9 @@ class SampleOrder:
         whole, rest = divmod(len(positions), batch_size)
         self.batch_size = batch_size
         self.steps_per_epoch = whole + (1 if rest and not drop_last else 0)
-        """Batches of an epoch."""
+        """Number of batches in an epoch."""
         if not self.steps_per_epoch:
-            raise ValueError(f"{len(positions)} examples make no batch of {batch_size}")
+            raise ValueError(f"{len(positions)} examples do not fill a batch of {batch_size}")
         self._seed = seed
         self._positions = positions.astype(np.int64, copy=True)
         self._shuffled: tuple[int, Positions] | None = None
@@ -67,7 +67,7 @@ class SampleOrder:
         """Return one batch of one epoch, at most (batch_size,).
 
         Raises:
-            IndexError: an epoch has no such step.
+            IndexError: an epoch does not have that many steps.
         """
         if not 0 <= step < self.steps_per_epoch:
             raise IndexError(f"expected a step below {self.steps_per_epoch}, got {step}")
@@ -92,16 +92,18 @@ def joint_seed(*nonces: bytes) -> bytes:
 
 
 def positions_digest(positions: Positions) -> bytes:
-    """Return 16 bytes by which two parties see whether they are at the same rows."""
+    """Return 16 bytes by which two parties notice whether they are at the same rows."""
     data = np.ascontiguousarray(positions, dtype="<i8")
     return hashlib.blake2b(data.data, digest_size=POSITIONS_DIGEST_BYTES).digest()
 
 
 def keyed_id_digests(ids: Iterable[str], seed: bytes) -> npt.NDArray[np.uint8]:
-    """Return one keyed digest per id, (ids, 16), which nobody could choose before the joint seed.
+    """Return one keyed digest per id, (ids, 16), which depends on the joint seed.
+
+    So nobody can choose ids by their digests before the seed is known.
 
     Args:
-        ids: the normalised ids, gone over once.
+        ids: the normalised ids, iterated once.
         seed: the joint seed, at most 64 bytes.
     """
     keyed = hashlib.blake2b(digest_size=16, key=seed, person=_ID_DOMAIN)
@@ -122,10 +124,10 @@ def canonical_order(digests: npt.NDArray[np.uint8]) -> Positions:
 def split_rows(
     digests: npt.NDArray[np.uint8], train: float, validation: float, test: float
 ) -> dict[str, Positions]:
-    """Assign rows to the splits by their ids' digests, whatever rows there are besides.
+    """Assign rows to the splits by their ids' digests, each row independently of all others.
 
     Args:
-        digests: of the aligned ids in the common order, (examples, 16).
+        digests: digests of the aligned ids in the common order, (examples, 16).
         train: fraction of the ids to train on.
         validation: fraction to validate on.
         test: fraction to test on; the three add up to 1.
@@ -140,9 +142,9 @@ def split_rows(
     if min(fractions.values()) < 0 or not math.isclose(sum(fractions.values()), 1.0):
         raise ValueError(f"expected fractions that add up to 1, got {fractions}")
     leading = np.ascontiguousarray(digests[:, :8]).view(">u8")[:, 0]
-    places = (leading >> np.uint64(11)) * 2.0**-53  # in [0, 1), without rounding
-    # Counted from the end, so that test = 0 gives no row to test.
-    chosen = np.searchsorted([train, max(train, 1.0 - test)], places, side="right")
+    uniform = (leading >> np.uint64(11)) * 2.0**-53  # in [0, 1), without rounding
+    # The bound is counted from the end, so that test = 0 leaves no test rows.
+    chosen = np.searchsorted([train, max(train, 1.0 - test)], uniform, side="right")
     return {name: np.flatnonzero(chosen == number) for number, name in enumerate(fractions)}
 
 

@@ -1,8 +1,8 @@
-"""What parts a run's rows are split into."""
+"""The splits of a run's rows."""
 
 from typing import Literal, get_args
 
 SplitName = Literal["train", "validation", "test"]
 
 SPLITS: tuple[SplitName, ...] = get_args(SplitName)
-"""As a column names them; in memory, a split is its place among these."""
+"""The names of the splits in a column; in memory, a split is its index into this tuple."""

@@ -1,1 +1,1 @@
-"""A run's folder: checkpoints, the log of answers, and the files of earlier models."""
+"""The files of a run's folder: checkpoints, the log of answers, saved models."""

@@ -1,15 +1,16 @@
-"""The log of what a run has answered, and what each answer was charged: private, and never undone.
+"""The log of a run's answers and their charges: private, and never undone.
 
-A run may go back to a checkpoint; what was answered since stays answered. So the log is written
-before an answer leaves, and nothing in it is ever changed. It is one line of records:
+A run may go back to a checkpoint; what was answered since then stays answered. So the log is
+written before an answer leaves, and nothing in it is ever changed. It is a sequence of records:
 
     header    a name, the version, and how many fingerprints a record holds
     record    number, fingerprints, reply, sum_kl, epsilon, noise identity, link
 
-The number is a place in the run, or one of at least 2^63 for what has no place there. The reply is
-a fingerprint, too, of what was answered: other noise may well be charged the same. The link is a
-hash of the link before and of the record itself, and the first one of what names the run: whoever
-reads the log finds a byte that was changed, put in, or taken out, and the log of another run.
+The number is that of a batch in the run, or at least 2^63 for an answer that is not about a batch.
+The reply is a fingerprint of the answer, because answers with other noise may have the same charge.
+The link is a hash of the previous link and of the record itself; the first link is a hash of the
+run's name. So a reader notices a byte that was changed, inserted or removed, and the log of another
+run.
 """
 
 import hashlib

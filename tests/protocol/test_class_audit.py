@@ -330,7 +330,7 @@ def record(
         PassiveRecorder(settings, folders[1], ids, labels) as adversary,
     ):
         parties.session.lifecycle.observer = monitor
-        parties.run._observer = adversary
+        parties.run.observer = adversary
         parties.session.reopen()
         parties.run.run(connect(parties.session, parties.engine))
     (runs / "active" / "settings.yaml").write_text(

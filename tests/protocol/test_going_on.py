@@ -156,11 +156,11 @@ def test_a_step_done_again_with_other_bytes_is_refused_for_good(
     with pytest.raises(Lost):
         run_in_process(first, dying(4, after=True))
     second = build_parties(example, active, [EVERY_2, "model_seed=5"], runs=tmp_path)
-    assert second.run._reopen()
-    assert second.run.trainer is not None
+    training = second.run.reopen()
+    assert training is not None
     with torch.no_grad():
-        next(second.run.trainer.model.parameters()).add_(1e-3)
-    second.run._save(second.run.trainer)
+        next(training.trainer.model.parameters()).add_(1e-3)
+    training.save()
     second.session.reopen()
     with pytest.raises(OutOfStep, match="other bytes"):
         run_in_process(second)

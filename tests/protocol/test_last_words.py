@@ -20,7 +20,9 @@ from splitveil.common.errors import (
 )
 from splitveil.common.run.messages import Activation, Answer, BatchId, Course, LeaveReason
 from splitveil.common.storage.run_store import RunStore
-from splitveil.passive_party.grpc_peer import MAX_DAMAGED, GrpcPeer
+from splitveil.passive_party.connection import PeerConnection
+from splitveil.passive_party.grpc_peer import GrpcPeer
+from splitveil.passive_party.retrying import MAX_DAMAGED
 from tests.peers import InProcessPeer
 from tests.runs import Parties, build_parties, run_in_process, serving
 
@@ -66,7 +68,7 @@ def test_an_active_party_that_was_lost_after_its_last_answer_has_all_of_the_run(
     assert again.session.reopen()
     assert again.session.stage is Stage.FINISHED
     assert not again.session.wait_for_farewell(0)
-    again.run.trainer = parties.run.trainer
+    again.run = parties.run
     assert_same_weights(again, parties)
     again.session.leave(again.session.run_id, LeaveReason.FINISHED)
     assert again.session.wait_for_farewell(0)
@@ -120,7 +122,7 @@ def test_with_the_active_party_killed_between_handshake_and_alignment_both_begin
     ReplacedBeforeAligning.anew = anew
     run_in_process(parties, ReplacedBeforeAligning)
     run_in_process(whole)
-    anew.run.trainer = parties.run.trainer
+    anew.run = parties.run
     assert_same_weights(anew, whole)
 
 
@@ -165,7 +167,7 @@ def run_over(parties: Parties, address: str) -> None:
     settings = parties.passive_settings
     with (
         serving(parties, int(address.rpartition(":")[2])),
-        GrpcPeer(address, settings.contract, settings.reconnect) as peer,
+        GrpcPeer(PeerConnection(address, settings.contract), settings.reconnect) as peer,
     ):
         parties.run.run(peer)
 

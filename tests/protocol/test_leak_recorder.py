@@ -52,7 +52,7 @@ def record(
         PassiveRecorder(settings, folders[1], ids, labels) as adversary,
     ):
         parties.session.lifecycle.observer = monitor
-        parties.run._observer = adversary
+        parties.run.observer = adversary
         run_in_process(parties)
     active_lines, passive_lines = (
         [json.loads(line) for line in (party / "metrics.jsonl").read_text().splitlines()]

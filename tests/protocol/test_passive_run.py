@@ -68,7 +68,7 @@ def test_a_run_that_is_stopped_in_its_last_audit_is_over_when_it_goes_on(tmp_pat
     epochs = "contract.epochs=5"
     active = [epochs, "early_stopping={patience_epochs: 1, min_gain: 0.5}"]
     parties = build_parties(tmp_path, active, [epochs], runs=tmp_path / "runs")
-    parties.run._auditor = AuditsAtTheEnd()
+    parties.run.auditor = AuditsAtTheEnd()
     with pytest.raises(Interrupted):
         parties.run.run(InterruptedAudit(parties.session, parties.engine))
     assert parties.session.stage is Stage.FINISHED

@@ -72,8 +72,11 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ids_at(several: Several, name: str) -> list[str]:
     """Return the common ids of a party in the common order."""
     seen = several.seen if name == "active" else several.passive[name].seen
-    source = several.session if name == "active" else several.passive[name].run
-    ids = source.ids if name == "active" else source._ids  # type: ignore[union-attr]
+    ids = (
+        several.session.ids
+        if name == "active"
+        else several.passive[name].run.aligner.participant.ids
+    )
     assert seen.rows is not None
     return [ids[row] for row in seen.rows.file_rows]
 
@@ -371,11 +374,11 @@ def test_a_party_that_goes_on_with_other_bytes_is_refused_alone(
     finish([start(several, "birch", dying(4, after=True))])
     answered = len(several.seen.sent)
     changed = build_passive(three, "birch", [*EVERY_2, "model_seed=5"], runs=tmp_path)
-    assert changed.run._reopen()
-    assert changed.run.trainer is not None
+    training = changed.run.reopen()
+    assert training is not None
     with torch.no_grad():
-        next(changed.run.trainer.model.parameters()).add_(1e-3)
-    changed.run._save(changed.run.trainer)
+        next(training.trainer.model.parameters()).add_(1e-3)
+    training.save()
     several.passive["birch"] = build_passive(three, "birch", EVERY_2, runs=tmp_path)
     finish([start(several, "birch")])
     assert isinstance(several.errors["birch"], OutOfStep)

@@ -21,6 +21,7 @@ from splitveil.common.errors import (
 )
 from splitveil.common.run.messages import Offer, Opening
 from splitveil.common.storage.run_folder import open_run_folder
+from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.peers import InProcessPeer
 from tests.runs import build_parties, run_in_process, serving
@@ -62,7 +63,10 @@ def test_a_passive_party_that_breaks_off_and_comes_again_learns_three_sets_and_n
     learned: set[str] = set()
     contract, reconnect = parties.run.contract, parties.passive_settings.reconnect
     rounds = 0
-    with serving(parties, port), GrpcPeer(f"127.0.0.1:{port}", contract, reconnect) as peer:
+    with (
+        serving(parties, port),
+        GrpcPeer(PeerConnection(f"127.0.0.1:{port}", contract), reconnect) as peer,
+    ):
         for ids in guesses():
             nonce = random.Random(rounds).randbytes(32)
             commitment = hashlib.sha256(nonce).digest()
@@ -123,7 +127,9 @@ def test_an_active_party_that_breaks_off_and_comes_again_learns_three_sets_and_n
     assert caught.value.exit_code == 3
     assert peer._aligning is not None
     peer._aligning.join()
-    expected = {name for ids in guesses()[:3] for name in ids} & set(parties.run._ids)
+    expected = {name for ids in guesses()[:3] for name in ids} & set(
+        parties.run.aligner.participant.ids
+    )
     assert peer.learned == expected
     told = [r.getMessage() for r in caplog.records if "broke off" in r.getMessage()]
     assert told == [
@@ -174,7 +180,7 @@ def test_an_honest_repetition_is_no_guess_even_with_the_tightest_cap(
     tight = [f"contract.alignment.max_set_size={size}"]
     parties = build_parties(example, tight, tight)
     tried = TriedIds(size, path=file_of_count(tmp_path / "passive"))
-    parties.run._tried = tried
+    parties.run.aligner.tried = tried
     peer = BadLine(parties.session, parties.engine)
     peer.breaks = breaks
     parties.run.run(peer)
@@ -262,7 +268,7 @@ def test_a_damaged_count_is_no_count_of_nothing(tmp_path: Path, text: str) -> No
 
 def test_an_exchange_that_cannot_be_counted_is_not_answered(example: Path, tmp_path: Path) -> None:
     parties = build_parties(example)
-    parties.run._tried = TriedIds(CAP, path=tmp_path / "gone" / "count")
+    parties.run.aligner.tried = TriedIds(CAP, path=tmp_path / "gone" / "count")
     with pytest.raises(StorageError, match="cannot be written"):
         run_in_process(parties)
 
@@ -271,10 +277,13 @@ def test_both_parties_count_what_the_other_has_tried(example: Path, port: int) -
     parties = build_parties(example)
     contract, reconnect = parties.run.contract, parties.passive_settings.reconnect
     address = f"127.0.0.1:{port}"
-    with serving(parties, port) as service, GrpcPeer(address, contract, reconnect) as peer:
+    with (
+        serving(parties, port) as service,
+        GrpcPeer(PeerConnection(address, contract), reconnect) as peer,
+    ):
         parties.run.run(peer)
-    assert service.tried.of("passive") == (len(parties.run._ids), 1)
-    assert parties.run._tried.of("active") == (len(parties.session.ids), 1)
+    assert service.tried.of("passive") == (len(parties.run.aligner.participant.ids), 1)
+    assert parties.run.aligner.tried.of("active") == (len(parties.session.ids), 1)
 
 
 def test_a_count_that_cannot_be_deleted_fails_no_finished_run(

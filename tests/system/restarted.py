@@ -30,7 +30,9 @@ from splitveil.common.storage.model_files import save_model
 from splitveil.common.storage.run_folder import write_json_atomically
 from splitveil.common.storage.run_store import RunStore
 from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
+from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
+from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
@@ -322,18 +324,19 @@ def _passive(example: Path, runs: Path, settings: Settings, wire: Wire, address:
     labels = PartyData.load(own.adversary.labels, own.base_dir)
     folder = runs / "small" / "passive"
     with PassiveRecorder(own, folder, data.ids, labels) as recorder:
+        engine = build_engine(own.contract.alignment, AlignmentResources())
         run = PassiveRun(
-            own.contract,
-            own.party,
-            data.ids,
-            build_engine(own.contract.alignment, AlignmentResources()),
+            Aligner(
+                Participant(own.contract, own.party, data.ids), engine, partial(draw_nonce, own)
+            ),
             BottomBuilder(own, data, CPU),
             recorder,
-            partial(draw_nonce, own),
-            store=RunStore(folder, own.contract.checkpoints.keep),
+            RunStore(folder, own.contract.checkpoints.keep),
         )
         credentials = wire.credentials("passive")
-        with GrpcPeer(address, own.contract, own.reconnect, credentials=credentials) as peer:
+        with GrpcPeer(
+            PeerConnection(address, own.contract, credentials=credentials), own.reconnect
+        ) as peer:
             run.run(peer)
     assert run.trainer is not None
     save_model(folder, run.trainer.model, None)

@@ -14,6 +14,7 @@ from splitveil.active_party.serving.service import ActiveService
 from splitveil.common.errors import SettingsError
 from splitveil.common.text.addresses import HostAndPort, on_loopback, split_address
 from splitveil.common.wire.endpoint import add_port
+from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.runs import Parties, build_parties
 
@@ -105,7 +106,7 @@ def test_plain_text_goes_and_listens_where_the_name_led_when_it_was_judged(
     contract, reconnect = parties.run.contract, parties.passive_settings.reconnect
     server = start_server(service, contract, f"{rebound}:{port}")
     try:
-        with GrpcPeer(f"{rebound}:{port}", contract, reconnect) as peer:
+        with GrpcPeer(PeerConnection(f"{rebound}:{port}", contract), reconnect) as peer:
             assert peer.is_ready()
     finally:
         server.stop(0).wait()

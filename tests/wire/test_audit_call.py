@@ -88,7 +88,7 @@ def audited(example: Path, folder: Path, meet: Callable[[Parties], None], *activ
         PassiveRecorder(settings, folders[1], ids, None) as adversary,
     ):
         parties.session.lifecycle.observer = monitor
-        parties.run._observer = parties.run._auditor = adversary
+        parties.run.observer = parties.run.auditor = adversary
         meet(parties)
     lines = [
         [json.loads(line) for line in (party / "metrics.jsonl").read_text().splitlines()]

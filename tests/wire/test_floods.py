@@ -22,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from splitveil.common.wire.endpoint import method_path
 from splitveil.common.wire.limits import STREAMS_PER_CONNECTION
+from splitveil.passive_party.connection import PeerConnection
 from splitveil.protos import split_learning_pb2 as pb
 from tests.mutations import AtStep, Tape
 from tests.runs import build_parties, run_in_process, write_example
@@ -276,7 +277,8 @@ def test_memory_stays_bounded_under_floods_and_the_honest_peer_gets_its_answers(
     with served(tmp_path, *OVERRIDES) as active:
         flood = Flood(active.port, tape)
         peer = AtStep(
-            f"127.0.0.1:{active.port}", contract, reconnect, transcript=tape.as_transcript()
+            PeerConnection(f"127.0.0.1:{active.port}", contract, transcript=tape.as_transcript()),
+            reconnect,
         )
 
         def meet(hostile: Callable[[Flood], None]) -> None:

@@ -14,6 +14,7 @@ from splitveil.active_party.serving.server import start_server
 from splitveil.active_party.serving.service import ActiveService
 from splitveil.common.errors import PeerLeft, SplitveilError, StorageError
 from splitveil.common.party.transcript import FILE, Broken, Crossing, Transcript, verify
+from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.runs import Parties, build_parties
 
@@ -72,7 +73,9 @@ class Noted:
         ):
             server = start_server(service, contract, address, transcript=one)
             try:
-                with GrpcPeer(address, contract, settings.reconnect, transcript=other) as peer:
+                with GrpcPeer(
+                    PeerConnection(address, contract, transcript=other), settings.reconnect
+                ) as peer:
                     self.parties.run.run(peer)
             finally:
                 server.stop(1).wait()

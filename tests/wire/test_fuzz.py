@@ -24,6 +24,7 @@ from splitveil.common.errors import (
 from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.run.messages import Activation, AuditQuestion, Course, LeaveReason, Offer
 from splitveil.common.wire.tensor_codec import TensorAssembler, TensorLimits
+from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
 from tests.mutations import (
@@ -153,7 +154,7 @@ class StopsEarly(InProcessPeer):
 
 def test_a_run_is_not_over_in_the_midst_of_an_epoch(example: Path) -> None:
     parties = build_parties(example)
-    with pytest.raises(InvalidMessage, match="midst of an epoch"):
+    with pytest.raises(InvalidMessage, match="middle of an epoch"):
         run_in_process(parties, StopsEarly)
     assert parties.passive.epochs == []
 
@@ -263,7 +264,7 @@ def test_mutated_replies_are_errors_of_the_peer_or_believable(
     refused: dict[str, int] = dict.fromkeys(METHODS, 0)
     with (
         answering(port) as server,
-        GrpcPeer(f"127.0.0.1:{port}", parties.run.contract, reconnect) as peer,
+        GrpcPeer(PeerConnection(f"127.0.0.1:{port}", parties.run.contract), reconnect) as peer,
     ):
         server.replies = [replies["Train"][0]]
         ask["Train"](peer)  # what is recorded and unchanged is believed

@@ -16,6 +16,7 @@ from splitveil.active_party.serving.service import ActiveService
 from splitveil.common.errors import PeerError, PeerUntrusted
 from splitveil.common.party.credentials import CredentialFiles, in_lower_case
 from splitveil.deploy.certs import renew_certificate
+from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.certificates import (
     CLIENT,
@@ -138,7 +139,8 @@ def serving(
 def peer_of(parties: Parties, port: int, credentials: CredentialFiles) -> GrpcPeer:
     settings = parties.passive_settings
     return GrpcPeer(
-        f"127.0.0.1:{port}", settings.contract, settings.reconnect, credentials=credentials
+        PeerConnection(f"127.0.0.1:{port}", settings.contract, credentials=credentials),
+        settings.reconnect,
     )
 
 
@@ -280,10 +282,10 @@ def test_a_renewed_certificate_of_the_active_party_is_looked_at_when_it_is_met(
         serving(parties, files(folder, "active")) as port,
         Switch(port, port) as switch,
         AtSteps(
-            f"127.0.0.1:{switch.port}",
-            settings.contract,
+            PeerConnection(
+                f"127.0.0.1:{switch.port}", settings.contract, credentials=files(folder, "passive")
+            ),
             settings.reconnect,
-            credentials=files(folder, "passive"),
         ) as peer,
     ):
         peer.actions = {2: lambda: renew_certificate(folder, "active"), 5: switch.cut}

@@ -18,6 +18,7 @@ from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.wire import limits
 from splitveil.common.wire.endpoint import method_path
 from splitveil.common.wire.limits import STREAMS_PER_CONNECTION
+from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
 from tests.runs import Parties, build_parties, serving
@@ -73,7 +74,7 @@ def met(parties: Parties, port: int) -> Iterator[tuple[ActiveService, Hostile]]:
 
 
 def run_honestly(parties: Parties, port: int) -> None:
-    with GrpcPeer(f"127.0.0.1:{port}", parties.run.contract, PATIENCE) as peer:
+    with GrpcPeer(PeerConnection(f"127.0.0.1:{port}", parties.run.contract), PATIENCE) as peer:
         parties.run.run(peer)
 
 

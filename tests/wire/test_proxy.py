@@ -15,6 +15,7 @@ from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.wire.endpoint import open_channel
 from splitveil.common.wire.http_proxy import HttpProxy, proxy_of_environment
+from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.settings import PassiveSettings
 from tests.certificates import files, make, use
@@ -70,7 +71,7 @@ def test_what_the_environment_names_is_not_asked(
     with ConnectProxy() as proxy, serving(parties, port, shown["active"]):
         name_proxy(monkeypatch, variable, proxy.port)
         with GrpcPeer(
-            f"127.0.0.1:{port}", contract, reconnect, credentials=shown["passive"]
+            PeerConnection(f"127.0.0.1:{port}", contract, credentials=shown["passive"]), reconnect
         ) as peer:
             assert peer.is_ready()
         assert proxy.heads == []
@@ -79,11 +80,13 @@ def test_what_the_environment_names_is_not_asked(
 def through(parties: Parties, trusted: Path, port: int, proxy: HttpProxy | None = None) -> GrpcPeer:
     address = f"127.0.0.1:{port}"
     return GrpcPeer(
-        address,
-        parties.run.contract,
+        PeerConnection(
+            address,
+            parties.run.contract,
+            credentials=files(trusted, "passive"),
+            proxy=proxy or proxy_of_environment(address),
+        ),
         parties.passive_settings.reconnect,
-        credentials=files(trusted, "passive"),
-        proxy=proxy or proxy_of_environment(address),
     )
 
 
@@ -124,7 +127,7 @@ def test_a_proxy_that_is_dead_or_refuses_is_named_without_its_password(
         ):
             parties.run.run(peer)
     assert where in caplog.text
-    assert UNREPEATED not in caplog.text + repr(caught.value) + repr(peer._proxy)
+    assert UNREPEATED not in caplog.text + repr(caught.value) + repr(peer.connection.proxy)
 
 
 def test_plain_text_goes_through_no_proxy(example: Path) -> None:

@@ -26,7 +26,9 @@ from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.run.messages import Activation, Answer, LeaveReason, Offer, Opening
 from splitveil.common.wire.endpoint import SERVICE, channel_options, method_path
 from splitveil.common.wire.tensor_codec import TensorLimits, encode_activation
+from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
+from splitveil.passive_party.retrying import Retrying
 from splitveil.protos import split_learning_pb2 as pb
 from tests.runs import (
     Parties,
@@ -97,7 +99,7 @@ def test_broken_streams_are_opened_again_and_change_no_bit(example: Path, port: 
     contract, reconnect = broken.run.contract, broken.passive_settings.reconnect
     with (
         serving(broken, port),
-        BreakingPeer(f"127.0.0.1:{port}", contract, reconnect) as peer,
+        BreakingPeer(PeerConnection(f"127.0.0.1:{port}", contract), reconnect) as peer,
     ):
         broken.run.run(peer)
     run_in_process(whole)
@@ -113,7 +115,7 @@ def test_the_passive_party_waits_for_an_active_one_that_comes_later(
 
     def run() -> None:
         try:
-            with GrpcPeer(f"127.0.0.1:{port}", contract, reconnect) as peer:
+            with GrpcPeer(PeerConnection(f"127.0.0.1:{port}", contract), reconnect) as peer:
                 parties.run.run(peer)
         except BaseException as error:
             errors.append(error)
@@ -132,7 +134,7 @@ def test_a_peer_that_never_comes_is_given_up_after_max_s(example: Path, port: in
     parties = build_parties(example, [], ["reconnect={max_s: 1, first_wait_s: 0.1}"])
     contract, reconnect = parties.run.contract, parties.passive_settings.reconnect
     with (
-        GrpcPeer(f"127.0.0.1:{port}", contract, reconnect) as peer,
+        GrpcPeer(PeerConnection(f"127.0.0.1:{port}", contract), reconnect) as peer,
         pytest.raises(PeerUnreachable, match="1 s"),
     ):
         parties.run.run(peer)
@@ -143,6 +145,9 @@ class ImpatientFromTheFirstStep(GrpcPeer):
 
     def send_activation(self, activation: Activation) -> None:
         self._reconnect = ReconnectSettings(max_s=1, first_wait_s=0.1, deadline_s=1)
+        self._retrying = Retrying(
+            self._reconnect, lambda: None, self.connection.where, self.connection.renew
+        )
         super().send_activation(activation)
 
 
@@ -158,7 +163,7 @@ def test_a_peer_that_takes_messages_and_never_answers_is_given_up(example: Path,
     contract, reconnect = parties.run.contract, parties.passive_settings.reconnect
     with (
         serving(parties, port),
-        ImpatientFromTheFirstStep(f"127.0.0.1:{port}", contract, reconnect) as peer,
+        ImpatientFromTheFirstStep(PeerConnection(f"127.0.0.1:{port}", contract), reconnect) as peer,
     ):
         with pytest.raises(PeerUnreachable, match=r"has not answered for 1 s"):
             parties.run.run(peer)
@@ -170,7 +175,7 @@ def test_waiting_can_be_interrupted(example: Path, port: int) -> None:
     parties = build_parties(example)
     contract, reconnect = parties.run.contract, parties.passive_settings.reconnect
     with (
-        GrpcPeer(f"127.0.0.1:{port}", contract, reconnect, lambda: 15) as peer,
+        GrpcPeer(PeerConnection(f"127.0.0.1:{port}", contract), reconnect, lambda: 15) as peer,
         pytest.raises(Interrupted) as caught,
     ):
         parties.run.run(peer)
@@ -257,7 +262,7 @@ def at_first_step(
     options = channel_options(contract)
     with (
         serving(parties, port) as service,
-        AtFirstStep(f"127.0.0.1:{port}", contract, reconnect) as peer,
+        AtFirstStep(PeerConnection(f"127.0.0.1:{port}", contract), reconnect) as peer,
         grpc.insecure_channel(f"127.0.0.1:{port}", options) as channel,
     ):
         with pytest.raises(KeyboardInterrupt):
@@ -386,7 +391,7 @@ class DisagreeingEngine:
 
 def test_parties_that_disagree_on_the_intersection_never_train(example: Path, port: int) -> None:
     parties = build_parties(example)
-    parties.run._engine = DisagreeingEngine(parties.run._engine)
+    parties.run.aligner.engine = DisagreeingEngine(parties.run.aligner.engine)
     with pytest.raises(AlignmentError) as caught:
         run_over_grpc(parties, port)
     assert isinstance(parties.session.error, AlignmentError)

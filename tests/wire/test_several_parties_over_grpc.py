@@ -31,6 +31,7 @@ from splitveil.common.run.messages import Activation, Answer, LeaveReason
 from splitveil.common.wire.endpoint import method_path
 from splitveil.common.wire.limits import PARTY_KEY
 from splitveil.deploy.certs import make_certificates
+from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
 from tests.certificates import files
@@ -132,15 +133,9 @@ def start(
 
     def run() -> None:
         try:
-            contract, reconnect = party.run.contract, party.settings.reconnect
-            with Peer(
-                address,
-                contract,
-                reconnect,
-                third=third,
-                party=name,
-                credentials=credentials,
-            ) as peer:
+            connection = PeerConnection(address, party.run.contract, credentials)
+            reconnect = party.settings.reconnect
+            with Peer(connection, reconnect, third=third, party=name) as peer:
                 party.run.run(peer)
         except BaseException as error:
             several.errors[name] = error
@@ -251,7 +246,9 @@ def test_a_handshake_for_another_party_than_the_call_s_is_refused(
     ash = several.passive["ash"]
     with (
         serving(several, address),
-        GrpcPeer(address, ash.run.contract, ash.settings.reconnect, party="birch") as peer,
+        GrpcPeer(
+            PeerConnection(address, ash.run.contract), ash.settings.reconnect, party="birch"
+        ) as peer,
         pytest.raises(ProtocolError),
     ):
         ash.run.run(peer)
@@ -287,10 +284,8 @@ def test_a_certificate_lets_its_own_party_in_and_no_other(
         for claimed in ("birch", "cedar"):
             with (
                 GrpcPeer(
-                    address,
-                    ash.run.contract,
+                    PeerConnection(address, ash.run.contract, credentials=own),
                     ash.settings.reconnect,
-                    credentials=own,
                     party=claimed,
                 ) as peer,
                 pytest.raises(PeerUntrusted, match="does not accept"),

@@ -28,6 +28,7 @@ from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.wire import tls_version
 from splitveil.common.wire.endpoint import method_path, open_channel
 from splitveil.deploy.certs import PartyFolder, keep_certificates, renew_certificate
+from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
 from tests.certificates import NAMES, Unchecked, add_expired, files, make
@@ -70,7 +71,8 @@ def serving(
 def peer_of(parties: Parties, port: int, credentials: CredentialFiles | None) -> GrpcPeer:
     settings = parties.passive_settings
     return GrpcPeer(
-        f"127.0.0.1:{port}", settings.contract, settings.reconnect, credentials=credentials
+        PeerConnection(f"127.0.0.1:{port}", settings.contract, credentials=credentials),
+        settings.reconnect,
     )
 
 
@@ -476,7 +478,7 @@ def test_plain_text_is_served_on_loopback_only(example: Path, address: str) -> N
 def test_plain_text_goes_to_loopback_only(example: Path, address: str) -> None:
     parties = build_parties(example)
     with pytest.raises(SettingsError, match="is not on loopback"):
-        GrpcPeer(address, parties.run.contract, parties.passive_settings.reconnect)
+        GrpcPeer(PeerConnection(address, parties.run.contract), parties.passive_settings.reconnect)
 
 
 # ---- rotation ----
@@ -548,10 +550,10 @@ def test_replaced_certificates_are_taken_up_without_a_restart_and_cut_no_connect
     with (
         serving(parties, port, files(own, "active")),
         AtSteps(
-            f"127.0.0.1:{relay.port}",
-            settings.contract,
+            PeerConnection(
+                f"127.0.0.1:{relay.port}", settings.contract, credentials=files(own, "passive")
+            ),
             settings.reconnect,
-            credentials=files(own, "passive"),
         ) as peer,
     ):
         peer.actions = {2: rotate, 5: cut}

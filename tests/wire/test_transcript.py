@@ -25,6 +25,7 @@ from splitveil.common.party.transcript import (
     verify,
 )
 from splitveil.common.party.transcript_lines import KINDS
+from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.runs import Parties, build_parties, run_in_process
 
@@ -47,7 +48,9 @@ def run_noted(folder: Path, into: Path, *overrides: str) -> tuple[Parties, Path,
     ):
         server = start_server(service, contract, address, transcript=one)
         try:
-            with GrpcPeer(address, contract, settings.reconnect, transcript=other) as peer:
+            with GrpcPeer(
+                PeerConnection(address, contract, transcript=other), settings.reconnect
+            ) as peer:
                 parties.run.run(peer)
         finally:
             server.stop(1).wait()

@@ -1,0 +1,95 @@
+"""The connection to the active party: one gRPC channel, renewed when the certificates change."""
+
+import grpc
+
+from splitveil.common.errors import PeerRenewed, SplitveilError
+from splitveil.common.party.credentials import CredentialFiles
+from splitveil.common.party.transcript import Transcript
+from splitveil.common.run.contract import Contract
+from splitveil.common.wire.endpoint import open_channel
+from splitveil.common.wire.http_proxy import HttpProxy
+from splitveil.common.wire.noted_calls import NotingClient
+from splitveil.common.wire.status import error_from
+
+
+class PeerConnection:
+    """A channel to the active party, opened when it is needed.
+
+    Args:
+        address: host and port of the active party.
+        contract: gives the limits of messages, and the active party's identity.
+        credentials: this party's; without them plain text is spoken, on loopback only.
+        transcript: notes what crosses, if there is one.
+        proxy: what to connect through, with credentials only.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        contract: Contract,
+        credentials: CredentialFiles | None = None,
+        transcript: Transcript | None = None,
+        proxy: HttpProxy | None = None,
+    ) -> None:
+        self.where = address if proxy is None else f"{address} through the proxy {proxy}"
+        """The active party's address, in words."""
+        self.contract = contract
+        self.proxy = proxy
+        self._address = address
+        self._files = credentials
+        self._shown = None if credentials is None else credentials.current()
+        self._transcript = transcript
+        # With credentials, opening it needs a peer that answers.
+        self._channel = self._open() if credentials is None else None
+        self._is_outdated = False
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether there is a channel that the next call replaces, with all of its streams."""
+        return self._is_outdated and self._channel is not None
+
+    def channel(self) -> grpc.Channel:
+        """Return the channel, replaced if it was opened with other certificates than are in use.
+
+        Raises:
+            PeerError: nobody answers, or not somebody whom this party believes.
+        """
+        if self.is_outdated:
+            self.close()
+        self._is_outdated = False
+        if self._channel is None:
+            self._channel = self._open()
+        return self._channel
+
+    def renew(self) -> bool:
+        """Use the certificates as they are now, and return whether they have changed.
+
+        A channel keeps those that it was opened with.
+        """
+        now = None if self._files is None else self._files.current()
+        if now is self._shown:
+            return False
+        self._shown = now
+        self._is_outdated = True
+        return True
+
+    def error_of(self, error: Exception) -> SplitveilError:
+        """Return the meaning of a call's error."""
+        code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
+        details = error.details() if isinstance(error, grpc.Call) else None
+        meaning = error_from(code, details)
+        if isinstance(meaning, PeerRenewed):
+            self._is_outdated = True
+        return meaning
+
+    def close(self) -> None:
+        """Close the channel, if there is one."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def _open(self) -> grpc.Channel:
+        channel = open_channel(self._address, self.contract, self._shown, self.proxy)
+        if self._transcript is None:
+            return channel
+        return grpc.intercept_channel(channel, NotingClient(self._transcript))

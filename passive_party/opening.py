@@ -1,0 +1,166 @@
+"""The opening of a run on the passive party's side: the handshake, then the alignment."""
+
+import hashlib
+import hmac
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from splitveil.common.alignment import (
+    Agree,
+    AlignChannel,
+    Alignment,
+    AlignmentEngine,
+    Splits,
+    TriedIds,
+    align,
+    receive_share,
+)
+from splitveil.common.errors import AlignmentError, ContractMismatch, InvalidMessage
+from splitveil.common.run.contract import ACTIVE, Contract
+from splitveil.common.run.messages import Offer, Opening
+from splitveil.common.run.sample_order import NONCE_BYTES
+from splitveil.passive_party.peer import Peer
+
+
+@dataclass(frozen=True)
+class Participant:
+    """This party in a run: its name in the contract, and the rows of its file."""
+
+    contract: Contract
+    name: str
+    ids: Sequence[str]
+    """Canonical ids, by row of the file."""
+
+    file_splits: Splits | None = None
+    """Split of each row, if the contract splits by a column."""
+
+    @property
+    def index(self) -> int:
+        """The number of this party in the contract's order."""
+        return self.contract.passive_parties.index(self.name)
+
+    @property
+    def has_companions(self) -> bool:
+        """Whether the run has other passive parties."""
+        return len(self.contract.passive_parties) > 1
+
+    def handshake(self, peer: Peer, nonce: bytes, offer: Offer | None = None) -> Opening:
+        """Open a run with the active party, or resume one.
+
+        Args:
+            peer: the active party.
+            nonce: this party's share of the joint seed, to which it commits itself.
+            offer: the run to resume; None for a new one.
+
+        Raises:
+            ContractMismatch: the active party holds another contract.
+        """
+        opening = peer.handshake(
+            self.name, self.contract.canonical_json(), _commitment(nonce), offer
+        )
+        if not hmac.compare_digest(opening.contract_digest, self.contract.digest()):
+            raise ContractMismatch(["(the active party holds another contract)"])
+        return opening
+
+
+class Aligner:
+    """Finds the rows that all parties have in common.
+
+    Args:
+        participant: this party.
+        engine: finds the common ids.
+        draw_nonce: gives this party's share of the joint seed, 32 bytes, a new one per alignment.
+        tried: counts the ids that the active party tries; by default while this process lives.
+    """
+
+    def __init__(
+        self,
+        participant: Participant,
+        engine: AlignmentEngine,
+        draw_nonce: Callable[[], bytes],
+        tried: TriedIds | None = None,
+    ) -> None:
+        self.participant = participant
+        self.engine = engine
+        self.draw_nonce = draw_nonce
+        self.tried = tried or TriedIds(participant.contract.alignment.max_set_size)
+
+    def align(
+        self,
+        peer: Peer,
+        opening: Opening,
+        nonce: bytes,
+        on_progress: Callable[[int, int], None],
+        stop_if_interrupted: Callable[[], None],
+    ) -> Alignment:
+        """Align with the active party, and through it with the other passive parties.
+
+        Args:
+            peer: the active party.
+            opening: its reply to the handshake of this run.
+            nonce: this party's share of the joint seed.
+            on_progress: called with the number of ids that are through, and of all ids.
+            stop_if_interrupted: called while this party waits; raises Interrupted to stop.
+
+        Returns:
+            The rows of this party's file that all parties have, and the nonces of all passive
+            parties in the contract's order.
+
+        Raises:
+            AlignmentError: too few ids are in common.
+            InvalidMessage: the active party's nonce has changed since the handshake.
+        """
+        has_companions = self.participant.has_companions
+        alignment = align(
+            self.engine,
+            self.participant.ids,
+            peer.open_alignment(),
+            nonce=nonce,
+            run_id=opening.run_id,
+            progress=on_progress,
+            agree=self._agreeing(opening, nonce, stop_if_interrupted) if has_companions else None,
+            splits=self.participant.file_splits,
+            counting=partial(self.tried.counted, ACTIVE),
+        )
+        peer.close_alignment()
+        if alignment.peer_nonce != opening.nonce:
+            raise InvalidMessage("the active party's nonce changed since the handshake")
+        return alignment if has_companions else alignment._replace(nonces=(nonce,))
+
+    def _agreeing(
+        self, opening: Opening, nonce: bytes, stop_if_interrupted: Callable[[], None]
+    ) -> Agree:
+        """Return a function that finds, among this pair's ids, those that all parties have."""
+        contract, index = self.participant.contract, self.participant.index
+        if len(opening.commitments) != len(contract.passive_parties) or opening.commitments[
+            index
+        ] != _commitment(nonce):
+            raise InvalidMessage("the handshake's reply does not hold this party's commitment")
+
+        def agree(alignment: Alignment, channel: AlignChannel) -> Alignment:
+            in_common = len(alignment.rows)
+            share = receive_share(channel, in_common, opening.commitments, stop_if_interrupted)
+            rows = alignment.rows[share.mask]
+            if len(rows) < contract.alignment.min_aligned:
+                raise AlignmentError(
+                    f"too few ids to train on: {in_common} in common with the active party, "
+                    f"{len(rows)} of them with all, needed {contract.alignment.min_aligned}"
+                )
+            return alignment._replace(rows=rows, nonces=share.nonces)
+
+        return agree
+
+
+def check_nonce(nonce: bytes) -> None:
+    """Make sure that the active party's share of the joint seed has its length.
+
+    Raises:
+        InvalidMessage: it has not.
+    """
+    if len(nonce) != NONCE_BYTES:
+        raise InvalidMessage(f"nonce: expected {NONCE_BYTES} bytes, got {len(nonce)}")
+
+
+def _commitment(nonce: bytes) -> bytes:
+    return hashlib.sha256(nonce).digest()

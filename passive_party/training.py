@@ -1,0 +1,251 @@
+"""Training on the passive party's side: steps, evaluations, audits and checkpoints."""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from splitveil.common.data.features import Features
+from splitveil.common.errors import (
+    AuditRefused,
+    InvalidMessage,
+    PeerError,
+    PeerRestarted,
+    ProtocolError,
+)
+from splitveil.common.run.course import AlignedRows, Batch, batch_in_words
+from splitveil.common.run.messages import Activation, Answer, AuditQuestion, Course
+from splitveil.common.run.progress import Progress, State, refusing_other_versions
+from splitveil.common.run.sample_order import positions_digest
+from splitveil.passive_party.bottom_trainer import BottomTrainer
+from splitveil.passive_party.label_free_audit import GatheredScores
+from splitveil.passive_party.peer import Peer
+
+
+class RunObserver(Protocol):
+    """Receives the events of a run."""
+
+    def on_opened(self) -> None:
+        """The active party has opened the run, or resumes it."""
+
+    def on_alignment_progress(self, done_ids: int, total_ids: int) -> None:
+        """Part of both parties' ids has been through the alignment."""
+
+    def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
+        """Both parties hold the same rows."""
+
+    def on_step(
+        self, batch: Batch, sent: Tensor, received: Tensor, layers: dict[str, Tensor]
+    ) -> None:
+        """A gradient came for an activation, and the bottom model learned from it."""
+
+    def on_epoch(self, epoch: int) -> None:
+        """An epoch is over, its evaluation included."""
+
+    def on_resumed(self, epoch: int | None) -> None:
+        """The run resumes from a checkpoint, in an epoch, or None if nothing is left to do."""
+
+    def state_dict(self) -> State:
+        """Return what was seen so far, for a checkpoint."""
+
+    def load_state_dict(self, state: State) -> None:
+        """Forget what was seen since."""
+
+
+class Auditor(Protocol):
+    """Gathers scores, and receives the active party's measurements of them."""
+
+    def scores_to_audit(self, epoch: int) -> Iterable[GatheredScores]:
+        """Return the scores gathered up to the end of an epoch, over the training rows."""
+
+    def on_audit(self, epoch: int, scored: GatheredScores, leak_auc: float) -> None:
+        """The active party measured some of the scores."""
+
+    def on_audit_failed(self, epoch: int, error: PeerError) -> None:
+        """The active party did not measure them; the run continues."""
+
+
+class NoAudits:
+    """Asks for no audit."""
+
+    def scores_to_audit(self, epoch: int) -> Iterable[GatheredScores]:  # noqa: ARG002
+        """Return no scores."""
+        return ()
+
+    def on_audit(self, epoch: int, scored: GatheredScores, leak_auc: float) -> None:
+        """Take no note."""
+
+    def on_audit_failed(self, epoch: int, error: PeerError) -> None:
+        """Take no note."""
+
+
+class _Step(NamedTuple):
+    """A training step of which the observer has not been told yet."""
+
+    batch: Batch
+    sent: Tensor
+    received: Tensor
+    layers: dict[str, Tensor]
+
+
+class Training:
+    """One run after its alignment: follows the course, and can be saved and resumed.
+
+    Args:
+        run_id: names the run.
+        rows: the common rows.
+        trainer: this party's half of the network.
+        progress: the place in the course.
+        observer: receives the steps and epochs.
+        auditor: gives the scores for audits.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        rows: AlignedRows,
+        trainer: BottomTrainer,
+        progress: Progress,
+        observer: RunObserver,
+        auditor: Auditor,
+    ) -> None:
+        self.trainer = trainer
+        self.progress = progress
+        self._run_id = run_id
+        self._rows = rows
+        self._observer = observer
+        self._auditor = auditor
+        self._unobserved: _Step | None = None
+
+    # ---- checkpoints ----
+
+    def save(self, *, soon: bool = False) -> None:
+        """Save a checkpoint, if the store keeps any.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        self.progress.save(self._state, soon=soon)
+
+    def save_if_between_steps(self) -> None:
+        """Save a checkpoint unless nothing has been done yet, or a step is under way.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        if self.trainer.is_between_steps and self.progress.batch_number:
+            self.save()
+
+    def restore(self, batch_number: int) -> None:
+        """Go back to the checkpoint after a number of batches.
+
+        Raises:
+            StorageError: it cannot be read, or is of another version.
+        """
+        state = self.progress.store.load(batch_number)
+        with refusing_other_versions():
+            self.progress.go_to(batch_number)
+            if state["is_over"]:
+                self.progress.finish()
+            self.trainer.load_state_dict(state["trainer"])
+            self._observer.load_state_dict(state["observer"])
+        self._observer.on_resumed(self.progress.epoch)
+
+    def _state(self) -> State:
+        return {
+            "trainer": self.trainer.state_dict(),
+            "observer": self._observer.state_dict(),
+            "is_over": self.progress.is_over,
+        }
+
+    # ---- the course ----
+
+    def follow_course(self, peer: Peer, stop_if_interrupted: Callable[[], None]) -> None:
+        """Handle every batch that is left.
+
+        Args:
+            peer: the active party.
+            stop_if_interrupted: called before each batch and each audit; raises Interrupted to
+                stop.
+
+        Raises:
+            SplitveilError: the run cannot continue.
+        """
+        try:
+            features = self._features_of(self.progress.due)
+            while (batch := self.progress.due) is not None and features is not None:
+                stop_if_interrupted()
+                if batch.split == "train":
+                    features = self._train(peer, batch, features)
+                else:
+                    features = self._evaluate(peer, batch, features)
+                    if batch.closes_epoch:
+                        self._observer.on_epoch(batch.epoch)
+                        self._audit(peer, batch.epoch, stop_if_interrupted)
+                if self.progress.checkpoint_due:
+                    self._report_step()
+                    self.save(soon=not self.progress.is_over)
+        finally:
+            self._report_step()
+
+    def _train(self, peer: Peer, batch: Batch, features: Features) -> Features | None:
+        """Train on a batch, and return the features of the batch after it."""
+        activation = self.trainer.forward(features)
+        peer.send_activation(Activation(batch.identity(self._run_id), activation))
+        # The peer computes now, so nobody waits for what is done here.
+        self._report_step()
+        following = self._features_of(self.progress.following)
+        answer = peer.receive_gradient()
+        self._check(answer, batch)
+        layers = self.trainer.backward(answer.values)
+        self.progress.advance()
+        self._unobserved = _Step(batch, activation, answer.values, layers)
+        return following
+
+    def _evaluate(self, peer: Peer, batch: Batch, features: Features) -> Features | None:
+        """Let the active party evaluate a batch, and return the features of the batch after it."""
+        self._report_step()
+        held_out = Activation(batch.identity(self._run_id), self.trainer.embed(features))
+        stops = peer.evaluate(held_out) is Course.STOP
+        if stops and not batch.closes_epoch:
+            raise InvalidMessage("the run is said to be over in the middle of an epoch")
+        self.progress.advance()
+        if stops:
+            self.progress.finish()
+        return self._features_of(self.progress.due)
+
+    def _features_of(self, batch: Batch | None) -> Features | None:
+        return None if batch is None else self.trainer.rows(batch.positions)
+
+    def _report_step(self) -> None:
+        """Report the previous step to the observer, if that has not been done yet."""
+        if self._unobserved is not None:
+            step, self._unobserved = self._unobserved, None
+            self._observer.on_step(*step)
+
+    def _check(self, answer: Answer, batch: Batch) -> None:
+        is_due = answer.batch == batch.identity(self._run_id)
+        if not is_due or len(answer.values) != len(batch.positions):
+            raise InvalidMessage(
+                "the gradient that came back is not for " + batch_in_words(batch.epoch, batch.step)
+            )
+
+    def _audit(self, peer: Peer, epoch: int, stop_if_interrupted: Callable[[], None]) -> None:
+        for scored in self._auditor.scores_to_audit(epoch):
+            stop_if_interrupted()
+            try:
+                leak_auc = peer.audit(self._question(epoch, scored))
+            except PeerRestarted:
+                raise
+            except PeerError as error:
+                self._auditor.on_audit_failed(epoch, error)
+                if isinstance(error, ProtocolError) and not isinstance(error, AuditRefused):
+                    continue  # it was about these scores only
+                return  # where the peer is gone, the next step notices
+            self._auditor.on_audit(epoch, scored, leak_auc)
+
+    def _question(self, epoch: int, scored: GatheredScores) -> AuditQuestion:
+        digest = positions_digest(self._rows.splits["train"])
+        return AuditQuestion(
+            self._run_id, epoch, scored.attack, scored.layer, digest, scored.scores
+        )

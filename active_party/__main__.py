@@ -66,9 +66,9 @@ logger = logging.getLogger("splitveil.active_party")
 
 GRACE_S = 5.0
 LAST_WORDS_S = 2.0
-"""How long a party that ends early waits for its peer's next call, to tell it so."""
+"""How long a party that ends early waits for its peer's next call, which tells the peer so."""
 FINAL_WORDS_S = 30.0
-"""How long where it ends for good: a peer that does not hear of it would try again for ever."""
+"""How long it waits if it ends for good: a peer that did not hear of it would retry for ever."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -93,18 +93,18 @@ def _add_own_commands(commands: Commands) -> None:
 
 def _add_plan(commands: Commands) -> None:
     command = add_command(
-        commands, "plan", "print what a run would tell of the labels, before any training"
+        commands, "plan", "print what a run would reveal about the labels, before any training"
     )
     command.add_argument(
         "--target-leak-auc",
         type=float,
         metavar="AUC",
-        help="also print the power ratio at which the whole run stays below it",
+        help="also print the power ratio at which the whole run stays below this",
     )
 
 
 def _add_report(commands: Commands) -> None:
-    purpose = "write a page that shows what a run told of the labels"
+    purpose = "write a page that shows what a run revealed about the labels"
     command = commands.add_parser("report", help=purpose, description=purpose)
     command.add_argument("run_dir", type=Path, nargs="?", help="the run's folder, runs/<run name>")
     command.add_argument(
@@ -153,7 +153,7 @@ def _run(parsed: argparse.Namespace) -> None:
             settings, data, build_trainer, recorder, partial(draw_nonce, settings), store, earlier
         )
         session.reopen()
-        # From the first answer until this process ends, no file is to look like all that was told.
+        # From the first answer until this process ends, no file may pass for the whole account.
         delete_saved(folder, LEDGER)
         service = ActiveService(
             session, engine, settings.reconnect.deadline_s, _tried_ids(settings, folder)
@@ -164,7 +164,7 @@ def _run(parsed: argparse.Namespace) -> None:
         try:
             wait_for_end(session, service, settings, interruption)
         except EndedForGood as error:
-            stopped = error  # as it was asked for: it ends with a summary, like any other run
+            stopped = error  # as configured: it ends with a summary, like any other run
         finally:
             patience_s = LAST_WORDS_S if stopped is None else FINAL_WORDS_S
             service.tell_end(min(patience_s, settings.reconnect.max_s), interruption)
@@ -174,14 +174,14 @@ def _run(parsed: argparse.Namespace) -> None:
                 saved = save_model(folder, session.trainer.model, build_trainer.encoder)
                 save_tensors(folder, LEDGER, session.account_book().state_dict())
                 logger.info("model saved in %s", saved)
-    # The monitor measures the last batches only after the last answer.
+    # The monitor measures the last batches only after the last answer has left.
     stopped = stopped or recorder.objection()
     summary = recorder.summary(dict(service.refused))
     if transcript is not None:
         summary = replace(summary, transcript=transcript.summary())
     _leave_results(settings, folder, summary, stopped)
     service.tried.forget()
-    store.forget_finished()  # last: whatever ended this process before, it would not train anew
+    store.forget_finished()  # last: a process that ends before this does not train from scratch
 
 
 def _leave_results(
@@ -199,7 +199,7 @@ def _leave_results(
 
 _WHAT_NOW = (
     "the same command trains nothing; a larger run_budget or leak_gate resumes the run, and "
-    "--fresh begins anew, which answers about the same labels again (earlier_ledgers counts both)"
+    "--fresh starts over, which answers about the same labels again (earlier_ledgers counts both)"
 )
 
 
@@ -212,7 +212,7 @@ def _limits_of(settings: ActiveSettings) -> dict[str, Any]:
 
 
 def _was_ended(settings: ActiveSettings, folder: Path) -> bool:
-    """Say so where the run was ended for good under the limits that are still set."""
+    """Return whether the run was ended for good under the limits that are still set, and say so."""
     end = end_of(folder)
     if end is None:
         return False
@@ -310,14 +310,14 @@ def _check(parsed: argparse.Namespace) -> None:
 
 
 def _check_files_and_address(settings: ActiveSettings) -> None:
-    """Find out what would end a run, before its folder is opened and earlier results move aside."""
+    """Check what would end a run, before its folder is opened and earlier results move aside."""
     _check_listen(settings)
     _check_noise_key(settings)
     open_earlier_model(settings)
 
 
 def _check_noise_key(settings: ActiveSettings) -> None:
-    # A key in the run's own folder is new.
+    # A key in the run's own folder is drawn by the run itself.
     path = settings.noise_key_file()
     if settings.noise_key_path is not None and path.exists():
         dim, classes = settings.contract.aggregate_dim, settings.data.num_classes
@@ -347,7 +347,7 @@ _REPORT_LATER = "once the cause is gone: active-party report"
 
 
 def _try_to_report(run_dir: Path) -> None:
-    """Write the report of a run that is over; whatever goes wrong, its results are safe."""
+    """Write the report of a run that is over; its results are safe even if that fails."""
     try:
         logger.info("report written to %s", write_report(run_dir))
     except StorageError as error:  # a full disk needs no traceback

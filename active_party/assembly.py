@@ -41,11 +41,11 @@ from splitveil.common.storage.run_store import RunStore
 
 
 class TrainerBuilder:
-    """Makes the trainer once the common rows are known, and keeps the encoder fitted on them.
+    """Builds the trainer once the common rows are known, and keeps the encoder fitted on them.
 
     Raises:
-        SettingsError: there is a noise key that cannot be used.
-        StorageError: one is needed and cannot be written.
+        SettingsError: the existing noise key cannot be used.
+        StorageError: a noise key is needed and cannot be written.
     """
 
     def __init__(self, settings: ActiveSettings, data: PartyData, device: torch.device) -> None:
@@ -55,7 +55,7 @@ class TrainerBuilder:
         self._device = device
         self._num_classes = settings.data.num_classes
         self._earlier = open_earlier_model(settings)
-        # Now rather than at the first step: a key that others can read ends a run before it begins.
+        # Now, not at the first step: a key that others can read ends a run before it begins.
         self._noise_key = open_noise_key(
             settings.defense,
             settings.contract.aggregate_dim,
@@ -67,8 +67,7 @@ class TrainerBuilder:
         """Build the trainer.
 
         Raises:
-            DataError: a split has rows of one class only, or the training rows none of one of
-                several.
+            DataError: a split has rows of one class only, or the training rows lack a class.
         """
         settings, contract = self._settings, self._settings.contract
         if settings.early_stopping is not None and not len(rows.splits["validation"]):
@@ -91,7 +90,7 @@ class TrainerBuilder:
         model.to(self._device)
         key, keys, noisy_labels = self._noise_key, None, None
         answer_keys = AnswerKeys()
-        # Only where noise belongs to ids: many millions of texts are gigabytes.
+        # Only if noise belongs to ids: many millions of texts take gigabytes.
         ids = [] if key is None else [self._data.ids[row] for row in rows.file_rows]
         noisy = _noisy_label_part(settings.defense)
         if key is not None and noisy is not None:

@@ -21,42 +21,42 @@ from splitveil.common.settings import Section, only_key
 
 
 class EarlyStopping(Section):
-    """End the run when the validation AUC no longer rises."""
+    """End the run once the validation AUC stops rising."""
 
     patience_epochs: int = Field(default=3, ge=1)
-    """Epochs without a better validation AUC after which the run ends."""
+    """Number of epochs without a better validation AUC after which the run ends."""
 
     min_gain: float = Field(default=0.0, ge=0, lt=1)
-    """Smallest rise of the AUC that counts as better."""
+    """Smallest increase of the AUC that counts as better."""
 
 
 class LeakAucBudget(Section):
-    """What a run may tell, as an AUC."""
+    """Limit on what a run may reveal, as an AUC."""
 
     leak_auc: float = Field(gt=0.5, lt=1)
-    """No score on all answers together may be able to reach a higher AUC about any example.
+    """No score computed from all answers together may reach a higher AUC about any example.
 
-    That holds against peers that the charges describe: every peer for ``noisy_label``, and not
-    every one for other defenses.
-    Counted with the ledger's guarantee, which holds for every score, and not with its estimate,
-    which is lower.
+    This holds against peers that the charges describe: every peer for ``noisy_label``, and not
+    every peer for other defenses.
+    The ledger's guarantee is what counts, which holds for every score, and not its estimate, which
+    is lower.
     """
 
     @property
     def max_sum_kl(self) -> float:
-        """The same as divergence."""
+        """The limit as a divergence."""
         return sum_kl_for_leak_auc(self.leak_auc)
 
 
 class SumKlBudget(Section):
-    """What a run may tell, as symmetrised divergence."""
+    """Limit on what a run may reveal, as a symmetrised divergence."""
 
     sum_kl: float = Field(gt=0, le=1e6)
-    """Largest divergence of the classes in all answers about one example together."""
+    """Largest divergence between the classes in all answers about one example together."""
 
     @property
     def max_sum_kl(self) -> float:
-        """The divergence as it is."""
+        """The limit as a divergence."""
         return self.sum_kl
 
 
@@ -68,28 +68,28 @@ RunBudget = Annotated[
         custom_error_message="expected exactly one of leak_auc, sum_kl",
     ),
 ]
-"""What a run may tell of each label in all; the key that is present says in which unit."""
+"""Limit on what a run may reveal about each label; the key that is present names the unit."""
 
 
 class LeakGateSettings(Section):
-    """What to do when the leak monitor's attacks reach more than they should."""
+    """What happens if the leak monitor's attacks reach more than they should."""
 
     attack: BatchAttackName | None = None
-    """The attack that counts, one of the leak monitor's; ``null`` for the worst of all."""
+    """The attack that counts, one of the leak monitor's; ``null`` for the strongest of all."""
 
     max_leak_auc: float = Field(default=0.65, gt=0.5, lt=1)
     """Largest leak AUC over the window that is accepted.
 
-    Random scores reach 0.5 + 0.23 / sqrt(positives of a batch) on average: a limit near that is
-    passed by chance. With several classes it is the worst pair's that counts, which lies higher by
+    Random scores reach 0.5 + 0.23 / sqrt(positives in a batch) on average, so a limit near that is
+    exceeded by chance. With more than two classes the worst pair counts, whose AUC is higher by
     chance: look at ``random_leak_auc`` in the metrics first.
     """
 
     window_steps: int = Field(default=100, ge=1, le=100_000)
-    """Audited batches that are judged together; before there are as many, nothing is."""
+    """Number of audited batches that are judged together; until there are as many, none is."""
 
     quantile: Literal["mean"] | Annotated[float, Field(gt=0, lt=1)] = "mean"
-    """What counts of the window: the mean, or a quantile such as 0.95 (stricter above 0.5)."""
+    """Statistic of the window: its mean, or a quantile such as 0.95 (stricter above 0.5)."""
 
     action: Literal["stop", "warn"] = "stop"
     """``stop`` ends the run before its next answer, with a checkpoint and exit code 5; ``warn``
@@ -97,22 +97,22 @@ class LeakGateSettings(Section):
 
 
 class DistributionSettings(Section):
-    """At which steps to count gradients by their norm and direction, class by class."""
+    """Steps at which gradients are counted by norm and direction, class by class."""
 
     epochs: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    """Epochs, from 0 as in ``metrics.jsonl``, of which the first batch with enough examples of both
-    classes is counted; ``null`` for 0, 1, 2, 4, 8, ... and the last."""
+    """Epochs, from 0 as in ``metrics.jsonl``; the first batch of each with enough examples of both
+    classes is counted. ``null`` for 0, 1, 2, 4, 8, ... and the last."""
 
 
 class LeakMonitorSettings(AuditSettings):
-    """The attacks that this party runs on the gradients it sends, to know what they leak."""
+    """Attacks that this party runs on the gradients it sends, to know what they leak."""
 
     reference: Literal["clean", "sent"] = "clean"
-    """Which gradient of a positive the cosine attack is told.
+    """The gradient of a positive example that the cosine attack is given.
 
-    ``clean``, as it was before the defense, is the stronger reading: it carries no noise, so that
-    the figure holds for an attacker who knows more than this party ever sends. ``sent``, as it
-    leaves, is what the passive party's own adversary takes: then both sides' figures are equal.
+    ``clean``, from before the defense, is the stronger reading: it carries no noise, so the figure
+    holds for an attacker who knows more than this party ever sends. ``sent``, as it leaves, is what
+    the passive party's own adversary uses: both sides' figures are then equal.
     """
 
     @model_validator(mode="after")
@@ -131,10 +131,10 @@ class LeakMonitorSettings(AuditSettings):
 
 
 class ActiveSettings(PartySettings):
-    """What the label owner sets, and shows to nobody."""
+    """The label owner's settings, which it shows to nobody."""
 
     listen: Address = "127.0.0.1:50051"
-    """Host and port at which the passive party finds this one."""
+    """Host and port at which the passive party reaches this one."""
 
     first_contact_s: float = Field(default=3600.0, gt=0)
     """Seconds to wait for the passive party's first call."""
@@ -143,15 +143,16 @@ class ActiveSettings(PartySettings):
     """The half of the network above the cut layer."""
 
     defense: DefenseSettings
-    """What is done to each gradient before it is sent. Private: the peer never learns it."""
+    """What is done to each gradient before it is sent. Private: the peer is never told."""
 
     noise_key_path: Path | None = None
     """File of the secret key of persistent noise and noisy labels, made with mode 0600.
 
-    Relative to this settings file. By default it lies beside the checkpoint: a run that goes on
+    Relative to this settings file. By default it lies beside the checkpoint: a run that resumes
     keeps its noise, and a new run draws its own. Give a path to keep the noise over several runs on
-    the same labels with the same defense, which then tell together what the first one tells. With
-    another strength, what they tell adds up. Whoever reads this file subtracts the noise.
+    the same labels with the same defense, which together then reveal no more than the first one.
+    With another strength, what they reveal adds up. Anyone who can read this file can subtract the
+    noise.
     """
 
     leak_monitor: LeakMonitorSettings | None = LeakMonitorSettings()
@@ -159,59 +160,60 @@ class ActiveSettings(PartySettings):
 
     distributions: DistributionSettings | None = DistributionSettings()
     """Histograms of gradients before and after the defense, by class, in this party's own metrics
-    and report; ``null`` for none. A run of several classes has none."""
+    and report; ``null`` for none. A run with more than two classes has none."""
 
     run_budget: RunBudget | None = None
-    """What the run may tell of each label in all; ``null`` for no limit.
+    """Limit on what the run may reveal about each label in total; ``null`` for no limit.
 
-    What the runs of ``earlier_ledgers`` told counts, too. Before an answer would pass it the run
-    ends with a checkpoint and exit code 5. The peer then learns when the run ends, and that it is
-    for good.
+    What the runs of ``earlier_ledgers`` revealed counts as well. Before an answer would exceed the
+    limit, the run ends with a checkpoint and exit code 5. The peer then learns when the run ends,
+    and that it has ended for good.
     """
 
     earlier_ledgers: tuple[str, ...] = Field(default=(), max_length=1000)
     """Folders with the ledgers of earlier runs about the same labels: this party's ``checkpoint``
-    in each, as ``runs/monday/active/checkpoint``, written like ``initial_weights``. The ledger of
-    this run begins with what they have told of its examples, and so does its budget. The ledger
-    that it leaves includes them: of a chain of runs the newest is enough. Needs ``data.id_column``.
-    By default it begins with nothing, as if no example had been answered about before."""
+    folder of each, such as ``runs/monday/active/checkpoint``, written like ``initial_weights``. The
+    ledger of this run starts with what they have revealed about its examples, and so does its
+    budget. The ledger that it leaves includes them, so of a chain of runs the newest is enough.
+    Needs ``data.id_column``. By default the ledger starts at zero, as if there had been no earlier
+    answers about any example."""
 
     leak_gate: LeakGateSettings | None = None
     """Whether the leak monitor's figures may end the run; ``null`` for never.
 
-    The monitor measures beside the training: what was answered meanwhile has left.
+    The monitor measures while training goes on: whatever is answered in the meantime has left.
     """
 
     allow_audits: bool = False
     """Whether to tell the peer the leak AUC of scores that it sends, if the contract's
-    ``audits_allowed`` is set, too.
+    ``audits_allowed`` is set as well.
 
     At most once per attack, layer and epoch, for at least 1,000 training rows of each class, with
-    two digits. The peer chooses the scores, and the ledger counts no such answer: allow it to a
-    peer that audits the run with you.
+    two digits. The peer chooses the scores, and the ledger does not count these answers: allow them
+    only to a peer that audits the run together with you.
     """
 
     early_stopping: EarlyStopping | None = None
     """When to stop before the contract's last epoch. The peer then learns when the run ends."""
 
     def noise_key_file(self) -> Path:
-        """Return where the noise key lies."""
+        """Return the path of the noise key."""
         if self.noise_key_path is not None:
             return self.base_dir / self.noise_key_path
         return self.runs_dir / self.contract.run_name / ACTIVE / "checkpoint" / "noise.key"
 
     def earlier_answers(self) -> AccountBook:
-        """Return what earlier runs may have told of examples, by example.
+        """Return how much earlier runs may have revealed, by example.
 
         Raises:
-            SettingsError: a ledger cannot be read, or is this run's own.
+            SettingsError: a ledger cannot be read, or belongs to this run.
         """
         folders = [expand_path(SETTING, text, self.base_dir) for text in self.earlier_ledgers]
         own = (self.runs_dir / self.contract.run_name / ACTIVE).resolve()
         for folder in folders:
             if own in folder.resolve().parents:
                 raise SettingsError(
-                    f"{SETTING}: {folder} is of this run: give the run another run_name"
+                    f"{SETTING}: {folder} belongs to this run: give the run another run_name"
                 )
         return open_books(folders)
 
@@ -227,8 +229,8 @@ class ActiveSettings(PartySettings):
             raise ValueError(f"run_budget: {unbounded}, or run_budget to null")
         if self.earlier_ledgers and self.data.id_column is None:
             raise ValueError(
-                "earlier_ledgers: needs data.id_column: a row's number is another example's in "
-                "another file"
+                "earlier_ledgers: needs data.id_column: in another file, a row's number belongs to "
+                "another example"
             )
         if self.allow_audits and not self.contract.audits_allowed:
             raise ValueError("allow_audits needs contract.audits_allowed")

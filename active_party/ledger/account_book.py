@@ -73,7 +73,7 @@ class AccountBook:
 
     def with_all_of(self, other: "AccountBook") -> "AccountBook":
         """Return a book of the examples of both; what both revealed about one example adds up."""
-        at = _places(other.names, self.names)
+        at = _indices(other.names, self.names)
         new = np.flatnonzero(at < 0)
         at[new] = len(self) + np.arange(len(new))
         ledger, own = LeakLedger(len(self) + len(new)), np.arange(len(self))
@@ -90,7 +90,7 @@ class AccountBook:
         """
         ledger = LeakLedger(num_examples)
         if len(self):
-            of = _places(_names(ids), self.names)
+            of = _indices(_names(ids), self.names)
             known = np.flatnonzero(of >= 0)
             ledger.add(known, self.ledger, of[known])
         return ledger
@@ -103,7 +103,7 @@ class AccountBook:
             ledger: of the run, as ``begun`` returned it and with all charges since.
         """
         names = _names(ids)
-        others = np.flatnonzero(_places(self.names, names) < 0)
+        others = np.flatnonzero(_indices(self.names, names) < 0)
         return AccountBook(
             np.concatenate([names, self.names[others]]), ledger.carrying_over(self.ledger, others)
         )
@@ -118,11 +118,11 @@ def _names(ids: Iterable[str]) -> Names:
     return texts.view(np.uint8).reshape(-1, _DIGEST_BYTES)
 
 
-def _places(of: Names, among: Names) -> Positions:
+def _indices(of: Names, among: Names) -> Positions:
     """Return where each name stands among others, -1 for a name that is not among them."""
     found = pc.index_in(_column(of), value_set=_column(among))
-    places: Positions = pc.fill_null(found, -1).to_numpy().astype(np.int64)
-    return places
+    indices: Positions = pc.fill_null(found, -1).to_numpy().astype(np.int64)
+    return indices
 
 
 def _column(names: Names) -> pa.Array:

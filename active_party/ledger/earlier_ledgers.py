@@ -36,8 +36,8 @@ def _open(folder: Path) -> AccountBook:
     except FileNotFoundError as error:
         raise SettingsError(
             f"{SETTING}: {folder}: there is no {LEDGER}: expected the active party's checkpoint "
-            f"folder in a run that has ended. One that was killed leaves none: start it again, "
-            f"and it goes on"
+            f"folder of a run that has ended. A run that was killed leaves none: start it again "
+            f"to resume it"
         ) from error
     except (OSError, SafetensorError) as error:
         raise SettingsError(f"{SETTING}: {path}: cannot be read") from error

@@ -5,7 +5,7 @@ Each of these calls waits for those of the other parties, and the last one that 
 
 from collections.abc import Callable, Sequence
 
-from splitveil.active_party.run.life import Life
+from splitveil.active_party.run.lifecycle import Lifecycle
 from splitveil.active_party.run.opening import (
     NewRun,
     Resumption,
@@ -39,20 +39,22 @@ from splitveil.common.run.messages import Activation, LeaveReason, Offer, Openin
 
 
 class Gathering:
-    """The calls that concern every party. The lock of ``life`` is held by whoever calls.
+    """The calls that concern every party. The lock of ``lifecycle`` is held by whoever calls.
 
     Args:
         contract: the agreement that all parties hold.
-        life: of the run.
+        lifecycle: of the run.
         draw_nonce: gives this party's share of the joint seed, 32 bytes, for a run that starts
             over.
     """
 
-    def __init__(self, contract: Contract, life: Life, draw_nonce: Callable[[], bytes]) -> None:
+    def __init__(
+        self, contract: Contract, lifecycle: Lifecycle, draw_nonce: Callable[[], bytes]
+    ) -> None:
         self._contract = contract
-        self._life = life
-        self._parties = life.parties
-        self._rendezvous = life.rendezvous
+        self._lifecycle = lifecycle
+        self._parties = lifecycle.parties
+        self._rendezvous = lifecycle.rendezvous
         self._draw_nonce = draw_nonce
 
     def greet(self, name: str, canonical_contract: str) -> PassiveParty:
@@ -62,12 +64,12 @@ class Gathering:
             ContractMismatch: naming the fields that differ; a run that waits then ends.
             SplitveilError: the error that has ended the run.
         """
-        self._life.refuse_if_ended()
+        self._lifecycle.refuse_if_ended()
         try:
             check_contract(self._contract, canonical_contract, name)
         except ContractMismatch as error:
-            if self._life.stages.current is Stage.WAITING:
-                self._life.end(error)
+            if self._lifecycle.stages.current is Stage.WAITING:
+                self._lifecycle.end(error)
             raise
         return self._parties.named(name)
 
@@ -78,17 +80,17 @@ class Gathering:
             OutOfStep: a run has begun.
             OthersAwaited: other parties have not asked yet.
         """
-        life = self._life
+        lifecycle = self._lifecycle
         is_known = asking.has_committed_to(commitment)
-        has_answered = life.phase.has_answered
-        verdict = judge_new_run(life.stages, is_known=is_known, has_answered=has_answered)
+        has_answered = lifecycle.phase.has_answered
+        verdict = judge_new_run(lifecycle.stages, is_known=is_known, has_answered=has_answered)
         if verdict is NewRun.STARTED_OVER:
-            life.start_over(self._draw_nonce())
+            lifecycle.start_over(self._draw_nonce())
         if verdict is not NewRun.REPEATED:
             asking.open(commitment)
             self._rendezvous.note_progress()
             if self._parties.have_opened:
-                life.move_to(Stage.HANDSHAKEN)
+                lifecycle.move_to(Stage.HANDSHAKEN)
             self._wait_for_openings(asking, (Stage.HANDSHAKEN,), is_listening)
         commitments = tuple(party.commitment for party in self._parties)
         return self._opening(None, commitments if self._parties.are_several else ())
@@ -103,11 +105,11 @@ class Gathering:
             OutOfStep: another run, or no checkpoint in common.
             OthersAwaited: other parties have not asked yet.
         """
-        life, parties = self._life, self._parties
+        lifecycle, parties = self._lifecycle, self._parties
         is_known = asking.has_committed_to(commitment)
-        check_resumption(life.stages, parties, life.run, offer, is_known=is_known)
-        verdict = judge_resumption(parties, life.run, life.where, offer)
-        life.finish_step()
+        check_resumption(lifecycle.stages, parties, lifecycle.run, offer, is_known=is_known)
+        verdict = judge_resumption(parties, lifecycle.run, lifecycle.where, offer)
+        lifecycle.finish_step()
         if verdict is Resumption.BEGUN:
             self._parties.forget_openings()
         if verdict is not Resumption.REPEATED:
@@ -116,19 +118,21 @@ class Gathering:
             if self._parties.have_opened:
                 self._resume_together(asking)
         self._wait_for_openings(asking, (Stage.TRAINING, Stage.FINISHED), is_listening)
-        return self._opening(life.run.resumed_at)
+        return self._opening(lifecycle.run.resumed_at)
 
     def _resume_together(self, last: PassiveParty) -> None:
         try:
-            newest = newest_common_checkpoint(self._parties, self._life.where.checkpoints)
+            newest = newest_common_checkpoint(self._parties, self._lifecycle.where.checkpoints)
         except OutOfStep:
             last.forget_opening()
             raise
-        self._life.resume_at(newest)
+        self._lifecycle.resume_at(newest)
 
     def _opening(self, resumes_at: int | None, commitments: tuple[bytes, ...] = ()) -> Opening:
         digest = self._contract.digest()
-        return Opening(self._life.run.run_id, digest, self._life.run.nonce, resumes_at, commitments)
+        return Opening(
+            self._lifecycle.run.run_id, digest, self._lifecycle.run.nonce, resumes_at, commitments
+        )
 
     def _wait_for_openings(
         self, asking: PassiveParty, stages: Sequence[Stage], is_listening: Listening
@@ -145,9 +149,9 @@ class Gathering:
             return OthersAwaited(f"waits for passive party {names_of(missing)}")
 
         def have_opened() -> bool | None:
-            if self._parties.have_opened and self._life.stages.current in stages:
+            if self._parties.have_opened and self._lifecycle.stages.current in stages:
                 return True
-            self._life.refuse_if_ended()
+            self._lifecycle.refuse_if_ended()
             if not asking.has_opened or asking.handshakes != handshake:
                 raise awaited()
             return None
@@ -167,7 +171,7 @@ class Gathering:
         aligned.take_pair(pair)
         pairs = self._parties.pairs
         if len(pairs) == len(self._parties):
-            self._life.begin(common_rows(self._contract, pairs))
+            self._lifecycle.begin(common_rows(self._contract, pairs))
 
     def share_of(self, aligned: PassiveParty, timeout_s: float) -> Share | None:
         """Wait for what a party is told once every party is aligned, None if it takes longer.
@@ -178,13 +182,13 @@ class Gathering:
         self._rendezvous.wait(
             lambda: (
                 aligned.share is not None
-                or self._life.stages.are_over
+                or self._lifecycle.stages.are_over
                 or not self._parties.have_opened
             ),
             timeout_s,
         )
-        self._life.refuse_if_ended()
-        self._life.refuse_if_not_open()
+        self._lifecycle.refuse_if_ended()
+        self._lifecycle.refuse_if_not_open()
         return aligned.share
 
     def part(self, leaving: PassiveParty, reason: LeaveReason, is_listening: Listening) -> None:
@@ -196,18 +200,18 @@ class Gathering:
         """
         leaving.say_goodbye()
         self._rendezvous.wake()
-        if self._life.stages.current is Stage.FINISHED:
-            self._life.save()  # a restart must not wait for a party that is through
+        if self._lifecycle.stages.current is Stage.FINISHED:
+            self._lifecycle.save()  # a restart must not wait for a party that is through
             if reason is LeaveReason.FINISHED:
                 self._wait_for_farewells(is_listening)
         who = f"passive party {leaving.name!r}" if self._parties.are_several else "the peer"
-        self._life.end(_error_of(reason, who))
+        self._lifecycle.end(_error_of(reason, who))
 
     def _wait_for_farewells(self, is_listening: Listening) -> None:
         def have_left() -> bool | None:
             if self._parties.have_left:
                 return True
-            is_finished = self._life.stages.current is Stage.FINISHED
+            is_finished = self._lifecycle.stages.current is Stage.FINISHED
             if not is_finished or any(party.is_returning for party in self._parties):
                 raise NotOpen("a leave request while another party is resuming")
             return None
@@ -231,18 +235,18 @@ class Gathering:
             NotOpen: the run has to be opened first, or nobody waits for the reply any more.
             SplitveilError: the error that has ended the run.
         """
-        life = self._life
-        life.finish_step()
-        life.refuse_if_ended()
+        lifecycle = self._lifecycle
+        lifecycle.finish_step()
+        lifecycle.refuse_if_ended()
         reply = asking.reply_to(activation)
         if reply is not None:
             return reply
-        life.refuse_if_not_open()
-        life.stages.require(Stage.TRAINING, message="a tensor")
-        batch = life.answering.take(asking, activation, is_training=is_training)
+        lifecycle.refuse_if_not_open()
+        lifecycle.stages.require(Stage.TRAINING, message="a tensor")
+        batch = lifecycle.answering.take(asking, activation, is_training=is_training)
         if not self._parties.have_asked:
             return self._wait_for_reply(asking, activation, is_listening)
-        return (life.answer(batch) if is_training else life.evaluate(batch))[asking.index]
+        return (lifecycle.answer(batch) if is_training else lifecycle.evaluate(batch))[asking.index]
 
     def _wait_for_reply(
         self, asking: PassiveParty, activation: Activation, is_listening: Listening
@@ -256,10 +260,10 @@ class Gathering:
         """
 
         def find() -> Reply | None:
-            self._life.refuse_if_ended()
+            self._lifecycle.refuse_if_ended()
             reply = asking.reply_to(activation)
             if reply is None:
-                self._life.refuse_if_not_open()
+                self._lifecycle.refuse_if_not_open()
                 if not asking.waits_for(activation.batch):
                     raise OutOfStep("a question that was overtaken by the party's next one")
             return reply

@@ -1,7 +1,7 @@
 """The calls of the protocol, as the active party answers them; gRPC and tests use the same object.
 
-A call takes the lock, asks the rooms in order, and leaves every consequence to ``life``. The other
-rooms return or raise: ``opening`` judges handshakes, ``parties`` knows each passive party,
+A call takes the lock, asks the rooms in order, and leaves every consequence to ``lifecycle``. The
+other rooms return or raise: ``opening`` judges handshakes, ``parties`` knows each passive party,
 ``gathering`` lets the calls of several parties wait for each other, and ``answering`` turns
 questions into answers.
 
@@ -22,7 +22,7 @@ from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.ledger import LeakBounds
 from splitveil.active_party.run.answering import Answering
 from splitveil.active_party.run.gathering import Gathering
-from splitveil.active_party.run.life import ActiveStore, Life
+from splitveil.active_party.run.lifecycle import ActiveStore, Lifecycle
 from splitveil.active_party.run.observer import SessionObserver
 from splitveil.active_party.run.opening import (
     OpenRun,
@@ -85,55 +85,55 @@ class ActiveSession:
         self.contract = contract
         self.ids, self.file_splits = own
         self.preparation = Preparation(contract, own, rules or OwnRules(), build_trainer)
-        self.life = Life(
+        self.lifecycle = Lifecycle(
             self.preparation,
             observer,
             store or NoStore(len(contract.passive_parties)),
             OpenRun.new(draw_nonce()),
         )
-        self.parties = self.life.parties
-        self._rendezvous = self.life.rendezvous
-        self._gathering = Gathering(contract, self.life, draw_nonce)
+        self.parties = self.lifecycle.parties
+        self._rendezvous = self.lifecycle.rendezvous
+        self._gathering = Gathering(contract, self.lifecycle, draw_nonce)
 
     @property
     def error(self) -> SplitveilError | None:
         """The error that ended the run early."""
-        return self.life.error
+        return self.lifecycle.error
 
     @property
     def run_id(self) -> str:
         """Name of the run."""
-        return self.life.run.run_id
+        return self.lifecycle.run.run_id
 
     @property
     def nonce(self) -> bytes:
         """This party's share of the joint seed."""
-        return self.life.run.nonce
+        return self.lifecycle.run.nonce
 
     @property
     def stage(self) -> Stage:
         """Where the run is."""
-        return self.life.stages.current
+        return self.lifecycle.stages.current
 
     @property
     def over(self) -> bool:
         """Whether nothing more will be answered for the first time."""
-        return self.life.stages.are_over
+        return self.lifecycle.stages.are_over
 
     @property
     def trainer(self) -> TopTrainer | None:
         """The top model and its labels, once the rows are known."""
-        return self.life.phase.trainer
+        return self.lifecycle.phase.trainer
 
     @property
     def answering(self) -> Answering:
         """The part of the run after the alignment; an OutOfStep error before it."""
-        return self.life.answering
+        return self.lifecycle.answering
 
     @property
     def has_last_words(self) -> bool:
         """Whether a peer that is still there has to hear that the run ended early."""
-        return self.life.has_last_words
+        return self.lifecycle.has_last_words
 
     def awaited(self) -> Mapping[str, float]:
         """Return the parties whose message the run waits for, and for how many seconds."""
@@ -146,7 +146,7 @@ class ActiveSession:
     def wait(self, timeout_s: float) -> bool:
         """Wait until the run is over, and return whether it is."""
         with self._rendezvous:
-            self.life.end_on_objection()
+            self.lifecycle.end_on_objection()
             return self._rendezvous.wait(lambda: self.over, timeout_s)
 
     def wait_for_farewell(self, timeout_s: float) -> bool:
@@ -161,7 +161,7 @@ class ActiveSession:
             return has_finished or self.stage is Stage.ENDED
 
         with self._rendezvous:
-            self.life.end_on_objection()
+            self.lifecycle.end_on_objection()
             return self._rendezvous.wait(is_over, timeout_s)
 
     # ---- opening ----
@@ -176,7 +176,7 @@ class ActiveSession:
             StorageError: what the run has answered cannot be known any more.
         """
         with self._rendezvous:
-            return self.life.reopen()
+            return self.lifecycle.reopen()
 
     def handshake(
         self,
@@ -216,12 +216,12 @@ class ActiveSession:
             OutOfStep: the alignment is not due, or is complete.
         """
         with self._rendezvous:
-            self.life.refuse_if_ended()
-            self.life.refuse_if_not_open()
+            self.lifecycle.refuse_if_ended()
+            self.lifecycle.refuse_if_not_open()
             is_through = self.parties.named(party).is_aligned
             if is_through or run_id not in (None, self.run_id):
-                raise self.life.stages.refusal_of("an alignment")
-            self.life.stages.require(Stage.HANDSHAKEN, message="an alignment")
+                raise self.lifecycle.stages.refusal_of("an alignment")
+            self.lifecycle.stages.require(Stage.HANDSHAKEN, message="an alignment")
 
     def aligned(self, file_rows: Positions, peer_nonce: bytes, party: str | None = None) -> None:
         """Take the rows in common with one party; with those of every party, prepare training.
@@ -299,29 +299,29 @@ class ActiveSession:
         """
         with self._rendezvous:
             self.finish_step()
-            self.life.refuse_if_ended()
-            self.life.refuse_if_not_open()
+            self.lifecycle.refuse_if_ended()
+            self.lifecycle.refuse_if_not_open()
             if question.run_id != self.run_id:
                 raise OutOfStep("an audit of another run than this one")
             asking = self.parties.named(party)
             leak_auc = self.answering.audit(asking, question)
-            self.life.note_audit(question, leak_auc, asking)
+            self.lifecycle.note_audit(question, leak_auc, asking)
             return leak_auc
 
     def finish_step(self) -> None:
         """Do what the peer need not wait for: the top model's update, figures, a checkpoint."""
         with self._rendezvous:
-            self.life.finish_step()
+            self.lifecycle.finish_step()
 
     @property
     def audits_answered(self) -> int:
         """How many audits were answered, over all processes of the run."""
-        return self.life.phase.audits_answered
+        return self.lifecycle.phase.audits_answered
 
     def account_book(self) -> AccountBook:
         """Return what this run and those before it may have told, by example."""
         with self._rendezvous:
-            return self.life.phase.account_book()
+            return self.lifecycle.phase.account_book()
 
     def leak_bounds(self) -> LeakBounds:
         """Bound what all answers that were given may have told about the training examples."""
@@ -355,4 +355,4 @@ class ActiveSession:
     def end(self, error: SplitveilError) -> None:
         """End the run early; every later call of a peer gets this error's status."""
         with self._rendezvous:
-            self.life.end(error)
+            self.lifecycle.end(error)

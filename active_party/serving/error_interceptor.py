@@ -1,4 +1,4 @@
-"""The one place where an error of this party becomes a status for the peer."""
+"""Turns errors of this party into statuses for the peer, in this one place."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -10,7 +10,7 @@ from splitveil.common.wire.status import status_for
 ErrorListener = Callable[[Exception], None]
 
 if TYPE_CHECKING:
-    # grpcio's own class takes no type arguments at run time, only its type stubs do.
+    # The class takes type arguments in its stubs only, not at run time.
     _Handler = grpc.RpcMethodHandler[Any, Any]
 
 
@@ -18,7 +18,7 @@ class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ign
     """Turns exceptions of the handlers into the statuses of ``common/wire/status.py``.
 
     Args:
-        on_error: is told of every error, before the peer is.
+        on_error: is called with every error before the peer is told.
     """
 
     def __init__(self, on_error: ErrorListener) -> None:
@@ -51,7 +51,7 @@ class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ign
         def wrapped(request: Any, context: grpc.ServicerContext) -> Any:
             try:
                 return behaviour(request, context)
-            except Exception as error:  # noqa: BLE001, RUF100 (whatever it is, the peer gets a status)
+            except Exception as error:  # noqa: BLE001, RUF100 (any error becomes a status)
                 self._abort(error, context)
 
         return wrapped

@@ -1,4 +1,4 @@
-"""The active party's gRPC service: translates between wire and session, no more."""
+"""The active party's gRPC service: translates between the wire and the session, and no more."""
 
 import logging
 import threading
@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from splitveil.active_party.run.session import ActiveSession
-from splitveil.active_party.serving.stream_places import StreamPlaces
+from splitveil.active_party.serving.stream_slots import StreamSlots
 from splitveil.common.alignment import (
     WAIT_S,
     Agree,
@@ -55,30 +55,30 @@ _POLL_S = 0.2
 
 
 class _Caller:
-    """What the calls of one passive party share."""
+    """The state that all calls of one passive party share."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.heard_at = time.monotonic()
         self.aligning = threading.Lock()
         self.exchange_of_ids: StreamChannel | None = None
-        self.align_places = StreamPlaces()
-        self.train_places = StreamPlaces()
-        self.evaluate_places = StreamPlaces()
+        self.align_slots = StreamSlots()
+        self.train_slots = StreamSlots()
+        self.evaluate_slots = StreamSlots()
 
     def hear(self) -> None:
-        """Note that something came, or that this party is ready for it."""
+        """Note that a message came, or that this party is ready for one."""
         self.heard_at = time.monotonic()
 
 
 class ActiveService:
-    """Serves one session. Each passive party has streams of its own, and waits by itself.
+    """Serves one session. Each passive party has streams of its own, and waits on its own.
 
     Args:
         session: holds the rules.
         engine: this side of the alignment.
-        deadline_s: how long the peer may be silent within the alignment.
-        tried: counts the ids that each peer tries; by default while this process lives.
+        deadline_s: how long a peer may be silent within the alignment.
+        tried: counts the ids that each peer tries; by default as long as this process lives.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ActiveService:
         tried: TriedIds | None = None,
     ) -> None:
         self.refused: Counter[str] = Counter()
-        """How many messages were refused, by the kind of error."""
+        """Number of refused messages by kind of error."""
         self._broken_streams = 0
         self._session = session
         self._engine = engine
@@ -106,11 +106,11 @@ class ActiveService:
     def tell_end(
         self, timeout_s: float, interruption: Callable[[], int | None] = lambda: None
     ) -> None:
-        """Let peers that are still there hear that the run ended early: their next call is told.
+        """Fail the next call of each connected peer, so that it learns that the run ended early.
 
         Args:
-            timeout_s: how long to wait for such calls.
-            interruption: returns the signal that asks this party to stop, once there is one.
+            timeout_s: how long to wait for these calls.
+            interruption: returns the signal that asks this party to stop, if there is one.
         """
         until = time.monotonic() + timeout_s
         untold = len(self._callers) if self._session.has_last_words else 0
@@ -122,26 +122,26 @@ class ActiveService:
     def handshake(
         self, request: pb.HandshakeRequest, context: grpc.ServicerContext
     ) -> pb.HandshakeReply:
-        """Open the run."""
+        """Open a new run, or resume one."""
         caller = self._caller(context)
         caller.hear()
         greeting = decode_greeting(request)
-        if self._has_several and greeting.party != caller.name:
+        if self._is_multi_party and greeting.party != caller.name:
             raise InvalidMessage("a handshake that names another party than its call")
         opening = self._session.handshake(*greeting, context.is_active)
         if caller.exchange_of_ids is not None:
-            # The peer has given it up, though its end may never come.
+            # The peer has given the exchange up, although the end of its stream may never arrive.
             caller.exchange_of_ids.close()
-        caller.align_places.clear()  # nor may it ever take what it was sent
+        caller.align_slots.clear()  # it may never read what it was sent, either
         logger.info("handshake done: run %s with party %s", opening.run_id, greeting.party)
         return encode_opening(opening)
 
     def align(
         self, requests: Iterator[pb.AlignFrame], context: grpc.ServicerContext
     ) -> Iterator[pb.AlignFrame]:
-        """Run this side of the alignment over one stream, which ends when this side is ready."""
+        """Run this side of the alignment over one stream, which ends when this side is done."""
         caller = self._caller(context)
-        with caller.align_places.enter(context):
+        with caller.align_slots.enter(context):
             self._wait_for_the_alignment_before(caller, context)
             try:
                 yield from self._align(caller, requests, context)
@@ -151,7 +151,7 @@ class ActiveService:
 
     @staticmethod
     def _wait_for_the_alignment_before(caller: _Caller, context: grpc.ServicerContext) -> None:
-        # A peer that was lost and came back may be faster than the end of its earlier stream.
+        # A peer that was lost may be back before the end of its earlier stream is noticed.
         until = time.monotonic() + GOODBYE_WAIT_S
         while context.is_active() and time.monotonic() < until:
             if caller.aligning.acquire(timeout=0.1):
@@ -162,7 +162,7 @@ class ActiveService:
         self, caller: _Caller, requests: Iterator[pb.AlignFrame], context: grpc.ServicerContext
     ) -> Iterator[pb.AlignFrame]:
         self._session.require_aligning(party=caller.name)
-        caller.align_places.answered(context)
+        caller.align_slots.answered(context)
         channel = StreamChannel(
             lambda _: self._heard(caller, requests), deadline_s=self._deadline_s
         )
@@ -172,7 +172,7 @@ class ActiveService:
             try:
                 yield from channel.outgoing
             finally:
-                channel.close()  # where the stream has ended before the exchange
+                channel.close()  # in case the stream has ended before the exchange
             ready.result()
 
     def _align_over(self, channel: StreamChannel, party: str) -> None:
@@ -184,76 +184,77 @@ class ActiveService:
                 channel,
                 nonce=session.nonce,
                 run_id=run_id,
-                # An interrupted session says so now, and not only when all ids are through.
+                # An interrupted session says so now, and not only once all ids are through.
                 progress=lambda _done_ids, _total_ids: session.require_aligning(run_id, party),
-                agree=agreeing(session, party) if self._has_several else None,
+                agree=agreeing(session, party) if self._is_multi_party else None,
                 splits=session.file_splits,
                 counting=partial(self.tried.counted, party),
             )
         except AlignmentError as error:
-            session.end(error)  # now, before the peer's goodbye that comes for the same reason
+            session.end(error)  # now: the peer is about to leave for the same reason
             raise
         except PeerUnreachable as error:
-            # It may come back and align anew; nothing was answered yet.
+            # The peer may come back and align again; nothing has been answered yet.
             raise NotOpen(f"the alignment broke off: {error}") from error
-        if not self._has_several:
+        if not self._is_multi_party:
             session.aligned(alignment.rows, alignment.peer_nonce)
 
     def train(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Answer activations with defended gradients; learn only after the answer has left."""
+        """Answer activations with defended gradients; learn from each after its answer has left."""
         assembler = TensorAssembler.of_activations(self._limits)
         caller = self._caller(context)
-        with caller.train_places.enter(context):
+        with caller.train_slots.enter(context):
             for frame in self._heard(caller, requests):
                 activation = assembler.add(frame)
                 if activation is not None:
                     answer = self._session.exchange(activation, caller.name, context.is_active)
-                    caller.train_places.answered(context)
+                    caller.train_slots.answered(context)
                     yield from encode_answer(answer, self._limits)
                     self._session.finish_step()
 
     def evaluate(
         self, requests: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[pb.EvaluateReply]:
-        """Score held-out activations."""
+        """Score the activations of held-out rows."""
         assembler = TensorAssembler.of_activations(self._limits)
         caller = self._caller(context)
-        with caller.evaluate_places.enter(context):
+        with caller.evaluate_slots.enter(context):
             for frame in self._heard(caller, requests):
                 activation = assembler.add(frame)
                 if activation is not None:
                     course = self._session.evaluate(activation, caller.name, context.is_active)
-                    caller.evaluate_places.answered(context)
+                    caller.evaluate_slots.answered(context)
                     yield encode_course(activation.batch, course)
                     self._session.finish_step()
 
     def audit(self, request: pb.AuditRequest, context: grpc.ServicerContext) -> pb.AuditReply:
-        """Measure the peer's scores."""
+        """Measure scores of the peer."""
         caller = self._caller(context)
         caller.hear()
         leak_auc = self._session.audit(decode_question(request), caller.name)
         return pb.AuditReply(leak_auc_percent=round(100 * leak_auc))
 
     def leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
-        """Take note of the peer's goodbye."""
+        """Take note that the peer leaves."""
         caller = self._caller(context)
         caller.hear()
-        # A failing alignment fails on both sides: what this side found says more than the goodbye.
         reason = leave_reason_from_wire(request.reason)
         is_meant = request.run_id == self._session.run_id
+        # An alignment that fails does so on both sides: let this side finish, because its own error
+        # says more than the goodbye.
         if is_meant and caller.aligning.acquire(timeout=GOODBYE_WAIT_S):
             caller.aligning.release()
         self._session.leave(request.run_id, reason, caller.name, context.is_active)
         return pb.LeaveReply()
 
     def on_error(self, error: Exception) -> None:
-        """Log and count an error; one that is not the peer's fault ends the run."""
+        """Log and count an error, and end the run unless it is the peer's fault."""
         if isinstance(error, (OthersAwaited, NothingBegun)):
             logger.info("%s", error)
             return
         if self._session.error is not None:
             self._told_of_end.release()
-        # Contracts that differ end a run that waits for its peer, and the session does that itself.
+        # Differing contracts end a run that waits for its peer; the session does that itself.
         if isinstance(error, (ProtocolError, ContractMismatch)):
             kind = type(error).__name__
             self.refused[kind] += 1
@@ -265,12 +266,12 @@ class ActiveService:
             self._session.end(SplitveilError(f"fault in a handler: {error!r}"))
 
     @property
-    def _has_several(self) -> bool:
+    def _is_multi_party(self) -> bool:
         return len(self._callers) > 1
 
     def _caller(self, context: grpc.ServicerContext) -> _Caller:
-        """Return the calling party; with credentials, the interceptor has compared the two."""
-        if not self._has_several:
+        """Return the calling party, which the interceptor has compared with any credentials."""
+        if not self._is_multi_party:
             return next(iter(self._callers.values()))
         named = [value for key, value in context.invocation_metadata() if key == PARTY_KEY]
         if len(named) != 1 or named[0] not in self._callers:
@@ -278,9 +279,9 @@ class ActiveService:
         return self._callers[str(named[0])]
 
     def _heard(self, caller: _Caller, requests: Iterator[Any]) -> Iterator[Any]:
-        """Pass a stream's messages on; one that breaks just ends, and the peer may come again."""
+        """Yield the messages of a stream; a broken one just ends, as the peer may come again."""
         while True:
-            caller.hear()  # the peer's silence begins when this party is ready for its next message
+            caller.hear()  # the peer's silence starts when this party is ready for a message
             try:
                 message = next(requests)
             except StopIteration:
@@ -298,7 +299,7 @@ class ActiveService:
 
 
 def agreeing(session: ActiveSession, party: str) -> Agree:
-    """Return what tells a passive party, once all are aligned, which ids they all have."""
+    """Return a function that tells a passive party which ids all parties have, once aligned."""
 
     def agree(alignment: Alignment, channel: AlignChannel) -> Alignment:
         session.aligned(alignment.rows, alignment.peer_nonce, party)
@@ -312,7 +313,7 @@ def agreeing(session: ActiveSession, party: str) -> Agree:
 
 
 def _warn(text: str, count: int) -> None:
-    """Log what came for the ``count``-th time: the first ones, and then every doubling."""
+    """Log an event that has occurred ``count`` times: the first few, and then every doubling."""
     if count <= REFUSALS_LOGGED:
         logger.warning("%s", text)
     elif count & (count - 1) == 0:

@@ -41,11 +41,11 @@ def in_learning(session: ActiveSession, patched: pytest.MonkeyPatch) -> None:
 
 
 def in_observing_a_step(session: ActiveSession, patched: pytest.MonkeyPatch) -> None:
-    patched.setattr(session.life.observer, "on_step", fails)
+    patched.setattr(session.lifecycle.observer, "on_step", fails)
 
 
 def in_observing_an_evaluation(session: ActiveSession, patched: pytest.MonkeyPatch) -> None:
-    patched.setattr(session.life.observer, "on_evaluation", fails)
+    patched.setattr(session.lifecycle.observer, "on_evaluation", fails)
 
 
 def in_a_defense_that_has_seen_the_batch(
@@ -138,7 +138,7 @@ def test_a_way_back_that_fails_leaves_the_checkpoints_as_they_are(
     session = parties.session
     party, oldest = session.parties.named(None), "at-0000000000.state"
     before = contents(tmp_path)[oldest]
-    monkeypatch.setattr(session.life.observer, "load_state_dict", fails)
+    monkeypatch.setattr(session.lifecycle.observer, "load_state_dict", fails)
     with pytest.raises(StorageError) as raised:
         session.handshake(
             party.name,
@@ -164,7 +164,7 @@ def test_a_fault_of_any_kind_ends_the_session(
     def fault() -> None:
         raise RuntimeError("a fault")
 
-    monkeypatch.setattr(parties.session.life, "finish_step", fault)
+    monkeypatch.setattr(parties.session.lifecycle, "finish_step", fault)
     with pytest.raises(RuntimeError, match="a fault"):
         parties.session.end(SplitveilError("stopped"))
     assert parties.session.stage is Stage.ENDED

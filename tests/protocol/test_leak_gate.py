@@ -37,7 +37,7 @@ class UnhurriedPeer(InProcessPeer):
     """Asks for the next answer when the leak monitor has measured the last one."""
 
     def receive_gradient(self) -> Answer:
-        recorder = self._session.life.observer
+        recorder = self._session.lifecycle.observer
         assert isinstance(recorder, ActiveRecorder)
         assert recorder._watch.monitor is not None
         assert recorder._watch.monitor.wait_until_idle(HANGS_AFTER_S)
@@ -133,7 +133,7 @@ def record(example: Path, folder: Path, *active: str) -> tuple[Parties, Summary,
     overrides = [EPOCHS, *active]
     parties = build_parties(example, overrides, [EPOCHS])
     with ActiveRecorder(parties.active_settings, folder) as recorder:
-        parties.session.life.observer = recorder
+        parties.session.lifecycle.observer = recorder
         with suppress(LeakGateClosed):
             run_in_process(parties, UnhurriedPeer)
     return parties, recorder.summary({}), read_metrics(folder).of(GateLine)

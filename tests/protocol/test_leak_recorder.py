@@ -60,7 +60,7 @@ def record(
         ActiveRecorder(parties.active_settings, folders[0]) as monitor,
         PassiveRecorder(settings, folders[1], ids, labels) as adversary,
     ):
-        parties.session.life.observer = monitor
+        parties.session.lifecycle.observer = monitor
         parties.run.observer = adversary
         run_in_process(parties)
     active_lines, passive_lines = (

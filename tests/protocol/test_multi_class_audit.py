@@ -318,7 +318,7 @@ def record(
         ActiveRecorder(parties.active_settings, folders[0]) as monitor,
         PassiveRecorder(settings, folders[1], ids, labels) as adversary,
     ):
-        parties.session.life.observer = monitor
+        parties.session.lifecycle.observer = monitor
         parties.run.observer = adversary
         parties.session.reopen()
         parties.run.run(connect(parties.session, parties.engine))
@@ -426,7 +426,7 @@ def test_attacks_of_another_number_of_classes_end_a_run_that_goes_on(
     state = {"audit": audit.state_dict(), "next_epoch": 0, "ended_epoch": -1}
     parties = build_parties(example)
     with ActiveRecorder(parties.active_settings, tmp_path) as monitor:
-        parties.session.life.observer = monitor
+        parties.session.lifecycle.observer = monitor
         parties.run.run(InProcessPeer(parties.session, parties.engine))
         assert monitor._watch.monitor is not None
         with pytest.raises(SettingsError, match="cannot change within a run"):

@@ -35,7 +35,7 @@ def histograms(example: Path, folder: Path, *overrides: str) -> list[dict[str, A
     shared = [text for text in overrides if text.startswith("contract.")]
     parties = build_parties(example, [EPOCHS, MARVELL, *overrides], [EPOCHS, *shared])
     with ActiveRecorder(parties.active_settings, folder) as recorder:
-        parties.session.life.observer = recorder
+        parties.session.lifecycle.observer = recorder
         run_in_process(parties)
     return [line for line in lines_of(folder) if line["kind"] == "histogram"]
 

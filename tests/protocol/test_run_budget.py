@@ -261,7 +261,7 @@ def test_gradients_that_leak_more_than_they_were_charged_raise_an_alarm(
 ) -> None:
     parties = parties_with(example, "contract.epochs=8")
     with recorder_class(parties.active_settings, tmp_path) as recorder:
-        parties.session.life.observer = recorder
+        parties.session.lifecycle.observer = recorder
         run_in_process(parties)
     alarms = recorder.summary({}).of_active.leak_alarms
     assert alarms is not None
@@ -277,7 +277,7 @@ def test_a_run_that_stops_before_its_first_evaluation_has_a_summary_all_the_same
 ) -> None:
     parties = parties_with(example, MARVELL, "run_budget={sum_kl: 0.01}")
     with ActiveRecorder(parties.active_settings, tmp_path) as recorder:
-        parties.session.life.observer = recorder
+        parties.session.lifecycle.observer = recorder
         with pytest.raises(BudgetExhausted):
             run_in_process(parties)
     summary = recorder.summary({})

@@ -424,7 +424,7 @@ def test_parties_that_collude_in_a_run_gain_nothing_from_the_joint_draw(tmp_path
         ["contract.aggregation=concat", "contract.batch_size=256", "contract.epochs=4"],
         ["defense={name: marvell, strength: {power_ratio: 4}, insecure_noise_seed: 7}"],
     )
-    several.session.life.observer = several.seen = seen = Colluders()
+    several.session.lifecycle.observer = several.seen = seen = Colluders()
     run_in_process(several)
     whole = [batch for batch in seen.batches if len(batch[3]) == 256]
     assert len(whole) >= 20

@@ -122,7 +122,7 @@ class Walk:
         self._shake_hands(self._nonce, None)
 
     def _resume(self) -> None:
-        numbers = self.session.life.where.checkpoints
+        numbers = self.session.lifecycle.where.checkpoints
         chosen = {number for number in numbers if self._random.random() < 0.7}
         self._shake_hands(self._nonce, Offer(self.session.run_id, frozenset(chosen)))
 

@@ -270,8 +270,8 @@ def test_log_summary_and_report_say_what_was_told_and_not_where_the_run_went_bac
     folder = tmp_path / "active"
     folder.mkdir()
     with ActiveRecorder(parties.active_settings, folder) as recorder:
-        parties.session.life.observer = recorder
-        parties.session.life.observer.load_state_dict = lambda state: None  # type: ignore[method-assign]
+        parties.session.lifecycle.observer = recorder
+        parties.session.lifecycle.observer.load_state_dict = lambda state: None  # type: ignore[method-assign]
         with caplog.at_level(logging.INFO):
             go_back(parties.session)
         leave(parties.session)

@@ -88,7 +88,7 @@ def audited(example: Path, folder: Path, meet: Callable[[Parties], None], *activ
         ActiveRecorder(parties.active_settings, folders[0]) as monitor,
         PassiveRecorder(settings, folders[1], ids, None) as adversary,
     ):
-        parties.session.life.observer = monitor
+        parties.session.lifecycle.observer = monitor
         parties.run.observer = parties.run.auditor = adversary
         meet(parties)
     lines = [

@@ -11,7 +11,7 @@ import pytest
 
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.serving.service import ActiveService
-from splitveil.active_party.serving.stream_places import Stream, StreamPlaces
+from splitveil.active_party.serving.stream_slots import Stream, StreamSlots
 from splitveil.common.alignment.ecdh import ENGINE, VERSION
 from splitveil.common.data.ids import NORMALISATION
 from splitveil.common.party.party_settings import ReconnectSettings
@@ -88,7 +88,7 @@ def test_idle_streams_hold_nobody_up(example: Path, port: int, method: str) -> N
     assert_undisturbed(parties, example)
 
 
-class NoPlaces(StreamPlaces):
+class NoPlaces(StreamSlots):
     """Lets every stream stay."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ def test_without_places_idle_streams_lock_the_honest_peer_out(example: Path, por
     """The attack that succeeds where the rule is not."""
     parties = build_parties(example)
     with met(parties, port) as (service, hostile):
-        service._callers["passive"].train_places = places = NoPlaces()
+        service._callers["passive"].train_slots = places = NoPlaces()
         hostile.fill("Train")
         wait_until(lambda: len(places.streams) == limits.SERVER_THREADS)
         with pytest.raises(grpc.RpcError) as caught:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from google.protobuf.message import Message
 
-from splitveil.active_party.serving.stream_places import StreamPlaces
+from splitveil.active_party.serving.stream_slots import StreamSlots
 from splitveil.common.errors import InvalidMessage, ProtocolError, TooLarge
 from splitveil.common.wire import limits
 from splitveil.common.wire.limits import EXEMPT, FIELDS, Refused, believed, check_fields, reader
@@ -97,10 +97,10 @@ class Call:
 
 
 @pytest.fixture
-def enter() -> Callable[[StreamPlaces, Call], None]:
+def enter() -> Callable[[StreamSlots, Call], None]:
     entered = []
 
-    def enter(places: StreamPlaces, call: Call) -> None:
+    def enter(places: StreamSlots, call: Call) -> None:
         place = places.enter(call)
         place.__enter__()
         entered.append(place)
@@ -108,13 +108,13 @@ def enter() -> Callable[[StreamPlaces, Call], None]:
     return enter
 
 
-Enter = Callable[[StreamPlaces, Call], None]
+Enter = Callable[[StreamSlots, Call], None]
 
 
 def test_streams_without_an_answer_push_each_other_out_and_not_the_answered_one(
     enter: Enter,
 ) -> None:
-    places, honest, idle = StreamPlaces(), Call(), [Call() for _ in range(1000)]
+    places, honest, idle = StreamSlots(), Call(), [Call() for _ in range(1000)]
     enter(places, honest)
     places.answered(honest)
     for call in idle:
@@ -124,7 +124,7 @@ def test_streams_without_an_answer_push_each_other_out_and_not_the_answered_one(
 
 
 def test_a_stream_that_is_answered_takes_the_place_of_the_one_before(enter: Enter) -> None:
-    places, lost, again = StreamPlaces(), Call(), Call()
+    places, lost, again = StreamSlots(), Call(), Call()
     enter(places, lost)
     places.answered(lost)
     enter(places, again)
@@ -135,14 +135,14 @@ def test_a_stream_that_is_answered_takes_the_place_of_the_one_before(enter: Ente
 
 
 def test_a_stream_that_was_given_up_in_the_queue_pushes_nobody_out(enter: Enter) -> None:
-    places, newest = StreamPlaces(), Call()
+    places, newest = StreamSlots(), Call()
     enter(places, newest)
     enter(places, Call(active=False))
     assert newest.active
 
 
 def test_streams_that_ended_are_forgotten() -> None:
-    places, one, other = StreamPlaces(), Call(), Call()
+    places, one, other = StreamSlots(), Call(), Call()
     with places.enter(one):
         places.answered(one)
     with places.enter(other):

@@ -1,4 +1,4 @@
-"""Which streams of one method may stay open: so that an idle one never holds a thread for ever."""
+"""Limits the open streams of one method, so that an idle one never occupies a thread for ever."""
 
 import threading
 from collections.abc import Iterator
@@ -7,21 +7,21 @@ from typing import Protocol
 
 
 class Stream(Protocol):
-    """What is asked of a call, as gRPC's ``ServicerContext`` has it."""
+    """The part of ``grpc.ServicerContext`` that is used here."""
 
     def is_active(self) -> bool:
-        """Say whether it goes on."""
+        """Return whether the call is still open."""
 
     def cancel(self) -> object:
-        """End it, whatever it waits for."""
+        """End the call, whatever it waits for."""
 
 
-class StreamPlaces:
-    """Two places: one for the stream that was answered last, one for the newest of all others.
+class StreamSlots:
+    """Two slots: one for the stream that was answered last, one for the newest of all others.
 
-    A peer that lost its stream opens another, whose first answer takes the place of the lost one:
-    no idle limit is needed. And a thousand streams that say nothing, or nothing valid, only push
-    each other out: they neither hold more than one thread nor cost the answered one its place.
+    A peer that lost its stream opens another, whose first answer takes the slot of the lost one, so
+    no idle limit is needed. A thousand streams that send nothing, or nothing valid, only push each
+    other out: they neither occupy more than one thread nor cost the answered stream its slot.
     """
 
     def __init__(self) -> None:
@@ -31,9 +31,9 @@ class StreamPlaces:
 
     @contextmanager
     def enter(self, stream: Stream) -> Iterator[None]:
-        """Hold a place for a stream; the newest one that had no answer yet has to go."""
+        """Hold a slot for a stream, and cancel the newest one that had no answer yet."""
         gone = None
-        if stream.is_active():  # it may have been given up while it waited for a thread
+        if stream.is_active():  # the peer may have given it up while it waited for a thread
             with self._lock:
                 gone, self._newest = self._newest, stream
         if gone is not None:
@@ -44,7 +44,7 @@ class StreamPlaces:
             self._leave(stream)
 
     def answered(self, stream: Stream) -> None:
-        """Note that a message of a stream was right; whichever was answered before has to go."""
+        """Note that a stream had an answer, and cancel the one that was answered before."""
         with self._lock:
             if stream is not self._newest:
                 return
@@ -53,7 +53,7 @@ class StreamPlaces:
             gone.cancel()
 
     def clear(self) -> None:
-        """Let every stream go."""
+        """Cancel every stream."""
         with self._lock:
             gone, self._answered, self._newest = (self._answered, self._newest), None, None
         for stream in gone:

@@ -1,4 +1,4 @@
-"""The life of a run: it begins, is saved, resumes, steps forward and ends.
+"""The lifecycle of a run: it begins, is saved, resumes, steps forward and ends.
 
 This is the only room with consequences. The rooms below return or raise; here the run changes its
 stage, waiting calls are woken, checkpoints are written and the observer is informed.
@@ -48,8 +48,8 @@ class ActiveStore(CheckpointStore, Protocol):
         """Return the log of the stored run."""
 
 
-class Life:
-    """The life of one run. The lock of ``rendezvous`` is held by whoever calls.
+class Lifecycle:
+    """The lifecycle of one run. The lock of ``rendezvous`` is held by whoever calls.
 
     Args:
         preparation: builds what depends on the common rows.

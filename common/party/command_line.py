@@ -247,12 +247,16 @@ class Interruption:
 
 def prepare(settings: PartySettings) -> torch.device:
     """Set threads, seeds and where modules are found; return the device to compute on."""
-    # A model class of the user's own may lie beside the settings file.
-    sys.path.append(str(settings.base_dir.resolve()))
+    _find_own_modules(settings)
     device = settings.torch_device()
     torch.set_num_threads(settings.cores())
     torch.manual_seed(settings.model_seed)
     return device
+
+
+def _find_own_modules(settings: PartySettings) -> None:
+    """Let modules of the user's own be imported that lie beside the settings file."""
+    sys.path.append(str(settings.base_dir.resolve()))
 
 
 def draw_nonce(settings: PartySettings) -> bytes:
@@ -318,6 +322,7 @@ def report_check(settings: PartySettings, checks: Sequence[Callable[[], str]]) -
     Raises:
         SplitveilError: the failure with the smallest exit code, after all have been printed.
     """
+    _find_own_modules(settings)
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     console.print(resolved_yaml(settings), markup=False)
     failures: list[SplitveilError] = []

@@ -12,6 +12,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from splitveil.active_party.defenses.custom import CustomDefense
 from splitveil.active_party.defenses.gafm import GafmDefense
 from splitveil.active_party.defenses.interface import (
     Defended,
@@ -33,6 +34,7 @@ from splitveil.active_party.defenses.section import DefenseContext, Examples, No
 
 __all__ = [
     "AnswerKeys",
+    "CustomDefense",
     "Defended",
     "DefendedGradient",
     "Defense",
@@ -61,7 +63,8 @@ DefenseSettings = Annotated[
     | MaxNormPositiveDefense
     | MarvellDefense
     | NoisyLabelDefense
-    | GafmDefense,
+    | GafmDefense
+    | CustomDefense,
     Field(discriminator="name"),
 ]
 """The settings of a defense; ``name`` tells which."""

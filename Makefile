@@ -1,20 +1,31 @@
 # Every target sets up .venv by itself, from pyproject.toml and constraints.txt.
 # PYTHON=python3.12 make demo   takes another interpreter for it.
 # PIP_EXTRA_INDEX_URL=... make demo   is how pip is told of an index with another build of torch.
+# TEST_OPTIONS="--lf -x" make test   passes options to pytest.
 
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 BENCHMARKS := $(filter-out __init__ environment,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
-.PHONY: demo test faults lint protos bench fuzz
+# One worker per core, of which each takes half a gigabyte; whichever is done takes tests from others.
+WORKERS := -n auto --maxprocesses 8 --dist worksteal
+
+.PHONY: demo test test-rest test-all faults lint protos settings bench fuzz
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
-	$(BIN)/splitveil-local deploy/examples/breast_cancer --defense none marvell
+	$(BIN)/splitveil demo
 
+# Every claim and every invariant; minutes.
 test: $(INSTALLED)
-	$(BIN)/pytest
+	$(BIN)/pytest $(WORKERS) -m "not slow" $(TEST_OPTIONS)
+
+# The long proofs, which `make test` leaves out.
+test-rest: $(INSTALLED)
+	$(BIN)/pytest $(WORKERS) -m slow $(TEST_OPTIONS)
+
+test-all: test test-rest
 
 faults: $(INSTALLED)
 	SPLITVEIL_FAULTS=all $(BIN)/pytest -s tests/system/test_faults.py
@@ -29,6 +40,9 @@ lint: $(INSTALLED)
 
 protos: $(INSTALLED)
 	$(BIN)/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. protos/split_learning.proto
+
+settings: $(INSTALLED)
+	$(BIN)/python -m splitveil.settings_reference > docs/settings.md
 
 bench: $(INSTALLED)
 	@set -e; for benchmark in $(BENCHMARKS); do \

@@ -68,19 +68,20 @@ def read_labels(answers: Tensor, activation: Tensor) -> Tensor:
 class Reader(PassiveRecording):
     """Reads every gradient as it arrives; the labels only say how well."""
 
-    def __init__(self, session: ActiveSession) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.readings: list[tuple[int, list[float]]] = []
-        self._session = session
+        self.session: ActiveSession | None = None
 
     def on_step(
         self, batch: Batch, sent: Tensor, received: Tensor, layers: dict[str, Tensor]
     ) -> None:
         if len(received) <= 200:
             return
-        if self._session.trainer is None:
+        trainer = None if self.session is None else self.session.trainer
+        if trainer is None:
             raise RuntimeError("an answer before there is a trainer")
-        labels, rows = self._session.trainer.labels_of(batch.positions), received.double()
+        labels, rows = trainer.labels_of(batch.positions), received.double()
         pos, neg = rows[labels == 1], rows[labels == 0]
         scores = [
             rows.norm(dim=1),
@@ -139,9 +140,9 @@ def write_spambase(data: Path, folder: Path, epochs: int) -> None:
 def train(folder: Path, defense: str, seed: int) -> tuple[float, Reader]:
     """Return the test AUC after the last epoch, and what was read on the way."""
     seeds = [f"model_seed={seed}", f"insecure_nonce_seed={seed}"]
-    parties = build_parties(folder, [*seeds, f"defense={defense}"], seeds)
-    reader = Reader(parties.session)
-    parties.run._observer = parties.passive = reader  # noqa: SLF001
+    reader = Reader()
+    parties = build_parties(folder, [*seeds, f"defense={defense}"], seeds, passive_seen=reader)
+    reader.session = parties.session
     run_in_process(parties)
     return parties.active.evaluations[-1].auc, reader
 

@@ -226,9 +226,8 @@ def measure(folder: Path, device: torch.device) -> Epochs:
     shares = Shares(device)
     for method in ("rows", "forward", "backward"):
         shares.time(BottomTrainer, method, BOTTOM)
-    parties = build_parties(folder, device=device)
     epochs = Epochs(shares, here)
-    parties.run._observer = epochs  # noqa: SLF001
+    parties = build_parties(folder, device=device, passive_seen=epochs)
     settings = parties.passive_settings
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

@@ -141,9 +141,8 @@ def run(task: tuple[str, str, int, int]) -> Outcome:
     both = [f"contract.epochs={epochs}", f"model_seed={seed}"]
     active = [*both, f"insecure_nonce_seed={seed}", f"defense={DEFENSES[name]}"]
     passive = [*both, f"insecure_nonce_seed={seed + 1000}", "adversary=null"]
-    parties = build_parties(EXAMPLES / example, active, passive)
     accumulator = Accumulator()
-    parties.session._observer = accumulator  # noqa: SLF001
+    parties = build_parties(EXAMPLES / example, active, passive, active_seen=accumulator)
     session = parties.session
     accumulator.noisy_labels = lambda: noisy_labels_of(session.trainer)
     parties.passive.on_epoch = lambda epoch: accumulator.close_epoch()  # type: ignore[method-assign]

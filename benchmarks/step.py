@@ -24,6 +24,7 @@ import yaml
 from torch import Tensor
 
 from benchmarks.environment import print_environment, spread
+from splitveil.common.party.credentials import credential_files
 from splitveil.common.run.course import Batch
 from splitveil.deploy.certs import make_certificates
 from splitveil.passive_party.grpc_peer import GrpcPeer
@@ -117,9 +118,8 @@ def active_process(folder: Path, defense: str) -> Iterator[str]:
 
 
 def over_grpc(folder: Path, defense: str) -> list[float]:
-    parties = build_parties(folder)
     times = StepTimes()
-    parties.run._observer = times  # noqa: SLF001
+    parties = build_parties(folder, passive_seen=times)
     settings = parties.passive_settings
     with (
         active_process(folder, defense) as address,
@@ -127,7 +127,7 @@ def over_grpc(folder: Path, defense: str) -> list[float]:
             address,
             settings.contract,
             settings.reconnect,
-            credentials=settings.credential_files(settings.party),
+            credentials=credential_files(settings, settings.party),
         ) as peer,
     ):
         parties.run.run(peer)
@@ -135,9 +135,8 @@ def over_grpc(folder: Path, defense: str) -> list[float]:
 
 
 def in_one_process(folder: Path, defense: str) -> list[float]:
-    parties = build_parties(folder, [f"defense={{name: {defense}}}"])
     times = StepTimes()
-    parties.run._observer = times  # noqa: SLF001
+    parties = build_parties(folder, [f"defense={{name: {defense}}}"], passive_seen=times)
     parties.active.on_step = lambda batch, result: None  # type: ignore[method-assign]
     run_in_process(parties)
     return times.step_ms()

@@ -166,9 +166,8 @@ class WholeModel:
 
 def measure(folder: Path, defense: str) -> TakingTurns:
     """Train the cut model and the whole one in turns."""
-    parties = build_parties(folder)
     turns = TakingTurns(WholeModel(folder))
-    parties.run._observer = turns  # noqa: SLF001
+    parties = build_parties(folder, passive_seen=turns)
     settings = parties.passive_settings
     with (
         active_process(folder, defense) as address,

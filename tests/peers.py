@@ -1,85 +1,14 @@
 """Stand-ins for the other party."""
 
-import threading
 from collections.abc import Callable
 
 from splitveil.active_party.run.session import ActiveSession
-from splitveil.active_party.run.session import Offer as ActiveOffer
-from splitveil.common.alignment import AlignChannel, AlignmentEngine, align, channel_pair
-from splitveil.common.errors import SplitveilError
-from splitveil.common.wire.audit_codec import AuditQuestion
-from splitveil.common.wire.tensor_codec import TensorMessage
+from splitveil.common.alignment import AlignmentEngine
+from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason
 from splitveil.passive_party.grpc_peer import GrpcPeer
-from splitveil.passive_party.peer import Offer, Opening
-from splitveil.protos import split_learning_pb2 as pb
+from splitveil.simulation import InProcessPeer
 
-
-class InProcessPeer:
-    """The active party in the same process: the session itself, without a wire."""
-
-    def __init__(self, session: ActiveSession, engine: AlignmentEngine) -> None:
-        self._session = session
-        self._engine = engine
-        self._aligning: threading.Thread | None = None
-        self._failure: SplitveilError | None = None
-        self._sent: TensorMessage | None = None
-
-    def handshake(
-        self, party: str, canonical_contract: str, commitment: bytes, offer: Offer | None = None
-    ) -> Opening:
-        wanted = None if offer is None else ActiveOffer(offer.run_id, frozenset(offer.places))
-        opening = self._session.handshake(party, canonical_contract, commitment, wanted)
-        digest = self._session.contract.digest()
-        told = opening.nonce, opening.resumes_at, opening.commitments
-        return Opening(opening.run_id, digest, *told)
-
-    def open_alignment(self) -> AlignChannel:
-        own, other = channel_pair()
-        self._aligning = threading.Thread(target=self._align, args=(other,))
-        self._aligning.start()
-        return own
-
-    def _align(self, channel: AlignChannel) -> None:
-        session = self._session
-        try:
-            session.begin_alignment()
-            alignment = align(
-                self._engine,
-                session.ids,
-                channel,
-                nonce=session.nonce,
-                run_id=session.run_id,
-                splits=session.file_splits,
-            )
-            session.aligned(alignment.rows, alignment.peer_nonce)
-        except SplitveilError as error:
-            self._failure = error
-
-    def close_alignment(self) -> None:
-        if self._aligning is not None:
-            self._aligning.join()
-        if self._failure is not None:
-            raise self._failure
-
-    def send_activation(self, message: TensorMessage) -> None:
-        self._sent = message
-
-    def receive_gradient(self) -> TensorMessage:
-        assert self._sent is not None
-        reply = self._session.exchange(self._sent)
-        self._session.finish_step()
-        return reply
-
-    def evaluate(self, message: TensorMessage) -> "pb.Course":
-        course = self._session.evaluate(message)
-        self._session.finish_step()
-        return course
-
-    def audit(self, question: AuditQuestion) -> float:
-        return self._session.audit(question)
-
-    def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
-        self._session.leave(run_id, reason)
+__all__ = ["AtSteps", "DiesAt", "FaultyPeer", "InProcessPeer", "Lost", "dying"]
 
 
 class FaultyPeer(InProcessPeer):
@@ -92,7 +21,7 @@ class FaultyPeer(InProcessPeer):
         self._loses = loses
         self._count = 0
 
-    def receive_gradient(self) -> TensorMessage:
+    def receive_gradient(self) -> Answer:
         self._count += 1
         first = super().receive_gradient()
         return super().receive_gradient() if self._loses(self._count) else first
@@ -113,23 +42,23 @@ class DiesAt(InProcessPeer):
         if after is self.after and self._calls == self.at:
             raise Lost
 
-    def receive_gradient(self) -> TensorMessage:
+    def receive_gradient(self) -> Answer:
         self._calls += 1
         self._maybe_die(after=False)
         reply = super().receive_gradient()
         self._maybe_die(after=True)
         return reply
 
-    def evaluate(self, message: TensorMessage) -> "pb.Course":
+    def evaluate(self, activation: Activation) -> Course:
         self._calls += 1
         self._maybe_die(after=False)
-        course = super().evaluate(message)
+        course = super().evaluate(activation)
         self._maybe_die(after=True)
         return course
 
-    def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
+    def leave(self, run_id: str, reason: LeaveReason) -> None:
         """A killed process says nothing; one that has finished does."""
-        if reason == pb.LEAVE_REASON_FINISHED:
+        if reason == LeaveReason.FINISHED:
             super().leave(run_id, reason)
 
 
@@ -144,7 +73,7 @@ class AtSteps(GrpcPeer):
     actions: dict[int, Callable[[], None]]
     count = 0
 
-    def receive_gradient(self) -> TensorMessage:
+    def receive_gradient(self) -> Answer:
         self.count += 1
         self.actions.get(self.count, lambda: None)()
         return super().receive_gradient()

@@ -1,10 +1,9 @@
 """Small whole runs for tests: files, settings, and both parties in one process or over a wire."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,28 +11,38 @@ import torch
 import yaml
 from torch import Tensor
 
-from splitveil.active_party.assembly import TrainerBuilder as TopBuilder
-from splitveil.active_party.assembly import build_session
-from splitveil.active_party.ledger.ledger import LeakBounds
+from splitveil import simulation
 from splitveil.active_party.run.session import ActiveSession
-from splitveil.active_party.serving.service import ActiveService, start_server
+from splitveil.active_party.serving.service import ActiveService
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.training.evaluation import Evaluation
-from splitveil.active_party.training.top_trainer import StepResult
-from splitveil.common.alignment import AlignmentEngine, AlignmentResources, build_engine
-from splitveil.common.errors import SplitveilError
-from splitveil.common.party.command_line import draw_nonce
-from splitveil.common.party.party_data import PartyData
-from splitveil.common.party.party_settings import PartySettings, load_party_settings
-from splitveil.common.run.course import AlignedRows, Batch
-from splitveil.common.storage.run_store import RunStore
-from splitveil.common.wire.audit_codec import AuditQuestion
-from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
-from splitveil.passive_party.grpc_peer import GrpcPeer
+from splitveil.common.alignment import AlignmentEngine
 from splitveil.passive_party.peer import Peer
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
-from tests.peers import InProcessPeer
+from splitveil.simulation import (
+    ActiveParty,
+    ActiveRecording,
+    InProcessPeer,
+    PassiveParty,
+    Simulation,
+)
+
+__all__ = [
+    "ACTIVE",
+    "CONTRACT",
+    "CPU",
+    "EVERY_BATCH",
+    "PASSIVE",
+    "ActiveRecording",
+    "Parties",
+    "PassiveRecording",
+    "build_parties",
+    "in_background",
+    "run_in_process",
+    "run_over_grpc",
+    "serving",
+    "write_example",
+]
 
 CPU = torch.device("cpu")
 
@@ -117,110 +126,34 @@ def write_example(folder: Path, rows: int = 400, seed: int = 3) -> None:
 
 
 @dataclass
-class Recording:
-    """What an observer of either side saw."""
-
-    rows: AlignedRows | None = None
-    losses: list[float] = field(default_factory=list)
-    evaluations: list[Evaluation] = field(default_factory=list)
-    sent: list[Tensor] = field(default_factory=list)
-    received: list[Tensor] = field(default_factory=list)
-    layers: list[dict[str, Tensor]] = field(default_factory=list)
-    epochs: list[int] = field(default_factory=list)
-    ledger: list[tuple[int, LeakBounds]] = field(default_factory=list)
-    audits: list[tuple[AuditQuestion, float]] = field(default_factory=list)
-    resumed: list[int | None] = field(default_factory=list)
+class PassiveRecording(simulation.PassiveRecording):
+    """Looks at the alignment's progress, too."""
 
     def on_alignment_progress(self, done_ids: int, total_ids: int) -> None:
         assert done_ids <= total_ids
 
-    def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
-        self.rows = rows
-
-    def on_resumed(self, epoch: int | None) -> None:
-        self.resumed.append(epoch)
-
-    def state_dict(self) -> dict[str, int]:
-        return {name: len(seen) for name, seen in vars(self).items() if isinstance(seen, list)}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Forget what was seen since; what another process saw before is not known here."""
-        for name, count in state.items():
-            if name != "resumed":
-                del getattr(self, name)[count:]
-
-    def on_evaluation(self, evaluation: Evaluation) -> None:
-        self.evaluations.append(evaluation)
-
-    def on_epoch(self, epoch: int) -> None:
-        self.epochs.append(epoch)
-
-
-class ActiveRecording(Recording):
-    earlier: tuple[int, LeakBounds] | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._ahead: tuple[LeakBounds, ...] = ()
-        self.audits_answered = 0
-
-    @property
-    def ahead(self) -> tuple[LeakBounds, ...]:
-        """What was told of answers ahead; not forgotten where the run goes back."""
-        return self._ahead
-
-    def on_step(self, batch: Batch, result: StepResult) -> None:
-        self.losses.append(float(result.loss.detach()))
-        self.sent.append(result.defended.clone())
-
-    def on_earlier_answers(self, examples: int, bounds: LeakBounds) -> None:
-        self.earlier = (examples, bounds)
-
-    def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
-        self.ledger.append((epoch, bounds))
-
-    def on_answers_ahead(self, bounds: LeakBounds) -> None:
-        self._ahead += (bounds,)
-
-    def on_audit(self, question: AuditQuestion, leak_auc: float, party: str) -> None:
-        self.audits.append((question, leak_auc))
-
-    def on_audits_answered(self, count: int) -> None:
-        self.audits_answered = count
-
-    def objection(self) -> SplitveilError | None:
-        return None
-
-
-class PassiveRecording(Recording):
-    def on_step(
-        self, batch: Batch, sent: Tensor, received: Tensor, layers: dict[str, Tensor]
-    ) -> None:
-        self.received.append(received.clone())
-        self.layers.append({name: gradient.clone() for name, gradient in layers.items()})
-
 
 @dataclass
 class Parties:
-    """Both parties, built from the settings in a folder, ready to meet."""
+    """Both parties of a simulation; a test may replace either of them."""
 
     session: ActiveSession
     run: PassiveRun
     active: ActiveRecording
-    passive: PassiveRecording
+    passive: simulation.PassiveRecording
     active_settings: ActiveSettings
     passive_settings: PassiveSettings
     engine: AlignmentEngine
 
+    def simulation(self) -> Simulation:
+        """Return the two as they are now."""
+        active = ActiveParty(self.active_settings, self.session, self.engine, self.active)
+        passive = PassiveParty(self.passive_settings, self.run, self.passive)
+        return Simulation(active, {self.passive_settings.party: passive})
+
     def weights(self) -> dict[str, Tensor]:
         """Return both models' weights by name."""
-        assert self.session.trainer is not None
-        assert self.run.trainer is not None
-        top = self.session.trainer.model.state_dict()
-        bottom = self.run.trainer.model.state_dict()
-        return {f"top.{k}": v for k, v in top.items()} | {
-            f"bottom.{k}": v for k, v in bottom.items()
-        }
+        return self.simulation().weights()
 
 
 def build_parties(
@@ -230,6 +163,8 @@ def build_parties(
     *,
     runs: Path | None = None,
     device: torch.device = CPU,
+    active_seen: ActiveRecording | None = None,
+    passive_seen: simulation.PassiveRecording | None = None,
 ) -> Parties:
     """Build both parties with overrides of their settings; ``contract.`` ones may differ, too.
 
@@ -239,49 +174,17 @@ def build_parties(
         passive: overrides.
         runs: where both keep checkpoints, in a folder for each; by default they keep none.
         device: where both models are.
+        active_seen: the active party's observer.
+        passive_seen: the passive party's.
     """
-    active_settings = load_party_settings(ActiveSettings, folder / "active.yaml", active)
-    passive_settings = load_party_settings(PassiveSettings, folder / "passive.yaml", passive)
-    active_data = PartyData.load(active_settings.data, folder, active_settings.contract.split)
-    passive_data = PartyData.load(passive_settings.data, folder, passive_settings.contract.split)
-    active_recording, passive_recording = ActiveRecording(), PassiveRecording()
-    session = build_session(
-        active_settings,
-        active_data,
-        TopBuilder(active_settings, active_data, device),
-        active_recording,
-        partial(draw_nonce, active_settings),
-        _store(active_settings, runs and runs / "active"),
-        active_settings.earlier_answers(),
-    )
-    engine = build_engine(passive_settings.contract.alignment, AlignmentResources())
-    run = PassiveRun(
-        passive_settings.contract,
-        passive_settings.party,
-        passive_data.ids,
-        engine,
-        BottomBuilder(passive_settings, passive_data, device),
-        passive_recording,
-        partial(draw_nonce, passive_settings),
-        store=_store(passive_settings, runs and runs / "passive"),
-        file_splits=passive_data.table.splits,
-    )
+    settings = simulation.read_settings(folder, active, passive)
+    (passive_settings,) = settings.passive.values()
+    seen = PassiveRecording() if passive_seen is None else passive_seen
+    one = simulation.build_active(settings.active, runs=runs, device=device, seen=active_seen)
+    other = simulation.build_passive(passive_settings, runs=runs, device=device, seen=seen)
     return Parties(
-        session,
-        run,
-        active_recording,
-        passive_recording,
-        active_settings,
-        passive_settings,
-        build_engine(active_settings.contract.alignment, AlignmentResources()),
+        one.session, other.run, one.seen, seen, one.settings, passive_settings, one.engine
     )
-
-
-def _store(settings: PartySettings, folder: Path | None) -> RunStore | None:
-    if folder is None:
-        return None
-    folder.mkdir(parents=True, exist_ok=True)
-    return RunStore(folder, settings.contract.checkpoints.keep)
 
 
 def run_in_process(
@@ -292,28 +195,14 @@ def run_in_process(
     parties.run.run(connect(parties.session, parties.engine))
 
 
-@contextmanager
-def serving(parties: Parties, port: int) -> Iterator[ActiveService]:
+def serving(parties: Parties, port: int) -> AbstractContextManager[ActiveService]:
     """Serve the active party at a port of localhost."""
-    service = ActiveService(parties.session, parties.engine, deadline_s=300)
-    settings = parties.active_settings
-    server = start_server(
-        service, settings.contract, f"127.0.0.1:{port}", settings.credential_files("active")
-    )
-    try:
-        yield service
-    finally:
-        server.stop(0).wait()
+    return simulation.serving(parties.simulation().active, f"127.0.0.1:{port}")
 
 
 def run_over_grpc(parties: Parties, port: int) -> None:
     """Let the parties meet over localhost."""
-    settings = parties.passive_settings
-    with (
-        serving(parties, port),
-        GrpcPeer(f"127.0.0.1:{port}", settings.contract, settings.reconnect) as peer,
-    ):
-        parties.run.run(peer)
+    simulation.meet_over_grpc(parties.simulation(), f"127.0.0.1:{port}")
 
 
 def in_background(action: Callable[[], None]) -> threading.Thread:

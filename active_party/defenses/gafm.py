@@ -67,7 +67,7 @@ from splitveil.active_party.defenses.section import (
 )
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.common.data.features import Features
-from splitveil.common.storage.run_store import State
+from splitveil.common.run.progress import State
 
 
 class GafmDefense(SeededDefense):

@@ -4,14 +4,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, NewType, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from splitveil.active_party.defenses.sum_kl import NoiseSolution
+from splitveil.common.run import messages
 
-DefendedGradient = NewType("DefendedGradient", Tensor)
+DefendedGradient = messages.DefendedGradient
 """A gradient that may leave the active party. Only defenses create it."""
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from splitveil.common.data.features import Features
-from splitveil.common.storage.run_store import State
+from splitveil.common.run.progress import State
 
 Schedule = Callable[[int], float]
 """Maps a step to the multiplier of the learning rate."""

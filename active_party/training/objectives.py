@@ -7,7 +7,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from splitveil.active_party.defenses.objective import BatchLabels, StepOutcome, TopModel, descend
 from splitveil.active_party.training.predictions import cross_entropy_of, probabilities_of
 from splitveil.common.data.features import Features
-from splitveil.common.storage.run_store import State
+from splitveil.common.run.progress import State
 
 
 class CrossEntropy:

@@ -19,8 +19,8 @@ from splitveil.active_party.defenses.objective import BatchLabels, Objective, St
 from splitveil.common.data.features import Features
 from splitveil.common.errors import SplitveilError
 from splitveil.common.models.random_state import random_state, set_random_state
+from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
-from splitveil.common.storage.run_store import State
 
 
 class OwnRows(NamedTuple):

@@ -48,8 +48,8 @@ from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.active_party.training.objectives import CrossEntropy
 from splitveil.common.models.mlp import MlpTop
 from splitveil.common.models.settings import MlpModel
-from splitveil.common.privacy.attacks import norm
 from splitveil.common.privacy.leakage import leak_auc
+from splitveil.common.privacy.scores import norm
 from tests.defended import build_defense
 
 ENTROPY = hashlib.shake_256(b"test").digest(2496)

@@ -55,7 +55,7 @@ from splitveil.active_party.defenses.strength import (
     SumKl,
 )
 from splitveil.active_party.ledger.ledger import estimated_auc
-from splitveil.common.privacy.class_aucs import class_aucs
+from splitveil.common.privacy.pair_aucs import pair_aucs
 from tests.defended import build_defense, context_of
 
 SHARES = (0.4, 0.3, 0.25, 0.05)
@@ -174,7 +174,7 @@ def worst_oracle_auc(defended: Tensor, means: Tensor, labels: Tensor) -> float:
     worst = 0.0
     for i, j in combinations(range(len(means)), 2):
         direction = torch.linalg.lstsq(noise, means[i] - means[j]).solution
-        of_pair = class_aucs((rows @ direction).numpy(), labels.numpy(), len(means))
+        of_pair = pair_aucs((rows @ direction).numpy(), labels.numpy(), len(means))
         worst = max(worst, float(of_pair.leak().pairs[i, j]))
     return worst
 

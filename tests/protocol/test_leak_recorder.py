@@ -15,7 +15,9 @@ from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AuditSettings
 from splitveil.common.record.leak_recorder import LeakRecorder
+from splitveil.common.record.lines import LeakLine, Line
 from splitveil.common.record.metrics_log import MetricsLog
+from splitveil.common.record.summary import LeakFigures, to_json
 from splitveil.common.run.course import Batch
 from splitveil.passive_party.recorder import PassiveRecorder
 from tests.runs import build_parties, run_in_process, write_example
@@ -59,8 +61,8 @@ def record(
         for party in folders
     )
     return (
-        Recorded(active_lines, monitor.summary({})),
-        Recorded(passive_lines, adversary.summary()),
+        Recorded(active_lines, to_json(monitor.summary({}))),
+        Recorded(passive_lines, to_json(adversary.summary())),
     )
 
 
@@ -154,8 +156,8 @@ class Listening:
     def __init__(self) -> None:
         self.charted: list[bool] = []
 
-    def write(self, kind: str, *_: object, charted: bool = True, **__: object) -> None:
-        if kind == "leak":
+    def write(self, line: Line, *, charted: bool = True) -> None:
+        if isinstance(line, LeakLine):
             self.charted.append(charted)
 
 
@@ -187,7 +189,7 @@ def epochs_of_batches() -> Iterator[Batch]:
         yield Batch(epoch, "train", step, positions, b"", closes_split=last, closes_epoch=last)
 
 
-def record_batches(folder: Path, cut: int | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def record_batches(folder: Path, cut: int | None) -> tuple[list[dict[str, Any]], LeakFigures]:
     """Record a run with every attack, by a recorder that is new from batch ``cut`` on."""
     settings = AuditSettings(attacks=("norm", "cosine", "lda", "hint_combiner_50"))
     settings = settings.model_copy(update={"attacks": (*settings.attacks, *DEFAULT_ATTACKS[3:])})

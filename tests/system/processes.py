@@ -1,11 +1,8 @@
 """The two parties as real processes: started, limited, signalled, and what they left behind."""
 
-import os
 import resource
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +10,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
+from tests.system.forked import Forked
 from tests.waiting import HANGS_AFTER_S
-
-ROOT = Path(__file__).parents[2]
 
 AT_ONCE = 4
 """Independent things that are done at the same time."""
@@ -53,16 +49,13 @@ class Party:
         self._log = folder / f"{party}.{log or command}.log"
         settings = [str(folder / f"{party}.yaml"), "--runs", str(self.runs)]
         sets = [text for override in overrides for text in ("--set", override)]
-        python = [sys.executable, "-m", *(["tests.system.fast_clock"] if fast_clock else [])]
-        with self._log.open("wb") as output:
-            self._process = subprocess.Popen(
-                [*python, f"splitveil.{party}_party", command, *settings, *sets, *options],
-                cwd=ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+        self._log.write_bytes(b"")
+        self._process = Forked(
+            f"splitveil.{party}_party",
+            [command, *settings, *sets, *options],
+            self._log,
+            has_fast_clock=fast_clock,
+        )
 
     @property
     def output(self) -> str:
@@ -103,7 +96,6 @@ class Party:
     def kill(self) -> None:
         """End it as a power failure would; also after its end."""
         self._process.kill()
-        self._process.wait()
 
     def wait_until_says(self, text: str) -> None:
         """Wait for a text in its output."""

@@ -116,7 +116,7 @@ def run(folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # two runs one after the other; the next test has one, and what is read
 def test_an_experiment_runs_once_and_leaves_figures_table_and_plots(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(EXPERIMENT, sort_keys=False))
     results = tmp_path / "out" / "tiny"
@@ -148,7 +148,6 @@ def test_an_experiment_runs_once_and_leaves_figures_table_and_plots(tmp_path: Pa
     assert sorted(path.name for path in (results / "plots").iterdir()) == drawn
 
 
-@pytest.mark.slow
 def test_an_experiment_has_figures_of_each_of_several_passive_parties(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(LABS, sort_keys=False))
     assert "1 to run" in run(tmp_path)

@@ -21,7 +21,8 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
 from tests.runs import write_example
-from tests.system.processes import ROOT, Pair, side_by_side, started
+from tests.system.forked import ROOT
+from tests.system.processes import Pair, side_by_side, started
 from tests.system.restarted import Both, Restarted, Settings, kept_up
 from tests.waiting import HANGS_AFTER_S
 
@@ -202,7 +203,7 @@ def test_a_supervisor_starts_a_run_that_its_budget_ended_once_more_and_a_raised_
         both.start()
         assert both.wait() == (5, 5), both.outputs
         assert "which was ended under other limits" in both.active.said
-        assert all("going on in epoch" in party.said for party in both)
+        assert all("resuming in epoch" in party.said for party in both)
         more = train_lines(both.active.folder)
         assert more[: len(answered)] == answered
         assert len(more) > len(answered)

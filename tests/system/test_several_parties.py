@@ -1,11 +1,8 @@
 """Four processes of one run: one active party and three passive ones, of which some are killed."""
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +14,7 @@ from safetensors.torch import load_file
 from splitveil.common.party.transcript import FILE, Verified, compare, verify
 from tests.several import NAMES, write_several
 from tests.system.conftest import run_locally
-from tests.system.processes import ROOT
+from tests.system.forked import Forked
 from tests.waiting import HANGS_AFTER_S
 
 OVERRIDES = ("contract.epochs=12", "contract.checkpoints.every_steps=3")
@@ -28,11 +25,9 @@ class Process:
 
     def __init__(self, folder: Path, name: str, address: str, *overrides: str) -> None:
         where = f"{'listen' if name == 'active' else 'connect'}={address}"
-        program = "splitveil.active_party" if name == "active" else "splitveil.passive_party"
-        self._command = [sys.executable, "-m", "tests.system.fast_clock", program, "run"]
-        self._command += [str(folder / f"{name}.yaml")]
-        self._command += ["--runs", str(folder / "runs")]
-        self._command += [
+        self._program = f"splitveil.{'active' if name == 'active' else 'passive'}_party"
+        self._words = ["run", str(folder / f"{name}.yaml"), "--runs", str(folder / "runs")]
+        self._words += [
             word for text in (where, *OVERRIDES, *overrides) for word in ("--set", text)
         ]
         self._log = folder / f"{name}.log"
@@ -40,19 +35,10 @@ class Process:
         self.start()
 
     def start(self) -> None:
-        with self._log.open("ab") as output:
-            self._process = subprocess.Popen(
-                self._command,
-                cwd=ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+        self._process = Forked(self._program, self._words, self._log, has_fast_clock=True)
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.wait()
 
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)

@@ -263,7 +263,6 @@ FLOODS: list[Callable[[Flood], None]] = [
 ]
 
 
-@pytest.mark.slow
 def test_memory_stays_bounded_under_floods_and_the_honest_peer_gets_its_answers(
     tmp_path: Path,
 ) -> None:

@@ -19,6 +19,7 @@ from splitveil.common.party.transcript import (
     Comparison,
     Crossing,
     Transcript,
+    TranscriptEnd,
     Verified,
     compare,
     verify,
@@ -119,7 +120,7 @@ def test_a_changed_transcript_is_broken_where_it_was_changed(
             transcript.note(Crossing("sent", "Train reply", b"gradient %d" % step, 0, step))
     path = tmp_path / FILE
     assert verified(path).entries == 9
-    assert verified(path).last_link == transcript.summary()["last_link"]
+    assert verified(path).last_link == transcript.summary().last_link
     path.write_text("\n".join(damage(path.read_text().splitlines())) + "\n")
     broken = verify(path)
     assert isinstance(broken, Broken)
@@ -135,7 +136,7 @@ def test_a_restarted_party_continues_its_chain_after_half_a_line(tmp_path: Path)
         transcript.note(Crossing("sent", "Train reply", b"two", 0, 1))
     found = verified(tmp_path / FILE)
     assert (found.entries, found.starts) == (4, 2)
-    assert transcript.summary() == {"entries": 4, "last_link": found.last_link}
+    assert transcript.summary() == TranscriptEnd(4, found.last_link)
 
 
 def test_a_message_that_only_one_party_knows_of_shows(tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_the_command_checks_one_transcript_or_two(
     lines = passive.read_text().splitlines()
     passive.write_text("\n".join(dropped(lines)) + "\n")
     assert exit_code(str(active), "--against", str(passive)) == 1
-    assert "line 5: the link does not fit the line before" in capsys.readouterr().err
+    assert "line 5: the link does not match the previous line" in capsys.readouterr().err
 
 
 # ---- a file that somebody else has written ----
@@ -241,7 +242,7 @@ def test_another_s_transcript_gets_one_line_and_steers_no_terminal(
     assert "theirs.jsonl: line 1: " in line
     assert len(line) < len(str(theirs)) + 200
     (line,) = shown.out.splitlines()
-    assert "own.jsonl: the chain of 1 entries is whole" in line
+    assert "own.jsonl: the chain of 1 entries is intact" in line
     assert (shown.out + shown.err).replace("\n", "").isprintable()
 
 
@@ -276,5 +277,5 @@ def test_a_line_without_end_is_read_in_bounded_memory(tmp_path: Path) -> None:
         cwd=Path(__file__).parents[2],
     )
     assert ended.returncode == 1, ended.stderr
-    assert "line 1: the line is no entry: expected at most 65,536 bytes\n" in ended.stderr
+    assert "line 1: the line is not an entry: expected at most 65,536 bytes\n" in ended.stderr
     assert "Traceback" not in ended.stderr

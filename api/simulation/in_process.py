@@ -1,0 +1,163 @@
+"""The active party in the same process: its session, without a wire."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from splitveil.active_party.run.session import ActiveSession
+from splitveil.active_party.serving.service import agreeing
+from splitveil.common.alignment import AlignChannel, AlignmentEngine, align, channel_pair
+from splitveil.common.errors import (
+    AlignmentError,
+    NotOpen,
+    OthersAwaited,
+    PeerRestarted,
+    PeerUnreachable,
+    ProtocolError,
+    SplitveilError,
+)
+from splitveil.common.run.messages import (
+    Activation,
+    Answer,
+    AuditQuestion,
+    Course,
+    LeaveReason,
+    Offer,
+    Opening,
+)
+
+ResultT = TypeVar("ResultT")
+
+
+class InProcessPeer:
+    """Asks the active party's session directly, and treats its errors as the service does.
+
+    Args:
+        session: the active party's.
+        engine: the active party's side of the alignment.
+        party: the name of the passive party that asks; None where there is only one.
+        patience_s: how long to wait for the other passive parties to open the run.
+    """
+
+    def __init__(
+        self,
+        session: ActiveSession,
+        engine: AlignmentEngine,
+        party: str | None = None,
+        patience_s: float = 600.0,
+    ) -> None:
+        self._session = session
+        self._engine = engine
+        self._party = party
+        self._patience_s = patience_s
+        self._aligning: threading.Thread | None = None
+        self._failure: SplitveilError | None = None
+        self._sent: Activation | None = None
+
+    @property
+    def session(self) -> ActiveSession:
+        """The session that the next call asks."""
+        return self._session
+
+    def handshake(
+        self, party: str, canonical_contract: str, commitment: bytes, offer: Offer | None = None
+    ) -> Opening:
+        """Open the run, or resume it; wait while the other passive parties have not come."""
+        until = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return self.session.handshake(party, canonical_contract, commitment, offer)
+            except OthersAwaited:
+                if time.monotonic() > until:
+                    raise
+
+    def open_alignment(self) -> AlignChannel:
+        """Let the active party's engine run in a thread, and return the channel to it."""
+        own, other = channel_pair()
+        self._failure = None
+        self._aligning = threading.Thread(target=self._align, args=(other,))
+        self._aligning.start()
+        return own
+
+    def close_alignment(self) -> None:
+        """Wait for the active party's engine.
+
+        Raises:
+            SplitveilError: what its alignment ended with.
+        """
+        if self._aligning is not None:
+            self._aligning.join()
+        if self._failure is not None:
+            with _as_the_status_says():
+                raise self._failure
+
+    def send_activation(self, activation: Activation) -> None:
+        """Keep the activation until its gradient is asked for."""
+        self._sent = activation
+
+    def receive_gradient(self) -> Answer:
+        """Let the session answer the activation that was sent last."""
+        session, sent = self.session, self._sent
+        if sent is None:
+            raise RuntimeError("no activation was sent")
+        with _as_the_status_says():
+            reply = session.exchange(sent, self._party, self._is_connected(session))
+        session.finish_step()
+        return reply
+
+    def evaluate(self, activation: Activation) -> Course:
+        """Let the session score held-out rows."""
+        session = self.session
+        with _as_the_status_says():
+            course = session.evaluate(activation, self._party, self._is_connected(session))
+        session.finish_step()
+        return course
+
+    def audit(self, question: AuditQuestion) -> float:
+        """Let the session measure scores of the training rows."""
+        return self.session.audit(question, self._party)
+
+    def leave(self, run_id: str, reason: LeaveReason) -> None:
+        """Say goodbye, and wait until the other passive parties do."""
+        while True:
+            session = self.session
+            connected = self._is_connected(session)
+            with contextlib.suppress(OthersAwaited), _as_the_status_says():
+                session.leave(run_id, reason, self._party, connected)
+                return
+
+    def _align(self, channel: AlignChannel) -> None:
+        session, party = self.session, self._party
+        has_several = len(session.contract.passive_parties) > 1
+        try:
+            session.begin_alignment(party=party)
+            alignment = align(
+                self._engine,
+                session.ids,
+                channel,
+                nonce=session.nonce,
+                run_id=session.run_id,
+                agree=agreeing(session, party) if has_several and party is not None else None,
+                splits=session.file_splits,
+            )
+            if not has_several:
+                session.aligned(alignment.rows, alignment.peer_nonce)
+        except SplitveilError as error:
+            self._failure = error
+            is_of_peer = isinstance(error, ProtocolError | PeerUnreachable)
+            if isinstance(error, AlignmentError) or not is_of_peer:
+                session.end(error)
+
+    def _is_connected(self, session: ActiveSession) -> Callable[[], bool]:
+        return lambda: session is self.session
+
+
+@contextlib.contextmanager
+def _as_the_status_says() -> Iterator[None]:
+    """Turn an error of the session into the one that the passive party makes of its status."""
+    try:
+        yield
+    except NotOpen as error:
+        raise PeerRestarted from error

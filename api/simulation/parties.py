@@ -1,0 +1,288 @@
+"""Builds the parties of a run from their settings, and lets them meet in this process."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from splitveil.active_party.assembly import TrainerBuilder as TopBuilder
+from splitveil.active_party.assembly import build_session
+from splitveil.active_party.run.session import ActiveSession, Stage
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.alignment import AlignmentEngine, AlignmentResources, build_engine
+from splitveil.common.party.command_line import draw_nonce, torch_device
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.party_settings import PartySettings, load_party_settings
+from splitveil.common.run.contract import ACTIVE
+from splitveil.common.run.course import AlignedRows
+from splitveil.common.storage.run_store import RunStore
+from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
+from splitveil.passive_party.peer import Peer
+from splitveil.passive_party.run import PassiveRun
+from splitveil.passive_party.settings import PassiveSettings
+from splitveil.simulation.in_process import InProcessPeer
+from splitveil.simulation.recordings import ActiveRecording, PassiveRecording
+
+ResultT = TypeVar("ResultT")
+
+_seeding = threading.Lock()
+"""Held while weights are drawn: torch has one generator for all parties of this process."""
+
+
+class PartiesSettings(NamedTuple):
+    """The settings of all parties of a run."""
+
+    active: ActiveSettings
+    passive: Mapping[str, PassiveSettings]
+    """By the name of each passive party in the contract."""
+
+
+@dataclass
+class ActiveParty:
+    """The active party of a simulation."""
+
+    settings: ActiveSettings
+    session: ActiveSession
+    engine: AlignmentEngine
+    seen: ActiveRecording
+
+
+@dataclass
+class PassiveParty:
+    """A passive party of a simulation."""
+
+    settings: PassiveSettings
+    run: PassiveRun
+    seen: PassiveRecording
+
+
+@dataclass
+class Simulation:
+    """All parties of a run, ready to meet.
+
+    Args:
+        active: the active party.
+        passive: the passive parties, by name.
+    """
+
+    active: ActiveParty
+    passive: dict[str, PassiveParty]
+
+    def meet(self, connect: "Connect | None" = None) -> None:
+        """Let all parties meet, and return when all of them have finished.
+
+        A run of which there are checkpoints is resumed. One passive party runs in the calling
+        thread, several in a thread each.
+
+        Args:
+            connect: gives each passive party its way to the active party; by default the session
+                is asked directly.
+
+        Raises:
+            SplitveilError: what ended the run; of several passive parties the first error.
+        """
+        connect = connect or connect_in_process
+        if self.active.session.stage is Stage.WAITING:
+            self.active.session.reopen()
+        if len(self.passive) == 1:
+            for name, party in self.passive.items():
+                party.run.run(connect(self, name))
+            return
+        errors: list[BaseException] = []
+        threads = [self.start(name, connect, errors.append) for name in self.passive]
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+    def start(
+        self,
+        name: str,
+        connect: "Connect | None" = None,
+        on_error: Callable[[BaseException], None] = lambda _: None,
+    ) -> threading.Thread:
+        """Let one passive party run in a thread of its own.
+
+        Args:
+            name: the party's, in the contract.
+            connect: gives it its way to the active party.
+            on_error: called in that thread with the error that ends the party's run, if one does.
+        """
+        party, connect = self.passive[name], connect or connect_in_process
+
+        def run() -> None:
+            try:
+                party.run.run(connect(self, name))
+            except BaseException as error:  # whoever waits for the thread decides what it means
+                on_error(error)
+
+        thread = threading.Thread(target=run, daemon=True, name=name)
+        thread.start()
+        return thread
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the weights of all models.
+
+        Returns:
+            ``top.<parameter>`` for the active party's, ``<party>.<parameter>`` for the others'.
+
+        Raises:
+            RuntimeError: the parties have not aligned yet, so that there are no models.
+        """
+        top = self.active.session.trainer
+        if top is None:
+            raise RuntimeError("no weights before the alignment")
+        found = {f"top.{name}": value for name, value in top.model.state_dict().items()}
+        for party, passive in self.passive.items():
+            if passive.run.trainer is None:
+                raise RuntimeError("no weights before the alignment")
+            weights = passive.run.trainer.model.state_dict()
+            found |= {f"{party}.{name}": value for name, value in weights.items()}
+        return found
+
+
+Connect = Callable[[Simulation, str], Peer]
+"""Gives a passive party of a simulation, by its name, a way to the active party."""
+
+
+def connect_in_process(simulation: Simulation, name: str) -> Peer:
+    """Let a passive party ask the active party's session directly."""
+    active = simulation.active
+    return InProcessPeer(active.session, active.engine, name)
+
+
+def read_settings(
+    folder: Path, active: Sequence[str] = (), passive: Sequence[str] = ()
+) -> PartiesSettings:
+    """Read the settings of all parties from a folder.
+
+    Args:
+        folder: with ``active.yaml`` and either ``passive.yaml`` or, for several passive parties,
+            one file for each, such as ``passive_a.yaml``.
+        active: overrides of the active party's settings, ``dotted.name=yaml`` each; those of the
+            contract begin with ``contract.`` and are meant for ``passive``, too.
+        passive: overrides of every passive party's settings.
+
+    Raises:
+        SettingsError: with every problem of a party's file and of the contract.
+    """
+    files = sorted(folder.glob("passive_*.yaml")) or [folder / "passive.yaml"]
+    read = [load_party_settings(PassiveSettings, path, passive) for path in files]
+    return PartiesSettings(
+        load_party_settings(ActiveSettings, folder / "active.yaml", active),
+        {settings.party: settings for settings in read},
+    )
+
+
+def build(
+    settings: PartiesSettings,
+    *,
+    runs: Path | None = None,
+    device: torch.device | None = None,
+    active_seen: ActiveRecording | None = None,
+    passive_seen: Mapping[str, PassiveRecording] | None = None,
+) -> Simulation:
+    """Build all parties of a run.
+
+    Args:
+        settings: of all parties.
+        runs: folder in which each party keeps its checkpoints, in a subfolder of its name; by
+            default no party keeps any.
+        device: of all models; by default what each party's settings say.
+        active_seen: the active party's observer; a new recording by default.
+        passive_seen: observers of passive parties, by name; new recordings by default.
+
+    Raises:
+        SplitveilError: settings or data cannot be used.
+    """
+    observers = passive_seen or {}
+    active = build_active(settings.active, runs=runs, device=device, seen=active_seen)
+    passive = {
+        name: build_passive(each, runs=runs, device=device, seen=observers.get(name))
+        for name, each in settings.passive.items()
+    }
+    return Simulation(active, passive)
+
+
+def build_active(
+    settings: ActiveSettings,
+    *,
+    runs: Path | None = None,
+    device: torch.device | None = None,
+    seen: ActiveRecording | None = None,
+) -> ActiveParty:
+    """Build the active party; the arguments are those of ``build``.
+
+    Raises:
+        SplitveilError: settings or data cannot be used.
+    """
+    data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
+    observer = ActiveRecording() if seen is None else seen
+    session = build_session(
+        settings,
+        data,
+        _one_at_a_time(TopBuilder(settings, data, device or torch_device(settings.device))),
+        observer,
+        partial(draw_nonce, settings),
+        _store(settings, ACTIVE, runs, len(settings.contract.passive_parties)),
+        settings.earlier_answers(),
+    )
+    return ActiveParty(settings, session, _engine(settings), observer)
+
+
+def build_passive(
+    settings: PassiveSettings,
+    *,
+    runs: Path | None = None,
+    device: torch.device | None = None,
+    seen: PassiveRecording | None = None,
+) -> PassiveParty:
+    """Build a passive party; the arguments are those of ``build``.
+
+    Raises:
+        SplitveilError: settings or data cannot be used.
+    """
+    data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
+    observer = PassiveRecording() if seen is None else seen
+    run = PassiveRun(
+        settings.contract,
+        settings.party,
+        data.ids,
+        _engine(settings),
+        _one_at_a_time(BottomBuilder(settings, data, device or torch_device(settings.device))),
+        observer,
+        partial(draw_nonce, settings),
+        store=_store(settings, settings.folder_name(), runs),
+        file_splits=data.table.splits,
+    )
+    return PassiveParty(settings, run, observer)
+
+
+def _engine(settings: PartySettings) -> AlignmentEngine:
+    # Without workers: there is nothing to close.
+    return build_engine(settings.contract.alignment, AlignmentResources())
+
+
+def _store(
+    settings: PartySettings, name: str, runs: Path | None, num_parties: int = 1
+) -> RunStore | None:
+    if runs is None:
+        return None
+    folder = runs / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return RunStore(folder, settings.contract.checkpoints.keep, num_parties)
+
+
+def _one_at_a_time(build: Callable[[AlignedRows], ResultT]) -> Callable[[AlignedRows], ResultT]:
+    """Let no two parties draw weights at the same time."""
+
+    def locked(rows: AlignedRows) -> ResultT:
+        with _seeding:
+            return build(rows)
+
+    return locked

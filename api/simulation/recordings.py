@@ -1,0 +1,135 @@
+"""Observers that keep what they are told: losses, gradients, evaluations and the ledger."""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from splitveil.active_party.ledger.ledger import LeakBounds
+from splitveil.active_party.training.evaluation import Evaluation
+from splitveil.active_party.training.top_trainer import StepResult
+from splitveil.common.errors import SplitveilError
+from splitveil.common.run.course import AlignedRows, Batch
+from splitveil.common.run.messages import AuditQuestion
+
+
+@dataclass
+class Recording:
+    """What the observers of both parties keep.
+
+    The state that goes into a checkpoint is the length of every list. Restoring it shortens the
+    lists to what they held then, so that a resumed run leaves one recording without repeats.
+    """
+
+    rows: AlignedRows | None = None
+    """The aligned rows, once they are known."""
+
+    resumed: list[int | None] = field(default_factory=list)
+    """The epoch in which each resumption continued; None at the end of the run. Never shortened."""
+
+    def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
+        """Keep the rows."""
+        self.rows = rows
+
+    def on_resumed(self, epoch: int | None) -> None:
+        """Keep the epoch in which the run continues."""
+        self.resumed.append(epoch)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the length of every list."""
+        return {name: len(seen) for name, seen in vars(self).items() if isinstance(seen, list)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Forget what came after the state; what another process saw before it is unknown here."""
+        for name, count in state.items():
+            if name != "resumed":
+                del getattr(self, name)[count:]
+
+
+@dataclass
+class ActiveRecording(Recording):
+    """What the active party's observer was told."""
+
+    losses: list[float] = field(default_factory=list)
+    """The training loss of every batch."""
+
+    sent: list[Tensor] = field(default_factory=list)
+    """The defended gradient of every training batch, (batch, *cut_shape)."""
+
+    evaluations: list[Evaluation] = field(default_factory=list)
+    """Every evaluation of a held-out split."""
+
+    ledger: list[tuple[int, LeakBounds]] = field(default_factory=list)
+    """The epoch, and what its answers and those before may have told."""
+
+    audits: list[tuple[AuditQuestion, float]] = field(default_factory=list)
+    """Scores that a passive party had measured, and the leak AUC that it was told."""
+
+    audits_answered: int = 0
+    """The number of audits that were answered; never reduced."""
+
+    earlier: tuple[int, LeakBounds] | None = None
+    """The number of examples that earlier runs answered about, and what that may have told."""
+
+    ahead: tuple[LeakBounds, ...] = ()
+    """What all answers had told whenever the run went back behind some; never shortened."""
+
+    def on_step(self, batch: Batch, result: StepResult) -> None:
+        """Keep the loss and the gradient that was sent."""
+        self.losses.append(float(result.loss.detach()))
+        self.sent.append(result.defended.clone())
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        """Keep the evaluation."""
+        self.evaluations.append(evaluation)
+
+    def on_earlier_answers(self, examples: int, bounds: LeakBounds) -> None:
+        """Keep what earlier runs may have told."""
+        self.earlier = (examples, bounds)
+
+    def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
+        """Keep the bounds."""
+        self.ledger.append((epoch, bounds))
+
+    def on_answers_ahead(self, bounds: LeakBounds) -> None:
+        """Keep the bounds of the answers that the run went back behind."""
+        self.ahead += (bounds,)
+
+    def on_audit(self, question: AuditQuestion, leak_auc: float, party: str) -> None:
+        """Keep the scores and the figure."""
+        self.audits.append((question, leak_auc))
+
+    def on_audits_answered(self, count: int) -> None:
+        """Keep the number."""
+        self.audits_answered = count
+
+    def objection(self) -> SplitveilError | None:
+        """Never object."""
+        return None
+
+
+@dataclass
+class PassiveRecording(Recording):
+    """What a passive party's observer was told."""
+
+    received: list[Tensor] = field(default_factory=list)
+    """The gradient that came back for every training batch, (batch, *cut_shape)."""
+
+    layers: list[dict[str, Tensor]] = field(default_factory=list)
+    """The gradients at the layers before the cut that are tapped, by name."""
+
+    epochs: list[int] = field(default_factory=list)
+    """The epochs that are over."""
+
+    def on_alignment_progress(self, done_ids: int, total_ids: int) -> None:
+        """Ignore the progress of the alignment."""
+
+    def on_step(
+        self, batch: Batch, sent: Tensor, received: Tensor, layers: dict[str, Tensor]
+    ) -> None:
+        """Keep the gradients."""
+        self.received.append(received.clone())
+        self.layers.append({name: gradient.clone() for name, gradient in layers.items()})
+
+    def on_epoch(self, epoch: int) -> None:
+        """Keep the number of the epoch."""
+        self.epochs.append(epoch)

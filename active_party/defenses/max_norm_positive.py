@@ -18,7 +18,6 @@ from torch import Tensor
 
 from splitveil.active_party.defenses.interface import Defense, RawBatch
 from splitveil.active_party.defenses.max_norm import MaxNorm, NormAligningDefense
-from splitveil.active_party.defenses.rows import as_positive
 from splitveil.active_party.defenses.section import (
     NO_SECRETS,
     DefenseContext,
@@ -65,7 +64,8 @@ class MaxNormPositive(MaxNorm):
             ValueError: there are no probabilities, or they are not between 0 and 1.
         """
         predicted = _as_probabilities(batch.probabilities, rows)
-        return norms * _deviations(predicted, as_positive(batch.labels, rows))
+        positive = batch.labels.detach().to(rows.device).reshape(len(norms)) == 1
+        return norms * _deviations(predicted, positive)
 
 
 def _deviations(predicted: Tensor, positive: Tensor) -> Tensor:

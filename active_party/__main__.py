@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from splitveil.active_party.assembly import TrainerBuilder, build_session
-from splitveil.active_party.defenses import open_noise_key
 from splitveil.active_party.ledger.earlier_ledgers import LEDGER
 from splitveil.active_party.plan import print_plan
 from splitveil.active_party.report import write_comparison, write_report
@@ -134,6 +133,7 @@ def _run(parsed: argparse.Namespace) -> None:
     logger.log(logging.WARNING if credentials is None else logging.INFO, "security: %s", security)
     _check_files_and_address(settings)
     device = prepare(settings)
+    settings.defense.require_usable(settings.defense_context())
     data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
     logger.info("%d rows read from %s", len(data.ids), data.table.source)
     interruption.check()
@@ -278,6 +278,10 @@ def _check(parsed: argparse.Namespace) -> None:
         _check_noise_key(settings)
         return f"noise key: {settings.noise_key_path or 'a fresh one for each run, if needed'}"
 
+    def defense() -> str:
+        settings.defense.require_usable(settings.defense_context())
+        return f"defense: {settings.defense.name}"
+
     def earlier_answers() -> str:
         return f"earlier ledgers: {len(settings.earlier_answers())} examples"
 
@@ -303,6 +307,7 @@ def _check(parsed: argparse.Namespace) -> None:
             address,
             lambda: f"device: {torch_device(settings.device)}",
             noise_key,
+            defense,
             *([earlier_answers] if settings.earlier_ledgers else []),
             data_and_model,
         ],
@@ -320,8 +325,7 @@ def _check_noise_key(settings: ActiveSettings) -> None:
     # A key in the run's own folder is drawn by the run itself.
     path = settings.noise_key_file()
     if settings.noise_key_path is not None and path.exists():
-        dim, classes = settings.contract.aggregate_dim, settings.data.num_classes
-        open_noise_key(settings.defense, dim, path, classes)
+        settings.defense.open_noise_key(settings.defense_context(), path)
 
 
 def _plan(parsed: argparse.Namespace) -> None:

@@ -1,27 +1,14 @@
 """Builds the active party's objects from its settings."""
 
-import hashlib
 import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from splitveil.active_party.defenses import (
-    AnswerKeys,
-    DefenseSettings,
-    build_defense,
-    open_noise_key,
-)
-from splitveil.active_party.defenses.example_keys import (
-    GRADIENT_NOISE,
-    example_keys,
-    key_from_insecure_seed,
-)
-from splitveil.active_party.defenses.gafm import build_critic, persistent_shifts
-from splitveil.active_party.defenses.label_noise import draw_noisy_labels
-from splitveil.active_party.defenses.noise import SecureNoise, fresh_key
-from splitveil.active_party.defenses.settings import GafmDefense, NoisyLabelDefense
+from splitveil.active_party.defenses import AnswerKeys, Examples, NoiseSecrets
+from splitveil.active_party.defenses.example_keys import GRADIENT_NOISE, example_keys
+from splitveil.active_party.defenses.objective import Objective, TopModel
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.budget import Allowance
 from splitveil.active_party.run.observer import SessionObserver
@@ -29,8 +16,8 @@ from splitveil.active_party.run.preparation import OwnRows, OwnRules
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.early_stopping import EarlyStop
-from splitveil.active_party.training.objectives import Adversarial, CrossEntropy, Objective
-from splitveil.active_party.training.top_trainer import TopTrainer
+from splitveil.active_party.training.objectives import CrossEntropy
+from splitveil.active_party.training.top_trainer import TopTrainer, TrainingRows
 from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.errors import DataError
 from splitveil.common.models.factory import build_top_model
@@ -44,7 +31,7 @@ class TrainerBuilder:
     """Builds the trainer once the common rows are known, and keeps the encoder fitted on them.
 
     Raises:
-        SettingsError: the existing noise key cannot be used.
+        SettingsError: the existing noise key cannot be used, or a defense of the user's own fails.
         StorageError: a noise key is needed and cannot be written.
     """
 
@@ -56,12 +43,9 @@ class TrainerBuilder:
         self._num_classes = settings.data.num_classes
         self._earlier = open_earlier_model(settings)
         # Now, not at the first step: a key that others can read ends a run before it begins.
-        self._noise_key = open_noise_key(
-            settings.defense,
-            settings.contract.aggregate_dim,
-            settings.noise_key_file(),
-            self._num_classes,
-        )
+        context = settings.defense_context()
+        settings.defense.require_usable(context)
+        self._noise_key = settings.defense.open_noise_key(context, settings.noise_key_file())
 
     def __call__(self, rows: AlignedRows) -> TopTrainer:
         """Build the trainer.
@@ -88,27 +72,30 @@ class TrainerBuilder:
         if self._earlier is not None:
             self._earlier.put_into(model)
         model.to(self._device)
-        key, keys, noisy_labels = self._noise_key, None, None
         answer_keys = AnswerKeys()
+        secrets = NoiseSecrets(self._noise_key, answer_keys)
         # Only if noise belongs to ids: many millions of texts take gigabytes.
-        ids = [] if key is None else [self._data.ids[row] for row in rows.file_rows]
-        noisy = _noisy_label_part(settings.defense)
-        if key is not None and noisy is not None:
-            noisy_labels = draw_noisy_labels(noisy.mechanism, labels, key, ids, self._num_classes)
-        elif key is not None:
-            keys = example_keys(key, ids, GRADIENT_NOISE)
+        with_ids = self._noise_key is not None
+        ids = [self._data.ids[row] for row in rows.file_rows] if with_ids else []
+        examples = Examples(ids, labels, self._device)
         return TopTrainer(
-            objective=self._build_objective(model, ids, rows.total_steps(contract), answer_keys),
-            defense=build_defense(settings.defense, key, answer_keys, self._num_classes),
-            features=features,
-            labels=labels,
-            device=self._device,
-            example_keys=keys,
-            noisy_labels=noisy_labels,
-            answer_keys=answer_keys,
-            data_digest=self._data.digest(self.encoder),
-            num_classes=self._num_classes,
+            self._build_objective(model, rows.total_steps(contract), secrets, examples),
+            settings.defense.build(settings.defense_context(), secrets, examples),
+            TrainingRows(
+                labels,
+                features,
+                self._num_classes,
+                self._example_keys(ids),
+                self._data.digest(self.encoder),
+            ),
+            self._device,
+            answer_keys,
         )
+
+    def _example_keys(self, ids: list[str]) -> Tensor | None:
+        if self._noise_key is None or not self._settings.defense.needs_example_keys:
+            return None
+        return example_keys(self._noise_key, ids, GRADIENT_NOISE)
 
     def _check_classes(self, rows: AlignedRows, labels: Tensor) -> None:
         source, names = self._data.table.source, self._settings.data.class_names
@@ -126,45 +113,16 @@ class TrainerBuilder:
                 )
 
     def _build_objective(
-        self, model: nn.Module, ids: list[str], total_steps: int, answer_keys: AnswerKeys
+        self, model: nn.Module, total_steps: int, secrets: NoiseSecrets, examples: Examples
     ) -> Objective:
         settings, defense = self._settings, self._settings.defense
-        optimizer = build_optimizer(settings.optimizer, model)
 
         def schedule(step: int) -> float:
             return settings.contract.schedule.factor(step, total_steps)
 
-        if not isinstance(defense, GafmDefense):
-            learns_sent = not isinstance(defense, NoisyLabelDefense) or (
-                defense.top_labels == "noisy"
-            )
-            return CrossEntropy(model, optimizer, schedule, learns_sent=learns_sent)
-        shifts = None
-        if defense.response == "persistent" and self._noise_key is not None:
-            shifts = persistent_shifts(self._noise_key, ids, defense.response_width)
-            shifts = shifts.to(self._device)
-        critic = build_critic(
-            defense.critic_width, defense.weight_limit, _critic_entropy(defense.insecure_noise_seed)
-        )
-        return Adversarial(
-            defense,
-            model,
-            optimizer,
-            schedule,
-            critic=critic.to(self._device),
-            noise=SecureNoise(answer_keys),
-            shifts=shifts,
-        )
-
-
-def _noisy_label_part(defense: DefenseSettings) -> NoisyLabelDefense | None:
-    inner = defense.composed_with if isinstance(defense, GafmDefense) else defense
-    return inner if isinstance(inner, NoisyLabelDefense) else None
-
-
-def _critic_entropy(seed: int | None) -> bytes:
-    key = fresh_key() if seed is None else key_from_insecure_seed(seed)
-    return hashlib.shake_256(b"critic" + key).digest(2496)
+        top = TopModel(model, build_optimizer(settings.optimizer, model), schedule)
+        objective = defense.objective(top, secrets, examples)
+        return objective or CrossEntropy(top, learns_targets=defense.top_learns_targets)
 
 
 def build_session(
@@ -185,7 +143,7 @@ def build_session(
             earlier=earlier or AccountBook.empty(),
         ),
         allow_audits=settings.allow_audits,
-        noise_seed=getattr(settings.defense, "insecure_noise_seed", None),
+        noise_seed=settings.defense.noise_seed,
     )
     own = OwnRows(data.ids, data.table.splits)
     return ActiveSession(settings.contract, own, build_trainer, observer, draw_nonce, rules, store)

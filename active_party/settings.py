@@ -5,8 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from splitveil.active_party.defenses import DefenseSettings
-from splitveil.active_party.defenses.settings import refusal_of_budget, refusal_of_several_classes
+from splitveil.active_party.defenses import DefenseContext, DefenseSettings
 from splitveil.active_party.defenses.sum_kl import sum_kl_for_leak_auc
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.earlier_ledgers import SETTING, open_books
@@ -196,6 +195,15 @@ class ActiveSettings(PartySettings):
     early_stopping: EarlyStopping | None = None
     """When to stop before the contract's last epoch. The peer then learns when the run ends."""
 
+    def defense_context(self, pos_fraction: float = 0.5) -> DefenseContext:
+        """Return the facts about the run that the defense depends on.
+
+        Args:
+            pos_fraction: share of positives; matters for forecasts alone.
+        """
+        shape, num_classes = self.contract.aggregate_shape, self.data.num_classes
+        return DefenseContext(shape, num_classes, pos_fraction)
+
     def noise_key_file(self) -> Path:
         """Return the path of the noise key."""
         if self.noise_key_path is not None:
@@ -224,7 +232,7 @@ class ActiveSettings(PartySettings):
         split = self.contract.split
         if self.early_stopping is not None and split.kind == "hash" and split.validation == 0:
             raise ValueError("early_stopping needs contract.split.validation > 0")
-        unbounded = refusal_of_budget(self.defense, self.contract.aggregate_dim)
+        unbounded = self.defense.budget_refusal(self.defense_context())
         if self.run_budget is not None and unbounded is not None:
             raise ValueError(f"run_budget: {unbounded}, or run_budget to null")
         if self.earlier_ledgers and self.data.id_column is None:
@@ -236,7 +244,7 @@ class ActiveSettings(PartySettings):
             raise ValueError("allow_audits needs contract.audits_allowed")
         self._check_leak_gate()
         if self.data.classes is not None:
-            refusal = refusal_of_several_classes(self.defense)
+            refusal = self.defense.refusal(self.defense_context())
             if refusal is not None:
                 raise ValueError(f"defense: {refusal} (data.classes: {self.data.num_classes})")
         return self

@@ -13,15 +13,17 @@ import torch
 from torch import Tensor
 
 from benchmarks.environment import print_environment, spread
-from splitveil.active_party.defenses import DefenseSettings, build_defense
-from splitveil.active_party.defenses.settings import (
+from splitveil.active_party.defenses import (
+    DefenseContext,
+    DefenseSettings,
     IsoDefense,
-    LeakAuc,
     MarvellDefense,
     MaxNormDefense,
     MaxNormPositiveDefense,
     NoDefense,
+    RawBatch,
 )
+from splitveil.active_party.defenses.strength import LeakAuc
 
 SHAPES = ((128, 1600), (1024, 128), (32768, 128))
 SETTINGS: dict[str, DefenseSettings] = {
@@ -69,10 +71,10 @@ def time_defense(
     settings: DefenseSettings, gradients: Tensor, labels: Tensor, repeats: int
 ) -> list[float]:
     """Time a defense whole: checks, statistics, solver, noise, charge and report."""
-    defense = build_defense(settings)
+    defense = settings.build(DefenseContext(tuple(gradients.shape[1:])))
     probabilities = torch.full_like(labels, 0.2)
     return time_ms(
-        lambda: defense.defend(gradients, labels, probabilities=probabilities),
+        lambda: defense.defend(RawBatch(gradients, labels, probabilities=probabilities)),
         gradients.device,
         repeats,
     )

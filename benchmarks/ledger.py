@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from benchmarks.environment import print_environment, spread
-from splitveil.active_party.defenses.interface import LeakCharge
+from splitveil.active_party.defenses import LeakCharge
 from splitveil.active_party.ledger.ledger import LeakLedger
 
 

@@ -13,21 +13,23 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.environment import print_environment, spread
-from splitveil.active_party.defenses import DefenseSettings, build_defense
+from splitveil.active_party.defenses import (
+    DefenseContext,
+    DefenseSettings,
+    IsoDefense,
+    MarvellDefense,
+    MaxNormDefense,
+    NoiseSecrets,
+    RawBatch,
+)
 from splitveil.active_party.defenses.example_keys import (
     GRADIENT_NOISE,
     example_keys,
     key_from_insecure_seed,
     scalars,
 )
-from splitveil.active_party.defenses.label_noise import draw_noisy_labels
 from splitveil.active_party.defenses.noise import EntropyNoise, SecureNoise
-from splitveil.active_party.defenses.settings import (
-    GaussianLabels,
-    IsoDefense,
-    MarvellDefense,
-    MaxNormDefense,
-)
+from splitveil.active_party.defenses.noisy_label import GaussianLabels, draw_noisy_labels
 
 NUM_IDS = 32_768
 SHAPE = (1024, 128)
@@ -85,11 +87,12 @@ def print_defenses(repeats: int) -> None:
     keys = example_keys(key, [f"{number}" for number in range(SHAPE[0])], GRADIENT_NOISE)
 
     def time_defense(settings: DefenseSettings) -> str:
-        defense = build_defense(settings, key)
+        context = DefenseContext((gradients.shape[1],))
+        defense = settings.build(context, NoiseSecrets(key))
         return spread(
             times_ms(
                 lambda: defense.defend(
-                    gradients, labels, example_keys=keys, probabilities=probabilities
+                    RawBatch(gradients, labels, example_keys=keys, probabilities=probabilities)
                 ),
                 repeats,
             )

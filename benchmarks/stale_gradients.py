@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.environment import print_environment
-from splitveil.active_party.training.top_trainer import StepResult
+from splitveil.active_party.defenses.noisy_label import NoisyLabel
+from splitveil.active_party.training.top_trainer import StepResult, TopTrainer
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.run.course import Batch
 from tests.runs import ActiveRecording, build_parties, run_in_process
@@ -143,7 +144,7 @@ def run(task: tuple[str, str, int, int]) -> Outcome:
     accumulator = Accumulator()
     parties = build_parties(EXAMPLES / example, active, passive, active_seen=accumulator)
     session = parties.session
-    accumulator.noisy_labels = lambda: session.trainer._noisy if session.trainer else None  # noqa: SLF001
+    accumulator.noisy_labels = lambda: noisy_labels_of(session.trainer)
     parties.passive.on_epoch = lambda epoch: accumulator.close_epoch()  # type: ignore[method-assign]
     parties.passive.on_step = lambda *_: None  # type: ignore[method-assign]
     run_in_process(parties)
@@ -217,6 +218,13 @@ def plot(outcomes: Mapping[str, Sequence[Outcome]], path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     figure.savefig(path, metadata={"Date": None})
+
+
+def noisy_labels_of(trainer: TopTrainer | None) -> Tensor | None:
+    """Return the labels on which a run with noisy labels trains."""
+    if trainer is None or not isinstance(trainer.defense, NoisyLabel):
+        return None
+    return trainer.defense.noisy_labels
 
 
 def main() -> None:

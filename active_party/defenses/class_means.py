@@ -1,7 +1,7 @@
-"""What the gradients of several classes look like: their means in a batch, and in earlier ones.
+"""Class means of the gradients of several classes, in a batch and over earlier batches.
 
-For two classes ``class_statistics`` keeps more: a spread of each. Here the spread within the
-classes is one number, for the noise is the same for all of them.
+For two classes ``class_statistics`` also keeps the spread of each class. Here the spread within the
+classes is one number, because the noise is the same for all of them.
 """
 
 import math
@@ -11,14 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from splitveil.active_party.defenses.class_statistics import KEPT_SHARE
 from splitveil.active_party.defenses.rows import as_unit, in_chunks, largest_size
-
-_KEPT_SHARE = 0.9
-"""Weight of the past in the running means: about the last ten batches count."""
 
 
 class ClassMeans(NamedTuple):
-    """The classes of a batch, or as well as they are known."""
+    """The classes of a batch, or the best that is known about them."""
 
     means: Tensor
     """(classes, cut_dim) float64; zeros for a class without examples."""
@@ -40,7 +38,7 @@ def squared_distances(points: Tensor) -> Tensor:
 
 
 def longest_gap(means: Tensor) -> float:
-    """Return the distance of the two classes furthest apart, exact for means of any size."""
+    """Return the distance of the two class means furthest apart, exact for means of any size."""
     unit = float(means.abs().max())
     return math.sqrt(float(squared_distances(means / unit).max())) * unit if unit else 0.0
 
@@ -50,8 +48,8 @@ def measure_class_means(rows: Tensor, classes: Tensor, num_classes: int) -> Clas
 
     Args:
         rows: raw gradients, (batch, cut_dim).
-        classes: place of each row's class, (batch,) int64.
-        num_classes: how many there are.
+        classes: class index of each row, (batch,) int64.
+        num_classes: how many classes there are.
     """
     unit = as_unit(largest_size(rows))
     counts = torch.bincount(classes, minlength=num_classes).double()
@@ -69,24 +67,24 @@ def measure_class_means(rows: Tensor, classes: Tensor, num_classes: int) -> Clas
 
 
 class RunningMeans:
-    """The means of earlier batches, class by class. Private to the active party."""
+    """Running class means over earlier batches. Private to the active party."""
 
     def __init__(self, num_classes: int) -> None:
-        self._num_classes = num_classes
+        self.num_classes = num_classes
         self._means: Tensor | None = None
         self._counts = torch.zeros(num_classes, dtype=torch.float64)
 
     def earlier(self, batch: ClassMeans) -> ClassMeans | None:
-        """Return a batch with the means before it; None where a class was never seen by then."""
+        """Return a batch with the means before it; None if a class had not been seen by then."""
         if self._means is None or not bool((self._counts > 0).all()):
             return None
         return batch._replace(means=self._means.to(batch.means.device), counts=self._counts.clone())
 
     def take_in(self, batch: ClassMeans) -> ClassMeans | None:
-        """Remember a batch, and return its classes with the running means of those it lacks.
+        """Remember a batch, and return its classes, with running means for those that it lacks.
 
         Returns:
-            None where one of those has never been seen.
+            The classes; None if one of those that it lacks has never been seen.
         """
         present = (batch.counts > 0)[:, None].to(batch.means.device)
         if self._means is None:
@@ -95,7 +93,7 @@ class RunningMeans:
         if old.shape != batch.means.shape:
             raise ValueError(f"cut_dim was {old.shape[1]} and is now {batch.means.shape[1]}")
         known = (self._counts > 0)[:, None].to(old.device)
-        blended = torch.where(known, old.lerp(batch.means, 1 - _KEPT_SHARE), batch.means)
+        blended = torch.where(known, old.lerp(batch.means, 1 - KEPT_SHARE), batch.means)
         self._means = torch.where(present, blended, old)
         self._counts = self._counts + batch.counts
         if not bool((self._counts > 0).all()):
@@ -103,7 +101,7 @@ class RunningMeans:
         return batch._replace(means=torch.where(present, batch.means, old))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the means and how many examples they are of; nothing before the first batch."""
+        """Return the means and their numbers of examples; nothing before the first batch."""
         if self._means is None:
             return {}
         return {"means": self._means.cpu().clone(), "counts": self._counts.clone()}
@@ -112,35 +110,15 @@ class RunningMeans:
         """Replace the means.
 
         Raises:
-            ValueError: the state has not the names that ``state_dict`` gives, or is of another
-                number of classes.
+            ValueError: the state does not have the names that ``state_dict`` gives, or is of
+                another number of classes.
         """
         if set(state) not in ({"means", "counts"}, set[str]()):
             raise ValueError(f"expected means and counts of classes, got {sorted(state)}")
-        if state and len(state["counts"]) != self._num_classes:
+        if state and len(state["counts"]) != self.num_classes:
             raise ValueError(
-                f"expected means of {self._num_classes} classes, got {len(state['counts'])}"
+                f"expected means of {self.num_classes} classes, got {len(state['counts'])}"
             )
         self._means = state["means"].clone() if state else None
-        counts = torch.zeros(self._num_classes, dtype=torch.float64)
+        counts = torch.zeros(self.num_classes, dtype=torch.float64)
         self._counts = state["counts"].clone() if state else counts
-
-
-class MeansMemory:
-    """The part of a defense that remembers what several classes of earlier batches were like."""
-
-    def __init__(self, num_classes: int) -> None:
-        self.num_classes = num_classes
-        self.classes = RunningMeans(num_classes)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the running means."""
-        return self.classes.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replace the running means.
-
-        Raises:
-            ValueError: the state is another defense's.
-        """
-        self.classes.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""What the two classes' gradients look like: means and spreads of a batch, and of earlier ones."""
+"""Means and spreads of the gradients of two classes, in a batch and over earlier batches."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from splitveil.active_party.defenses.rows import as_unit, in_chunks, largest_size
 
-_KEPT_SHARE = 0.9
-"""Weight of the past in the running statistics: about the last ten batches count."""
+KEPT_SHARE = 0.9
+"""Weight of the past in all running statistics: about the last ten batches count."""
 
 
 class ClassMoments(NamedTuple):
@@ -36,7 +36,7 @@ class BatchClasses(NamedTuple):
 
 
 class ClassEstimate(NamedTuple):
-    """Both classes, as well as they are known, in units of ``unit``."""
+    """The best estimate of both classes, in units of ``unit``."""
 
     gap: Tensor  # mean of the positives minus mean of the negatives, (cut_dim,) float64
     gap_squared: float
@@ -47,7 +47,7 @@ class ClassEstimate(NamedTuple):
 
     @property
     def gap_length(self) -> float:
-        """Distance of the class means, no longer in units of ``unit``."""
+        """Distance of the class means, in the units of the gradient."""
         return math.sqrt(self.gap_squared) * self.unit
 
     @classmethod
@@ -74,8 +74,8 @@ def measure_classes(
     Args:
         rows: raw gradients, (batch, cut_dim).
         positive: (batch,) bool.
-        reduce: adds up a tensor over all workers and gives each the sum, for a batch of which each
-            worker holds a part. Every worker then gets the estimate of the whole batch.
+        reduce: adds up a tensor over all workers and gives each the sum, for a batch that is spread
+            over workers. Every worker then gets the estimate of the whole batch.
     """
     shards = _identity if reduce is None else reduce
     unit = as_unit(shards(largest_size(rows)))
@@ -106,7 +106,7 @@ def measure_classes(
 
 
 def measure_means(rows: Tensor, positive: Tensor) -> tuple[BatchClasses, Tensor]:
-    """Estimate the means alone, as of classes without spread, in one pass and float64.
+    """Estimate only the means, as if the classes had no spread, in one pass and float64.
 
     Returns:
         The classes, and the norms of the rows, (batch,) float64.
@@ -139,7 +139,7 @@ def _deviation(mean_squared_distance: float, rows: Tensor) -> float:
 
 
 class RunningClasses:
-    """The classes of earlier batches. Private to the active party."""
+    """Running statistics of both classes over earlier batches. Private to the active party."""
 
     def __init__(self) -> None:
         self._moments: dict[str, ClassMoments] = {}
@@ -203,7 +203,7 @@ class RunningClasses:
         """Replace the statistics.
 
         Raises:
-            ValueError: the state has not the names that ``state_dict`` gives.
+            ValueError: the state does not have the names that ``state_dict`` gives.
         """
         classes = [name for name in self._rows if f"{name}_mean" in state]
         parts = ("mean", "deviation", "rows")
@@ -220,6 +220,6 @@ class RunningClasses:
 
 
 def _blend(old: ClassMoments, new: ClassMoments) -> ClassMoments:
-    mean = old.to(new.mean.device).mean.lerp(new.mean, 1 - _KEPT_SHARE)
-    deviation = _KEPT_SHARE * old.deviation + (1 - _KEPT_SHARE) * new.deviation
+    mean = old.to(new.mean.device).mean.lerp(new.mean, 1 - KEPT_SHARE)
+    deviation = KEPT_SHARE * old.deviation + (1 - KEPT_SHARE) * new.deviation
     return ClassMoments(mean, deviation)

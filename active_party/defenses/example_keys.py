@@ -1,9 +1,9 @@
-"""The secret noise key, and the bits that each example has from it for the whole run.
+"""The secret noise key, and the secret bits that each example derives from it for the whole run.
 
 An example's bits are BLAKE2b of its canonical id, keyed with the noise key and separated by
 purpose. They need no table: a restarted party, a second worker, another epoch or another batch
-finds the same ones. Whoever knows the key subtracts the noise, so its file is readable by its owner
-alone and the key appears in no log or message.
+finds the same ones. Anyone who knows the key can subtract the noise, so its file is readable only
+by its owner, and the key appears in no log and no message.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def load_or_create_key(path: Path) -> NoiseKey:
-    """Read the noise key, or make one where there is none. Safe for workers that start together.
+    """Read the noise key, or create it. Safe for workers that start at the same time.
 
     Raises:
         SettingsError: the file is not a key, or others than this process's user own it or may read
@@ -45,7 +45,7 @@ def load_or_create_key(path: Path) -> NoiseKey:
 
 
 def key_from_insecure_seed(seed: int) -> NoiseKey:
-    """Make a key for tests: whoever knows the seed knows it."""
+    """Make a key for tests: anyone who knows the seed knows the key."""
     return NoiseKey(hashlib.blake2b(b"%d" % seed, digest_size=_KEY_BYTES).digest())
 
 
@@ -61,7 +61,7 @@ def key_for(key: NoiseKey, strength: str) -> NoiseKey:
 
 
 def key_name(key: NoiseKey) -> str:
-    """Return a name that tells keys apart and says nothing of them."""
+    """Return a name that distinguishes keys and reveals nothing about them."""
     return hashlib.blake2b(digest_size=8, key=key, person=b"name of the key").hexdigest()
 
 
@@ -71,7 +71,7 @@ def example_keys(key: NoiseKey, ids: Sequence[str], purpose: bytes) -> Tensor:
     Args:
         key: the noise key.
         ids: canonical ids.
-        purpose: keeps draws for different ends independent.
+        purpose: keeps draws for different purposes independent.
 
     Returns:
         (ids, 2) int64, on the CPU.
@@ -88,7 +88,7 @@ def example_keys(key: NoiseKey, ids: Sequence[str], purpose: bytes) -> Tensor:
 def scalars(keys: Tensor) -> Tensor:
     """Turn secret bits into one standard normal number per example, (batch,) float64.
 
-    A function of the bits alone: no size of batch or place in it changes a bit of the number.
+    The number depends on the bits alone: neither the size of a batch nor the row in it matters.
     """
     numbers = torch.empty(2 * len(keys), dtype=torch.float64)
     box_muller(keys[:, 0], keys[:, 1], out=numbers)

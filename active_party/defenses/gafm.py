@@ -1,221 +1,362 @@
-"""What the generative adversarial federated model sends instead of a cross entropy's gradient.
+"""GAFM: training the cut layer against a critic and softened labels instead of the labels.
 
-Han and Guan, "GAN-based vertical federated learning for label protection in binary classification"
-(arXiv 2302.02245). The top model G, with a sigmoid behind its logit, maps the activation f to a
-prediction Y^; a critic D on single numbers tells labels Y from predictions.
-
-    L_GAN = E[D(Y + e)] - E[D(Y^)], e ~ N(0, s^2)       D maximises it, G and f minimise it
-    L_CE  = cross entropy between sigmoid(sum of f over the cut) and the softened label Y~
-    Y~    = 1/2 + u where Y = 1, 1/2 - u where Y = 0, u uniform between 0 and D_max
-    sent  = w grad_f L_GAN / |grad_f L_GAN|  +  grad_f L_CE / |grad_f L_CE|
-
-D's weights are clipped to [-c, c], and the norms are those of the whole batch.
-
-The paper calls Y~ a randomised response. It is none in the sense of differential privacy: which
-side of 1/2 it lies on *is* the label. The passive party knows f, of which everything in the sum but
-Y~ is a smooth function, so it can fit that function and read the labels off the rest; norms and
-class means, which the paper measures, do not show this. So an answer is charged without bound
-unless a defense behind the sum covers what the example's own label moves, which is at most
-
-    2 D_max / |sigmoid(sum of f) - Y~|    (norm over the batch)
-
-along the direction in which all coordinates of the cut are equal. The classes' means would be the
-wrong measure here, for the two terms make them cancel while each label's own share stays. As for
-every fresh charge, what G and D have learned of the labels is not counted.
-
-Nothing in the two losses says which end of Y^ is the positive one: L_GAN compares distributions,
-and L_CE never sees G. Of ten runs on Spambase two came out with a Y^ that falls where the label
-rises; of ten more that began the right way round, one turned on the way. So the label owner, who
-can see it, watches which end its labels are at, and predicts 1 - Y^ where the positives are at the
-lower one (`Oriented`). Nothing that is sent depends on it.
+The losses, and what they tell a peer, are described in ``gafm_losses``. This module holds the
+settings, the objective that replaces the cross entropy, and the charge of the mixed gradient.
 """
 
+import hashlib
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Literal, Self
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.optim import Adam
+from torch.optim.lr_scheduler import LambdaLR
 
-from splitveil.active_party.defenses.example_keys import NoiseKey, example_keys
-from splitveil.active_party.defenses.interface import DefenseReport, LeakCharge
-from splitveil.active_party.defenses.noise import NoiseSource, fill_state, open_uniform
-from splitveil.active_party.defenses.settings import (
-    GafmDefense,
-    IsoDefense,
-    MarvellDefense,
-    NoisyLabelDefense,
+from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
+from splitveil.active_party.defenses.forecast import (
+    UNKNOWN,
+    ChargeForecast,
+    Forecast,
+    depends_on_gradients,
 )
-from splitveil.active_party.defenses.sum_kl import sum_kl_along_gap
+from splitveil.active_party.defenses.gafm_losses import (
+    MixedTerms,
+    Oriented,
+    build_critic,
+    clip_weights,
+    draw_shifts,
+    gan_loss,
+    generator_loss,
+    mix,
+    persistent_shifts,
+    soften,
+)
+from splitveil.active_party.defenses.interface import (
+    Defended,
+    Defense,
+    LabelledRows,
+    LabelMove,
+    RawBatch,
+)
+from splitveil.active_party.defenses.iso import IsoDefense
+from splitveil.active_party.defenses.marvell import MarvellDefense
+from splitveil.active_party.defenses.max_norm import MaxNormDefense
+from splitveil.active_party.defenses.noise import NoiseSource, SecureNoise, fresh_key
+from splitveil.active_party.defenses.noisy_label import NoisyLabelDefense
+from splitveil.active_party.defenses.none import NoDefense
+from splitveil.active_party.defenses.objective import (
+    BatchLabels,
+    Objective,
+    StepOutcome,
+    TopModel,
+    descend,
+)
+from splitveil.active_party.defenses.section import (
+    NO_SECRETS,
+    DefenseContext,
+    Examples,
+    NoiseSecrets,
+    SeededDefense,
+    two_classes_alone,
+    warn_about_seed,
+)
+from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.common.data.features import Features
-
-_LABEL_RESPONSE = b"label response"
-_KEPT_SHARE = 0.9
-"""Weight of the past in the running mean: about the last ten batches count."""
+from splitveil.common.run.progress import State
 
 
-class MixedGradient(NamedTuple):
-    """What GAFM would send, and how much of it is an example's own label."""
+class GafmDefense(SeededDefense):
+    """Train the cut layer against a critic and softened labels instead of the labels.
 
-    raw: Tensor
-    """Like the activation."""
+    The top model becomes the generator; the paper's has one hidden layer with leaky ReLU. By itself
+    this does not defend the gradients' numbers: the leak ledger gives it no credit, see
+    ``composed_with``. As in the paper on Spambase, with its own Marvell behind it:
 
-    label_move: float
-    """Most by which one example's label moves its own row, all else equal; infinite where nothing
-    is known of how labels enter."""
-
-
-class Oriented(nn.Module):
-    """A generator, and which end of its output the positives are at.
-
-    Args:
-        generator: maps (activation, own features or None) to logits (batch,).
+        top_model: {kind: mlp, hidden: [16], activation: leaky_relu}
+        defense:
+          name: gafm
+          response_width: 0.05
+          composed_with: {name: marvell, strength: {power_ratio: 4}}
     """
 
-    agreement: Tensor
-    """How far positives are predicted above negatives, a running mean over batches."""
+    name: Literal["gafm"] = "gafm"
 
-    def __init__(self, generator: nn.Module) -> None:
-        super().__init__()
-        self.generator = generator
-        self.register_buffer("agreement", torch.zeros(()))
+    gan_weight: float = Field(default=1.0, gt=0, le=1000)
+    """Weight of the adversarial term beside the cross entropy, both brought to norm 1 first."""
 
-    def forward(self, activation: Tensor, features: Features | None) -> Tensor:
-        """Return logits of the positive class, (batch,)."""
-        return self.orient(self.generator(activation, features))
+    response_width: float = Field(default=0.05, ge=0, le=0.5)
+    """Largest distance of a softened label from 1/2."""
 
-    def orient(self, logits: Tensor) -> Tensor:
-        """Turn the generator's logits round if its positives are at the lower end."""
-        return torch.where(self.agreement < 0, -logits, logits)
+    response: Literal["fresh", "persistent"] = "fresh"
+    """Whether a label is softened anew for every answer, or once for the whole run.
 
-    def watch(self, predictions: Tensor, labels: Tensor) -> None:
-        """Take in a batch: the generator's own predictions and the labels, (batch,) each."""
-        positive = labels == 1
-        if bool(positive.any()) and not bool(positive.all()):
-            apart = predictions[positive].mean() - predictions[~positive].mean()
-            self.agreement.lerp_(apart.detach().to(self.agreement.dtype), 1 - _KEPT_SHARE)
-
-
-def build_critic(width: int, weight_limit: float, entropy: bytes) -> nn.Sequential:
-    """Return a critic of single numbers: two dense layers, clipped.
-
-    Args:
-        width: of the hidden layer.
-        weight_limit: largest size of any weight.
-        entropy: 2,496 secret bytes, for the initial weights.
+    Fresh ones average out over epochs. Persistent ones come from the key at ``noise_key_path``.
+    Neither hides on which side of 1/2 a softened label lies, which is the label.
     """
-    with torch.random.fork_rng(devices=()):  # layers fill themselves from torch's own generator
-        critic = nn.Sequential(nn.Linear(1, width), nn.LeakyReLU(), nn.Linear(width, 1))
-    generator = torch.Generator()
-    fill_state(generator, entropy)
-    with torch.no_grad():
-        for layer, fan_in in ((critic[0], 1), (critic[2], width)):
-            for parameter in layer.parameters():
-                parameter.uniform_(-(fan_in**-0.5), fan_in**-0.5, generator=generator)
-    clip_weights(critic, weight_limit)
-    return critic
 
+    terms: Literal["both", "gan_only", "ce_only"] = "both"
+    """The terms that are sent: both, or one of them for comparison.
 
-def clip_weights(critic: nn.Module, weight_limit: float) -> None:
-    """Bring every weight into [-weight_limit, weight_limit]."""
-    with torch.no_grad():
-        for parameter in critic.parameters():
-            parameter.clamp_(-weight_limit, weight_limit)
-
-
-def gan_loss(critic: nn.Module, noisy_labels: Tensor, predictions: Tensor) -> Tensor:
-    """Return E[D(Y + e)] - E[D(Y^)], a scalar; both arguments are (batch,)."""
-    real: Tensor = critic(noisy_labels[:, None])
-    return real.mean() - _score(critic, predictions)
-
-
-def generator_loss(critic: nn.Module, predictions: Tensor) -> Tensor:
-    """Return the part of the GAN loss that the predictions have a share in, a scalar."""
-    return -_score(critic, predictions)
-
-
-def soften(labels: Tensor, shifts: Tensor) -> Tensor:
-    """Return 1/2 + shift for each positive and 1/2 - shift for each negative, (batch,)."""
-    return torch.where(labels == 1, 0.5 + shifts, 0.5 - shifts)
-
-
-def draw_shifts(noise: NoiseSource, labels: Tensor, width: float) -> Tensor:
-    """Draw how far each label lies from 1/2, anew, uniform between 0 and ``width``, (batch,)."""
-    numbers = noise.standard_normal(tuple(labels.shape), labels)
-    uniform: Tensor = torch.special.ndtr(numbers)
-    return uniform * width
-
-
-def persistent_shifts(key: NoiseKey, ids: list[str], width: float) -> Tensor:
-    """Return how far each example's label lies from 1/2 for the whole run, (aligned,) float32."""
-    words = example_keys(key, ids, _LABEL_RESPONSE)[:, 0]
-    return (width * open_uniform(words, torch.float64)).float()
-
-
-def mix(
-    settings: GafmDefense, activation: Tensor, predictions: Tensor, critic: nn.Module, soft: Tensor
-) -> MixedGradient:
-    """Compute the gradient that GAFM sends, before any defense behind it.
-
-    Args:
-        settings: which terms, and their weights.
-        activation: (batch, *cut_shape), what is differentiated by.
-        predictions: Y^ with the graph that leads to the activation, (batch,).
-        critic: D, on single numbers.
-        soft: softened labels, (batch,).
+    The adversarial term alone does not say which rows are the positive ones; what it teaches the
+    cut layer may have little to do with the labels.
     """
-    sums = activation.flatten(start_dim=1).sum(dim=1)
-    raw = torch.zeros_like(activation)
-    label_move = math.inf
-    if settings.terms != "ce_only":
-        raw = raw + settings.gan_weight * _unit_gradient(
-            generator_loss(critic, predictions), activation
+
+    label_noise: float = Field(default=0.01, ge=0, le=1)
+    """Standard deviation of the noise on the labels that the critic sees."""
+
+    critic_width: int = Field(default=16, ge=1, le=4096)
+    """Width of the critic's hidden layer."""
+
+    weight_limit: float = Field(default=0.1, gt=0, le=100)
+    """Size to which the critic's weights are clipped."""
+
+    critic_learning_rate: float = Field(default=1e-4, gt=0, le=1)
+    """Step size of the critic's Adam; the contract's schedule holds for it, too."""
+
+    composed_with: Annotated[
+        NoDefense | IsoDefense | MaxNormDefense | MarvellDefense | NoisyLabelDefense,
+        Field(discriminator="name"),
+    ] = NoDefense()
+    """The defense of the mixed gradient before it leaves.
+
+    ``noisy_label`` keeps its guarantee: critic and softened labels then see noisy labels only. The
+    others add fresh noise; the leak ledger gives credit to ``iso``, and to ``marvell`` where the
+    cut has one value per example.
+    """
+
+    @model_validator(mode="after")
+    def _fits_what_it_is_composed_with(self) -> Self:
+        if self.composed_with.noise_seed is not None:
+            raise ValueError("composed_with: set insecure_noise_seed of gafm itself instead")
+        refusal = self.composed_with.composition_refusal()
+        if refusal is not None:
+            raise ValueError(f"composed_with: {refusal}")
+        return self
+
+    @property
+    def mixed_terms(self) -> MixedTerms:
+        """The terms that are mixed, and their weights."""
+        return MixedTerms(self.terms, self.gan_weight, self.response_width)
+
+    def build(
+        self,
+        context: DefenseContext,
+        secrets: NoiseSecrets = NO_SECRETS,
+        examples: Examples | None = None,
+    ) -> Defense:
+        """Build the defense of the mixed gradient, with a charge for what a label moves."""
+        self._raise_if_refused(context)
+        if self.insecure_noise_seed is not None:
+            warn_about_seed()
+        return MixedGradientDefense(self.composed_with.build(context, secrets, examples))
+
+    def objective(
+        self, top: TopModel, secrets: NoiseSecrets, examples: Examples, /
+    ) -> Objective | None:
+        """Return the training against a critic."""
+        seed, shifts = self.insecure_noise_seed, None
+        if self.response == "persistent" and secrets.noise_key is not None:
+            shifts = persistent_shifts(secrets.noise_key, examples.ids, self.response_width)
+            shifts = shifts.to(examples.device)
+        key = fresh_key() if seed is None else key_from_insecure_seed(seed)
+        entropy = hashlib.shake_256(b"critic" + key).digest(2496)
+        critic = build_critic(self.critic_width, self.weight_limit, entropy)
+        return Adversarial(
+            self,
+            top,
+            critic=critic.to(examples.device),
+            noise=SecureNoise(secrets.draw_keys or fresh_key),
+            shifts=shifts,
         )
-    if settings.terms != "gan_only":
-        raw = raw + _unit_gradient(binary_cross_entropy_with_logits(sums, soft), activation)
-        residual = float(torch.linalg.vector_norm(torch.sigmoid(sums.detach().double()) - soft))
-        if residual > 0:
-            label_move = 2 * settings.response_width / residual
-    return MixedGradient(raw.detach(), label_move)
+
+    def noise_key_strength(self, context: DefenseContext, /) -> str | None:
+        """Name the strength for which the noise key is derived.
+
+        The key of noisy labels is that of ``noisy_label`` by itself: a label's flip is drawn once,
+        whatever the flipped label is used for.
+        """
+        behind = self.composed_with.noise_key_strength(context)
+        if behind is not None or self.response == "fresh":
+            return behind
+        return f"gafm {self.response_width!r}"
+
+    def forecast(self, context: DefenseContext) -> Forecast:
+        """Say what one answer will be charged: that of noisy labels, or nothing is known."""
+        behind = self.composed_with.forecast(context)
+        if behind.configured == "persistent":
+            return behind
+        if self._is_credited(context.cut_dim):
+            said = depends_on_gradients(f"gafm with {self.composed_with.name}")
+            return Forecast({"fresh": UNKNOWN}, "fresh", said)
+        return Forecast(
+            {"fresh": ChargeForecast.exactly(math.inf)},
+            "fresh",
+            "gafm hides labels from norms and class means. A peer that knows its own activations "
+            "can read them: the ledger gives no credit.",
+        )
+
+    def refusal(self, context: DefenseContext, /) -> str | None:
+        """Say why the defense cannot be used with several classes."""
+        return two_classes_alone(self.name) if context.num_classes > 2 else None
+
+    def budget_refusal(self, context: DefenseContext, /) -> str | None:
+        """Say why the first answer would exceed every budget."""
+        if self._is_credited(context.cut_dim):
+            return None
+        return (
+            "the ledger gives gafm no credit by itself, and the first answer would pass every "
+            "budget; expected both terms and composed_with iso, noisy_label, or marvell at a "
+            "cut of one number"
+        )
+
+    def guarantee_limit(self) -> str:
+        """Say for which peers the ledger's guarantee does not hold; empty if it holds for all."""
+        exact = self.composed_with.guarantee_limit() == ""
+        return "" if exact else super().guarantee_limit()
+
+    def _is_credited(self, cut_dim: int) -> bool:
+        """Whether the ledger may give credit to the defense behind; it never does to gafm."""
+        is_known = self.terms != "gan_only"
+        return self.composed_with.bounds_label_move(cut_dim, is_known=is_known)
 
 
-def charge_of(
-    settings: GafmDefense, report: DefenseReport, label_move: float, cut_dim: int
-) -> LeakCharge:
-    """Return what an answer tells a peer that knows all but the example's own label.
+class MixedGradientDefense(Defense):
+    """Defends a mixed gradient, and charges it for a peer that knows all but a label.
 
     Args:
-        settings: with the defense behind the mixed gradient.
-        report: what that defense said, whose charge compares the classes' means.
-        label_move: as in ``MixedGradient``.
-        cut_dim: width of the cut layer.
+        behind: the defense that adds the noise.
     """
-    behind, solution = settings.composed_with, report.solution
-    if isinstance(behind, NoisyLabelDefense):
-        return report.charge  # a function of features and noisy labels, whatever it is
-    if isinstance(behind, IsoDefense):
-        deviation = math.sqrt(report.noise_power / cut_dim)
-        own = sum_kl_along_gap(deviation, deviation, label_move)
-    elif isinstance(behind, MarvellDefense) and solution is None:
-        own = 0.0  # noise without any signal
-    elif isinstance(behind, MarvellDefense) and solution is not None and cut_dim == 1:
-        own = sum_kl_along_gap(
-            math.sqrt(solution.neg_along), math.sqrt(solution.pos_along), label_move
+
+    def __init__(self, behind: Defense) -> None:
+        self.behind = behind
+
+    def defend(self, batch: RawBatch) -> Defended:
+        """Let the defense behind answer, and correct the charge.
+
+        The gap of the class means, which that defense charges, is not what a label moves here.
+
+        Raises:
+            ValueError: as for every defense, or the batch does not say what a label moves.
+        """
+        if batch.label_move is None:
+            raise ValueError("expected a gradient of gafm's objective, with its label_move")
+        defended, report = self.behind.defend(batch)
+        cut_dim = batch.gradients[0].numel()
+        charge = self.behind.charge_covering(LabelMove(batch.label_move, cut_dim, report))
+        bound = leak_auc_bound(charge.sum_kl)
+        return Defended(defended, replace(report, charge=charge, leak_auc_bound=bound))
+
+    def targets(self, batch: LabelledRows, /) -> Tensor:
+        """Return the labels that critic and softened labels see."""
+        return self.behind.targets(batch)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state of the defense behind."""
+        return self.behind.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Replace the state of the defense behind."""
+        self.behind.load_state_dict(state)
+
+
+class Adversarial:
+    """The top model learns to make predictions that a critic cannot tell from labels.
+
+    The critic learns first, then the top model, and only then is the gradient computed, as in the
+    paper: the peer waits for both. A term that is not sent (``terms``) still takes part in how the
+    two learn.
+
+    Args:
+        settings: of GAFM.
+        generator: the top model, which maps (activation, own features or None) to logits (batch,).
+        critic: scores single numbers; its learning rate follows the same schedule.
+        noise: for the noise on labels, and for responses that are fresh.
+        shifts: responses of the whole run, (aligned,); None where they are fresh.
+    """
+
+    def __init__(
+        self,
+        settings: GafmDefense,
+        generator: TopModel,
+        *,
+        critic: nn.Module,
+        noise: NoiseSource,
+        shifts: Tensor | None = None,
+    ) -> None:
+        self._oriented = Oriented(generator.model)
+        self.model: nn.Module = self._oriented
+        self._generator = generator.model
+        self._settings = settings
+        self._optimizer = generator.optimizer
+        self._critic = critic
+        self._critic_optimizer = Adam(critic.parameters(), lr=settings.critic_learning_rate)
+        self._schedules = [
+            LambdaLR(each, generator.schedule) for each in (self._optimizer, self._critic_optimizer)
+        ]
+        self._noise = noise
+        self._shifts = shifts
+
+    def compute(self, activation: Tensor, own: Features | None, labels: BatchLabels) -> StepOutcome:
+        """Let critic and generator learn, and compute the mixed gradient."""
+        self._teach_critic(activation, own, labels.targets)
+        self._teach_generator(activation, own)
+        logits = self._generator(activation, own)
+        predictions = torch.sigmoid(logits)
+        soft = soften(labels.targets, self._own_shifts(labels))
+        mixed = mix(self._settings.mixed_terms, activation, predictions, self._critic, soft)
+        self._oriented.watch(predictions.detach(), labels.targets)
+        oriented = self._oriented.orient(logits.detach())
+        return StepOutcome(
+            mixed.raw,
+            torch.sigmoid(oriented),
+            binary_cross_entropy_with_logits(oriented, labels.true),
+            mixed.label_move,
         )
-    else:
-        # max_norm leaves the longest row as it is; marvell's noise on a wider cut lies along the
-        # gap of the classes, and the label along another direction.
-        own = math.inf
-    return LeakCharge(max(own, report.charge.sum_kl))
 
+    def learn(self, _outcome: StepOutcome, /) -> None:
+        """Update the learning rates: critic and generator have learned before the answer."""
+        for schedule in self._schedules:
+            schedule.step()
 
-def _score(critic: nn.Module, predictions: Tensor) -> Tensor:
-    scores: Tensor = critic(predictions[:, None])
-    return scores.mean()
+    def state_dict(self) -> State:
+        """Return everything that a step changes."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "critic": self._critic.state_dict(),
+            "critic_optimizer": self._critic_optimizer.state_dict(),
+            "schedules": [schedule.state_dict() for schedule in self._schedules],
+        }
 
+    def load_state_dict(self, state: State) -> None:
+        """Return to the step at which ``state_dict`` was taken."""
+        self.model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._critic.load_state_dict(state["critic"])
+        self._critic_optimizer.load_state_dict(state["critic_optimizer"])
+        for schedule, saved in zip(self._schedules, state["schedules"], strict=True):
+            schedule.load_state_dict(saved)
 
-def _unit_gradient(loss: Tensor, activation: Tensor) -> Tensor:
-    (gradient,) = torch.autograd.grad(loss, activation, retain_graph=True)
-    # In float64: where sigmoids saturate, the squares of what is left underflow float32.
-    norm = torch.linalg.vector_norm(gradient.double())
-    return gradient if float(norm) == 0 else (gradient / norm).to(gradient.dtype)
+    def _teach_critic(self, activation: Tensor, own: Features | None, labels: Tensor) -> None:
+        with torch.no_grad():
+            predictions = torch.sigmoid(self._generator(activation, own))
+        noise = self._noise.standard_normal(tuple(labels.shape), labels)
+        noisy = labels + self._settings.label_noise * noise
+        loss = -gan_loss(self._critic, noisy, predictions)
+        descend(loss, self._critic.parameters(), self._critic_optimizer)
+        clip_weights(self._critic, self._settings.weight_limit)
+
+    def _teach_generator(self, activation: Tensor, own: Features | None) -> None:
+        predictions = torch.sigmoid(self._generator(activation.detach(), own))
+        loss = generator_loss(self._critic, predictions)
+        descend(loss, self._generator.parameters(), self._optimizer)
+
+    def _own_shifts(self, labels: BatchLabels) -> Tensor:
+        if self._shifts is None:
+            return draw_shifts(self._noise, labels.targets, self._settings.response_width)
+        return self._shifts[labels.rows]

@@ -1,14 +1,14 @@
-"""What a defense is: raw gradients and labels in, defended gradients and a report out."""
+"""The interface of a defense: a raw batch in, a defended gradient and a report out."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses.class_statistics import RunningClasses
 from splitveil.active_party.defenses.sum_kl import NoiseSolution
 from splitveil.common.run import messages
 
@@ -18,28 +18,29 @@ DefendedGradient = messages.DefendedGradient
 
 @dataclass(frozen=True, slots=True)
 class LeakCharge:
-    """What an answer adds to what the peer may come to know of each example in it."""
+    """The amount by which an answer adds to what the peer may learn about each example in it."""
 
     sum_kl: float
-    """Divergence of the classes along their gap, counted as if they had no spread of their own: the
-    peer may predict the spread from its own activations. Infinite for a bare gradient."""
+    """Divergence of the classes along their gap, computed as if the classes had no spread of their
+    own, because the peer may predict the spread from its activations. Infinite for a bare gradient.
+    """
 
     noise_identity: str | None = None
     """None for fresh noise, whose charges add up. Answers with the same identity repeat the same
-    noise of each example: of those the largest charge counts, not the sum."""
+    noise for each example: of their charges the largest counts, not the sum."""
 
     epsilon: float | None = None
     """Label differential privacy that holds for all answers of this identity together."""
 
     def __post_init__(self) -> None:
-        """Take a divergence that is no number for an infinite one: no budget would ever hold it."""
+        """Replace a divergence that is not a number by infinity, which fits into no budget."""
         if not self.sum_kl >= 0:
             object.__setattr__(self, "sum_kl", math.inf)
 
 
 @dataclass(frozen=True, slots=True)
 class DefenseReport:
-    """What a defense did to one batch."""
+    """A description of what a defense did to one batch."""
 
     noise_power: float
     """Mean expected squared noise norm per example."""
@@ -51,94 +52,156 @@ class DefenseReport:
     """Divergence that the noise leaves; None where it was not estimated."""
 
     leak_auc_bound: float | None = None
-    """No attack on this answer alone reaches a higher AUC, as far as the estimate holds."""
+    """AUC that no attack on this answer alone exceeds, as far as the estimate holds."""
 
     solution: NoiseSolution | None = None
     """The noise of each class, where a solver chose it."""
 
     charge: LeakCharge = LeakCharge(math.inf)
-    """What the leak ledger notes for each example of the batch."""
+    """The amount that the leak ledger records for each example of the batch."""
 
 
-class Defense(Protocol):
-    """Turns raw gradients into gradients that may be sent."""
+class RawBatch(NamedTuple):
+    """Everything that a defense may use of one batch."""
 
-    def defend(
-        self,
-        gradients: Tensor,
-        labels: Tensor,
-        *,
-        example_keys: Tensor | None = None,
-        probabilities: Tensor | None = None,
-    ) -> tuple[DefendedGradient, DefenseReport]:
+    gradients: Tensor
+    """Raw loss gradient at the cut layer, (batch, *cut_shape), float32 or float64."""
+
+    labels: Tensor
+    """True labels, (batch,) or (batch, 1), any dtype: 0 and 1, or class indices."""
+
+    example_keys: Tensor | None = None
+    """Secret bits of each example's id, (batch, 2) int64 on the CPU; the source of persistent
+    noise. None where the settings do not ask for them."""
+
+    probabilities: Tensor | None = None
+    """The model's predictions, (batch,) for label 1, or (batch, classes)."""
+
+    label_move: float | None = None
+    """The most by which an example's own label moves its own row; None where the gap of the class
+    means stands for it, as it does for a cross entropy."""
+
+
+class Defended(NamedTuple):
+    """A defense's answer to one batch."""
+
+    gradient: DefendedGradient
+    """Of the same shape, dtype and device as the raw gradient."""
+
+    report: DefenseReport
+
+
+class LabelledRows(NamedTuple):
+    """A batch before its gradient is computed."""
+
+    rows: Tensor
+    """Indices in the common order, (batch,), on the device of training."""
+
+    labels: Tensor
+    """True labels of the rows, (batch,)."""
+
+    activation: Tensor
+    """The aggregated activation, (batch, *cut_shape), without a graph."""
+
+
+class LabelMove(NamedTuple):
+    """The influence of an example's own label on its own row, and the noise put on that row."""
+
+    size: float
+    """The most by which the label moves the row, as a norm; infinite where nothing is known."""
+
+    cut_dim: int
+    """Number of values per row."""
+
+    report: DefenseReport
+    """The report of the defense on the same batch."""
+
+
+class Defense(ABC):
+    """Turns raw gradients into gradients that may be sent.
+
+    A subclass has to define `defend`. All other methods have defaults that suit a defense that
+    keeps no state and adds noise to the gradient of the true labels.
+    """
+
+    @abstractmethod
+    def defend(self, batch: RawBatch) -> Defended:
         """Defend the gradients of one batch.
 
-        Args:
-            gradients: raw loss gradient at the cut layer, (batch, *cut_shape), float32 or float64.
-            labels: (batch,) or (batch, 1), any dtype, values 0 and 1, or places of several classes.
-            example_keys: (batch, 2) int64 on the CPU, secret bits of each example's id; persistent
-                noise is drawn from them.
-            probabilities: (batch,), what the model predicts; for defenses that use it, which are
-                for two classes.
-
-        Returns:
-            The defended gradient, of the same shape, dtype and device, and the report.
-
         Raises:
-            ValueError: the shapes do not fit, a gradient is not finite, a label is not 0 or 1.
+            ValueError: the shapes do not fit, a gradient is not finite, or a label is out of range.
         """
-        ...
+
+    def targets(self, batch: LabelledRows, /) -> Tensor:
+        """Return the labels from which the batch's gradient is computed, (batch,).
+
+        Called once for every training step, in the order of the run and before the gradient exists.
+        A defense that makes targets for a whole stage can collect the activations of all training
+        rows here.
+        """
+        return batch.labels
+
+    def charge_covering(self, _move: LabelMove, /) -> LeakCharge:
+        """Return a charge that also holds for a peer that knows all but the example's own label.
+
+        By default nothing is known about such a peer, and the charge is infinite.
+        """
+        return LeakCharge(math.inf)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what later batches need to know of earlier ones; empty if nothing."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on where ``state_dict`` left off."""
-        ...
-
-
-class Stateless:
-    """The part of a defense that remembers nothing of earlier batches."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return nothing."""
+        """Return what later batches need to know about earlier ones; by default nothing."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Accept nothing.
+        """Resume from what ``state_dict`` returned.
 
         Raises:
-            ValueError: the state is another defense's.
+            ValueError: the state is that of another defense.
         """
         if state:
             raise ValueError(f"this defense keeps no state, got {sorted(state)}")
 
 
-class ClassMemory:
-    """The part of a defense that remembers what the classes of earlier batches were like."""
-
-    def __init__(self) -> None:
-        self.classes = RunningClasses()
+class Memory(Protocol):
+    """Statistics of earlier batches, private to the active party."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the running class statistics."""
-        return self.classes.state_dict()
+        """Return the statistics."""
+        ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replace the running class statistics.
+        """Replace the statistics.
 
         Raises:
-            ValueError: the state is another defense's.
+            ValueError: the state is that of another kind of memory.
         """
-        self.classes.load_state_dict(state)
+        ...
+
+
+class RememberingDefense(Defense):
+    """A defense whose only state is a memory of earlier batches."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the memory."""
+        return self._memory.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Replace the memory.
+
+        Raises:
+            ValueError: the state is that of another defense.
+        """
+        self._memory.load_state_dict(state)
 
 
 def release(rows: Tensor, gradients: Tensor) -> DefendedGradient:
     """Give defended rows the shape of the raw gradient, and let them leave.
 
-    Noise can only overflow the dtype where the raw gradient is close to its limit; such values
-    become the largest that there is.
+    Noise can overflow the dtype only where the raw gradient is close to its limit; such values
+    become the largest finite ones.
     """
     limit = torch.finfo(rows.dtype).max
     return DefendedGradient(

@@ -1,90 +1,216 @@
-"""Isotropic noise: every row gets N(0, (t/d) max|g|^2 I), whatever its label, with t = r^2."""
+"""Isotropic noise: every row gets N(0, (t/d) max|g|^2 I), whatever its label, with t = r^2.
+
+The charge of fresh noise is forecast by an estimate: 4 d/t bounds the charge of a batch that holds
+all classes, because its class means are at most twice its largest norm apart. The last rows of an
+epoch, small batches and rare classes make batches that do not hold all of them; there a mean of
+earlier batches stands in, which may lie anywhere, or there is none, and the charge is infinite.
+"""
 
 import math
+from typing import Literal, Self
 
-from torch import Tensor
+import torch
+from pydantic import Field, model_validator
 
-from splitveil.active_party.defenses.class_statistics import ClassEstimate, measure_means
+from splitveil.active_party.defenses.example_keys import key_name
+from splitveil.active_party.defenses.forecast import ChargeForecast
+from splitveil.active_party.defenses.gaps import gap_memory
 from splitveil.active_party.defenses.interface import (
-    ClassMemory,
-    DefendedGradient,
+    Defended,
+    Defense,
     DefenseReport,
+    LabelMove,
     LeakCharge,
+    RawBatch,
+    RememberingDefense,
     release,
 )
+from splitveil.active_party.defenses.isotropic_noise import isotropic_noise
 from splitveil.active_party.defenses.noise import NoiseSource
+from splitveil.active_party.defenses.persistent import label_moves, own_scalars, repeated_report
 from splitveil.active_party.defenses.rows import as_positive, as_rows
+from splitveil.active_party.defenses.section import (
+    NO_SECRETS,
+    PERSISTENT_NOISE_HONESTY,
+    PERSISTENT_NOISE_LIMIT,
+    DefenseContext,
+    Examples,
+    NoiseSecrets,
+    NoisyDefense,
+    refusal_of_persistent,
+    require_key,
+)
 from splitveil.active_party.defenses.sum_kl import sum_kl_along_gap
 
 
-class Isotropic(ClassMemory):
+class IsoDefense(NoisyDefense):
+    """The same Gaussian noise on every example, whatever its label."""
+
+    name: Literal["iso"] = "iso"
+
+    noise_ratio: float | None = Field(default=None, ge=0, le=1e6)
+    """Root-mean-square noise norm r, in units of the batch's largest gradient norm.
+
+    Either this or ``power_ratio``; 1 where neither is given.
+    """
+
+    power_ratio: float | None = Field(default=None, ge=0, le=1e12)
+    """The same as power, the papers' t: t = r^2."""
+
+    @model_validator(mode="after")
+    def _have_one_ratio(self) -> Self:
+        if self.noise_ratio is not None and self.power_ratio is not None:
+            raise ValueError("expected noise_ratio or power_ratio (its square), got both")
+        return self
+
+    @property
+    def norm_ratio(self) -> float:
+        """The ratio r of noise norm to largest gradient norm, however it was given."""
+        if self.power_ratio is not None:
+            return math.sqrt(self.power_ratio)
+        return 1.0 if self.noise_ratio is None else self.noise_ratio
+
+    def build(
+        self,
+        context: DefenseContext,
+        secrets: NoiseSecrets = NO_SECRETS,
+        examples: Examples | None = None,  # noqa: ARG002
+    ) -> Defense:
+        """Build the defense."""
+        self._raise_if_refused(context)
+        noise = self.noise_source(secrets)
+        if self.noise == "fresh":
+            return Isotropic(self.norm_ratio, noise, context.num_classes)
+        key = require_key(secrets.noise_key, self.name)
+        return PersistentIsotropic(self.norm_ratio, noise, key_name(key))
+
+    def noise_key_strength(self, context: DefenseContext, /) -> str | None:
+        """Name the strength for which the noise key is derived."""
+        if self.noise == "fresh":
+            return None
+        return f"iso {self.norm_ratio!r} in {context.cut_dim}"
+
+    def fresh_charge(self, context: DefenseContext) -> ChargeForecast:
+        """Estimate the charge of one answer, see the module."""
+        power_ratio = self.norm_ratio**2
+        if not power_ratio:
+            return ChargeForecast.exactly(math.inf)
+        return ChargeForecast(0.0, 4 * context.cut_dim / power_ratio, "estimate")
+
+    def repeated_charge(self, context: DefenseContext) -> ChargeForecast:
+        """Return the charge of all answers together: a constant of the defense."""
+        ratio = self.norm_ratio
+        return ChargeForecast.exactly(context.cut_dim / ratio**2 if ratio else math.inf)
+
+    def honesty(self, _context: DefenseContext) -> str:
+        """Say how far the forecast can be relied on."""
+        if self.noise == "persistent":
+            return PERSISTENT_NOISE_HONESTY
+        return (
+            "An estimate, and no bound. The charge of fresh noise depends on the gradients. "
+            "The upper figure holds for every batch that holds all classes, and is far too "
+            "high for most. A batch that lacks one is charged by earlier batches, and may be "
+            "charged more, up to infinity."
+        )
+
+    def refusal(self, context: DefenseContext, /) -> str | None:
+        """Say why persistent noise cannot be used with several classes."""
+        return refusal_of_persistent(self, context)
+
+    def budget_refusal(self, _context: DefenseContext, /) -> str | None:
+        """Say why the first answer would exceed every budget."""
+        if self.norm_ratio:
+            return None
+        return "the first answer without noise would pass every budget; set noise_ratio above 0"
+
+    def guarantee_limit(self) -> str:
+        """Say for which peers the ledger's guarantee does not hold."""
+        return PERSISTENT_NOISE_LIMIT if self.noise == "persistent" else super().guarantee_limit()
+
+    def bounds_label_move(self, _cut_dim: int, *, is_known: bool) -> bool:
+        """Whether a finite charge covers the label's move: its noise lies in all directions."""
+        return is_known
+
+
+class Isotropic(RememberingDefense):
     """Adds the same amount of Gaussian noise to every example.
 
     The labels decide what is charged for an answer, and nothing in it.
 
     Args:
-        noise_ratio: root-mean-square noise norm r in units of the batch's largest gradient norm.
+        norm_ratio: root-mean-square noise norm r in units of the batch's largest gradient norm.
         noise: the only source of randomness.
+        num_classes: how many classes there are.
     """
 
-    def __init__(self, noise_ratio: float, noise: NoiseSource) -> None:
-        super().__init__()
-        self._noise_ratio = noise_ratio
+    def __init__(self, norm_ratio: float, noise: NoiseSource, num_classes: int = 2) -> None:
+        self._gaps = gap_memory(num_classes)
+        super().__init__(self._gaps)
+        self._norm_ratio = norm_ratio
         self._noise = noise
 
-    def defend(
-        self,
-        gradients: Tensor,
-        labels: Tensor,
-        *,
-        example_keys: Tensor | None = None,  # noqa: ARG002
-        probabilities: Tensor | None = None,  # noqa: ARG002
-    ) -> tuple[DefendedGradient, DefenseReport]:
-        """Add noise."""
-        rows = as_rows(gradients)
-        batch, norms = measure_means(rows, as_positive(labels, rows))
-        largest = float(norms.max())
-        noise_norm = self._noise_ratio * largest
+    def defend(self, batch: RawBatch) -> Defended:
+        """Add noise, and charge the longest gap against it."""
+        rows = as_rows(batch.gradients)
+        gaps = self._gaps.measure(rows, batch.labels)
+        noise_norm = self._norm_ratio * gaps.largest
         defended = isotropic_noise(rows, noise_norm, self._noise).add_(rows)
-        return release(defended, gradients), DefenseReport(
+        report = DefenseReport(
             noise_power=noise_norm * noise_norm,
-            charge=self._charge(self.classes.take_in(batch), largest, rows.shape[1]),
+            charge=LeakCharge(_charge(gaps.longest(), gaps.largest, noise_norm, rows.shape[1])),
         )
+        return Defended(release(defended, batch.gradients), report)
 
-    def _charge(self, estimate: ClassEstimate | None, largest: float, cut_dim: int) -> LeakCharge:
-        """Charge the gap against the noise on it.
-
-        A class that has never been seen leaves the gap unknown, and the charge infinite.
-        """
-        if largest == 0:
-            return LeakCharge(0.0)
-        if estimate is None:
-            return LeakCharge(math.inf)
-        deviation = self._noise_ratio * largest / math.sqrt(cut_dim)
-        return LeakCharge(sum_kl_along_gap(deviation, deviation, estimate.gap_length))
+    def charge_covering(self, move: LabelMove, /) -> LeakCharge:
+        """Charge the label's own move against the noise, which is the same in all directions."""
+        deviation = math.sqrt(move.report.noise_power / move.cut_dim)
+        own = sum_kl_along_gap(deviation, deviation, move.size)
+        return LeakCharge(max(own, move.report.charge.sum_kl))
 
 
-def isotropic_noise(rows: Tensor, noise_norm: float, noise: NoiseSource) -> Tensor:
-    """Draw noise of the rows' shape whose expected squared norm per row is ``noise_norm``^2."""
-    deviation = noise_norm / rows.shape[1] ** 0.5
-    return noise.standard_normal(tuple(rows.shape), rows).mul_(deviation)
+class PersistentIsotropic(Defense):
+    """Adds noise in all directions, persistent along what the label moves and fresh across it.
 
-
-def noise_alone(
-    rows: Tensor, gradients: Tensor, largest: float, noise: NoiseSource
-) -> tuple[DefendedGradient, DefenseReport]:
-    """Answer by noise of the batch's largest norm without any signal, which tells nothing.
+    Across it there is nothing of the label to hide, and nothing to gain from repeating.
 
     Args:
-        rows: raw gradients, (batch, cut_dim).
-        gradients: the same in the shape of the answer.
-        largest: their largest norm.
-        noise: the only source of randomness.
+        norm_ratio: root-mean-square noise norm r in units of what one unit of label moves.
+        noise: source of the fresh part.
+        key_name: tells this run's noise from that of another key, in the ledger.
     """
-    report = DefenseReport(
-        noise_power=largest * largest,
-        sum_kl_after=0.0,
-        leak_auc_bound=0.5,
-        charge=LeakCharge(0.0),
-    )
-    return release(isotropic_noise(rows, largest, noise), gradients), report
+
+    def __init__(self, norm_ratio: float, noise: NoiseSource, key_name: str) -> None:
+        self._norm_ratio = norm_ratio
+        self._noise = noise
+        self._key_name = key_name
+
+    def defend(self, batch: RawBatch) -> Defended:
+        """Add noise.
+
+        Raises:
+            ValueError: as for every defense, or keys or probabilities are missing.
+        """
+        rows = as_rows(batch.gradients)
+        moves = label_moves(rows, as_positive(batch.labels, rows), batch.probabilities)
+        own = own_scalars(batch.example_keys, rows)
+        lengths = moves.norms[:, None].to(rows.dtype)
+        directions = moves.values.div_(torch.where(lengths > 0, lengths, 1.0))
+        noise = self._noise.standard_normal(tuple(rows.shape), rows)
+        along = (noise * directions).sum(dim=1, keepdim=True)
+        noise.addcmul_(own - along, directions)
+        noise.mul_(lengths * (self._norm_ratio / rows.shape[1] ** 0.5))
+        report = repeated_report(moves, self._norm_ratio, self._charge(rows.shape[1]))
+        return Defended(release(noise.add_(rows), batch.gradients), report)
+
+    def _charge(self, cut_dim: int) -> LeakCharge:
+        ratio = self._norm_ratio
+        sum_kl = cut_dim / ratio / ratio if ratio else math.inf
+        return LeakCharge(sum_kl, noise_identity=f"iso {ratio!r} {self._key_name}")
+
+
+def _charge(gap: float, largest: float, noise_norm: float, cut_dim: int) -> float:
+    """Return the divergence that the noise leaves along a gap; 0 for a batch of zeros."""
+    if largest == 0 and gap == 0:
+        return 0.0
+    deviation = noise_norm / math.sqrt(cut_dim)
+    return sum_kl_along_gap(deviation, deviation, gap)

@@ -5,35 +5,204 @@ and c = |D|^2. It is sampled as one scalar along D and, where l2k > 0, an isotro
 
 Across D only one class gets noise. Where the gradients hardly vary, its energy tells that class
 from the other, at every strength. An answer is charged for the gap alone, against the noise on it.
+
+Three classes or more get another law, see ``multi_class_marvell``.
+
+Forecasts of fresh noise for two classes are estimates: the ledger gives spread no credit, and an
+answer to classes without any (u = v = 0) is charged the K of that solution at the labels' share of
+positives. The solver plans for the spreads that are there and may move noise away from the gap,
+shift it from one class to the other, or count on the spread instead of it, and leave a class bare.
+What that adds to K is of the order of K^2 as long as the spreads are not larger than the squared
+gap; the forecast is K to K (1 + K). Late in training the spreads are larger, or one of them is:
+then nothing bounds the charge. A batch with fewer positives than their share may be charged less.
+
+With several classes the charge is that of the pair left furthest apart. No spread is then given
+credit when the noise is placed, so that charges are bounded as long as the noise is fitted to the
+batch itself (``statistics: batch``): the strengths other than a power ratio s are met by every
+batch, and a ratio leaves a pair (K - 1)(1 + sqrt(K - 1))/(2 s) at most, whatever the means of the K
+classes. Noise fitted to earlier batches may meet a gap that was not there before.
 """
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses.class_statistics import ClassEstimate, measure_classes
+from splitveil.active_party.defenses.class_statistics import (
+    ClassEstimate,
+    RunningClasses,
+    measure_classes,
+)
+from splitveil.active_party.defenses.example_keys import key_name
+from splitveil.active_party.defenses.forecast import ChargeForecast
 from splitveil.active_party.defenses.interface import (
-    ClassMemory,
-    DefendedGradient,
+    Defended,
+    Defense,
     DefenseReport,
+    LabelMove,
     LeakCharge,
+    RawBatch,
+    RememberingDefense,
     release,
 )
-from splitveil.active_party.defenses.iso import noise_alone
+from splitveil.active_party.defenses.isotropic_noise import noise_alone
+from splitveil.active_party.defenses.multi_class_marvell import (
+    MultiClassMarvell,
+    worst_pair_factor,
+)
 from splitveil.active_party.defenses.noise import NoiseSource
+from splitveil.active_party.defenses.persistent import label_moves, own_scalars, repeated_report
 from splitveil.active_party.defenses.rows import as_positive, as_rows, row_norms
-from splitveil.active_party.defenses.strength import PowerRule
+from splitveil.active_party.defenses.section import (
+    NO_SECRETS,
+    PERSISTENT_NOISE_HONESTY,
+    PERSISTENT_NOISE_LIMIT,
+    SEE,
+    DefenseContext,
+    Examples,
+    NoiseSecrets,
+    NoisyDefense,
+    refusal_of_persistent,
+    require_key,
+)
+from splitveil.active_party.defenses.strength import (
+    PowerRatio,
+    PowerRule,
+    Strength,
+    power_rule,
+    repeated_sum_kl,
+)
 from splitveil.active_party.defenses.sum_kl import (
     NoiseSolution,
     leak_auc_bound,
+    power_for_sum_kl,
     solve_noise,
     sum_kl_along_gap,
 )
 
 
-class Marvell(ClassMemory):
+class MarvellDefense(NoisyDefense):
+    """The noise that leaves the classes the least divergence for its power."""
+
+    name: Literal["marvell"] = "marvell"
+
+    strength: Strength = PowerRatio(power_ratio=4.0)
+    """How much noise."""
+
+    statistics: Literal["batch", "running"] = "batch"
+    """What the noise is fitted to: this batch, or averages over the batches before it.
+
+    The scale of noise that is fitted to a batch tells something about the batch's share of
+    positives. Choose ``running`` where a batch holds few of them, and the peer might count.
+    """
+
+    def build(
+        self,
+        context: DefenseContext,
+        secrets: NoiseSecrets = NO_SECRETS,
+        examples: Examples | None = None,  # noqa: ARG002
+    ) -> Defense:
+        """Build the defense."""
+        self._raise_if_refused(context)
+        noise = self.noise_source(secrets)
+        if self.noise == "persistent":
+            key = require_key(secrets.noise_key, self.name)
+            return PersistentMarvell(repeated_sum_kl(self.strength), key_name(key))
+        from_earlier = self.statistics == "running"
+        if context.num_classes > 2:
+            return MultiClassMarvell(
+                self.strength, noise, context.num_classes, from_earlier=from_earlier
+            )
+        return Marvell(power_rule(self.strength), noise, from_earlier=from_earlier)
+
+    def noise_key_strength(self, _context: DefenseContext, /) -> str | None:
+        """Name the strength for which the noise key is derived, the same in every unit."""
+        return f"marvell {repeated_sum_kl(self.strength)!r}" if self.noise == "persistent" else None
+
+    def fresh_charge(self, context: DefenseContext) -> ChargeForecast:
+        """Say what one answer will be charged: an estimate, or with several classes a bound.
+
+        With several classes the ledger charges the largest entry of ``pair_divergences`` at a
+        spread of 0. For a power ratio s, ``worst_pair_factor`` proves that no entry is above
+        factor/s. The other strengths choose the power P as that of a trial solution times its
+        largest entry over what they allow, and without spread every entry falls as 1/P. An answer
+        without signal is charged 0.
+        """
+        ratio = self.strength.power_ratio if isinstance(self.strength, PowerRatio) else None
+        if context.num_classes > 2:
+            low = repeated_sum_kl(self.strength)
+            high = low if ratio is None else worst_pair_factor(context.num_classes) / ratio
+            is_bound = self.statistics == "batch"
+            return ChargeForecast(low, high, "bound" if is_bound else "estimate")
+        if ratio is None:
+            charge = repeated_sum_kl(self.strength)
+        else:
+            charge = solve_noise(0.0, 0.0, 1.0, context.cut_dim, context.pos_fraction, ratio).sum_kl
+        return ChargeForecast(charge, charge * (1 + charge), "estimate")
+
+    def repeated_charge(self, _context: DefenseContext) -> ChargeForecast:
+        """Return the charge of all answers together: a constant of the defense."""
+        return ChargeForecast.exactly(repeated_sum_kl(self.strength))
+
+    def honesty(self, context: DefenseContext) -> str:
+        """Say how far the forecast can be relied on."""
+        if context.num_classes > 2:
+            return self._honesty_of_bound()
+        if self.noise == "persistent":
+            return PERSISTENT_NOISE_HONESTY
+        return (
+            "An estimate, and no bound. The lower figure is that of classes without any "
+            "spread. Where their spreads differ the charges are higher, most of all late in "
+            "training; the upper figure allows for spreads about as large as the squared gap. "
+            "A run may be charged more, up to infinity, where the model fits a batch well."
+        )
+
+    def _honesty_of_bound(self) -> str:
+        said = "Met by every batch, whatever its class means."
+        if isinstance(self.strength, PowerRatio):
+            said = (
+                "Bounds for every batch, whatever its class means: 1/ratio is charged for one long "
+                "gap, (classes - 1)/ratio for classes all equally far apart, and nothing before "
+                "every class was seen."
+            )
+        if self.statistics == "batch":
+            return said
+        return (
+            f"{said} That is an estimate where statistics are of earlier batches: a gap that is "
+            "longer than it was is charged more, and one that was not there without bound."
+        )
+
+    def refusal(self, context: DefenseContext, /) -> str | None:
+        """Say why persistent noise cannot be used with several classes."""
+        return refusal_of_persistent(self, context)
+
+    def guarantee_limit(self) -> str:
+        """Say for which peers the ledger's guarantee does not hold."""
+        if self.noise == "persistent":
+            return PERSISTENT_NOISE_LIMIT
+        return (
+            "The guarantee does not hold for every peer: charges of fresh noise describe "
+            "attacks on the class means of a batch. They may be too low against a peer that "
+            "looks across the gap of the means, and late in training against one that can tell "
+            f"what the model predicts for an example: see {SEE}."
+        )
+
+    def bounds_label_move(self, cut_dim: int, *, is_known: bool) -> bool:
+        """Whether a finite charge covers the label's move."""
+        return is_known and cut_dim == 1
+
+
+def power_ratio_for(sum_kl: float, answers: int, cut_dim: int, pos_fraction: float) -> float:
+    """Return the power ratio at which several fresh answers together leave this divergence.
+
+    For two classes without any spread.
+    """
+    return power_for_sum_kl(0.0, 0.0, 1.0, cut_dim, pos_fraction, sum_kl / answers)
+
+
+class Marvell(RememberingDefense):
     """Adds to each class the noise that a solver chose for the batch.
 
     A batch of one class borrows the other from earlier batches. Where there is none yet, or where
@@ -61,37 +230,31 @@ class Marvell(ClassMemory):
         from_earlier: bool = False,
         reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        super().__init__()
+        self._classes = RunningClasses()
+        super().__init__(self._classes)
         self._power = power
         self._noise = noise
         self._from_earlier = from_earlier
         self._reduce = reduce
 
-    def defend(
-        self,
-        gradients: Tensor,
-        labels: Tensor,
-        *,
-        example_keys: Tensor | None = None,  # noqa: ARG002
-        probabilities: Tensor | None = None,  # noqa: ARG002
-    ) -> tuple[DefendedGradient, DefenseReport]:
-        """Add noise; unbiased, save where there is no signal in the answer at all."""
-        rows = as_rows(gradients)
-        positive = as_positive(labels, rows)
-        batch = measure_classes(rows, positive, self._reduce)
-        earlier = self.classes.earlier(rows.device) if self._from_earlier else None
-        current = self.classes.take_in(batch)
+    def defend(self, batch: RawBatch) -> Defended:
+        """Add noise; unbiased, except where there is no signal in the answer at all."""
+        rows = as_rows(batch.gradients)
+        positive = as_positive(batch.labels, rows)
+        classes = measure_classes(rows, positive, self._reduce)
+        earlier = self._classes.earlier(rows.device) if self._from_earlier else None
+        current = self._classes.take_in(classes)
         estimate = earlier if self._from_earlier else current
-        if estimate is None or current is None:
-            return noise_alone(rows, gradients, float(row_norms(rows).max()), self._noise)
         cut_dim = rows.shape[1]
+        if estimate is None or current is None:
+            return self._answer_without_signal(rows, batch)
         solution = self._solve(estimate, cut_dim, self._power(estimate, cut_dim))
         if math.isinf(solution.sum_kl):
-            return noise_alone(rows, gradients, float(row_norms(rows).max()), self._noise)
+            return self._answer_without_signal(rows, batch)
         before = self._solve(estimate, cut_dim, 0.0).sum_kl
         defended = self._draw(solution, estimate, rows, positive).add_(rows)
-        pos_share = batch.pos_rows / (batch.pos_rows + batch.neg_rows)
-        return release(defended, gradients), DefenseReport(
+        pos_share = classes.pos_rows / (classes.pos_rows + classes.neg_rows)
+        report = DefenseReport(
             noise_power=_mean_power(solution, pos_share, cut_dim) * estimate.unit * estimate.unit,
             sum_kl_before=before,
             sum_kl_after=solution.sum_kl,
@@ -99,6 +262,27 @@ class Marvell(ClassMemory):
             solution=_in_units_of_one(solution, estimate.unit),
             charge=_charge(solution, estimate, current),
         )
+        return Defended(release(defended, batch.gradients), report)
+
+    def charge_covering(self, move: LabelMove, /) -> LeakCharge:
+        """Charge the label's own move against the noise, which covers it on a cut of one value.
+
+        On a wider cut the noise lies along the gap of the classes, and the label moves its row in
+        another direction.
+        """
+        solution = move.report.solution
+        if solution is None:
+            own = 0.0  # noise without any signal
+        elif move.cut_dim == 1:
+            own = sum_kl_along_gap(
+                math.sqrt(solution.neg_along), math.sqrt(solution.pos_along), move.size
+            )
+        else:
+            own = math.inf
+        return LeakCharge(max(own, move.report.charge.sum_kl))
+
+    def _answer_without_signal(self, rows: Tensor, batch: RawBatch) -> Defended:
+        return noise_alone(rows, batch.gradients, float(row_norms(rows).max()), self._noise)
 
     @staticmethod
     def _solve(estimate: ClassEstimate, cut_dim: int, noise_power: float) -> NoiseSolution:
@@ -135,6 +319,32 @@ class Marvell(ClassMemory):
         )
         noise = self._noise.standard_normal(tuple(rows.shape), rows)
         return noise.mul_(across).addcmul_(along, direction)
+
+
+class PersistentMarvell(Defense):
+    """Adds to each row one scalar of its example along what its label moves.
+
+    Args:
+        sum_kl: divergence that all answers about an example together leave, 1/k^2.
+        key_name: tells this run's noise from that of another key, in the ledger.
+    """
+
+    def __init__(self, sum_kl: float, key_name: str) -> None:
+        self._norm_ratio = sum_kl**-0.5
+        self._charge = LeakCharge(sum_kl, noise_identity=f"marvell {sum_kl!r} {key_name}")
+
+    def defend(self, batch: RawBatch) -> Defended:
+        """Add noise; a batch of one class is like any other, because no class is estimated.
+
+        Raises:
+            ValueError: as for every defense, or keys or probabilities are missing.
+        """
+        rows = as_rows(batch.gradients)
+        moves = label_moves(rows, as_positive(batch.labels, rows), batch.probabilities)
+        scale = self._norm_ratio * own_scalars(batch.example_keys, rows)
+        defended = moves.values.mul_(scale).add_(rows)
+        report = repeated_report(moves, self._norm_ratio, self._charge)
+        return Defended(release(defended, batch.gradients), report)
 
 
 def _charge(solution: NoiseSolution, estimate: ClassEstimate, current: ClassEstimate) -> LeakCharge:

@@ -11,54 +11,61 @@ A batch without positives has no q; there it is the smallest p of all, the least
 positive could have been, so that the negatives are as long as beside such a one.
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses.class_statistics import measure_means
-from splitveil.active_party.defenses.interface import (
-    ClassMemory,
-    DefendedGradient,
-    DefenseReport,
-    release,
+from splitveil.active_party.defenses.interface import Defense, RawBatch
+from splitveil.active_party.defenses.max_norm import MaxNorm, NormAligningDefense
+from splitveil.active_party.defenses.section import (
+    NO_SECRETS,
+    DefenseContext,
+    Examples,
+    NoiseSecrets,
+    require_key,
+    two_classes_alone,
 )
-from splitveil.active_party.defenses.max_norm import charge_rows, stretch_rows
-from splitveil.active_party.defenses.noise import NoiseSource
-from splitveil.active_party.defenses.rows import as_positive, as_rows
 
 
-class MaxNormPositive(ClassMemory):
+class MaxNormPositiveDefense(NormAligningDefense):
+    """Noise along each gradient that brings it to the norm of the least expected positive."""
+
+    name: Literal["max_norm_positive"] = "max_norm_positive"
+
+    def build(
+        self,
+        context: DefenseContext,
+        secrets: NoiseSecrets = NO_SECRETS,
+        examples: Examples | None = None,  # noqa: ARG002
+    ) -> Defense:
+        """Build the defense."""
+        self._raise_if_refused(context)
+        noise = self.noise_source(secrets)
+        if self.noise == "persistent":
+            require_key(secrets.noise_key, self.name)
+        return MaxNormPositive(noise, is_persistent=self.noise == "persistent")
+
+    def refusal(self, context: DefenseContext, /) -> str | None:
+        """Say why the defense cannot be used with several classes."""
+        return two_classes_alone(self.name) if context.num_classes > 2 else None
+
+
+class MaxNormPositive(MaxNorm):
     """Aligns every row to the norm that the least expected positive of the batch has.
 
     A row without a direction of its own is answered as ``max_norm`` does.
     """
 
-    def __init__(self, noise: NoiseSource) -> None:
-        super().__init__()
-        self._noise = noise
-
-    def defend(
-        self,
-        gradients: Tensor,
-        labels: Tensor,
-        *,
-        example_keys: Tensor | None = None,  # noqa: ARG002
-        probabilities: Tensor | None = None,
-    ) -> tuple[DefendedGradient, DefenseReport]:
-        """Add noise.
+    def noise_norms(self, batch: RawBatch, rows: Tensor, norms: Tensor) -> Tensor:
+        """Return the root-mean-square noise norm of each row, (batch,) float64.
 
         Raises:
             ValueError: there are no probabilities, or they are not between 0 and 1.
         """
-        rows = as_rows(gradients)
-        positive = as_positive(labels, rows)
-        predicted = _as_probabilities(probabilities, rows)
-        batch, norms = measure_means(rows, positive)
-        noise = stretch_rows(rows, norms, norms * _deviations(predicted, positive), self._noise)
-        charge = charge_rows(noise, norms, positive, batch, self.classes.take_in(batch))
-        defended = noise.directions.mul_(noise.scalars).add_(rows)
-        return release(defended, gradients), DefenseReport(
-            noise_power=float(noise.norms.square().mean()), charge=charge
-        )
+        predicted = _as_probabilities(batch.probabilities, rows)
+        positive = batch.labels.detach().to(rows.device).reshape(len(norms)) == 1
+        return norms * _deviations(predicted, positive)
 
 
 def _deviations(predicted: Tensor, positive: Tensor) -> Tensor:
@@ -72,9 +79,9 @@ def _deviations(predicted: Tensor, positive: Tensor) -> Tensor:
 
 
 def _as_probabilities(probabilities: Tensor | None, rows: Tensor) -> Tensor:
-    """Turn what the model predicts into (batch,) float64, a hair away from 0 and 1.
+    """Return the predictions as (batch,) float64, a hair away from 0 and 1.
 
-    A row that is predicted without any doubt has no gradient, and no ratio to it either.
+    A row that is predicted without any doubt has no gradient, and so no ratio to it.
     """
     if probabilities is None:
         raise ValueError("max_norm_positive needs the predicted probabilities, got none")

@@ -39,7 +39,7 @@ def solve_shared_noise(
 
     Args:
         class_means: (classes, cut_dim).
-        priors: share of each class, (classes,), not negative, with a sum of one.
+        priors: share of each class, (classes,), not negative, summing to one.
         residual_variance: variance within the classes per coordinate (w).
         noise_power: expected squared noise norm per example (P).
 

@@ -1,4 +1,4 @@
-"""Where noise comes from: standard normal numbers that the peer cannot predict.
+"""Sources of noise: standard normal numbers that the peer cannot predict.
 
 ``SecureNoise`` turns the keystream of a cipher into normal numbers by the method of Box and Muller:
 of two words, one gives the radius sqrt(-2 ln u), the other the angle, and both coordinates are
@@ -11,11 +11,10 @@ the CPU uses 32, which a peer can try one by one. Here the generator's whole sta
 operating system's entropy. Its numbers are still the image of a linear recurrence (Mersenne
 Twister) or of a counter (Philox) that was never meant to withstand an adversary.
 
-Both start anew for every draw, with a key of its own, so that a state recovered from one answer
-says nothing about the next. Where the keys come from is a choice, too: `fresh_key` asks the
-operating system, `AnswerKeys` derives them from what the peer has sent, so that the same question
-gets the same noise, also of a party that was restarted meanwhile, and any other question other
-noise.
+Both start over for every draw, with a key of its own, so that a state recovered from one answer
+says nothing about the next. The keys have two sources: `fresh_key` asks the operating system, and
+`AnswerKeys` derives them from what the peer has sent, so that the same question gets the same
+noise, also from a party that was restarted in the meantime, and any other question other noise.
 """
 
 import hashlib
@@ -49,7 +48,7 @@ class NoiseSource(Protocol):
 
 
 DrawKeys = Callable[[], bytes]
-"""Gives 32 secret bytes for one draw, and never the same ones for two that must be independent."""
+"""Gives 32 secret bytes for one draw, never the same for two draws that must be independent."""
 
 
 def fresh_key() -> bytes:
@@ -96,7 +95,7 @@ class SecureNoise:
 
 
 class EntropyNoise:
-    """Noise from the device's own generator, with as much entropy as it takes."""
+    """Noise from the device's own generator, with as much entropy as the generator accepts."""
 
     def __init__(self, keys: DrawKeys = fresh_key) -> None:
         self._keys = keys
@@ -113,7 +112,7 @@ class EntropyNoise:
 
 
 class DefaultNoise:
-    """Secure noise on the CPU; elsewhere the device's own, which a copy would take longer than."""
+    """Secure noise on the CPU; elsewhere the device's own, which is faster than a copy."""
 
     def __init__(self, keys: DrawKeys = fresh_key) -> None:
         self._secure = SecureNoise(keys)
@@ -126,7 +125,7 @@ class DefaultNoise:
 
 
 class InsecureSeededNoise:
-    """Repeatable noise, for tests: whoever knows the seed subtracts it."""
+    """Repeatable noise, for tests: anyone who knows the seed can subtract it."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

@@ -1,34 +1,62 @@
 """No defense: the identity, for measuring the leak."""
 
 import math
+from typing import Literal
 
-from torch import Tensor
-
+from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast
 from splitveil.active_party.defenses.interface import (
+    Defended,
     DefendedGradient,
+    Defense,
     DefenseReport,
     LeakCharge,
-    Stateless,
+    RawBatch,
 )
 from splitveil.active_party.defenses.rows import as_classes, as_rows
+from splitveil.active_party.defenses.section import (
+    NO_SECRETS,
+    DefenseContext,
+    DefenseSection,
+    Examples,
+    NoiseSecrets,
+)
 
 
-class Undefended(Stateless):
+class NoDefense(DefenseSection):
+    """Send the raw gradient: to measure the leak, not to train with."""
+
+    name: Literal["none"] = "none"
+
+    def build(
+        self,
+        context: DefenseContext,
+        secrets: NoiseSecrets = NO_SECRETS,  # noqa: ARG002
+        examples: Examples | None = None,  # noqa: ARG002
+    ) -> Defense:
+        """Build the defense."""
+        return Undefended(context.num_classes)
+
+    def forecast(self, _context: DefenseContext) -> Forecast:
+        """Say that every answer is charged without bound."""
+        return Forecast(
+            {"fresh": ChargeForecast.exactly(math.inf)},
+            "fresh",
+            "Raw gradients tell the label outright.",
+        )
+
+    def budget_refusal(self, _context: DefenseContext, /) -> str | None:
+        """Say why the first answer would exceed every budget."""
+        return "the first answer without a defense would pass every budget; set a defense"
+
+
+class Undefended(Defense):
     """Sends the raw gradient as it is."""
 
     def __init__(self, num_classes: int = 2) -> None:
         self._num_classes = num_classes
 
-    def defend(
-        self,
-        gradients: Tensor,
-        labels: Tensor,
-        *,
-        example_keys: Tensor | None = None,  # noqa: ARG002
-        probabilities: Tensor | None = None,  # noqa: ARG002
-    ) -> tuple[DefendedGradient, DefenseReport]:
+    def defend(self, batch: RawBatch) -> Defended:
         """Return the values unchanged."""
-        as_classes(labels, as_rows(gradients), self._num_classes)
-        return DefendedGradient(gradients.detach()), DefenseReport(
-            noise_power=0.0, charge=LeakCharge(math.inf)
-        )
+        as_classes(batch.labels, as_rows(batch.gradients), self._num_classes)
+        report = DefenseReport(noise_power=0.0, charge=LeakCharge(math.inf))
+        return Defended(DefendedGradient(batch.gradients.detach()), report)

@@ -1,4 +1,4 @@
-"""A batch of gradients as the mathematics sees it: one row per example, sizes in float64."""
+"""Batches of gradients in the form that the mathematics needs: rows, with sizes in float64."""
 
 from collections.abc import Iterator
 
@@ -42,10 +42,10 @@ def as_positive(labels: Tensor, rows: Tensor) -> Tensor:
 
 
 def as_classes(labels: Tensor, rows: Tensor, num_classes: int) -> Tensor:
-    """Turn labels into the places of their classes, (batch,) int64 on the rows' device.
+    """Turn labels into class indices, (batch,) int64 on the rows' device.
 
     Raises:
-        ValueError: their number is not the batch's, or one is no class's place.
+        ValueError: their number is not the batch's, or one is not a class index.
     """
     if num_classes == 2:
         return as_positive(labels, rows).long()
@@ -66,7 +66,7 @@ def largest_size(rows: Tensor) -> Tensor:
 
 
 def as_unit(largest: Tensor) -> Tensor:
-    """Return what to measure values by, given their largest size: 1 if it is 0.
+    """Return the unit in which to measure values, given their largest size: 1 if it is 0.
 
     Never so small that its reciprocal overflows.
     """
@@ -76,7 +76,8 @@ def as_unit(largest: Tensor) -> Tensor:
 def in_chunks(rows: Tensor, unit: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices of the batch with their rows in float64, divided by ``unit``.
 
-    A piece at a time: a float64 copy of a whole large batch would leave the processor's cache.
+    They come a piece at a time: a float64 copy of a large batch would not fit into the processor's
+    cache.
     """
     inverse = unit.clamp(min=_SMALLEST_UNIT).reciprocal()  # to divide takes three times as long
     elements = 2**24 if rows.is_cuda else 2**17

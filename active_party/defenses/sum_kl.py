@@ -26,6 +26,8 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from splitveil.active_party.defenses.root_finding import find_root
+
 _TINIEST = 1e-120
 """Inputs below this share of the largest one, and class fractions below it, count as nothing.
 
@@ -179,7 +181,7 @@ def power_for_sum_kl(
     # P = unit expm1(t): small powers are resolved, and large ones spread over their logarithms.
     unit = spread + gap
     low, high = (math.log1p(max(power, 0.0) / unit) for power in (least, enough))
-    power = unit * math.expm1(_root(log_excess, low, high, tolerance=1e-10))
+    power = unit * math.expm1(find_root(log_excess, low, high, tolerance=1e-10))
     step = 1e-9 * power
     while solve_noise(neg, pos, gap, cut_dim, pos_fraction, power).sum_kl > sum_kl:
         power += step
@@ -259,12 +261,16 @@ def _best_across(spread: _Spread, highest: float) -> float:
         lowest = highest / 1024
         while slope(lowest) > 0:
             highest, lowest = lowest, lowest / 1024
-        return math.exp(_root(lambda t: slope(math.exp(t)), math.log(lowest), math.log(highest)))
+        return math.exp(
+            find_root(lambda t: slope(math.exp(t)), math.log(lowest), math.log(highest))
+        )
     if slope(0.0) >= 0:
         return 0.0
     # x = s_A expm1(t) resolves both a tiny x and many orders of magnitude of z.
     top = math.log1p(highest / var_a)
-    return min(highest, var_a * math.expm1(_root(lambda t: slope(var_a * math.expm1(t)), 0.0, top)))
+    return min(
+        highest, var_a * math.expm1(find_root(lambda t: slope(var_a * math.expm1(t)), 0.0, top))
+    )
 
 
 def _log_slope(spread: _Spread) -> Callable[[float], float]:
@@ -369,46 +375,6 @@ def _relative(first: float, second: float, variance: float, other: float) -> flo
     if variance == 0 or other == 0:
         return math.inf
     return first / variance * (second / other)
-
-
-def _root(
-    function: Callable[[float], float], low: float, high: float, tolerance: float = 1e-15
-) -> float:
-    """Find the zero of a function that is negative at ``low`` and positive at ``high``.
-
-    Chandrupatla's method (1997): inverse quadratic interpolation where it is safe, else bisection.
-    """
-    new, old = high, low
-    f_new, f_old = function(new), function(old)
-    if f_new <= 0:  # rounding moved the end of the interval past the zero
-        return high
-    if f_old >= 0:
-        return low
-    third, f_third = old, f_old
-    share = 0.5
-    while True:
-        point = new + share * (old - new)
-        f_point = function(point)
-        if (f_point > 0) == (f_new > 0):
-            third, f_third = new, f_new
-        else:
-            third, f_third, old, f_old = old, f_old, new, f_new
-        new, f_new = point, f_point
-        width = abs(old - new)
-        margin = tolerance * abs(new) + 1e-300
-        if f_new == 0 or width <= 2 * margin:
-            return new if abs(f_new) < abs(f_old) else old
-        xi = (new - old) / (third - old)
-        phi = (f_new - f_old) / (f_third - f_old)
-        if phi * phi < xi and (1 - phi) * (1 - phi) < 1 - xi:
-            share = f_new / (f_old - f_new) * f_third / (f_old - f_third)
-            share += (
-                (third - new) / (old - new) * f_new / (f_third - f_new) * f_old / (f_third - f_old)
-            )
-        else:
-            share = 0.5
-        edge = margin / width
-        share = min(max(share, edge), 1 - edge)
 
 
 def _times_power_of_two(value: float, exponent: int) -> float:

@@ -1,1 +1,1 @@
-"""The active party's half of the network: what it computes, and what is computed of it."""
+"""Training of the active party's half of the network, and the evaluation of its predictions."""

@@ -1,13 +1,14 @@
-"""How several passive parties' activations become one, and how its gradient becomes theirs.
+"""Aggregation of several passive parties' activations, and division of the aggregate's gradient.
 
-The top model sees one activation, the aggregate, whatever number of parties it is made of; what is
-defended is the gradient of the aggregate, once. Each party's gradient then follows from it by the
-chain rule, which knows no labels: the aggregate is linear in every party's activation. So parties
-that put their gradients together know the defended gradient of the aggregate and no more, whatever
-the defense, and what the ledger charges for it bounds all of them together.
+The top model sees one activation, the aggregate, however many parties contribute to it, and the
+gradient of the aggregate is defended once. Each party's gradient then follows from it by the chain
+rule, without labels: the aggregate is linear in every party's activation. So parties that pool
+their gradients know the defended gradient of the aggregate and no more, whatever the defense, and
+the ledger's charge for it bounds all of them together.
 
-Noise drawn for each party on its own would be independent for each of them, and parties that put
-their gradients together would average it out: with n parties the divergence is n times each one's.
+If noise were drawn for each party separately, it would be independent between parties, and parties
+that pool their gradients would average it out: with n parties, the divergence would be n times that
+of each one.
 """
 
 from collections.abc import Sequence
@@ -20,14 +21,14 @@ from splitveil.common.run.contract import Aggregation
 
 
 def aggregate(rule: Aggregation, activations: Sequence[Tensor]) -> Tensor:
-    """Put the parties' activations together.
+    """Aggregate the parties' activations.
 
     Args:
         rule: mean, sum or concatenation along the first dimension of the cut.
         activations: of one batch, in the contract's order of parties, (batch, *cut_shape) each.
 
     Returns:
-        (batch, *aggregate_shape): of one party its own, of several float32.
+        (batch, *aggregate_shape): a single party's activation as it is, otherwise float32.
     """
     if len(activations) == 1:
         return activations[0]
@@ -45,9 +46,9 @@ def parts_of(rule: Aggregation, defended: DefendedGradient, parties: int) -> lis
     """Return each party's part of the aggregate's gradient, in the contract's order.
 
     Args:
-        rule: how the aggregate came about.
+        rule: the rule of aggregation.
         defended: gradient of the aggregate, (batch, *aggregate_shape).
-        parties: how many there are.
+        parties: number of parties.
     """
     if parties == 1:
         return [defended]

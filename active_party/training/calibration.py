@@ -1,10 +1,10 @@
-"""How far predicted probabilities are from what happens: the adaptive calibration error.
+"""Calibration of predicted probabilities: the adaptive calibration error.
 
     ACE = mean over bins of |share of positives in the bin - mean prediction in the bin|
 
 with bins of equally many examples, in the order of their predictions (Nixon et al., "Measuring
 Calibration in Deep Learning", 2019). With two classes both give the same error, so that one is
-enough. Random labels at the predicted rates do not reach 0: a bin of n examples is off by some
+enough. Random labels at the predicted rates do not reach 0: a bin of n examples is off by about
 0.8 sqrt(p (1 - p) / n) by chance.
 """
 
@@ -22,10 +22,10 @@ def adaptive_calibration_error(
     Args:
         probabilities: predicted for label 1, (examples,).
         labels: 0 or 1, (examples,).
-        num_bins: how many bins; as many as there are examples where there are fewer.
+        num_bins: number of bins; at most one per example is used.
 
     Raises:
-        ValueError: there are no examples, or not one label for each.
+        ValueError: there are no examples, or the numbers of labels and examples differ.
     """
     if probabilities.ndim != 1 or probabilities.shape != labels.shape or not len(labels):
         raise ValueError(

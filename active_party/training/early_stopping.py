@@ -1,4 +1,4 @@
-"""When the active party ends a run before its last epoch."""
+"""Early stopping: ending a run before its last epoch."""
 
 from splitveil.active_party.settings import EarlyStopping
 from splitveil.common.run.progress import State
@@ -13,16 +13,16 @@ class EarlyStop:
         self._epochs_without_gain = 0
 
     def state_dict(self) -> State:
-        """Return what was seen so far."""
+        """Return the progress so far."""
         return {"best": self._best, "epochs_without_gain": self._epochs_without_gain}
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from there."""
+        """Resume from a state that ``state_dict`` returned."""
         self._best = state["best"]
         self._epochs_without_gain = state["epochs_without_gain"]
 
     def should_stop(self, validation_auc: float) -> bool:
-        """Take one epoch's AUC and say whether the patience is used up."""
+        """Take in one epoch's AUC and return whether the patience is used up."""
         if validation_auc > self._best + self._settings.min_gain:
             self._best = validation_auc
             self._epochs_without_gain = 0

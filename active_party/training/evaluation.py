@@ -1,4 +1,4 @@
-"""What held-out rows say of the model after each epoch, and whether training goes on after it."""
+"""Evaluates the held-out splits after each epoch and decides on early stopping."""
 
 from dataclasses import dataclass
 
@@ -14,23 +14,23 @@ from splitveil.common.run.splits import SplitName
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Figures of one split after one epoch. They stay on this side."""
+    """Figures about one split after one epoch. They stay with the active party."""
 
     epoch: int
     split: SplitName
     loss: float
     auc: float
-    """Of several classes the mean over them, each against the rest."""
+    """With several classes the mean over them, each against the rest."""
     calibration_error: float
     classes: ClassFigures | None = None
-    """What there is to say of several classes."""
+    """Figures for each class, where there are several."""
 
 
 class Evaluator:
-    """Gathers the predictions for held-out rows, batch by batch, and measures whole splits.
+    """Collects the predictions for held-out rows, batch by batch, and measures whole splits.
 
     Args:
-        early_stop: decides after each epoch whether to go on, or None for never stopping early.
+        early_stop: decides after each epoch whether to continue; None never stops early.
     """
 
     def __init__(self, early_stop: EarlyStop | None = None) -> None:
@@ -39,10 +39,10 @@ class Evaluator:
         self._validation_auc: float | None = None
 
     def add(self, batch: Batch, logits: Tensor, labels: Tensor) -> Evaluation | None:
-        """Take the predictions for one batch, and return its split's figures if it is the last one.
+        """Take in the predictions for one batch; return the split's figures if it is the last.
 
         Args:
-            batch: of a held-out split, in the order of the run.
+            batch: a batch of a held-out split, in the order of the run.
             logits: (batch,), or (batch, classes).
             labels: (batch,).
         """
@@ -59,7 +59,7 @@ class Evaluator:
         return evaluation
 
     def ends_training(self, batch: Batch) -> bool:
-        """Tell whether training is over after a batch; ask once, after `add`."""
+        """Return whether training is over after a batch. To be called once, after `add`."""
         return (
             batch.closes_epoch
             and self._early_stop is not None
@@ -68,7 +68,7 @@ class Evaluator:
         )
 
     def state_dict(self) -> State:
-        """Return what was seen so far."""
+        """Return the progress so far."""
         return {
             "early_stop": None if self._early_stop is None else self._early_stop.state_dict(),
             "validation_auc": self._validation_auc,
@@ -76,7 +76,7 @@ class Evaluator:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from there."""
+        """Resume from a state that ``state_dict`` returned."""
         if self._early_stop is not None:
             self._early_stop.load_state_dict(state["early_stop"])
         self._validation_auc = state["validation_auc"]

@@ -1,9 +1,9 @@
-"""What logits mean: loss, probabilities and figures of a prediction, for two classes or several.
+"""Loss, probabilities and figures computed from logits, for two or more classes.
 
-Logits (rows,) are of two classes, for label 1 against 0: a sigmoid. Logits (rows, classes) are of
-several: a softmax, and labels are the classes' places. Their AUC is the mean over the classes of
-that of the class's probability, the class against the rest; a class without examples, or without
-any others, has none and is left out.
+Logits of shape (rows,) belong to two classes and are for label 1 against 0: a sigmoid. Logits of
+shape (rows, classes) belong to several classes: a softmax, and labels are class indices. The AUC of
+several classes is the mean of the AUCs of each class's probability, the class against the rest; a
+class without examples, or without any others, has no AUC and is left out.
 """
 
 import math
@@ -19,24 +19,24 @@ from splitveil.common.privacy.leakage import auc, has_both_classes
 
 
 class ClassFigures(NamedTuple):
-    """How well several classes are predicted."""
+    """Figures about the predictions of several classes."""
 
     accuracy: float
     """Share of examples whose class has the highest probability."""
 
     aucs: tuple[float, ...]
-    """Each class against the rest; NaN where there is none."""
+    """Each class against the rest; NaN where it is not defined."""
 
 
 class PredictionFigures(NamedTuple):
-    """How good predictions are."""
+    """Figures about predictions."""
 
     loss: float
     """Cross entropy, nats per example."""
 
     auc: float
     calibration_error: float
-    """Of several classes the mean over them, each against the rest."""
+    """With several classes the mean over them, each against the rest."""
 
     classes: ClassFigures | None
 
@@ -46,8 +46,8 @@ def cross_entropy_of(logits: Tensor, labels: Tensor) -> Tensor:
 
     Args:
         logits: (rows,) or (rows, classes).
-        labels: (rows,), floating point: 0 or 1, noisy ones in between or beyond, or places of
-            classes.
+        labels: (rows,), floating point: 0 or 1, noisy labels in between or beyond, or class
+            indices.
     """
     if logits.ndim == 1:
         return binary_cross_entropy_with_logits(logits, labels)
@@ -64,10 +64,10 @@ def measure_predictions(logits: Tensor, labels: Tensor) -> PredictionFigures:
 
     Args:
         logits: (rows,) or (rows, classes).
-        labels: (rows,); of at least two classes.
+        labels: (rows,), at least two classes.
 
     Raises:
-        OneClass: the labels are all of one.
+        OneClass: all labels are of one class.
     """
     loss = float(cross_entropy_of(logits, labels))
     if logits.ndim == 1:
@@ -75,7 +75,7 @@ def measure_predictions(logits: Tensor, labels: Tensor) -> PredictionFigures:
         return PredictionFigures(loss, auc(logits, labels), error, None)
     # In float64: a softmax in float32 ties the surest rows.
     probabilities = probabilities_of(logits.double())
-    members = [labels == place for place in range(logits.shape[1])]
+    members = [labels == index for index in range(logits.shape[1])]
     aucs = [
         auc(scores, member) if has_both_classes(member) else math.nan
         for scores, member in zip(probabilities.T, members, strict=True)

@@ -1,12 +1,21 @@
-"""The active party's half of the network: what it computes, without any rule of the protocol."""
+"""The active party's half of the network: its computations, without any rule of the protocol."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from splitveil.active_party.defenses import AnswerKeys, DefendedGradient, Defense, DefenseReport
-from splitveil.active_party.training.objectives import BatchLabels, Lesson, Objective
+from splitveil.active_party.defenses import (
+    AnswerKeys,
+    Defended,
+    DefendedGradient,
+    Defense,
+    DefenseReport,
+    RawBatch,
+)
+from splitveil.active_party.defenses.interface import LabelledRows
+from splitveil.active_party.defenses.objective import BatchLabels, Objective, StepOutcome
 from splitveil.common.data.features import Features
 from splitveil.common.errors import SplitveilError
 from splitveil.common.models.random_state import random_state, set_random_state
@@ -14,69 +23,74 @@ from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
 
 
+class TrainingRows(NamedTuple):
+    """The active party's data about the aligned rows, in the common order."""
+
+    labels: Tensor
+    """0 or 1, or class indices, (aligned,)."""
+
+    features: Features | None = None
+    """This party's own features; None where it has none."""
+
+    num_classes: int = 2
+
+    example_keys: Tensor | None = None
+    """Secret bits of each id, (aligned, 2) int64 on the CPU; None where the defense needs none."""
+
+    digest: str = ""
+    """Tells other data from these when the run is resumed later."""
+
+
 @dataclass(frozen=True)
 class StepResult:
-    """What one training step gave, before the top model has learned from it."""
+    """The result of one training step, before the top model has learned from it."""
 
     raw: Tensor
     """Gradient at the cut layer, (batch, *cut_shape). Never leaves this party."""
 
     defended: DefendedGradient
-    """What is sent in its place, same shape."""
+    """The gradient that is sent in its place, same shape."""
 
     report: DefenseReport
     labels: Tensor
     """(batch,), float."""
 
     probabilities: Tensor
-    """What the model predicted, (batch,) for label 1, or (batch, classes)."""
+    """The model's predictions, (batch,) for label 1, or (batch, classes)."""
 
     loss: Tensor
     """Cross entropy of the prediction, mean over the batch."""
 
 
 class TopTrainer:
-    """Objective, labels and defense.
+    """Trains the top model on this party's rows, and defends every gradient that it returns.
 
     Args:
         objective: the top model, and what it is trained for.
         defense: applied to every gradient before it is returned.
-        features: this party's own features in the common order, or None.
-        labels: 0 or 1, or places of several classes, in the common order, (aligned,).
-        device: where the model is.
-        example_keys: secret bits of each id in the common order, (aligned, 2) int64, for persistent
-            noise; None where the defense needs none.
-        noisy_labels: what the gradients sent are computed from instead of the labels, (aligned,).
-        answer_keys: where the defense's fresh noise has its keys from; None where it draws none.
-        data_digest: tells other data from these, for whoever goes on with the run later.
-        num_classes: how many classes the labels are of.
+        rows: this party's data about the aligned rows.
+        device: the device of the model.
+        answer_keys: gives the defense the keys of fresh noise; None where it draws none.
     """
 
     def __init__(
         self,
-        *,
         objective: Objective,
         defense: Defense,
-        features: Features | None,
-        labels: Tensor,
+        rows: TrainingRows,
         device: torch.device,
-        example_keys: Tensor | None = None,
-        noisy_labels: Tensor | None = None,
         answer_keys: AnswerKeys | None = None,
-        data_digest: str = "",
-        num_classes: int = 2,
     ) -> None:
-        self.data_digest = data_digest
-        self.num_classes = num_classes
+        self.data_digest = rows.digest
+        self.num_classes = rows.num_classes
         self.defense = defense
         self._objective = objective
-        self._features = None if features is None else features.to(device)
-        self._labels = labels.to(device, torch.float32)
+        self._features = None if rows.features is None else rows.features.to(device)
+        self._labels = rows.labels.to(device, torch.float32)
         self._device = device
-        self._example_keys = example_keys
-        self._noisy = None if noisy_labels is None else noisy_labels.to(device, torch.float32)
+        self._example_keys = rows.example_keys
         self._answer_keys = answer_keys
-        self._unlearned: Lesson | None = None
+        self._unlearned: StepOutcome | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -93,12 +107,16 @@ class TopTrainer:
     ) -> StepResult:
         """Compute the gradient at the cut layer and defend it.
 
-        What need not come before the answer follows in ``learn``, so that the peer need not wait.
+        Everything that need not come before the answer follows in ``learn``, so that the peer need
+        not wait for it.
 
         Args:
             positions: of the rows, (batch,).
             activation: (batch, *cut_shape).
-            answer_key: what the noise of this answer is drawn from, 32 secret bytes.
+            answer_key: the key from which the noise of this answer is drawn, 32 secret bytes.
+
+        Raises:
+            SplitveilError: the gradient cannot be defended.
         """
         self.learn()
         if self._answer_keys is not None and answer_key is not None:
@@ -107,31 +125,36 @@ class TopTrainer:
         rows = torch.from_numpy(positions.copy()).to(self._device)
         cut = activation.to(self._device, torch.float32).requires_grad_()
         labels = self._labels[rows]
-        sent = labels if self._noisy is None else self._noisy[rows]
-        lesson = self._objective.answer(cut, self._own(rows), BatchLabels(rows, labels, sent))
-        defended, report = self._defend(lesson, labels, positions)
-        self._unlearned = lesson
+        targets = self._targets(LabelledRows(rows, labels, cut.detach()))
+        outcome = self._objective.compute(cut, self._own(rows), BatchLabels(rows, labels, targets))
+        defended, report = self._defend(outcome, labels, positions)
+        self._unlearned = outcome
         return StepResult(
-            lesson.raw, defended, report, labels, lesson.probabilities, lesson.loss.detach()
+            outcome.raw, defended, report, labels, outcome.probabilities, outcome.loss.detach()
         )
 
-    def _defend(
-        self, lesson: Lesson, labels: Tensor, positions: Positions
-    ) -> tuple[DefendedGradient, DefenseReport]:
-        keys = self._example_keys
+    def _targets(self, batch: LabelledRows) -> Tensor:
         try:
-            defended, report = self.defense.defend(
-                lesson.raw,
-                labels,
-                example_keys=None if keys is None else keys[torch.from_numpy(positions.copy())],
-                probabilities=lesson.probabilities,
-            )
+            return self.defense.targets(batch)
+        except ValueError as error:
+            raise SplitveilError(f"the defense has no targets to train on: {error}") from error
+
+    def _defend(self, outcome: StepOutcome, labels: Tensor, positions: Positions) -> Defended:
+        keys = self._example_keys
+        batch = RawBatch(
+            outcome.raw,
+            labels,
+            None if keys is None else keys[torch.from_numpy(positions.copy())],
+            outcome.probabilities,
+            outcome.label_move,
+        )
+        try:
+            return self.defense.defend(batch)
         except ValueError as error:
             raise SplitveilError(f"a gradient cannot be defended: {error}") from error
-        return defended, self._objective.judge(lesson, report)
 
     def learn(self) -> None:
-        """Let the top model learn from the last step, if it has not yet."""
+        """Let the top model learn from the last step, if it has not done so yet."""
         if self._unlearned is None:
             return
         self._objective.learn(self._unlearned)
@@ -140,7 +163,7 @@ class TopTrainer:
     def predict(self, positions: Positions, activation: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits and labels of some rows, on the CPU, without learning.
 
-        Labels are (batch,), and logits, too, or with several classes (batch, classes).
+        Labels are (batch,), and so are logits, or (batch, classes) with several classes.
         """
         self.learn()
         self.model.eval()
@@ -150,10 +173,10 @@ class TopTrainer:
         return logits.cpu(), self._labels[rows].cpu()
 
     def state_dict(self) -> State:
-        """Return all that a step changes.
+        """Return everything that a step changes.
 
         Raises:
-            RuntimeError: in the middle of a step.
+            RuntimeError: called in the middle of a step.
         """
         if not self.is_between_steps:
             raise RuntimeError("no state in the middle of a step")
@@ -164,7 +187,7 @@ class TopTrainer:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Go back, or on, to where ``state_dict`` was taken."""
+        """Return to the step at which ``state_dict`` was taken."""
         self._unlearned = None
         self._objective.load_state_dict(state["objective"])
         self.defense.load_state_dict(state["defense"])

@@ -135,7 +135,7 @@ def load_class(name: str) -> type[Any]:
         module = importlib.import_module(module_name)
     except Exception as error:  # a user's module may raise anything when imported
         raise SettingsError(
-            f"{name}: {module_name} cannot be imported: {_first_line(error)}"
+            f"{name}: {module_name} cannot be imported: {first_line(error)}"
         ) from error
     found = getattr(module, class_name, None)
     if not isinstance(found, type):
@@ -159,7 +159,7 @@ def _build_custom(settings: CustomModel, role: str) -> nn.Module:
         return cls(**settings.arguments)
     except Exception as error:  # a user's class may raise anything
         raise SettingsError(
-            f"{role}.arguments: {settings.module} cannot be built: {_first_line(error)}"
+            f"{role}.arguments: {settings.module} cannot be built: {first_line(error)}"
         ) from error
 
 
@@ -181,7 +181,7 @@ def _build_and_probe(
         except Exception as error:  # a user's class may raise anything
             raise SettingsError(
                 f"{role}: {type(model).__name__} fails on a batch of {PROBE_ROWS} rows: "
-                f"{_first_line(error)}"
+                f"{first_line(error)}"
             ) from error
     if not isinstance(output, Tensor) or not output.is_floating_point():
         got = output.dtype if isinstance(output, Tensor) else type(output).__name__
@@ -199,9 +199,10 @@ def _within_memory(build: Callable[[], nn.Module], role: str) -> nn.Module:
         return build()
     except (RuntimeError, TypeError, OverflowError, MemoryError) as error:
         # torch raises these for sizes that exceed the memory or 64 bits.
-        raise SettingsError(f"{role}: cannot be built: {_first_line(error)}") from error
+        raise SettingsError(f"{role}: cannot be built: {first_line(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the kind of an error and the first line of its message."""
     text = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {text}"

@@ -227,12 +227,16 @@ def torch_device(device: str) -> torch.device:
 
 def prepare(settings: PartySettings) -> torch.device:
     """Set the number of threads, the seed and the module search path; return the device to use."""
-    # A user-defined model class may lie beside the settings file.
-    sys.path.append(str(settings.base_dir.resolve()))
+    _find_own_modules(settings)
     device = torch_device(settings.device)
     torch.set_num_threads(settings.torch_threads or len(os.sched_getaffinity(0)))
     torch.manual_seed(settings.model_seed)
     return device
+
+
+def _find_own_modules(settings: PartySettings) -> None:
+    """Make user-defined modules that lie beside the settings file importable."""
+    sys.path.append(str(settings.base_dir.resolve()))
 
 
 def draw_nonce(settings: PartySettings) -> bytes:
@@ -298,6 +302,7 @@ def report_check(settings: PartySettings, checks: Sequence[Callable[[], str]]) -
     Raises:
         SplitveilError: has the messages of all failed checks, and the smallest of their exit codes.
     """
+    _find_own_modules(settings)
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     console.print(resolved_yaml(settings), markup=False)
     failures: list[SplitveilError] = []

@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from splitveil.active_party.defenses import build_defense
-from splitveil.active_party.defenses.interface import LeakCharge
-from splitveil.active_party.defenses.settings import MarvellDefense, PowerRatio
+from splitveil.active_party.defenses import LeakCharge, MarvellDefense, RawBatch
+from splitveil.active_party.defenses.strength import PowerRatio
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.ledger import LeakLedger
 from splitveil.common.privacy.leakage import leak_auc
+from tests.defended import build_defense
 
 MONDAY, TUESDAY = ("ann", "bob", "eve"), ("eve", "dan", "ann")
 
@@ -137,7 +137,7 @@ def test_who_adds_up_six_runs_passes_what_one_ledger_guarantees_and_not_the_book
         gradients = (torch.full_like(labels, 0.1) - labels).outer(direction)
         ledger, alone = book.begun(ids, len(ids)), LeakLedger(len(ids))
         for batch in torch.split(torch.randperm(len(labels), generator=generator), 500):
-            defended, report = defense.defend(gradients[batch], labels[batch])
+            defended, report = defense.defend(RawBatch(gradients[batch], labels[batch]))
             score[batch] -= defended @ direction / direction.square().sum()
             ledger.charge(batch.numpy(), report.charge)
             alone.charge(batch.numpy(), report.charge)

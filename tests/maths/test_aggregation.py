@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses import build_defense
+from splitveil.active_party.defenses import MarvellDefense, RawBatch
 from splitveil.active_party.defenses.interface import DefendedGradient, DefenseReport
-from splitveil.active_party.defenses.settings import MarvellDefense, PowerRatio
+from splitveil.active_party.defenses.strength import PowerRatio
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.active_party.training.aggregation import aggregate, parts_of
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.run.contract import Aggregation
+from tests.defended import build_defense
 
 PARTIES = 3
 SETTINGS = MarvellDefense(strength=PowerRatio(power_ratio=4.0), insecure_noise_seed=77)
@@ -53,7 +54,7 @@ def expected_leak(sum_kl: float) -> float:
 def defend_jointly(gradients: list[Tensor], labels: Tensor) -> tuple[list[Tensor], DefenseReport]:
     """Answer the parties of a concatenation: the aggregate's gradient is all of theirs."""
     joint = torch.cat(gradients, dim=1)
-    defended, report = build_defense(SETTINGS).defend(joint, labels)
+    defended, report = build_defense(SETTINGS).defend(RawBatch(joint, labels))
     return [*parts_of("concat", defended, len(gradients))], report
 
 
@@ -61,7 +62,7 @@ def test_parties_that_join_gain_from_independent_draws_and_not_from_a_joint_one(
     gradients, labels = parties_gradients()
     jointly, report = defend_jointly(gradients, labels)
     defense = build_defense(SETTINGS)
-    separately: list[Tensor] = [defense.defend(raw, labels)[0] for raw in gradients]
+    separately: list[Tensor] = [defense.defend(RawBatch(raw, labels))[0] for raw in gradients]
     assert report.charge.sum_kl == pytest.approx(1 / 4, rel=0.01)
     bound = leak_auc_bound(report.charge.sum_kl)
     assert best_leak(jointly, gradients, labels) == pytest.approx(expected_leak(1 / 4), abs=0.01)

@@ -8,17 +8,19 @@ import torch
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
-from splitveil.active_party.defenses import DefenseSettings, build_defense
-from splitveil.active_party.defenses.settings import (
+from splitveil.active_party.defenses import (
+    DefenseSettings,
     IsoDefense,
     MarvellDefense,
     MaxNormDefense,
     MaxNormPositiveDefense,
     NoDefense,
-    PowerRatio,
+    RawBatch,
 )
+from splitveil.active_party.defenses.strength import PowerRatio
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound, sum_kl_along_gap
 from splitveil.common.privacy.leakage import leak_auc
+from tests.defended import build_defense
 
 NOISY = ["iso", "max_norm", "max_norm_positive", "marvell"]
 GAP = torch.tensor([3.0, 0.0, 4.0, 0.0])
@@ -50,7 +52,7 @@ def charge(settings: DefenseSettings, *batches: tuple[Tensor, Tensor, Tensor]) -
     """Return what the last of some batches is charged."""
     defense = build_defense(settings)
     for gradients, labels, predicted in batches:
-        _, report = defense.defend(gradients, labels, probabilities=predicted)
+        _, report = defense.defend(RawBatch(gradients, labels, probabilities=predicted))
         assert report.charge.noise_identity is None
         assert report.charge.epsilon is None
     return report.charge.sum_kl
@@ -109,7 +111,7 @@ def test_iso_is_charged_its_gap_against_its_noise() -> None:
 
 def test_marvell_is_charged_as_if_the_classes_had_no_spread() -> None:
     gradients, labels, _ = binary_batch()
-    _, report = build_defense(settings_of("marvell")).defend(gradients, labels)
+    _, report = build_defense(settings_of("marvell")).defend(RawBatch(gradients, labels))
     assert report.solution is not None
     assert report.sum_kl_after is not None
     neg, pos = class_means(gradients, labels)
@@ -130,10 +132,11 @@ def test_row_noise_is_charged_by_the_variance_that_is_measured_on_the_gap(
     gradients[:zero_rows] = 0
     defense = build_defense(settings_of(name))
     # 500 times each row in one batch: neither the largest norm nor the least probability changes.
-    tiled = gradients.repeat(500, 1), labels.repeat(500)
-    samples = torch.cat(
-        [defense.defend(*tiled, probabilities=predicted.repeat(500))[0] for _ in range(8)]
-    ).view(4000, *gradients.shape)
+    tiled = RawBatch(
+        gradients.repeat(500, 1), labels.repeat(500), probabilities=predicted.repeat(500)
+    )
+    samples = torch.cat([defense.defend(tiled).gradient for _ in range(8)])
+    samples = samples.view(4000, *gradients.shape)
     neg, pos = class_means(gradients, labels)
     gap = pos - neg
     variances = ((samples - gradients).double() @ (gap / gap.norm())).square().mean(dim=0)
@@ -160,7 +163,7 @@ def test_leak_of_classes_without_spread_is_what_the_charge_says(
         if name == "iso"
         else MarvellDefense(strength=PowerRatio(power_ratio=power_ratio), insecure_noise_seed=77)
     )
-    defended, report = build_defense(settings).defend(gradients, labels)
+    defended, report = build_defense(settings).defend(RawBatch(gradients, labels))
     charged = report.charge.sum_kl
     assert charged == pytest.approx(1 / power_ratio, rel=1e-6)
     leak = leak_auc(defended @ GAP, labels)
@@ -210,8 +213,8 @@ def test_one_class_is_charged_the_gap_to_the_others_running_mean(label: int) -> 
         gap**2 / (noise_power / 4), rel=1e-6
     )
     defense = build_defense(settings_of("marvell"))
-    defense.defend(*first[:2])
-    _, report = defense.defend(*second[:2])
+    defense.defend(RawBatch(*first[:2]))
+    _, report = defense.defend(RawBatch(*second[:2]))
     assert report.solution is not None
     expected = divergence(report.solution.neg_along**0.5, report.solution.pos_along**0.5, gap)
     assert report.charge.sum_kl == pytest.approx(expected, rel=1e-6)
@@ -250,9 +253,9 @@ def test_running_statistics_are_charged_the_longer_gap() -> None:
     for factor in (0.1, 1.0, 3.0):
         settings = MarvellDefense(statistics="running", insecure_noise_seed=77)
         defense = build_defense(settings)
-        _, first = defense.defend(gradients, labels)
+        _, first = defense.defend(RawBatch(gradients, labels))
         assert first.charge.sum_kl == 0  # no signal yet
-        charges[factor] = defense.defend(factor * gradients, labels)[1].charge.sum_kl
+        charges[factor] = defense.defend(RawBatch(factor * gradients, labels))[1].charge.sum_kl
     assert charges[0.1] == pytest.approx(charges[1.0])
     assert charges[3.0] > 8 * charges[1.0]
 
@@ -261,11 +264,11 @@ def test_running_statistics_are_charged_the_longer_gap() -> None:
 def test_class_statistics_for_charges_survive_a_checkpoint(name: str) -> None:
     before, after = build_defense(settings_of(name)), build_defense(settings_of(name))
     gradients, labels, predicted = binary_batch()
-    before.defend(gradients, labels, probabilities=predicted)
+    before.defend(RawBatch(gradients, labels, probabilities=predicted))
     after.load_state_dict(before.state_dict())
     rows, other_labels, other_predicted = only(binary_batch(seed=6), 1)
     reports = [
-        defense.defend(rows, other_labels, probabilities=other_predicted)[1]
+        defense.defend(RawBatch(rows, other_labels, probabilities=other_predicted))[1]
         for defense in (before, after)
     ]
     assert reports[0].charge.sum_kl < math.inf

@@ -8,20 +8,23 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from splitveil.active_party.defenses import DefenseSettings, NoiseSolution, build_defense
-from splitveil.active_party.defenses.class_statistics import RunningClasses, measure_classes
-from splitveil.active_party.defenses.interface import Defense
-from splitveil.active_party.defenses.noise import EntropyNoise, fill_state
-from splitveil.active_party.defenses.settings import (
+from splitveil.active_party.defenses import (
+    Defense,
+    DefenseSettings,
     IsoDefense,
     MarvellDefense,
     MaxNormDefense,
     MaxNormPositiveDefense,
     NoDefense,
-    PowerRatio,
+    RawBatch,
 )
+from splitveil.active_party.defenses.class_statistics import RunningClasses, measure_classes
+from splitveil.active_party.defenses.noise import EntropyNoise, fill_state
+from splitveil.active_party.defenses.strength import PowerRatio
+from splitveil.active_party.defenses.sum_kl import NoiseSolution
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.privacy.scores import cosine, norm
+from tests.defended import build_defense
 
 NOISY = ["iso", "max_norm", "max_norm_positive", "marvell"]
 
@@ -74,10 +77,12 @@ def defended_often(
 ) -> Tensor:
     """Defend a batch ``times`` times, in 8 calls: (times, batch, cut_dim)."""
     copies = times // 8
-    tiled = gradients.repeat(copies, 1), labels.repeat(copies), probabilities.repeat(copies)
-    answers: list[Tensor] = [
-        defense.defend(*tiled[:2], probabilities=tiled[2])[0] for _ in range(8)
-    ]
+    tiled = RawBatch(
+        gradients.repeat(copies, 1),
+        labels.repeat(copies),
+        probabilities=probabilities.repeat(copies),
+    )
+    answers: list[Tensor] = [defense.defend(tiled).gradient for _ in range(8)]
     return torch.cat(answers).double().view(times, *gradients.shape)
 
 
@@ -106,7 +111,7 @@ def test_power_spent_is_the_power_reported(name: str) -> None:
     """Accepts the report, and rejects one that is 5 % off."""
     gradients, labels = binary_batch(batch=256)
     defense = build_defense(settings_of(name, seed=1))
-    _, report = defense.defend(gradients, labels, probabilities=predicted(labels))
+    _, report = defense.defend(RawBatch(gradients, labels, probabilities=predicted(labels)))
     samples = repeated(name, gradients, labels, times=2000)
     measured = float((samples - gradients).square().sum(dim=2).mean())
     assert measured == pytest.approx(report.noise_power, rel=0.02)
@@ -119,7 +124,7 @@ def test_powers_are_the_documented_ones() -> None:
     norms = gradients.norm(dim=1)
     gap = gradients[positive].mean(dim=0) - gradients[~positive].mean(dim=0)
     reports = {
-        name: build_defense(settings_of(name)).defend(gradients, labels)[1]
+        name: build_defense(settings_of(name)).defend(RawBatch(gradients, labels))[1]
         for name in ("iso", "max_norm", "marvell")
     }
     assert reports["iso"].noise_power == pytest.approx(float(norms.max() ** 2))
@@ -131,9 +136,9 @@ def test_powers_are_the_documented_ones() -> None:
 
 def test_iso_takes_the_amplitude_ratio() -> None:
     """t = r^2: twice the ratio is four times the power."""
-    gradients, labels = binary_batch()
+    batch = RawBatch(*binary_batch())
     once, twice = (
-        build_defense(IsoDefense(noise_ratio=ratio)).defend(gradients, labels)[1].noise_power
+        build_defense(IsoDefense(noise_ratio=ratio)).defend(batch).report.noise_power
         for ratio in (1.0, 2.0)
     )
     assert twice == pytest.approx(4 * once)
@@ -141,7 +146,7 @@ def test_iso_takes_the_amplitude_ratio() -> None:
 
 def test_none_changes_no_bit() -> None:
     gradients, labels = binary_batch()
-    defended, report = build_defense(NoDefense()).defend(gradients, labels)
+    defended, report = build_defense(NoDefense()).defend(RawBatch(gradients, labels))
     assert torch.equal(defended, gradients)
     assert report.noise_power == 0
 
@@ -187,7 +192,7 @@ def test_max_norm_brings_every_row_to_the_largest_norm() -> None:
 
 def test_max_norm_keeps_to_each_rows_line() -> None:
     gradients, labels = binary_batch()
-    defended, _ = build_defense(MaxNormDefense()).defend(gradients, labels)
+    defended, _ = build_defense(MaxNormDefense()).defend(RawBatch(gradients, labels))
     aligned = torch.cosine_similarity(defended, gradients).abs()
     assert torch.allclose(aligned, torch.ones(len(labels)), atol=1e-5)
 
@@ -196,7 +201,7 @@ def test_max_norm_keeps_to_each_rows_line() -> None:
 def test_max_norm_hides_rows_without_a_direction(tiny: float) -> None:
     gradients, labels = binary_batch()
     gradients[::2] = tiny
-    defended, _ = build_defense(MaxNormDefense()).defend(gradients, labels)
+    defended, _ = build_defense(MaxNormDefense()).defend(RawBatch(gradients, labels))
     hidden = defended[::2]
     assert torch.allclose(hidden.norm(dim=1), gradients.norm(dim=1).max(), rtol=1e-5)
     assert float(torch.cosine_similarity(hidden[:-1], hidden[1:]).abs().max()) < 0.99
@@ -251,7 +256,7 @@ def test_max_norm_positive_hides_the_norm_of_every_row_below_its_target() -> Non
     short = (labels == 1) | (probabilities < 1 - smallest)
     assert torch.allclose(powers[short], powers[short][0].expand(int(short.sum())))
     _, report = build_defense(MaxNormPositiveDefense()).defend(
-        gradients, labels, probabilities=probabilities
+        RawBatch(gradients, labels, probabilities=probabilities)
     )
     expected = float(powers.mean() - gradients.double().square().sum(dim=1).mean())
     assert report.noise_power == pytest.approx(expected, rel=1e-5)
@@ -272,7 +277,7 @@ def test_max_norm_positive_needs_probabilities(
     gradients, labels, _ = sigmoid_batch()
     with pytest.raises(ValueError, match=complaint):
         build_defense(MaxNormPositiveDefense()).defend(
-            gradients, labels, probabilities=probabilities
+            RawBatch(gradients, labels, probabilities=probabilities)
         )
 
 
@@ -280,7 +285,7 @@ def test_max_norm_positive_stands_predictions_without_doubt() -> None:
     gradients, labels, _ = sigmoid_batch()
     for certain in (labels.float(), 1 - labels.float(), torch.zeros(60), torch.ones(60)):
         defended, _ = build_defense(MaxNormPositiveDefense()).defend(
-            gradients, labels, probabilities=certain
+            RawBatch(gradients, labels, probabilities=certain)
         )
         assert torch.isfinite(defended).all()
 
@@ -300,7 +305,7 @@ def test_marvell_noise_has_the_covariance_of_the_solution() -> None:
     """Accepts the solution, and rejects the two classes exchanged."""
     gradients, labels = binary_batch(batch=128, cut_dim=8)
     defense = build_defense(settings_of("marvell", seed=1))
-    solution = defense.defend(gradients, labels)[1].solution
+    solution = defense.defend(RawBatch(gradients, labels))[1].solution
     assert solution is not None
     noise = repeated("marvell", gradients, labels, times=4000) - gradients
     positive = labels == 1
@@ -340,7 +345,9 @@ def empirical_sum_kl(rows: Tensor, labels: Tensor, gap: Tensor) -> float:
 
 def test_marvell_leaves_about_the_divergence_that_it_reports() -> None:
     gradients, labels = binary_batch(batch=20_000)
-    defended, report = build_defense(settings_of("marvell", seed=1)).defend(gradients, labels)
+    defended, report = build_defense(settings_of("marvell", seed=1)).defend(
+        RawBatch(gradients, labels)
+    )
     positive = labels == 1
     gap = gradients[positive].mean(dim=0) - gradients[~positive].mean(dim=0)
     before = empirical_sum_kl(gradients, labels, gap)
@@ -361,7 +368,9 @@ def test_marvell_stops_the_attacks_that_succeed_without_it(attack: str) -> None:
     def leak(rows: Tensor) -> float:
         return leak_auc(norm(rows) if attack == "norm" else cosine(rows, reference), labels)
 
-    defended, report = build_defense(settings_of("marvell", seed=1)).defend(gradients, labels)
+    defended, report = build_defense(settings_of("marvell", seed=1)).defend(
+        RawBatch(gradients, labels)
+    )
     assert leak(gradients) > 0.99
     assert leak(defended) < 0.72
     assert report.leak_auc_bound is not None
@@ -371,7 +380,9 @@ def test_marvell_stops_the_attacks_that_succeed_without_it(attack: str) -> None:
 def test_stronger_marvell_leaks_less() -> None:
     gradients, labels = binary_batch()
     bounds = (
-        build_defense(settings_of("marvell", power_ratio=ratio)).defend(gradients, labels)[1]
+        build_defense(settings_of("marvell", power_ratio=ratio)).defend(
+            RawBatch(gradients, labels)
+        )[1]
         for ratio in (1.0, 4.0, 16.0)
     )
     weak, middle, strong = (report.leak_auc_bound or 1.0 for report in bounds)
@@ -389,7 +400,7 @@ def one_class_rows(batch: int = 4000) -> tuple[Tensor, Tensor]:
 
 def test_one_class_before_any_statistics_gets_noise_without_signal() -> None:
     rows, labels = one_class_rows()
-    defended, report = build_defense(settings_of("marvell", seed=1)).defend(rows, labels)
+    defended, report = build_defense(settings_of("marvell", seed=1)).defend(RawBatch(rows, labels))
     largest = float(rows.norm(dim=1).max())
     assert report.noise_power == pytest.approx(largest**2, rel=1e-6)
     assert float(defended.square().sum(dim=1).mean()) == pytest.approx(largest**2, rel=0.05)
@@ -403,8 +414,8 @@ def test_one_class_borrows_the_other_from_earlier_batches() -> None:
     gradients, both_labels = binary_batch(batch=4000)
     rows, labels = one_class_rows(batch=4000)  # the same rows, the positives left out
     defense = build_defense(settings_of("marvell", seed=1))
-    _, both = defense.defend(gradients, both_labels)
-    defended, report = defense.defend(rows, labels)
+    _, both = defense.defend(RawBatch(gradients, both_labels))
+    defended, report = defense.defend(RawBatch(rows, labels))
     assert report.solution is not None
     assert report.sum_kl_before == pytest.approx(both.sum_kl_before)
     noise = defended - rows
@@ -415,8 +426,8 @@ def test_one_class_borrows_the_other_from_earlier_batches() -> None:
 def test_one_class_first_then_the_other_is_enough() -> None:
     gradients, labels = binary_batch()
     defense = build_defense(settings_of("marvell"))
-    _, first = defense.defend(gradients[labels == 0], labels[labels == 0])
-    _, second = defense.defend(gradients[labels == 1], labels[labels == 1])
+    _, first = defense.defend(RawBatch(gradients[labels == 0], labels[labels == 0]))
+    _, second = defense.defend(RawBatch(gradients[labels == 1], labels[labels == 1]))
     assert first.solution is None
     assert second.solution is not None
 
@@ -424,9 +435,9 @@ def test_one_class_first_then_the_other_is_enough() -> None:
 def test_class_statistics_survive_a_checkpoint() -> None:
     rows, labels = one_class_rows()
     before, after = (build_defense(settings_of("marvell", seed=seed)) for seed in (1, 2))
-    before.defend(*binary_batch())
+    before.defend(RawBatch(*binary_batch()))
     after.load_state_dict(before.state_dict())
-    assert before.defend(rows, labels)[1] == after.defend(rows, labels)[1]
+    assert before.defend(RawBatch(rows, labels))[1] == after.defend(RawBatch(rows, labels))[1]
     with pytest.raises(ValueError, match="expected class statistics"):
         after.load_state_dict({"pos_mean": torch.zeros(16)})
     with pytest.raises(ValueError, match="no state"):
@@ -482,7 +493,9 @@ def test_every_finite_gradient_gets_a_finite_answer(
     defense = build_defense(settings_of(name))
     for _ in range(3):
         chosen = choices.get(labels, 0 * ones)
-        defended, report = defense.defend(gradients, chosen, probabilities=predicted(chosen))
+        defended, report = defense.defend(
+            RawBatch(gradients, chosen, probabilities=predicted(chosen))
+        )
         assert torch.isfinite(defended).all()
         assert math.isfinite(report.noise_power)
         assert defended.dtype == dtype
@@ -493,7 +506,7 @@ def test_a_batch_without_a_gap_is_not_sent_bare() -> None:
     """Positives +-g around zero, negatives zero: the norm gives them away, the gap says 0 power."""
     gradients = AWKWARD["gap of zero"]
     labels = torch.arange(8) >= 4
-    defended, report = build_defense(settings_of("marvell")).defend(gradients, labels)
+    defended, report = build_defense(settings_of("marvell")).defend(RawBatch(gradients, labels))
     assert report.noise_power == pytest.approx(4.0)
     assert float(defended[:4].norm(dim=1).min()) > 0
 
@@ -504,10 +517,10 @@ def test_defense_scales_with_the_gradient_bit_for_bit(name: str, exponent: int) 
     gradients, labels = binary_batch()
     factor = 2.0**exponent
     plain, _ = build_defense(settings_of(name, seed=1)).defend(
-        gradients, labels, probabilities=predicted(labels)
+        RawBatch(gradients, labels, probabilities=predicted(labels))
     )
     scaled, _ = build_defense(settings_of(name, seed=1)).defend(
-        factor * gradients, labels, probabilities=predicted(labels)
+        RawBatch(factor * gradients, labels, probabilities=predicted(labels))
     )
     assert torch.equal(scaled, factor * plain)
 
@@ -516,9 +529,9 @@ def test_defense_scales_with_the_gradient_bit_for_bit(name: str, exponent: int) 
 def test_two_builds_of_the_same_settings_send_different_noise(name: str) -> None:
     gradients, labels = binary_batch()
     first, second = (
-        build_defense(settings_of(name)).defend(gradients, labels, probabilities=predicted(labels))[
-            0
-        ]
+        build_defense(settings_of(name)).defend(
+            RawBatch(gradients, labels, probabilities=predicted(labels))
+        )[0]
         for _ in range(2)
     )
     differing = (first != second).any(dim=1).float().mean()
@@ -532,7 +545,7 @@ def test_an_insecure_seed_repeats_the_noise_and_warns(
     gradients, labels = binary_batch()
     first, second = (
         build_defense(settings_of(name, seed=3)).defend(
-            gradients, labels, probabilities=predicted(labels)
+            RawBatch(gradients, labels, probabilities=predicted(labels))
         )[0]
         for _ in range(2)
     )
@@ -581,11 +594,11 @@ def test_labels_may_come_in_any_dtype_and_as_a_column(
 ) -> None:
     gradients, labels = binary_batch()
     expected, _ = build_defense(settings_of(name, seed=1)).defend(
-        gradients, labels, probabilities=predicted(labels)
+        RawBatch(gradients, labels, probabilities=predicted(labels))
     )
     other = labels.to(dtype).reshape(shape)
     defended, _ = build_defense(settings_of(name, seed=1)).defend(
-        gradients, other, probabilities=predicted(other)
+        RawBatch(gradients, other, probabilities=predicted(other))
     )
     assert torch.equal(defended, expected)
 
@@ -594,10 +607,10 @@ def test_labels_may_come_in_any_dtype_and_as_a_column(
 def test_a_cut_of_any_shape_is_defended_as_rows(name: str) -> None:
     gradients, labels = binary_batch()
     flat, _ = build_defense(settings_of(name, seed=1)).defend(
-        gradients, labels, probabilities=predicted(labels)
+        RawBatch(gradients, labels, probabilities=predicted(labels))
     )
     shaped, _ = build_defense(settings_of(name, seed=1)).defend(
-        gradients.reshape(-1, 2, 4, 2), labels, probabilities=predicted(labels)
+        RawBatch(gradients.reshape(-1, 2, 4, 2), labels, probabilities=predicted(labels))
     )
     assert shaped.shape == (len(labels), 2, 4, 2)
     assert torch.equal(shaped.flatten(1), flat)
@@ -608,7 +621,9 @@ def test_a_cut_of_any_shape_is_defended_as_rows(name: str) -> None:
 def test_the_raw_gradient_is_left_as_it_was(name: str, dtype: torch.dtype) -> None:
     gradients, labels = binary_batch(dtype=dtype)
     copy = gradients.clone()
-    build_defense(settings_of(name)).defend(gradients, labels, probabilities=predicted(labels))
+    build_defense(settings_of(name)).defend(
+        RawBatch(gradients, labels, probabilities=predicted(labels))
+    )
     assert torch.equal(gradients, copy)
 
 
@@ -630,7 +645,9 @@ def test_what_cannot_be_defended_is_refused(
     name: str, gradients: Tensor, labels: Tensor, complaint: str
 ) -> None:
     with pytest.raises(ValueError, match=complaint):
-        build_defense(settings_of(name)).defend(gradients, labels, probabilities=predicted(labels))
+        build_defense(settings_of(name)).defend(
+            RawBatch(gradients, labels, probabilities=predicted(labels))
+        )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -638,7 +655,7 @@ def test_what_cannot_be_defended_is_refused(
 def test_noise_on_a_gpu_has_the_power_reported(name: str) -> None:
     gradients, labels = (tensor.cuda() for tensor in binary_batch(batch=20_000))
     defended, report = build_defense(settings_of(name)).defend(
-        gradients, labels, probabilities=predicted(labels)
+        RawBatch(gradients, labels, probabilities=predicted(labels))
     )
     assert defended.is_cuda
     measured = float((defended - gradients).square().sum(dim=1).mean())

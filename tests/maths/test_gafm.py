@@ -15,13 +15,23 @@ from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 
 from benchmarks.gafm import read_labels
-from splitveil.active_party.defenses import AnswerKeys, DefenseSettings, build_defense
+from splitveil.active_party.defenses import (
+    AnswerKeys,
+    DefenseSettings,
+    GafmDefense,
+    IsoDefense,
+    MarvellDefense,
+    MaxNormDefense,
+    NoDefense,
+    NoisyLabelDefense,
+    RawBatch,
+)
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
-from splitveil.active_party.defenses.gafm import (
+from splitveil.active_party.defenses.gafm import Adversarial
+from splitveil.active_party.defenses.gafm_losses import (
     MixedGradient,
     Oriented,
     build_critic,
-    charge_of,
     clip_weights,
     draw_shifts,
     gan_loss,
@@ -30,28 +40,17 @@ from splitveil.active_party.defenses.gafm import (
     persistent_shifts,
     soften,
 )
-from splitveil.active_party.defenses.interface import DefenseReport
+from splitveil.active_party.defenses.interface import DefenseReport, LeakCharge
 from splitveil.active_party.defenses.noise import SecureNoise
-from splitveil.active_party.defenses.settings import (
-    GafmDefense,
-    IsoDefense,
-    MarvellDefense,
-    MaxNormDefense,
-    NoDefense,
-    NoisyLabelDefense,
-    RandomizedResponse,
-)
+from splitveil.active_party.defenses.noisy_label import RandomizedResponse
+from splitveil.active_party.defenses.objective import BatchLabels, StepOutcome, TopModel
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
-from splitveil.active_party.training.objectives import (
-    Adversarial,
-    BatchLabels,
-    CrossEntropy,
-    Lesson,
-)
+from splitveil.active_party.training.objectives import CrossEntropy
 from splitveil.common.models.mlp import MlpTop
 from splitveil.common.models.settings import MlpModel
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.privacy.scores import norm
+from tests.defended import build_defense
 
 ENTROPY = hashlib.shake_256(b"test").digest(2496)
 RESPONSE = NoisyLabelDefense(mechanism=RandomizedResponse(kind="randomized_response", epsilon=1.0))
@@ -91,7 +90,7 @@ class Case:
         soft = soften(self.labels if labels is None else labels, self.shifts)
         activation = self.activation.clone().requires_grad_()
         predicted = self.predictions(activation)
-        return mix(settings, activation, predicted, self.critic, soft)
+        return mix(settings.mixed_terms, activation, predicted, self.critic, soft)
 
 
 def slopes(function: Callable[[Tensor], float], at: Tensor) -> Tensor:
@@ -283,8 +282,22 @@ def test_a_labels_own_move_is_bounded_and_the_bound_is_reached() -> None:
 
 
 def behind(settings: GafmDefense, mixed: Tensor, labels: Tensor) -> DefenseReport:
+    """Return what the defense behind the mixed gradient reports by itself."""
     key = key_from_insecure_seed(1)
-    return build_defense(settings, key, lambda: b"k" * 32).defend(mixed, labels)[1]
+    defense = build_defense(settings.composed_with, key, lambda: b"k" * 32)
+    return defense.defend(RawBatch(mixed, labels)).report
+
+
+def whole(settings: GafmDefense, mixed: Tensor, labels: Tensor, label_move: float) -> DefenseReport:
+    """Return what gafm reports, with the same noise."""
+    defense = build_defense(settings, key_from_insecure_seed(1), lambda: b"k" * 32)
+    return defense.defend(RawBatch(mixed, labels, label_move=label_move)).report
+
+
+def charge_of(
+    settings: GafmDefense, mixed: Tensor, labels: Tensor, label_move: float
+) -> LeakCharge:
+    return whole(settings, mixed, labels, label_move).charge
 
 
 def between(neg_deviation: float, pos_deviation: float, gap: float) -> float:
@@ -299,17 +312,17 @@ def test_noise_behind_it_is_charged_for_what_a_label_moves(terms: str) -> None:
     iso = GafmDefense(terms=terms, composed_with=IsoDefense(noise_ratio=1.0))
     report = behind(iso, mixed.raw, labels)
     deviation = math.sqrt(report.noise_power)
-    charge = charge_of(iso, report, mixed.label_move, 1)
+    charge = charge_of(iso, mixed.raw, labels, mixed.label_move)
     assert charge.sum_kl == pytest.approx(between(deviation, deviation, mixed.label_move))
     assert charge.sum_kl > report.charge.sum_kl
     marvell = GafmDefense(terms=terms, composed_with=MarvellDefense())
     report = behind(marvell, mixed.raw, labels)
     assert report.solution is not None
     deviations = math.sqrt(report.solution.neg_along), math.sqrt(report.solution.pos_along)
-    charge = charge_of(marvell, report, mixed.label_move, 1)
+    charge = charge_of(marvell, mixed.raw, labels, mixed.label_move)
     assert charge.sum_kl == pytest.approx(between(*deviations, mixed.label_move))
     # Never less than what the defense itself asks for the gap of the classes.
-    assert charge_of(marvell, report, 0.0, 1).sum_kl == report.charge.sum_kl
+    assert charge_of(marvell, mixed.raw, labels, 0.0).sum_kl == report.charge.sum_kl
 
 
 def test_where_the_means_cancel_their_gap_would_be_the_wrong_charge() -> None:
@@ -319,11 +332,12 @@ def test_where_the_means_cancel_their_gap_would_be_the_wrong_charge() -> None:
     gap = mixed.raw[labels == 1].mean() - mixed.raw[labels == 0].mean()
     raw = mixed.raw - gap / (means[1] - means[0]) * activation
     settings = GafmDefense(composed_with=IsoDefense(noise_ratio=0.05))
-    defended, report = build_defense(settings, draw_keys=lambda: b"k" * 32).defend(raw, labels)
+    defense = build_defense(settings.composed_with, draw_keys=lambda: b"k" * 32)
+    defended, report = defense.defend(RawBatch(raw, labels))
     read = leak_auc(read_labels(defended, activation), labels)
     assert leak_auc_bound(report.charge.sum_kl) < 0.6
     assert read > 0.9
-    assert leak_auc_bound(charge_of(settings, report, mixed.label_move, 1).sum_kl) > read
+    assert leak_auc_bound(charge_of(settings, raw, labels, mixed.label_move).sum_kl) > read
 
 
 @pytest.mark.parametrize(
@@ -340,29 +354,28 @@ def test_where_the_means_cancel_their_gap_would_be_the_wrong_charge() -> None:
 def test_what_has_no_proof_is_charged_without_bound(settings: GafmDefense) -> None:
     labels, _, mixed = one_number_batch(0.2)
     label_move = math.inf if settings.terms == "gan_only" else mixed.label_move
-    report = behind(settings, mixed.raw, labels)
-    assert charge_of(settings, report, label_move, 1).sum_kl == math.inf
+    assert charge_of(settings, mixed.raw, labels, label_move).sum_kl == math.inf
 
 
 def test_on_a_wider_cut_marvells_noise_does_not_cover_the_labels_direction() -> None:
     case = Case(batch=200)
     settings = GafmDefense(composed_with=MarvellDefense())
-    report = behind(settings, case.mix(settings).raw, case.labels)
+    raw = case.mix(settings).raw
+    report = behind(settings, raw, case.labels)
     assert report.charge.sum_kl < 10
-    assert charge_of(settings, report, 0.01, 3).sum_kl == math.inf
+    assert charge_of(settings, raw, case.labels, 0.01).sum_kl == math.inf
 
 
 def test_noise_without_signal_is_charged_nothing() -> None:
     _, _, mixed = one_number_batch(0.2)
     settings = GafmDefense(composed_with=MarvellDefense())
-    report = behind(settings, mixed.raw, torch.zeros(1000))
-    assert charge_of(settings, report, mixed.label_move, 1).sum_kl == 0
+    assert charge_of(settings, mixed.raw, torch.zeros(1000), mixed.label_move).sum_kl == 0
 
 
 def test_behind_noisy_labels_their_own_guarantee_holds() -> None:
     labels, _, mixed = one_number_batch(0.2)
     settings = GafmDefense(composed_with=RESPONSE)
-    charge = charge_of(settings, behind(settings, mixed.raw, labels), mixed.label_move, 1)
+    charge = charge_of(settings, mixed.raw, labels, mixed.label_move)
     assert charge.epsilon == 1.0
     assert charge.sum_kl == pytest.approx(2 * math.tanh(0.5))
     assert charge.noise_identity is not None
@@ -375,9 +388,7 @@ def objective(settings: GafmDefense, shifts: Tensor | None = None) -> Adversaria
     model = generator_of(3)
     return Adversarial(
         settings,
-        model,
-        torch.optim.Adam(model.parameters(), lr=1e-2),
-        lambda step: 1 / (1 + step),
+        TopModel(model, torch.optim.Adam(model.parameters(), lr=1e-2), lambda step: 1 / (1 + step)),
         critic=build_critic(settings.critic_width, settings.weight_limit, ENTROPY),
         noise=answer_noise(),
         shifts=shifts,
@@ -388,15 +399,15 @@ def batch_of(sent: Tensor, true: Tensor | None = None) -> BatchLabels:
     return BatchLabels(torch.arange(len(sent)), sent if true is None else true, sent)
 
 
-def steps(found: Adversarial, count: int, seed: int = 5) -> list[Lesson]:
-    lessons = []
+def steps(found: Adversarial, count: int, seed: int = 5) -> list[StepOutcome]:
+    outcomes = []
     for step in range(count):
         activation = seeded(32, 3, seed=seed + step, dtype=torch.float32).requires_grad_()
         labels = (torch.arange(32) % 3 == 0).float()
-        lesson = found.answer(activation, None, batch_of(labels))
-        found.learn(lesson)
-        lessons.append(lesson)
-    return lessons
+        outcome = found.compute(activation, None, batch_of(labels))
+        found.learn(outcome)
+        outcomes.append(outcome)
+    return outcomes
 
 
 def test_critic_and_generator_learn_before_the_answer_and_pull_in_their_directions() -> None:
@@ -408,7 +419,7 @@ def test_critic_and_generator_learn_before_the_answer_and_pull_in_their_directio
     critic, model = build_critic(16, 1.0, ENTROPY), generator_of(3)
     critic.load_state_dict(before["critic"])
     model.load_state_dict(found._generator.state_dict())
-    found.answer(activation, None, batch_of(labels))
+    found.compute(activation, None, batch_of(labels))
     with torch.no_grad():
         old = torch.sigmoid(model(activation, None))
         new = torch.sigmoid(found._generator(activation, None))
@@ -437,9 +448,9 @@ def test_true_labels_behind_noisy_ones_change_nothing_that_leaves() -> None:
         found = objective(GafmDefense(composed_with=RESPONSE))
         for step in range(3):
             activation = seeded(32, 3, seed=step, dtype=torch.float32).requires_grad_()
-            lesson = found.answer(activation, None, batch_of(noisy, true))
-            found.learn(lesson)
-        answers.append(lesson)
+            outcome = found.compute(activation, None, batch_of(noisy, true))
+            found.learn(outcome)
+        answers.append(outcome)
     assert torch.equal(answers[0].raw, answers[1].raw)
     assert torch.equal(answers[0].raw, answers[2].raw)
     assert float(answers[0].loss) != float(answers[1].loss)
@@ -447,17 +458,28 @@ def test_true_labels_behind_noisy_ones_change_nothing_that_leaves() -> None:
 
 def test_the_charge_of_its_answers_is_put_right_and_a_cross_entropys_is_left() -> None:
     settings = GafmDefense(composed_with=IsoDefense())
-    (lesson,) = steps(objective(settings), 1)
-    report = behind(settings, lesson.raw, (torch.arange(32) % 3 == 0).float())
-    judged = objective(settings).judge(lesson, report)
-    assert lesson.label_move is not None
-    assert judged.charge == charge_of(settings, report, lesson.label_move, 3)
-    assert judged.leak_auc_bound is not None
-    assert 0.5 < judged.leak_auc_bound <= 1
-    assert replace(judged, charge=report.charge, leak_auc_bound=report.leak_auc_bound) == report
+    (outcome,) = steps(objective(settings), 1)
+    labels = (torch.arange(32) % 3 == 0).float()
+    report = behind(settings, outcome.raw, labels)
+    assert outcome.label_move is not None
+    found = whole(settings, outcome.raw, labels, outcome.label_move)
+    deviation = math.sqrt(report.noise_power / 3)
+    own = between(deviation, deviation, outcome.label_move)
+    assert found.charge.sum_kl == pytest.approx(max(own, report.charge.sum_kl))
+    assert found.charge.sum_kl > report.charge.sum_kl
+    assert found.leak_auc_bound is not None
+    assert 0.5 < found.leak_auc_bound <= 1
+    assert replace(found, charge=report.charge, leak_auc_bound=report.leak_auc_bound) == report
     model = generator_of(3)
-    plain = CrossEntropy(model, torch.optim.SGD(model.parameters()), lambda step: 1.0)
-    assert plain.judge(lesson, report) is report
+    top = TopModel(model, torch.optim.SGD(model.parameters()), lambda step: 1.0)
+    activation = seeded(32, 3, dtype=torch.float32).requires_grad_()
+    assert CrossEntropy(top).compute(activation, None, batch_of(labels)).label_move is None
+
+
+def test_a_gradient_that_does_not_say_what_a_label_moves_is_refused() -> None:
+    labels, _, mixed = one_number_batch(0.2)
+    with pytest.raises(ValueError, match="label_move"):
+        build_defense(GafmDefense()).defend(RawBatch(mixed.raw, labels))
 
 
 # ---- settings

@@ -10,17 +10,18 @@ from pydantic import TypeAdapter, ValidationError
 from scipy import integrate, stats
 from torch import Tensor
 
-from splitveil.active_party.defenses import DefenseSettings, build_defense
+from splitveil.active_party.defenses import DefenseSettings, NoisyLabelDefense, RawBatch
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
-from splitveil.active_party.defenses.label_noise import draw_noisy_labels, label_leak
-from splitveil.active_party.defenses.settings import (
+from splitveil.active_party.defenses.noisy_label import (
     GaussianLabels,
     LabelMechanism,
     LaplaceLabels,
-    NoisyLabelDefense,
     RandomizedResponse,
+    draw_noisy_labels,
+    label_leak,
 )
 from splitveil.common.privacy.leakage import leak_auc
+from tests.defended import build_defense
 
 KEY = key_from_insecure_seed(1)
 IDS = [f"person-{number}" for number in range(100_000)]
@@ -100,7 +101,9 @@ def test_no_score_passes_the_guarantee_and_the_noisy_label_comes_close(
     drawn = draw_noisy_labels(mechanism, LABELS, KEY, IDS)
     leak = leak_auc(drawn, LABELS)
     raw = torch.ones(2, 3)
-    _, report = build_defense(NoisyLabelDefense(mechanism=mechanism), KEY).defend(raw, LABELS[:2])
+    _, report = build_defense(NoisyLabelDefense(mechanism=mechanism), KEY).defend(
+        RawBatch(raw, LABELS[:2])
+    )
     assert report.leak_auc_bound is not None
     assert 0.6 < leak <= report.leak_auc_bound
     if mechanism.kind == "gaussian":
@@ -143,7 +146,7 @@ def test_a_noisy_label_belongs_to_its_example(mechanism: LabelMechanism) -> None
 def test_a_charge_repeats_and_names_strength_and_key(mechanism: LabelMechanism) -> None:
     def charged(settings: NoisyLabelDefense, seed: int = 1) -> tuple[str | None, float | None]:
         defense = build_defense(settings, key_from_insecure_seed(seed))
-        charge = defense.defend(torch.ones(4, 2), LABELS[:4])[1].charge
+        charge = defense.defend(RawBatch(torch.ones(4, 2), LABELS[:4]))[1].charge
         assert charge.sum_kl == pytest.approx(label_leak(mechanism)[0])
         return charge.noise_identity, charge.epsilon
 
@@ -159,11 +162,11 @@ def test_a_charge_repeats_and_names_strength_and_key(mechanism: LabelMechanism) 
 
 def test_the_gradient_is_sent_as_it_is() -> None:
     raw: Tensor = torch.randn(8, 2, 3, generator=torch.Generator().manual_seed(1))
-    sent, report = build_defense(NoisyLabelDefense(), KEY).defend(raw, LABELS[:8])
+    sent, report = build_defense(NoisyLabelDefense(), KEY).defend(RawBatch(raw, LABELS[:8]))
     assert torch.equal(sent, raw)
     assert report.noise_power == 0
     with pytest.raises(ValueError, match="NaN"):
-        build_defense(NoisyLabelDefense(), KEY).defend(raw * math.nan, LABELS[:8])
+        build_defense(NoisyLabelDefense(), KEY).defend(RawBatch(raw * math.nan, LABELS[:8]))
 
 
 def test_settings_are_chosen_by_kind_and_true_is_a_word() -> None:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from splitveil.active_party.defenses.interface import LeakCharge
+from splitveil.active_party.defenses import LeakCharge
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.active_party.ledger.ledger import LeakBounds, LeakLedger, Spread, estimated_auc
 from splitveil.active_party.watch.leak_alarm import MIN_BATCHES, LeakAlarm

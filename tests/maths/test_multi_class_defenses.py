@@ -14,47 +14,49 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses import build_defense
+from splitveil.active_party.defenses import (
+    DefenseSettings,
+    GafmDefense,
+    IsoDefense,
+    MarvellDefense,
+    MaxNormDefense,
+    MaxNormPositiveDefense,
+    NoDefense,
+    NoisyLabelDefense,
+    RawBatch,
+)
 from splitveil.active_party.defenses.class_means import measure_class_means, squared_distances
 from splitveil.active_party.defenses.example_keys import (
     LABEL_NOISE,
     example_keys,
     key_from_insecure_seed,
 )
-from splitveil.active_party.defenses.label_noise import draw_noisy_labels, label_leak
+from splitveil.active_party.defenses.iso import Isotropic
+from splitveil.active_party.defenses.max_norm import MaxNorm
 from splitveil.active_party.defenses.multi_class import (
     pair_divergences,
     power_for_worst_pair,
     solve_shared_noise,
 )
-from splitveil.active_party.defenses.multi_class_defenses import (
-    MultiClassIsotropic,
-    MultiClassMarvell,
-    MultiClassMaxNorm,
-)
+from splitveil.active_party.defenses.multi_class_marvell import MultiClassMarvell, worst_pair_factor
 from splitveil.active_party.defenses.noise import InsecureSeededNoise
-from splitveil.active_party.defenses.settings import (
-    DefenseSettings,
-    DetectionError,
-    GafmDefense,
+from splitveil.active_party.defenses.noisy_label import (
     GaussianLabels,
-    IsoDefense,
     LaplaceLabels,
-    LeakAuc,
-    MarvellDefense,
-    MaxNormDefense,
-    MaxNormPositiveDefense,
-    NoDefense,
-    NoisyLabelDefense,
-    PowerRatio,
     RandomizedResponse,
+    draw_noisy_labels,
+    label_leak,
+)
+from splitveil.active_party.defenses.strength import (
+    DetectionError,
+    LeakAuc,
+    PowerRatio,
     Strength,
     SumKl,
-    refusal_of_several_classes,
 )
 from splitveil.active_party.ledger.ledger import estimated_auc
-from splitveil.active_party.plan import fresh_charge_of_several, repeated_charge, worst_pair_factor
 from splitveil.common.privacy.pair_aucs import pair_aucs
+from tests.defended import build_defense, context_of
 
 SHARES = (0.4, 0.3, 0.25, 0.05)
 
@@ -77,10 +79,10 @@ def marvell(strength: Strength, seed: int = 7, num_classes: int = 4) -> MultiCla
     return MultiClassMarvell(strength, InsecureSeededNoise(seed), num_classes)
 
 
-MultiClass = MultiClassIsotropic | MultiClassMaxNorm | MultiClassMarvell
+MultiClass = Isotropic | MaxNorm | MultiClassMarvell
 DEFENSES: dict[str, Callable[[int], MultiClass]] = {
-    "iso": lambda seed: MultiClassIsotropic(1.0, InsecureSeededNoise(seed), 4),
-    "max_norm": lambda seed: MultiClassMaxNorm(InsecureSeededNoise(seed), 4),
+    "iso": lambda seed: Isotropic(1.0, InsecureSeededNoise(seed), 4),
+    "max_norm": lambda seed: MaxNorm(InsecureSeededNoise(seed), 4),
     "marvell": lambda seed: marvell(PowerRatio(power_ratio=4), seed),
 }
 
@@ -90,7 +92,7 @@ def test_defended_gradients_are_unbiased(name: str) -> None:
     """Accepts the raw gradient as the mean at 5 standard errors; rejects half of it."""
     gradients, labels = softmax_batch(64)
     # As one large batch, whose classes are those of the small one.
-    drawn, _ = DEFENSES[name](1).defend(gradients.repeat(4000, 1), labels.repeat(4000))
+    drawn, _ = DEFENSES[name](1).defend(RawBatch(gradients.repeat(4000, 1), labels.repeat(4000)))
     draws = drawn.reshape(4000, 64, -1)
     errors = draws.double().std(dim=0) / math.sqrt(len(draws))
     off = (draws.double().mean(dim=0) - gradients).abs()
@@ -102,9 +104,9 @@ def test_defended_gradients_are_unbiased(name: str) -> None:
 @pytest.mark.parametrize("name", DEFENSES)
 def test_defenses_scale_with_the_gradients(name: str) -> None:
     gradients, labels = softmax_batch(50)
-    plain, report = DEFENSES[name](3).defend(gradients, labels)
+    plain, report = DEFENSES[name](3).defend(RawBatch(gradients, labels))
     for factor in (2.0**-90, 2.0**90):
-        scaled, of_scaled = DEFENSES[name](3).defend(gradients * factor, labels)
+        scaled, of_scaled = DEFENSES[name](3).defend(RawBatch(gradients * factor, labels))
         assert torch.allclose(scaled.double() / factor, plain.double(), rtol=1e-4, atol=1e-9)
         assert of_scaled.charge.sum_kl == pytest.approx(report.charge.sum_kl, rel=1e-4)
 
@@ -124,7 +126,7 @@ def test_no_finite_input_leads_to_anything_else(name: str, dtype: torch.dtype) -
         "some zero rows": (gradients * (torch.arange(40)[:, None] % 3 > 0), labels),
     }
     for case, (values, of_rows) in cases.items():
-        defended, report = DEFENSES[name](1).defend(values.to(dtype), of_rows)
+        defended, report = DEFENSES[name](1).defend(RawBatch(values.to(dtype), of_rows))
         assert bool(torch.isfinite(defended).all()), case
         assert defended.dtype == dtype
         assert defended.shape == values.shape
@@ -137,7 +139,7 @@ def test_labels_that_are_no_places_are_refused(name: str) -> None:
     gradients, labels = softmax_batch(40)
     for wrong in (labels + 1, labels - 1, labels + 0.5, labels[:3]):
         with pytest.raises(ValueError, match="label"):
-            DEFENSES[name](1).defend(gradients, wrong)
+            DEFENSES[name](1).defend(RawBatch(gradients, wrong))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +154,7 @@ def test_the_other_strengths_leave_the_worst_pair_what_they_allow(
     strength: Strength, allowed: float | None
 ) -> None:
     gradients, labels = softmax_batch(400)
-    _, report = marvell(strength).defend(gradients, labels)
+    _, report = marvell(strength).defend(RawBatch(gradients, labels))
     found = report.charge.sum_kl
     if allowed is None:
         from splitveil.active_party.defenses.sum_kl import leak_auc_bound
@@ -184,7 +186,7 @@ def test_no_pair_is_told_apart_better_than_its_charge_says() -> None:
     means = measure_class_means(gradients, labels, 4).means
     # Without spread of their own, so that the noise is all that hides them.
     bare = means[labels].float()
-    defended, report = marvell(PowerRatio(power_ratio=4)).defend(bare, labels)
+    defended, report = marvell(PowerRatio(power_ratio=4)).defend(RawBatch(bare, labels))
     charged = estimated_auc(report.charge.sum_kl)
     measured = worst_oracle_auc(defended, means, labels)
     assert measured == pytest.approx(charged, abs=0.01)
@@ -219,7 +221,7 @@ def test_a_power_ratio_leaves_the_worst_pair_what_the_plan_says() -> None:
     weights = torch.full((5,), 0.2, dtype=torch.float64)
     of_pairs = pair_divergences(simplex, solve_shared_noise(simplex, weights, 0, 4 * 2.0))
     assert float(of_pairs.max()) == pytest.approx(4 / 4, rel=1e-12)  # (K - 1)/s
-    charge = fresh_charge_of_several(MarvellDefense(), cut_dim=8, num_classes=5)
+    charge = MarvellDefense().forecast(context_of(num_classes=5)).charge
     assert charge.low == 0.25
     assert charge.high == worst_pair_factor(5) / 4
     assert worst_pair_factor(2) == 1.0
@@ -251,7 +253,7 @@ def test_equal_weights_hide_a_rare_class_better_than_its_share_would() -> None:
 
 def test_iso_is_charged_for_the_longest_gap() -> None:
     gradients, labels = softmax_batch(300, cut_dim=8)
-    defended, report = DEFENSES["iso"](1).defend(gradients, labels)
+    defended, report = DEFENSES["iso"](1).defend(RawBatch(gradients, labels))
     means = torch.stack([gradients.double()[labels == k].mean(dim=0) for k in range(4)])
     longest = max(float((a - b).square().sum()) for a, b in combinations(means, 2))
     variance = float(gradients.double().norm(dim=1).max()) ** 2 / 8
@@ -262,7 +264,7 @@ def test_iso_is_charged_for_the_longest_gap() -> None:
 def test_max_norm_is_charged_for_the_pair_with_the_least_noise_on_its_gap() -> None:
     """Against the definition, pair by pair."""
     gradients, labels = softmax_batch(300)
-    _, report = DEFENSES["max_norm"](1).defend(gradients, labels)
+    _, report = DEFENSES["max_norm"](1).defend(RawBatch(gradients, labels))
     rows = gradients.double()
     norms = rows.norm(dim=1)
     variances = norms.max() ** 2 - norms**2
@@ -284,27 +286,29 @@ def test_before_every_class_was_seen_nothing_is_given_away() -> None:
     gradients, labels = softmax_batch(200)
     three = labels < 3
     defense = marvell(PowerRatio(power_ratio=4))
-    defended, report = defense.defend(gradients[three], labels[three])
+    defended, report = defense.defend(RawBatch(gradients[three], labels[three]))
     largest = float(gradients[three].norm(dim=1).max())
     assert report.charge.sum_kl == 0
     assert float(defended.norm(dim=1).square().mean()) == pytest.approx(largest**2, rel=0.2)
     signal = torch.nn.functional.cosine_similarity(defended, gradients[three]).mean()
     assert abs(float(signal)) < 0.1
     for name in ("iso", "max_norm"):
-        _, unknown = DEFENSES[name](1).defend(gradients[three], labels[three])
+        _, unknown = DEFENSES[name](1).defend(RawBatch(gradients[three], labels[three]))
         assert unknown.charge.sum_kl == math.inf
-    _, later = defense.defend(gradients, labels)
+    _, later = defense.defend(RawBatch(gradients, labels))
     assert later.charge.sum_kl > 0
-    _, borrowed = defense.defend(gradients[three], labels[three])
+    _, borrowed = defense.defend(RawBatch(gradients[three], labels[three]))
     assert borrowed.charge.sum_kl > 0
 
 
 def test_noise_fitted_to_earlier_batches_is_charged_for_longer_gaps() -> None:
     gradients, labels = softmax_batch(200)
     defense = MultiClassMarvell(SumKl(sum_kl=0.3), InsecureSeededNoise(1), 4, from_earlier=True)
-    assert defense.defend(gradients, labels)[1].charge.sum_kl == 0
-    assert defense.defend(gradients, labels)[1].charge.sum_kl == pytest.approx(0.3, rel=1e-9)
-    _, stretched = defense.defend(3 * gradients, labels)
+    assert defense.defend(RawBatch(gradients, labels))[1].charge.sum_kl == 0
+    assert defense.defend(RawBatch(gradients, labels))[1].charge.sum_kl == pytest.approx(
+        0.3, rel=1e-9
+    )
+    _, stretched = defense.defend(RawBatch(3 * gradients, labels))
     assert stretched.charge.sum_kl == pytest.approx(9 * 0.3, rel=1e-6)
 
 
@@ -316,7 +320,7 @@ def test_a_loaded_state_goes_on_alike(name: str) -> None:
         found: list[Tensor] = []
         for gradients, labels in batches[rows]:
             lacking = labels != 3 if rows.start else labels >= 0
-            found.append(defense.defend(gradients[lacking], labels[lacking])[0])
+            found.append(defense.defend(RawBatch(gradients[lacking], labels[lacking]))[0])
         return found
 
     whole, first, second = DEFENSES[name](1), DEFENSES[name](1), DEFENSES[name](1)
@@ -328,7 +332,7 @@ def test_a_loaded_state_goes_on_alike(name: str) -> None:
         assert torch.equal(ours, theirs)
     assert set(DEFENSES[name](1).state_dict()) == set()
     with pytest.raises(ValueError, match="classes"):
-        MultiClassMaxNorm(InsecureSeededNoise(1), 5).load_state_dict(first.state_dict())
+        MaxNorm(InsecureSeededNoise(1), 5).load_state_dict(first.state_dict())
     with pytest.raises(ValueError, match="expected means"):
         second.load_state_dict({"neg_mean": torch.zeros(3)})
 
@@ -362,7 +366,7 @@ def test_randomised_response_has_its_probabilities(num_classes: int) -> None:
     assert found == pytest.approx(divergence, rel=1e-12)
     assert epsilon_found == epsilon
     defense = NoisyLabelDefense(mechanism=mechanism)
-    assert repeated_charge(defense, 8, num_classes).low == found
+    assert defense.forecast(context_of(num_classes=num_classes)).charge.low == found
 
 
 def test_noisy_labels_of_several_classes_are_charged_and_not_otherwise_changed() -> None:
@@ -371,7 +375,7 @@ def test_noisy_labels_of_several_classes_are_charged_and_not_otherwise_changed()
         mechanism=RandomizedResponse(kind="randomized_response", epsilon=2.0)
     )
     defense = build_defense(settings, key_from_insecure_seed(1), num_classes=4)
-    defended, report = defense.defend(gradients, labels)
+    defended, report = defense.defend(RawBatch(gradients, labels))
     assert torch.equal(defended, gradients)
     assert report.charge.sum_kl == label_leak(settings.mechanism, 4)[0]
     assert report.charge.epsilon == 2.0
@@ -390,7 +394,7 @@ REFUSED: dict[str, DefenseSettings] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_defined_for_two_classes_is_refused(name: str) -> None:
-    refusal = refusal_of_several_classes(REFUSED[name])
+    refusal = REFUSED[name].refusal(context_of(num_classes=3))
     assert refusal is not None
     assert name in refusal
     with pytest.raises(ValueError, match=r"classes|0 or 1"):
@@ -404,15 +408,15 @@ def test_persistent_max_norm_is_charged_without_bound() -> None:
     key = key_from_insecure_seed(1)
     defense = build_defense(settings, key, num_classes=4)
     keys = example_keys(key, [str(row) for row in range(40)], LABEL_NOISE)
-    first, report = defense.defend(gradients, labels, example_keys=keys)
-    again, _ = defense.defend(gradients, labels, example_keys=keys)
+    first, report = defense.defend(RawBatch(gradients, labels, example_keys=keys))
+    again, _ = defense.defend(RawBatch(gradients, labels, example_keys=keys))
     assert torch.equal(first, again)
     assert report.charge.sum_kl == math.inf
 
 
 def test_no_defense_is_charged_without_bound() -> None:
     gradients, labels = softmax_batch(40)
-    defended, report = build_defense(NoDefense(), num_classes=4).defend(gradients, labels)
+    defended, report = build_defense(NoDefense(), num_classes=4).defend(RawBatch(gradients, labels))
     assert torch.equal(defended, gradients)
     assert report.charge.sum_kl == math.inf
     assert estimated_auc(report.charge.sum_kl) == 1.0

@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from splitveil.active_party.defenses import build_defense
+from splitveil.active_party.defenses import MarvellDefense, RawBatch
 from splitveil.active_party.defenses.noise import (
     DefaultNoise,
     EntropyNoise,
@@ -18,7 +18,7 @@ from splitveil.active_party.defenses.noise import (
     open_uniform,
     secure_normal,
 )
-from splitveil.active_party.defenses.settings import MarvellDefense
+from tests.defended import build_defense
 
 Numbers = npt.NDArray[np.float64]
 KEY = bytes(range(32))
@@ -159,7 +159,7 @@ def torch_draws_in(settings: MarvellDefense, monkeypatch: pytest.MonkeyPatch) ->
 
     gradients = randn(64, 4, generator=torch.Generator().manual_seed(1))
     monkeypatch.setattr(torch, "randn", counting)
-    build_defense(settings).defend(gradients, torch.arange(64) % 2)
+    build_defense(settings).defend(RawBatch(gradients, torch.arange(64) % 2))
     monkeypatch.setattr(torch, "randn", randn)
     return count
 

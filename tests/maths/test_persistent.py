@@ -11,7 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses import Defense, DefenseSettings, build_defense, open_noise_key
+from splitveil.active_party.defenses import (
+    Defense,
+    DefenseSettings,
+    IsoDefense,
+    MarvellDefense,
+    MaxNormDefense,
+    MaxNormPositiveDefense,
+    RawBatch,
+)
 from splitveil.active_party.defenses.example_keys import (
     GRADIENT_NOISE,
     LABEL_NOISE,
@@ -22,19 +30,16 @@ from splitveil.active_party.defenses.example_keys import (
     scalars,
 )
 from splitveil.active_party.defenses.persistent import label_moves
-from splitveil.active_party.defenses.settings import (
+from splitveil.active_party.defenses.strength import (
     DetectionError,
-    IsoDefense,
     LeakAuc,
-    MarvellDefense,
-    MaxNormDefense,
-    MaxNormPositiveDefense,
     PowerRatio,
     Strength,
     SumKl,
 )
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.common.privacy.leakage import leak_auc
+from tests.defended import build_defense, context_of
 
 KEY = key_from_insecure_seed(1)
 IDS = [f"person-{number:05d}" for number in range(4000)]
@@ -115,10 +120,12 @@ def defended(settings: DefenseSettings, epochs: list[Epoch]) -> list[Answer]:
     return [
         epoch.sends(
             defense.defend(
-                epoch.raw,
-                epoch.labels,
-                example_keys=keys,
-                probabilities=epoch.probabilities,
+                RawBatch(
+                    epoch.raw,
+                    epoch.labels,
+                    example_keys=keys,
+                    probabilities=epoch.probabilities,
+                )
             )[0]
         )
         for epoch in epochs
@@ -190,10 +197,12 @@ def test_the_charge_bounds_what_remembering_gives(
     charge = (
         build_defense(settings, KEY)
         .defend(
-            epochs[0].raw,
-            labels,
-            example_keys=keys_of(IDS),
-            probabilities=epochs[0].probabilities,
+            RawBatch(
+                epochs[0].raw,
+                labels,
+                example_keys=keys_of(IDS),
+                probabilities=epochs[0].probabilities,
+            )
         )[1]
         .charge
     )
@@ -244,13 +253,15 @@ def test_another_strength_draws_other_noise_from_the_same_file(tmp_path: Path) -
     answers, charge = [], 0.0
     for epoch, ratio in zip(epochs, (1.0, 2.0), strict=True):
         settings = MarvellDefense(noise="persistent", strength=PowerRatio(power_ratio=ratio**2))
-        key = open_noise_key(settings, CUT_DIM, tmp_path / "noise.key")
+        key = settings.open_noise_key(context_of(CUT_DIM), tmp_path / "noise.key")
         assert key is not None
         sent, report = build_defense(settings, key).defend(
-            epoch.raw,
-            epoch.labels,
-            example_keys=keys_of(IDS, key),
-            probabilities=epoch.probabilities,
+            RawBatch(
+                epoch.raw,
+                epoch.labels,
+                example_keys=keys_of(IDS, key),
+                probabilities=epoch.probabilities,
+            )
         )
         answers.append(epoch.sends(sent))
         charge += report.charge.sum_kl
@@ -276,7 +287,7 @@ def test_a_file_gives_every_strength_a_key_and_keeps_it(
 ) -> None:
     def key_of(settings: DefenseSettings, cut_dim: int = CUT_DIM) -> NoiseKey | None:
         chosen = settings.model_copy(update={"noise": "persistent"})
-        return open_noise_key(chosen, cut_dim, tmp_path / "noise.key")
+        return chosen.open_noise_key(context_of(cut_dim), tmp_path / "noise.key")
 
     assert key_of(first) == key_of(first)
     assert key_of(first) != key_of(second)
@@ -286,8 +297,8 @@ def test_a_file_gives_every_strength_a_key_and_keeps_it(
 def test_the_same_strength_in_another_unit_is_the_same_noise(tmp_path: Path) -> None:
     strengths: list[Strength] = [PowerRatio(power_ratio=4), SumKl(sum_kl=0.25)]
     keys = {
-        open_noise_key(
-            MarvellDefense(noise="persistent", strength=strength), 8, tmp_path / "noise.key"
+        MarvellDefense(noise="persistent", strength=strength).open_noise_key(
+            context_of(8), tmp_path / "noise.key"
         )
         for strength in strengths
     }
@@ -339,7 +350,7 @@ def test_persistent_norm_alignment_is_solved_for_and_charged_without_bound(
     epoch = epochs[0]
     keys = keys_of(IDS)
     _, report = defense.defend(
-        epoch.raw, labels, example_keys=keys, probabilities=epoch.probabilities
+        RawBatch(epoch.raw, labels, example_keys=keys, probabilities=epoch.probabilities)
     )
     assert report.charge.sum_kl == math.inf
 
@@ -419,10 +430,12 @@ def batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, T
 def answer(defense: Defense, rows: slice = slice(None), factor: float = 1.0) -> Tensor:
     raw, labels, probabilities, keys = batch()
     defended, _ = defense.defend(
-        factor * raw[rows],
-        labels[rows],
-        example_keys=keys[rows],
-        probabilities=probabilities[rows],
+        RawBatch(
+            factor * raw[rows],
+            labels[rows],
+            example_keys=keys[rows],
+            probabilities=probabilities[rows],
+        )
     )
     return defended
 
@@ -440,7 +453,7 @@ def test_another_key_gives_other_noise(settings: DefenseSettings) -> None:
     raw, labels, probabilities, keys = batch()
     first, second = (
         build_defense(settings, KEY).defend(
-            raw, labels, example_keys=chosen, probabilities=probabilities
+            RawBatch(raw, labels, example_keys=chosen, probabilities=probabilities)
         )[0]
         for chosen in (keys, keys_of(IDS[:512], key_from_insecure_seed(2)))
     )
@@ -455,10 +468,12 @@ def test_marvell_is_unbiased_over_keys_and_of_the_power_it_reports() -> None:
     samples = torch.stack(
         [
             defense.defend(
-                raw,
-                labels,
-                example_keys=keys_of(IDS[:512], key_from_insecure_seed(seed)),
-                probabilities=probabilities,
+                RawBatch(
+                    raw,
+                    labels,
+                    example_keys=keys_of(IDS[:512], key_from_insecure_seed(seed)),
+                    probabilities=probabilities,
+                )
             )[0]
             for seed in range(300)
         ]
@@ -469,7 +484,9 @@ def test_marvell_is_unbiased_over_keys_and_of_the_power_it_reports() -> None:
     assert abs(float(along.mean())) < 5 * error
     assert abs(float((along + 0.3 * (probabilities - labels).abs()).mean())) > 5 * error
     keys = keys_of(IDS[:512])
-    _, report = defense.defend(raw, labels, example_keys=keys, probabilities=probabilities)
+    _, report = defense.defend(
+        RawBatch(raw, labels, example_keys=keys, probabilities=probabilities)
+    )
     measured = float((samples - raw).square().sum(dim=2).mean())
     assert measured == pytest.approx(report.noise_power, rel=0.02)
     assert measured != pytest.approx(1.05 * report.noise_power, rel=0.02)
@@ -485,7 +502,8 @@ def test_iso_spends_its_power_evenly_over_all_directions() -> None:
     for seed in range(200):
         keys = keys_of(IDS[:512], key_from_insecure_seed(seed))
         pair = [
-            defense.defend(raw, labels, example_keys=keys, probabilities=probabilities)[0] - raw
+            defense.defend(RawBatch(raw, labels, example_keys=keys, probabilities=probabilities))[0]
+            - raw
             for _ in range(2)
         ]
         components = [(noise.double() * units).sum(dim=1) for noise in pair]
@@ -511,7 +529,9 @@ def test_every_strength_is_met_by_all_answers_together(
 ) -> None:
     raw, labels, probabilities, keys = batch()
     defense = build_defense(MarvellDefense(noise="persistent", strength=strength), KEY)
-    _, report = defense.defend(raw, labels, example_keys=keys, probabilities=probabilities)
+    _, report = defense.defend(
+        RawBatch(raw, labels, example_keys=keys, probabilities=probabilities)
+    )
     if sum_kl is None:
         assert report.leak_auc_bound == pytest.approx(0.7)
     else:
@@ -523,7 +543,7 @@ def test_an_identity_names_defense_strength_and_key_and_nothing_else_changes_it(
     def identity(settings: DefenseSettings, key: NoiseKey = KEY) -> str | None:
         raw, labels, probabilities, keys = batch()
         _, report = build_defense(settings, key).defend(
-            raw, labels, example_keys=keys, probabilities=probabilities
+            RawBatch(raw, labels, example_keys=keys, probabilities=probabilities)
         )
         return report.charge.noise_identity
 
@@ -550,7 +570,7 @@ def test_rows_that_the_model_is_sure_of_borrow_the_batchs_move() -> None:
     assert torch.allclose(moves.norms, epoch.moves.norm(dim=1), rtol=1e-9)
     defense = build_defense(MarvellDefense(noise="persistent"), KEY)
     sent, _ = defense.defend(
-        raw, epoch.labels, example_keys=keys_of(IDS), probabilities=probabilities
+        RawBatch(raw, epoch.labels, example_keys=keys_of(IDS), probabilities=probabilities)
     )
     assert float(sent[:10].norm(dim=1).min()) > 0
 
@@ -563,7 +583,7 @@ def test_a_batch_of_one_class_is_answered_with_the_same_ratio(label: float) -> N
     whole = answer(build_defense(settings, KEY))
     one = labels == label
     sent, _ = build_defense(settings, KEY).defend(
-        raw[one], labels[one], example_keys=keys[one], probabilities=probabilities[one]
+        RawBatch(raw[one], labels[one], example_keys=keys[one], probabilities=probabilities[one])
     )
     assert torch.equal(sent, whole[one])
 
@@ -599,10 +619,12 @@ def test_every_finite_gradient_gets_a_finite_answer(
     raw, labels, _, keys = batch()
     probabilities = {"sure": labels, "half": 0 * labels + 0.5, "wrong": 1 - labels}[surety].float()
     sent, report = build_defense(settings, KEY).defend(
-        AWKWARD[kind](raw)[rows],
-        labels[rows],
-        example_keys=keys[rows],
-        probabilities=probabilities[rows],
+        RawBatch(
+            AWKWARD[kind](raw)[rows],
+            labels[rows],
+            example_keys=keys[rows],
+            probabilities=probabilities[rows],
+        )
     )
     assert torch.isfinite(sent).all()
     assert math.isfinite(report.noise_power)
@@ -613,12 +635,12 @@ def test_what_is_needed_is_asked_for(settings: DefenseSettings) -> None:
     raw, labels, probabilities, keys = batch()
     defense = build_defense(settings, KEY)
     with pytest.raises(ValueError, match="example keys"):
-        defense.defend(raw, labels, probabilities=probabilities)
+        defense.defend(RawBatch(raw, labels, probabilities=probabilities))
     with pytest.raises(ValueError, match="example keys"):
-        defense.defend(raw, labels, example_keys=keys[1:], probabilities=probabilities)
+        defense.defend(RawBatch(raw, labels, example_keys=keys[1:], probabilities=probabilities))
     with pytest.raises(ValueError, match="probabilities"):
-        defense.defend(raw, labels, example_keys=keys)
+        defense.defend(RawBatch(raw, labels, example_keys=keys))
     with pytest.raises(ValueError, match="between 0 and 1"):
-        defense.defend(raw, labels, example_keys=keys, probabilities=probabilities + 1)
+        defense.defend(RawBatch(raw, labels, example_keys=keys, probabilities=probabilities + 1))
     with pytest.raises(ValueError, match="noise key"):
         build_defense(settings)

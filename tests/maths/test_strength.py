@@ -13,20 +13,25 @@ import torch
 from torch import Tensor
 
 from benchmarks.solver import random_instance
-from splitveil.active_party.defenses import DefenseReport, DefenseSettings, build_defense
+from splitveil.active_party.defenses import (
+    DefenseReport,
+    DefenseSettings,
+    IsoDefense,
+    MarvellDefense,
+    RawBatch,
+)
 from splitveil.active_party.defenses.class_statistics import measure_classes
 from splitveil.active_party.defenses.marvell import Marvell
 from splitveil.active_party.defenses.noise import InsecureSeededNoise
-from splitveil.active_party.defenses.settings import (
+from splitveil.active_party.defenses.strength import (
     DetectionError,
-    IsoDefense,
     LeakAuc,
-    MarvellDefense,
     PowerRatio,
     Strength,
     SumKl,
+    allowed_sum_kl,
+    power_rule,
 )
-from splitveil.active_party.defenses.strength import allowed_sum_kl, power_rule
 from splitveil.active_party.defenses.sum_kl import (
     leak_auc_bound,
     power_for_sum_kl,
@@ -35,6 +40,7 @@ from splitveil.active_party.defenses.sum_kl import (
 )
 from splitveil.common.errors import SettingsError
 from splitveil.common.settings import Section, apply_overrides, validate
+from tests.defended import build_defense
 from tests.waiting import HANGS_AFTER_S
 
 # ---- power for a divergence
@@ -178,7 +184,7 @@ def test_divergence_of_the_noise_that_is_drawn_is_the_target(
     target = allowed_sum_kl(strength)
     gradients, labels = gaussian_batch(200_000, seed=1)
     settings = MarvellDefense(strength=strength, insecure_noise_seed=77)
-    defended, report = build_defense(settings).defend(gradients, labels)
+    defended, report = build_defense(settings).defend(RawBatch(gradients, labels))
     assert report.sum_kl_after == pytest.approx(target, rel=1e-6)
     assert report.solution is not None
     assert report.solution.neg_across > 0  # otherwise half of the covariances would be empty
@@ -196,7 +202,7 @@ def test_divergence_of_the_noise_that_is_drawn_is_the_target(
 
 def test_reported_divergence_is_the_closed_form_of_the_reported_noise() -> None:
     gradients, labels = gaussian_batch(2000, seed=2)
-    _, report = build_defense(MarvellDefense()).defend(gradients, labels)
+    _, report = build_defense(MarvellDefense()).defend(RawBatch(gradients, labels))
     solution = report.solution
     assert solution is not None
     own = [gradients[member].double() for member in (~labels, labels)]
@@ -262,9 +268,9 @@ def test_a_wrong_or_second_key_is_explained(override: str, complaint: str) -> No
 
 
 def test_iso_takes_amplitude_or_power_and_not_both() -> None:
-    assert IsoDefense().amplitude == 1
-    assert IsoDefense(noise_ratio=3.0).amplitude == 3
-    assert IsoDefense(power_ratio=9.0).amplitude == 3
+    assert IsoDefense().norm_ratio == 1
+    assert IsoDefense(noise_ratio=3.0).norm_ratio == 3
+    assert IsoDefense(power_ratio=9.0).norm_ratio == 3
     with pytest.raises(ValueError, match="got both"):
         IsoDefense(noise_ratio=3.0, power_ratio=9.0)
 
@@ -276,8 +282,8 @@ def reported_noise(statistics: str, pos_fraction: float) -> tuple[float, ...]:
     """Defend a common batch, then one with another share of positives, and return its noise."""
     values = {"name": "marvell", "statistics": statistics, "insecure_noise_seed": 1}
     defense = build_defense(validate(Example, {"defense": values}, "file").defense)
-    defense.defend(*gaussian_batch(2000, seed=1))
-    _, report = defense.defend(*gaussian_batch(2000, seed=2, pos_fraction=pos_fraction))
+    defense.defend(RawBatch(*gaussian_batch(2000, seed=1)))
+    _, report = defense.defend(RawBatch(*gaussian_batch(2000, seed=2, pos_fraction=pos_fraction)))
     assert report.solution is not None
     return tuple(report.solution[:4])
 
@@ -289,8 +295,8 @@ def test_running_statistics_keep_a_batchs_share_of_positives_out_of_its_noise() 
 
 def test_running_statistics_start_without_signal_and_end_at_the_classes() -> None:
     defense = build_defense(MarvellDefense(statistics="running", insecure_noise_seed=1))
-    reports = [defense.defend(*gaussian_batch(2000, seed=seed))[1] for seed in range(40)]
-    _, whole = build_defense(MarvellDefense()).defend(*gaussian_batch(50_000, seed=41))
+    reports = [defense.defend(RawBatch(*gaussian_batch(2000, seed=seed)))[1] for seed in range(40)]
+    _, whole = build_defense(MarvellDefense()).defend(RawBatch(*gaussian_batch(50_000, seed=41)))
     assert reports[0].solution is None
     assert reports[1].solution is not None
     assert reports[-1].noise_power == pytest.approx(whole.noise_power, rel=0.05)
@@ -300,9 +306,11 @@ def test_running_statistics_start_without_signal_and_end_at_the_classes() -> Non
 def test_running_statistics_survive_a_checkpoint() -> None:
     settings = MarvellDefense(statistics="running", insecure_noise_seed=1)
     before, after = build_defense(settings), build_defense(settings)
-    before.defend(*gaussian_batch(2000, seed=1))
+    before.defend(RawBatch(*gaussian_batch(2000, seed=1)))
     after.load_state_dict(before.state_dict())
-    reports = [defense.defend(*gaussian_batch(500, seed=2))[1] for defense in (before, after)]
+    reports = [
+        defense.defend(RawBatch(*gaussian_batch(500, seed=2)))[1] for defense in (before, after)
+    ]
     assert reports[0].solution is not None
     assert reports[0] == reports[1]
 
@@ -312,12 +320,12 @@ def test_running_statistics_leave_the_answer_unbiased() -> None:
     gradients, labels = gaussian_batch(20, seed=3)
     labels[:2], labels[2:4] = True, False
     defense = build_defense(MarvellDefense(statistics="running", insecure_noise_seed=77))
-    defense.defend(*gaussian_batch(2000, seed=1))
+    defense.defend(RawBatch(*gaussian_batch(2000, seed=1)))
     state = defense.state_dict()
     answers: list[Tensor] = []
     for _ in range(4000):
         defense.load_state_dict(state)
-        answers.append(defense.defend(gradients, labels)[0])
+        answers.append(defense.defend(RawBatch(gradients, labels))[0])
     samples = torch.stack(answers).double()
     error = samples.std(dim=0) / len(answers) ** 0.5
     assert float(((samples.mean(dim=0) - gradients).abs() / error).max()) < 5
@@ -378,10 +386,10 @@ def test_workers_with_parts_of_a_batch_add_the_noise_of_one() -> None:
     gradients, labels = gaussian_batch(101, seed=5)
     power = power_rule(LeakAuc(leak_auc=0.6))
     noise = InsecureSeededNoise(77)
-    _, whole = Marvell(power, noise).defend(gradients, labels)
+    _, whole = Marvell(power, noise).defend(RawBatch(gradients, labels))
 
     def defend(shard: Shard, reduce: Reduce) -> DefenseReport:
-        return Marvell(power, noise, reduce=reduce).defend(*shard)[1]
+        return Marvell(power, noise, reduce=reduce).defend(RawBatch(*shard))[1]
 
     parts = list(zip(gradients.tensor_split(3), labels.tensor_split(3), strict=True))
     assert whole.solution is not None
@@ -389,5 +397,5 @@ def test_workers_with_parts_of_a_batch_add_the_noise_of_one() -> None:
         assert report.solution == pytest.approx(whole.solution, rel=1e-9)
         assert report.noise_power == pytest.approx(whole.noise_power, rel=1e-9)
         assert report.charge.sum_kl == pytest.approx(whole.charge.sum_kl, rel=1e-9)
-    _, alone = Marvell(power, noise).defend(*parts[0])
+    _, alone = Marvell(power, noise).defend(RawBatch(*parts[0]))
     assert alone.noise_power != pytest.approx(whole.noise_power, rel=0.01)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitveil.active_party import assembly
+from splitveil.active_party.defenses import noisy_label
 from splitveil.active_party.defenses.example_keys import load_or_create_key
-from splitveil.active_party.defenses.settings import LabelMechanism
+from splitveil.active_party.defenses.noisy_label import LabelMechanism, NoisyLabel
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.storage.run_folder import open_run_folder
 from tests.peers import FaultyPeer
@@ -159,8 +159,10 @@ def noise_of(parties: Parties) -> Tensor:
     """Return what a trainer draws its noise from: secret bits, or noisy less true labels."""
     trainer = parties.session.trainer
     assert trainer is not None
-    if trainer._noisy is not None:
-        return trainer._noisy - trainer._labels
+    if isinstance(trainer.defense, NoisyLabel):
+        noisy = trainer.defense.noisy_labels
+        assert noisy is not None
+        return noisy.sub(trainer._labels)
     assert trainer._example_keys is not None
     return trainer._example_keys
 
@@ -266,7 +268,7 @@ def test_with_noisy_top_labels_the_true_ones_change_no_bit_of_what_the_peer_gets
             noisy.setdefault(name, label + float(torch.randn((), generator=generator)))
         return torch.tensor([noisy[name] for name in ids])
 
-    monkeypatch.setattr(assembly, "draw_noisy_labels", draw_once)
+    monkeypatch.setattr(noisy_label, "draw_noisy_labels", draw_once)
     defense = f"{{name: noisy_label, top_labels: {top_labels}}}"
     received, weights = [], []
     for folder in (example, with_other_labels(example, tmp_path / "other")):

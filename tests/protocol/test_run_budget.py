@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from splitveil.active_party.defenses.interface import LeakCharge
+from splitveil.active_party.defenses import LeakCharge
 from splitveil.active_party.defenses.sum_kl import (
     leak_auc_bound,
     power_for_sum_kl,

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from splitveil.active_party.assembly import TrainerBuilder as TopBuilder
-from splitveil.active_party.defenses import build_defense
-from splitveil.active_party.defenses.settings import MarvellDefense, PowerRatio
+from splitveil.active_party.defenses import MarvellDefense, RawBatch
+from splitveil.active_party.defenses.strength import PowerRatio
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.training.top_trainer import StepResult
@@ -46,6 +46,7 @@ from splitveil.common.run.sample_order import positions_digest
 from splitveil.common.storage.run_store import RunStore
 from splitveil.common.wire.limits import ALIGN_FRAME_BYTES, check_fields
 from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
+from tests.defended import build_defense
 from tests.runs import CPU, ActiveRecording
 from tests.several import (
     NAMES,
@@ -404,7 +405,9 @@ class Colluders(ActiveRecording):
         raw, sent = (
             list(gradients.detach().chunk(3, dim=1)) for gradients in (result.raw, result.defended)
         )
-        separate: list[Tensor] = [self._own.defend(part, result.labels)[0] for part in raw]
+        separate: list[Tensor] = [
+            self._own.defend(RawBatch(part, result.labels))[0] for part in raw
+        ]
         self.batches.append((raw, sent, separate, result.labels))
 
 

@@ -1,0 +1,215 @@
+"""A defense written by the user: a class of the user's own, loaded by name.
+
+The class is a `Defense`, built as ``Class(context, noise, **arguments)``. Before a run starts it is
+tried out on a few batches, and during the run each of its answers is checked. An answer is charged
+what its report states, and without bound where it states nothing.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field, StringConstraints
+from torch import Tensor
+
+from splitveil.active_party.defenses.forecast import UNKNOWN, ChargeForecast
+from splitveil.active_party.defenses.interface import (
+    Defended,
+    Defense,
+    DefenseReport,
+    LabelledRows,
+    LabelMove,
+    LeakCharge,
+    RawBatch,
+)
+from splitveil.active_party.defenses.noise import NoiseSource, SecureNoise
+from splitveil.active_party.defenses.section import (
+    NO_SECRETS,
+    DefenseContext,
+    Examples,
+    NoiseSecrets,
+    NoisyDefense,
+    require_key,
+)
+from splitveil.common.errors import SettingsError
+from splitveil.common.models.factory import first_line, load_class
+
+_PROBE_ROWS = 8
+
+
+class CustomDefense(NoisyDefense):
+    """A defense of the user's own: a subclass of ``splitveil.active_party.defenses.Defense``.
+
+    It is built as ``Class(context, noise, **arguments)`` with a ``DefenseContext`` and a
+    ``NoiseSource``, its only source of randomness: the same question then gets the same noise, also
+    after a restart. With ``noise: persistent`` each batch comes with ``example_keys``.
+    """
+
+    name: Literal["custom"] = "custom"
+
+    module: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+    """The class, as ``package.module:Class``."""
+
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Further keyword arguments with which the class is built."""
+
+    def build(
+        self,
+        context: DefenseContext,
+        secrets: NoiseSecrets = NO_SECRETS,
+        examples: Examples | None = None,  # noqa: ARG002
+    ) -> Defense:
+        """Build the defense.
+
+        Raises:
+            ValueError: persistent noise has no noise key.
+            SettingsError: the class cannot be loaded or built, or is not a defense.
+        """
+        if self.noise == "persistent":
+            require_key(secrets.noise_key, self.name)
+        return self._load(context, self.noise_source(secrets))
+
+    def require_usable(self, context: DefenseContext, /) -> None:
+        """Try out the class on batches of all classes, of one class, and of zeros.
+
+        Raises:
+            SettingsError: it cannot be loaded or built, fails, or returns something else than a
+                defended batch.
+        """
+        defense = self._load(context, SecureNoise())
+        for batch in _probe_batches(context, with_keys=self.needs_example_keys):
+            try:
+                defense.defend(batch)
+                defense.load_state_dict(defense.state_dict())
+            except Exception as error:  # whatever the user's own class raises
+                raise SettingsError(
+                    f"defense: {self.module} fails on a batch of {len(batch.labels)} rows: "
+                    f"{first_line(error)}"
+                ) from error
+
+    def noise_key_strength(self, _context: DefenseContext, /) -> str | None:
+        """Name the strength for which the noise key is derived: class and arguments."""
+        if self.noise == "fresh":
+            return None
+        return f"custom {self.module} {sorted(self.arguments.items())!r}"
+
+    def fresh_charge(self, _context: DefenseContext) -> ChargeForecast:
+        """Say that only the class knows."""
+        return UNKNOWN
+
+    def repeated_charge(self, _context: DefenseContext) -> ChargeForecast:
+        """Say that only the class knows."""
+        return UNKNOWN
+
+    def honesty(self, _context: DefenseContext) -> str:
+        """Say how far the forecast can be relied on."""
+        return (
+            f"{self.module} states its charges itself: nothing can be said before the run. "
+            "Where it states none, the charge is infinite."
+        )
+
+    def guarantee_limit(self) -> str:
+        """Say that the guarantee is as good as the charges that the class states."""
+        return f"The guarantee relies on the charges that {self.module} states itself."
+
+    def _load(self, context: DefenseContext, noise: NoiseSource) -> Defense:
+        cls = load_class(self.module)
+        if not issubclass(cls, Defense):
+            raise SettingsError(
+                f"defense.module: {self.module} is not a splitveil.active_party.defenses.Defense"
+            )
+        construct: Callable[..., Defense] = cls
+        try:
+            return CheckedDefense(construct(context, noise, **self.arguments))
+        except Exception as error:  # whatever the user's own class raises
+            raise SettingsError(
+                f"defense.arguments: {self.module} cannot be built: {first_line(error)}"
+            ) from error
+
+
+class CheckedDefense(Defense):
+    """Checks the answers of a defense that is not part of this package.
+
+    Args:
+        own: the user's defense.
+    """
+
+    def __init__(self, own: Defense) -> None:
+        self._own = own
+
+    def defend(self, batch: RawBatch) -> Defended:
+        """Let the user's defense answer.
+
+        Raises:
+            ValueError: as for every defense, or the answer is not a defended batch.
+        """
+        answer: object = self._own.defend(batch)
+        if not isinstance(answer, Defended) or not isinstance(answer.report, DefenseReport):
+            raise ValueError(
+                f"expected Defended(gradient, DefenseReport(...)), got {type(answer).__name__}"
+            )
+        _check_gradient(answer.gradient, batch.gradients)
+        return answer
+
+    def targets(self, batch: LabelledRows, /) -> Tensor:
+        """Return the labels that the user's defense puts in the place of the true ones.
+
+        Raises:
+            ValueError: there is not one finite number per row.
+        """
+        targets: object = self._own.targets(batch)
+        if not isinstance(targets, Tensor) or targets.shape != batch.labels.shape:
+            raise ValueError(f"expected one target per row, got {_described(targets)}")
+        if not bool(torch.isfinite(targets).all()):
+            raise ValueError("the targets hold NaN or infinity")
+        return targets.to(batch.labels)
+
+    def charge_covering(self, move: LabelMove, /) -> LeakCharge:
+        """Return the user's own charge."""
+        return self._own.charge_covering(move)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state of the user's defense."""
+        return self._own.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Replace the state of the user's defense."""
+        self._own.load_state_dict(state)
+
+
+def _check_gradient(gradient: object, raw: Tensor) -> None:
+    if not isinstance(gradient, Tensor) or (gradient.shape, gradient.dtype, gradient.device) != (
+        raw.shape,
+        raw.dtype,
+        raw.device,
+    ):
+        raise ValueError(
+            f"expected a gradient like the raw one, {_described(raw)}, got {_described(gradient)}"
+        )
+    if not bool(torch.isfinite(gradient).all()):
+        raise ValueError("the defended gradient holds NaN or infinity")
+
+
+def _described(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{value.dtype} of shape {tuple(value.shape)} on {value.device}"
+
+
+def _probe_batches(context: DefenseContext, *, with_keys: bool) -> list[RawBatch]:
+    """Return small batches of the kinds that training may bring."""
+    generator = torch.Generator().manual_seed(1)
+    rows, classes = _PROBE_ROWS, context.num_classes
+    gradients = torch.randn((rows, *context.cut_shape), generator=generator) / rows
+    keys = torch.randint(2**62, (rows, 2), generator=generator) if with_keys else None
+    shape = (rows,) if classes == 2 else (rows, classes)
+    predicted = torch.rand(shape, generator=generator)
+    probabilities = predicted if classes == 2 else torch.softmax(predicted, dim=1)
+    labels = torch.arange(rows).remainder(classes).float()
+    one_class = torch.zeros(rows)
+    return [
+        RawBatch(gradients, labels, keys, probabilities),
+        RawBatch(gradients, one_class, keys, probabilities),
+        RawBatch(torch.zeros_like(gradients), labels, keys, probabilities),
+        RawBatch(gradients[:1], labels[:1], None if keys is None else keys[:1], probabilities[:1]),
+    ]

@@ -1,0 +1,238 @@
+"""The gaps between the classes of a batch, and charges for the gap that is worst covered by noise.
+
+Two classes have one gap; of several classes the pair that an answer leaves furthest apart counts.
+The divergence of that pair bounds every other pair, and also any class against the rest: the rest
+is a mixture of classes, and no mixture is easier to tell from a class than the easiest of its
+parts. A class that no batch has held so far leaves the worst gap unknown, and the charge infinite.
+"""
+
+import math
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from splitveil.active_party.defenses.class_means import (
+    ClassMeans,
+    RunningMeans,
+    longest_gap,
+    measure_class_means,
+)
+from splitveil.active_party.defenses.class_statistics import (
+    BatchClasses,
+    ClassEstimate,
+    RunningClasses,
+    measure_means,
+)
+from splitveil.active_party.defenses.interface import LeakCharge, Memory
+from splitveil.active_party.defenses.row_noise import RowNoise
+from splitveil.active_party.defenses.rows import as_classes, as_positive
+from splitveil.active_party.defenses.sum_kl import sum_kl_along_gap
+
+
+class BatchGaps(Protocol):
+    """The gaps between the classes of one batch."""
+
+    @property
+    def norms(self) -> Tensor:
+        """Norms of the batch's rows, (batch,) float64."""
+        ...
+
+    @property
+    def largest(self) -> float:
+        """The largest of the norms."""
+        ...
+
+    def longest(self) -> float:
+        """Return the distance of the two classes furthest apart.
+
+        Infinite where a class has never been seen, and 0 where all rows are zero.
+        """
+        ...
+
+    def charge(self, noise: RowNoise) -> LeakCharge:
+        """Charge each gap against the mean noise variance that either class has on it."""
+        ...
+
+
+class GapMemory(Memory, Protocol):
+    """Measures the gaps of batches, and remembers the classes for batches that lack one."""
+
+    def measure(self, rows: Tensor, labels: Tensor) -> BatchGaps:
+        """Measure a batch, and remember it.
+
+        Args:
+            rows: raw gradients, (batch, cut_dim).
+            labels: as in ``RawBatch``.
+
+        Raises:
+            ValueError: the labels do not fit, or ``cut_dim`` has changed.
+        """
+        ...
+
+
+def gap_memory(num_classes: int) -> GapMemory:
+    """Return an empty memory for so many classes."""
+    return GapOfTwo() if num_classes == 2 else GapsOfSeveral(num_classes)
+
+
+class TwoClassGap(NamedTuple):
+    """The gap between two classes."""
+
+    norms: Tensor
+    largest: float
+    positive: Tensor  # (batch,) bool
+    batch: BatchClasses
+    estimate: ClassEstimate | None
+
+    def longest(self) -> float:
+        """Return the distance of the class means."""
+        if self.largest == 0:
+            return 0.0
+        return math.inf if self.estimate is None else self.estimate.gap_length
+
+    def charge(self, noise: RowNoise) -> LeakCharge:
+        """Charge the gap against the mean noise variance that each class has on it.
+
+        In a batch of one class, a row at the other's running mean stands in for it, stretched to
+        the largest norm of the answer. If that mean is longer, such a row would have had no noise,
+        and the charge is infinite. It is also infinite where the other class has never been seen.
+        """
+        target = float(torch.hypot(self.norms, noise.norms).max())
+        if target == 0:
+            return LeakCharge(0.0)
+        batch, estimate = self.batch, self.estimate
+        if estimate is None or estimate.gap_squared == 0:
+            return LeakCharge(math.inf)
+        direction = estimate.gap / math.sqrt(estimate.gap_squared)
+        cosines = (noise.directions @ direction.to(noise.directions.dtype)).double()
+        cosines[noise.bare] = noise.directions.shape[1] ** -0.5  # mean over random directions
+        squares = (cosines * (noise.norms / target)).square_()
+        members = torch.stack((~self.positive, self.positive)).double()
+        neg_sum, pos_sum = (members @ squares).tolist()
+        other = estimate.gap * (estimate.unit / target)
+        neg_variance = (
+            neg_sum / batch.neg_rows
+            if batch.neg or not batch.pos
+            else _stand_in_variance(batch.pos.mean / target - other, direction)
+        )
+        pos_variance = (
+            pos_sum / batch.pos_rows
+            if batch.pos or not batch.neg
+            else _stand_in_variance(batch.neg.mean / target + other, direction)
+        )
+        return LeakCharge(
+            sum_kl_along_gap(
+                math.sqrt(neg_variance), math.sqrt(pos_variance), estimate.gap_length / target
+            )
+        )
+
+
+class MultiClassGaps(NamedTuple):
+    """The gaps between all pairs of several classes."""
+
+    norms: Tensor
+    largest: float
+    classes: Tensor  # (batch,) int64, class indices
+    batch: ClassMeans
+    estimate: ClassMeans | None
+
+    def longest(self) -> float:
+        """Return the distance of the two class means furthest apart."""
+        if self.estimate is None:
+            return math.inf
+        return longest_gap(self.estimate.means) if self.largest else 0.0
+
+    def charge(self, noise: RowNoise) -> LeakCharge:
+        """Charge each pair's gap against the mean noise variance that either class has on it.
+
+        For a class that the batch lacks, a row at its running mean stands in, stretched as the
+        others are.
+        """
+        target = float(torch.hypot(self.norms, noise.norms).max())
+        if target == 0:
+            return LeakCharge(0.0)
+        if self.estimate is None:
+            return LeakCharge(math.inf)
+        means = self.estimate.means / target
+        _, lengths, axes = torch.linalg.svd(means - means.mean(dim=0), full_matrices=False)
+        axes = axes[lengths > 1e-12 * lengths[0]]
+        if not lengths[0] > 0:
+            return LeakCharge(math.inf)
+        coordinates = means @ axes.T
+        moments = _second_moments(noise, target, self.classes, axes, len(means))
+        for lacking in (self.batch.counts == 0).nonzero().squeeze(1).tolist():
+            length = float(torch.linalg.vector_norm(means[lacking]))
+            share = max(1 / (length * length) - 1, 0.0) if length else 0.0
+            moments[lacking] = torch.outer(coordinates[lacking], coordinates[lacking]) * share
+        return LeakCharge(_worst_pair(coordinates, moments))
+
+
+class GapOfTwo(RunningClasses):
+    """The memory of two classes."""
+
+    def measure(self, rows: Tensor, labels: Tensor) -> TwoClassGap:
+        """Measure a batch, and remember it."""
+        positive = as_positive(labels, rows)
+        batch, norms = measure_means(rows, positive)
+        return TwoClassGap(norms, float(norms.max()), positive, batch, self.take_in(batch))
+
+
+class GapsOfSeveral(RunningMeans):
+    """The memory of several classes."""
+
+    def measure(self, rows: Tensor, labels: Tensor) -> MultiClassGaps:
+        """Measure a batch, and remember it."""
+        classes = as_classes(labels, rows, self.num_classes)
+        batch = measure_class_means(rows, classes, self.num_classes)
+        largest = float(batch.norms.max())
+        return MultiClassGaps(batch.norms, largest, classes, batch, self.take_in(batch))
+
+
+def _stand_in_variance(mean: Tensor, direction: Tensor) -> float:
+    """Return the variance along the gap of a row at ``mean``, stretched to norm 1."""
+    along = float(mean.dot(direction))
+    length = float(torch.linalg.vector_norm(mean))
+    return max(along * along / (length * length) - along * along, 0.0) if length else 0.0
+
+
+def _worst_pair(coordinates: Tensor, moments: Tensor) -> float:
+    """Return the largest divergence of a pair of classes.
+
+    Args:
+        coordinates: class means along the axes, (classes, axes) float64.
+        moments: each class's mean noise covariance along the axes, (classes, axes, axes) float64.
+    """
+    gaps = coordinates[:, None] - coordinates[None]
+    squares = gaps.square().sum(dim=2)
+    pairs = ~torch.eye(len(coordinates), dtype=torch.bool, device=coordinates.device)
+    if not bool((squares[pairs] > 0).all()):  # no gap to measure the noise by
+        return math.inf
+    along = gaps / squares.clamp(min=1e-300).sqrt()[:, :, None]
+    # Row i: the variance that class i has along its gap to every other class.
+    variances = torch.stack([((a @ m) * a).sum(dim=1) for a, m in zip(along, moments, strict=True)])
+    own, others = variances[pairs], variances.T[pairs]
+    if not bool((own > 0).all()):
+        return math.inf
+    left = (own / others + others / own - 2 + squares[pairs] * (1 / own + 1 / others)) / 2
+    return float(left.max())
+
+
+def _second_moments(
+    noise: RowNoise, target: float, classes: Tensor, axes: Tensor, num_classes: int
+) -> Tensor:
+    """Return each class's mean noise covariance along the axes, (classes, axes, axes)."""
+    coordinates = (noise.directions @ axes.T.to(noise.directions.dtype)).double()
+    coordinates *= (noise.norms / target)[:, None]
+    coordinates[noise.bare] = 0.0
+    moments = []
+    for class_index in range(num_classes):
+        members = classes == class_index
+        of_class = coordinates[members]
+        bare = noise.norms[noise.bare][members[noise.bare]] / target
+        # A row without a direction of its own got a random one: the same along every axis.
+        of_bare = bare.square().sum() / noise.directions.shape[1]
+        moment = of_class.T @ of_class
+        moment.diagonal().add_(of_bare)
+        moments.append(moment / max(len(of_class), 1))
+    return torch.stack(moments)

@@ -1,0 +1,104 @@
+"""The interface of an objective: the loss that the top model is trained for.
+
+An objective computes the gradient at the cut layer and lets the top model learn. It knows neither
+the protocol nor the noise that a defense adds to its gradient.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from splitveil.common.data.features import Features
+from splitveil.common.run.progress import State
+
+Schedule = Callable[[int], float]
+"""Maps a step to the multiplier of the learning rate."""
+
+
+class TopModel(NamedTuple):
+    """A top model and the means of its optimisation."""
+
+    model: nn.Module
+    """Maps (activation, own features or None) to logits."""
+
+    optimizer: Optimizer
+    """Over the model's parameters."""
+
+    schedule: Schedule
+
+
+class BatchLabels(NamedTuple):
+    """The active party's knowledge about a batch's labels."""
+
+    rows: Tensor
+    """Indices in the common order, (batch,)."""
+
+    true: Tensor
+    """(batch,), 0 or 1, or the class index."""
+
+    targets: Tensor
+    """The labels from which the gradient that leaves is computed: the true ones, or what a defense
+    puts in their place, (batch,)."""
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """The outcome of one training step, before the top model has learned from all of it."""
+
+    raw: Tensor
+    """Gradient at the cut layer, before any defense, (batch, *cut_shape)."""
+
+    probabilities: Tensor
+    """The model's predictions, (batch,) for label 1, or (batch, classes)."""
+
+    loss: Tensor
+    """Cross entropy of the prediction, mean over the batch; with its graph if the model is still to
+    learn from it."""
+
+    label_move: float | None = None
+    """The most by which an example's own label moves its own row; None where the gap of the class
+    means stands for it."""
+
+
+class Objective(Protocol):
+    """A top model and the way it learns."""
+
+    model: nn.Module
+    """The model that predictions come from. Maps (activation, own features or None) to logits,
+    (batch,), or (batch, classes) with several classes."""
+
+    def compute(self, activation: Tensor, own: Features | None, labels: BatchLabels) -> StepOutcome:
+        """Compute the gradient at the cut layer.
+
+        Args:
+            activation: (batch, *cut_shape), requires its gradient.
+            own: the active party's features of the same rows.
+            labels: of the same rows.
+        """
+        ...
+
+    def learn(self, outcome: StepOutcome, /) -> None:
+        """Do the rest of the step once the answer has been sent."""
+        ...
+
+    def state_dict(self) -> State:
+        """Return everything that a step changes."""
+        ...
+
+    def load_state_dict(self, state: State) -> None:
+        """Return to the step at which ``state_dict`` was taken."""
+        ...
+
+
+def descend(loss: Tensor, parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> None:
+    """Take one step down the loss, without leaving a gradient on anything else in its graph."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    optimizer.zero_grad(set_to_none=True)
+    gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+    for parameter, gradient in zip(trained, gradients, strict=True):
+        parameter.grad = gradient
+    optimizer.step()

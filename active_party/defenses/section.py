@@ -1,0 +1,350 @@
+"""The settings that every defense shares, and the questions that every defense's settings answer.
+
+The settings class of a defense is its front door: it builds the defense, and it alone knows which
+noise key the defense needs, which charges to expect, and where the defense cannot be used. Other
+modules ask these questions and never which defense it is.
+"""
+
+import logging
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from splitveil.active_party.defenses.example_keys import (
+    NoiseKey,
+    key_for,
+    key_from_insecure_seed,
+    load_or_create_key,
+)
+from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast, NoiseKind
+from splitveil.active_party.defenses.interface import Defense
+from splitveil.active_party.defenses.noise import (
+    DefaultNoise,
+    DrawKeys,
+    EntropyNoise,
+    InsecureSeededNoise,
+    NoiseSource,
+    SecureNoise,
+    fresh_key,
+)
+from splitveil.active_party.defenses.objective import Objective, TopModel
+from splitveil.common.settings import Section
+
+SEE = "docs/defenses.md, section 'Which bounds do not hold'"
+
+GENERAL_LIMIT = (
+    f"The guarantee holds for attacks that the charges describe, and not for every peer: see {SEE}."
+)
+"""The limit of a guarantee about which nothing more precise is known."""
+
+
+class DefenseContext(NamedTuple):
+    """The facts about a run that a defense depends on."""
+
+    cut_shape: tuple[int, ...]
+    """Shape of one row of the gradient that is defended."""
+
+    num_classes: int = 2
+
+    pos_fraction: float = 0.5
+    """Share of positives among the training rows, above 0 and below 1; with several classes no
+    charge depends on it."""
+
+    @property
+    def cut_dim(self) -> int:
+        """Number of values in one row of the gradient."""
+        return math.prod(self.cut_shape)
+
+
+class NoiseSecrets(NamedTuple):
+    """The secrets from which a defense draws its noise."""
+
+    noise_key: NoiseKey | None = None
+    """The key of persistent noise and noisy labels; None where the defense needs none."""
+
+    draw_keys: DrawKeys | None = None
+    """The source of the keys of fresh noise. None for the operating system, or for the settings'
+    ``insecure_noise_seed`` in tests."""
+
+
+NO_SECRETS = NoiseSecrets()
+
+
+class Examples(NamedTuple):
+    """The aligned examples of a run, in the common order."""
+
+    ids: Sequence[str]
+    """Canonical ids; empty where the defense has no noise key."""
+
+    labels: Tensor
+    """True labels, (aligned,)."""
+
+    device: torch.device
+    """The device on which the top model is trained."""
+
+
+class DefenseSection(Section):
+    """The base of all defenses' settings, with the answers of a defense without noise."""
+
+    @property
+    def title(self) -> str:
+        """The name by which the settings choose the defense."""
+        return str(type(self).model_fields["name"].default)
+
+    @property
+    def noise_seed(self) -> int | None:
+        """The seed that replaces all secrets in tests; None outside tests."""
+        return None
+
+    @property
+    def needs_example_keys(self) -> bool:
+        """Whether ``RawBatch.example_keys`` has to be given."""
+        return False
+
+    @property
+    def top_learns_targets(self) -> bool:
+        """Whether the top model learns from ``Defense.targets``, and not from the true labels."""
+        return True
+
+    @abstractmethod
+    def build(
+        self,
+        context: DefenseContext,
+        secrets: NoiseSecrets = NO_SECRETS,
+        examples: Examples | None = None,
+    ) -> Defense:
+        """Build the defense.
+
+        Args:
+            context: of the run.
+            secrets: what noise is drawn from.
+            examples: the examples of the run; a defense that replaces their labels needs them for
+                ``Defense.targets``.
+
+        Raises:
+            ValueError: the defense is refused, or needs a noise key and has none.
+            SettingsError: a class written by the user cannot be loaded or built.
+        """
+
+    @abstractmethod
+    def forecast(self, context: DefenseContext) -> Forecast:
+        """Say what one answer will be charged, as far as that is known before the run."""
+
+    def noise_key_strength(self, _context: DefenseContext, /) -> str | None:
+        """Name the strength for which the noise key is derived; None if no key is needed.
+
+        The same noise at two strengths would be two equations for noise and label. So another
+        strength draws other noise, about which the peer knows no more than about fresh noise.
+        """
+        return None
+
+    def refusal(self, _context: DefenseContext, /) -> str | None:
+        """Say why the defense cannot be used with so many classes; None where it can."""
+        return None
+
+    def budget_refusal(self, _context: DefenseContext, /) -> str | None:
+        """Say why the first answer would exceed every budget; None where it need not."""
+        return None
+
+    def guarantee_limit(self) -> str:
+        """Say for which peers the ledger's guarantee does not hold; empty if it holds for all."""
+        return GENERAL_LIMIT
+
+    def composition_refusal(self) -> str | None:
+        """Say why the defense cannot follow a loss other than the cross entropy; None if it can."""
+        return None
+
+    def bounds_label_move(self, _cut_dim: int, *, is_known: bool) -> bool:  # noqa: ARG002
+        """Whether `Defense.charge_covering` can return a finite charge.
+
+        Args:
+            _cut_dim: number of values per row.
+            is_known: whether a bound on the label's move is known.
+        """
+        return False
+
+    def objective(
+        self,
+        _top: TopModel,
+        _secrets: NoiseSecrets,
+        _examples: Examples,
+        /,
+    ) -> Objective | None:
+        """Return what the top model is trained for; None for the cross entropy of its logits."""
+        return None
+
+    def require_usable(self, _context: DefenseContext, /) -> None:
+        """Try out whatever could fail only during the run.
+
+        Raises:
+            SettingsError: the defense would fail.
+        """
+
+    def open_noise_key(self, context: DefenseContext, path: Path) -> NoiseKey | None:
+        """Return the key from which the defense draws its noise; None if it needs none.
+
+        The file at ``path``, created if it does not exist, yields a key of its own for each
+        strength, see ``noise_key_strength``.
+
+        Raises:
+            SettingsError: the file is not a key, or others may know it.
+            StorageError: there is no file, and none can be written.
+        """
+        strength = self.noise_key_strength(context)
+        if strength is None:
+            return None
+        if self.noise_seed is None:
+            return key_for(load_or_create_key(path), strength)
+        warn_about_seed()
+        return key_for(key_from_insecure_seed(self.noise_seed), strength)
+
+    def _raise_if_refused(self, context: DefenseContext) -> None:
+        refusal = self.refusal(context)
+        if refusal is not None:
+            raise ValueError(refusal)
+
+
+class SeededDefense(DefenseSection):
+    """The settings of every defense that draws random numbers."""
+
+    insecure_noise_seed: int | None = Field(default=None, ge=0, lt=2**63)
+    """For tests only: anyone who knows the seed can reproduce everything that the defense draws,
+    and so remove the noise. Absent: the noise is unpredictable."""
+
+    @property
+    def noise_seed(self) -> int | None:
+        """The seed that replaces all secrets in tests; None outside tests."""
+        return self.insecure_noise_seed
+
+
+class NoisyDefense(SeededDefense):
+    """The settings of every defense that adds noise to gradients."""
+
+    noise: Literal["fresh", "persistent"] = "fresh"
+    """``fresh`` noise is drawn anew for every answer; what the answers tell adds up over epochs.
+
+    ``persistent`` noise belongs to the example for the whole run. For ``marvell`` and ``iso`` it
+    repeats one answer however long the run; for ``max_norm`` it protects only against a peer that
+    adds answers up, and the leak ledger gives no bound. It is drawn from the key at
+    ``noise_key_path``.
+    """
+
+    secure_noise: bool | None = None
+    """The source of fresh noise.
+
+    ``true``: a cipher's keystream, computed on the CPU and copied to a GPU (about 6 ns per number
+    and the copy). ``false``: the device's own generator, filled with the operating system's
+    entropy, but never meant to withstand an adversary. Absent: secure on the CPU, the device's own
+    generator on a GPU. Persistent noise is always cryptographic.
+    """
+
+    @property
+    def needs_example_keys(self) -> bool:
+        """Whether ``RawBatch.example_keys`` has to be given."""
+        return self.noise == "persistent"
+
+    def forecast(self, context: DefenseContext) -> Forecast:
+        """Say what one answer will be charged, for either kind of noise.
+
+        With several classes only the noise that is set is looked at.
+        """
+        charges: dict[NoiseKind, ChargeForecast] = {
+            "fresh": self.fresh_charge(context),
+            "persistent": self.repeated_charge(context),
+        }
+        if context.num_classes > 2:
+            charges = {self.noise: charges[self.noise]}
+        return Forecast(charges, self.noise, self.honesty(context))
+
+    @abstractmethod
+    def fresh_charge(self, context: DefenseContext) -> ChargeForecast:
+        """Say what one answer with fresh noise will be charged."""
+
+    @abstractmethod
+    def repeated_charge(self, context: DefenseContext) -> ChargeForecast:
+        """Say what noise drawn once per example will be charged, with all its repetitions."""
+
+    @abstractmethod
+    def honesty(self, context: DefenseContext) -> str:
+        """Say how far the forecast can be relied on."""
+
+    def guarantee_limit(self) -> str:
+        """Say for which peers the ledger's guarantee does not hold."""
+        if self.noise == "persistent":
+            return GENERAL_LIMIT
+        return (
+            "The guarantee does not hold for every peer: charges of fresh noise describe "
+            "attacks on the class means of a batch. They are too low late in training against "
+            "a peer that can tell what the model predicts for an example."
+        )
+
+    def composition_refusal(self) -> str | None:
+        """Say why the defense cannot follow a loss other than the cross entropy; None if it can."""
+        if self.noise == "fresh":
+            return None
+        return (
+            "persistent noise is measured by what a label moves in a cross "
+            "entropy's gradient, which this is not; expected noise: fresh, or noisy_label"
+        )
+
+    def noise_source(self, secrets: NoiseSecrets) -> NoiseSource:
+        """Return the source of fresh noise."""
+        if self.insecure_noise_seed is not None:
+            warn_about_seed()
+            if secrets.draw_keys is None:
+                return InsecureSeededNoise(self.insecure_noise_seed)
+        keys = secrets.draw_keys or fresh_key
+        if self.secure_noise is None:
+            return DefaultNoise(keys)
+        return SecureNoise(keys) if self.secure_noise else EntropyNoise(keys)
+
+
+PERSISTENT_NOISE_LIMIT = (
+    "The guarantee does not hold for every peer: charges of persistent noise describe "
+    "one that sends its model's activations. They are too low against a peer that "
+    f"chooses its activations: see {SEE}."
+)
+PERSISTENT_NOISE_HONESTY = "Charges of persistent noise depend on the strength alone."
+
+
+def refusal_of_persistent(settings: NoisyDefense, context: DefenseContext) -> str | None:
+    """Say why noise that is measured by label moves cannot be used with several classes."""
+    if context.num_classes == 2 or settings.noise == "fresh":
+        return None
+    return (
+        f"persistent noise of {settings.title} is measured by what one label out of two "
+        "moves; with several classes expected noise: fresh, or noisy_label"
+    )
+
+
+def two_classes_alone(name: str) -> str:
+    """Say that a defense is for two classes, and name the others."""
+    return (
+        f"{name} is defined for two classes alone; expected none, iso, max_norm, "
+        "marvell or noisy_label"
+    )
+
+
+def require_key(noise_key: NoiseKey | None, name: str) -> NoiseKey:
+    """Return the noise key of a defense that cannot do without.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if noise_key is None:
+        raise ValueError(f"{name} with these settings needs a noise key")
+    return noise_key
+
+
+def warn_about_seed() -> None:
+    """Warn that noise can be reproduced."""
+    logging.getLogger(__name__).warning(
+        "INSECURE: insecure_noise_seed is set; whoever knows it subtracts the noise and reads the "
+        "labels. It is for tests only."
+    )

@@ -1,0 +1,112 @@
+"""Defenses as a user writes them: one that states its charge, and some that do not fit."""
+
+from pathlib import Path
+
+OWN_DEFENSES = '''
+"""Rows clipped to a length, and noise in units of that length."""
+
+import torch
+
+from splitveil.active_party.defenses import Defended, Defense, DefenseReport, LeakCharge, release
+
+
+class Clipped(Defense):
+    def __init__(self, context, noise, *, limit=1e-3, noise_ratio=2.0):
+        if noise_ratio <= 0:
+            raise ValueError("noise_ratio must be above 0")
+        self._noise, self._limit, self._ratio = noise, limit, noise_ratio
+
+    def clipped(self, batch):
+        rows = batch.gradients.detach().flatten(start_dim=1)
+        norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+        return rows * (self._limit / norms.clamp(min=self._limit))
+
+    def defend(self, batch):
+        rows = self.clipped(batch)
+        deviation = self._ratio * self._limit
+        noise = self._noise.standard_normal(tuple(rows.shape), rows)
+        # Two clipped rows are at most 2 limits apart, whatever the labels.
+        charge = LeakCharge(4 / self._ratio**2)
+        report = DefenseReport(noise_power=rows.shape[1] * deviation**2, charge=charge)
+        return Defended(release(rows + deviation * noise, batch.gradients), report)
+
+
+class Uncharged(Clipped):
+    """States no charge."""
+
+    def defend(self, batch):
+        defended, report = super().defend(batch)
+        return Defended(defended, DefenseReport(report.noise_power))
+
+
+class Counting(Clipped):
+    """Keeps a state, and halves the targets of the first batch."""
+
+    def __init__(self, context, noise):
+        super().__init__(context, noise)
+        self._count = torch.zeros((), dtype=torch.int64)
+
+    def targets(self, batch):
+        return batch.labels if self._count else batch.labels / 2
+
+    def defend(self, batch):
+        self._count = self._count + 1
+        return super().defend(batch)
+
+    def state_dict(self):
+        return {"count": self._count}
+
+    def load_state_dict(self, state):
+        self._count = state["count"]
+
+
+class Keyed(Uncharged):
+    """Needs the examples' keys."""
+
+    def defend(self, batch):
+        if batch.example_keys is None:
+            raise ValueError("no keys")
+        return super().defend(batch)
+
+
+class Pair(Clipped):
+    def defend(self, batch):
+        return tuple(super().defend(batch))
+
+
+class Narrow(Clipped):
+    def defend(self, batch):
+        defended, report = super().defend(batch)
+        return Defended(defended[:, :1], report)
+
+
+class Infinite(Clipped):
+    def defend(self, batch):
+        defended, report = super().defend(batch)
+        return Defended(defended / 0.0, report)
+
+
+class NeedsBothClasses(Clipped):
+    def defend(self, batch):
+        if len(set(batch.labels.tolist())) < 2:
+            raise ValueError("expected two classes")
+        return super().defend(batch)
+
+
+class FailsLater(Clipped):
+    """Fails on a batch of more rows than it is tried out on."""
+
+    def defend(self, batch):
+        defended, report = super().defend(batch)
+        return Defended(defended.double() if len(defended) > 8 else defended, report)
+
+
+class NotADefense:
+    pass
+'''
+
+
+def write_own_defenses(folder: Path, module: str = "own_defenses_of_tests") -> str:
+    """Write the module into a folder; return its name."""
+    (folder / f"{module}.py").write_text(OWN_DEFENSES)
+    return module

@@ -8,20 +8,20 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 BENCHMARKS := $(filter-out __init__ environment,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
-# One worker per core, of which each takes half a gigabyte; whichever is done takes tests from others.
+# One worker per core, up to eight; each takes half a gigabyte. An idle worker takes tests from others.
 WORKERS := -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test test-rest test-all faults lint protos bench fuzz
+.PHONY: demo test test-rest test-all faults lint protos settings bench fuzz
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
-	$(BIN)/splitveil-local deploy/examples/breast_cancer --defense none marvell
+	$(BIN)/splitveil demo
 
-# Every claim and every invariant; minutes.
+# Every claim and every invariant, in minutes.
 test: $(INSTALLED)
 	$(BIN)/pytest $(WORKERS) -m "not slow" $(TEST_OPTIONS)
 
-# The long proofs, which `make test` leaves out.
+# The long proofs that `make test` leaves out.
 test-rest: $(INSTALLED)
 	$(BIN)/pytest $(WORKERS) -m slow $(TEST_OPTIONS)
 
@@ -40,6 +40,9 @@ lint: $(INSTALLED)
 
 protos: $(INSTALLED)
 	$(BIN)/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. protos/split_learning.proto
+
+settings: $(INSTALLED)
+	$(BIN)/python -m splitveil.settings_reference > docs/settings.md
 
 bench: $(INSTALLED)
 	@set -e; for benchmark in $(BENCHMARKS); do \

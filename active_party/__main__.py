@@ -34,27 +34,30 @@ from splitveil.common.errors import (
 from splitveil.common.models.factory import build_top_model
 from splitveil.common.party.command_line import (
     Commands,
-    Interruption,
     add_command,
     draw_nonce,
     end_program,
     exit_code_of,
-    goes_on,
     overrides_of,
     parse_arguments,
     prepare,
     report_check,
+    resumes,
     save_resolved,
+    torch_device,
     verify_transcript,
 )
-from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.credentials import credential_files
+from splitveil.common.party.interruption import Interruption
+from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.party.transcript import Transcript
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.storage.ended_run import clear_mark, end_of, mark_as_ended
+from splitveil.common.storage.model_files import delete_saved, save_model, save_tensors
 from splitveil.common.storage.run_folder import open_run_folder, write_json_atomically
-from splitveil.common.storage.run_store import RunStore, delete_saved, save_model, save_tensors
+from splitveil.common.storage.run_store import RunStore
 from splitveil.common.text.log_lines import configure_logging
 from splitveil.common.wire.endpoint import check_security
 
@@ -125,7 +128,7 @@ def _run(parsed: argparse.Namespace) -> None:
     interruption.install()
     settings = _load(parsed)
     contract = settings.contract
-    credentials = settings.credential_files(ACTIVE)
+    credentials = credential_files(settings, ACTIVE)
     security = check_security(credentials, settings.listen, "listen")
     logger.log(logging.WARNING if credentials is None else logging.INFO, "security: %s", security)
     _check_files_and_address(settings)
@@ -225,7 +228,7 @@ def _open_folder(settings: ActiveSettings, *, fresh: bool) -> Path:
         settings.runs_dir,
         settings.contract.run_name,
         ACTIVE,
-        lambda folder: goes_on(settings, fresh=fresh, folder=folder),
+        lambda folder: resumes(settings, fresh=fresh, folder=folder),
     )
     save_resolved(settings, folder)
     return folder
@@ -304,7 +307,7 @@ def _check(parsed: argparse.Namespace) -> None:
     settings = _load(parsed)
 
     def security() -> str:
-        found = check_security(settings.credential_files(ACTIVE), settings.listen, "listen")
+        found = check_security(credential_files(settings, ACTIVE), settings.listen, "listen")
         return f"security: {found}"
 
     def address() -> str:
@@ -320,7 +323,7 @@ def _check(parsed: argparse.Namespace) -> None:
 
     def data_and_model() -> str:
         data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
-        earlier = settings.earlier_model()
+        earlier = open_earlier_model(settings)
         encoder = data.fit(np.arange(len(data.ids)), earlier)
         model = build_top_model(
             settings.top_model,
@@ -338,7 +341,7 @@ def _check(parsed: argparse.Namespace) -> None:
         [
             security,
             address,
-            lambda: f"device: {settings.torch_device()}",
+            lambda: f"device: {torch_device(settings.device)}",
             noise_key,
             *([earlier_answers] if settings.earlier_ledgers else []),
             data_and_model,
@@ -350,7 +353,7 @@ def _check_files_and_address(settings: ActiveSettings) -> None:
     """Find out what would end a run, before its folder is opened and earlier results move aside."""
     _check_listen(settings)
     _check_noise_key(settings)
-    settings.earlier_model()
+    open_earlier_model(settings)
 
 
 def _check_noise_key(settings: ActiveSettings) -> None:

@@ -32,7 +32,7 @@ from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.errors import DataError
 from splitveil.common.models.factory import build_top_model
 from splitveil.common.models.optimizers import build_optimizer
-from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.storage.run_store import RunStore
 
@@ -51,7 +51,7 @@ class TrainerBuilder:
         self._data = data
         self._device = device
         self._num_classes = settings.data.num_classes
-        self._earlier = settings.earlier_model()
+        self._earlier = open_earlier_model(settings)
         # Now rather than at the first step: a key that others can read ends a run before it begins.
         self._noise_key = open_noise_key(
             settings.defense,

@@ -1,6 +1,6 @@
 """Two-party split learning that tells the label owner what its gradients give away."""
 
-from importlib.metadata import version
+from splitveil.common.text.version import VERSION
 
-__version__ = version("splitveil")
+__version__ = VERSION
 """The version of the installed package."""

@@ -16,17 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from splitveil.common.privacy.attacks import (
-    ATTACKS,
-    Knowledge,
-    KnownClasses,
-    cosine,
-    norm,
-    spectral,
-)
-from splitveil.common.privacy.audit import LeakAudit, Observation
+from splitveil.common.privacy.attacks import ATTACKS, Knowledge
+from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.audit_worker import AuditWorker
 from splitveil.common.privacy.leakage import leak_auc, leak_auc_interval, leak_auc_many
+from splitveil.common.privacy.observation import Clues, Observation
+from splitveil.common.privacy.scores import KnownClasses, cosine, norm, spectral
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS
 
 _EXAMPLES = 100_000
@@ -101,8 +96,8 @@ def _observation(gradients: Tensor, labels: Tensor, step: int) -> Observation:
     row = int(labels.argmax())
     layers = {"cut": gradients, "first": gradients}
     references = {layer: rows[row] for layer, rows in layers.items()}
-    places = torch.arange(len(labels))
-    return Observation(0, step, layers, labels, references, row, places)
+    clues = {1: Clues(references, row)}
+    return Observation(0, step, layers, labels, clues, torch.arange(len(labels)))
 
 
 def _submit_times_ms() -> list[float]:

@@ -1,18 +1,18 @@
 """Where a benchmark ran, and how its figures spread."""
 
-import os
 import platform
 import statistics
 from collections.abc import Sequence
 from importlib.metadata import version
-from pathlib import Path
 
 import torch
+
+from splitveil.experiments.machine import machine
 
 
 def print_environment(*packages: str) -> None:
     """Print machine, cores, thread settings and versions."""
-    print(f"machine: {_processor()}, {len(os.sched_getaffinity(0))} cores available")
+    print(f"machine: {machine()} available")
     print(f"python {platform.python_version()}, torch threads {torch.get_num_threads()}")
     print(", ".join(f"{name} {version(name)}" for name in ("torch", "numpy", *packages)))
 
@@ -22,12 +22,3 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     ordered = sorted(values)
     low, high = ordered[int(0.05 * len(ordered))], ordered[int(0.95 * (len(ordered) - 1))]
     return f"{statistics.median(ordered):.{digits}f} ({low:.{digits}f} .. {high:.{digits}f})"
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -24,6 +24,7 @@ import yaml
 from torch import Tensor
 
 from benchmarks.environment import print_environment, spread
+from splitveil.common.party.credentials import credential_files
 from splitveil.common.run.course import Batch
 from splitveil.deploy.certs import make_certificates
 from splitveil.passive_party.grpc_peer import GrpcPeer
@@ -126,7 +127,7 @@ def over_grpc(folder: Path, defense: str) -> list[float]:
             address,
             settings.contract,
             settings.reconnect,
-            credentials=settings.credential_files(settings.party),
+            credentials=credential_files(settings, settings.party),
         ) as peer,
     ):
         parties.run.run(peer)

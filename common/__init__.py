@@ -1,10 +1,10 @@
-"""What both parties use, and nothing that only one of them does.
+"""Code that both parties use.
 
-Importing it shuts TLS 1.2 out of gRPC's connections. grpcio has no setting for the lowest version,
-but an environment variable for the cipher suites of TLS 1.2. The one suite left there needs a key
-that both ends share beforehand. There is none, and so only TLS 1.3, whose suites are always on,
-comes to an agreement. gRPC reads the variable while it is imported: where it was imported earlier,
-``splitveil.common.wire.tls`` has it read the variable again.
+Importing this package disables TLS 1.2 in gRPC's connections. grpcio has no setting for the minimum
+version, only an environment variable for the cipher suites of TLS 1.2. The only suite that is left
+there needs a key that both ends share beforehand. There is no such key, so that only TLS 1.3, whose
+suites are always enabled, can be negotiated. gRPC reads the variable when it is imported; if it was
+imported earlier, ``splitveil.common.wire.tls`` makes it read the variable again.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Every error that splitveil raises on purpose, each with the exit code it ends a process with.
+"""The errors that splitveil raises on purpose, and the exit codes with which they end a process.
 
     SplitveilError                 1
     |- SettingsError               2   the settings, or the two parties' contracts
@@ -7,27 +7,28 @@
     |- AlignmentError              3   the intersection of the two parties' ids
     |- PeerError                   4   the other party
     |  |- PeerUnreachable              it is silent or gone
-    |  |  |- OthersAwaited             it waits for another passive party
-    |  |  `- PeerRenewed               it shows another certificate than before
-    |  |- PeerUntrusted                one of the two does not believe who the other is
-    |  |- PeerLeft                     it said that it stops
-    |  |  `- PeerEndedForGood      5   for good: to start again is no use
-    |  |- PeerRestarted                it was restarted, and the run has to be opened again
-    |  |- NothingBegun                 its run began anew before anything was answered
+    |  |  |- OthersAwaited             it is waiting for another passive party
+    |  |  `- PeerRenewed               its certificate differs from the one seen before
+    |  |- PeerUntrusted                one party does not accept the other's identity
+    |  |- PeerLeft                     it announced that it stops
+    |  |  `- PeerEndedForGood      5   for good: restarting does not help
+    |  |- PeerRestarted                it was restarted, and the run must be opened again
+    |  |- NothingBegun                 its run started over before any answer
     |  `- ProtocolError                it broke a rule of the protocol
-    |     |- InvalidMessage            a message that cannot be what it claims to be
+    |     |- InvalidMessage            the message cannot be what it claims to be
     |     |- OutOfStep                 a well-formed message at the wrong time
-    |     |- NotOpen                   a message for a run that has to be opened first
-    |     |- TooLarge                  a message beyond the agreed limits
+    |     |- NotOpen                   a message for a run that must be opened first
+    |     |- TooLarge                  a message that exceeds the agreed limits
     |     `- AuditRefused              scores that are not measured in this run
-    |- StorageError                1   a checkpoint or a log could not be written
+    |- StorageError                1   a checkpoint or a log could not be read or written
+    |- OtherAnswer                 1   a repeated question would get another answer
     |- EndedForGood                5   this party has ended the run for good
-    |  |- BudgetExhausted              the next answer would tell more than the run may
-    |  `- LeakGateClosed               attacks measured more than the run may tell
+    |  |- BudgetExhausted              the next answer would exceed the run's budget
+    |  `- LeakGateClosed               attacks measured more than the run may leak
     `- Interrupted            130, 143 a person or a supervisor stopped this party
 
-Messages are for the own user: what was expected and what came. What the *peer* is told of an error
-stands in ``common/wire/status.py``, and is a fixed sentence.
+Messages are for this party's own user and say what was expected and what was received. The *peer*
+is told about an error in one of the fixed sentences in ``common/wire/status.py``.
 """
 
 import signal
@@ -41,7 +42,7 @@ class SplitveilError(Exception):
 
 
 class SettingsError(SplitveilError):
-    """The settings cannot be used; carries every problem found, not only the first."""
+    """The settings cannot be used; carries all problems found instead of only the first."""
 
     exit_code = 2
 
@@ -65,13 +66,13 @@ class DataError(SplitveilError):
 
 
 class AlignmentError(SplitveilError):
-    """The parties' ids do not lead to an intersection that both can train on."""
+    """The parties' ids have no intersection on which both can train."""
 
     exit_code = 3
 
 
 class PeerError(SplitveilError):
-    """The other party makes it impossible to go on."""
+    """The other party makes it impossible to continue."""
 
     exit_code = 4
 
@@ -81,79 +82,79 @@ class PeerUnreachable(PeerError):
 
 
 class OthersAwaited(PeerUnreachable):
-    """What one passive party asks for needs another one, which is not there yet."""
+    """A passive party's request needs another passive party, which is not ready yet."""
 
 
 class PeerRenewed(PeerUnreachable):
-    """The other party shows another certificate than the one that was judged; worth a new look."""
+    """The other party's certificate differs from the one that was checked; check it again."""
 
 
 class PeerUntrusted(PeerError):
-    """One of the parties does not accept the other's certificate, or its protection."""
+    """One of the parties does not accept the other's certificate or its security mode."""
 
 
 class PeerLeft(PeerError):
-    """The other party said that it stops."""
+    """The other party announced that it stops."""
 
 
 class PeerEndedForGood(PeerLeft):
-    """The label owner has ended the run for good: the same commands do not go on with it."""
+    """The label owner has ended the run for good: the same commands do not resume it."""
 
     exit_code = 5
 
 
 class PeerRestarted(PeerError):
-    """The other party was restarted: the run goes on from a checkpoint once it is opened again."""
+    """The other party was restarted: opening the run again resumes it from a checkpoint."""
 
 
 class NothingBegun(PeerError):
-    """A run to go on with, of which nothing was answered yet, and which began anew since."""
+    """The run to resume had not answered anything yet, and has started over since."""
 
 
 class ProtocolError(PeerError):
-    """The other party sent what the protocol does not allow."""
+    """The other party sent something that the protocol does not allow."""
 
 
 class InvalidMessage(ProtocolError):
-    """A message is not what it claims to be: dtype, shape, length, values."""
+    """A message is not what it claims to be: its dtype, shape, length or values are wrong."""
 
 
 class OutOfStep(ProtocolError):
-    """A well-formed message came at the wrong time, or for other rows."""
+    """A well-formed message arrived at the wrong time, or for other rows."""
 
 
 class NotOpen(ProtocolError):
-    """A message came for a run that this process has not opened with the peer yet."""
+    """A message arrived for a run that this process has not opened with the peer yet."""
 
 
 class TooLarge(ProtocolError):
-    """A message is beyond the limits that the contract sets."""
+    """A message exceeds the limits that the contract sets."""
 
 
 class AuditRefused(ProtocolError):
-    """The label owner measures no scores of its peer in this run."""
+    """The label owner does not measure its peer's scores in this run."""
 
 
 class StorageError(SplitveilError):
-    """Something could not be written to disk."""
+    """A file could not be read or written."""
 
 
 class OtherAnswer(SplitveilError):
-    """A question that was answered before would get another answer now."""
+    """A question that was answered before would now get another answer."""
 
 
 class EndedForGood(SplitveilError):
-    """The run has told what it may: it goes on only where the label owner allows more."""
+    """The run has leaked as much as it may: it resumes only if the label owner allows more."""
 
     exit_code = 5
 
 
 class BudgetExhausted(EndedForGood):
-    """The next answer would take an example past what the run may tell of its label."""
+    """The next answer would exceed what the run may reveal about an example's label."""
 
 
 class LeakGateClosed(EndedForGood):
-    """The leak monitor measured more than the label owner accepts."""
+    """The leak monitor measured a larger leak than the label owner accepts."""
 
 
 class Interrupted(SplitveilError):

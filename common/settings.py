@@ -1,4 +1,4 @@
-"""How settings are read: YAML files, overrides from the command line, every problem at once."""
+"""Reads settings from YAML files and command-line overrides, and reports all problems at once."""
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,14 +12,14 @@ from splitveil.common.text.visible_text import visible
 from splitveil.common.text.yaml_text import load_yaml, read_yaml_file
 
 _SHOWN_CHARACTERS = 200
-"""Of a value or an override in a message."""
+"""Number of characters of a value or an override that a message shows."""
 _SHOWN_PROBLEMS = 50
 
 SectionT = TypeVar("SectionT", bound="Section")
 
 
 class Section(BaseModel):
-    """A part of the settings: immutable, and a misspelt name is an error."""
+    """A section of the settings: immutable, and with an error for misspelt names."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
@@ -34,15 +34,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """
     values = read_yaml_file(path)
     if not isinstance(values, dict):
-        raise SettingsError(f"{path}: expected names with values, got {type(values).__name__}")
+        raise SettingsError(f"{path}: expected names and values, got {type(values).__name__}")
     return values
 
 
 def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Return a copy of ``values`` with each ``dotted.name=yaml`` put in its place.
+    """Return a copy of ``values`` with each override ``dotted.name=yaml`` applied.
 
     Raises:
-        SettingsError: an override has no ``=``, is not YAML, or goes through a plain value.
+        SettingsError: an override has no ``=``, is not YAML, or treats a plain value as a section.
     """
     result = _copy(values)
     for override in overrides:
@@ -58,7 +58,7 @@ def validate(section: type[SectionT], values: Mapping[str, Any], source: str) ->
     """Build a section from plain values.
 
     Raises:
-        SettingsError: with one line per problem: where, what was expected, what came.
+        SettingsError: has one line per problem: where it is, what was expected, what was found.
     """
     try:
         return section.model_validate(values)
@@ -66,23 +66,25 @@ def validate(section: type[SectionT], values: Mapping[str, Any], source: str) ->
         problems = list(_problems(section, error, source))
         if len(problems) > _SHOWN_PROBLEMS:
             more = len(problems) - _SHOWN_PROBLEMS
-            problems[_SHOWN_PROBLEMS:] = [f"{source}: and {more:,} problems more"]
+            problems[_SHOWN_PROBLEMS:] = [f"{source}: and {more:,} more problems"]
         raise SettingsError(problems) from error
 
 
 def only_key(value: object) -> str | None:
-    """Name the one key of a section whose kind is the key that is present.
+    """Return the only key of a section whose kind is determined by the key that is present.
 
-    For a union's ``Discriminator``: None, which is an error, for another number of keys.
+    For a union's ``Discriminator``. It returns None, which is an error, unless there is exactly one
+    key.
     """
     keys = list(value) if isinstance(value, dict) else list(getattr(value, "model_fields_set", ()))
     return str(keys[0]) if len(keys) == 1 else None
 
 
 def named_kind(field: str, *kinds: str) -> Callable[[object], str | None]:
-    """Return what names the kind of a section by one of its fields, the first kind by default.
+    """Return a function that reads a section's kind from a field, with the first kind as default.
 
-    For a union's ``Discriminator``: it gives None, which is an error, for any other value.
+    For a union's ``Discriminator``. The function returns None, which is an error, for any other
+    value.
     """
 
     def kind_of(value: object) -> str | None:
@@ -125,11 +127,11 @@ def _problems(section: type[Section], error: ValidationError, source: str) -> It
             hint = f"; did you mean {close[0]!r}?" if close else ""
             yield f"{source}: {where}: there is no such setting{hint}"
         else:
-            # A problem of a whole section would repeat all of it.
+            # A problem with a whole section would repeat all of it.
             whole = problem["type"] == "missing" or isinstance(problem["input"], dict)
-            came = "" if whole else f" (got {_short(_as_yaml(problem['input']))})"
+            got = "" if whole else f" (got {_short(_as_yaml(problem['input']))})"
             message = problem["msg"].removeprefix("Value error, ")
-            yield f"{source}: {where + ': ' if where else ''}{message}{came}"
+            yield f"{source}: {where + ': ' if where else ''}{message}{got}"
 
 
 def _short(text: str) -> str:
@@ -138,7 +140,7 @@ def _short(text: str) -> str:
 
 
 def _field_names(annotation: Any, seen: set[Any] | None = None) -> set[str]:
-    """Collect the names of all fields reachable from a type, to suggest one for a typo."""
+    """Collect the names of all fields reachable from a type, to suggest a name for a typo."""
     seen = set() if seen is None else seen
     if annotation in seen:
         return set()

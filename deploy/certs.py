@@ -11,7 +11,6 @@ certificates from anywhere.
 
 import argparse
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
@@ -28,8 +27,10 @@ from pydantic import TypeAdapter, ValidationError
 from splitveil.common.errors import SettingsError, SplitveilError, StorageError
 from splitveil.common.party.credentials import MAX_FILE_BYTES, SOON_DAYS, dns_names, subject_of
 from splitveil.common.run.contract import ACTIVE, DnsName, Name
+from splitveil.common.storage.run_folder import write_bytes_atomically
 from splitveil.common.text.files import read_bytes
 from splitveil.common.text.log_lines import configure_logging
+from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import visible, visible_lines
 
 logger = logging.getLogger("splitveil.deploy.certs")
@@ -276,20 +277,11 @@ def _write_public(path: Path, data: bytes) -> None:
 
 
 def _write(path: Path, data: bytes, mode: int) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with os.fdopen(os.open(temporary, flags, mode), "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
+    write_bytes_atomically(path, data, mode)
 
 
 def _init(options: argparse.Namespace) -> None:
@@ -355,6 +347,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="splitveil-certs", description="Make certificates for a trial, and look at any."
     )
+    add_version(parser)
     commands = parser.add_subparsers(dest="command", required=True)
     init = commands.add_parser("init", help="make an authority and one certificate per party")
     init.add_argument("folder", type=Path, metavar="DIR", help="gets one folder per party")

@@ -13,7 +13,6 @@ fails; with 5 where the run was ended for good, and with 0 where it is then star
 
 import argparse
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -29,7 +28,9 @@ from rich.console import Console
 from splitveil.common.errors import EndedForGood, SettingsError
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.settings import apply_overrides, read_yaml
+from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import cell, visible_lines
+from splitveil.common.text.wording import slug
 from splitveil.common.text.yaml_text import load_yaml
 from splitveil.deploy.comparison import comparison_table, read_results
 from splitveil.deploy.party_processes import run_parties
@@ -51,7 +52,7 @@ class NamedDefense(NamedTuple):
 
     def slug(self) -> str:
         """Return the title as a part of a run's name."""
-        return re.sub(r"[^A-Za-z0-9_.-]+", "-", self.title).strip("-")
+        return slug(self.title).strip("-")
 
 
 class Overrides(NamedTuple):
@@ -106,10 +107,21 @@ class PlannedRun(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run an example and return the exit code."""
     options = _parser().parse_args(arguments)
+    return run_example(options.example_dir, options, "splitveil-local")
+
+
+def run_example(example_dir: Path, options: argparse.Namespace, program: str) -> int:
+    """Run an example and return the exit code; say on the standard error stream what went wrong.
+
+    Args:
+        example_dir: folder with a settings file for each party.
+        options: what a parser with ``add_run_arguments`` has read.
+        program: the command's name, for the message.
+    """
     try:
-        return _run(options.example_dir, options.defense, options.overrides, options.runs)
+        return _run(example_dir, options.defense, options.overrides, options.runs)
     except SettingsError as error:
-        sys.stderr.write(f"splitveil-local: {visible_lines(str(error))}\n")
+        sys.stderr.write(f"{program}: {visible_lines(str(error))}\n")
         return error.exit_code
 
 
@@ -260,6 +272,13 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         help="folder with active.yaml and passive.yaml, or passive_a.yaml, passive_b.yaml, ...",
     )
+    add_version(parser)
+    add_run_arguments(parser)
+    return parser
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of every command that runs an example."""
     parser.add_argument(
         "--defense",
         nargs="+",
@@ -280,7 +299,6 @@ def _parser() -> argparse.ArgumentParser:
         "passive_a.NAME=VALUE), contract.NAME=VALUE",
     )
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all runs")
-    return parser
 
 
 if __name__ == "__main__":

@@ -2,17 +2,16 @@
 
 import math
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import IO
 
 from splitveil.common.errors import PeerError
+from splitveil.common.party.interruption import stop_signals_to
 
 PEER_NOTICES_S = 5.0
 """How long a party may go on after the other one has failed: enough to hear of it and to save."""
@@ -38,7 +37,7 @@ def run_parties(commands: Mapping[str, Sequence[str]]) -> int:
     """
     processes = {name: _start(name, command) for name, command in commands.items()}
     readers = [_copy_output(name, process) for name, process in processes.items()]
-    with _signals_passed_on(list(processes.values())) as signalled_at:
+    with _first_signal_forwarded(list(processes.values())) as signalled_at:
         exit_code = _wait(list(processes.values()), signalled_at)
     for reader in readers:
         reader.join()
@@ -86,22 +85,18 @@ def _copy_lines(prefix: str, lines: IO[str]) -> None:
 
 
 @contextmanager
-def _signals_passed_on(processes: Sequence[subprocess.Popen[str]]) -> Iterator[list[float]]:
-    """Pass the first SIGINT or SIGTERM on; yields a list that then holds the time it came."""
+def _first_signal_forwarded(processes: Sequence[subprocess.Popen[str]]) -> Iterator[list[float]]:
+    """Forward the first SIGINT or SIGTERM; yields a list that then holds the time it arrived."""
     signalled_at: list[float] = []
 
-    def pass_on(number: int, _frame: FrameType | None) -> None:
+    def forward(number: int) -> None:
         if not signalled_at:
             signalled_at.append(time.monotonic())
             for process in processes:
                 process.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with stop_signals_to(forward):
         yield signalled_at
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _wait(processes: Sequence[subprocess.Popen[str]], signalled_at: Sequence[float]) -> int:

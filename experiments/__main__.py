@@ -20,6 +20,7 @@ from rich.console import Console
 
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.storage.run_folder import AS_USUAL, claimed, write_text_atomically
+from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import visible_lines
 from splitveil.experiments.cells import Cell, Choice, plan, problems
 from splitveil.experiments.collection import circumstances_of, collect, read_rows, write_rows
@@ -199,6 +200,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="experiments", description="Run published tables and figures anew."
     )
+    add_version(parser)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="name the experiments, and what they need")
     run = _add(commands.add_parser("run", help="run what has not run yet, then report"))

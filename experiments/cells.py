@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ from splitveil.common.data.settings import DataSettings, FileSource
 from splitveil.common.errors import SettingsError
 from splitveil.common.run.contract import Contract
 from splitveil.common.settings import apply_overrides, read_yaml, validate
+from splitveil.common.text.wording import slug
 from splitveil.experiments.needs import unmet
 from splitveil.experiments.settings import (
     Dataset,
@@ -70,7 +70,9 @@ class Cell(NamedTuple):
     @property
     def folder(self) -> Path:
         """Where its files lie, under the experiment's results."""
-        return Path("cells", slug(self.dataset), slug(self.variant), f"seed-{self.seed}")
+        return Path(
+            "cells", folder_name(self.dataset), folder_name(self.variant), f"seed-{self.seed}"
+        )
 
     @property
     def run_folder(self) -> Path:
@@ -178,9 +180,9 @@ def with_folders(settings: Settings, folders: Mapping[str, Path]) -> Settings:
     return replaced
 
 
-def slug(name: str) -> str:
-    """Return a name as a folder can have it."""
-    return re.sub(r"[^A-Za-z0-9_.=+-]+", "-", name)
+def folder_name(name: str) -> str:
+    """Convert the name of a dataset or variant to the name of its folder."""
+    return slug(name, keep="_.=+-")
 
 
 def overlaid(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

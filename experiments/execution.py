@@ -20,19 +20,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import yaml
 
 from splitveil.common.errors import EndedForGood, Interrupted
+from splitveil.common.party.interruption import stop_signals_to
 from splitveil.common.storage.run_folder import write_json_atomically, write_text_atomically
 from splitveil.experiments.cells import EARLIER, PREPARED, Cell, passive_parties, with_folders
+from splitveil.experiments.machine import machine
 
 FINISHED = "finished.json"
 ENDED_AS_ASKED = (0, EndedForGood.exit_code)
@@ -77,7 +77,7 @@ def run_cells(
         Interrupted: SIGINT or SIGTERM came; the parties have saved where they were.
     """
     launched = _Launched()
-    with _signals_to(launched.stop), ThreadPoolExecutor(jobs) as pool:
+    with stop_signals_to(launched.stop), ThreadPoolExecutor(jobs) as pool:
         begun: dict[Path, Future[Ending | None]] = {}
 
         def run(cell: Cell) -> Ending | None:
@@ -199,21 +199,11 @@ def _circumstances(wall_s: float, threads: int) -> dict[str, Any]:
     return {
         "wall_s": wall_s,
         "threads": threads,
-        "machine": f"{processor()}, {len(os.sched_getaffinity(0))} cores",
+        "machine": machine(),
         "python": platform.python_version(),
         "torch": version("torch"),
         "splitveil": version("splitveil"),
     }
-
-
-def processor() -> str:
-    """Name this machine's processor."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _digest_in(path: Path) -> str | None:
@@ -227,16 +217,3 @@ def _digest_in(path: Path) -> str | None:
 def _last_lines(log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     return "\n".join(lines[-_LAST_LINES:])
-
-
-@contextmanager
-def _signals_to(stop: Callable[[int], None]) -> Iterator[None]:
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        stop(number)
-
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from splitveil.common.errors import SettingsError
-from splitveil.experiments.cells import slug
+from splitveil.experiments.cells import folder_name
 from splitveil.experiments.collection import Row
 from splitveil.experiments.settings import CoursePlot, EpochPlot, Plot, TradeOffPlot
 from splitveil.experiments.table import differences
@@ -49,7 +49,7 @@ def draw(plots: Iterable[Plot], rows: Sequence[Row], folder: Path) -> list[Path]
     for number, plot in enumerate(plots, start=1):
         for dataset in dict.fromkeys(row.dataset for row in rows):
             found = [row for row in rows if row.dataset == dataset]
-            path = folder / f"{number}-{plot.kind}-{slug(dataset)}.svg"
+            path = folder / f"{number}-{plot.kind}-{folder_name(dataset)}.svg"
             if _draw(plot, dataset, found, path):
                 drawn.append(path)
     return drawn

@@ -21,29 +21,31 @@ from splitveil.common.errors import (
 )
 from splitveil.common.models.factory import build_bottom_model
 from splitveil.common.party.command_line import (
-    Interruption,
     draw_nonce,
     end_program,
     exit_code_of,
-    goes_on,
     overrides_of,
     parse_arguments,
     prepare,
     report_check,
+    resumes,
     save_resolved,
+    torch_device,
     verify_transcript,
 )
-from splitveil.common.party.credentials import CredentialFiles
-from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.credentials import CredentialFiles, credential_files
+from splitveil.common.party.interruption import Interruption
+from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.party.transcript import Transcript
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.storage.ended_run import clear_mark, end_of, mark_as_ended
+from splitveil.common.storage.model_files import save_model
 from splitveil.common.storage.run_folder import open_run_folder, write_json_atomically
-from splitveil.common.storage.run_store import RunStore, save_model
+from splitveil.common.storage.run_store import RunStore
 from splitveil.common.text.log_lines import configure_logging
 from splitveil.common.wire.endpoint import check_security
-from splitveil.passive_party.assembly import TrainerBuilder
+from splitveil.passive_party.assembly import TrainerBuilder, http_proxy
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun
@@ -72,7 +74,7 @@ def _run(parsed: argparse.Namespace) -> None:
     interruption = Interruption()
     interruption.install()
     settings = _load(parsed)
-    credentials = settings.credential_files(settings.party)
+    credentials = credential_files(settings, settings.party)
     _check_files_and_address(settings, credentials)
     device = prepare(settings)
     data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
@@ -83,7 +85,7 @@ def _run(parsed: argparse.Namespace) -> None:
         settings.runs_dir,
         settings.contract.run_name,
         settings.folder_name(),
-        lambda folder: goes_on(settings, fresh=parsed.fresh, folder=folder),
+        lambda folder: resumes(settings, fresh=parsed.fresh, folder=folder),
     )
     save_resolved(settings, folder)
     if end_of(folder) is not None and not _peer_is_back(settings, interruption):
@@ -124,7 +126,7 @@ def _run(parsed: argparse.Namespace) -> None:
                 credentials,
                 transcript,
                 settings.party,
-                settings.http_proxy(),
+                http_proxy(settings),
             ) as peer:
                 run.run(peer)
         except PeerEndedForGood as error:
@@ -155,8 +157,8 @@ def _check_files_and_address(
     """Find out what would end a run, before its folder is opened and earlier results move aside."""
     security = check_security(credentials, settings.connect, "connect")
     logger.log(logging.WARNING if credentials is None else logging.INFO, "security: %s", security)
-    settings.http_proxy()
-    settings.earlier_model()
+    http_proxy(settings)
+    open_earlier_model(settings)
 
 
 _ENDED = (
@@ -197,13 +199,13 @@ def _check(parsed: argparse.Namespace) -> None:
     settings = _load(parsed)
 
     def connection() -> str:
-        credentials = settings.credential_files(settings.party)
+        credentials = credential_files(settings, settings.party)
         security = check_security(credentials, settings.connect, "connect")
         return f"connect: {_peer_state(settings)}; security: {security}"
 
     def data_and_model() -> str:
         data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
-        earlier = settings.earlier_model()
+        earlier = open_earlier_model(settings)
         encoder = data.fit(np.arange(len(data.ids)), earlier)
         if encoder is None:
             raise SettingsError("data.features: the passive party needs features")
@@ -225,7 +227,7 @@ def _check(parsed: argparse.Namespace) -> None:
         settings,
         [
             connection,
-            lambda: f"device: {settings.torch_device()}",
+            lambda: f"device: {torch_device(settings.device)}",
             data_and_model,
             labels,
         ],
@@ -246,9 +248,9 @@ def _peer(settings: PassiveSettings) -> GrpcPeer:
         settings.connect,
         settings.contract,
         settings.reconnect,
-        credentials=settings.credential_files(settings.party),
+        credentials=credential_files(settings, settings.party),
         party=settings.party,
-        proxy=settings.http_proxy(),
+        proxy=http_proxy(settings),
     )
 
 

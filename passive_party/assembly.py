@@ -6,11 +6,21 @@ from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import build_bottom_model
 from splitveil.common.models.optimizers import build_optimizer
-from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.run.course import AlignedRows
+from splitveil.common.wire.http_proxy import HttpProxy, proxy_of_environment
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.layer_taps import LayerTap, named_layer
 from splitveil.passive_party.settings import PassiveSettings
+
+
+def http_proxy(settings: PassiveSettings) -> HttpProxy | None:
+    """Return the proxy to connect through; None for a direct connection.
+
+    Raises:
+        SettingsError: the environment names something that is not an HTTP proxy.
+    """
+    return None if settings.proxy is None else proxy_of_environment(settings.connect)
 
 
 class TrainerBuilder:
@@ -21,7 +31,7 @@ class TrainerBuilder:
         self._settings = settings
         self._data = data
         self._device = device
-        self._earlier = settings.earlier_model()
+        self._earlier = open_earlier_model(settings)
 
     def __call__(self, rows: AlignedRows) -> BottomTrainer:
         """Build the trainer."""

@@ -10,8 +10,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from splitveil.common.data.features import Features
 from splitveil.common.models.random_state import random_state, set_random_state
 from splitveil.common.run.contract import LearningRateSchedule
+from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
-from splitveil.common.storage.run_store import State
 from splitveil.passive_party.layer_taps import LayerTap
 
 

@@ -3,7 +3,6 @@
 import logging
 import queue
 import random
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -30,15 +29,24 @@ from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.party.transcript import Transcript
 from splitveil.common.run.contract import Contract
-from splitveil.common.wire.audit_codec import AuditQuestion, encode_question
+from splitveil.common.run.messages import (
+    Activation,
+    Answer,
+    AuditQuestion,
+    Course,
+    LeaveReason,
+    Offer,
+    Opening,
+)
+from splitveil.common.wire.audit_codec import encode_question
 from splitveil.common.wire.endpoint import HANDSHAKE_TIMEOUT_S, SERVICE, method_path, open_channel
+from splitveil.common.wire.enums import LEAVE_REASON_TO_WIRE
+from splitveil.common.wire.evaluation_codec import decode_course
+from splitveil.common.wire.handshake_codec import Greeting, decode_opening, encode_greeting
 from splitveil.common.wire.http_proxy import HttpProxy
 from splitveil.common.wire.limits import (
     ALIGN_FRAME_BYTES,
-    DIGEST_BYTES,
     PARTY_KEY,
-    PROTOCOL_VERSION,
-    RUN_ID_PATTERN,
     SMALL_BYTES,
     Refused,
     believed,
@@ -49,10 +57,8 @@ from splitveil.common.wire.status import error_from
 from splitveil.common.wire.tensor_codec import (
     TensorAssembler,
     TensorLimits,
-    TensorMessage,
-    encode_tensor,
+    encode_activation,
 )
-from splitveil.passive_party.peer import Offer, Opening
 from splitveil.protos import split_learning_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -113,7 +119,7 @@ class GrpcPeer:
         self._train: _Stream | None = None
         self._evaluate: _Stream | None = None
         self._align: Any = None
-        self._last_activation: TensorMessage | None = None
+        self._last_activation: Activation | None = None
         self._was_answered = False
 
     def __enter__(self) -> Self:
@@ -142,18 +148,11 @@ class GrpcPeer:
     ) -> Opening:
         """Open a run, or go on with one, waiting for an active party that is not there yet."""
         self._drop_streams()
-        request = pb.HandshakeRequest(
-            protocol_version=PROTOCOL_VERSION,
-            party=party,
-            contract=canonical_contract,
-            nonce_commitment=commitment,
-            resume_run_id="" if offer is None else offer.run_id,
-            resume_places=() if offer is None else offer.places,
-        )
+        request = encode_greeting(Greeting(party, canonical_contract, commitment, offer))
 
         def ask() -> Opening:
             reply = self._unary("Handshake", request, pb.HandshakeReply, HANDSHAKE_TIMEOUT_S)
-            return _opening(reply, offer)
+            return decode_opening(reply, offer)
 
         return self._retrying(ask)
 
@@ -201,37 +200,30 @@ class GrpcPeer:
         if call.code() is not grpc.StatusCode.OK:
             raise error_from(call.code(), call.details())
 
-    def send_activation(self, message: TensorMessage) -> None:
+    def send_activation(self, activation: Activation) -> None:
         """Send the activation of a training batch, without waiting for anything."""
-        self._last_activation = message
+        self._last_activation = activation
         if self._train is not None:
-            self._train.send_all(encode_tensor(message, self._limits))
+            self._train.send_all(encode_activation(activation, self._limits))
 
-    def receive_gradient(self) -> TensorMessage:
+    def receive_gradient(self) -> Answer:
         """Wait for the gradient of the last activation, asking again where the stream broke."""
         return self._retrying(self._gradient_of_last_activation)
 
-    def evaluate(self, message: TensorMessage) -> "pb.Course":
-        """Send the activation of held-out rows, and learn whether the run goes on."""
+    def evaluate(self, activation: Activation) -> Course:
+        """Send the activation of held-out rows, and return whether the run continues."""
 
-        def ask() -> "pb.Course":
+        def ask() -> Course:
             if self._evaluate is None:
                 self._evaluate = self._open("Evaluate", reader(pb.EvaluateReply, SMALL_BYTES))
-            stream, header = self._evaluate, message.header
-            stream.send_all(encode_tensor(message, self._limits))
+            stream = self._evaluate
+            stream.send_all(encode_activation(activation, self._limits))
             try:
-                reply = believed(stream.receive())
-                answered = (reply.epoch, reply.split, reply.step)
-                if answered != (header.epoch, header.split, header.step):
-                    raise InvalidMessage("the reply to an evaluation is for another batch")
-                if reply.course not in {pb.COURSE_CONTINUE, pb.COURSE_STOP}:
-                    raise InvalidMessage("the reply to an evaluation says not how to go on")
+                return decode_course(believed(stream.receive()), activation.batch)
             except SplitveilError:
                 self._evaluate = None
                 stream.drop()
                 raise
-            course: pb.Course = reply.course
-            return course
 
         return self._retrying(ask)
 
@@ -244,10 +236,10 @@ class GrpcPeer:
             raise InvalidMessage(f"audit: {percent} % is no leak AUC")
         return percent / 100
 
-    def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
+    def leave(self, run_id: str, reason: LeaveReason) -> None:
         """Say goodbye, once; but for a while that a run has finished, as the peer waits for it."""
-        request = pb.LeaveRequest(run_id=run_id, reason=reason)
-        patience_s = GOODBYE_S if reason == pb.LEAVE_REASON_FINISHED else 0.0
+        request = pb.LeaveRequest(run_id=run_id, reason=LEAVE_REASON_TO_WIRE[reason])
+        patience_s = GOODBYE_S if reason is LeaveReason.FINISHED else 0.0
         deadline = time.monotonic() + min(patience_s, self._reconnect.max_s)
         while True:
             try:
@@ -270,21 +262,21 @@ class GrpcPeer:
             self._align.cancel()
         self._train = self._evaluate = self._align = self._last_activation = None
 
-    def _gradient_of_last_activation(self) -> TensorMessage:
+    def _gradient_of_last_activation(self) -> Answer:
         if self._last_activation is None:
             raise RuntimeError("no activation was sent")
         if self._train is None:
             self._train = self._open("Train", None)
-            self._train.send_all(encode_tensor(self._last_activation, self._limits))
-        stream, assembler = self._train, TensorAssembler(self._limits)
+            self._train.send_all(encode_activation(self._last_activation, self._limits))
+        stream, assembler = self._train, TensorAssembler.of_answers(self._limits)
         try:
             while True:
-                message = assembler.add(stream.receive())
-                if message is None:
+                answer = assembler.add(stream.receive())
+                if answer is None:
                     continue
-                if message.header != self._last_activation.header:
+                if answer.batch != self._last_activation.batch:
                     raise InvalidMessage("a gradient came for another step than the last one")
-                return message
+                return answer
         except SplitveilError:
             self._train = None
             stream.drop()
@@ -468,20 +460,6 @@ class _Stream:
             patience = 5.0 if self._interruption() is not None else self._deadline_s
             if time.monotonic() - since > patience:
                 self._call.cancel()
-
-
-def _opening(reply: pb.HandshakeReply, offer: Offer | None) -> Opening:
-    if not re.fullmatch(RUN_ID_PATTERN, reply.run_id):
-        raise InvalidMessage("the handshake's reply names no run")
-    commitments = tuple(reply.nonce_commitments)
-    named = [("nonce", reply.nonce), ("contract_digest", reply.contract_digest)]
-    for name, value in named + [("nonce_commitments", value) for value in commitments]:
-        if len(value) != DIGEST_BYTES:  # as long as a nonce
-            raise InvalidMessage(f"{name}: expected {DIGEST_BYTES} bytes, got {len(value)}")
-    resumes_at = reply.resumes_at if reply.HasField("resumes_at") else None
-    if offer is not None and (reply.run_id != offer.run_id or resumes_at not in offer.places):
-        raise InvalidMessage("the active party goes on with another run than this one")
-    return Opening(reply.run_id, reply.contract_digest, reply.nonce, resumes_at, commitments)
 
 
 def _error_of(error: Exception) -> SplitveilError:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from splitveil.common.errors import AuditRefused, PeerError, SettingsError
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.privacy.audit import Observation
 from splitveil.common.privacy.audit_worker import AuditWorker
+from splitveil.common.privacy.observation import Observation
 from splitveil.common.record.leak_recorder import IDLE_S, LeakRecorder
 from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.training_progress import TrainingProgress

@@ -47,15 +47,21 @@ from splitveil.common.run.course import (
     place_in_words,
     run_course,
 )
+from splitveil.common.run.messages import (
+    Activation,
+    Answer,
+    AuditQuestion,
+    Course,
+    LeaveReason,
+    Offer,
+    Opening,
+)
+from splitveil.common.run.progress import State, refusing_other_versions
 from splitveil.common.run.sample_order import Positions, joint_seed, positions_digest
-from splitveil.common.storage.run_store import RunStore, State, as_whole_state
-from splitveil.common.wire.audit_codec import AuditQuestion
-from splitveil.common.wire.tensor_codec import BatchHeader, TensorMessage
-from splitveil.common.wire.words import SPLIT_ON_WIRE
+from splitveil.common.storage.run_store import RunStore
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.label_free_audit import GatheredScores
-from splitveil.passive_party.peer import Offer, Opening, Peer
-from splitveil.protos import split_learning_pb2 as pb
+from splitveil.passive_party.peer import Peer
 
 _MAX_ALIGNMENTS = 20
 """How often one process aligns anew because the peer was lost meanwhile."""
@@ -192,10 +198,10 @@ class PassiveRun:
             self._say_goodbye(peer, _reason(error))
             raise
         except BaseException:
-            self._say_goodbye(peer, pb.LEAVE_REASON_FAILED)
+            self._say_goodbye(peer, LeaveReason.FAILED)
             raise
         if not self._has_several:
-            self._say_goodbye(peer, pb.LEAVE_REASON_FINISHED)
+            self._say_goodbye(peer, LeaveReason.FINISHED)
 
     # ---- opening ----
 
@@ -301,14 +307,14 @@ class PassiveRun:
         stored = None if self._store is None else self._store.run()
         if self._store is None or stored is None:
             return False
-        places = self._store.places()
+        places = self._store.checkpoints()
         if not places:
             return False
         self.run_id, self._nonce = stored["run_id"], stored["nonce"]
         file_rows = stored["file_rows"].numpy()
         if len(file_rows) and int(file_rows.max()) >= len(self._ids):
             raise _other_data()
-        with as_whole_state():
+        with refusing_other_versions():
             seed = joint_seed(stored["peer_nonce"], *stored["passive_nonces"])
         _, trainer = self._prepare(file_rows, seed)
         if trainer.data_digest != stored["data"]:
@@ -322,7 +328,7 @@ class PassiveRun:
             return  # whatever the peer has left to do, it does without this party
         if self._store is None:
             raise PeerLeft("the peer was restarted, and this party keeps no checkpoints")
-        offer = Offer(self.run_id, tuple(self._store.places()))
+        offer = Offer(self.run_id, frozenset(self._store.checkpoints()))
         try:
             opening = self._handshake(peer, offer)
         except NothingBegun:
@@ -336,7 +342,7 @@ class PassiveRun:
                 "the active party cannot go on with this run; to begin anew, start both with "
                 "--fresh"
             ) from error
-        if opening.run_id != self.run_id or opening.resumes_at not in offer.places:
+        if opening.run_id != self.run_id or opening.resumes_at not in offer.batch_numbers:
             raise InvalidMessage("the active party goes on with another run than this one")
         self._restore(opening.resumes_at)
 
@@ -344,7 +350,7 @@ class PassiveRun:
         if self._store is None or self.trainer is None or self._rows is None:
             raise RuntimeError("no state without a store and a trainer")
         state = self._store.load(place)
-        with as_whole_state():
+        with refusing_other_versions():
             self._place, self._is_over = place, state["is_over"]
             self.trainer.load_state_dict(state["trainer"])
             self._observer.load_state_dict(state["observer"])
@@ -392,7 +398,7 @@ class PassiveRun:
             self._stop_if_interrupted()
             if batch.split == "train":
                 activation = trainer.forward(features)
-                peer.send_activation(TensorMessage(self._header(batch), activation))
+                peer.send_activation(Activation(batch.identity(self.run_id), activation))
                 self._finish_step()
                 following = next(course, None)
                 features = trainer.rows(following.positions) if following else None
@@ -403,8 +409,8 @@ class PassiveRun:
                 self._unobserved = (batch, activation, reply.values, layers)
             else:
                 self._finish_step()
-                message = TensorMessage(self._header(batch), trainer.embed(features))
-                stops = peer.evaluate(message) == pb.COURSE_STOP
+                held_out = Activation(batch.identity(self.run_id), trainer.embed(features))
+                stops = peer.evaluate(held_out) is Course.STOP
                 if stops and not batch.closes_epoch:
                     raise InvalidMessage("the run is said to be over in the midst of an epoch")
                 self._place += 1
@@ -460,13 +466,8 @@ class PassiveRun:
         if signal_number is not None:
             raise Interrupted(signal_number)
 
-    def _header(self, batch: Batch) -> BatchHeader:
-        return BatchHeader(
-            self.run_id, batch.epoch, batch.step, SPLIT_ON_WIRE[batch.split], batch.digest
-        )
-
-    def _check(self, reply: TensorMessage, batch: Batch) -> None:
-        if reply.header != self._header(batch) or len(reply.values) != len(batch.positions):
+    def _check(self, reply: Answer, batch: Batch) -> None:
+        if reply.batch != batch.identity(self.run_id) or len(reply.values) != len(batch.positions):
             raise InvalidMessage(
                 "the gradient that came back is not for " + place_in_words(batch.epoch, batch.step)
             )
@@ -476,13 +477,13 @@ class PassiveRun:
         if not self._has_several:
             return
         try:
-            peer.leave(self.run_id, pb.LEAVE_REASON_FINISHED)
+            peer.leave(self.run_id, LeaveReason.FINISHED)
         except PeerRestarted:
             raise
         except PeerError:
             return  # it changes nothing here: the peer notices the silence
 
-    def _say_goodbye(self, peer: Peer, reason: "pb.LeaveReason") -> None:
+    def _say_goodbye(self, peer: Peer, reason: LeaveReason) -> None:
         if not self.run_id:
             return  # there is no run that the peer could end
         # A goodbye that does not arrive changes nothing here: the peer notices the silence.
@@ -497,9 +498,9 @@ def _other_data() -> DataError:
     )
 
 
-def _reason(error: SplitveilError) -> "pb.LeaveReason":
+def _reason(error: SplitveilError) -> LeaveReason:
     if isinstance(error, AlignmentError):
-        return pb.LEAVE_REASON_ALIGNMENT_FAILED
+        return LeaveReason.ALIGNMENT_FAILED
     if isinstance(error, Interrupted):
-        return pb.LEAVE_REASON_INTERRUPTED
-    return pb.LEAVE_REASON_FAILED
+        return LeaveReason.INTERRUPTED
+    return LeaveReason.FAILED

@@ -10,27 +10,28 @@ from splitveil.common.party.party_settings import Address, Insecure, PartySettin
 from splitveil.common.privacy.attacks import ATTACKS, CUT
 from splitveil.common.privacy.label_free import LABEL_FREE
 from splitveil.common.privacy.settings import AuditSettings
-from splitveil.common.wire.http_proxy import HttpProxy, proxy_of_environment
 
 
 class AdversarySettings(AuditSettings):
-    """The attacks that this party runs on the gradients it receives, to measure what they leak."""
+    """Attacks that this party runs on the gradients it receives, to measure their leakage."""
 
     layers: tuple[str, ...] = Field(default=("cut", "first"), min_length=1)
     """``cut`` (the gradients as received), ``first`` (the bottom model's first layer), or the name
     of a submodule of the bottom model."""
 
     labels: DataSettings | None = None
-    """File with evaluation labels that both sides know; without it there is no leak AUC here."""
+    """File with evaluation labels that both sides know; without it, this party measures no leak
+    AUC."""
 
     audit: bool = False
-    """Whether to have the active party measure, after every epoch, the scores of those attacks that
-    need no labels. Needs ``audits_allowed`` in the contract; the active party may still refuse."""
+    """Whether the active party is asked after every epoch to measure the scores of those attacks
+    that need no labels. Needs ``audits_allowed`` in the contract; the active party may still
+    refuse."""
 
     @model_validator(mode="after")
     def _can_be_audited(self) -> "AdversarySettings":
         if self.audit and not set(self.attacks) & set(LABEL_FREE):
-            raise ValueError(f"audit: attacks names none of {', '.join(LABEL_FREE)}")
+            raise ValueError(f"audit: expected at least one of {', '.join(LABEL_FREE)} in attacks")
         return self
 
     @model_validator(mode="after")
@@ -41,7 +42,7 @@ class AdversarySettings(AuditSettings):
             if name in self.attacks and not attack.reads_gradients
         ]
         if unread and CUT not in self.layers:
-            raise ValueError(f"{', '.join(unread)}: measured at the cut; name it in layers")
+            raise ValueError(f"{', '.join(unread)}: measured at the cut; add cut to layers")
         return self
 
     @model_validator(mode="after")
@@ -52,7 +53,7 @@ class AdversarySettings(AuditSettings):
 
 
 class PassiveSettings(PartySettings):
-    """What the feature owner sets, and shows to nobody."""
+    """The private settings of the feature owner."""
 
     party: str = "passive"
     """This party's name in the contract."""
@@ -62,30 +63,22 @@ class PassiveSettings(PartySettings):
 
     proxy: Literal["environment"] | None = None
     """``environment``: connect through the HTTP proxy that ``grpc_proxy``, ``https_proxy`` or
-    ``http_proxy`` names, but for the hosts in ``no_grpc_proxy`` or ``no_proxy``. With mTLS only. By
-    default those variables are not looked at."""
+    ``http_proxy`` names, except to the hosts in ``no_grpc_proxy`` or ``no_proxy``. Only with mTLS.
+    By default these variables are ignored."""
 
     bottom_model: ModelSettings
     """The half of the network below the cut layer."""
 
     adversary: AdversarySettings | None = None
-    """Red team: measure what the received gradients leak; ``null`` for none."""
+    """Red team: measure the leakage of the received gradients; ``null`` disables it."""
 
     def folder_name(self) -> str:
         """Return the name of this party's folder among a run's results."""
         return self.party if len(self.contract.passive_parties) > 1 else "passive"
 
-    def http_proxy(self) -> HttpProxy | None:
-        """Return the proxy to connect through, None for a direct connection.
-
-        Raises:
-            SettingsError: what the environment names is no proxy of this kind.
-        """
-        return None if self.proxy is None else proxy_of_environment(self.connect)
-
     @property
     def audits(self) -> bool:
-        """Whether the active party is to measure scores."""
+        """Whether the active party is asked to measure scores."""
         return self.adversary is not None and self.adversary.audit
 
     @model_validator(mode="after")
@@ -97,11 +90,11 @@ class PassiveSettings(PartySettings):
     @model_validator(mode="after")
     def _shows_plain_text_to_no_proxy(self) -> "PassiveSettings":
         if self.proxy is not None and isinstance(self.security, Insecure):
-            raise ValueError("proxy: needs security.mode mtls; plain text goes through no proxy")
+            raise ValueError("proxy: needs security.mode mtls; plain text may not use a proxy")
         return self
 
     @model_validator(mode="after")
     def _is_in_the_contract(self) -> "PassiveSettings":
         if self.party not in self.contract.passive_parties:
-            raise ValueError(f"party: the contract lists {list(self.contract.passive_parties)}")
+            raise ValueError(f"party: expected one of {list(self.contract.passive_parties)}")
         return self

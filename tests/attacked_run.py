@@ -4,6 +4,7 @@ Session, sample order, defense and tensors are those of a run over gRPC, which g
 (`tests/wire/test_service.py`). The audits run inline: they leave no batch out.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, get_args
@@ -20,15 +21,9 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.privacy.accumulation import NUM_HINTS, combine_with_hints
 from splitveil.common.privacy.attacks import ATTACKS, AttackName, BatchAttackName, RunAttackName
-from splitveil.common.privacy.audit import (
-    AttackSummary,
-    LeakAudit,
-    LeakByAttack,
-    Observation,
-    pick_hint_rows,
-    pick_reference_row,
-)
+from splitveil.common.privacy.audit import AttackSummary, LeakAudit, LeakByAttack
 from splitveil.common.privacy.leakage import auc
+from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.run_level import RunLevelLeak
 from splitveil.common.run.course import AlignedRows, Batch
 from tests.runs import ActiveRecording, Parties, PassiveRecording, build_parties, run_in_process
@@ -175,24 +170,18 @@ class _RedTeam(PassiveRecording):
         known = self._sender.latest
         assert known is not None
         gradients = {"cut": received, "first": layers["first"]}
-        row = pick_reference_row(known.labels, self._seed, batch.epoch, batch.step)
         clean = gradients | {"cut": known.raw}
-        measured = self.audit.observe(
-            Observation(
-                batch.epoch,
-                batch.step,
-                gradients,
-                known.labels,
-                references={} if row is None else {name: rows[row] for name, rows in clean.items()},
-                references_are_clean=False,  # not at the first layer; a clean one loses nothing
-                reference_row=row,
-                positions=torch.from_numpy(batch.positions.copy()),
-                hint_rows=pick_hint_rows(
-                    known.labels, self._seed, batch.epoch, batch.step, self.audit.num_hints
-                ),
-                activations=sent,
-            )
+        seen = Observation(
+            batch.epoch,
+            batch.step,
+            gradients,
+            known.labels,
+            positions=torch.from_numpy(batch.positions.copy()),
+            activations=sent,
+            references_are_clean=False,  # not at the first layer; a clean one loses nothing
         )
+        clues = self.audit.clues(seen, self._seed, clean)
+        measured = self.audit.observe(dataclasses.replace(seen, clues=clues))
         if measured is not None:
             self.random.append((batch.epoch, measured.random))
         if self._listener is not None:

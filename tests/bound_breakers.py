@@ -30,7 +30,7 @@ from splitveil.active_party.run.session import ActiveSession
 from splitveil.common.alignment import AlignmentEngine
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.run.course import Batch
-from splitveil.common.wire.tensor_codec import TensorMessage
+from splitveil.common.run.messages import Activation
 from tests.peers import InProcessPeer
 from tests.runs import PassiveRecording, build_parties, run_in_process
 
@@ -159,11 +159,11 @@ class _ChoosesActivations(InProcessPeer):
         lengths = vectors.flatten(1).norm(dim=1).reshape(-1, *[1] * (vectors.dim() - 1))
         self._vectors = LENGTH * vectors / lengths
 
-    def send_activation(self, message: TensorMessage) -> None:
-        chosen = torch.empty_like(message.values)
+    def send_activation(self, activation: Activation) -> None:
+        chosen = torch.empty_like(activation.values)
         for vector, members in zip(self._vectors, _groups(len(chosen)), strict=True):
             chosen[members] = vector.to(chosen.dtype)
-        super().send_activation(TensorMessage(message.header, chosen))
+        super().send_activation(Activation(activation.batch, chosen))
 
 
 def _groups(num_rows: int) -> list[slice]:

@@ -13,9 +13,9 @@ from splitveil.active_party.serving.error_interceptor import ErrorInterceptor
 from splitveil.active_party.serving.service import ActiveService, method_handlers, start_server
 from splitveil.common.party.transcript import Crossing, Transcript
 from splitveil.common.run.contract import Contract
+from splitveil.common.run.messages import Activation
 from splitveil.common.wire.endpoint import method_path
 from splitveil.common.wire.limits import PARTY_KEY, SMALL_BYTES, Refused, reader
-from splitveil.common.wire.tensor_codec import TensorMessage
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
 from tests.runs import Parties
@@ -347,10 +347,10 @@ class AtStep(GrpcPeer):
     actions: Mapping[int, Callable[[], None]]
     count = 0
 
-    def send_activation(self, message: TensorMessage) -> None:
+    def send_activation(self, activation: Activation) -> None:
         self.count += 1
         self.actions.get(self.count, lambda: None)()
-        super().send_activation(message)
+        super().send_activation(activation)
 
 
 def run_disturbed(

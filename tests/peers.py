@@ -4,9 +4,8 @@ from collections.abc import Callable
 
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.common.alignment import AlignmentEngine
-from splitveil.common.wire.tensor_codec import TensorMessage
+from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason
 from splitveil.passive_party.grpc_peer import GrpcPeer
-from splitveil.protos import split_learning_pb2 as pb
 from splitveil.simulation import InProcessPeer
 
 __all__ = ["AtSteps", "DiesAt", "FaultyPeer", "InProcessPeer", "Lost", "dying"]
@@ -22,7 +21,7 @@ class FaultyPeer(InProcessPeer):
         self._loses = loses
         self._count = 0
 
-    def receive_gradient(self) -> TensorMessage:
+    def receive_gradient(self) -> Answer:
         self._count += 1
         first = super().receive_gradient()
         return super().receive_gradient() if self._loses(self._count) else first
@@ -43,23 +42,23 @@ class DiesAt(InProcessPeer):
         if after is self.after and self._calls == self.at:
             raise Lost
 
-    def receive_gradient(self) -> TensorMessage:
+    def receive_gradient(self) -> Answer:
         self._calls += 1
         self._maybe_die(after=False)
         reply = super().receive_gradient()
         self._maybe_die(after=True)
         return reply
 
-    def evaluate(self, message: TensorMessage) -> "pb.Course":
+    def evaluate(self, activation: Activation) -> Course:
         self._calls += 1
         self._maybe_die(after=False)
-        course = super().evaluate(message)
+        course = super().evaluate(activation)
         self._maybe_die(after=True)
         return course
 
-    def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
+    def leave(self, run_id: str, reason: LeaveReason) -> None:
         """A killed process says nothing; one that has finished does."""
-        if reason == pb.LEAVE_REASON_FINISHED:
+        if reason == LeaveReason.FINISHED:
             super().leave(run_id, reason)
 
 
@@ -74,7 +73,7 @@ class AtSteps(GrpcPeer):
     actions: dict[int, Callable[[], None]]
     count = 0
 
-    def receive_gradient(self) -> TensorMessage:
+    def receive_gradient(self) -> Answer:
         self.count += 1
         self.actions.get(self.count, lambda: None)()
         return super().receive_gradient()

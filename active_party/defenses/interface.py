@@ -3,15 +3,16 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from splitveil.active_party.defenses.class_statistics import RunningClasses
 from splitveil.active_party.defenses.sum_kl import NoiseSolution
+from splitveil.common.run import messages
 
-DefendedGradient = NewType("DefendedGradient", Tensor)
+DefendedGradient = messages.DefendedGradient
 """A gradient that may leave the active party. Only defenses create it."""
 
 

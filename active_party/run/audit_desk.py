@@ -24,18 +24,23 @@ import torch
 from torch import Tensor
 
 from splitveil.common.errors import AuditRefused, InvalidMessage, OutOfStep, TooLarge
-from splitveil.common.privacy.class_aucs import worst_pair_leak_auc
 from splitveil.common.privacy.label_free import LABEL_FREE
 from splitveil.common.privacy.leakage import leak_auc
+from splitveil.common.privacy.pair_aucs import worst_pair_leak_auc
+from splitveil.common.run.messages import AuditQuestion
+from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions, positions_digest
-from splitveil.common.storage.run_store import State
-from splitveil.common.wire import limits
-from splitveil.common.wire.audit_codec import AuditQuestion
 
-MIN_EXAMPLES = limits.AUDITED_EXAMPLES
-MAX_LAYERS = limits.AUDITED_LAYERS
+MIN_EXAMPLES = 1000
+"""Fewest training rows of each class that one audit is about: an AUC of a few positives, among
+however many negatives, tells about each of them."""
 
-_LAYER_NAME = re.compile(limits.LAYER_NAME_PATTERN)
+MAX_LAYERS = 4
+"""Different layers over the whole run. Their names are the peer's: without a limit each new one
+would be another question."""
+
+_LAYER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+"""Printable as it is, in a report and on a terminal."""
 
 
 class AuditDesk:

@@ -11,16 +11,14 @@ from torch import Tensor
 from splitveil.active_party.run.audit_desk import AuditDesk
 from splitveil.common.alignment import Share
 from splitveil.common.errors import OutOfStep
-from splitveil.common.run.sample_order import Positions
-from splitveil.common.wire.limits import NONCE_BYTES
-from splitveil.common.wire.tensor_codec import BatchHeader, TensorMessage
-from splitveil.protos import split_learning_pb2 as pb
+from splitveil.common.run.messages import Activation, Answer, BatchId, Course
+from splitveil.common.run.sample_order import NONCE_BYTES, Positions
 
 
 class Question(NamedTuple):
     """What a party asks, while the others have not asked yet."""
 
-    message: TensorMessage
+    activation: Activation
     fingerprint: bytes
     """Tells whether the same was asked at this place before, 16 bytes."""
 
@@ -28,9 +26,9 @@ class Question(NamedTuple):
 class Answered(NamedTuple):
     """A party's last question, and what it was told."""
 
-    header: BatchHeader
+    batch: BatchId
     values: Tensor
-    reply: "TensorMessage | pb.Course"
+    reply: Answer | Course
 
 
 @dataclass(eq=False)
@@ -90,16 +88,16 @@ class PassiveParty:
         """Forget what was asked before the run went to another place."""
         self.question = self.answered = None
 
-    def stored_reply(self, message: TensorMessage) -> "TensorMessage | pb.Course | None":
+    def stored_reply(self, activation: Activation) -> Answer | Course | None:
         """Return what it was told when it asked this last.
 
         Raises:
             OutOfStep: it asks again with other bytes.
         """
         answered = self.answered
-        if answered is None or message.header != answered.header:
+        if answered is None or activation.batch != answered.batch:
             return None
-        if not _same_bytes(message.values, answered.values):
+        if not _same_bytes(activation.values, answered.values):
             raise OutOfStep("a repeated step came with other bytes")
         return answered.reply
 
@@ -110,18 +108,20 @@ class PassiveParty:
             OutOfStep: it waits already, with other bytes.
         """
         waiting = self.question
-        if waiting is not None and not _same_bytes(waiting.message.values, question.message.values):
+        if waiting is not None and not _same_bytes(
+            waiting.activation.values, question.activation.values
+        ):
             raise OutOfStep("a step that waits for other parties came again with other bytes")
         self.question = question
 
-    def answer(self, reply: "TensorMessage | pb.Course") -> None:
+    def answer(self, reply: Answer | Course) -> None:
         """Keep the answer to its question."""
         if self.question is None:
             raise RuntimeError("an answer without a question")
-        message, self.question = self.question.message, None
-        self.answered = Answered(message.header, message.values, reply)
+        activation, self.question = self.question.activation, None
+        self.answered = Answered(activation.batch, activation.values, reply)
 
-    def reply(self) -> "TensorMessage | pb.Course":
+    def reply(self) -> Answer | Course:
         """Return what it was told last."""
         if self.answered is None:
             raise RuntimeError("no answer yet")

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import NamedTuple, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -33,18 +33,18 @@ from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.ledger import ROUNDING, LeakBounds, LeakLedger, logged
 from splitveil.active_party.ledger.run_ledger import RunLedger
+from splitveil.active_party.run.common_rows import intersect
 from splitveil.active_party.run.parties import PassiveParties, PassiveParty, Question, names_of
 from splitveil.active_party.run.questions import AnsweredQuestions, run_secret
 from splitveil.active_party.training.aggregation import aggregate, parts_of
 from splitveil.active_party.training.early_stopping import EarlyStop
 from splitveil.active_party.training.evaluation import Evaluation, Evaluator
 from splitveil.active_party.training.top_trainer import StepResult, TopTrainer
-from splitveil.common.alignment import Share, Splits, intersect
+from splitveil.common.alignment import Share, Splits
 from splitveil.common.errors import (
     AlignmentError,
     BudgetExhausted,
     ContractMismatch,
-    DataError,
     NothingBegun,
     NotOpen,
     OtherAnswer,
@@ -63,14 +63,20 @@ from splitveil.common.run.course import (
     place_in_words,
     run_course,
 )
+from splitveil.common.run.messages import (
+    Activation,
+    Answer,
+    AuditQuestion,
+    Course,
+    LeaveReason,
+    Offer,
+    Opening,
+)
+from splitveil.common.run.progress import State, other_data, refusing_other_versions
 from splitveil.common.run.sample_order import Positions, joint_seed
 from splitveil.common.storage.answer_log import AnswerLog, ChargedAnswer
-from splitveil.common.storage.run_store import RunStore, State, as_whole_state
+from splitveil.common.storage.run_store import RunStore
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
-from splitveil.common.wire.audit_codec import AuditQuestion
-from splitveil.common.wire.tensor_codec import BatchHeader, TensorMessage
-from splitveil.common.wire.words import SPLIT_ON_WIRE
-from splitveil.protos import split_learning_pb2 as pb
 
 HANDSHAKE_WAIT_S = 10.0
 """How long a handshake waits for those of the other parties; then it is asked for again."""
@@ -91,25 +97,6 @@ class Stage(Enum):
     TRAINING = "training"
     FINISHED = "finished"
     ENDED = "ended early"
-
-
-class Offer(NamedTuple):
-    """A run that the peer wants to go on with."""
-
-    run_id: str
-    places: frozenset[int]
-    """Where it can go on from: numbers of batches."""
-
-
-class Opening(NamedTuple):
-    """What the peer is told when a run is opened."""
-
-    run_id: str
-    nonce: bytes
-    resumes_at: int | None
-    """Where all go on from; None for a new run."""
-    commitments: tuple[bytes, ...] = ()
-    """To the nonces of all passive parties, where there are several."""
 
 
 def _always() -> bool:
@@ -303,20 +290,20 @@ class ActiveSession:
             stored = None if self._store is None else self._store.run()
             if self._store is None or stored is None:
                 return False
-            if not self._store.places():
+            if not self._store.checkpoints():
                 self._store.refuse_if_answered()
                 return False
             self.run_id, self.nonce = stored["run_id"], stored["nonce"]
             nonces = self.parties.take_nonces(stored["peer_nonce"])
             file_rows = stored["file_rows"].numpy()
             if len(file_rows) and int(file_rows.max()) >= len(self.ids):
-                raise _other_data()
+                raise other_data()
             self._prepare(file_rows, joint_seed(self.nonce, *nonces))
             if self.trainer is None or self.trainer.data_digest != stored["data"]:
-                raise _other_data()
+                raise other_data()
             self._questions = AnsweredQuestions(stored["secret"], self._store.answers())
             self._move_to(Stage.REJOINING)
-            newest = self._store.places()[-1]
+            newest = self._store.checkpoints()[-1]
             state = self._store.load(newest)
             self._reopen_accounts(newest, state)
             if state["is_last"]:  # the peer may have all that it needs, and never come back
@@ -435,10 +422,10 @@ class ActiveSession:
 
     def exchange(
         self,
-        message: TensorMessage,
+        activation: Activation,
         party: str | None = None,
         is_listening: Callable[[], bool] = _always,
-    ) -> TensorMessage:
+    ) -> Answer:
         """Answer a training activation with its defended gradient.
 
         Asked again with the same bytes, the stored answer comes back: fresh noise on a repeated
@@ -453,16 +440,16 @@ class ActiveSession:
         with self._changed:
             self.finish_step()
             asking = self.parties.named(party)
-            stored = self._stored_answer(asking, message)
-            if isinstance(stored, TensorMessage):
+            stored = self._stored_answer(asking, activation)
+            if isinstance(stored, Answer):
                 return stored
-            batch, trainer = self._take(message, training=True)
-            if not self._is_last_to_ask(asking, message):
-                reply = self._wait_for_answer(asking, message, is_listening)
+            batch, trainer = self._take(activation, training=True)
+            if not self._is_last_to_ask(asking, activation):
+                reply = self._wait_for_answer(asking, activation, is_listening)
             else:
                 self._answer_all(batch, trainer)
                 reply = asking.reply()
-            if not isinstance(reply, TensorMessage):
+            if not isinstance(reply, Answer):
                 raise OutOfStep("a training activation where held-out rows are due")
             return reply
 
@@ -496,10 +483,10 @@ class ActiveSession:
 
     def evaluate(
         self,
-        message: TensorMessage,
+        activation: Activation,
         party: str | None = None,
         is_listening: Callable[[], bool] = _always,
-    ) -> "pb.Course":
+    ) -> Course:
         """Score held-out rows; tell the peer only whether the run goes on.
 
         Raises:
@@ -508,16 +495,16 @@ class ActiveSession:
         with self._changed:
             self.finish_step()
             asking = self.parties.named(party)
-            stored = self._stored_answer(asking, message)
-            if stored is not None and not isinstance(stored, TensorMessage):
+            stored = self._stored_answer(asking, activation)
+            if stored is not None and not isinstance(stored, Answer):
                 return stored
-            batch, trainer = self._take(message, training=False)
-            if not self._is_last_to_ask(asking, message):
-                course = self._wait_for_answer(asking, message, is_listening)
+            batch, trainer = self._take(activation, training=False)
+            if not self._is_last_to_ask(asking, activation):
+                course = self._wait_for_answer(asking, activation, is_listening)
             else:
                 self._tell_all(batch, trainer)
                 course = asking.reply()
-            if isinstance(course, TensorMessage):
+            if isinstance(course, Answer):
                 raise OutOfStep("held-out rows where a training activation is due")
             return course
 
@@ -559,7 +546,7 @@ class ActiveSession:
     def leave(
         self,
         run_id: str,
-        reason: "pb.LeaveReason",
+        reason: LeaveReason,
         party: str | None = None,
         is_listening: Callable[[], bool] = _always,
     ) -> None:
@@ -581,14 +568,14 @@ class ActiveSession:
             self._changed.notify_all()
             if self._stage is Stage.FINISHED:
                 self._save()  # a restart must not wait for a peer that is through
-                if reason == pb.LEAVE_REASON_FINISHED:
+                if reason == LeaveReason.FINISHED:
                     self._wait_for_farewells(is_listening)
             if self.over:
                 return
             who = f"passive party {leaving.name!r}" if self.parties.are_several else "the peer"
-            if reason == pb.LEAVE_REASON_ALIGNMENT_FAILED:
+            if reason == LeaveReason.ALIGNMENT_FAILED:
                 self.end(AlignmentError(f"{who} found no usable intersection of the ids"))
-            elif reason == pb.LEAVE_REASON_INTERRUPTED:
+            elif reason == LeaveReason.INTERRUPTED:
                 self.end(PeerLeft(f"{who} was stopped by a person or a supervisor"))
             else:
                 self.end(PeerLeft(f"{who} ended the run before its last step"))
@@ -662,9 +649,7 @@ class ActiveSession:
                 self._move_to(Stage.HANDSHAKEN)
             self._wait_for_others(asking, Stage.HANDSHAKEN, is_listening=is_listening)
         commitments = tuple(party.commitment for party in self.parties)
-        return Opening(
-            self.run_id, self.nonce, None, commitments if self.parties.are_several else ()
-        )
+        return self._opening(None, commitments if self.parties.are_several else ())
 
     def _begin_anew(self) -> None:
         """Drop a run of which nothing was answered, with the nonce that a party has seen."""
@@ -781,27 +766,30 @@ class ActiveSession:
             raise NothingBegun("a peer wants to go on with a run that was begun anew")
         if not opened or self._store is None or offer.run_id != self.run_id or not known:
             raise OutOfStep("a peer wants to go on with another run than this one")
-        if not offer.places & set(self._store.places()):
+        if not offer.batch_numbers & set(self._store.checkpoints()):
             raise OutOfStep("the parties have no checkpoint in common")
         self.finish_step()
         if self.parties.have_opened and not self._is_where_it_was_opened(offer):
             for party in self.parties:
                 party.forget_opening()
         if not self.parties.have_opened:
-            asking.offer, asking.is_going_back = offer.places, True
+            asking.offer, asking.is_going_back = offer.batch_numbers, True
             self._note_opening(asking)
             if self.parties.have_opened:
                 self._resume(asking)
         self._wait_for_others(asking, *stages[1:], is_listening=is_listening)
-        return Opening(self.run_id, self.nonce, self._resumed_at)
+        return self._opening(self._resumed_at)
+
+    def _opening(self, resumes_at: int | None, commitments: tuple[bytes, ...] = ()) -> Opening:
+        return Opening(self.run_id, self.contract.digest(), self.nonce, resumes_at, commitments)
 
     def _is_where_it_was_opened(self, offer: Offer) -> bool:
         """Tell whether a peer asks again for the answer that it was given before."""
-        return self.parties.are_several and self._place == self._resumed_at in offer.places
+        return self.parties.are_several and self._place == self._resumed_at in offer.batch_numbers
 
     def _resume(self, asking: PassiveParty) -> None:
         """Go to the newest place that all have."""
-        places = set() if self._store is None else set(self._store.places())
+        places = set() if self._store is None else set(self._store.checkpoints())
         common = places.intersection(*(party.offer for party in self.parties))
         if not common or self._store is None:
             asking.has_opened = False
@@ -832,7 +820,7 @@ class ActiveSession:
     def _restore(self, place: int, state: State) -> None:
         if self.trainer is None:
             raise RuntimeError("no state without a trainer")
-        with as_whole_state(), self._changing_state():
+        with refusing_other_versions(), self._changing_state():
             self._load(place, state)
         self._observer.on_audits_answered(self.audits_answered)
         if self.accounts.is_behind:
@@ -858,7 +846,7 @@ class ActiveSession:
 
     def _reopen_accounts(self, place: int, state: State) -> None:
         """Charge again what was answered after a checkpoint, by a process that is no more."""
-        with as_whole_state():
+        with refusing_other_versions():
             self.accounts.reopen(state["accounts"], self._charged_since(state["records"]))
         self._place = place
         self._catch_up()
@@ -892,20 +880,20 @@ class ActiveSession:
             raise self.error.with_traceback(None)
 
     def _stored_answer(
-        self, asking: PassiveParty, message: TensorMessage
-    ) -> "TensorMessage | pb.Course | None":
+        self, asking: PassiveParty, activation: Activation
+    ) -> Answer | Course | None:
         self._refuse_if_ended()
-        return asking.stored_reply(message)
+        return asking.stored_reply(activation)
 
-    def _is_last_to_ask(self, asking: PassiveParty, message: TensorMessage) -> bool:
+    def _is_last_to_ask(self, asking: PassiveParty, activation: Activation) -> bool:
         """Take a question that is due, and tell whether all parties have asked now."""
-        fingerprint = self._questions.fingerprint(self._place, asking.index, message.values)
-        asking.ask(Question(message, fingerprint))
+        fingerprint = self._questions.fingerprint(self._place, asking.index, activation.values)
+        asking.ask(Question(activation, fingerprint))
         return self.parties.have_asked
 
     def _wait_for_answer(
-        self, asking: PassiveParty, message: TensorMessage, is_listening: Callable[[], bool]
-    ) -> "TensorMessage | pb.Course":
+        self, asking: PassiveParty, activation: Activation, is_listening: Callable[[], bool]
+    ) -> Answer | Course:
         """Wait until the other parties have asked, too, and the last of them computes the answer.
 
         Raises:
@@ -913,11 +901,11 @@ class ActiveSession:
                 up, which nobody hears any more.
         """
         while True:
-            stored = self._stored_answer(asking, message)
+            stored = self._stored_answer(asking, activation)
             if stored is not None:
                 return stored
             self._refuse_if_not_open()
-            if asking.question is None or asking.question.message.header != message.header:
+            if asking.question is None or asking.question.activation.batch != activation.batch:
                 raise OutOfStep("a question that was overtaken by the party's next one")
             if not is_listening():
                 raise NotOpen("a party gave up while it waited for others")
@@ -926,7 +914,7 @@ class ActiveSession:
     def _take_questions(self) -> tuple[Tensor, list[bytes]]:
         """Return the aggregate of what all ask, and the fingerprints of their questions."""
         questions = [party.question for party in self.parties if party.question is not None]
-        values = [question.message.values for question in questions]
+        values = [question.activation.values for question in questions]
         fingerprints = [question.fingerprint for question in questions]
         return aggregate(self.contract.aggregation, values), fingerprints
 
@@ -941,7 +929,7 @@ class ActiveSession:
             parts = parts_of(self.contract.aggregation, result.defended, len(self.parties))
             for party, part in zip(self.parties, parts, strict=True):
                 if party.question is not None:
-                    party.answer(TensorMessage(party.question.message.header, part))
+                    party.answer(Answer(party.question.activation.batch, part))
             self._go_to_next()
         self._unobserved = (batch, result)
 
@@ -954,7 +942,7 @@ class ActiveSession:
             if evaluation is not None:
                 self._observer.on_evaluation(evaluation)
             is_over = self._evaluator.ends_training(batch)
-            course = pb.COURSE_STOP if is_over else pb.COURSE_CONTINUE
+            course = Course.STOP if is_over else Course.CONTINUE
             for party in self.parties:
                 party.answer(course)
             self._go_to_next()
@@ -967,26 +955,20 @@ class ActiveSession:
             self._save()
             self._move_to(Stage.FINISHED)
 
-    def _take(self, message: TensorMessage, *, training: bool) -> tuple[Batch, TopTrainer]:
-        expected, header = self._expected, message.header
+    def _take(self, activation: Activation, *, training: bool) -> tuple[Batch, TopTrainer]:
+        expected, got = self._expected, activation.batch
         self._refuse_if_not_open()
         if self._stage is not Stage.TRAINING or expected is None or self.trainer is None:
             raise OutOfStep(f"a tensor while {self._stage.value}")
         if (expected.split == "train") is not training:
             raise OutOfStep(f"expected the {expected.split} rows now")
-        wanted = BatchHeader(
-            self.run_id,
-            expected.epoch,
-            expected.step,
-            SPLIT_ON_WIRE[expected.split],
-            expected.digest,
-        )
-        if header != wanted or len(message.values) != len(expected.positions):
+        wanted = expected.identity(self.run_id)
+        if got != wanted or len(activation.values) != len(expected.positions):
             raise OutOfStep(
                 f"expected {place_in_words(wanted.epoch, wanted.step)} with "
                 f"{len(expected.positions)} {expected.split} rows, got "
-                f"{place_in_words(header.epoch, header.step)} with {len(message.values)} rows"
-                + ("" if header.positions_digest == wanted.positions_digest else ", other rows")
+                f"{place_in_words(got.epoch, got.step)} with {len(activation.values)} rows"
+                + ("" if got.positions_digest == wanted.positions_digest else ", other rows")
             )
         return expected, self.trainer
 
@@ -1043,10 +1025,3 @@ class ActiveSession:
             self._questions.forget_before(self._place)
         if answered is not None and self._rows is not None:
             self._checkpoint_due = is_checkpoint(self.contract, self._rows, answered)
-
-
-def _other_data() -> DataError:
-    return DataError(
-        "this party's data are not those that the run began with; put them back, or begin anew "
-        "with --fresh"
-    )

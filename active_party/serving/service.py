@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from splitveil.active_party.run.session import ActiveSession, Offer
+from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.serving.error_interceptor import ErrorInterceptor
 from splitveil.active_party.serving.stream_places import StreamPlaces
 from splitveil.common.alignment import (
@@ -43,13 +43,14 @@ from splitveil.common.party.transcript import Transcript
 from splitveil.common.run.contract import Contract
 from splitveil.common.wire.audit_codec import decode_question
 from splitveil.common.wire.endpoint import SERVICE, add_port, channel_options
+from splitveil.common.wire.enums import leave_reason_from_wire
+from splitveil.common.wire.evaluation_codec import encode_course
+from splitveil.common.wire.handshake_codec import decode_greeting, encode_opening
 from splitveil.common.wire.limits import (
     ALIGN_FRAME_BYTES,
     CONCURRENT_RPCS,
-    DIGEST_BYTES,
     HANDSHAKE_BYTES,
     PARTY_KEY,
-    PROTOCOL_VERSION,
     REFUSALS_LOGGED,
     SERVER_THREADS,
     SMALL_BYTES,
@@ -59,7 +60,7 @@ from splitveil.common.wire.limits import (
     reader,
 )
 from splitveil.common.wire.noted_calls import NotingServer
-from splitveil.common.wire.tensor_codec import TensorAssembler, TensorLimits, encode_tensor
+from splitveil.common.wire.tensor_codec import TensorAssembler, TensorLimits, encode_answer
 from splitveil.common.wire.tls import PartyInterceptor
 from splitveil.protos import split_learning_pb2 as pb
 
@@ -140,33 +141,16 @@ class ActiveService:
         """Open the run."""
         caller = self._caller(context)
         caller.hear()
-        if request.protocol_version != PROTOCOL_VERSION:
-            raise ContractMismatch(["protocol_version"])
-        if len(request.nonce_commitment) != DIGEST_BYTES or not request.contract:
-            raise InvalidMessage("a handshake without a contract or a commitment of 32 bytes")
-        if bool(request.resume_run_id) != bool(request.resume_places):
-            raise InvalidMessage("a run to go on with, and places in it, come together")
-        offer = None
-        if request.resume_run_id:
-            offer = Offer(request.resume_run_id, frozenset(request.resume_places))
-        if self._has_several and request.party != caller.name:
+        greeting = decode_greeting(request)
+        if self._has_several and greeting.party != caller.name:
             raise InvalidMessage("a handshake that names another party than its call")
-        opening = self._session.handshake(
-            request.party, request.contract, request.nonce_commitment, offer, context.is_active
-        )
+        opening = self._session.handshake(*greeting, context.is_active)
         if caller.exchange_of_ids is not None:
             # The peer has given it up, though its end may never come.
             caller.exchange_of_ids.close()
         caller.align_places.clear()  # nor may it ever take what it was sent
-        logger.info("handshake done: run %s with party %s", opening.run_id, request.party)
-        digest = self._session.contract.digest()
-        return pb.HandshakeReply(
-            run_id=opening.run_id,
-            contract_digest=digest,
-            nonce=opening.nonce,
-            resumes_at=opening.resumes_at,
-            nonce_commitments=opening.commitments,
-        )
+        logger.info("handshake done: run %s with party %s", opening.run_id, greeting.party)
+        return encode_opening(opening)
 
     def align(
         self, requests: Iterator[pb.AlignFrame], context: grpc.ServicerContext
@@ -233,31 +217,30 @@ class ActiveService:
 
     def train(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Answer activations with defended gradients; learn only after the answer has left."""
-        assembler, caller = TensorAssembler(self._limits), self._caller(context)
+        assembler = TensorAssembler.of_activations(self._limits)
+        caller = self._caller(context)
         with caller.train_places.enter(context):
             for frame in self._heard(caller, requests):
-                message = assembler.add(frame)
-                if message is not None:
-                    gradient = self._session.exchange(message, caller.name, context.is_active)
+                activation = assembler.add(frame)
+                if activation is not None:
+                    answer = self._session.exchange(activation, caller.name, context.is_active)
                     caller.train_places.answered(context)
-                    yield from encode_tensor(gradient, self._limits)
+                    yield from encode_answer(answer, self._limits)
                     self._session.finish_step()
 
     def evaluate(
         self, requests: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[pb.EvaluateReply]:
         """Score held-out activations."""
-        assembler, caller = TensorAssembler(self._limits), self._caller(context)
+        assembler = TensorAssembler.of_activations(self._limits)
+        caller = self._caller(context)
         with caller.evaluate_places.enter(context):
             for frame in self._heard(caller, requests):
-                message = assembler.add(frame)
-                if message is not None:
-                    course = self._session.evaluate(message, caller.name, context.is_active)
+                activation = assembler.add(frame)
+                if activation is not None:
+                    course = self._session.evaluate(activation, caller.name, context.is_active)
                     caller.evaluate_places.answered(context)
-                    header = message.header
-                    yield pb.EvaluateReply(
-                        epoch=header.epoch, step=header.step, split=header.split, course=course
-                    )
+                    yield encode_course(activation.batch, course)
                     self._session.finish_step()
 
     def audit(self, request: pb.AuditRequest, context: grpc.ServicerContext) -> pb.AuditReply:
@@ -272,12 +255,11 @@ class ActiveService:
         caller = self._caller(context)
         caller.hear()
         # A failing alignment fails on both sides: what this side found says more than the goodbye.
-        if request.reason == pb.LEAVE_REASON_UNSPECIFIED:
-            raise InvalidMessage("a goodbye without a reason")
+        reason = leave_reason_from_wire(request.reason)
         is_meant = request.run_id == self._session.run_id
         if is_meant and caller.aligning.acquire(timeout=GOODBYE_WAIT_S):
             caller.aligning.release()
-        self._session.leave(request.run_id, request.reason, caller.name, context.is_active)
+        self._session.leave(request.run_id, reason, caller.name, context.is_active)
         return pb.LeaveReply()
 
     def on_error(self, error: Exception) -> None:

@@ -1,7 +1,7 @@
 """When the active party ends a run before its last epoch."""
 
 from splitveil.active_party.settings import EarlyStopping
-from splitveil.common.storage.run_store import State
+from splitveil.common.run.progress import State
 
 
 class EarlyStop:

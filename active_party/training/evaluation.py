@@ -8,8 +8,8 @@ from torch import Tensor
 from splitveil.active_party.training.early_stopping import EarlyStop
 from splitveil.active_party.training.predictions import ClassFigures, measure_predictions
 from splitveil.common.run.course import Batch
+from splitveil.common.run.progress import State
 from splitveil.common.run.splits import SplitName
-from splitveil.common.storage.run_store import State
 
 
 @dataclass(frozen=True)

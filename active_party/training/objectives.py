@@ -31,7 +31,7 @@ from splitveil.active_party.defenses.settings import GafmDefense
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.active_party.training.predictions import cross_entropy_of, probabilities_of
 from splitveil.common.data.features import Features
-from splitveil.common.storage.run_store import State
+from splitveil.common.run.progress import State
 
 Schedule = Callable[[int], float]
 """Gives the multiplier of the learning rate at a step."""

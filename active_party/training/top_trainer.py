@@ -10,8 +10,8 @@ from splitveil.active_party.training.objectives import BatchLabels, Lesson, Obje
 from splitveil.common.data.features import Features
 from splitveil.common.errors import SplitveilError
 from splitveil.common.models.random_state import random_state, set_random_state
+from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
-from splitveil.common.storage.run_store import State
 
 
 @dataclass(frozen=True)

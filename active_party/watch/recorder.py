@@ -21,11 +21,11 @@ from splitveil.common.record.leak_recorder import LeakRecorder
 from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.training_progress import TrainingProgress
 from splitveil.common.run.course import AlignedRows, Batch
+from splitveil.common.run.messages import AuditQuestion
+from splitveil.common.run.progress import State
 from splitveil.common.run.splits import SplitName
 from splitveil.common.storage.run_folder import write_json_atomically
-from splitveil.common.storage.run_store import State
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
-from splitveil.common.wire.audit_codec import AuditQuestion
 
 logger = logging.getLogger(__name__)
 

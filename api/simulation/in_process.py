@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from splitveil.active_party.run.session import ActiveSession
-from splitveil.active_party.run.session import Offer as ActiveOffer
 from splitveil.active_party.serving.service import agreeing
 from splitveil.common.alignment import AlignChannel, AlignmentEngine, align, channel_pair
 from splitveil.common.errors import (
@@ -19,10 +18,15 @@ from splitveil.common.errors import (
     ProtocolError,
     SplitveilError,
 )
-from splitveil.common.wire.audit_codec import AuditQuestion
-from splitveil.common.wire.tensor_codec import TensorMessage
-from splitveil.passive_party.peer import Offer, Opening
-from splitveil.protos import split_learning_pb2 as pb
+from splitveil.common.run.messages import (
+    Activation,
+    Answer,
+    AuditQuestion,
+    Course,
+    LeaveReason,
+    Offer,
+    Opening,
+)
 
 ResultT = TypeVar("ResultT")
 
@@ -50,7 +54,7 @@ class InProcessPeer:
         self._patience_s = patience_s
         self._aligning: threading.Thread | None = None
         self._failure: SplitveilError | None = None
-        self._sent: TensorMessage | None = None
+        self._sent: Activation | None = None
 
     @property
     def session(self) -> ActiveSession:
@@ -61,19 +65,13 @@ class InProcessPeer:
         self, party: str, canonical_contract: str, commitment: bytes, offer: Offer | None = None
     ) -> Opening:
         """Open the run, or resume it; wait while the other passive parties have not come."""
-        wanted = None if offer is None else ActiveOffer(offer.run_id, frozenset(offer.places))
         until = time.monotonic() + self._patience_s
         while True:
-            session = self.session
             try:
-                opening = session.handshake(party, canonical_contract, commitment, wanted)
+                return self.session.handshake(party, canonical_contract, commitment, offer)
             except OthersAwaited:
                 if time.monotonic() > until:
                     raise
-                continue
-            digest = session.contract.digest()
-            told = opening.nonce, opening.resumes_at, opening.commitments
-            return Opening(opening.run_id, digest, *told)
 
     def open_alignment(self) -> AlignChannel:
         """Let the active party's engine run in a thread, and return the channel to it."""
@@ -95,11 +93,11 @@ class InProcessPeer:
             with _as_the_status_says():
                 raise self._failure
 
-    def send_activation(self, message: TensorMessage) -> None:
+    def send_activation(self, activation: Activation) -> None:
         """Keep the activation until its gradient is asked for."""
-        self._sent = message
+        self._sent = activation
 
-    def receive_gradient(self) -> TensorMessage:
+    def receive_gradient(self) -> Answer:
         """Let the session answer the activation that was sent last."""
         session, sent = self.session, self._sent
         if sent is None:
@@ -109,11 +107,11 @@ class InProcessPeer:
         session.finish_step()
         return reply
 
-    def evaluate(self, message: TensorMessage) -> "pb.Course":
+    def evaluate(self, activation: Activation) -> Course:
         """Let the session score held-out rows."""
         session = self.session
         with _as_the_status_says():
-            course = session.evaluate(message, self._party, self._is_connected(session))
+            course = session.evaluate(activation, self._party, self._is_connected(session))
         session.finish_step()
         return course
 
@@ -121,7 +119,7 @@ class InProcessPeer:
         """Let the session measure scores of the training rows."""
         return self.session.audit(question, self._party)
 
-    def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
+    def leave(self, run_id: str, reason: LeaveReason) -> None:
         """Say goodbye, and wait until the other passive parties do."""
         while True:
             session = self.session

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from splitveil.active_party.serving.service import ActiveService, start_server
+from splitveil.common.party.credentials import credential_files
 from splitveil.common.run.contract import ACTIVE
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.simulation.parties import ActiveParty, Simulation
@@ -29,7 +30,7 @@ def serving(active: ActiveParty, address: str) -> Iterator[ActiveService]:
     """
     settings = active.settings
     service = ActiveService(active.session, active.engine, settings.reconnect.deadline_s)
-    credentials = settings.credential_files(ACTIVE)
+    credentials = credential_files(settings, ACTIVE)
     server = start_server(service, settings.contract, address, credentials)
     try:
         yield service
@@ -57,7 +58,7 @@ def meet_over_grpc(simulation: Simulation, address: str | None = None) -> None:
                 address,
                 settings.contract,
                 settings.reconnect,
-                credentials=settings.credential_files(name),
+                credentials=credential_files(settings, name),
                 party=name,
             )
             return resources.enter_context(peer)

@@ -15,7 +15,7 @@ from splitveil.active_party.assembly import build_session
 from splitveil.active_party.run.session import ActiveSession, Stage
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.alignment import AlignmentEngine, AlignmentResources, build_engine
-from splitveil.common.party.command_line import draw_nonce
+from splitveil.common.party.command_line import draw_nonce, torch_device
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import PartySettings, load_party_settings
 from splitveil.common.run.contract import ACTIVE
@@ -226,7 +226,7 @@ def build_active(
     session = build_session(
         settings,
         data,
-        _one_at_a_time(TopBuilder(settings, data, device or settings.torch_device())),
+        _one_at_a_time(TopBuilder(settings, data, device or torch_device(settings.device))),
         observer,
         partial(draw_nonce, settings),
         _store(settings, ACTIVE, runs, len(settings.contract.passive_parties)),
@@ -254,7 +254,7 @@ def build_passive(
         settings.party,
         data.ids,
         _engine(settings),
-        _one_at_a_time(BottomBuilder(settings, data, device or settings.torch_device())),
+        _one_at_a_time(BottomBuilder(settings, data, device or torch_device(settings.device))),
         observer,
         partial(draw_nonce, settings),
         store=_store(settings, settings.folder_name(), runs),

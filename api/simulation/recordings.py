@@ -9,7 +9,7 @@ from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.errors import SplitveilError
 from splitveil.common.run.course import AlignedRows, Batch
-from splitveil.common.wire.audit_codec import AuditQuestion
+from splitveil.common.run.messages import AuditQuestion
 
 
 @dataclass

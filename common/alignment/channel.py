@@ -1,7 +1,7 @@
-"""How alignment frames get from one party to the other: in one process, or over a stream.
+"""Channels carry alignment frames between the parties, in one process or over a stream.
 
-Both directions are bounded queues, so a fast party cannot fill a slow one's memory; and every wait
-has a deadline.
+Each direction is a bounded queue, so that a fast party cannot fill a slow party's memory, and
+every wait has a deadline.
 """
 
 import threading
@@ -14,8 +14,8 @@ from splitveil.protos.split_learning_pb2 import AlignFrame
 
 DEFAULT_DEADLINE_S = 60.0
 
-# Frames hold at most one chunk, 128 KiB. One in the making and one under way hide each other; more
-# only costs memory.
+# A frame holds at most one chunk, 128 KiB. Making one frame overlaps with sending another; longer
+# queues only cost memory.
 DEFAULT_QUEUE_FRAMES = 4
 
 
@@ -23,7 +23,7 @@ class AlignChannel(Protocol):
     """One party's end of the exchange. One thread may send while another receives."""
 
     def send(self, frame: AlignFrame) -> None:
-        """Send a frame, waiting while the peer has not taken earlier ones.
+        """Send a frame, waiting until the peer has taken earlier frames.
 
         Raises:
             PeerUnreachable: the deadline passed, or one of the two ends is closed.
@@ -37,11 +37,11 @@ class AlignChannel(Protocol):
         """
 
     def close(self) -> None:
-        """Stop: frames already sent still reach the peer, and waits on both ends finish."""
+        """Stop. Frames already sent still reach the peer, and pending waits on both ends return."""
 
 
 class FrameQueue:
-    """Frames under way in one direction; never more than its capacity."""
+    """The frames in transit in one direction, never more than the capacity."""
 
     def __init__(self, capacity: int) -> None:
         self._frames: deque[AlignFrame] = deque()
@@ -51,20 +51,25 @@ class FrameQueue:
         self._changed = threading.Condition()
 
     def put(self, frame: AlignFrame, deadline_s: float | None) -> None:
-        """Add a frame, waiting for room; raises PeerUnreachable when closed or too late."""
+        """Add a frame, waiting for room.
+
+        Raises:
+            PeerUnreachable: the deadline passed, or the queue is closed without an error.
+            Exception: the error that the queue was closed with.
+        """
         with self._changed:
             self._wait(lambda: len(self._frames) < self._capacity or self._closed, deadline_s)
             if self._closed:
-                raise self._error or PeerUnreachable("the exchange of ids was ended")
+                raise self._error or PeerUnreachable("the exchange of ids was closed")
             self._frames.append(frame)
             self._changed.notify_all()
 
     def get(self, deadline_s: float | None) -> AlignFrame | None:
-        """Take the next frame, None after the last one of a closed queue.
+        """Take the next frame; None after the last frame of a closed queue.
 
         Raises:
-            PeerUnreachable: none came before the deadline.
-            Exception: the one that the queue was closed with.
+            PeerUnreachable: no frame arrived before the deadline.
+            Exception: the error that the queue was closed with.
         """
         with self._changed:
             self._wait(lambda: self._frames or self._closed, deadline_s)
@@ -77,7 +82,7 @@ class FrameQueue:
             return None
 
     def close(self, error: Exception | None = None) -> None:
-        """Accept no more frames; those inside can still be taken. The first call counts."""
+        """Accept no more frames; queued frames can still be taken. Only the first call counts."""
         with self._changed:
             if not self._closed:
                 self._closed, self._error = True, error
@@ -105,7 +110,7 @@ class QueueChannel:
         frame = self._incoming.get(self._deadline_s)
         if frame is None:
             raise PeerUnreachable(
-                "the other party ended the exchange of ids before it was complete"
+                "the other party closed the exchange of ids before it was complete"
             )
         return frame
 
@@ -133,11 +138,11 @@ class StreamChannel(QueueChannel):
         yield from channel.outgoing
         future.result()
 
-    ``align`` closes the channel when it ends, and with it ``outgoing``, after the last frame.
+    ``align`` closes the channel when it returns; ``outgoing`` then ends after the last frame.
     """
 
     outgoing: Iterator[AlignFrame]
-    """The frames to put on the stream; one consumer."""
+    """The frames to put on the stream; for one consumer."""
 
     def __init__(
         self,
@@ -150,18 +155,18 @@ class StreamChannel(QueueChannel):
         """Connect at once.
 
         Args:
-            connect: is given the outgoing frames and returns the incoming ones.
-            deadline_s: longest wait for the peer to take a frame or to send one.
-            queue_frames: frames held in each direction.
-            translate: turns an error of the incoming frames into the one that ``receive`` raises;
-                without it, PeerUnreachable.
+            connect: takes the outgoing frames and returns the incoming frames.
+            deadline_s: longest wait for the peer to take or to send a frame, in seconds.
+            queue_frames: capacity of the queue in each direction.
+            translate: converts an error of the incoming frames into the error that ``receive``
+                raises; PeerUnreachable by default.
         """
         outgoing, incoming = FrameQueue(queue_frames), FrameQueue(queue_frames)
         super().__init__(outgoing, incoming, deadline_s)
         self.outgoing = iter(lambda: outgoing.get(None), None)
         frames = connect(self.outgoing)
-        # A thread, because the next frame of a stream can only be waited for without a deadline. It
-        # ends with the stream, or at the first frame after `close`.
+        # A thread, because waiting for the next frame of a stream has no deadline of its own. The
+        # thread ends with the stream, or at the first frame after `close`.
         threading.Thread(
             target=_pump,
             args=(frames, incoming, translate or _unreachable),
@@ -178,7 +183,7 @@ def _pump(
             queue.put(frame, None)
     except SplitveilError as error:  # handed to the thread that receives
         queue.close(error)
-    except Exception as error:  # likewise
+    except Exception as error:  # handed over as well
         queue.close(translate(error))
     else:
         queue.close()

@@ -1,21 +1,22 @@
 """Private set intersection by Diffie-Hellman on ristretto255: the default alignment engine.
 
-    hello   both    what engine this is, the size of the own set, the own nonce
+    hello   both    name and parameters of the engine, size of the own set, own nonce
     points  both    a H(id) for every own id, shuffled, in chunks
-    tags    both    answer to each chunk: the first bytes of b (a H(id)), in the same order
+    tags    both    reply to each chunk: the first bytes of b (a H(id)), in the same order
     done    both    count and SHA-256 of the sorted common tags
 
-H is the uniform map of RFC 9496 from SHA-512(domain || id), a and b are the parties' scalars, fresh
-for every session. Since a b H(id) = b a H(id), ids are common exactly when their tags are, and
-sorting the common tags gives both parties the same pseudo-random order, whatever the order of their
-files. Two of n and m different ids share a tag with probability n m / 2^127 (the lowest bit of an
-encoding is always zero): 2^-87 for a million each. Huberman, Franklin, Hogg 1999; secure against
-parties that follow the protocol, under the decisional Diffie-Hellman assumption.
+H is the uniform map of RFC 9496 from SHA-512(domain || id); a and b are the parties' scalars, fresh
+for every exchange. Since a b H(id) = b a H(id), two ids are equal exactly when their tags are, and
+sorting the common tags gives both parties the same pseudo-random order, independent of the order of
+their files. Two ids among n and m different ones share a tag with probability n m / 2^127 (the
+lowest bit of an encoding is always zero): 2^-87 for a million each. Huberman, Franklin, Hogg 1999;
+secure against parties that follow the protocol, under the decisional Diffie-Hellman assumption.
 
-Both learn the intersection and the size of the other's set, if both follow the protocol to its end.
-Nothing makes them: whoever withholds its tags learns the intersection, and the other nothing. Nor
-is a tag proved: whoever hands back the tags that it was sent makes the other believe that all of
-its ids are common. How many ids a peer tries, over all exchanges, is counted (``tried_ids.py``).
+Both parties learn the intersection and the size of the other's set if both follow the protocol to
+its end. Nothing forces them to: a party that withholds its tags learns the intersection while the
+other learns nothing. Tags are not proved either: a party that sends back the tags it received makes
+the other believe that all of its ids are common. The number of ids that a peer tries, over all
+exchanges, is counted (``tried_ids.py``).
 """
 
 import hashlib
@@ -24,9 +25,9 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from splitveil.common.alignment import ristretto
+from splitveil.common.alignment.interface import RowIndices, Splits
 from splitveil.common.alignment.workers import WorkerPool
 from splitveil.common.data.ids import NORMALISATION
 from splitveil.common.errors import (
@@ -51,14 +52,9 @@ TAG_BYTES = limits.TAG_BYTES
 CHUNK_IDS = limits.CHUNK_IDS
 _TAG = np.dtype(f"S{TAG_BYTES}")
 
-RowIndices = npt.NDArray[np.int64]
-
-Splits = npt.NDArray[np.int8]
-"""For each own id, as a number, the split that this party's column says it is of."""
-
 
 class GroupOperations(Protocol):
-    """What the engine asks of ``Ristretto`` or of a ``WorkerPool`` of them."""
+    """The operations that the engine needs, of one ``Ristretto`` or a ``WorkerPool`` of them."""
 
     def mask(self, digests: bytes, scalar: bytes) -> bytes:
         """Hash each digest to the group and multiply it by the scalar."""
@@ -67,20 +63,20 @@ class GroupOperations(Protocol):
         """Multiply each point by the scalar, or raise NotInGroupError."""
 
     def close(self) -> None:
-        """Give back what they hold."""
+        """Release the resources."""
 
 
 class EcdhEngine:
-    """Starts sessions, and owns the worker processes that they share."""
+    """Starts exchanges, and owns the worker processes that they share."""
 
     def __init__(self, *, min_aligned: int, max_set_size: int, workers: int) -> None:
-        """Load libsodium and start the workers: before the party's first gRPC channel.
+        """Load libsodium and start the workers. Call it before opening the first gRPC channel.
 
         Args:
-            min_aligned: the smallest intersection that counts as one.
-            max_set_size: the largest set accepted, from either party.
-            workers: processes for the group operations; with 0 they run in the threads that send
-                and receive, at most two at a time.
+            min_aligned: the smallest intersection that is accepted.
+            max_set_size: the largest set that is accepted from either party.
+            workers: number of processes for the group operations; with 0 they run in the threads
+                that send and receive, at most two at a time.
         """
         self._min_aligned = min_aligned
         self._max_set_size = max_set_size
@@ -94,21 +90,21 @@ class EcdhEngine:
 
     def start(
         self, ids: Sequence[str], *, nonce: bytes, run_id: str, splits: Splits | None = None
-    ) -> "EcdhSession":
-        """Begin one alignment under a fresh scalar.
+    ) -> "EcdhExchange":
+        """Start one alignment with a fresh scalar.
 
         Args:
             ids: from ``canonical_ids``.
             nonce: this party's share of the joint seed.
-            run_id: as the handshake gave it.
-            splits: what this party's column says of the split of each id, if there is one.
+            run_id: from the handshake.
+            splits: the split that this party's column gives each id, if there is such a column.
 
         Raises:
             AlignmentError: the set is empty or larger than the contract allows.
         """
         if not 0 < len(ids) <= self._max_set_size:
             raise AlignmentError(f"expected 1 to {self._max_set_size} own ids, got {len(ids)}")
-        return EcdhSession(
+        return EcdhExchange(
             ids,
             hello=AlignHello(
                 engine=ENGINE,
@@ -132,11 +128,11 @@ class EcdhEngine:
         self._group.close()
 
 
-class EcdhSession:
-    """The rules of one alignment: received frames in, frames to send out, no I/O.
+class EcdhExchange:
+    """The rules of one alignment: takes received frames, returns frames to send, does no I/O.
 
-    ``own_frames`` may be iterated in one thread while another calls ``receive``: they share only
-    the count of chunks sent.
+    ``own_frames`` may be iterated in one thread while another thread calls ``receive``: the two
+    share only the number of chunks sent.
     """
 
     def __init__(
@@ -160,7 +156,7 @@ class EcdhSession:
         self._shuffled_rows = _secret_permutation(len(ids))
         self._chunks_sent = 0
         self._peer_hello: AlignHello | None = None
-        # Tags of the own ids in shuffled order, as the peer computes them, and of the peer's ids.
+        # Tags of the own ids, in shuffled order, as computed by the peer; and of the peer's ids.
         self._own_tags = bytearray()
         self._peer_tags = bytearray()
         self._common_rows: RowIndices | None = None
@@ -174,22 +170,22 @@ class EcdhSession:
 
     @property
     def peer_set_size(self) -> int:
-        """How many ids the peer has."""
+        """The number of ids that the peer has."""
         return int(self._require_hello().set_size)
 
     @property
     def done_ids(self) -> int:
-        """Ids of both parties that are through, of ``total_ids``."""
+        """The number of ids of both parties that have been processed, out of ``total_ids``."""
         return (len(self._own_tags) + len(self._peer_tags)) // TAG_BYTES
 
     @property
     def total_ids(self) -> int:
-        """Ids of both parties together."""
+        """The number of ids of both parties together."""
         return len(self._ids) + self.peer_set_size
 
     @property
     def answered_ids(self) -> int:
-        """Ids of the peer for which tags were made."""
+        """The number of the peer's ids for which tags have been computed."""
         return len(self._peer_tags) // TAG_BYTES
 
     @property
@@ -202,21 +198,21 @@ class EcdhSession:
         return AlignFrame(hello=self._hello)
 
     def own_frames(self) -> Iterator[AlignFrame]:
-        """Mask the own ids, chunk by chunk; to be called after the peer's hello was received."""
+        """Mask the own ids, chunk by chunk. Call it after the peer's hello was received."""
         self._require_hello()
         for chunk, first in enumerate(range(0, len(self._ids), CHUNK_IDS)):
             rows = self._shuffled_rows[first : first + CHUNK_IDS].tolist()
             digests = ristretto.digest_ids([self._ids[row] for row in rows])
             points = self._group.mask(digests, self._scalar)
-            # Before the frame leaves: its answer may arrive before this generator goes on.
+            # Before the frame leaves: its reply may arrive before this generator resumes.
             self._chunks_sent = chunk + 1
             yield AlignFrame(points=MaskedPoints(chunk=chunk, points=points))
 
     def receive(self, frame: AlignFrame) -> list[AlignFrame]:
-        """Take the peer's next frame; return what is to be sent because of it.
+        """Process the peer's next frame and return the frames to send in reply.
 
         Raises:
-            AlignmentError: the peer's engine, or its rules, are not these.
+            AlignmentError: the peer uses another engine or other parameters.
             InvalidMessage, OutOfStep, TooLarge: the peer broke a rule of the protocol.
         """
         match frame.WhichOneof("body"):
@@ -232,7 +228,7 @@ class EcdhSession:
                 self._receive_done(frame.done)
                 return []
             case _:
-                raise InvalidMessage("an alignment frame without content")
+                raise InvalidMessage("the alignment frame is empty")
         if self.done_ids == self.total_ids:
             replies.append(AlignFrame(done=self._intersect()))
         return replies
@@ -247,34 +243,36 @@ class EcdhSession:
         if self._common_rows is None or self._own_done is None or self._peer_done is None:
             raise OutOfStep("the exchange of ids is not complete")
         counts = (
-            f"{len(self._ids)} own ids, {self.peer_set_size} of the other party, "
+            f"{len(self._ids)} own ids, {self.peer_set_size} ids of the other party, "
             f"{len(self._common_rows)} in common"
         )
         peer, own = self._peer_done, self._own_done
         if (peer.count, peer.digest) != (own.count, own.digest):
             raise AlignmentError(
                 f"the parties disagree on the intersection: {counts}, "
-                f"but {self._peer_done.count} by the other party's account, or in another order"
+                f"but the other party reports {self._peer_done.count}, or another order"
             )
         if len(self._common_rows) < self._min_aligned:
-            raise AlignmentError(f"too few ids to train on: {counts}, needed {self._min_aligned}")
+            raise AlignmentError(
+                f"too few ids to train on: {counts}, expected at least {self._min_aligned}"
+            )
         if self._peer_done.split_digest != self._own_done.split_digest:
             raise AlignmentError(
-                f"the parties disagree on the split: {counts}, and the column that contract.split "
-                f"names does not say the same of each in both tables"
+                f"the parties disagree on the split: {counts}, and the column named in "
+                f"contract.split does not give each of them the same split in both tables"
             )
         return self._common_rows
 
     def _receive_hello(self, peer: AlignHello) -> None:
         if self._peer_hello is not None:
-            raise OutOfStep("a second alignment hello")
+            raise OutOfStep("received a second alignment hello")
         own = self._hello
         names = ("engine", "version", "normalisation", "tag_bytes", "chunk_ids")
         differing = [name for name in names if getattr(own, name) != getattr(peer, name)]
         if differing:
             raise AlignmentError(f"the parties align ids differently: {', '.join(differing)}")
         if peer.run_id != own.run_id:
-            raise OutOfStep("an alignment hello for another run")
+            raise OutOfStep("the alignment hello is for another run")
         if len(peer.nonce) != len(own.nonce):
             raise InvalidMessage(
                 f"expected a nonce of {len(own.nonce)} bytes, got {len(peer.nonce)}"
@@ -289,7 +287,7 @@ class EcdhSession:
         received = len(self._peer_tags) // TAG_BYTES
         expected = min(CHUNK_IDS, self.peer_set_size - received)
         if not expected:
-            raise TooLarge("more points than the other party has announced")
+            raise TooLarge("received more points than the other party announced")
         _check_chunk("points", message.chunk, received // CHUNK_IDS)
         _check_length("points", message.points, expected * ristretto.POINT_BYTES)
         try:
@@ -304,7 +302,7 @@ class EcdhSession:
         received = len(self._own_tags) // TAG_BYTES
         chunk = -(-received // CHUNK_IDS)
         if chunk >= self._chunks_sent:
-            raise OutOfStep("tags for points that were not sent")
+            raise OutOfStep("received tags for points that were not sent")
         _check_chunk("tags", message.chunk, chunk)
         expected = min(CHUNK_IDS, len(self._ids) - received)
         _check_length("tags", message.tags, expected * TAG_BYTES)
@@ -321,15 +319,15 @@ class EcdhSession:
         self._peer_done = message
 
     def _intersect(self) -> AlignDone:
-        """Find the common ids once all tags are there."""
+        """Find the common ids once all tags have arrived."""
         own, peer = np.frombuffer(self._own_tags, _TAG), np.frombuffer(self._peer_tags, _TAG)
         order = np.argsort(own)
         own, peer = own[order], np.sort(peer)
         # Ids are distinct and so are their tags, unless the peer repeats a point or invents a tag.
         if (own[1:] == own[:-1]).any() or (peer[1:] == peer[:-1]).any():
-            raise InvalidMessage("the same tag for two ids")
-        places = np.searchsorted(peer, own)
-        is_common = peer[np.minimum(places, len(peer) - 1)] == own
+            raise InvalidMessage("two ids have the same tag")
+        positions = np.searchsorted(peer, own)
+        is_common = peer[np.minimum(positions, len(peer) - 1)] == own
         self._common_rows = self._shuffled_rows[order[is_common]]
         common = own[is_common]
         digest = hashlib.sha256(common.tobytes())
@@ -339,7 +337,7 @@ class EcdhSession:
         return self._own_done
 
     def _split_digest(self, of_tags: "hashlib._Hash") -> bytes:
-        """Digest the splits of the common ids after their tags, which are new in each alignment."""
+        """Digest the splits of the common ids after their tags, which differ in every alignment."""
         if self._splits is None:
             return b""
         found = of_tags.copy()
@@ -353,9 +351,10 @@ class EcdhSession:
 
 
 def _secret_permutation(size: int) -> RowIndices:
-    """Permute 0..size-1 by the operating system's randomness.
+    """Permute 0..size-1 with the operating system's randomness.
 
-    Sorting by random 64-bit keys is uniform but for equal keys: below 2^-18 at 10 million.
+    Sorting by random 64-bit keys is uniform unless two keys are equal, which has a probability
+    below 2^-18 for 10 million keys.
     """
     keys = np.frombuffer(os.urandom(8 * size), np.uint64)
     return np.argsort(keys).astype(np.int64, copy=False)

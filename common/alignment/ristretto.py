@@ -1,9 +1,9 @@
-"""The group ristretto255 (RFC 9496), from libsodium: hash to the group, multiply, reject.
+"""The group ristretto255 (RFC 9496), by libsodium: hash to the group, multiply, reject.
 
-libsodium is the system's library or, failing that, the copy inside the ``rbcl`` wheel; either must
+libsodium is the system's library or, failing that, the copy in the ``rbcl`` wheel; either must
 reproduce test vectors of the RFC before it is used. Run as a script, this file is a worker of
-``workers.py``. It therefore needs nothing outside the standard library, so that a worker starts in
-milliseconds and holds some ten megabytes instead of everything that the party has imported.
+``workers.py``. It therefore imports only the standard library, so that a worker starts in
+milliseconds and takes some ten megabytes instead of the memory of everything the party imports.
 """
 
 import atexit
@@ -22,10 +22,10 @@ POINT_BYTES = 32
 SCALAR_BYTES = 32
 DIGEST_BYTES = 64
 
-# Ends in a byte that no name contains, so that no other domain can be this one plus an id's text.
+# Ends in a byte that no name contains, so that no other domain equals this one plus an id's text.
 _DOMAIN = b"splitveil ecdh-ristretto255 id 1\x00"
 
-# 1.0.18, the first release with ristretto255, has the number 23.
+# Release 1.0.18, the first with ristretto255, has the library version 23.
 _SYSTEM_LIBRARIES = (
     "libsodium.so.26",
     "libsodium.so.23",
@@ -33,7 +33,8 @@ _SYSTEM_LIBRARIES = (
     "libsodium.23.dylib",
 )
 
-# RFC 9496, appendix A.1: the generator and its double. Appendix A.3: a label and its group element.
+# RFC 9496, appendix A.1: the generator and twice the generator. Appendix A.3: a label and its group
+# element.
 _GENERATOR = bytes.fromhex("e2f2ae0a6abc4e71a884a961c500515f58e30b6aa582dd8db6a65945e08d2d76")
 _TWICE_GENERATOR = bytes.fromhex("6a493210f7499cd17fecb510ae0cea23a110e8d5b901f8acadd3095c73a3b919")
 _LABEL = b"Ristretto is traditionally a short shot of espresso coffee"
@@ -41,7 +42,7 @@ _LABEL_ELEMENT = bytes.fromhex("3066f82a1a747d45120d1740f14358531a8f04bbffe6a819
 
 
 class NotInGroupError(ValueError):
-    """Bytes that are no canonical encoding of a group element other than the identity."""
+    """Bytes are not the canonical encoding of a group element, or encode the identity."""
 
     def __init__(self, position: int) -> None:
         self.position = position
@@ -53,7 +54,7 @@ class LibraryError(RuntimeError):
 
 
 def digest_ids(ids: Iterable[str]) -> bytes:
-    """Concatenate SHA-512(domain || id) over ids, each the uniform bytes that RFC 9496 asks for."""
+    """Concatenate SHA-512(domain || id) over the ids: the uniform bytes that RFC 9496 requires."""
     prefix = hashlib.sha512(_DOMAIN)
     digests = []
     for text in ids:
@@ -64,13 +65,13 @@ def digest_ids(ids: Iterable[str]) -> bytes:
 
 
 class Ristretto:
-    """Batches of group operations, on concatenated encodings.
+    """Batches of group operations on concatenated encodings.
 
-    Multiplication is libsodium's, whose time does not depend on the scalar.
+    Multiplication is done by libsodium, in a time that does not depend on the scalar.
     """
 
     def __init__(self, name: str) -> None:
-        """Load the library of this name or path.
+        """Load the library with this name or path.
 
         Raises:
             LibraryError: it is missing, too old, or fails a test vector.
@@ -83,7 +84,7 @@ class Ristretto:
             self._multiply = library.crypto_scalarmult_ristretto255
             self._random_scalar = library.crypto_core_ristretto255_scalar_random
         except (OSError, AttributeError) as error:
-            raise LibraryError(f"{name}: no libsodium with ristretto255: {error}") from error
+            raise LibraryError(f"{name}: not a libsodium with ristretto255: {error}") from error
         if status < 0:
             raise LibraryError(f"{name}: libsodium cannot be initialised")
         self._from_hash.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
@@ -93,7 +94,7 @@ class Ristretto:
         self._check_vectors()
 
     def random_scalar(self) -> bytes:
-        """Draw a secret scalar, uniform and not zero, from the operating system's randomness."""
+        """Draw a secret scalar, uniform and nonzero, from the operating system's randomness."""
         scalar = ctypes.create_string_buffer(SCALAR_BYTES)
         self._random_scalar(ctypes.addressof(scalar))
         return scalar.raw
@@ -130,7 +131,7 @@ class Ristretto:
         return self.multiply(self.hash_to_group(digests), scalar)
 
     def close(self) -> None:
-        """Do nothing: this is the counterpart of a pool of workers that must be closed."""
+        """Do nothing; exists because a ``WorkerPool`` must be closed."""
 
     def _check_vectors(self) -> None:
         two = (2).to_bytes(SCALAR_BYTES, "little")
@@ -140,23 +141,23 @@ class Ristretto:
 
 
 def _refuse_high_bits(points: bytes) -> None:
-    """Refuse encodings of 2^255 and above, whose highest bit libsodium 1.0.18 overlooks."""
+    """Refuse encodings of 2^255 and above, whose highest bit libsodium 1.0.18 ignores."""
     highest = points[POINT_BYTES - 1 :: POINT_BYTES]
     if highest and max(highest) > 0x7F:
         raise NotInGroupError(next(i for i, byte in enumerate(highest) if byte > 0x7F))
 
 
 def _address(data: bytes) -> int:
-    # The address of the bytes' own memory: nothing is copied, nothing may be written there.
+    # The address of the bytes' own memory: nothing is copied, and nothing may be written there.
     return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
 
 
 @functools.cache
 def load() -> Ristretto:
-    """Load libsodium once per process: the system's, else the one in the ``rbcl`` wheel.
+    """Load libsodium once per process: the system's library, or the copy in the ``rbcl`` wheel.
 
     Raises:
-        LibraryError: neither can be used; says why for each.
+        LibraryError: neither can be used; the message gives the reason for each.
     """
     problems = []
     for name in (*_SYSTEM_LIBRARIES, None):
@@ -169,23 +170,24 @@ def load() -> Ristretto:
 
 @functools.cache
 def find_in_wheel() -> str:
-    """Return the path of the copy that ``rbcl`` writes to a temporary file when it is imported.
+    """Return the path of the temporary file to which ``rbcl`` copies the library on import.
 
-    Every import writes another 2.8 MB that nobody removes: imported once, here, removed at exit.
+    Every import writes another 2.8 MB that are never removed. It is therefore imported only once,
+    here, and the file is removed at exit.
     """
     try:
         with warnings.catch_warnings():
-            # It leaves that file open to the garbage collector.
+            # rbcl leaves that file for the garbage collector to close.
             warnings.simplefilter("ignore", ResourceWarning)
-            import rbcl  # noqa: PLC0415 - the import writes the file: only where it is needed
+            import rbcl  # noqa: PLC0415 - the import writes the file: only when it is needed
     except (ImportError, OSError) as error:
         raise LibraryError(f"rbcl: {error}") from error
-    path = str(rbcl._sodium._name)  # noqa: SLF001 - the only place where it keeps the path
+    path = str(rbcl._sodium._name)  # noqa: SLF001 - rbcl has no public name for the path
     atexit.register(Path(path).unlink, missing_ok=True)
     return path
 
 
-# ---- the worker's side of workers.py: a request is this header and data, a reply likewise --------
+# ---- the worker's side of workers.py: requests and replies are one of these headers and data -----
 
 MASK, MULTIPLY = 1, 2
 REQUEST = struct.Struct(f"<B{SCALAR_BYTES}sI")  # operation, scalar, length of the data
@@ -193,7 +195,7 @@ REPLY = struct.Struct("<qI")  # position of an element that is not in the group 
 
 
 def serve(group: Ristretto, requests: BinaryIO, replies: BinaryIO) -> None:
-    """Answer requests until the party closes the pipe, or dies, which closes it too."""
+    """Answer requests until the party closes the pipe, or dies, which closes it as well."""
     operations = {MASK: group.mask, MULTIPLY: group.multiply}
     while header := requests.read(REQUEST.size):
         operation, scalar, length = REQUEST.unpack(header)

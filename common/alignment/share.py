@@ -1,9 +1,9 @@
-"""What ends an alignment of several passive parties: which of a pair's common ids all parties have.
+"""Shares end an alignment of several passive parties: they mark the ids that all parties have.
 
-Each passive party aligns with the active one as if there were no other. When all are through, the
-active party tells each, with one bit for each id in the order of the pair's sorted tags, which of
-the ids that the two have in common are common to all. So a passive party learns of its own ids
-alone, and of those only what it would learn from the rows that are trained on.
+Each passive party aligns with the active party as if there were no other. When all have finished,
+the active party tells each of them, with one bit per id in the order of the pair's sorted tags,
+which of the ids that the two have in common are common to all parties. A passive party therefore
+learns only about its own ids, and about those only what it would learn from the training rows.
 """
 
 import hashlib
@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from splitveil.common.alignment.channel import AlignChannel
-from splitveil.common.alignment.ecdh import RowIndices
 from splitveil.common.errors import InvalidMessage, OutOfStep
 from splitveil.common.wire.limits import MASK_BYTES
 from splitveil.protos.split_learning_pb2 import AlignFrame, AlignShare, AlignWait
@@ -23,38 +22,27 @@ from splitveil.protos.split_learning_pb2 import AlignFrame, AlignShare, AlignWai
 Mask = npt.NDArray[np.bool_]
 
 WAIT_S = 2.0
-"""How often a party that waits for the others is told that there is more to come."""
+"""Seconds between two wait frames to a party that waits for the other parties."""
 
 
 class Share(NamedTuple):
-    """What one passive party is told in the end."""
+    """The message that ends one passive party's alignment."""
 
     mask: Mask
-    """For each id of the pair's intersection, in the order of its tags, whether all have it."""
+    """For each id of the pair's intersection, in the order of its tags, whether all parties have
+    it."""
 
     nonces: tuple[bytes, ...]
-    """Of all passive parties, in the contract's order."""
-
-
-def intersect(pairs: Sequence[RowIndices]) -> list[Mask]:
-    """Return for each pair which of its rows all others have, too.
-
-    Args:
-        pairs: the active party's own rows of each pair's common ids, each row once.
-    """
-    common = pairs[0]
-    for rows in pairs[1:]:
-        common = np.intersect1d(common, rows, assume_unique=True)
-    return [np.isin(rows, common) for rows in pairs]
+    """The nonces of all passive parties, in the contract's order."""
 
 
 def wait_frame() -> AlignFrame:
-    """Return what says that there is more to come."""
+    """Return the frame that tells a party to keep waiting for its share."""
     return AlignFrame(wait=AlignWait())
 
 
 def share_frames(share: Share) -> Iterator[AlignFrame]:
-    """Yield what tells a party its share."""
+    """Yield the frames that carry a party's share."""
     mask = np.packbits(share.mask, bitorder="little").tobytes()
     for chunk, first in enumerate(range(0, len(mask), MASK_BYTES)):
         nonces = () if chunk else share.nonces
@@ -71,14 +59,14 @@ def receive_share(
     """Wait for this party's share.
 
     Args:
-        channel: to the active party, once the pair is through.
-        num_ids: ids that the pair has in common, at least one.
-        commitments: to the nonces of all passive parties, from the handshake.
-        on_wait: called whenever there is more to come.
+        channel: to the active party, once the pair has finished its alignment.
+        num_ids: number of ids that the pair has in common, at least one.
+        commitments: commitments to the nonces of all passive parties, from the handshake.
+        on_wait: called for every wait frame.
 
     Raises:
-        ProtocolError: what comes is no share, or not of these ids and nonces.
-        PeerUnreachable: nothing comes.
+        ProtocolError: the frames received are not a share, or not one of these ids and nonces.
+        PeerUnreachable: no frame arrives.
     """
     mask, nonces, chunk = bytearray(), tuple[bytes, ...](), 0
     num_bytes = -(-num_ids // 8)
@@ -88,7 +76,7 @@ def receive_share(
             on_wait()
             continue
         if frame.WhichOneof("body") != "share" or frame.share.chunk != chunk:
-            raise OutOfStep(f"expected chunk {chunk} of the share that ends an alignment")
+            raise OutOfStep(f"expected chunk {chunk} of the share that ends the alignment")
         expected = min(MASK_BYTES, num_bytes - len(mask))
         if len(frame.share.mask) != expected or (chunk and frame.share.nonces):
             raise InvalidMessage(f"expected {expected} bytes of a mask in chunk {chunk}")
@@ -97,10 +85,10 @@ def receive_share(
         mask += frame.share.mask
         chunk += 1
     if not _are_as_committed(nonces, commitments):
-        raise InvalidMessage("the passive parties' nonces are not those that were committed to")
+        raise InvalidMessage("the passive parties' nonces do not match their commitments")
     bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little").astype(bool)
     if bits[num_ids:].any():
-        raise InvalidMessage("a mask with more bits than the two have ids in common")
+        raise InvalidMessage("the mask has more bits than the two parties have ids in common")
     return Share(bits[:num_ids], nonces)
 
 

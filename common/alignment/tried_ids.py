@@ -1,14 +1,14 @@
-"""How many ids each other party has tried on this one's, over all exchanges and all starts.
+"""Counts the ids that each peer has tried against this party's, over all exchanges and restarts.
 
-``alignment.max_set_size`` bounds one exchange. A peer that takes the tags and breaks off can come
-again with other ids, and after enough rounds it knows every id of this party. So what it has tried
-is added up, in a file that outlives the process, and beyond a few times ``max_set_size`` there is
-no further exchange. An honest peer whose connection breaks brings the same ids again, which cannot
-be told from others: the few times are for that.
+``alignment.max_set_size`` bounds one exchange. A peer that takes the tags and disconnects can
+return with other ids, and after enough rounds it knows every id of this party. The ids that it has
+tried are therefore added up in a file that outlives the process, and beyond a small multiple of
+``max_set_size`` no further exchange is accepted. An honest peer whose connection breaks sends the
+same ids again, which look no different from new ones: the multiple leaves room for that.
 
-An exchange is charged with all ids that the peer announces, before anything is sent that says
-something of this party's; what was not answered is given back when the exchange ends, which a
-process that is killed does not come to. A run that finishes starts the count anew.
+An exchange is charged with all ids that the peer announces, before anything is sent that reveals
+something about this party's ids. Ids that were not answered are refunded when the exchange ends,
+but not if the process is killed. A run that finishes resets the count.
 """
 
 import json
@@ -17,8 +17,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from splitveil.common.alignment.interface import CountedExchange
 from splitveil.common.errors import AlignmentError, StorageError
 from splitveil.common.party.party_settings import ALIGNMENT_ATTEMPTS
 from splitveil.common.storage.run_folder import write_bytes_atomically
@@ -26,42 +27,27 @@ from splitveil.common.storage.run_folder import write_bytes_atomically
 logger = logging.getLogger(__name__)
 
 EXCHANGES_PER_ATTEMPT = 10
-"""How many exchanges there may be for each of those times: most contracts allow large sets."""
-
-
-class Answered(Protocol):
-    """What has to be known of an exchange."""
-
-    @property
-    def peer_set_size(self) -> int:
-        """How many ids the peer has announced."""
-
-    @property
-    def answered_ids(self) -> int:
-        """How many of them were answered."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether it came to its end."""
+"""Largest number of exchanges per attempt. Bounding ids alone is not enough, because most contracts
+allow large sets."""
 
 
 class Tried(NamedTuple):
-    """What one peer has tried."""
+    """The number of ids that one peer has tried, and in how many exchanges."""
 
     ids: int = 0
     exchanges: int = 0
 
 
 class TriedIds:
-    """Counts for every peer. Any thread may ask.
+    """Keeps a count for every peer. Thread-safe.
 
     Args:
-        max_set_size: most ids of one exchange.
-        attempts: so many times that is what a peer may try in all.
-        path: of the file with the count, None for one that ends with the process.
+        max_set_size: largest number of ids in one exchange.
+        attempts: a peer may try this many times ``max_set_size`` ids in all.
+        path: the file with the counts; with None, the counts end with the process.
 
     Raises:
-        StorageError: there is a file that cannot be read.
+        StorageError: the file exists and cannot be read.
     """
 
     def __init__(
@@ -73,32 +59,32 @@ class TriedIds:
         self._lock = threading.Lock()
 
     def of(self, peer: str) -> Tried:
-        """Return what a peer has tried so far."""
+        """Return the count of a peer so far."""
         return self._tried.get(peer, Tried())
 
     @contextmanager
-    def counted(self, peer: str, exchange: Answered) -> Iterator[None]:
-        """Charge an exchange, and give back what was not answered once it is over.
+    def counted(self, peer: str, exchange: CountedExchange) -> Iterator[None]:
+        """Charge an exchange, and refund the unanswered ids when it is over.
 
         Args:
             peer: the other party's name.
-            exchange: the peer's hello has come.
+            exchange: an exchange that has received the peer's hello.
 
         Raises:
-            AlignmentError: the peer has tried enough.
+            AlignmentError: the peer has used up its attempts.
             StorageError: the count cannot be written.
         """
         announced = exchange.peer_set_size
-        self._begin(peer, announced)
+        self._charge(peer, announced)
         try:
             yield
         finally:
             answered = exchange.answered_ids
-            self._give_back(peer, announced - answered, is_void=not answered)
+            self._refund(peer, announced - answered, is_void=not answered)
             if not exchange.is_complete:
                 logger.warning(
-                    "the exchange of ids with %s broke off; it has tried %s ids in %d exchanges, "
-                    "of at most %s in %d",
+                    "the exchange of ids with %s broke off; it has now tried %s ids in %d "
+                    "exchanges, of at most %s in %d",
                     peer,
                     f"{self.of(peer).ids:,}",
                     self.of(peer).exchanges,
@@ -107,9 +93,9 @@ class TriedIds:
                 )
 
     def forget(self) -> None:
-        """Start the count anew: the ids were exchanged for a run that has finished.
+        """Reset all counts, because the ids were exchanged for a run that has finished.
 
-        A file that cannot be deleted is said so, and fails no run whose results are there.
+        A file that cannot be deleted is reported and does not fail a run that has its results.
         """
         with self._lock:
             self._tried = {}
@@ -119,7 +105,7 @@ class TriedIds:
             except OSError as error:
                 logger.warning("%s: cannot be deleted: %s", self._path, error.strerror)
 
-    def _begin(self, peer: str, announced: int) -> None:
+    def _charge(self, peer: str, announced: int) -> None:
         with self._lock:
             before = self.of(peer)
             after = Tried(before.ids + announced, before.exchanges + 1)
@@ -127,20 +113,20 @@ class TriedIds:
                 raise AlignmentError(self._refusal(peer, before, announced))
             self._write({**self._tried, peer: after})
 
-    def _give_back(self, peer: str, ids: int, *, is_void: bool) -> None:
+    def _refund(self, peer: str, ids: int, *, is_void: bool) -> None:
         with self._lock:
             before = self.of(peer)
-            # A count that was begun anew meanwhile holds nothing of this exchange.
+            # A count that was reset meanwhile no longer includes this exchange.
             after = Tried(max(before.ids - ids, 0), max(before.exchanges - is_void, 0))
             if after == before:
                 return
             try:
                 self._write({**self._tried, peer: after})
             except StorageError as error:
-                logger.warning("%s; what was not answered stays counted", error)
+                logger.warning("%s; the unanswered ids stay counted", error)
 
     def _write(self, tried: dict[str, Tried]) -> None:
-        """Keep a count; in the file first, so that the process never knows less than it."""
+        """Store the counts, in the file first, so that a failed write changes neither."""
         if self._path is not None:
             write_bytes_atomically(self._path, json.dumps(tried).encode(), 0o600)
         self._tried = tried
@@ -148,15 +134,15 @@ class TriedIds:
     def _refusal(self, peer: str, before: Tried, announced: int) -> str:
         where = "this process" if self._path is None else str(self._path)
         return (
-            f"{peer} has tried {before.ids:,} ids in {before.exchanges} exchanges that led to no "
-            f"finished run, and announces {announced:,} more: expected at most {self._max.ids:,} "
+            f"{peer} has tried {before.ids:,} ids in {before.exchanges} exchanges without finishing"
+            f" a run, and announces {announced:,} more: expected at most {self._max.ids:,} "
             f"(alignment_attempts times alignment.max_set_size) in {self._max.exchanges}. It may "
-            f"be guessing ids; if its connection was only bad, delete the count: {where}"
+            f"be guessing ids; if only its connection was bad, delete the count: {where}"
         )
 
 
 def file_of_count(folder: Path) -> Path:
-    """Return where the count of a run is: beside its results, which a new beginning moves aside."""
+    """Return the path of a run's count: beside its results, which starting over moves aside."""
     return folder.with_name(f".{folder.name}.tried-ids")
 
 
@@ -171,8 +157,8 @@ def _read(path: Path) -> dict[str, Tried]:
         return {str(peer): _tried(value) for peer, value in json.loads(text).items()}
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise StorageError(
-            f"{path}: expected the count of the ids that each peer has tried; deleting it "
-            f"lets every peer begin from zero"
+            f"{path}: expected the number of ids that each peer has tried; deleting the file "
+            f"resets every peer's count to zero"
         ) from error
 
 

@@ -1,10 +1,10 @@
-"""Group operations in worker processes: each batch is cut into as many parts as there are workers.
+"""A pool of worker processes for group operations; each batch is split evenly between them.
 
-The workers are plain child processes with a pipe each, not ``multiprocessing``: its workers import
-the party's main module and with it PyTorch (seconds and hundreds of megabytes each), and stay
-behind when the party is killed. These see their pipe close, and end.
+The workers are plain child processes with a pipe each instead of ``multiprocessing`` workers. Those
+import the party's main module and with it PyTorch (seconds and hundreds of megabytes each), and
+survive when the party is killed. These workers exit when their pipe closes.
 
-Start the pool before the party's first gRPC channel: its threads and new processes do not mix.
+Start the pool before opening the first gRPC channel: gRPC's threads and forking do not mix.
 """
 
 import subprocess
@@ -36,12 +36,12 @@ class WorkerPool:
         """Multiply each point by the scalar.
 
         Raises:
-            ristretto.NotInGroupError: a point is not in the group, or is its identity.
+            ristretto.NotInGroupError: a point is outside the group, or is its identity.
         """
         return self._spread(ristretto.MULTIPLY, points, ristretto.POINT_BYTES, scalar)
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         self._threads.shutdown(cancel_futures=True)
         for worker in self._workers:
             worker.close()
@@ -68,7 +68,7 @@ class WorkerPool:
 
 
 class _Worker:
-    """One process and its pipe; one request at a time."""
+    """One process and its pipe, for one request at a time."""
 
     def __init__(self, library_name: str) -> None:
         self._process = subprocess.Popen(  # noqa: S603 - this interpreter and a file of ours
@@ -95,6 +95,6 @@ class _Worker:
         return replies.read(length)
 
     def close(self) -> None:
-        # Closes both pipes and waits; a worker that has died leaves bytes that cannot be flushed.
+        # Closes both pipes and waits. After a worker has died, buffered bytes cannot be flushed.
         with suppress(BrokenPipeError), self._process:
             pass

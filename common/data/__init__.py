@@ -1,1 +1,1 @@
-"""Data readers: a party's own file, checked, and as tensors for its model."""
+"""Reads and checks a party's own file and turns it into tensors for its model."""

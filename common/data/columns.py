@@ -1,4 +1,4 @@
-"""Which of a file's columns are features, and the checks that turn raw values into usable ones.
+"""Selects a file's feature columns, and checks and converts the values of its columns.
 
 Row numbers in messages count from 1, without the header line.
 """
@@ -22,15 +22,15 @@ NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^[+-]?(?i:inf|infinity|nan)$"
 
 
 class CategoricalColumn(NamedTuple):
-    """A column of text with few different values."""
+    """A column of text with few distinct values."""
 
-    codes: NDArray[np.int32]  # per row, the place in ``categories``; -1 where there is no value
-    categories: Any  # pyarrow array of the different texts
+    codes: NDArray[np.int32]  # per row, the index into ``categories``; -1 for a missing value
+    categories: Any  # pyarrow array of the distinct texts
 
 
 class _Numbers(NamedTuple):
-    values: NDArray[np.float64]  # NaN where there is no number
-    is_unreadable: NDArray[np.bool_]  # there is a text, but it is no number
+    values: NDArray[np.float64]  # NaN where the cell holds no number
+    is_unreadable: NDArray[np.bool_]  # the cell holds text that is not a number
 
 
 def select_features(
@@ -40,7 +40,7 @@ def select_features(
 
     Raises:
         DataError: a name or pattern matches no column.
-        SettingsError: a column is asked for as both, or is the id, the label or the split.
+        SettingsError: a column is requested as both kinds, or is the id, the label or the split.
     """
     candidates = [name for name in names if name not in reserved]
     numeric, categorical, both = [], [], []
@@ -53,22 +53,22 @@ def select_features(
             categorical.append(name)
         elif as_numeric:
             both.append(name)
-    asked = [*settings.numeric, *settings.categorical]
-    if wrong := [name for name in asked if name in reserved] + both:
+    requested = [*settings.numeric, *settings.categorical]
+    if wrong := [name for name in requested if name in reserved] + both:
         raise SettingsError(
             f"data.features: {', '.join(map(repr, wrong))}: a column is one of "
             f"id, label, split, numeric and categorical"
         )
-    unmatched = [name for name in asked if not _matches_any(name, candidates)]
+    unmatched = [name for name in requested if not _matches_any(name, candidates)]
     check_columns_exist(unmatched, names, source)
     return numeric, categorical
 
 
 def check_columns_exist(wanted: Sequence[str], names: Sequence[str], source: str) -> None:
-    """Check that each wanted column is there once.
+    """Check that each wanted column occurs exactly once.
 
     Raises:
-        DataError: naming every column that is not, with the most similar one that is.
+        DataError: names every column that does not, with the most similar existing name.
     """
     problems = [
         f"{source}: there is no column {name!r}{suggest(name, names)}"
@@ -85,7 +85,7 @@ def check_columns_exist(wanted: Sequence[str], names: Sequence[str], source: str
 
 
 def read_ids(column: ArrowColumn, where: str) -> list[str]:
-    """Return ids as they stand in the file; a missing one is the empty text.
+    """Return the ids as written in the file; a missing id becomes the empty text.
 
     Raises:
         DataError: the column holds neither text nor whole numbers.
@@ -101,10 +101,10 @@ def read_labels(
     where: str,
     first_row: int = 1,
 ) -> NDArray[np.float32]:
-    """Return labels 0 and 1.
+    """Return the labels as 0 and 1.
 
     Args:
-        column: labels as they stand in the file.
+        column: the labels as written in the file.
         positive_label: the text that stands for 1.
         missing_texts: cells that mean "no value".
         where: file and column, for messages.
@@ -136,68 +136,69 @@ def read_classes(
     where: str,
     first_row: int = 1,
 ) -> NDArray[np.float32]:
-    """Return each row's class as its place in ``names``.
+    """Return each row's class index: the position of its class in ``names``.
 
     Args:
-        column: labels as they stand in the file.
-        names: of the classes.
-        are_numbers: whether the column holds the places themselves, as numbers.
+        column: the labels as written in the file.
+        names: the classes.
+        are_numbers: whether the column holds the class indices themselves, as numbers.
         missing_texts: cells that mean "no value".
         where: file and column, for messages.
         first_row: number of the first row, for messages.
 
     Raises:
-        DataError: a label is missing or is none of them; says how many and where, never which.
+        DataError: a label is missing or unknown; the message says how many there are and where,
+            never which.
     """
     if are_numbers:
-        places = _read_numbers(column, missing_texts, where).values
-        is_wrong = ~np.isin(places, np.arange(len(names)))
-        values = pa.chunked_array([pa.array(places)])
+        class_indices = _read_numbers(column, missing_texts, where).values
+        is_wrong = ~np.isin(class_indices, np.arange(len(names)))
+        values = pa.chunked_array([pa.array(class_indices)])
         expected = f"a whole number from 0 to {len(names) - 1}"
     else:
         values = _clean_text(column, missing_texts, where)
         found = pc.index_in(values, value_set=pa.array(names, pa.string()))
         is_wrong = pc.is_null(found).to_numpy()
-        places = pc.fill_null(found, 0).to_numpy()
-        expected = f"one of the {len(names)} classes that data.classes names"
+        class_indices = pc.fill_null(found, 0).to_numpy()
+        expected = f"one of the {len(names)} classes in data.classes"
     if is_wrong.any():
         unknown = pc.count_distinct(pc.filter(values, pa.array(is_wrong)), mode="all").as_py()
         raise DataError(
             f"{where}: expected {expected} in {_rows(is_wrong, first_row)}; found {unknown} "
-            f"different value{'s' * (unknown != 1)} there"
+            f"distinct value{'s' * (unknown != 1)} there"
         )
-    return places.astype(np.float32)
+    return class_indices.astype(np.float32)
 
 
 def check_all_classes(labels: NDArray[np.float32], names: Sequence[str], where: str) -> None:
-    """Check that there are rows of every class.
+    """Check that every class has rows.
 
     Raises:
-        DataError: a class has none.
+        DataError: a class has no row.
     """
     present = np.bincount(labels.astype(np.int64), minlength=len(names)) > 0
     absent = [name for name, is_there in zip(names, present, strict=True) if not is_there]
     if absent:
         raise DataError(
-            f"{where}: no row is of class {', '.join(map(repr, absent))}: expected every class of "
+            f"{where}: no row has class {', '.join(map(repr, absent))}: expected every class of "
             f"data.classes"
         )
 
 
 def read_splits(column: ArrowColumn, where: str, first_row: int = 1) -> NDArray[np.int8]:
-    """Return each row's split as its place in ``SPLITS``.
+    """Return each row's split as an index into ``SPLITS``.
 
     Args:
-        column: as it stands in the file.
+        column: the splits as written in the file.
         where: file and column, for messages.
         first_row: number of the first row, for messages.
 
     Raises:
-        DataError: a row has none of the words.
+        DataError: a row holds none of these words.
     """
     text = pc.utf8_trim_whitespace(_as_text(column, where))
-    places = pc.index_in(text, value_set=pa.array(SPLITS, pa.string()))
-    codes = pc.fill_null(places, -1).to_numpy()
+    indices = pc.index_in(text, value_set=pa.array(SPLITS, pa.string()))
+    codes = pc.fill_null(indices, -1).to_numpy()
     if (codes < 0).any():
         expected = f"{', '.join(SPLITS[:-1])} or {SPLITS[-1]}"
         raise DataError(f"{where}: expected {expected} in {_rows(codes < 0, first_row)}")
@@ -205,10 +206,10 @@ def read_splits(column: ArrowColumn, where: str, first_row: int = 1) -> NDArray[
 
 
 def check_both_classes(labels: NDArray[np.float32], where: str) -> None:
-    """Check that there are rows of both classes.
+    """Check that both classes have rows.
 
     Raises:
-        DataError: all are of one class.
+        DataError: all rows are of one class.
     """
     if labels.min() == labels.max():
         raise DataError(
@@ -222,16 +223,16 @@ def read_numeric(
     source: str,
     first_row: int = 1,
 ) -> dict[str, NDArray[np.float64]]:
-    """Return finite numbers.
+    """Return the columns as finite numbers.
 
     Args:
-        columns: as they stand in the file, by name.
-        settings: what an empty cell is.
+        columns: the columns as written in the file, by name.
+        settings: say how an empty cell is treated.
         source: the file, for messages.
         first_row: number of the first row, for messages.
 
     Raises:
-        DataError: with one line per kind of problem in each column.
+        DataError: has one line per kind of problem in each column.
     """
     problems: list[str] = []
     result = {}
@@ -239,7 +240,7 @@ def read_numeric(
         where = f"{source}: column {name!r}"
         values, is_unreadable = _read_numbers(column, settings.missing_texts, where)
         is_missing = np.isnan(values) & ~is_unreadable
-        # Models compute in float32, where anything larger becomes infinite.
+        # Models compute in float32, where larger numbers become infinite.
         is_infinite = np.abs(values) > LARGEST_FLOAT32
         if is_unreadable.any():
             problems.append(
@@ -251,8 +252,8 @@ def read_numeric(
             )
         if is_missing.any() and settings.missing_numeric == "error":
             problems.append(
-                f"{where}: no number (empty or NaN) in {_rows(is_missing, first_row)}; "
-                f"data.features.missing_numeric: zero would read 0 there"
+                f"{where}: no number (empty or NaN) in {_rows(is_missing, first_row)}; with "
+                f"data.features.missing_numeric: zero, these cells are read as 0"
             )
         result[name] = np.where(is_missing, 0.0, values)
     if problems:
@@ -263,19 +264,19 @@ def read_numeric(
 def read_categories(
     column: ArrowColumn, missing_texts: Sequence[str], where: str
 ) -> CategoricalColumn:
-    """Return a column's different texts and which of them each row has."""
+    """Return a column's distinct texts, and the text of each row as an index into them."""
     text = _clean_text(column, missing_texts, where)
     encoded = pc.dictionary_encode(text).unify_dictionaries().combine_chunks()
     return CategoricalColumn(pc.fill_null(encoded.indices, -1).to_numpy(), encoded.dictionary)
 
 
-def _closeness(name: str, asked: Sequence[str], exclude: Sequence[str]) -> int:
-    """Say how directly a column is asked for: 3 by name, 2 by pattern, 1 by ``*``, 0 not at all."""
-    if name in asked:
+def _closeness(name: str, requested: Sequence[str], exclude: Sequence[str]) -> int:
+    """Rate how directly a column is requested: 3 by name, 2 by pattern, 1 by ``*``, else 0."""
+    if name in requested:
         return 3
     if any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude):
         return 0
-    matching = [pattern for pattern in asked if fnmatch.fnmatchcase(name, pattern)]
+    matching = [pattern for pattern in requested if fnmatch.fnmatchcase(name, pattern)]
     return max((1 if pattern == "*" else 2 for pattern in matching), default=0)
 
 
@@ -291,14 +292,14 @@ def _as_text(column: ArrowColumn, where: str) -> ArrowColumn:
     """Return a column as text: whole numbers in decimal, bytes as UTF-8."""
     try:
         if pa.types.is_floating(column.type):
-            raise pa.ArrowTypeError("a floating-point number has no one text that stands for it")
+            raise pa.ArrowTypeError("a floating-point number has no unique text form")
         return pc.cast(column, pa.string())
     except pa.ArrowException as error:
         raise DataError(f"{where}: expected text or whole numbers, not {column.type}") from error
 
 
 def _clean_text(column: ArrowColumn, missing_texts: Sequence[str], where: str) -> ArrowColumn:
-    """Return text without blanks around it, null where there is no value."""
+    """Return text without surrounding white space, null for missing values."""
     text = pc.utf8_trim_whitespace(_as_text(column, where))
     is_missing = pc.is_in(text, value_set=pa.array(missing_texts, pa.string()))
     return pc.if_else(is_missing, pa.scalar(None, pa.string()), text)

@@ -1,12 +1,11 @@
 """Writes a party's file as arrays that can be memory-mapped, in bounded memory.
 
-The source is gone over once. Its categories first get a number within their part of the file; which
-number they have in the whole file is known after the last part, column by column, and put in its
-place in a second pass over the numbers alone.
+The source is read once. Each category first gets a number within its part of the file. Its number
+in the whole file is known only after the last part; a second pass over the numbers alone, column by
+column, replaces the first numbers by the final ones.
 """
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
@@ -33,14 +32,15 @@ from splitveil.common.data.table import (
     select_columns,
 )
 from splitveil.common.errors import DataError
+from splitveil.common.text.files import sync
 
 MANIFEST = "manifest.json"
 
 Progress = Callable[[float], None]
-"""Is told which fraction of the work is done."""
+"""Called with the fraction of the work that is done."""
 
 _FIRST_PASS = 0.9
-"""Share of the first pass in the time that it all takes."""
+"""Fraction of the total time that the first pass takes."""
 
 
 def convert(
@@ -53,15 +53,15 @@ def convert(
     """Write the columns that the settings name into a folder.
 
     Args:
-        settings: which columns, and how they are read.
-        source: where the rows come from.
-        folder: empty.
-        progress: is told how far it is.
-        split_column: column by which the contract splits the rows, if it does.
+        settings: name the columns and say how they are read.
+        source: the source of the rows.
+        folder: an empty folder.
+        progress: reports the progress.
+        split_column: the column by which the contract splits the rows, if it does.
 
     Raises:
-        DataError: naming file, column, and rows; with the number of rows that have the problem in
-            the part of the file where the first of them is.
+        DataError: names file, column and rows, with the number of rows that have the problem in
+            the part of the file that holds the first of them.
         OSError: the folder cannot be written.
     """
     selection = select_columns(settings, source, split_column)
@@ -73,7 +73,7 @@ def convert(
 
 
 class _Writer:
-    """The files of one conversion."""
+    """Writes the files of one conversion."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class _Writer:
         self._part_rows.append(lengths[0] if part.image is None else len(part.image))
 
     def finish(self, progress: Progress) -> None:
-        """Check what only the whole file tells, number the categories, and write the manifest."""
+        """Run the checks that need the whole file, number the categories, write the manifest."""
         num_rows = sum(self._part_rows)
         if not num_rows:
             raise DataError(f"{self._source}: there are no rows")
@@ -178,8 +178,8 @@ class _Writer:
         self._append("image.bin", image)
 
     def _add_ids(self, id_column: str, part: Part, first_row: int) -> None:
-        place = "" if first_row == 1 else f" (data rows counted after row {first_row - 1})"
-        where = f"{self._source}: column {id_column!r}{place}"
+        offset = "" if first_row == 1 else f" (data rows counted after row {first_row - 1})"
+        where = f"{self._source}: column {id_column!r}{offset}"
         ids = canonical_ids(part_ids(id_column, part.columns, self._source), where)
         encoded = [text.encode() for text in ids]
         ends = self._id_bytes + np.cumsum([len(text) for text in encoded], dtype=np.int64)
@@ -194,7 +194,7 @@ class _Writer:
         self._files[name].write(np.ascontiguousarray(array).data)
 
     def _number_categories(self, progress: Progress) -> None:
-        """Replace the numbers within a part of the file by those within all of it."""
+        """Replace each number within a part of the file by the number within the whole file."""
         num_columns = len(self._selection.categorical)
         if not num_columns:
             return
@@ -207,7 +207,7 @@ class _Writer:
         codes = stored.reshape(-1, num_columns)
         ends = np.cumsum([0, *self._part_rows])
         for part, (start, end) in enumerate(pairwise(ends)):
-            # One list for all columns. Code -1, no value, is the entry before a column's own.
+            # One list for all columns. Code -1, no value, selects the entry before a column's own.
             of_part = [np.append(np.int32(-1), of_column[part]) for of_column in numbers]
             firsts = np.cumsum([1, *(len(of_column) for of_column in of_part[:-1])])
             codes[start:end] = np.concatenate(of_part)[codes[start:end] + firsts]
@@ -217,7 +217,7 @@ class _Writer:
             path.unlink()
 
     def _join_texts(self, j: int) -> Sequence[NDArray[np.int32]]:
-        """Write one column's different texts; return their numbers, part by part, on disk."""
+        """Write one column's distinct texts; return their numbers, part by part, on disk."""
         with pa.memory_map(str(self._part_texts(j))) as stored:
             reader = pa.ipc.open_file(stored)
             parts = [reader.get_batch(i).column(0) for i in range(reader.num_record_batches)]
@@ -252,7 +252,7 @@ TEXT = pa.schema([("text", pa.string())])
 
 
 def categories_path(folder: Path, j: int) -> Path:
-    """Return the file of one column's different texts."""
+    """Return the path of the file with one column's distinct texts."""
     return folder / f"categories-{j}.arrow"
 
 
@@ -260,17 +260,8 @@ def open_ids(folder: Path, num_rows: int) -> StoredIds:
     """Return the ids of a converted file.
 
     Raises:
-        ValueError: the files are shorter than they were.
+        ValueError: the files are shorter than when they were written.
     """
     ends = np.memmap(folder / "id_ends.bin", np.int64, "r", shape=(num_rows,))
     text = np.memmap(folder / "ids.bin", np.uint8, "r", shape=(int(ends[-1]),))
     return StoredIds(text, ends)
-
-
-def sync(path: Path) -> None:
-    """Make a file or the names in a folder survive a power failure."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,19 +1,20 @@
-"""A party's file as memory-mapped arrays: converted once, in bounded memory, and then opened.
+"""Opens a party's file as memory-mapped arrays, after converting it once in bounded memory.
 
     <cache_dir>/<file name>-<key>/
         manifest.json           number of rows, names of the columns, shape of the images
         numeric.bin             float64, (rows, numeric columns)
-        codes.bin               int32, (rows, categorical columns), -1 where there is no value
-        categories-<j>.arrow    the different texts of one column, in the order of the codes
+        codes.bin               int32, (rows, categorical columns), -1 for a missing value
+        categories-<j>.arrow    the distinct texts of one column, in the order of the codes
         labels.bin              float32, (rows,)
-        splits.bin              int8, (rows,), where a column says it
+        splits.bin              int8, (rows,), if the contract splits by a column
         image.bin               uint8 or float32, (rows, channels, height, width)
-        ids.bin, id_ends.bin    the canonical ids, UTF-8, and where each one ends, int64
+        ids.bin, id_ends.bin    the canonical ids, UTF-8, and the end of each id, int64
 
-All columns of a row lie together: a batch in a random order then costs one look-up per row and not
-one per cell. The key is a digest of the file's place, size and time of change and of the settings
-that decide what is read. The folder appears under its name when all of it is on disk: whoever
-finds it finds it whole, and what a killed conversion left is deleted by the next one.
+All columns of a row are stored together, so that a batch in random order costs one look-up per row
+instead of one per cell. The key is a digest of the file's path, size and modification time and of
+the settings that decide what is read. The folder gets its name only after all of it is on disk, so
+a folder with that name is always complete. Files left by a killed conversion are deleted by the
+next one.
 """
 
 import fcntl
@@ -38,15 +39,15 @@ from splitveil.common.data.conversion import (
     categories_path,
     convert,
     open_ids,
-    sync,
 )
 from splitveil.common.data.settings import DataSettings, FileSource
 from splitveil.common.data.stored_ids import RowNumbers
 from splitveil.common.data.table import Table, open_table_source
 from splitveil.common.errors import DataError, StorageError
+from splitveil.common.text.files import sync
 
 VERSION = 1
-"""Of the format of these files, and of how cells are read."""
+"""Version of the format of these files and of the rules by which cells are read."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -63,36 +64,36 @@ class MappedTable(Table):
 def open_converted(
     settings: DataSettings, base_dir: Path, progress: Progress, split_column: str | None = None
 ) -> MappedTable:
-    """Open the converted columns that the settings name; convert the file first where need be.
+    """Open the converted columns that the settings name; convert the file first if necessary.
 
     Args:
         settings: the party's data settings, with a ``cache_dir``.
-        base_dir: folder in which relative paths start.
-        progress: of the conversion.
-        split_column: column by which the contract splits the rows, if it does.
+        base_dir: folder to which relative paths refer.
+        progress: reports the progress of the conversion.
+        split_column: the column by which the contract splits the rows, if it does.
 
     Raises:
-        DataError: the file cannot be used, or changes meanwhile.
+        DataError: the file cannot be used, or changes during the conversion.
         SettingsError: a path names an environment variable that is not set.
         StorageError: the cache cannot be written or read.
     """
     if not isinstance(settings.source, FileSource):
-        raise TypeError("only files are converted")
+        raise TypeError("only files can be converted")
     cache_dir = settings.source.resolve_cache(base_dir)
     if cache_dir is None:
-        raise TypeError("the settings name no cache_dir")
+        raise TypeError("the settings have no cache_dir")
     stamps = _stamps(settings.source, base_dir)
     key = _key(settings, stamps, split_column)
     folder = cache_dir / f"{settings.source.resolve(base_dir).name}-{key}"
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        # Two parties on one machine may want the same columns of the same file at the same time.
+        # Two parties on one machine may need the same columns of the same file at the same time.
         with _only_one_process(folder):
             if not (folder / MANIFEST).is_file():
                 _convert(settings, base_dir, folder, progress, split_column)
                 if _stamps(settings.source, base_dir) != stamps:
                     shutil.rmtree(folder)
-                    raise DataError(f"{folder.name}: the file changed while it was converted")
+                    raise DataError(f"{folder.name}: the file changed during its conversion")
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise StorageError(f"{folder}: cannot be used as a cache: {reason}") from error
@@ -100,14 +101,14 @@ def open_converted(
         return _open(folder)
     except (OSError, ValueError, LookupError) as error:
         raise StorageError(
-            f"{folder}: is damaged ({type(error).__name__}); delete it to convert the file again"
+            f"{folder}: damaged ({type(error).__name__}); delete it to convert the file again"
         ) from error
 
 
 def _key(settings: DataSettings, stamps: list[list[Any]], split_column: str | None) -> str:
-    """Name what decides the content of the cache, and nothing else."""
+    """Digest everything that decides the content of the cache, and nothing else."""
     plain = settings.model_dump(mode="json")
-    if plain["classes"] is None:  # as before there were several
+    if plain["classes"] is None:  # keeps the keys from before this setting existed
         del plain["classes"]
     for name in ("cache_dir", "path", "table"):
         plain["source"].pop(name, None)
@@ -136,11 +137,11 @@ def _convert(
     progress: Progress,
     split_column: str | None,
 ) -> None:
-    for left in folder.parent.glob(f".{folder.name}.*.tmp"):  # by a process that was killed
+    for left in folder.parent.glob(f".{folder.name}.*.tmp"):  # left by a process that was killed
         shutil.rmtree(left)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
-        temporary.mkdir(0o700)  # the file itself may be its owner's alone
+        temporary.mkdir(0o700)  # the original file may be readable by its owner only
         source = open_table_source(settings, base_dir)
         convert(settings, source, temporary, progress, split_column)
         sync(temporary)
@@ -190,5 +191,5 @@ def _open(folder: Path) -> MappedTable:
 
 
 def _categories(folder: Path, j: int) -> Any:
-    """Return a column's different texts, which stay on disk, too."""
+    """Return a column's distinct texts, which also stay on disk."""
     return pa.ipc.open_file(pa.memory_map(str(categories_path(folder, j)))).get_batch(0).column(0)

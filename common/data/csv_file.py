@@ -1,4 +1,4 @@
-"""Text files with one row per line: read whole, or in parts."""
+"""Reads text files with one row per line, whole or in parts."""
 
 import csv
 import io
@@ -15,14 +15,14 @@ from splitveil.common.data.sources import ArrowColumn, Part, list_rows, unreadab
 from splitveil.common.errors import DataError
 
 CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4", ".br": "brotli"}
-"""Endings by which pyarrow, too, tells how a file is compressed."""
+"""Endings from which pyarrow, too, infers how a file is compressed."""
 
 HEADER_CHARACTERS = 8 * 1024 * 1024
-"""As much as pyarrow takes for one row."""
+"""The length at which pyarrow, too, rejects a row."""
 
 
 class CsvFile:
-    """Rows as lines of text."""
+    """A text file with one row per line."""
 
     def __init__(self, path: Path, separator: str, names: Sequence[str] | None) -> None:
         self.name = str(path)
@@ -45,7 +45,7 @@ class CsvFile:
         return header
 
     def _first_lines(self, lines: io.TextIOWrapper) -> Iterator[str]:
-        """Yield lines for the header, which quoted line breaks may spread over several."""
+        """Yield the lines of the header, which may span several lines with quoted line breaks."""
         left = HEADER_CHARACTERS
         while line := lines.readline(left):
             left -= len(line)
@@ -68,7 +68,7 @@ class CsvFile:
         return {name: table.column(name) for name in names}
 
     def parts(self, names: Sequence[str]) -> Iterator[Part]:
-        """Yield the named columns as text, some rows at a time."""
+        """Yield the named columns as text, in parts."""
         try:
             yield from self._parts(names)
         except DataError:
@@ -83,12 +83,12 @@ class CsvFile:
         if bad_rows:
             header_lines = self._names is None
             raise DataError(
-                f"{self.name}: expected {len(self.column_names())} cells in every row, "
-                f"other numbers in {list_rows([number - header_lines for number in bad_rows])}"
+                f"{self.name}: expected {len(self.column_names())} cells in every row, got "
+                f"another number in {list_rows([number - header_lines for number in bad_rows])}"
             )
 
     def _parts(self, names: Sequence[str], bad_rows: list[int] | None = None) -> Iterator[Part]:
-        """Yield rows; those with a wrong number of cells are listed, or else an error."""
+        """Yield rows; a row with a wrong number of cells is added to the list, or is an error."""
         if not names:
             raise ValueError("to pyarrow, an empty list of columns means all of them")
         with unreadable_is_data_error(self._path), self._path.open("rb") as file:
@@ -109,12 +109,12 @@ class CsvFile:
                 bad_rows.append(row.number)
             return "skip"
 
-        # A handler of bad rows goes with one thread only. Threads do not know their rows' numbers,
-        # and the last of them may still hold the handler when the interpreter ends: then the
-        # process aborts instead of ending with its exit code.
+        # A handler of bad rows requires a single thread. Threads do not know the numbers of their
+        # rows, and the last of them may still hold the handler when the interpreter exits: the
+        # process then aborts instead of ending with its exit code.
         one_thread = bad_rows is not None
-        # Everything is text here, so that an id keeps its leading zeros, and so that a cell that is
-        # no number can be reported with its row.
+        # Everything is read as text, so that an id keeps its leading zeros and a cell that is not a
+        # number can be reported with its row.
         return {
             "read_options": arrow_csv.ReadOptions(
                 use_threads=not one_thread, column_names=self._names, block_size=sources.PART_BYTES
@@ -131,7 +131,7 @@ class CsvFile:
 
 
 def _decompressed(file: BinaryIO, path: Path) -> Any:
-    """Return an open file's text, whatever packed it; its position tells how far one has read."""
+    """Return an open file's decompressed text; the file's own position still shows the progress."""
     stream = pa.PythonFile(file, mode="r")
     codec = CODECS.get(path.suffix)
     return stream if codec is None else pa.CompressedInputStream(stream, codec)

@@ -1,11 +1,11 @@
-"""Tensors of features, and the encoder that makes them: scalers and vocabularies.
+"""Feature tensors, and the encoder that makes them with its scalers and vocabularies.
 
 The encoder is fitted on a party's own training rows only and saved with its model.
 
-- A number x becomes (x - shift) / scale, after sign(x) log(1 + |x|) where the settings say so.
-- A category becomes a slot: 0 for one that the training rows do not have (or too rarely), 1 for
-  "no value", 2 and up for the others in the order of their text.
-- Images stay as they are.
+- A number x becomes (x - shift) / scale, after sign(x) log(1 + |x|) if the settings say so.
+- A category becomes a slot: 0 for a category that is absent from the training rows (or too rare),
+  1 for "no value", 2 and up for the others in the order of their text.
+- Images are not changed.
 """
 
 import math
@@ -37,7 +37,7 @@ ImageDtype = Literal["uint8", "float32"]
 
 @dataclass(frozen=True, eq=False)
 class Features:
-    """What a party's model sees of some rows. At least one part is there."""
+    """The input of a party's model for some rows. At least one part is present."""
 
     numeric: Tensor | None = None
     """(rows, numeric columns), float32."""
@@ -69,7 +69,7 @@ def image_as_float(image: Tensor) -> Tensor:
 
 
 class FeatureShapes(NamedTuple):
-    """What a model has to know of the features it is built for."""
+    """The shapes of the features that a model is built for."""
 
     numeric_dim: int = 0
     vocabulary_sizes: tuple[int, ...] = ()
@@ -77,7 +77,7 @@ class FeatureShapes(NamedTuple):
     image_dtype: ImageDtype = "uint8"
 
     def zeros(self, num_rows: int) -> Features:
-        """Return features of these shapes that are all 0."""
+        """Return all-zero features of these shapes."""
         image = None
         if self.image_shape is not None:
             dtype = torch.uint8 if self.image_dtype == "uint8" else torch.float32
@@ -91,7 +91,7 @@ class FeatureShapes(NamedTuple):
 
 
 class NumericScaler(Section):
-    """How one column of numbers is scaled."""
+    """The scaling of one numeric column."""
 
     name: str
     """The column."""
@@ -100,7 +100,7 @@ class NumericScaler(Section):
     """Subtracted from each number."""
 
     scale: float = Field(gt=0)
-    """Divides what is left."""
+    """Divides the difference."""
 
 
 class Vocabulary(Section):
@@ -114,7 +114,7 @@ class Vocabulary(Section):
 
 
 class ImageInfo(Section):
-    """What images the encoder was fitted on."""
+    """The kind of images that the encoder was fitted on."""
 
     shape: tuple[int, int, int]
     """Channels, height, width."""
@@ -124,19 +124,19 @@ class ImageInfo(Section):
 
 
 class FeatureEncoder(Section):
-    """Turns rows of a table into tensors, as it was fitted to."""
+    """Turns rows of a table into tensors with fitted scalers and vocabularies."""
 
     signed_log1p: bool
     """Whether numbers become sign(x) log(1 + |x|) before scaling."""
 
     numeric: tuple[NumericScaler, ...]
-    """Columns of numbers, in the order of the tensor's."""
+    """Numeric columns, in the order of the tensor's columns."""
 
     categorical: tuple[Vocabulary, ...]
-    """Columns of categories, in the order of the tensor's."""
+    """Categorical columns, in the order of the tensor's columns."""
 
     image: ImageInfo | None
-    """The images, where there are any."""
+    """The kind of images, if there are images."""
 
     @classmethod
     def fit(
@@ -145,12 +145,12 @@ class FeatureEncoder(Section):
         """Fit scalers and vocabularies on some rows of the party's own table.
 
         Args:
-            settings: how to scale, and which categories are too rare.
+            settings: say how numbers are scaled and which categories are too rare.
             table: the party's table.
-            rows: the training rows' places in the table; no other row has an influence.
+            rows: indices of the training rows in the table; no other row has any influence.
 
         Raises:
-            DataError: there is no row to fit on.
+            DataError: there are no rows to fit on.
         """
         if len(rows) == 0:
             raise DataError(f"{table.source}: there are no training rows to fit scalers on")
@@ -159,7 +159,7 @@ class FeatureEncoder(Section):
             name: np.zeros(len(column.categories), np.int64)
             for name, column in table.categorical.items()
         }
-        # In the file's order and some rows at a time: a table on disk is read once, forwards.
+        # In the file's order and in parts, so that a table on disk is read once, front to back.
         ordered = np.sort(rows)
         for start in range(0, len(ordered), FIT_ROWS):
             some = ordered[start : start + FIT_ROWS]
@@ -183,17 +183,17 @@ class FeatureEncoder(Section):
         """Build the encoder that ``state`` was taken from.
 
         Raises:
-            SettingsError: this is no state of an encoder.
+            SettingsError: this is not the state of an encoder.
         """
         return validate(cls, state, "feature encoder")
 
     def state(self) -> dict[str, Any]:
-        """Return everything that was fitted, as values that JSON can hold exactly."""
+        """Return everything that was fitted, as values that JSON represents exactly."""
         return self.model_dump(mode="json")
 
     @property
     def shapes(self) -> FeatureShapes:
-        """What a model has to know of the features that ``transform`` returns."""
+        """The shapes of the features that ``transform`` returns."""
         sizes = tuple(FIRST_CATEGORY_SLOT + len(column.categories) for column in self.categorical)
         if self.image is None:
             return FeatureShapes(len(self.numeric), sizes)
@@ -213,7 +213,7 @@ class FeatureEncoder(Section):
         categorical = np.empty((len(rows), len(self.categorical)), dtype=np.int64)
         for j, vocabulary in enumerate(self.categorical):
             column = table.categorical[vocabulary.name]
-            # Code -1, no value, finds the last entry.
+            # Code -1, no value, selects the last entry.
             slots = np.append(slots_of(vocabulary, column.categories), MISSING_SLOT)
             categorical[:, j] = slots[column.codes[rows]]
         image = None if table.image is None else np.ascontiguousarray(table.image[rows])
@@ -224,7 +224,7 @@ class FeatureEncoder(Section):
         )
 
     def check_same_columns(self, table: Table) -> None:
-        """Check that a table has what the encoder was fitted on.
+        """Check that a table has the columns and images that the encoder was fitted on.
 
         Raises:
             DataError: it lacks a column, or has other images.
@@ -233,26 +233,27 @@ class FeatureEncoder(Section):
         absent += [v.name for v in self.categorical if v.name not in table.categorical]
         if absent:
             raise DataError(
-                f"{table.source}: the model was trained with columns that are not here: "
+                f"{table.source}: the model was trained with columns that are missing here: "
                 f"{', '.join(absent)}"
             )
         image = None if table.image is None else _image_info(table.image)
         if image != self.image:
             raise DataError(
-                f"{table.source}: the model was trained with images {self.image}, here are {image}"
+                f"{table.source}: the model was trained with images {self.image}, got {image}"
             )
 
 
 def compress(values: NDArray[np.float64], *, signed_log1p: bool) -> NDArray[np.float64]:
-    """Return sign(x) log(1 + |x|) where the settings say so."""
+    """Return sign(x) log(1 + |x|) if the settings say so."""
     return np.sign(values) * np.log1p(np.abs(values)) if signed_log1p else values
 
 
 class _Range:
-    """Minimum, maximum, mean and squared deviations of numbers, some at a time.
+    """Accumulates minimum, maximum, mean and squared deviations of numbers that come in parts.
 
-    Two parts with n and m numbers, means a and b: the mean rises by (b - a) m / (n + m), and the
-    squared deviations add up with (b - a)^2 n m / (n + m) (Chan, Golub and LeVeque, 1979).
+    For two parts with n and m numbers and means a and b, the mean changes by (b - a) m / (n + m),
+    and the sum of the squared deviations grows by (b - a)^2 n m / (n + m) beyond the sum of both
+    parts (Chan, Golub and LeVeque, 1979).
     """
 
     def __init__(self) -> None:
@@ -281,11 +282,11 @@ def _scaler(name: str, found: _Range, settings: FeatureSettings) -> NumericScale
     if settings.numeric_scaling == "none":
         return NumericScaler(name=name, shift=0.0, scale=1.0)
     if found.low == found.high:
-        # A standard deviation would be rounding errors here, and would blow up other values.
+        # The standard deviation would consist of rounding errors and blow up other values.
         return NumericScaler(name=name, shift=found.low, scale=1.0)
     if settings.numeric_scaling == "min_max":
         return NumericScaler(name=name, shift=found.low, scale=found.high - found.low)
-    # The squares of numbers below 1e-154 are 0, and so is then the deviation.
+    # The squares of numbers below 1e-154 are 0, and then so is the deviation.
     scale = found.deviation or found.high - found.low
     return NumericScaler(name=name, shift=found.mean, scale=scale)
 
@@ -298,9 +299,9 @@ def _vocabulary(
 
 
 def slots_of(vocabulary: Vocabulary, categories: Any) -> NDArray[np.int64]:
-    """Return the slot of each of a table's different texts."""
-    place = pc.index_in(categories, value_set=pa.array(vocabulary.categories, pa.string()))
-    slots = pc.fill_null(pc.add(place, FIRST_CATEGORY_SLOT), UNKNOWN_SLOT).to_numpy()
+    """Return the slot of each of a table's distinct texts."""
+    indices = pc.index_in(categories, value_set=pa.array(vocabulary.categories, pa.string()))
+    slots = pc.fill_null(pc.add(indices, FIRST_CATEGORY_SLOT), UNKNOWN_SLOT).to_numpy()
     return np.asarray(slots, dtype=np.int64)
 
 

@@ -1,7 +1,7 @@
-"""The canonical form of ids, and what makes a column of ids unusable, before anything is sent.
+"""Brings ids into canonical form and rejects unusable columns of ids before anything is sent.
 
-Two texts are the same id when they are equal after Unicode normalisation to NFC and removal of
-white space at both ends. An id names a person, so no message here contains one: only row numbers.
+Two texts are the same id if they are equal after Unicode normalisation to NFC and removal of white
+space at both ends. Since an id identifies a person, messages contain row numbers and never an id.
 """
 
 import re
@@ -11,7 +11,7 @@ from unicodedata import normalize
 from splitveil.common.errors import DataError
 
 NORMALISATION = "NFC, strip"
-"""Name of the rule; the parties compare it before they compare ids."""
+"""Name of the rule; the parties compare it before they compare any ids."""
 
 _ROWS_NAMED = 5
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -21,12 +21,12 @@ def canonical_ids(raw: Sequence[str | None], source: str) -> list[str]:
     """Return the ids in canonical form, in the same order, each exactly once.
 
     Args:
-        raw: one id per data row; None where the row has none.
-        source: names the file and the column in messages.
+        raw: one id per data row; None if the row has no id.
+        source: file and column, for messages.
 
     Raises:
-        DataError: there are no ids, or some are missing, empty, not text, or equal to another;
-            with the count and the first data rows (from 1) of each kind, and without any id.
+        DataError: there are no ids, or some are missing, empty, not text, or equal to another id;
+            gives the count and the first data rows (from 1) of each kind, and never an id.
     """
     if not raw:
         raise DataError(f"{source}: there are no ids")
@@ -39,7 +39,7 @@ def canonical_ids(raw: Sequence[str | None], source: str) -> list[str]:
 def _canonical(text: str | None) -> str:
     if text is None:
         return ""
-    # ASCII is its own NFC; asking is ten times faster than normalising.
+    # ASCII text is already in NFC; testing for it is ten times faster than normalising.
     return text.strip() if text.isascii() else normalize("NFC", text).strip()
 
 
@@ -72,7 +72,7 @@ def _problems(raw: Sequence[str | None], canonical: Sequence[str]) -> Iterator[s
         (missing, "missing or empty ids"),
         (not_text, "ids that are not valid Unicode"),
         (duplicates, "duplicate ids"),
-        (lookalikes, "ids equal to another one once normalised"),
+        (lookalikes, "ids equal to another id once normalised"),
     )
     for rows, kind in kinds:
         if rows:

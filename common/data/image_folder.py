@@ -1,4 +1,4 @@
-"""Images as files, and a table that names them."""
+"""Reads images from files that a table names."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ RESIZING = Image.Resampling.BILINEAR
 
 
 class ImageFolder:
-    """Images as files, and a table that names them."""
+    """A folder of image files and the table that names them."""
 
     def __init__(self, settings: ImagesSource, base_dir: Path) -> None:
         table = expand_path("table", settings.table, base_dir)
@@ -37,7 +37,7 @@ class ImageFolder:
         return self._table.read(names)
 
     def parts(self, names: Sequence[str]) -> Iterator[Part]:
-        """Yield columns and images, some rows at a time."""
+        """Yield columns and images, in parts."""
         settings = self._settings
         column = settings.file_column
         if column not in self.column_names():

@@ -1,4 +1,4 @@
-"""The kinds of sources that settings can name, and how each is opened."""
+"""Opens each kind of source that the settings can name."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,12 +24,12 @@ from splitveil.common.data.sources import ArrowColumn, Part, TableSource, unread
 
 
 def open_source(settings: Source, base_dir: Path, image_array: str | None = None) -> TableSource:
-    """Find the place that rows come from.
+    """Open a source of rows.
 
     Args:
-        settings: which one.
-        base_dir: folder in which relative paths start.
-        image_array: the array of an npz file that holds images, if one does.
+        settings: name the source.
+        base_dir: folder to which relative paths refer.
+        image_array: the array of an npz file that holds images, if there is one.
 
     Raises:
         SettingsError: a path names an environment variable that is not set.
@@ -51,7 +51,7 @@ def open_source(settings: Source, base_dir: Path, image_array: str | None = None
 
 
 class ParquetFile:
-    """Rows of typed columns."""
+    """A Parquet file, with typed columns."""
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
@@ -69,7 +69,7 @@ class ParquetFile:
         return {name: table.column(name) for name in names}
 
     def parts(self, names: Sequence[str]) -> Iterator[Part]:
-        """Yield the named columns in the file's own types, some rows at a time."""
+        """Yield the named columns in the file's own types, in parts."""
         done_rows = 0
         with unreadable_is_data_error(self._path), parquet.ParquetFile(self._path) as file:
             for batch in file.iter_batches(sources.PART_ROWS, columns=list(names)):
@@ -93,7 +93,7 @@ class _Shipped:
         return {name: pa.chunked_array([pa.array(self._columns[name])]) for name in names}
 
     def parts(self, names: Sequence[str]) -> Iterator[Part]:
-        """Yield the named columns at once: they are few."""
+        """Yield the named columns in a single part, because the table is small."""
         yield Part(self.read(names), None, 1.0)
 
 
@@ -103,7 +103,7 @@ class Digits(_Shipped):
     name = "scikit-learn's digits"
 
     def __init__(self, shuffle_seed: int) -> None:
-        # It takes a second to import, which a party with a file of its own need not wait for.
+        # Importing it takes a second, which a party with a file of its own need not wait for.
         from sklearn.datasets import load_digits  # noqa: PLC0415
 
         bunch = load_digits()
@@ -119,7 +119,7 @@ class BreastCancer(_Shipped):
     name = "scikit-learn's breast_cancer"
 
     def __init__(self, shuffle_seed: int) -> None:
-        # It takes a second to import, which a party with a file of its own need not wait for.
+        # Importing it takes a second, which a party with a file of its own need not wait for.
         from sklearn.datasets import load_breast_cancer  # noqa: PLC0415
 
         bunch = load_breast_cancer()

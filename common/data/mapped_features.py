@@ -1,4 +1,4 @@
-"""Features of a table on disk, encoded batch by batch, so that memory need not hold them all."""
+"""Encodes the features of a table on disk batch by batch, so that they need not fit into memory."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,8 +24,8 @@ class RowEncoder:
     """Encodes rows of a table on disk as ``FeatureEncoder.transform`` does, bit for bit.
 
     Args:
-        encoder: fitted on this table's training rows.
-        table: on disk.
+        encoder: the encoder fitted on this table's training rows.
+        table: the table on disk.
 
     Raises:
         DataError: the table lacks a column that the encoder was fitted on, or has other images.
@@ -35,11 +35,12 @@ class RowEncoder:
         encoder.check_same_columns(table)
         self._table = table
         self._signed_log1p = encoder.signed_log1p
-        self._numeric = _places(table.numeric, [scaler.name for scaler in encoder.numeric])
+        self._numeric = _indices_of(table.numeric, [scaler.name for scaler in encoder.numeric])
         self._shift = np.array([scaler.shift for scaler in encoder.numeric])
         self._scale = np.array([scaler.scale for scaler in encoder.numeric])
-        self._codes = _places(table.categorical, [v.name for v in encoder.categorical])
-        # One list of slots for all columns. Code -1, no value, is the entry before a column's own.
+        self._codes = _indices_of(table.categorical, [v.name for v in encoder.categorical])
+        # One list of slots for all columns. Code -1, no value, selects the entry before a column's
+        # own entries.
         slots = [
             np.append(MISSING_SLOT, slots_of(v, table.categorical[v.name].categories))
             for v in encoder.categorical
@@ -66,16 +67,16 @@ class RowEncoder:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MappedFeatures(Features):
-    """Features of many rows of which only those asked for are read and encoded."""
+    """Features of many rows, of which only the requested rows are read and encoded."""
 
     encode: RowEncoder
-    """Of the table."""
+    """Encodes rows of the table."""
 
     file_rows: NDArray[np.int64]
     """Rows of the table, in the order of these features, (rows,)."""
 
     device: torch.device = CPU
-    """Where the tensors of the rows asked for go."""
+    """The device for the tensors of requested rows."""
 
     def __len__(self) -> int:
         return len(self.file_rows)
@@ -85,12 +86,12 @@ class MappedFeatures(Features):
         return self.encode(self.file_rows[index.cpu().numpy()]).to(self.device)
 
     def to(self, device: torch.device) -> "MappedFeatures":
-        """Return the same features, whose rows go to a device."""
+        """Return the same features, with requested rows going to a device."""
         return replace(self, device=device)
 
 
-def _places(columns: Mapping[str, object], names: Sequence[str]) -> slice | NDArray[np.int64]:
-    """Return where the named columns are; without a copy where they are all, in order."""
+def _indices_of(columns: Mapping[str, object], names: Sequence[str]) -> slice | NDArray[np.int64]:
+    """Return the columns' indices; a slice, which copies nothing, for all columns in order."""
     known = list(columns)
     if known == list(names):
         return slice(None)

@@ -1,6 +1,6 @@
-"""NumPy archives: read whole, or in parts. Pickled objects are never loaded.
+"""Reads NumPy archives, whole or in parts. Pickled objects are never loaded.
 
-An array's header says how large it is, and is believed only where the file can hold as much.
+The size in an array's header is believed only if the file is large enough to hold that much.
 """
 
 import math
@@ -21,17 +21,17 @@ from splitveil.common.errors import DataError
 
 MAX_COLUMNS = 2**20
 _LARGEST_RATIO = 1032
-"""Of zlib; numpy packs with nothing else."""
+"""Largest compression ratio of zlib, the only compression that numpy uses."""
 _SLACK_BYTES = 4096
 _BAD_EXPRESSION = (
     *(ValueError, TypeError, LookupError, SyntaxError, tokenize.TokenError),
     *(RecursionError, MemoryError),
 )
-"""What numpy and Python raise for a header that is no literal."""
+"""The errors of numpy and Python for a header that is not a literal."""
 
 
 class NpzFile:
-    """Rows as the first dimension of named arrays. Pickled objects are never loaded."""
+    """A NumPy archive, whose rows are the first dimension of its arrays."""
 
     def __init__(self, path: Path, image_array: str | None = None) -> None:
         self.name = str(path)
@@ -39,7 +39,7 @@ class NpzFile:
         self._image_array = image_array
 
     def column_names(self) -> list[str]:
-        """Return the columns: ``name`` of one dimension, ``name.0``, ``name.1``, ... of two."""
+        """Return the columns: ``name`` for one dimension, ``name.0``, ``name.1``, ... for two."""
         names: list[str] = []
         for name, shape in self._shapes().items():
             if len(shape) == 2 and len(names) + shape[1] > MAX_COLUMNS:
@@ -58,7 +58,7 @@ class NpzFile:
         return self._columns(array_of, arrays)
 
     def parts(self, names: Sequence[str]) -> Iterator[Part]:
-        """Yield the named columns, and the images, some rows at a time."""
+        """Yield the named columns and the images, in parts."""
         array_of, array = self._array_of(names), self._image_array
         arrays = {*array_of.values(), *([] if array is None else [array])}
         with unreadable_is_data_error(self._path), self._open() as archive, ExitStack() as streams:
@@ -100,7 +100,7 @@ class NpzFile:
         return columns
 
     def read_array(self, name: str) -> NDArray[Any]:
-        """Return one array as it is stored.
+        """Return one array as stored.
 
         Raises:
             DataError: there is no such array, or it holds pickled objects.
@@ -120,7 +120,7 @@ class NpzFile:
                 return np.lib.format.read_array(stream, allow_pickle=False)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Read the arrays' shapes, not the arrays."""
+        """Read the shapes of the arrays without reading the arrays."""
         shapes = {}
         with unreadable_is_data_error(self._path), self._open() as archive:
             for name in archive.files:
@@ -129,7 +129,7 @@ class NpzFile:
         return shapes
 
     def _check_size(self, archive: Any, name: str, header: "_Header", header_bytes: int) -> None:
-        """Check that an array is as large as its header says, before memory is asked for."""
+        """Check that an array is as large as its header says before allocating memory for it."""
         member = archive.zip.getinfo(f"{name}.npy")
         possible = min(member.compress_size, self._path.stat().st_size)
         if member.compress_type != zipfile.ZIP_STORED:
@@ -138,8 +138,8 @@ class NpzFile:
         if header.num_bytes != held or held > possible or 0 in header.shape[1:]:
             raise DataError(
                 f"{self.name}: array {name!r} cannot be read: its header says "
-                f"{' x '.join(map(str, header.shape))} of {header.dtype}, which is not what the "
-                f"file holds"
+                f"{' x '.join(map(str, header.shape))} of {header.dtype}, which does not match "
+                f"the size of the data"
             )
 
     def _open(self) -> Any:
@@ -148,20 +148,20 @@ class NpzFile:
         except ValueError as error:
             raise DataError(f"{self.name}: this is not an npz archive") from error
         if not isinstance(archive, np.lib.npyio.NpzFile):
-            raise DataError(f"{self.name}: expected an npz archive, this is a single array")
+            raise DataError(f"{self.name}: expected an npz archive, got a single array")
         return archive
 
     def _column(self, name: str, array: NDArray[Any]) -> ArrowColumn:
         try:
             return pa.chunked_array([pa.array(np.ascontiguousarray(array))])
-        except (pa.ArrowException, ValueError) as error:  # letters that Unicode has not
+        except (pa.ArrowException, ValueError) as error:  # ValueError: invalid code points
             raise DataError(
                 f"{self.name}: array {name!r} holds {array.dtype}: expected numbers or text"
             ) from error
 
 
 class _Header(NamedTuple):
-    """What an array's first bytes say of it."""
+    """The description of an array in its first bytes."""
 
     shape: tuple[int, ...]
     by_columns: bool
@@ -170,7 +170,7 @@ class _Header(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of the array; -1 where it cannot have any."""
+        """Size of the array in bytes; -1 if the header describes no possible array."""
         if self.dtype.itemsize == 0 or any(length < 0 for length in self.shape):
             return -1
         return math.prod(self.shape) * self.dtype.itemsize
@@ -178,13 +178,13 @@ class _Header(NamedTuple):
 
 @contextmanager
 def _opened(archive: Any, name: str, source: str) -> Iterator[Any]:
-    """Open one array's file in an archive."""
+    """Open the file of one array in an archive."""
     try:
         stream = archive.zip.open(f"{name}.npy")
     except KeyError as error:
-        raise DataError(f"{source}: {name!r} is no array") from error
-    except RuntimeError as error:  # it wants a password, or a method that is not there
-        raise DataError(f"{source}: array {name!r} is not packed as numpy packs it") from error
+        raise DataError(f"{source}: {name!r} is not an array") from error
+    except RuntimeError as error:  # it needs a password, or an unsupported method
+        raise DataError(f"{source}: array {name!r} is not compressed as numpy does it") from error
     with stream:
         yield stream
 
@@ -193,19 +193,19 @@ def _npy_header(stream: Any, where: str) -> _Header:
     """Read an array's header.
 
     Raises:
-        DataError: it is none.
+        DataError: it is not a header.
     """
     try:
         if np.lib.format.read_magic(stream) == (1, 0):
             return _Header(*np.lib.format.read_array_header_1_0(stream))
         return _Header(*np.lib.format.read_array_header_2_0(stream))
     except _BAD_EXPRESSION as error:
-        # It is a Python expression, of which numpy evaluates the literals alone.
+        # The header is a Python expression, in which numpy evaluates only literals.
         raise DataError(f"{where} cannot be read: its header is damaged") from error
 
 
 class _NpyReader:
-    """One array of an npz archive, read from its first row on."""
+    """Reads one array of an npz archive sequentially, from its first row."""
 
     def __init__(self, archive: Any, name: str, streams: ExitStack, source: str) -> None:
         self._stream = streams.enter_context(_opened(archive, name, source))

@@ -1,4 +1,4 @@
-"""Where a party's data lie, and which of its columns are ids, labels and features."""
+"""Settings of a party's data: its source, and its id, label and feature columns."""
 
 import os
 import string
@@ -36,14 +36,14 @@ Classes = Annotated[
     | Annotated[tuple[ClassName, ...], Field(min_length=3, max_length=MAX_CLASSES)],
     BeforeValidator(_as_class_names),
 ]
-"""How many classes there are, or what they are called."""
+"""The number of classes, or their names."""
 
 Columns = Annotated[tuple[ColumnName, ...], BeforeValidator(_as_list)]
-"""Names of columns, or patterns with shell wildcards such as ``x*``; one alone needs no list."""
+"""Column names, or patterns with shell wildcards such as ``x*``; a single one needs no list."""
 
 
 def expand_path(setting: str, path: str, base_dir: Path) -> Path:
-    """Return the place that a path of the settings names.
+    """Expand a path of the settings.
 
     Raises:
         SettingsError: it names an environment variable that is not set.
@@ -58,25 +58,25 @@ def expand_path(setting: str, path: str, base_dir: Path) -> Path:
         ) from error
     except ValueError as error:
         raise SettingsError(
-            f"{setting}: {path}: write ${{NAME}} for a variable, $$ for a dollar sign"
+            f"{setting}: {path}: expected ${{NAME}} for a variable or $$ for a dollar sign"
         ) from error
     return base_dir / Path(expanded).expanduser()
 
 
 class FileSource(Section):
-    """A file of this party's own."""
+    """A file that belongs to this party."""
 
     path: ColumnName
     """The file, relative to the settings file's folder. ``~`` and ``${NAME}`` (an environment
     variable) are replaced."""
 
     cache_dir: ColumnName | None = None
-    """Folder for a copy as memory-mapped columns, for files that memory cannot hold; written like
-    ``path``. The file is converted when it is first used, and again when it or the columns asked
-    for have changed. By default the whole file is read into memory each time."""
+    """Folder for a copy as memory-mapped columns, for files that do not fit into memory; written
+    like ``path``. The file is converted when it is first used, and again after it or the requested
+    columns have changed. By default the whole file is read into memory each time."""
 
     def resolve(self, base_dir: Path) -> Path:
-        """Return the file's place.
+        """Return the file's path.
 
         Raises:
             SettingsError: the path names an environment variable that is not set.
@@ -84,7 +84,7 @@ class FileSource(Section):
         return expand_path("path", self.path, base_dir)
 
     def files(self, base_dir: Path) -> list[Path]:
-        """Return what is read, to know when it has changed.
+        """Return the files that are read, from which a change is noticed.
 
         Raises:
             SettingsError: a path names an environment variable that is not set.
@@ -92,7 +92,7 @@ class FileSource(Section):
         return [self.resolve(base_dir)]
 
     def resolve_cache(self, base_dir: Path) -> Path | None:
-        """Return the place of the cache; None where there is none.
+        """Return the path of the cache; None without a cache.
 
         Raises:
             SettingsError: it names an environment variable that is not set.
@@ -108,10 +108,10 @@ class CsvSource(FileSource):
     kind: Literal["csv"]
 
     delimiter: Annotated[str, StringConstraints(pattern=r"^[^\r\n\"]$")] | None = None
-    """Character between two cells; by default a tab in files ending in .tsv, otherwise a comma."""
+    """Character between two cells; by default a tab for files ending in .tsv, otherwise a comma."""
 
     column_names: tuple[ColumnName, ...] | None = Field(default=None, min_length=1)
-    """The columns, for a file without a header line; by default the first line names them."""
+    """The column names, for a file without a header line; by default the first line has them."""
 
     def separator(self) -> str:
         """Return the character between two cells."""
@@ -126,7 +126,7 @@ class ParquetSource(FileSource):
 
 
 class NpzSource(FileSource):
-    """A NumPy archive: each array with one dimension is a column, one with two is many columns."""
+    """A NumPy archive: a one-dimensional array is one column, a two-dimensional one is several."""
 
     kind: Literal["npz"]
 
@@ -137,25 +137,26 @@ class ImagesSource(FileSource):
     kind: Literal["images"]
 
     table: ColumnName
-    """The text file with ids, labels and file names: comma- or, ending in .tsv, tab-separated."""
+    """The text file with ids, labels and file names, separated by commas, or by tabs if it ends in
+    .tsv."""
 
     file_column: ColumnName
     """Column with each image's file name, relative to the folder."""
 
     file_ending: str = ""
-    """What is added to each name in that column: ``.jpg`` for instance."""
+    """Ending that is appended to each name in that column, for instance ``.jpg``."""
 
     height: int = Field(ge=1, le=4096)
-    """Pixels that images are resized to, bilinear with antialiasing."""
+    """Height in pixels to which images are resized, bilinearly with antialiasing."""
 
     width: int = Field(ge=1, le=4096)
-    """Pixels that images are resized to."""
+    """Width in pixels to which images are resized."""
 
     colours: Literal["rgb", "grey"] = "rgb"
-    """Three channels, or one."""
+    """Three channels or one."""
 
     def files(self, base_dir: Path) -> list[Path]:
-        """Return folder and table; a folder's time is that of the last file put in or taken out.
+        """Return the folder and the table; adding or removing a file changes the folder's time.
 
         Raises:
             SettingsError: a path names an environment variable that is not set.
@@ -164,12 +165,12 @@ class ImagesSource(FileSource):
 
 
 class SklearnSource(Section):
-    """A real data set that comes with scikit-learn: nothing to download.
+    """A real data set that ships with scikit-learn, so that there is nothing to download.
 
     ``breast_cancer`` has 569 rows, the ids ``patient-0000`` and so on in column ``id``, its 30
     features with ``_`` for each space (``mean_radius``), and the label ``malignant``: 1 for the
     212 malignant tumours, so that 1 is the rarer class as in the other data sets (scikit-learn's
-    own target is its opposite). ``digits`` has ten classes: 1,797 images of handwritten digits,
+    own target is the opposite). ``digits`` has ten classes: 1,797 images of handwritten digits,
     the ids ``image-0000`` and so on in column ``id``, 64 pixels by row and column, ``pixel_0_0`` to
     ``pixel_7_7``, and the label ``digit``, 0 to 9.
     """
@@ -177,10 +178,11 @@ class SklearnSource(Section):
     kind: Literal["sklearn"]
 
     dataset: Literal["breast_cancer", "digits"] = "breast_cancer"
-    """Which data set."""
+    """The data set."""
 
     shuffle_seed: int = Field(default=0, ge=0)
-    """Order of the rows. Two parties with different seeds hold their rows in different orders."""
+    """Seed of the row order. Two parties with different seeds have their rows in different
+    orders."""
 
 
 Source = Annotated[
@@ -190,21 +192,23 @@ Source = Annotated[
 
 
 class ImageSettings(Section):
-    """One image per row: a source's own, or one array of an npz file."""
+    """One image per row, from a source of kind ``images`` or from an array of an npz file."""
 
     array: ColumnName | None = None
-    """Name of an npz file's array: (rows, height, width, channels), or as ``layout`` says, of bytes
-    or floating-point numbers. A source of kind ``images`` needs none: write ``image: {}``."""
+    """Name of an npz file's array of bytes or floating-point numbers, with shape (rows, height,
+    width, channels) unless ``layout`` says otherwise. A source of kind ``images`` needs no name:
+    write ``image: {}``."""
 
     layout: Literal["channels_last", "channels_first"] = "channels_last"
-    """Whether the channels are the array's last dimension or the one after the rows."""
+    """Whether the channels are the array's last dimension or the dimension after the rows."""
 
 
 class FeatureSettings(Section):
-    """The columns that a party puts into its model.
+    """The columns that a party feeds into its model.
 
-    A name goes before a pattern, and a pattern before ``*``: with ``categorical: C*`` and
-    ``numeric: "*"`` everything but the ``C`` columns is numeric. Id and label are never features.
+    A name takes precedence over a pattern, and a pattern over ``*``: with ``categorical: C*`` and
+    ``numeric: "*"``, all columns except the ``C`` columns are numeric. Id and label are never
+    features.
     """
 
     numeric: Columns = ()
@@ -217,19 +221,20 @@ class FeatureSettings(Section):
     """The image of each row."""
 
     exclude: Columns = ()
-    """Columns that no pattern matches, such as one that gives the label away."""
+    """Columns that patterns must not match, such as a column that gives the label away."""
 
     missing_numeric: Literal["error", "zero"] = "error"
-    """What an empty cell in a numeric column is: an error, or the number 0."""
+    """Treatment of an empty cell in a numeric column: an error, or the number 0."""
 
     missing_texts: tuple[str, ...] = ("",)
-    """Cells that mean "no value", in features and label: ``["", "?"]`` for instance."""
+    """Cells that mean "no value" in features and labels, for instance ``["", "?"]``."""
 
     signed_log1p: bool = False
-    """Whether numbers x become sign(x) log(1 + |x|) before scaling, as suits counts."""
+    """Whether numbers x become sign(x) log(1 + |x|) before scaling, which suits counts."""
 
     numeric_scaling: Literal["standard", "min_max", "none"] = "standard"
-    """Scaling by mean and standard deviation, or by minimum and maximum, of the training rows."""
+    """Scaling by mean and standard deviation (``standard``) or by minimum and maximum
+    (``min_max``) of the training rows, or no scaling."""
 
     min_count: int = Field(default=1, ge=1)
     """Categories in fewer training rows than this share the slot of unknown categories."""
@@ -245,37 +250,38 @@ class DataSettings(Section):
     """A party's own table."""
 
     source: Source
-    """Where the rows come from."""
+    """The source of the rows."""
 
     id_column: ColumnName | None = None
-    """Column with each row's id, by which the parties align. Without it a row's number in the file,
-    from 1, is its id: only for two files whose rows already correspond, such as raw Criteo."""
+    """Column with each row's id, by which the parties align. Without it, a row's id is its number
+    in the file, from 1; use this only for two files whose rows already correspond, such as raw
+    Criteo."""
 
     label_column: ColumnName | None = None
     """Column with the label: 0 or 1, or one of ``classes``."""
 
     positive_label: ColumnName | None = None
-    """The text that stands for label 1, every other then standing for 0; by default the column
+    """The text that stands for label 1; all other texts then stand for 0. By default the column
     must hold 0 and 1."""
 
     classes: Classes | None = None
     """Three or more classes, for a softmax over them: a number K, for a column that holds the whole
-    numbers 0 to K - 1, or the list of the texts (or whole numbers) that the column holds. Absent:
-    two classes."""
+    numbers 0 to K - 1, or the list of the texts (or whole numbers) that the column holds. If
+    absent, there are two classes."""
 
     features: FeatureSettings | None = None
-    """The columns that go into the model; none for a party that only holds labels."""
+    """The columns that go into the model; absent for a party that only holds labels."""
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """What the classes are called; empty where there are two."""
+        """The names of the classes; empty if there are two."""
         if isinstance(self.classes, int):
             return tuple(map(str, range(self.classes)))
         return self.classes or ()
 
     @property
     def num_classes(self) -> int:
-        """How many classes a label may have."""
+        """The number of classes."""
         return len(self.class_names) or 2
 
     @model_validator(mode="after")
@@ -287,14 +293,16 @@ class DataSettings(Section):
         if self.classes is not None and self.label_column is None:
             raise ValueError("classes needs a label_column")
         if self.classes is not None and self.positive_label is not None:
-            raise ValueError("positive_label is for two classes; leave out it or classes")
+            raise ValueError("positive_label is for two classes; leave it or classes out")
         if len(set(self.class_names)) < len(self.class_names):
-            raise ValueError("classes: each class may be named once")
+            raise ValueError("classes: name each class only once")
         if self.features and self.features.image:
             if self.source.kind not in {"npz", "images"}:
                 raise ValueError(
                     f"features.image needs a source of kind npz or images, not {self.source.kind}"
                 )
             if (self.features.image.array is None) == (self.source.kind == "npz"):
-                raise ValueError("features.image.array: name it for a source of kind npz, only")
+                raise ValueError(
+                    "features.image.array: required for a source of kind npz, and only there"
+                )
         return self

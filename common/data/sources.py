@@ -1,4 +1,4 @@
-"""What a source of rows is, and how messages speak of one."""
+"""The interface of a source of rows, and the wording of messages about sources."""
 
 import csv
 import difflib
@@ -18,12 +18,12 @@ from splitveil.common.errors import DataError
 from splitveil.common.text.files import check_regular
 
 PART_BYTES = 8 * 1024 * 1024
-"""Of text; pyarrow reads up to 32 such blocks ahead."""
+"""Size of a block of text; pyarrow reads up to 32 such blocks ahead."""
 
 PART_ROWS = 64 * 1024
 
 ArrowColumn = Any
-"""A pyarrow ChunkedArray; pyarrow brings no types."""
+"""A pyarrow ChunkedArray; pyarrow ships no type annotations."""
 
 
 _UNREADABLE = (
@@ -35,45 +35,45 @@ _UNREADABLE = (
     zlib.error,
     lzma.LZMAError,
 )
-"""What the libraries raise for damaged files."""
+"""The errors that the libraries raise for damaged files."""
 
 
 class Part(NamedTuple):
     """Some consecutive rows of a source."""
 
     columns: Mapping[str, ArrowColumn]
-    image: NDArray[Any] | None  # as it is stored, (rows, ...)
-    done_fraction: float  # of the source, with this part
+    image: NDArray[Any] | None  # as stored, (rows, ...)
+    done_fraction: float  # fraction of the source that is done after this part
 
 
 class TableSource(Protocol):
-    """One place that rows come from."""
+    """A source of rows."""
 
     name: str
-    """How messages call it."""
+    """The name of the source in messages."""
 
     def column_names(self) -> list[str]:
         """Return the names of all columns."""
         ...
 
     def read(self, names: Sequence[str]) -> Mapping[str, ArrowColumn]:
-        """Return the named columns, each of the same length; nothing else is read."""
+        """Return the named columns, all of the same length; nothing else is read."""
         ...
 
     def parts(self, names: Sequence[str]) -> Iterator[Part]:
-        """Yield the same rows some at a time, with their images: memory need not hold all."""
+        """Yield the same rows with their images, in parts, so that memory can hold them."""
         ...
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Name the most similar of the known names, for messages; empty where none is similar."""
+    """Suggest the most similar known name, for messages; empty if none is similar."""
     by_lower_case = {other.lower(): other for other in known}
     close = difflib.get_close_matches(name.lower(), by_lower_case, n=1)
     return f"; did you mean {by_lower_case[close[0]]!r}?" if close else ""
 
 
 def list_rows(rows: Sequence[int] | NDArray[np.int64], count: int | None = None) -> str:
-    """Say which rows: the first five numbers and how many there are, for messages."""
+    """List rows for messages: the first five numbers and the total count."""
     count = len(rows) if count is None else count
     first = ", ".join(str(row) for row in rows[:5])
     if count == 1:
@@ -83,7 +83,7 @@ def list_rows(rows: Sequence[int] | NDArray[np.int64], count: int | None = None)
 
 @contextmanager
 def unreadable_is_data_error(path: Path) -> Iterator[None]:
-    """Raise DataError, without a word of what stands in the file, where it cannot be read."""
+    """Raise DataError if the file cannot be read, without quoting any of its content."""
     try:
         check_regular(path)
         yield
@@ -91,13 +91,12 @@ def unreadable_is_data_error(path: Path) -> Iterator[None]:
         raise DataError(f"{path}: there is no such file") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: the text is not UTF-8") from error
-    except MemoryError as error:  # pyarrow's, too
+    except MemoryError as error:  # also raised by pyarrow
         raise DataError(
-            f"{path}: does not fit into memory; data.source.cache_dir converts it some rows at a "
-            f"time"
+            f"{path}: does not fit into memory; with data.source.cache_dir it is converted in parts"
         ) from error
     except _UNREADABLE as error:
-        # The library's own text may quote a row.
-        damaged = f"damaged, or not such a file ({type(error).__name__})"
+        # The library's own message may quote a row.
+        damaged = f"damaged, or not a file of this kind ({type(error).__name__})"
         reason = getattr(error, "strerror", None) or damaged
         raise DataError(f"{path}: cannot be read: {reason}") from error

@@ -1,4 +1,4 @@
-"""Ids that are known to be canonical and distinct, and need no memory of their own."""
+"""Ids that are known to be canonical and distinct, and are not held in memory."""
 
 from collections.abc import Iterator, Sequence
 from typing import overload
@@ -13,11 +13,11 @@ _ROWS_NAMED = 5
 
 
 class CheckedIds(Sequence[str]):
-    """One id per row, each canonical and there once."""
+    """One id per row, all canonical and distinct."""
 
 
 class RowNumbers(CheckedIds):
-    """The numbers of the rows, from 1, as ids."""
+    """The row numbers, from 1, as ids."""
 
     def __init__(self, num_rows: int) -> None:
         self._numbers = range(1, num_rows + 1)
@@ -26,16 +26,16 @@ class RowNumbers(CheckedIds):
         return len(self._numbers)
 
     @overload
-    def __getitem__(self, place: int) -> str: ...
+    def __getitem__(self, index: int) -> str: ...
 
     @overload
-    def __getitem__(self, place: slice) -> list[str]: ...
+    def __getitem__(self, index: slice) -> list[str]: ...
 
-    def __getitem__(self, place: int | slice) -> str | list[str]:
-        """Return one id, or those of a slice."""
-        if isinstance(place, slice):
-            return [str(number) for number in self._numbers[place]]
-        return str(self._numbers[int(place)])
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        """Return one id, or the ids of a slice."""
+        if isinstance(index, slice):
+            return [str(number) for number in self._numbers[index]]
+        return str(self._numbers[int(index)])
 
     def __iter__(self) -> Iterator[str]:
         return map(str, self._numbers)
@@ -45,8 +45,8 @@ class StoredIds(CheckedIds):
     """Ids in a memory-mapped file.
 
     Args:
-        text: all ids one after the other, UTF-8, uint8.
-        ends: where each one ends, (rows,) int64.
+        text: all ids one after another, UTF-8, uint8.
+        ends: the end of each id, (rows,) int64.
     """
 
     def __init__(self, text: NDArray[np.uint8], ends: NDArray[np.int64]) -> None:
@@ -57,14 +57,14 @@ class StoredIds(CheckedIds):
         return len(self._ends)
 
     @overload
-    def __getitem__(self, place: int) -> str: ...
+    def __getitem__(self, index: int) -> str: ...
 
     @overload
-    def __getitem__(self, place: slice) -> list[str]: ...
+    def __getitem__(self, index: slice) -> list[str]: ...
 
-    def __getitem__(self, place: int | slice) -> str | list[str]:
-        """Return one id, or those of a slice."""
-        rows = range(len(self))[place]
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        """Return one id, or the ids of a slice."""
+        rows = range(len(self))[index]
         if isinstance(rows, int):
             return self._text[self._start(rows) : int(self._ends[rows])].tobytes().decode()
         if rows.step == 1:
@@ -79,7 +79,7 @@ class StoredIds(CheckedIds):
         return int(self._ends[row - 1]) if row else 0
 
     def _between(self, first: int, last: int) -> Iterator[str]:
-        """Yield the ids of consecutive rows, whose texts are read at once."""
+        """Yield the ids of consecutive rows, reading their text in one go."""
         origin = start = self._start(first)
         ends = self._ends[first:last].tolist()
         text = self._text[origin : ends[-1] if ends else origin].tobytes()
@@ -89,15 +89,16 @@ class StoredIds(CheckedIds):
 
 
 def check_distinct(ids: Sequence[str], hashes: NDArray[np.int64], where: str) -> None:
-    """Check that no id is there twice, with 8 bytes of memory per row to sort the hashes.
+    """Check that no id occurs twice, using 8 bytes of memory per row to sort the hashes.
 
     Args:
-        ids: one per row.
-        hashes: a hash of each id, equal for equal ones, (rows,).
+        ids: one id per row.
+        hashes: a hash of each id, equal for equal ids, (rows,).
         where: file and column, for messages.
 
     Raises:
-        DataError: with the number of rows whose id an earlier row has, and the first of them.
+        DataError: gives the number of rows whose id also occurs in an earlier row, and the first
+            of these rows.
     """
     ordered = np.sort(hashes)
     shared = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])

@@ -1,4 +1,4 @@
-"""A party's own table: the columns it needs, checked before anything is sent."""
+"""Reads a party's own table and checks the columns it needs before anything is sent."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,11 +37,11 @@ class Table:
     """The file, for messages."""
 
     ids: Sequence[str]
-    """Each row's id as it stands in the file; empty text where there is none. Whether they are
-    distinct and not empty is checked by the alignment, which makes them canonical first."""
+    """Each row's id as written in the file, or an empty text if the row has none. The alignment
+    checks that they are distinct and not empty, after bringing them into canonical form."""
 
     labels: NDArray[np.float32] | None
-    """0 or 1 per row, or the place of its class among several."""
+    """0 or 1 per row, or the class index of the row if there are more than two classes."""
 
     numeric: Mapping[str, NDArray[np.float64]]
     """Finite numbers by column."""
@@ -53,28 +53,28 @@ class Table:
     """(rows, channels, height, width), uint8 or float32."""
 
     splits: NDArray[np.int8] | None = None
-    """Each row's place in ``SPLITS``, where a column says it."""
+    """The split of each row as an index into ``SPLITS``, if the contract splits by a column."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
 
 class Selection(NamedTuple):
-    """Which columns of a source the settings ask for."""
+    """The columns of a source that the settings select."""
 
     numeric: list[str]
     categorical: list[str]
-    needed: list[str]  # all of them; id, label and split first
+    needed: list[str]  # all selected columns; id, label and split first
 
 
 def select_columns(
     settings: DataSettings, source: TableSource, split_column: str | None = None
 ) -> Selection:
-    """Find the columns that the settings name, and the one by which the contract splits rows.
+    """Find the columns that the settings name and the column by which the contract splits rows.
 
     Raises:
-        DataError: one is not there.
-        SettingsError: one is asked for as two things.
+        DataError: a column is missing.
+        SettingsError: a column is requested for two purposes.
     """
     features = settings.features
     names = source.column_names()
@@ -91,7 +91,7 @@ def select_columns(
 
 
 def open_table_source(settings: DataSettings, base_dir: Path) -> TableSource:
-    """Find the place that a party's rows come from.
+    """Open the source of a party's rows.
 
     Raises:
         SettingsError: a path names an environment variable that is not set.
@@ -106,11 +106,11 @@ def read_table(settings: DataSettings, base_dir: Path, split_column: str | None 
 
     Args:
         settings: the party's data settings.
-        base_dir: folder in which relative paths start: the settings file's own.
-        split_column: column by which the contract splits the rows, if it does.
+        base_dir: folder to which relative paths refer, that of the settings file.
+        split_column: the column by which the contract splits the rows, if it does.
 
     Raises:
-        DataError: naming file, columns, and the rows (counted from 1, without the header line).
+        DataError: names the file, columns and rows (counted from 1, without the header line).
         SettingsError: a path names an environment variable that is not set.
     """
     source = open_table_source(settings, base_dir)
@@ -136,14 +136,14 @@ def read_table(settings: DataSettings, base_dir: Path, split_column: str | None 
 
 
 def part_ids(id_column: str, columns: Mapping[str, Any], source: str) -> list[str]:
-    """Return the ids of some rows as they stand in the file."""
+    """Return the ids of some rows as written in the file."""
     return read_ids(columns[id_column], f"{source}: column {id_column!r}")
 
 
 def part_labels(
     settings: DataSettings, columns: Mapping[str, Any], source: str, first_row: int = 1
 ) -> NDArray[np.float32] | None:
-    """Return the labels of some rows, maybe all of one class; None without a label column."""
+    """Return the labels of some rows, possibly all of one class; None without a label column."""
     name = settings.label_column
     if name is None:
         return None
@@ -165,7 +165,7 @@ def check_classes(settings: DataSettings, labels: NDArray[np.float32], source: s
     """Check that a whole file has rows of every class.
 
     Raises:
-        DataError: it has not.
+        DataError: a class has no rows.
     """
     where = f"{source}: column {settings.label_column!r}"
     if settings.classes is None:
@@ -177,7 +177,7 @@ def check_classes(settings: DataSettings, labels: NDArray[np.float32], source: s
 def part_splits(
     split_column: str | None, columns: Mapping[str, Any], source: str, first_row: int = 1
 ) -> NDArray[np.int8] | None:
-    """Return the splits of some rows; None where no column says it."""
+    """Return the splits of some rows; None without a split column."""
     if split_column is None:
         return None
     return read_splits(columns[split_column], f"{source}: column {split_column!r}", first_row)
@@ -211,14 +211,15 @@ def part_categories(
 def part_image(
     image: NDArray[Any], settings: ImageSettings, source: str, first_row: int = 1
 ) -> NDArray[Any]:
-    """Return images of some rows as (rows, channels, height, width), bytes or float32.
+    """Return the images of some rows as (rows, channels, height, width), uint8 or float32.
 
     Raises:
-        DataError: they have another number of dimensions, are of another type, or hold NaN.
+        DataError: the images have a wrong number of dimensions or a wrong type, or hold NaN or
+            infinity.
     """
     where = source if settings.array is None else f"{source}: array {settings.array!r}"
     if image.ndim != 4:
-        raise DataError(f"{where}: expected four dimensions, its shape is {image.shape}")
+        raise DataError(f"{where}: expected four dimensions, got shape {image.shape}")
     if settings.layout == "channels_last":
         image = image.transpose(0, 3, 1, 2)
     if image.dtype == np.uint8:
@@ -242,7 +243,7 @@ def _common_length(columns: Mapping[str, Any], image: NDArray[Any] | None, sourc
     if image is not None:
         lengths.add(len(image))
     if len(lengths) > 1:
-        raise DataError(f"{source}: images and columns differ in their numbers of rows: {lengths}")
+        raise DataError(f"{source}: images and columns have different numbers of rows: {lengths}")
     if lengths == {0}:
         raise DataError(f"{source}: there are no rows")
     return lengths.pop()
@@ -253,4 +254,4 @@ def _read_image(source: TableSource, settings: ImageSettings) -> NDArray[Any]:
         return part_image(source.read_images(), settings, source.name)
     if isinstance(source, NpzFile) and settings.array is not None:
         return part_image(source.read_array(settings.array), settings, source.name)
-    raise TypeError("the settings allow images only in npz files and folders of images")
+    raise TypeError("images are allowed only in npz files and image folders")

@@ -1,1 +1,1 @@
-"""Bottom and top models, their optimizers, and taps on their gradients."""
+"""Bottom and top models, and their optimizers."""

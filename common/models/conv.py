@@ -1,8 +1,9 @@
-"""Convolutions over images, cut between two of them.
+"""Convolutional bottom and top models for images, cut between two convolutions.
 
-As Marvell's authors use them for skin lesions of 84 x 84 (Li et al., "Label Leakage and Protection
-in Two-party Split Learning", ICLR 2022): six blocks of 64 channels with the cut after the fourth,
-64 x 5 x 5, then 64 dense units and a logit. No layer looks across the rows of a batch.
+The authors of Marvell use such a network for images of skin lesions of 84 x 84 pixels (Li et al.,
+"Label Leakage and Protection in Two-party Split Learning", ICLR 2022): six blocks of 64 channels
+with the cut after the fourth, 64 x 5 x 5, then 64 dense units and a logit. No layer combines
+different rows of a batch.
 """
 
 import math
@@ -19,7 +20,7 @@ from splitveil.common.models.settings import ConvModel
 
 
 class ConvBottom(nn.Module):
-    """From an image to the cut layer."""
+    """Maps an image to the cut layer's activation."""
 
     def __init__(
         self, settings: ConvModel, shapes: FeatureShapes, cut_shape: Sequence[int]
@@ -37,7 +38,7 @@ class ConvBottom(nn.Module):
             activation_shape = (settings.hidden[-1],)
         if tuple(cut_shape) != activation_shape:
             raise SettingsError(
-                f"bottom_model: from images of {size[0]} x {size[1]} these layers make an "
+                f"bottom_model: from images of {size[0]} x {size[1]}, these layers produce an "
                 f"activation of {list(activation_shape)}; contract.cut_shape is {list(cut_shape)}"
             )
         self._is_flat = bool(settings.hidden)
@@ -48,7 +49,7 @@ class ConvBottom(nn.Module):
             raise SettingsError("bottom_model: conv needs images")
         image = image_as_float(features.image)
         if image.device.type == "cpu":
-            # There, convolutions and pooling are faster with a pixel's channels side by side.
+            # On a CPU, convolutions and pooling are faster with a pixel's channels side by side.
             image = image.contiguous(memory_format=torch.channels_last)
         activation: Tensor = self.blocks(image)
         if self._is_flat:
@@ -57,7 +58,7 @@ class ConvBottom(nn.Module):
 
 
 class ConvTop(nn.Module):
-    """From the cut layer, and the active party's own features where it has some, to logits."""
+    """Maps the activation, and the active party's own features if it has any, to logits."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class ConvTop(nn.Module):
             if len(shape) != 3:
                 raise SettingsError(
                     f"top_model.channels: convolutions need a contract.cut_shape of [channels, "
-                    f"height, width], it is {list(shape)}"
+                    f"height, width], got {list(shape)}"
                 )
             shape = _shape_after(settings.channels, shape[1:], "top_model")
         self.blocks = _blocks(cut_shape[0], settings.channels)
@@ -83,7 +84,7 @@ class ConvTop(nn.Module):
         self.output = nn.Linear(last_dim, num_logits)
 
     def forward(self, activation: Tensor, features: Features | None) -> Tensor:
-        """Return one logit per row, (rows,), or several, (rows, logits)."""
+        """Return the logits: (rows,) if there is one per row, otherwise (rows, logits)."""
         parts = [self.blocks(activation).flatten(1)]
         if self.input is not None and features is not None:
             parts.append(self.input(features))
@@ -92,14 +93,14 @@ class ConvTop(nn.Module):
 
 
 EMBEDDING_DIM = 4
-"""Length of the vector for a category beside the images."""
+"""Length of the vector for a category that accompanies the images."""
 
 
 def _blocks(in_channels: int, channels: Sequence[int]) -> nn.Sequential:
     blocks: OrderedDict[str, nn.Module] = OrderedDict()
     for number, width in enumerate(channels):
-        # The largest of four, cut off at 0, is the largest of four that were cut off, with the same
-        # gradient; in this order the cut is made on a quarter as many numbers.
+        # ReLU of the largest of four equals the largest of four ReLUs, and has the same gradient;
+        # in this order ReLU is applied to a quarter as many numbers.
         blocks[f"block_{number}"] = nn.Sequential(
             nn.Conv2d(in_channels, width, kernel_size=3, padding="same"), nn.MaxPool2d(2), nn.ReLU()
         )
@@ -112,6 +113,6 @@ def _shape_after(channels: Sequence[int], size: Sequence[int], role: str) -> tup
     halved = tuple(side >> len(channels) for side in size)
     if 0 in halved:
         raise SettingsError(
-            f"{role}.channels: {len(channels)} halvings leave nothing of {size[0]} x {size[1]}"
+            f"{role}.channels: {len(channels)} halvings reduce {size[0]} x {size[1]} to nothing"
         )
     return (channels[-1], *halved)

@@ -1,6 +1,6 @@
 """Builds bottom and top models from settings, and tries each on two rows before it is used.
 
-Initial weights depend on the given seed alone; torch's own random numbers are left as they were.
+The initial weights depend only on the given seed; the state of torch's own generator is restored.
 """
 
 import importlib
@@ -33,22 +33,22 @@ def build_bottom_model(
     *,
     seed: int,
 ) -> nn.Module:
-    """Return a model from features to the activation, on the CPU, in training mode.
+    """Return a model that maps features to the activation, on the CPU, in training mode.
 
     Args:
         settings: the party's ``bottom_model``.
-        encoder: of the party's features, or their shapes.
+        encoder: the encoder of the party's features, or their shapes.
         cut_shape: shape of one row's activation.
-        seed: of the initial weights.
+        seed: seed of the initial weights.
 
     Raises:
-        SettingsError: there are no features, or not those that the model takes, or its last layer
-            is not the contract's cut layer; or a class of the user's own cannot be loaded, built
-            or called, or returns another shape.
+        SettingsError: there are no features, or the model does not take these features, or its last
+            layer does not match the contract's cut layer; or a user-defined class cannot be loaded,
+            built or called, or returns another shape.
     """
     shapes = _shapes(encoder)
     if not _has_features(shapes):
-        raise SettingsError("bottom_model: data.features selects no column: there is no input")
+        raise SettingsError("bottom_model: no input, because data.features selects no column")
 
     def build() -> nn.Module:
         match settings:
@@ -75,21 +75,23 @@ def build_top_model(
     seed: int,
     num_classes: int = 2,
 ) -> nn.Module:
-    """Return a model from the activation (and own features) to logits, on the CPU, for training.
+    """Return a model that maps the activation (and own features) to logits, on the CPU.
 
-    Of two classes it gives one logit per row, of more one per row and class.
+    It is in training mode. For two classes it returns one logit per row, for more classes one logit
+    per row and class.
 
     Args:
         settings: the active party's ``top_model``.
         cut_shape: shape of one row's activation.
-        encoder: of the active party's own features, or their shapes; None where it has none.
-        seed: of the initial weights.
-        num_classes: how many classes there are.
+        encoder: the encoder of the active party's own features, or their shapes; None if it has no
+            features.
+        seed: seed of the initial weights.
+        num_classes: number of classes.
 
     Raises:
-        SettingsError: an output activation is set, or the features or the cut are not those that
-            the model takes; or a class of the user's own cannot be loaded, built or called, or
-            returns another shape.
+        SettingsError: an output activation is set, or the model does not take these features or
+            this cut shape; or a user-defined class cannot be loaded, built or called, or returns
+            another shape.
     """
     num_logits = 1 if num_classes == 2 else num_classes
     expected_shape = (PROBE_ROWS,) if num_classes == 2 else (PROBE_ROWS, num_classes)
@@ -121,17 +123,17 @@ def build_top_model(
 
 
 def load_class(name: str) -> type[Any]:
-    """Return the class that ``package.module:Class`` names.
+    """Load the class named by ``package.module:Class``.
 
     Raises:
-        SettingsError: it cannot be imported, or is no class.
+        SettingsError: it cannot be imported, or is not a class.
     """
     module_name, separator, class_name = name.partition(":")
     if not (separator and module_name and class_name):
         raise SettingsError(f"{name}: expected package.module:Class")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's own module raises while it is imported
+    except Exception as error:  # a user's module may raise anything when imported
         raise SettingsError(
             f"{name}: {module_name} cannot be imported: {_first_line(error)}"
         ) from error
@@ -155,7 +157,7 @@ def _build_custom(settings: CustomModel, role: str) -> nn.Module:
         raise SettingsError(f"{role}.module: {settings.module} is not a torch.nn.Module")
     try:
         return cls(**settings.arguments)
-    except Exception as error:  # whatever the user's own class raises
+    except Exception as error:  # a user's class may raise anything
         raise SettingsError(
             f"{role}.arguments: {settings.module} cannot be built: {_first_line(error)}"
         ) from error
@@ -172,18 +174,18 @@ def _build_and_probe(
     with torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(seed)
         model = _within_memory(build, role)
-        model.eval()  # batch statistics must not learn from the probe
+        model.eval()  # the probe must not change batch statistics
         try:
             with torch.no_grad():
                 output = probe(model)
-        except Exception as error:  # whatever the user's own class raises
+        except Exception as error:  # a user's class may raise anything
             raise SettingsError(
                 f"{role}: {type(model).__name__} fails on a batch of {PROBE_ROWS} rows: "
                 f"{_first_line(error)}"
             ) from error
     if not isinstance(output, Tensor) or not output.is_floating_point():
-        came = output.dtype if isinstance(output, Tensor) else type(output).__name__
-        raise SettingsError(f"{role}: expected a floating-point tensor, got {came}")
+        got = output.dtype if isinstance(output, Tensor) else type(output).__name__
+        raise SettingsError(f"{role}: expected a floating-point tensor, got {got}")
     if tuple(output.shape) != expected_shape:
         raise SettingsError(
             f"{role}: expected an output of shape {expected_shape} for {PROBE_ROWS} rows, "
@@ -196,7 +198,7 @@ def _within_memory(build: Callable[[], nn.Module], role: str) -> nn.Module:
     try:
         return build()
     except (RuntimeError, TypeError, OverflowError, MemoryError) as error:
-        # What torch raises for sizes beyond the memory, or beyond 64 bits.
+        # torch raises these for sizes that exceed the memory or 64 bits.
         raise SettingsError(f"{role}: cannot be built: {_first_line(error)}") from error
 
 

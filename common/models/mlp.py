@@ -12,9 +12,9 @@ from splitveil.common.models.settings import MlpModel
 
 
 class FeatureInput(nn.Module):
-    """All of a row's features as one vector: numbers, embedded categories, flattened image.
+    """Concatenates a row's features: numbers, embedded categories, flattened image.
 
-    The categories of all columns share one table, so that one look-up serves them all.
+    The categories of all columns share one table, so that one look-up serves all of them.
     """
 
     def __init__(self, shapes: FeatureShapes, embedding_dim: int) -> None:
@@ -28,7 +28,7 @@ class FeatureInput(nn.Module):
         self.output_dim = shapes.numeric_dim + len(sizes) * embedding_dim + image_dim
 
     def forward(self, features: Features) -> Tensor:
-        """Return (rows, output_dim), float32."""
+        """Return the vectors, (rows, output_dim), float32."""
         parts = []
         if features.numeric is not None:
             parts.append(features.numeric)
@@ -41,7 +41,7 @@ class FeatureInput(nn.Module):
 
 
 class MlpBottom(nn.Module):
-    """From features to the cut layer."""
+    """Maps features to the cut layer's activation."""
 
     def __init__(self, settings: MlpModel, shapes: FeatureShapes, cut_shape: Sequence[int]) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class MlpBottom(nn.Module):
 
 
 class MlpTop(nn.Module):
-    """From the cut layer, and the active party's own features where it has some, to logits."""
+    """Maps the activation, and the active party's own features if it has any, to logits."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class MlpTop(nn.Module):
         self.layers = _dense_layers(settings, math.prod(cut_shape) + own_dim, num_logits, None)
 
     def forward(self, activation: Tensor, features: Features | None) -> Tensor:
-        """Return one logit per row, (rows,), or several, (rows, logits)."""
+        """Return the logits: (rows,) if there is one per row, otherwise (rows, logits)."""
         parts = [activation.flatten(1)]
         if self.input is not None and features is not None:
             parts.append(self.input(features))
@@ -85,7 +85,7 @@ class MlpTop(nn.Module):
 
 
 def without_single(logits: Tensor) -> Tensor:
-    """Drop the dimension of the logits of a row where it has one alone."""
+    """Drop the logit dimension if each row has only one logit."""
     return logits.squeeze(1)
 
 

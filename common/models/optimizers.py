@@ -1,4 +1,4 @@
-"""Optimizers, from settings; embedding tables that are large learn from sparse gradients."""
+"""Builds optimizers from settings; large embedding tables get sparse gradients."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, overload
@@ -12,19 +12,19 @@ from splitveil.common.models.settings import AdamOptimizer, OptimizerSettings, S
 
 
 def build_optimizer(settings: OptimizerSettings, model: nn.Module) -> Optimizer:
-    """Return the optimizer of a model's parameters.
+    """Return an optimizer for a model's parameters.
 
-    Embedding tables that the settings call large are switched to sparse gradients.
+    Embedding tables that are large according to the settings are switched to sparse gradients.
 
     Raises:
-        SettingsError: the model has nothing to train.
+        SettingsError: the model has no trainable parameters.
     """
     large = {id(table.weight): table for table in _large_tables(settings, model)}
     for table in large.values():
         table.sparse = True
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
-        raise SettingsError("optimizer: the model has no parameters that can be trained")
+        raise SettingsError("optimizer: the model has no trainable parameters")
     match settings:
         case AdamOptimizer():
             dense = [parameter for parameter in trainable if id(parameter) not in large]
@@ -69,15 +69,15 @@ def _build_adam(
 
 
 class JoinedOptimizer(Optimizer):
-    """Several optimizers, each of its own parameters, that step together."""
+    """Several optimizers for disjoint parameters, used as one."""
 
     def __init__(self, parts: list[Optimizer]) -> None:
         self._parts = parts
         super().__init__([{**group} for part in parts for group in part.param_groups], {})
         self._share_groups()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001 (torch's own)
-        """Forget the gradients."""
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001 (torch's signature)
+        """Clear the gradients."""
         for part in self._parts:
             part.zero_grad(set_to_none)
 
@@ -88,7 +88,7 @@ class JoinedOptimizer(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Let every part take its step."""
+        """Step every part."""
         loss = None if closure is None else closure()
         for part in self._parts:
             part.step()
@@ -99,15 +99,15 @@ class JoinedOptimizer(Optimizer):
         return {"parts": [part.state_dict() for part in self._parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go back, or on, to where ``state_dict`` was taken.
+        """Restore the state that ``state_dict`` returned.
 
         Raises:
-            ValueError: it was taken from another number of parts.
+            ValueError: the state has another number of parts.
         """
         for part, state in zip(self._parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
         self._share_groups()
 
     def _share_groups(self) -> None:
-        """Show the parts' own groups, so that a schedule that changes them here changes them."""
+        """Expose the parts' own groups, so that a schedule that changes them here changes them."""
         self.param_groups = [group for part in self._parts for group in part.param_groups]

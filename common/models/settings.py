@@ -1,4 +1,4 @@
-"""What a party's half of the network looks like, and how it learns."""
+"""Settings of a party's half of the network and of its optimizer."""
 
 from typing import Annotated, Any, Literal
 
@@ -13,44 +13,47 @@ class MlpModel(Section):
     kind: Literal["mlp"]
 
     hidden: tuple[PositiveInt, ...] = Field(default=(64,), max_length=64)
-    """Widths of the hidden layers, from the input on; none for a single dense layer."""
+    """Widths of the hidden layers, from input to output; empty for a single dense layer."""
 
     activation: Literal["relu", "leaky_relu"] = "relu"
-    """What follows each hidden layer."""
+    """Activation function after each hidden layer."""
 
     output_activation: Literal["identity", "relu"] = "identity"
-    """What follows the last layer of a bottom model; a top model's output is a logit as it is."""
+    """Activation function after the last layer of a bottom model; a top model must leave this at
+    ``identity``, because its output is a logit."""
 
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of each hidden layer's values that training leaves out."""
+    """Fraction of each hidden layer's values that are dropped in training."""
 
     embedding_dim: int = Field(default=4, ge=1, le=4096)
     """Length of the vector that stands for a category."""
 
 
 class WideDeepModel(Section):
-    """Wide and deep, as for advertisements: many categories, a few numbers.
+    """A wide and deep model, as used for advertisements: many categories, a few numbers.
 
-    The deep part is cut: embedded categories and numbers through the bottom model's layers up to
-    the cut layer, and through the top model's to a logit. The wide part, one weight per category
-    and number, is the active party's and reads its own features; the two logits add up.
+    The deep part is cut: embedded categories and numbers pass through the bottom model's layers to
+    the cut layer, and through the top model's layers to a logit. The wide part, one weight per
+    category and number, belongs to the active party and reads its own features. The two logits are
+    added.
     """
 
     kind: Literal["wide_deep"]
 
     hidden: tuple[PositiveInt, ...] = Field(default=(128, 128, 128), min_length=1, max_length=64)
-    """Widths of this half's layers, each with ReLU. The last one of the bottom model is the cut
-    layer: as wide as the contract's ``cut_shape``."""
+    """Widths of this half's layers, each with ReLU. The bottom model's last layer is the cut layer
+    and must be as wide as the contract's ``cut_shape``."""
 
     embedding_dim: int = Field(default=4, ge=1, le=4096)
-    """Length of the vector that stands for a category in the deep part; the wide part has 1."""
+    """Length of the vector that stands for a category in the deep part; 1 in the wide part."""
 
 
 class ConvModel(Section):
-    """Convolutions over images: 3 x 3, as large as their input, ReLU, largest of each 2 x 2.
+    """Convolutions over images: 3 x 3 with same padding, ReLU, and 2 x 2 max pooling.
 
-    For images of 84 x 84 as published, ``channels: [64, 64, 64, 64]`` at the bottom, which makes
-    the cut shape [64, 5, 5], and ``channels: [64, 64]`` with ``hidden: [64]`` at the top.
+    The published network for images of 84 x 84 has ``channels: [64, 64, 64, 64]`` at the bottom,
+    which gives the cut shape [64, 5, 5], and ``channels: [64, 64]`` with ``hidden: [64]`` at the
+    top.
     """
 
     kind: Literal["conv"]
@@ -59,18 +62,18 @@ class ConvModel(Section):
     """Channels of each convolution of this half; each halves height and width, rounded down."""
 
     hidden: tuple[PositiveInt, ...] = Field(default=(), max_length=64)
-    """Widths of the dense layers, each with ReLU, that follow the flattened convolutions. A bottom
-    model without any has the last convolution's output for its activation, with any the last one's.
-    """
+    """Widths of the dense layers, each with ReLU, that follow the flattened convolutions. The
+    activation of a bottom model is the output of the last dense layer, or of the last convolution
+    if there are no dense layers."""
 
 
 class CustomModel(Section):
-    """A ``torch.nn.Module`` of the user's own.
+    """A user-defined ``torch.nn.Module``.
 
-    A bottom model is called as ``model(features)`` and returns (rows, *cut shape); a top model as
-    ``model(activation, features)``, where ``features`` is None if the active party has none, and
-    returns one logit per row, (rows,), or with several classes one for each, (rows, classes).
-    ``features`` is a ``splitveil.common.data.features.Features``.
+    A bottom model is called as ``model(features)`` and returns (rows, *cut shape). A top model is
+    called as ``model(activation, features)``, where ``features`` is None if the active party has no
+    features; it returns one logit per row, (rows,), or with more than two classes one logit per row
+    and class, (rows, classes). ``features`` is a ``splitveil.common.data.features.Features``.
     """
 
     kind: Literal["custom"]
@@ -79,7 +82,7 @@ class CustomModel(Section):
     """The class, as ``package.module:Class``."""
 
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments that the class is built with."""
+    """Keyword arguments for the class."""
 
 
 ModelSettings = Annotated[
@@ -96,21 +99,19 @@ class AdamOptimizer(Section):
     """Step size."""
 
     weight_decay: float = Field(default=0.0, ge=0)
-    """Factor of the weights that is added to their gradient."""
+    """The multiple of the weights that is added to their gradient."""
 
     betas: tuple[
         Annotated[float, Field(ge=0, lt=1)],
         Annotated[float, Field(ge=0, lt=1)],
     ] = (0.9, 0.999)
-    """How much of the running averages of gradient and squared gradient each step keeps."""
+    """Decay rates of the running averages of the gradient and the squared gradient."""
 
     sparse_from_rows: int | None = Field(default=100_000, ge=1)
-    """From how many rows on an embedding table changes only in the rows that a batch looks up.
-
-    A step then costs no more for a larger table, and the running averages of the other rows stand
-    still instead of moving them on. ``null`` for no table. With ``weight_decay``, which moves every
-    row in every step, no table does.
-    """
+    """Number of rows from which an embedding table is updated only in the rows that a batch looks
+    up. The cost of a step is then independent of the size of the table, and the running averages of
+    the other rows stay as they are instead of moving these rows further. ``null`` disables this;
+    so does ``weight_decay``, which moves every row in every step."""
 
 
 class SgdOptimizer(Section):
@@ -122,15 +123,15 @@ class SgdOptimizer(Section):
     """Step size."""
 
     momentum: float = Field(default=0.0, ge=0, lt=1)
-    """How much of the previous step each step keeps."""
+    """Fraction of the previous step that each step keeps."""
 
     weight_decay: float = Field(default=0.0, ge=0)
-    """Factor of the weights that is added to their gradient."""
+    """The multiple of the weights that is added to their gradient."""
 
     sparse_from_rows: int | None = Field(default=100_000, ge=1)
-    """From how many rows on an embedding table's step touches only the rows that a batch looks up:
-    the same result in less time. ``null`` for no table. With ``momentum`` or ``weight_decay``,
-    which move every row in every step, no table does."""
+    """Number of rows from which a step touches only the rows of an embedding table that a batch
+    looks up, for the same result in less time. ``null`` disables this; so do ``momentum`` and
+    ``weight_decay``, which move every row in every step."""
 
 
 OptimizerSettings = Annotated[AdamOptimizer | SgdOptimizer, Field(discriminator="kind")]

@@ -1,11 +1,12 @@
-"""Wide and deep, cut between the deep layers.
+"""Wide and deep bottom and top models, cut between the deep layers.
 
-    logit = deep(cut layer) + wide(own features), one for each of several classes
+    logit = deep(cut layer) + wide(own features), for each class if there are more than two
 
-As Marvell's authors use it for Criteo and Avazu (Li et al., "Label Leakage and Protection in
-Two-party Split Learning", ICLR 2022): six deep layers of 128 with the cut after the third. Layers
-start as torch starts them, the embeddings of the deep part uniform in +-0.05 as Keras does, and the
-wide part at 0, where a linear model may start: categories that no row has yet say nothing.
+The authors of Marvell use such a network for Criteo and Avazu (Li et al., "Label Leakage and
+Protection in Two-party Split Learning", ICLR 2022): six deep layers of 128 units with the cut after
+the third. Layers have torch's default initial weights, the embeddings of the deep part are uniform
+in +-0.05 as in Keras, and the wide part starts at 0, as a linear model may: a category that no row
+has had yet contributes nothing.
 """
 
 import math
@@ -23,7 +24,7 @@ EMBEDDING_RANGE = 0.05
 
 
 class WideDeepBottom(nn.Module):
-    """From features to the cut layer, the lower deep layers."""
+    """Maps features to the activation: the lower deep layers."""
 
     def __init__(
         self, settings: WideDeepModel, shapes: FeatureShapes, cut_shape: Sequence[int]
@@ -49,7 +50,7 @@ class WideDeepBottom(nn.Module):
 
 
 class WideDeepTop(nn.Module):
-    """From the cut layer and the active party's own features to logits."""
+    """Maps the activation and the active party's own features to logits."""
 
     def __init__(
         self,
@@ -69,16 +70,16 @@ class WideDeepTop(nn.Module):
         self.wide = WidePart(shapes, num_logits)
 
     def forward(self, activation: Tensor, features: Features) -> Tensor:
-        """Return one logit per row, (rows,), or several, (rows, logits)."""
+        """Return the logits: (rows,) if there is one per row, otherwise (rows, logits)."""
         deep = without_single(self.deep(self.layers(activation.flatten(1))))
         logits: Tensor = deep + self.wide(features)
         return logits
 
 
 class WidePart(nn.Module):
-    """A linear model: for each logit one weight per category, one per number.
+    """A linear model with one weight per logit and category, and per logit and number.
 
-    The bias is the deep part's.
+    It has no bias, because the deep part has one.
     """
 
     def __init__(self, shapes: FeatureShapes, num_logits: int = 1) -> None:
@@ -92,7 +93,7 @@ class WidePart(nn.Module):
         self.numeric = nn.Parameter(torch.zeros(size)) if shapes.numeric_dim else None
 
     def forward(self, features: Features) -> Tensor:
-        """Return one logit per row, (rows,), or several, (rows, logits)."""
+        """Return the logits: (rows,) if there is one per row, otherwise (rows, logits)."""
         values: Tensor = self.input(features)
         if self.numeric is None:
             return self._summed(values)
@@ -101,7 +102,7 @@ class WidePart(nn.Module):
         return logits + self._summed(values[:, numeric_dim:])
 
     def _summed(self, weights: Tensor) -> Tensor:
-        """Add up the weights of a row's categories."""
+        """Sum the weights of each row's categories."""
         if self._num_logits == 1:
             return weights.sum(dim=1)
         return weights.reshape(len(weights), -1, self._num_logits).sum(dim=1)
@@ -109,4 +110,4 @@ class WidePart(nn.Module):
 
 def _check_no_image(shapes: FeatureShapes, role: str) -> None:
     if shapes.image_shape is not None:
-        raise SettingsError(f"{role}: wide_deep takes numbers and categories, no images")
+        raise SettingsError(f"{role}: wide_deep takes numbers and categories, but not images")

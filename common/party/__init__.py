@@ -1,1 +1,1 @@
-"""What a party keeps to itself: settings, credentials, data, transcript, command line."""
+"""Private parts of a party: settings, credentials, data, transcript and command line."""

@@ -1,16 +1,14 @@
-"""The command lines of both parties: arguments, signals, exit codes."""
+"""The parts of both parties' command lines: arguments, checks, exit codes."""
 
 import argparse
 import hashlib
 import logging
 import os
 import secrets
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn, TypeAlias
 
 import torch
@@ -29,6 +27,7 @@ from splitveil.common.party.transcript import Broken, Verified, compare, verify
 from splitveil.common.storage.ended_run import end_of
 from splitveil.common.storage.run_folder import write_text_atomically
 from splitveil.common.storage.run_store import RunStore
+from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import visible
 from splitveil.common.text.yaml_text import RESOLVED, read_yaml_file
 
@@ -56,9 +55,7 @@ MAY_CHANGE = frozenset(
         "transcript",
     }
 )
-"""Settings that a run may go on without: all others change what comes out of it."""
-
-_SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it
+"""Settings that may differ when a run is resumed; all others affect its results."""
 
 
 def parse_arguments(
@@ -69,17 +66,18 @@ def parse_arguments(
     """Read a party's command line.
 
     Args:
-        program: the party's program.
-        arguments: the words after it; those of this process by default.
+        program: the name of the party's program.
+        arguments: the words after it; by default those of this process.
         add_own_commands: adds the commands that only this kind of party has.
     """
     parser = argparse.ArgumentParser(prog=program)
+    add_version(parser)
     commands = parser.add_subparsers(dest="command", required=True)
-    run = add_command(commands, "run", "train with the other party, or go on where it ended")
+    run = add_command(commands, "run", "train with the other party, or resume an unfinished run")
     run.add_argument(
         "--fresh",
         action="store_true",
-        help="begin anew; results of an unfinished run are moved aside",
+        help="start over; results of an unfinished run are moved aside",
     )
     add_command(
         commands, "check", "check settings and data without training; print the resolved settings"
@@ -90,7 +88,7 @@ def parse_arguments(
 
 
 def add_command(commands: Commands, name: str, purpose: str) -> argparse.ArgumentParser:
-    """Add a command with the arguments that all of them have."""
+    """Add a command with the arguments that all commands have."""
     command = commands.add_parser(name, help=purpose, description=purpose)
     command.add_argument("settings", type=Path, help="this party's settings file")
     command.add_argument(
@@ -108,20 +106,22 @@ def add_command(commands: Commands, name: str, purpose: str) -> argparse.Argumen
 
 
 def _add_verify_transcript(commands: Commands) -> None:
-    purpose = "check that a transcript is whole, and that it fits the other party's"
+    purpose = "check that a transcript is intact and matches the other party's transcript"
     command = commands.add_parser("verify-transcript", help=purpose, description=purpose)
-    command.add_argument("transcript", type=Path, help="transcript.jsonl of a party")
-    command.add_argument("--against", type=Path, metavar="FILE", help="the other party's")
+    command.add_argument("transcript", type=Path, help="a party's transcript.jsonl")
+    command.add_argument(
+        "--against", type=Path, metavar="FILE", help="the other party's transcript.jsonl"
+    )
     command.add_argument("-v", "--verbose", action="count", default=0)
     command.add_argument("-q", "--quiet", action="count", default=0)
 
 
 def verify_transcript(parsed: argparse.Namespace) -> None:
-    """Check one transcript, or two against each other, and print what was found.
+    """Check one transcript, or two against each other, and print the result.
 
     Raises:
         SettingsError: a file cannot be read.
-        SplitveilError: a chain is broken, or what one party received the other did not send.
+        SplitveilError: a chain is broken, or one party received something the other did not send.
     """
     found = _verified(parsed.transcript)
     if parsed.against is None:
@@ -130,12 +130,12 @@ def verify_transcript(parsed: argparse.Namespace) -> None:
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     console.print(f"{compared.agreed:,} messages were received as the other party sent them")
     for kind, count in compared.lost.items():
-        line = f"{kind}: {count:,} sent and not received, as when a connection breaks"
+        line = f"{kind}: {count:,} sent but not received, as when a connection breaks"
         console.print(line, markup=False)
     if compared.unsent:
         raise SplitveilError(
             "\n".join(
-                f"{kind}: {count:,} received that the other party does not say it sent"
+                f"{kind}: {count:,} received that the other party did not record as sent"
                 for kind, count in compared.unsent.items()
             )
         )
@@ -149,15 +149,15 @@ def _verified(path: Path) -> Verified:
     if isinstance(found, Broken):
         raise SplitveilError(f"{path}: line {found.line}: {found.reason}")
     Console(file=sys.stdout, highlight=False, soft_wrap=True).print(
-        f"{visible(str(path))}: the chain of {found.entries:,} entries is whole; the last link is "
-        f"{found.last_link}",
+        f"{visible(str(path))}: the chain of {found.entries:,} entries is intact; the last link "
+        f"is {found.last_link}",
         markup=False,
     )
     return found
 
 
 def overrides_of(arguments: argparse.Namespace, party: str) -> list[str]:
-    """Return the overrides, ``--runs`` among them; a leading name of the own party is dropped."""
+    """Return the overrides including ``--runs``, without a leading name of the own party."""
     overrides = [text.removeprefix(f"{party}.") for text in arguments.overrides]
     if arguments.runs is not None:
         overrides.append(f"runs_dir={arguments.runs}")
@@ -165,7 +165,7 @@ def overrides_of(arguments: argparse.Namespace, party: str) -> list[str]:
 
 
 def exit_code_of(action: Callable[[], None]) -> int:
-    """Do something and return the exit code that its outcome deserves; say what went wrong."""
+    """Run an action, log its errors, and return the exit code for its outcome."""
     try:
         action()
     except SplitveilError as error:
@@ -183,10 +183,10 @@ def end_program(exit_code: int, *, is_program: bool) -> NoReturn:
     """End with an exit code.
 
     Args:
-        exit_code: of the process.
+        exit_code: the exit code of the process.
         is_program: whether this process has nothing else to do. It then ends without the
-            interpreter's teardown, in which threads of libraries (those of Arrow, after a file that
-            cannot be read) now and then abort it, and the exit code is lost.
+            interpreter's teardown, in which library threads (those of Arrow, after an unreadable
+            file) occasionally abort the process, so that the exit code is lost.
     """
     if is_program:
         logging.shutdown()
@@ -198,7 +198,7 @@ def end_program(exit_code: int, *, is_program: bool) -> NoReturn:
 
 
 def _with_earlier(error: SplitveilError) -> Iterator[SplitveilError]:
-    """Yield an error, and first what a full disk would hide: why the run had ended before."""
+    """Yield an error, preceded by the reason for the run's end if a full disk would hide it."""
     earlier: BaseException | None = error
     while isinstance(error, StorageError) and earlier is not None:
         earlier = earlier.__context__
@@ -208,49 +208,29 @@ def _with_earlier(error: SplitveilError) -> Iterator[SplitveilError]:
     yield error
 
 
-class Interruption:
-    """Remembers that SIGINT or SIGTERM came, so that the step at hand can be finished first.
+def torch_device(device: str) -> torch.device:
+    """Return the device that the setting ``device`` names.
 
-    The second signal ends the process at once: what is written atomically stays whole.
+    Raises:
+        SettingsError: it names a GPU that does not exist.
     """
-
-    def __init__(self) -> None:
-        self.signal_number: int | None = None
-
-    def install(self) -> None:
-        """Take the two signals; only in the main thread."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._remember)
-
-    def __call__(self) -> int | None:
-        """Return the signal that came, if one did."""
-        return self.signal_number
-
-    def check(self) -> None:
-        """Do nothing while no signal has come.
-
-        Raises:
-            Interrupted: one has.
-        """
-        if self.signal_number is not None:
-            raise Interrupted(self.signal_number)
-
-    def _remember(self, number: int, _: FrameType | None) -> None:
-        if self.signal_number is not None:
-            os.write(2, _SHOW_CURSOR * os.isatty(2) + b"stopped at once; nothing more is saved\n")
-            # An exception would still wait for the peer, for other threads, and for the disk.
-            os._exit(128 + number)
-        self.signal_number = number
-        # No logging here: the signal may have come in the middle of a log line.
-        os.write(2, b"stopping after this step; once more to stop at once\n")
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = torch.device(device)
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise SettingsError(
+            f"device: expected one of the {torch.cuda.device_count()} CUDA device(s) that torch "
+            f"sees, got {device}"
+        )
+    return found
 
 
 def prepare(settings: PartySettings) -> torch.device:
-    """Set threads, seeds and where modules are found; return the device to compute on."""
-    # A model class of the user's own may lie beside the settings file.
+    """Set the number of threads, the seed and the module search path; return the device to use."""
+    # A user-defined model class may lie beside the settings file.
     sys.path.append(str(settings.base_dir.resolve()))
-    device = settings.torch_device()
-    torch.set_num_threads(settings.cores())
+    device = torch_device(settings.device)
+    torch.set_num_threads(settings.torch_threads or len(os.sched_getaffinity(0)))
     torch.manual_seed(settings.model_seed)
     return device
 
@@ -260,26 +240,26 @@ def draw_nonce(settings: PartySettings) -> bytes:
     if settings.insecure_nonce_seed is None:
         return secrets.token_bytes(32)
     logger.warning(
-        "insecure_nonce_seed is set: whoever knows it knows this party's share of the joint seed. "
-        "For tests only"
+        "insecure_nonce_seed is set: anyone who knows it knows this party's share of the joint "
+        "seed. For tests only"
     )
     return hashlib.sha256(b"splitveil test nonce %d" % settings.insecure_nonce_seed).digest()
 
 
 def resolved_yaml(settings: PartySettings) -> str:
-    """Return the settings with every default filled in, as YAML."""
+    """Return the settings as YAML, with every default filled in."""
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def goes_on(settings: PartySettings, *, fresh: bool, folder: Path) -> bool:
-    """Tell whether the results in a folder are of a run that goes on with these settings.
+def resumes(settings: PartySettings, *, fresh: bool, folder: Path) -> bool:
+    """Whether a folder holds the results of a run that these settings resume.
+
+    For a run that was ended for good, only the party itself knows whether it resumes.
 
     Args:
-        settings: of this start.
-        fresh: whether to begin anew in any case.
-        folder: of the results.
-
-    Of a run that was ended for good only the party itself knows whether it goes on.
+        settings: the settings of this start.
+        fresh: whether to start over in any case.
+        folder: the folder of the results.
     """
     if fresh or RunStore(folder, settings.contract.checkpoints.keep).run() is None:
         return False
@@ -288,7 +268,7 @@ def goes_on(settings: PartySettings, *, fresh: bool, folder: Path) -> bool:
     except SettingsError:
         earlier = None
     if not isinstance(earlier, dict):
-        logger.warning("%s: the settings of the unfinished run are gone: beginning anew", folder)
+        logger.warning("%s: the settings of the unfinished run are gone: starting over", folder)
         return False
     now = settings.model_dump(mode="json")
     changed = [
@@ -298,12 +278,12 @@ def goes_on(settings: PartySettings, *, fresh: bool, folder: Path) -> bool:
     ]
     if changed:
         logger.warning(
-            "the settings are not those of the unfinished run (%s): beginning anew",
+            "the settings differ from those of the unfinished run (%s): starting over",
             ", ".join(changed),
         )
         return False
     if end_of(folder) is None:
-        logger.info("going on with the unfinished run in %s; --fresh would begin anew", folder)
+        logger.info("resuming the unfinished run in %s; --fresh would start over", folder)
     return True
 
 
@@ -313,10 +293,10 @@ def save_resolved(settings: PartySettings, folder: Path) -> None:
 
 
 def report_check(settings: PartySettings, checks: Sequence[Callable[[], str]]) -> None:
-    """Print the resolved settings, then the outcome of every check, failed or not.
+    """Print the resolved settings and the outcome of every successful check.
 
     Raises:
-        SplitveilError: the failure with the smallest exit code, after all have been printed.
+        SplitveilError: has the messages of all failed checks, and the smallest of their exit codes.
     """
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     console.print(resolved_yaml(settings), markup=False)

@@ -1,4 +1,4 @@
-"""A party's certificate, key and authority: read from files, checked, and read again on change."""
+"""Reads and checks a party's certificate, key and authority, and reloads them when they change."""
 
 import logging
 import stat
@@ -16,27 +16,28 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from splitveil.common.errors import SettingsError
+from splitveil.common.party.party_settings import Insecure, MutualTls, PartySettings
 from splitveil.common.text.files import read_bytes
 
 logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 2**20
-"""Of a PEM file: hundreds of certificates."""
+"""Largest size of a PEM file, enough for hundreds of certificates."""
 SOON_DAYS = 30
-"""A certificate that ends within so many days is worth a warning."""
+"""A certificate that expires within this many days causes a warning."""
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """What one party shows of itself, and whom it believes; PEM, as read."""
+    """A party's own certificate and key, and the authorities that it trusts; PEM, as read."""
 
     certificate: bytes
-    """The party's own certificate, first, and those between it and its authority."""
+    """The party's own certificate, followed by those between it and its authority."""
 
     private_key: bytes = field(repr=False)
 
     authority: bytes
-    """Certificates of those whose signature the peer's certificate may carry."""
+    """Certificates of the authorities that may have signed the peer's certificate."""
 
     subject: str
     identities: tuple[str, ...]
@@ -45,7 +46,7 @@ class Credentials:
     ends: datetime
 
     def days_left(self) -> int:
-        """Return for how many whole days the certificate still holds."""
+        """Return the number of whole days for which the certificate is still valid."""
         return (self.ends - datetime.now(UTC)).days
 
 
@@ -53,9 +54,9 @@ class CredentialFiles:
     """The three files of a party's credentials, which may be replaced while it runs.
 
     Args:
-        certificate: PEM, the party's own certificate first.
-        private_key: PEM without a password, readable by its owner only.
-        authority: PEM of every authority that may have signed the peer's certificate.
+        certificate: PEM file with the party's own certificate first.
+        private_key: PEM file without a password, readable by its owner only.
+        authority: PEM file with every authority that may have signed the peer's certificate.
         identity: the DNS name that the own certificate must carry.
     """
 
@@ -69,16 +70,16 @@ class CredentialFiles:
         self._lock = threading.Lock()  # gRPC asks from threads of its own
 
     def current(self) -> Credentials:
-        """Return the credentials as the files hold them now.
+        """Return the current content of the files.
 
-        Files that changed and cannot be used leave those read before in force, with one warning per
-        change: between two files of a rotation, certificate and key do not fit.
+        If changed files cannot be used, the previous credentials stay in force, with one warning
+        per change: halfway through a rotation, certificate and key do not match.
 
         Raises:
-            SettingsError: they cannot be used, and none were read before.
+            SettingsError: the files cannot be used, and no credentials were read before.
         """
         with self._lock:
-            # Taken before reading: a change that comes meanwhile is found by the next call.
+            # Taken before reading, so that the next call notices a change during the reading.
             versions = tuple(_version(path) for path in self._paths)
             if self._current is None:
                 self._current = _load(*self._paths, self._identity)
@@ -93,7 +94,7 @@ class CredentialFiles:
             loaded = _load(*self._paths, self._identity)
         except SettingsError as error:
             for problem in error.problems:
-                logger.warning("%s; the certificate read before stays in use", problem)
+                logger.warning("%s; the previous certificate stays in use", problem)
             return before
         if loaded != before:
             logger.info("new certificate in use: %s", describe(loaded))
@@ -103,7 +104,8 @@ class CredentialFiles:
     def _warn_if_it_ends_soon(self, loaded: Credentials) -> None:
         if loaded.days_left() < SOON_DAYS:
             logger.warning(
-                "security.certificate: %s ends on %s, in %d days: replace it; no restart is needed",
+                "security.certificate: %s expires on %s, in %d days: replace it; no restart is "
+                "needed",
                 self._paths[0],
                 f"{loaded.ends:%Y-%m-%d}",
                 loaded.days_left(),
@@ -111,15 +113,34 @@ class CredentialFiles:
 
 
 class _Version(NamedTuple):
-    """Tells one state of a file from another."""
+    """Identifies one state of a file."""
 
     inode: int
     modified_ns: int
     size: int
 
 
+def credential_files(settings: PartySettings, party: str) -> CredentialFiles | None:
+    """Return the files that a party's settings name; None for an insecure connection.
+
+    Args:
+        settings: the party's settings.
+        party: the party's name in the contract.
+    """
+    match settings.security:
+        case MutualTls() as tls:
+            return CredentialFiles(
+                settings.base_dir / tls.certificate,
+                settings.base_dir / tls.private_key,
+                settings.base_dir / tls.authority,
+                settings.contract.identities[party],
+            )
+        case Insecure():
+            return None
+
+
 def describe(credentials: Credentials) -> str:
-    """Return subject, identities and remaining time, for a person."""
+    """Describe subject, identities and remaining days."""
     names = ", ".join(credentials.identities)
     return f"{credentials.subject} ({names}), {credentials.days_left()} days left"
 
@@ -130,14 +151,14 @@ def subject_of(certificate: x509.Certificate) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a peer's words such that they cannot pass for lines of the log."""
+    """Escape a peer's text so that it cannot forge lines of the log."""
     return text.encode("unicode_escape").decode("ascii")[:200] or "(empty)"
 
 
 def in_lower_case(dns_name: str) -> str:
-    """Return a name of a certificate as it is compared: only ASCII letters have another case.
+    """Convert a certificate's name to lower case for comparison, if it consists of ASCII letters.
 
-    Unicode has letters beyond ASCII whose lower case is an ASCII letter.
+    Some Unicode letters beyond ASCII have an ASCII letter as their lower case.
     """
     return dns_name.lower() if dns_name.isascii() else dns_name
 
@@ -153,7 +174,7 @@ def dns_names(certificate: x509.Certificate) -> tuple[str, ...]:
     except x509.ExtensionNotFound:
         return ()
     except (x509.DuplicateExtension, x509.UnsupportedGeneralNameType) as error:
-        raise ValueError("an extension that comes twice, or a name of a kind unheard of") from error
+        raise ValueError("a duplicate extension, or a name of an unknown kind") from error
     found = extension.value.get_values_for_type(x509.DNSName)
     return tuple(in_lower_case(name) for name in found)
 
@@ -202,7 +223,7 @@ def _read(path: Path, setting: str, problems: list[str]) -> bytes:
         mode = stat.S_IMODE(path.stat().st_mode)
         if setting == "private_key" and mode & 0o077:
             problems.append(
-                f"security.private_key: {path} has mode {mode:04o}, and others may read it: "
+                f"security.private_key: {path} has mode {mode:04o}, so that others may read it: "
                 f"chmod 600 {path}"
             )
             return b""
@@ -222,13 +243,13 @@ def _certificates(pem: bytes, setting: str, path: Path) -> list[x509.Certificate
 
 
 def _check_readable(leaf: x509.Certificate, path: Path) -> None:
-    """Read what is asked of a certificate later: the library parses each part when it is asked."""
+    """Parse the parts of a certificate that are needed later, because the library parses lazily."""
     try:
         dns_names(leaf)
         leaf.public_key()
     except (ValueError, UnsupportedAlgorithm) as error:
         raise SettingsError(
-            f"security.certificate: {path}: its key, or its extensions, cannot be read"
+            f"security.certificate: {path}: its key or its extensions cannot be read"
         ) from error
 
 
@@ -238,14 +259,14 @@ def _problems_of_leaf(leaf: x509.Certificate, path: Path, identity: str) -> Iter
         yield f"security.certificate: {path}: expired on {leaf.not_valid_after_utc:%Y-%m-%d %H:%M}"
     if now < leaf.not_valid_before_utc:
         yield (
-            f"security.certificate: {path}: holds only from {leaf.not_valid_before_utc:%Y-%m-%d}, "
+            f"security.certificate: {path}: valid only from {leaf.not_valid_before_utc:%Y-%m-%d}, "
             "by this machine's clock"
         )
     names = dns_names(leaf)
     if identity not in names:
         yield (
             f"security.certificate: {path}: expected {identity!r} (contract.identities) among the "
-            f"DNS names of its subject alternative name, found {', '.join(names) or 'none'}"
+            f"DNS names of its subject alternative name, got {', '.join(names) or 'none'}"
         )
 
 
@@ -255,18 +276,18 @@ def _problems_of_key(
     try:
         key = load_pem_private_key(pem, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm):
-        # The library's own message can quote what it found.
+        # The library's own message may quote the content.
         yield f"security.private_key: {path}: expected a private key in PEM form, no password"
         return
     if not _can_sign_for_grpc(key):
-        yield f"security.private_key: {path}: expected a key of kind EC (P-256, P-384) or RSA"
+        yield f"security.private_key: {path}: expected an EC (P-256, P-384) or RSA key"
     form = (serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     if key.public_key().public_bytes(*form) != leaf.public_key().public_bytes(*form):
         yield f"security.private_key: {path}: does not belong to the certificate in {certificate}"
 
 
 def _can_sign_for_grpc(key: object) -> bool:
-    # gRPC's TLS library announces no other signatures: Ed25519 and P-521 fail in the handshake.
+    # gRPC's TLS library offers no other signatures: Ed25519 and P-521 fail in the handshake.
     if isinstance(key, ec.EllipticCurvePrivateKey):
         return isinstance(key.curve, ec.SECP256R1 | ec.SECP384R1)
     return isinstance(key, rsa.RSAPrivateKey)

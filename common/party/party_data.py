@@ -1,4 +1,4 @@
-"""A party's own rows with their canonical ids, checked before anything is sent."""
+"""Loads and checks a party's own rows and canonical ids before anything is sent."""
 
 import hashlib
 import json
@@ -17,14 +17,15 @@ from splitveil.common.data.converted import MappedTable, open_converted
 from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.data.ids import canonical_ids
 from splitveil.common.data.mapped_features import MappedFeatures, RowEncoder
-from splitveil.common.data.settings import DataSettings, FileSource
+from splitveil.common.data.settings import DataSettings, FileSource, expand_path
 from splitveil.common.data.table import Table, read_table
 from splitveil.common.errors import DataError
+from splitveil.common.party.party_settings import PartySettings
 from splitveil.common.run.contract import ColumnSplit, SplitSettings
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.run.splits import SPLITS
-from splitveil.common.storage.initial_weights import EarlierModel
+from splitveil.common.storage.initial_weights import SETTING, EarlierModel
 from splitveil.common.text.output import printing_console
 
 _logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ _IDS_AT_ONCE = 2**16
 
 @dataclass(frozen=True)
 class PartyData:
-    """A table and its ids, row by row as in the file."""
+    """A table and its canonical ids, row by row as in the file."""
 
     settings: DataSettings
     table: Table
@@ -45,15 +46,16 @@ class PartyData:
     def load(
         cls, settings: DataSettings, base_dir: Path, split: SplitSettings | None = None
     ) -> "PartyData":
-        """Read a party's file, or open what was made of it in the cache.
+        """Read a party's file, or open its converted copy in the cache.
 
         Args:
-            settings: which file, and which of its columns.
-            base_dir: folder in which relative paths start.
-            split: the contract's, which may need a column; None for a table that is not trained on.
+            settings: name the file and its columns.
+            base_dir: folder to which relative paths refer.
+            split: the contract's split, which may need a column; None for a table that is not used
+                for training.
 
         Raises:
-            DataError: with file, column, rows and count of what is wrong.
+            DataError: names file, column, rows and count of each problem.
             StorageError: the cache cannot be used.
         """
         split_column = split.column if isinstance(split, ColumnSplit) else None
@@ -73,8 +75,8 @@ class PartyData:
         """Fit scalers and vocabularies on some rows of the file; None without features.
 
         Raises:
-            SettingsError: nothing is to be fitted, and the earlier model is not of these features.
-            DataError: there is no row to fit on, or not what the earlier model needs.
+            SettingsError: the earlier model, whose encoder is used, has other features.
+            DataError: there are no rows to fit on, or the earlier model needs other columns.
         """
         if earlier is not None:
             table = None if self.settings.features is None else self.table
@@ -88,7 +90,7 @@ class PartyData:
     ) -> tuple[FeatureEncoder | None, Features | None]:
         """Fit on the training rows and return the features of all rows in the common order.
 
-        With an earlier model nothing is fitted: its features are encoded as they were then.
+        With an earlier model nothing is fitted; the features are encoded as they were for it.
         """
         encoder = self.fit(rows.file_rows[rows.splits["train"]], earlier)
         if encoder is None:
@@ -99,7 +101,7 @@ class PartyData:
         return encoder, encoder.transform(self.table, rows.file_rows)
 
     def digest(self, encoder: FeatureEncoder | None) -> str:
-        """Return a digest of ids, labels and what was fitted to the features, in hexadecimal."""
+        """Return a hexadecimal digest of the ids, the labels and the fitted encoder."""
         found = hashlib.sha256()
         for text in _joined(self.ids):
             found.update(text.encode())
@@ -112,13 +114,13 @@ class PartyData:
         return found.hexdigest()
 
     def training_rows(self, split: SplitSettings) -> int:
-        """Return how many rows would be trained on if all were aligned; about, with a hash."""
+        """Return the number of training rows if all rows were aligned; approximate with a hash."""
         if self.table.splits is None:
             return 0 if isinstance(split, ColumnSplit) else round(split.train * len(self.ids))
         return int(np.count_nonzero(self.table.splits == SPLITS.index("train")))
 
     def summary(self) -> str:
-        """Say how many rows there are, and where."""
+        """Describe the rows: how many there are, in which file, and in which splits."""
         text = f"{len(self.ids)} rows in {self.table.source}"
         if self.table.splits is None:
             return text
@@ -127,7 +129,7 @@ class PartyData:
         return f"{text} ({', '.join(parts)})"
 
     def labels_at(self, file_rows: Positions) -> Tensor:
-        """Return the labels of some rows of the file, (rows,) float32.
+        """Return the labels of some rows of the file, (rows,), float32.
 
         Raises:
             DataError: there are no labels.
@@ -137,7 +139,7 @@ class PartyData:
         return torch.from_numpy(self.table.labels[file_rows])
 
     def labels_of(self, ids: Sequence[str]) -> Tensor:
-        """Look up the labels of some ids, (ids,) float32.
+        """Return the labels of some ids, (ids,), float32.
 
         Raises:
             DataError: some of the ids have no label here.
@@ -154,8 +156,19 @@ class PartyData:
         return torch.from_numpy(self.table.labels[rows])
 
 
+def open_earlier_model(settings: PartySettings) -> EarlierModel | None:
+    """Open the model that a party's settings start from; None without one.
+
+    Raises:
+        SettingsError: it cannot be read.
+    """
+    if settings.initial_weights is None:
+        return None
+    return EarlierModel.open(expand_path(SETTING, settings.initial_weights, settings.base_dir))
+
+
 def _joined(ids: Sequence[str]) -> Iterator[str]:
-    """Yield all ids with a zero character between two, many at a time."""
+    """Yield all ids, separated by zero characters, in large pieces."""
     for start in range(0, len(ids), _IDS_AT_ONCE):
         yield ("\0" if start else "") + "\0".join(ids[start : start + _IDS_AT_ONCE])
 
@@ -163,7 +176,7 @@ def _joined(ids: Sequence[str]) -> Iterator[str]:
 def _suggest_a_cache(path: Path) -> None:
     if path.is_file() and path.stat().st_size > LARGE_FILE_BYTES:
         _logger.warning(
-            "%s is large and will be held in memory: data.source.cache_dir names a folder for "
+            "%s is large and will be held in memory; set data.source.cache_dir to use "
             "memory-mapped columns instead",
             path,
         )
@@ -171,7 +184,7 @@ def _suggest_a_cache(path: Path) -> None:
 
 @contextmanager
 def _conversion_bar(path: str) -> Iterator[Callable[[float], None]]:
-    """Show how far a file is converted; say nothing where it has been before."""
+    """Show the progress of a conversion; show nothing if the file has been converted before."""
     console = printing_console(stderr=True)
     bar = Progress(
         TextColumn("converting"),
@@ -188,7 +201,7 @@ def _conversion_bar(path: str) -> Iterator[Callable[[float], None]]:
         nonlocal begun
         if not begun:
             begun = True
-            _logger.info("converting %s to columns on disk; the next run finds them", path)
+            _logger.info("converting %s to columns on disk, which later runs will reuse", path)
             bar.start()
         bar.update(task, completed=done_fraction)
 

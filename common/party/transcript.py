@@ -1,10 +1,11 @@
-"""The transcript: what crossed the wire, message by message, for whoever has to answer for it.
+"""The transcript records every message that crossed the wire, for accountability.
 
-``transcript.jsonl`` has one line per message in either direction: when, which kind, of which step,
-how many bytes with which SHA-256, and on the active party's side the defense in force. No content
-and no label is in it. Every line carries the SHA-256 of the line before: a line that is changed,
-dropped or moved later shows. Whoever cuts off the end leaves a whole chain; therefore the last
-link also stands in the log and in ``summary.json``, and the other party's transcript tells.
+``transcript.jsonl`` has one line per message in either direction: time, kind, step, number of bytes
+and their SHA-256, and on the active party's side the defense in force. It contains neither content
+nor labels. Every line carries the SHA-256 of the previous line, so that a line that is changed,
+dropped or moved later is detected. Cutting off the end leaves an intact chain; therefore the last
+link is also written to the log and to ``summary.json``, and the other party's transcript shows the
+missing lines.
 """
 
 import hashlib
@@ -18,7 +19,6 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from io import SEEK_END, FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
 from splitveil.common.errors import StorageError
@@ -33,33 +33,33 @@ Direction = Literal["sent", "received"]
 
 _FIRST_LINK = 64 * "0"
 _QUEUED_BYTES = 8 * 2**20
-"""How much may wait to be hashed and written before the next message waits, too."""
+"""Bytes that may wait to be hashed and written before the next message has to wait as well."""
 _OTHER: Mapping[str, Direction] = {"sent": "received", "received": "sent"}
 
 
 class Crossing(NamedTuple):
-    """One message as it crossed."""
+    """One message that crossed the wire."""
 
     direction: Direction
     kind: str
-    """The call and the side of it, for instance ``Train reply``."""
+    """The call and its side, for instance ``Train reply``."""
     data: bytes
     epoch: int | None = None
     step: int | None = None
     party: str | None = None
-    """The passive party at the other end, where there are several."""
+    """The passive party at the other end, if there is more than one."""
 
 
 class Transcript:
-    """Writes one party's transcript in a thread of its own, which the training seldom waits for.
+    """Writes one party's transcript in a thread of its own, for which training seldom waits.
 
-    A file that is there already is continued: the chain goes on. What a killed process had not
-    written is missing, and the line of the next start says that there was one.
+    An existing file is continued, and its chain with it. Lines that a killed process had not
+    written yet are missing; the next process adds a line that records its start.
 
     Args:
         folder: the run's folder.
         party: this party's name.
-        defenses: kind of message -> the defense that was applied to what it holds.
+        defenses: kind of message -> the defense that was applied to its content.
     """
 
     def __init__(self, folder: Path, party: str, defenses: Mapping[str, str] | None = None) -> None:
@@ -91,19 +91,14 @@ class Transcript:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def note(self, crossing: Crossing) -> None:
-        """Note a message; waits only where the disk is far behind.
+        """Record a message; waits only if the disk is far behind.
 
         Raises:
-            StorageError: an earlier one could not be written: nothing may cross unnoted.
+            StorageError: an earlier message could not be written: none may cross unrecorded.
         """
         if self._error is not None:
             raise self._storage_error(self._error)
@@ -115,14 +110,14 @@ class Transcript:
         self._queue.put((_now(), crossing))
 
     def summary(self) -> dict[str, Any]:
-        """Return number and last link of the lines, for ``summary.json``; call it when closed."""
+        """Return the number of lines and the last link, for ``summary.json``, once closed."""
         return {"entries": self._number, "last_link": self._link}
 
     def close(self) -> None:
-        """Write what is pending; closing twice does nothing more.
+        """Write pending lines; closing again has no effect.
 
         Raises:
-            StorageError: something could not be written.
+            StorageError: a line could not be written.
         """
         if self._closed:
             return
@@ -166,7 +161,7 @@ class Transcript:
     def _close_file(self) -> None:
         try:
             self._file.close()
-        except OSError as error:  # as a disk on the network may say only now
+        except OSError as error:  # a network disk may report an error only now
             self._error = self._error or error
 
     def _storage_error(self, error: OSError) -> StorageError:
@@ -174,7 +169,7 @@ class Transcript:
 
 
 class Broken(NamedTuple):
-    """Where a chain does not hold."""
+    """The first line at which a transcript is invalid."""
 
     line: int
     reason: str
@@ -185,18 +180,18 @@ Noted = tuple[Direction, str, int | None, int | None, str]
 
 
 class Verified(NamedTuple):
-    """What a transcript with a whole chain holds."""
+    """The content of a transcript whose chain is intact."""
 
     entries: int
     starts: int
     last_link: str
     party: str | None
-    """Whose it is."""
+    """The party that wrote it."""
     crossings: Mapping[str | None, Counter[Noted]]
-    """Passive party at the other end, None where there is one -> message -> how often."""
+    """Passive party at the other end (None if there is only one) -> message -> count."""
 
     def with_party(self, name: str | None) -> Counter[Noted]:
-        """Return what crossed between this party and one other."""
+        """Count the messages that crossed between this party and one other party."""
         found: Counter[Noted] = Counter()
         for end in {None, name}:
             found.update(self.crossings.get(end, {}))
@@ -216,7 +211,7 @@ def verify(path: Path) -> Verified | Broken:
         if isinstance(entry, Unreadable):
             return Broken(number, entry.reason)
         if entry.link != link:
-            return Broken(number, "the link does not fit the line before")
+            return Broken(number, "the link does not match the previous line")
         if entry.number != number - 1:
             return Broken(number, f"expected number {number - 1}, got {entry.number}")
         link = hashlib.sha256(line).hexdigest()
@@ -229,20 +224,20 @@ def verify(path: Path) -> Verified | Broken:
 
 
 class Comparison(NamedTuple):
-    """Two parties' transcripts side by side."""
+    """The result of comparing two parties' transcripts."""
 
     agreed: int
-    """Messages that one sent and the other received, with the same bytes."""
+    """Number of messages that one party sent and the other received, with the same bytes."""
     lost: Mapping[str, int]
-    """Kind -> messages sent that the other party did not note: the connection broke, or one of the
-    two processes was killed."""
+    """Kind -> number of messages sent that the other party did not record: the connection broke, or
+    one of the two processes was killed."""
     unsent: Mapping[str, int]
-    """Kind -> messages received that the other party did not note as sent: one of the two
-    transcripts is wrong, or that process was killed before it could write."""
+    """Kind -> number of messages received that the other party did not record as sent: one of the
+    two transcripts is wrong, or the sender was killed before it could write."""
 
 
 def compare(one: Verified, other: Verified) -> Comparison:
-    """Match what each party says it sent with what the other says it received."""
+    """Match the messages that each party recorded as sent with those the other received."""
     agreed = 0
     lost: Counter[str] = Counter()
     unsent: Counter[str] = Counter()
@@ -259,9 +254,9 @@ def compare(one: Verified, other: Verified) -> Comparison:
 
 
 def _write_whole(file: FileIO, line: bytes) -> None:
-    """Write a line at the end of a file, or nothing that stays there.
+    """Append a line to a file, or leave the file as it was.
 
-    Without a buffer, which would keep what a full disk refuses and refuse it again when closed.
+    The file is unbuffered: a buffer would keep what a full disk refuses and fail again on close.
     """
     begin, written = file.seek(0, SEEK_END), 0
     try:
@@ -274,7 +269,7 @@ def _write_whole(file: FileIO, line: bytes) -> None:
 
 
 def _continue(path: Path) -> tuple[int, str]:
-    """Return number and link for the next line, and cut off a line that was not finished."""
+    """Return the number and link of the next line, and cut off an unfinished line."""
     if not path.exists():
         return 0, _FIRST_LINK
     number, link, whole = 0, _FIRST_LINK, 0

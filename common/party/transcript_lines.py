@@ -1,4 +1,4 @@
-"""The lines of a transcript that another party may have written: bounded, parsed and checked."""
+"""Parses and checks the lines of a transcript, which another party may have written."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +20,7 @@ from splitveil.common.text.files import check_regular
 from splitveil.protos import split_learning_pb2 as pb
 
 LINE_BYTES = 64 * 1024
-"""Some thirty times the longest line of ours, which names a defense with all its settings."""
+"""About thirty times our longest line, which names a defense with all its settings."""
 
 KINDS = frozenset(
     f"{call.name} {side}"
@@ -28,7 +28,7 @@ KINDS = frozenset(
     for call in service.methods
     for side in ("request", "reply")
 )
-"""Every message that can cross."""
+"""The kinds of all messages of the protocol."""
 
 
 def _known(kind: str) -> str:
@@ -38,13 +38,13 @@ def _known(kind: str) -> str:
 
 
 _Count = Annotated[int, Field(ge=-(2**63), lt=2**64)]
-"""As a message's fields hold it: a peer's own number is noted as it came."""
+"""The range of the messages' fields: a peer's number is recorded as received."""
 _Link = Annotated[str, Field(pattern=r"\A[0-9a-f]{64}\z")]
 _Party = Annotated[str, Field(max_length=NAME_CHARACTERS)]
 
 
 class _Line(BaseModel):
-    """What every line has."""
+    """The fields that every line has."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -70,7 +70,7 @@ class Crossed(_Line):
 
 
 class Unreadable(NamedTuple):
-    """Why a line is none of the two."""
+    """The reason why a line is neither of the two."""
 
     reason: str
 
@@ -88,7 +88,7 @@ _ENTRY: TypeAdapter[Opening | Crossed] = TypeAdapter(
 
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, Opening | Crossed | Unreadable]]:
-    """Yield every line without its line break, and what it says.
+    """Yield every line without its line break, and its parsed content.
 
     Raises:
         OSError: the file cannot be read.
@@ -102,11 +102,11 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, Opening | Crossed | Unreadab
 
 def _parsed(line: bytes) -> Opening | Crossed | Unreadable:
     if len(line) > LINE_BYTES:
-        return Unreadable(reason=f"the line is no entry: expected at most {LINE_BYTES:,} bytes")
+        return Unreadable(f"the line is not an entry: expected at most {LINE_BYTES:,} bytes")
     try:
         return _ENTRY.validate_json(line)
     except ValidationError as error:
-        place = error.errors(include_input=False, include_url=False)[0]["loc"]
-        # A name of ours; what the line holds is never repeated.
-        field = f": {place[1]} is missing, or not what it should be" if len(place) > 1 else ""
-        return Unreadable(reason=f"the line is no entry{field}")
+        location = error.errors(include_input=False, include_url=False)[0]["loc"]
+        # Our own name of the field; the content of the line is never repeated.
+        field = f": {location[1]} is missing or invalid" if len(location) > 1 else ""
+        return Unreadable(f"the line is not an entry{field}")

@@ -24,7 +24,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from splitveil.common.privacy.attacks import BatchAttackName, RunAttackName, TopDirection, skewness
+from splitveil.common.privacy.attacks import BatchAttackName, RunAttackName
+from splitveil.common.privacy.top_direction import TopDirection, skewness
 
 SOURCES: Mapping[RunAttackName, tuple[BatchAttackName, ...]] = MappingProxyType(
     {

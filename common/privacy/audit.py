@@ -1,63 +1,33 @@
-"""Audits of a run: the leak AUC of every attack on every batch.
+"""Audits of a run: the leak AUC of every attack on every batch, and of the run as a whole.
 
 Both parties use them: the passive party on what it received, the active party on what it sent.
+
+With more than two classes, the figure that stands for an attack is the leak AUC of its worst pair:
+of the two classes that it tells apart best. It is never below that of the worst class against the
+rest, and it is what the ledger bounds. The largest of several figures rises by chance, the more so
+the fewer examples a class has in a batch; random scores are measured in the same way beside it.
 """
 
 import math
-import struct
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from hashlib import blake2b
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypedDict
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from splitveil.common.privacy.accumulation import SOURCES, standardised
-from splitveil.common.privacy.attacks import (
-    ATTACKS,
-    CUT,
-    Attack,
-    AttackName,
-    BatchAttackName,
-    GradientRows,
-    Knowledge,
-    KnownClasses,
-    SideInformation,
-)
-from splitveil.common.privacy.leakage import has_both_classes, leak_auc_many
-from splitveil.common.privacy.run_level import LayerScores, RunAudit, RunLevelLeak
+from splitveil.common.privacy.accumulation import SOURCES
+from splitveil.common.privacy.attacks import ATTACKS, Attack
+from splitveil.common.privacy.label_classes import LabelClasses
+from splitveil.common.privacy.multi_class_tally import ClassLeak, MultiClassTally
+from splitveil.common.privacy.observation import Clues, Observation, pick_clues, random_scores
+from splitveil.common.privacy.pair_aucs import Score, batch_aucs
+from splitveil.common.privacy.run_level import RunAudit, RunFigures, RunLevelLeak
+from splitveil.common.privacy.scoring import BatchScorer, LayerScores
 from splitveil.common.privacy.tally import AttackTally
 
 LeakByAttack = dict[str, dict[str, float]]
 """Layer name -> attack name -> leak AUC."""
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """What the audit sees of one step. Its tensors must not be changed afterwards."""
-
-    epoch: int
-    step: int
-    gradients: Mapping[str, Tensor]
-    """Layer name -> gradients, (batch, ...)."""
-    labels: Tensor
-    references: Mapping[str, Tensor] = field(default_factory=dict)
-    """Layer name -> gradient of one positive; without one, ``cosine`` is not measured."""
-    reference_row: int | None = None
-    """Row of that positive; its cosine tells nothing and is left out."""
-    positions: Tensor | None = None
-    """Places of the rows in the common order, (batch,), each at most once; without them nothing is
-    gathered over the run."""
-    hint_rows: tuple[int, ...] = ()
-    """Rows of positives that hint attacks know; they are left out of those attacks' AUC."""
-    activations: Tensor | None = None
-    """The passive party's, at the cut layer, (batch, ...); without them, attacks that use them are
-    not measured."""
-    references_are_clean: bool = True
-    """Whether the references carry no noise, which may turn them around."""
 
 
 class BatchLeak(NamedTuple):
@@ -98,34 +68,6 @@ class AuditCounts(NamedTuple):
     left_out: int
 
 
-def pick_reference_row(labels: Tensor, seed: bytes, epoch: int, step: int) -> int | None:
-    """Pick one positive of a batch, the same on both sides of the wire.
-
-    Returns:
-        Its row, or None if the batch has no positive.
-    """
-    positives = torch.nonzero(labels.detach().reshape(-1) == 1).reshape(-1)
-    if not len(positives):
-        return None
-    return int(positives[_draw(b"reference row", seed, epoch, step) % len(positives)])
-
-
-def pick_hint_rows(
-    labels: Tensor, seed: bytes, epoch: int, step: int, num_hints: int
-) -> tuple[int, ...]:
-    """Pick positives of a batch that hint attacks know, the same on both sides of the wire.
-
-    Returns:
-        As many different rows as there are, at most ``num_hints``; fewer hints are the first ones.
-    """
-    if not num_hints:
-        return ()
-    positives = torch.nonzero(labels.detach().reshape(-1) == 1).reshape(-1).cpu().numpy()
-    place = _draw(b"hint rows", seed, epoch, step) % 2**64
-    order = np.random.default_rng(place).permutation(len(positives))
-    return tuple(int(row) for row in positives[order[:num_hints]])
-
-
 class BatchRecord:
     """What an audit found in a run's batches: how many there were, and a tally of each attack.
 
@@ -136,11 +78,15 @@ class BatchRecord:
         every_steps: which steps of an epoch to audit.
     """
 
-    def __init__(self, attacks: Sequence[AttackName], every_steps: int) -> None:
-        self._attacks = tuple(name for name in ATTACKS if name in attacks)
+    def __init__(
+        self, attacks: Sequence[str], every_steps: int, custom: Mapping[str, Attack]
+    ) -> None:
+        table = {str(name): attack for name, attack in (*ATTACKS.items(), *custom.items())}
+        self._attacks = tuple(name for name in table if name in attacks)
         self._run_attacks = tuple(name for name in SOURCES if name in attacks)
         sources = {source for name in self._run_attacks for source in SOURCES[name]}
-        self._scored = tuple(name for name in ATTACKS if name in {*self._attacks, *sources})
+        scored = {*self._attacks, *sources}
+        self._scored = {name: attack for name, attack in table.items() if name in scored}
         self._every_steps = every_steps
         self._lock = threading.Lock()
         self._observed = 0
@@ -198,7 +144,7 @@ class BatchRecord:
     @property
     def num_hints(self) -> int:
         """How many positives of each batch the attacks want to be told."""
-        return max((ATTACKS[name].num_hints for name in self._scored), default=0)
+        return max((attack.num_hints for attack in self._scored.values()), default=0)
 
     def latest(self) -> BatchLeak | None:
         """Return the leak AUCs of the batch audited last."""
@@ -261,41 +207,75 @@ class LeakAudit(BatchRecord):
     """The leak AUC of every attack on every layer and batch of a run, and of the run as a whole.
 
     Args:
-        attacks: which attacks to run.
-        every_steps: which steps of an epoch to audit.
-        num_examples: aligned examples of the run, for the attacks that gather over it.
+        attacks: names of the attacks to run, of single batches and over the run.
+        every_steps: only steps of an epoch that are a multiple of this are audited.
+        num_examples: number of aligned examples of the run, for the attacks that gather over it.
+        class_names: of more than two classes, in the order of their indices; empty for two.
+        custom: attacks on single batches of the user's own, by name.
     """
 
     def __init__(
         self,
-        attacks: Sequence[AttackName] = ("norm", "cosine", "spectral"),
+        attacks: Sequence[str] = ("norm", "cosine", "spectral"),
         every_steps: int = 1,
         num_examples: int = 0,
+        class_names: Sequence[str] = (),
+        custom: Mapping[str, Attack] = MappingProxyType({}),
     ) -> None:
-        super().__init__(attacks, every_steps)
-        self._run = RunAudit(self._run_attacks, num_examples)
+        super().__init__(attacks, every_steps, custom)
+        self._classes = LabelClasses(tuple(class_names))
+        self._scorer = BatchScorer(self._scored, self._classes.targets)
+        self._run = RunAudit(self._run_attacks, num_examples, self._classes)
+        self._by_class: dict[tuple[str, str], MultiClassTally] = {}
+
+    @property
+    def is_multi_class(self) -> bool:
+        """Whether there are more than two classes."""
+        return self._classes.is_multi_class
+
+    def clues(
+        self, observation: Observation, seed: bytes, sources: Mapping[str, Tensor]
+    ) -> dict[int, Clues]:
+        """Pick what attacks are told about each target class, the same on both sides of the wire.
+
+        Args:
+            observation: the batch; clues that it holds already are not read.
+            seed: the joint seed.
+            sources: layer -> gradients from which references are taken, (batch, ...).
+        """
+        return {
+            target: pick_clues(observation, sources, seed, self.num_hints, target)
+            for target in self._classes.targets
+        }
 
     def observe(self, observation: Observation) -> BatchLeak | None:
         """Attack one batch and remember the leak AUCs.
 
         Returns:
             None if the batch has one class only, or its step is not to be audited.
+
+        Raises:
+            ValueError: a label is not the index of a class, or a score is NaN.
         """
         if not self.wants(observation.step):
             return None
-        labels = observation.labels.detach().reshape(-1)
-        if not has_both_classes(labels):
+        labels = self._classes.indices(observation.labels)
+        if not self._classes.is_mixed(labels):
             self._skip()
-            if self._run.attacks:  # what they gather has a use whatever the batch's labels
-                self._gather(observation, self._score_layers(observation, labels), labels)
+            if self._run.attacks:  # what they gather is useful whatever the batch's labels
+                self._gather(observation, self._scorer.score(observation, labels), labels)
             return None
-        scored = self._score_layers(observation, labels)
+        scored = self._scorer.score(observation, labels)
         self._gather(observation, scored, labels)
-        random, leak = self._leak_aucs(random_scores(observation), scored, labels)
-        measured = BatchLeak(observation.epoch, observation.step, leak, random)
+        return self._measure(observation, scored, labels)
+
+    def classes(self) -> dict[str, dict[str, ClassLeak]]:
+        """Return layer -> attack -> what it told class by class; empty for two classes."""
+        result: dict[str, dict[str, ClassLeak]] = {}
         with self._lock:
-            self._remember(measured)
-        return measured
+            for (layer, attack), found in self._by_class.items():
+                result.setdefault(layer, {})[attack] = found.result(self._classes.names)
+        return result
 
     def end_run(self) -> None:
         """Measure what was gathered up to the end of the last epoch."""
@@ -307,59 +287,41 @@ class LeakAudit(BatchRecord):
 
     def run_level(self) -> dict[str, dict[str, RunLevelLeak]]:
         """Return the leak of the run so far: layer -> attack -> leak AUC with its interval."""
+        return self.run_figures().leak
+
+    def run_figures(self) -> RunFigures:
+        """Return the leak of the run so far, and what it is class by class."""
         return self._run.result()
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of all that was measured and gathered so far."""
         with self._lock:
-            return self._recorded() | {"run": self._run.state_dict()}
+            state = self._recorded() | {"run": self._run.state_dict()}
+            if not self.is_multi_class:
+                return state
+            by_class: dict[str, dict[str, Any]] = {}
+            for (layer, attack), tally in self._by_class.items():
+                by_class.setdefault(layer, {})[attack] = tally.state_dict()
+            return state | {"num_classes": self._classes.num_classes, "by_class": by_class}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` left off.
+        """Continue from what ``state_dict`` returned.
 
         Raises:
-            ValueError: the state is of other attacks, or of another number of examples.
+            ValueError: the state is of other attacks or classes, or another number of examples.
         """
         self._check_attacks(state)
+        stored, expected = state.get("num_classes", 2), self._classes.num_classes
+        if stored != expected:
+            raise ValueError(f"expected figures of {expected} classes, got those of {stored}")
         with self._lock:
             self._run.load_state_dict(state["run"])
             self._record_again(state)
-
-    def _score_layers(self, observation: Observation, labels: Tensor) -> dict[str, LayerScores]:
-        return {
-            layer: self._score(GradientRows(gradients), observation, labels, layer)
-            for layer, gradients in observation.gradients.items()
-        }
-
-    def _score(
-        self, gradients: GradientRows, observation: Observation, labels: Tensor, layer: str
-    ) -> LayerScores:
-        knowledge = Knowledge(
-            positive_gradient=observation.references.get(layer),
-            hints=gradients.gradients[list(observation.hint_rows)]
-            if observation.hint_rows
-            else None,
-            activations=observation.activations,
-        )
-        scores: dict[BatchAttackName, Tensor] = {}
-        left_out: dict[BatchAttackName, tuple[int, ...]] = {}
-        for name in self._scored:
-            attack = ATTACKS[name]
-            if layer != CUT and not attack.reads_gradients:
-                continue
-            if SideInformation.CLASSES in attack.needs:
-                crossed = cross_scores(attack, gradients.gradients, labels)
-                if crossed is not None:
-                    scores[name] = crossed
-            elif _can_score(attack, knowledge):
-                scores[name] = attack.score(gradients, knowledge)
-            if SideInformation.HINTS in attack.needs:
-                left_out[name] = observation.hint_rows[: attack.num_hints]
-            elif name == "cosine" and observation.reference_row is not None:
-                left_out[name] = (observation.reference_row,)
-        top = gradients.top if "spectral" in self._scored else None
-        noisy_reference = None if observation.references_are_clean else knowledge.positive_gradient
-        return LayerScores(scores, left_out, top, noisy_reference)
+            self._by_class = {}
+            for layer, attacks in state.get("by_class", {}).items():
+                for attack, found in attacks.items():
+                    self._by_class[layer, attack] = tally = MultiClassTally(expected)
+                    tally.load_state_dict(found)
 
     def _gather(
         self, observation: Observation, scored: Mapping[str, LayerScores], labels: Tensor
@@ -367,70 +329,40 @@ class LeakAudit(BatchRecord):
         if observation.positions is not None:
             self._run.add(observation.epoch, observation.positions, labels, scored)
 
-    def _leak_aucs(
-        self, random: Tensor, scored: Mapping[str, LayerScores], labels: Tensor
-    ) -> tuple[float, LeakByAttack]:
-        """Measure random scores and all attacks on all layers at once."""
+    def _measure(
+        self, observation: Observation, scored: Mapping[str, LayerScores], labels: Tensor
+    ) -> BatchLeak:
+        """Measure random scores and all attacks on all layers together."""
         measured = [
-            (layer, name, found)
+            (layer, name)
             for layer, found in scored.items()
             for name in self._attacks
             if name in found.scores
         ]
+        scores = [self._scores_of(scored[layer], name) for layer, name in measured]
+        random = [Score(random_scores(observation), (), of) for of in self._classes.of_scores(1)]
+        aucs = batch_aucs([random, *scores], labels, self._classes.num_classes)
+        of_random, *worst = aucs.worst().tolist()
         leak: LeakByAttack = {layer: {} for layer in scored}
-        found_scores = [found.scores[name] for _, name, found in measured]
-        device = found_scores[0].device if found_scores else random.device
-        scores = torch.stack([random.to(device), *found_scores])
-        kept = np.ones(scores.shape, dtype=np.bool_)
-        for number, (_, name, found) in enumerate(measured, start=1):
-            kept[number, list(found.left_out.get(name, ()))] = False
-        of_random, *values = leak_auc_many(scores, labels, torch.from_numpy(kept)).tolist()
-        for (layer, name, _), value in zip(measured, values, strict=True):
-            if not math.isnan(value):  # else the attack was told the only positives
-                leak[layer][name] = value
-        return of_random, leak
+        result = BatchLeak(observation.epoch, observation.step, leak, of_random)
+        by_class = aucs.leak() if self.is_multi_class else None
+        with self._lock:
+            for number, ((layer, attack), value) in enumerate(zip(measured, worst, strict=True), 1):
+                if math.isnan(value):  # the attack was told too little, or all there is of a class
+                    continue
+                leak[layer][attack] = value
+                if by_class is not None:
+                    new = MultiClassTally(self._classes.num_classes)
+                    tally = self._by_class.setdefault((layer, attack), new)
+                    tally.add(by_class.of(number), by_class.of(0))
+            self._remember(result)
+        return result
 
-
-def _can_score(attack: Attack, knowledge: Knowledge) -> bool:
-    available = {
-        SideInformation.POSITIVE_GRADIENT: knowledge.positive_gradient is not None,
-        SideInformation.HINTS: len(knowledge.hints) >= attack.num_hints
-        if knowledge.hints is not None
-        else False,
-        SideInformation.ACTIVATIONS: knowledge.activations is not None,
-    }
-    return all(available.get(need, True) for need in attack.needs)
-
-
-def cross_scores(attack: Attack, gradients: Tensor, labels: Tensor) -> Tensor | None:
-    """Score each half of a batch knowing the labels of the other half.
-
-    The AUC of scores that know nothing then strays further from 1/2 than that of random ones, by
-    the root of 2: what moves one half by chance moves the other the same way.
-
-    Returns:
-        Scores, standardised within the halves, which hold as many of each class; None where a
-        class has fewer than two examples.
-    """
-    positive = (labels == 1).to(gradients.device)
-    if int(positive.sum()) < 2 or int((~positive).sum()) < 2:
-        return None
-    place = torch.where(positive, positive.cumsum(0), (~positive).cumsum(0))
-    scores = gradients.new_empty(len(labels), dtype=torch.float64)
-    for half in (place % 2 == 0, place % 2 == 1):
-        classes = KnownClasses(gradients[~half & ~positive], gradients[~half & positive])
-        found = attack.score(gradients[half], Knowledge(classes=classes))
-        scores[half] = standardised(found).to(scores.device)
-    return scores
-
-
-def random_scores(observation: Observation) -> Tensor:
-    """Draw scores that know nothing, from the batch's place alone: an audit can be repeated."""
-    seed = _draw(b"random scores", b"", observation.epoch, observation.step)
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(observation.labels.numel(), generator=generator, dtype=torch.float64)
-
-
-def _draw(purpose: bytes, seed: bytes, epoch: int, step: int) -> int:
-    message = b"splitveil audit " + purpose + struct.pack("<qq", epoch, step) + seed
-    return int.from_bytes(blake2b(message, digest_size=8).digest(), "little", signed=True)
+    def _scores_of(self, found: LayerScores, attack: str) -> list[Score]:
+        by_target, left_out = found.scores[attack]
+        of_scores = self._classes.of_scores(len(by_target))
+        return [
+            Score(values, told, of_class)
+            for values, told, of_class in zip(by_target, left_out, of_scores, strict=True)
+            if values is not None
+        ]

@@ -12,7 +12,8 @@ from typing import NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
-from splitveil.common.privacy.audit import BatchLeak, Observation
+from splitveil.common.privacy.audit import BatchLeak
+from splitveil.common.privacy.observation import Observation
 
 _NICENESS = 10
 """How far the worker stands back: about a tenth of the weight of a thread that trains."""

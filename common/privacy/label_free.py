@@ -1,12 +1,12 @@
 """The attacks on received gradients whose scores a party can compute that knows no label."""
 
-from splitveil.common.privacy.attacks import ATTACKS, AttackName, SideInformation
+from splitveil.common.privacy.attacks import ATTACKS, AttackName
 
 LABEL_FREE: tuple[AttackName, ...] = (
     *(
         name
         for name, attack in ATTACKS.items()
-        if attack.needs <= {SideInformation.POSITIVES_ARE_FEWER, SideInformation.ACTIVATIONS}
+        if attack.is_free
         and name != "activation_spectral"  # never sees a gradient: what features tell
     ),
     "accumulated_spectral",

@@ -1,127 +1,123 @@
-"""The leak of a whole run: what the attacks that gather over its epochs know in the end."""
+"""The leak of a whole run: what the attacks that gather over its epochs know in the end.
 
+``accumulated_spectral`` keeps one sum per example for all classes, ``accumulated_cosine`` one for
+each target class, whose references the attack is told. The combining attacks fit one target class
+after the other against the rest, on the same hints.
+"""
+
+import math
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, Generic, NamedTuple, Protocol, TypedDict, TypeVar
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from splitveil.common.privacy.accumulation import (
-    NUM_HINTS,
-    AccumulatedScores,
-    ContinuousSign,
-    ScoreHistory,
-    combine_with_hints,
-    standardised,
-)
-from splitveil.common.privacy.attacks import (
-    BatchAttackName,
-    RunAttackName,
-    TopDirection,
-    unit_vector,
-)
-from splitveil.common.privacy.leakage import OneClass, leak_auc, leak_auc_interval
+from splitveil.common.privacy.accumulation import NUM_HINTS, RunScores, combine_with_hints
+from splitveil.common.privacy.attacks import RunAttackName
+from splitveil.common.privacy.gathered_layer import GatheredLayer
+from splitveil.common.privacy.label_classes import TWO_CLASSES, LabelClasses
+from splitveil.common.privacy.leakage import OneClass, leak_auc_interval
+from splitveil.common.privacy.pair_aucs import ClassIndices, PairAucs, pair_aucs
+from splitveil.common.privacy.scoring import LayerScores
 from splitveil.common.privacy.tally import REMEMBERED_EPOCHS
 
 SEED = 0
-"""Of hints and bootstrap: the same scores always give the same figures."""
+"""Seed of hints and bootstrap: the same scores always give the same figures."""
 
 UNSEEN = -1
 """Label of an example that no batch has held so far."""
-
-
-_Floats = npt.NDArray[np.float64]
-_Labels = npt.NDArray[np.int8]
-
-
-class LayerScores(NamedTuple):
-    """What the attacks found in one layer's gradients of one batch."""
-
-    scores: Mapping[BatchAttackName, Tensor]
-    left_out: Mapping[BatchAttackName, tuple[int, ...]]
-    """Rows that an attack was told the label of."""
-
-    top: TopDirection | None
-    """Where a spectral score is among the scores."""
-
-    noisy_reference: Tensor | None = None
-    """The positive's gradient behind the cosines, where noise may have turned it around."""
 
 
 class RunLevelLeak(TypedDict):
     """One attack on one layer over a whole run."""
 
     auc: float
-    """The leak AUC."""
+    """The leak AUC; of more than two classes that of the pair told apart best."""
     low: float
     """Lower end of its 95 % bootstrap interval; below 1/2 where the leak may be chance."""
     high: float
     examples: int
-    """Examples that were scored and whose label the attack was not told."""
+    """Number of examples that were scored and whose label the attack was not told."""
 
 
-class GatheringLayer(Protocol):
-    """What is gathered of one layer."""
+class ClassRunLeak(TypedDict):
+    """One attack on one layer over a whole run, class by class."""
 
-    def add(self, epoch: int, positions: Tensor, found: Any) -> None:
-        """Gather what the attacks on one batch found."""
+    worst_pair: list[str]
+    """The two classes told apart best."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return a copy of it."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` left off."""
+    classes: dict[str, float]
+    """Leak AUC of each class against the rest."""
 
 
-LayerT = TypeVar("LayerT", bound=GatheringLayer)
-FoundT = TypeVar("FoundT")
+class RunFigures(NamedTuple):
+    """The leak of a whole run: layer -> attack -> figures."""
+
+    leak: dict[str, dict[str, RunLevelLeak]]
+    by_class: dict[str, dict[str, ClassRunLeak]]
+    """Empty for two classes."""
 
 
-class GatheredRun(ABC, Generic[LayerT, FoundT]):
-    """What gathers over a run, layer by layer, and what the end of each epoch found of it.
+class RunAudit:
+    """Gathers scores over a run, and measures them. Safe to use from several threads.
 
-    Safe to use from several threads.
+    Keeps, per layer, at most 16 bytes per example and attack (of more than two classes, per target
+    class for ``accumulated_cosine``), and once per example its label.
 
     Args:
         attacks: which attacks to run.
-        num_examples: aligned examples of the run.
+        num_examples: number of aligned examples of the run.
+        classes: of the run's labels.
     """
 
-    def __init__(self, attacks: Sequence[RunAttackName], num_examples: int) -> None:
+    def __init__(
+        self,
+        attacks: Sequence[RunAttackName],
+        num_examples: int,
+        classes: LabelClasses = TWO_CLASSES,
+    ) -> None:
         self.attacks = tuple(attacks)
         self._num_examples = num_examples
+        self._classes = classes
         self._lock = threading.Lock()
         size = num_examples if attacks else 0
-        self._labels = torch.full((size,), UNSEEN, dtype=torch.int8)
-        self._layers: dict[str, LayerT] = {}
+        self._labels = torch.full((size,), UNSEEN, dtype=torch.int8)  # a byte each: runs are long
+        self._layers: dict[str, GatheredLayer] = {}
         self._epoch: int | None = None
         self._after_epoch: dict[int, dict[str, dict[str, float]]] = {}
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of what is gathered."""
+        return self._labels.nbytes + sum(layer.num_bytes for layer in self._layers.values())
+
     def add(
-        self, epoch: int, positions: Tensor, labels: Tensor, layers: Mapping[str, FoundT]
+        self, epoch: int, positions: Tensor, labels: Tensor, layers: Mapping[str, LayerScores]
     ) -> None:
         """Gather one batch.
 
         Args:
-            epoch: of the batch, not before that of the batch before.
-            positions: places in the common order, (batch,), each at most once.
-            labels: or places of classes, (batch,), for the measurement alone.
-            layers: layer -> what the attacks on a batch found.
+            epoch: of the batch, not before that of the previous batch.
+            positions: in the common order, (batch,), each at most once.
+            labels: class indices, (batch,), for the measurement alone.
+            layers: layer -> what the attacks found in the batch.
         """
         if not self.attacks:
             return
         with self._lock:
-            places = self._begin_batch(epoch, positions, labels)
+            if epoch != self._epoch:
+                self._close_epoch()
+                self._epoch = epoch
+            rows = positions.cpu()
+            self._labels.numpy()[rows.numpy()] = labels.cpu().numpy()
             for name, found in layers.items():
-                self._layer(name).add(epoch, places, found)
+                self._layer(name).add(epoch, rows, found)
 
     def close_epoch(self) -> None:
-        """Measure the sums after the last epoch; before others this happens by itself."""
+        """Measure the sums after the last epoch; for earlier epochs this happens by itself."""
         with self._lock:
             self._close_epoch()
 
@@ -129,6 +125,27 @@ class GatheredRun(ABC, Generic[LayerT, FoundT]):
         """Return layer -> attack -> leak AUC of the sums after one of the last epochs."""
         with self._lock:
             return self._after_epoch.get(epoch, {})
+
+    def result(self) -> RunFigures:
+        """Measure every attack over the run so far.
+
+        An attack is absent if no two classes have examples. Of more than two classes, the interval
+        is that of the worst pair's AUC.
+        """
+        figures = RunFigures({}, {})
+        with self._lock:
+            for layer, attack, scores in self._found(hinted=True):
+                aucs = self._aucs(scores)
+                try:
+                    pair = aucs.worst_pair()
+                except OneClass:
+                    continue
+                chosen = scores[pair[0] if self._classes.is_multi_class and len(scores) > 1 else 0]
+                figures.leak.setdefault(layer, {})[attack] = self._interval(chosen, *pair)
+                if self._classes.is_multi_class:
+                    by_class = self._by_class(aucs, pair)
+                    figures.by_class.setdefault(layer, {})[attack] = by_class
+        return figures
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of what is gathered and measured so far."""
@@ -144,7 +161,7 @@ class GatheredRun(ABC, Generic[LayerT, FoundT]):
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` left off.
+        """Continue from what ``state_dict`` returned.
 
         Raises:
             ValueError: the state is of other attacks, or of another number of examples.
@@ -165,24 +182,10 @@ class GatheredRun(ABC, Generic[LayerT, FoundT]):
                 for epoch, measured in state["after_epoch"].items()
             }
 
-    @abstractmethod
-    def _new_layer(self) -> LayerT:
-        """Return a layer of which nothing is gathered yet."""
+    def _new_layer(self) -> GatheredLayer:
+        return GatheredLayer(self.attacks, self._num_examples, self._classes)
 
-    @abstractmethod
-    def _measure_sums(self) -> dict[str, dict[str, float]]:
-        """Return layer -> attack -> leak AUC of the sums so far; called with the lock."""
-
-    def _begin_batch(self, epoch: int, positions: Tensor, labels: Tensor) -> Tensor:
-        """Note a batch's labels, and return its places on the CPU; call it with the lock."""
-        if epoch != self._epoch:
-            self._close_epoch()
-            self._epoch = epoch
-        places = positions.cpu()
-        self._labels.numpy()[places.numpy()] = labels.cpu().to(torch.int8).numpy()
-        return places
-
-    def _layer(self, name: str) -> LayerT:
+    def _layer(self, name: str) -> GatheredLayer:
         if name not in self._layers:
             self._layers[name] = self._new_layer()
         return self._layers[name]
@@ -194,131 +197,75 @@ class GatheredRun(ABC, Generic[LayerT, FoundT]):
         for earlier in sorted(self._after_epoch)[:-REMEMBERED_EPOCHS]:
             del self._after_epoch[earlier]
 
-
-class RunAudit(GatheredRun["_Layer", LayerScores]):
-    """Gathers scores over a run, and measures them. Safe to use from several threads.
-
-    Keeps, per layer, at most 16 bytes per example and attack, and once per example its label.
-    """
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of what is gathered."""
-        return self._labels.nbytes + sum(layer.num_bytes for layer in self._layers.values())
-
-    def result(self) -> dict[str, dict[str, RunLevelLeak]]:
-        """Measure every attack over the run so far; what has one class only is absent."""
-        result: dict[str, dict[str, RunLevelLeak]] = {}
-        with self._lock:
-            for layer, attack, scores, labels in self._found(hinted=True):
-                try:
-                    measured = leak_auc_interval(scores, labels, np.random.default_rng(SEED))
-                except OneClass:
-                    continue
-                result.setdefault(layer, {})[attack] = RunLevelLeak(
-                    auc=measured.auc,
-                    low=measured.low,
-                    high=measured.high,
-                    examples=len(scores),
-                )
-        return result
-
-    def _new_layer(self) -> "_Layer":
-        return _Layer(self.attacks, self._num_examples)
-
     def _measure_sums(self) -> dict[str, dict[str, float]]:
+        """Return layer -> attack -> leak AUC of the sums so far; called with the lock."""
         measured: dict[str, dict[str, float]] = {}
-        for layer, attack, scores, labels in self._found(hinted=False):
-            with suppress(OneClass):
-                measured.setdefault(layer, {})[attack] = leak_auc(scores, labels)
+        for layer, attack, scores in self._found(hinted=False):
+            worst = float(self._aucs(scores).worst())
+            if not math.isnan(worst):
+                measured.setdefault(layer, {})[attack] = worst
         return measured
 
-    def _found(self, *, hinted: bool) -> Iterator[tuple[str, RunAttackName, _Floats, _Labels]]:
-        """Yield the scores of each attack with the labels that it was not told."""
-        for layer, state in self._layers.items():
-            for attack, sums in state.sums.items():
-                found = sums.result()
-                yield layer, attack, found.scores, self._labels.numpy()[found.positions]
-            if hinted:
-                yield from self._combined(layer, state)
+    def _labels_at(self, positions: npt.NDArray[np.int64]) -> ClassIndices:
+        return self._labels.numpy()[positions].astype(np.int64)
 
-    def _combined(
-        self, layer: str, state: "_Layer"
-    ) -> Iterator[tuple[str, RunAttackName, _Floats, _Labels]]:
-        labels = self._labels.numpy()
-        seen = np.flatnonzero(labels != UNSEEN)
-        for attack, history in state.histories.items():
+    def _aucs(self, scores: Sequence[RunScores]) -> PairAucs:
+        num_classes = self._classes.num_classes
+        aucs = PairAucs.none(num_classes)
+        for of_class, one in zip(self._classes.of_scores(len(scores)), scores, strict=True):
+            labels = self._labels_at(one.positions)
+            aucs.put(pair_aucs(one.scores, labels, num_classes, of_class), of_class)
+        return aucs
+
+    def _interval(self, scores: RunScores, first: int, second: int) -> RunLevelLeak:
+        labels = self._labels_at(scores.positions)
+        of_pair = (labels == first) | (labels == second)
+        measured = leak_auc_interval(
+            scores.scores[of_pair], labels[of_pair] == first, np.random.default_rng(SEED)
+        )
+        return RunLevelLeak(
+            auc=measured.auc,
+            low=measured.low,
+            high=measured.high,
+            examples=int(of_pair.sum()),
+        )
+
+    def _by_class(self, aucs: PairAucs, worst_pair: tuple[int, int]) -> ClassRunLeak:
+        names = self._classes.names
+        leaks = aucs.leak().one_vs_rest.tolist()
+        return ClassRunLeak(
+            worst_pair=[names[class_index] for class_index in worst_pair],
+            classes=dict(zip(names, leaks, strict=True)),
+        )
+
+    def _found(self, *, hinted: bool) -> Iterator[tuple[str, RunAttackName, list[RunScores]]]:
+        """Yield each attack's scores of the examples whose labels it was not told.
+
+        There is one for all classes, or one for each target.
+        """
+        for layer, gathered in self._layers.items():
+            for attack, sums in gathered.sums.items():
+                yield layer, attack, [one.result() for one in sums]
+            if hinted:
+                for attack in gathered.combining:
+                    yield layer, attack, self._combined(attack, gathered)
+
+    def _combined(self, attack: RunAttackName, gathered: GatheredLayer) -> list[RunScores]:
+        """Fit a combining attack to each target class against the rest."""
+        seen = np.flatnonzero(self._labels.numpy() != UNSEEN)
+        labels = self._labels_at(seen)
+        features = gathered.features(seen)
+        scores = []
+        for target in self._classes.targets:
             combined = combine_with_hints(
-                history.features(seen),
-                labels[seen],
+                features,
+                (labels == target).astype(np.int64),
                 NUM_HINTS[attack],
                 np.random.default_rng(SEED),
             )
-            if combined is not None:
-                scores, others = combined
-                yield layer, attack, scores[others], labels[seen][others]
-
-
-class _Layer:
-    """What is gathered of one layer."""
-
-    def __init__(self, attacks: Sequence[RunAttackName], num_examples: int) -> None:
-        self.sums: dict[RunAttackName, AccumulatedScores] = {}
-        self.histories: dict[RunAttackName, ScoreHistory] = {}
-        self._history: ScoreHistory | None = None  # serves however many hints there are
-        for attack in attacks:
-            if attack in NUM_HINTS:
-                self._history = self._history or ScoreHistory(num_examples)
-                self.histories[attack] = self._history
+            if combined is None:
+                scores.append(RunScores(np.empty(0, dtype=np.int64), np.empty(0)))
             else:
-                self.sums[attack] = AccumulatedScores(num_examples)
-        self._sign = ContinuousSign()
-        self._reference_sign = ContinuousSign()
-
-    @property
-    def num_bytes(self) -> int:
-        of_sums = sum(state.num_bytes for state in self.sums.values())
-        return of_sums + (0 if self._history is None else self._history.num_bytes)
-
-    def add(self, epoch: int, positions: Tensor, found: LayerScores) -> None:
-        scores = dict(found.scores)
-        if found.top is not None:
-            scores["spectral"] = self._sign.turn(found.top)
-        if "accumulated_spectral" in self.sums and "spectral" in scores:
-            self.sums["accumulated_spectral"].add(positions, standardised(scores["spectral"]))
-        if "accumulated_cosine" in self.sums and "cosine" in scores:
-            cosines = scores["cosine"]
-            if found.noisy_reference is not None:
-                direction = unit_vector(found.noisy_reference)
-                cosines = self._reference_sign.turn(TopDirection(cosines, direction))
-            told = found.left_out.get("cosine", ())
-            others, places = _without(cosines.cpu(), told), _without(positions, told)
-            self.sums["accumulated_cosine"].add(places, standardised(others))
-        if self._history is not None:
-            both = standardised(scores["spectral"]), standardised(scores["norm"])
-            self._history.add(epoch, positions, both)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "sums": {attack: sums.state_dict() for attack, sums in self.sums.items()},
-            "history": None if self._history is None else self._history.state_dict(),
-            "sign": self._sign.state_dict(),
-            "reference_sign": self._reference_sign.state_dict(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["sums"].keys() != self.sums.keys() or (state["history"] is None) != (
-            self._history is None
-        ):
-            raise ValueError("expected what the same attacks have gathered")
-        for attack, sums in self.sums.items():
-            sums.load_state_dict(state["sums"][attack])
-        if self._history is not None:
-            self._history.load_state_dict(state["history"])
-        self._sign.load_state_dict(state["sign"])
-        self._reference_sign.load_state_dict(state["reference_sign"])
-
-
-def _without(values: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return values but for those of some rows."""
-    return torch.from_numpy(np.delete(values.numpy(), rows)) if rows else values
+                found, others = combined
+                scores.append(RunScores(seen[others], found[others]))
+        return scores

@@ -1,5 +1,6 @@
 """What a party finds out and writes down of the leak: an audit beside the training, its figures."""
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,15 +12,9 @@ import torch
 from torch import Tensor
 
 from splitveil.common.errors import SettingsError, StorageError
-from splitveil.common.privacy.audit import (
-    BatchLeak,
-    LeakAudit,
-    Observation,
-    pick_hint_rows,
-    pick_reference_row,
-)
+from splitveil.common.privacy.audit import BatchLeak, LeakAudit
 from splitveil.common.privacy.audit_worker import AuditWorker
-from splitveil.common.privacy.class_audit import ClassLeakAudit
+from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.settings import AuditSettings
 from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.run.course import Batch
@@ -67,10 +62,7 @@ class LeakRecorder:
         self._next_epoch = 0
         self._ended_epoch = -1
         self._charted_s = -_CHARTED_EVERY_S
-        chosen = (settings.attacks, settings.every_steps, num_examples)
-        self._audit: LeakAudit | ClassLeakAudit = (
-            ClassLeakAudit(class_names, *chosen) if class_names else LeakAudit(*chosen)
-        )
+        self._audit = LeakAudit(settings.attacks, settings.every_steps, num_examples, class_names)
         self._worker = AuditWorker(
             self._audit, settings.queue_batches, self._note, settings.max_cpu_share
         )
@@ -135,15 +127,13 @@ class LeakRecorder:
             "leak": self._audit.summary(),
             "leak_worst_epoch": self._audit.worst_epochs(),
         }
-        if isinstance(self._audit, ClassLeakAudit):
-            worst, by_class = self._audit.run_level()
+        run = self._audit.run_figures()
+        found |= {"leak_run_level": run.leak}
+        if self._audit.is_multi_class:
             found |= {
-                "leak_run_level": worst,
                 "leak_classes": self._audit.classes(),
-                "leak_run_level_classes": by_class,
+                "leak_run_level_classes": run.by_class,
             }
-        else:
-            found |= {"leak_run_level": self._audit.run_level()}
         return found | {"leak_batches": self._audit.counts()._asdict()}
 
     def wait_until_idle(self, timeout_s: float = IDLE_S) -> bool:
@@ -197,33 +187,17 @@ class LeakRecorder:
         activations: Tensor | None,
     ) -> Observation:
         """Put together what the attacks see and know."""
-        sources = gradients if clean is None else clean
-        if isinstance(self._audit, ClassLeakAudit):
-            seen = Observation(
-                batch.epoch,
-                batch.step,
-                gradients,
-                labels,
-                references_are_clean=clean is not None,
-                positions=torch.from_numpy(batch.positions.copy()),
-                activations=activations,
-            )
-            return self._audit.observation(seen, self._seed, sources)
-        row = pick_reference_row(labels, self._seed, batch.epoch, batch.step)
-        return Observation(
+        seen = Observation(
             batch.epoch,
             batch.step,
             gradients,
             labels,
-            references={} if row is None else {name: rows[row] for name, rows in sources.items()},
-            references_are_clean=clean is not None,
-            reference_row=row,
             positions=torch.from_numpy(batch.positions.copy()),
-            hint_rows=pick_hint_rows(
-                labels, self._seed, batch.epoch, batch.step, self._audit.num_hints
-            ),
             activations=activations,
+            references_are_clean=clean is not None,
         )
+        sources = gradients if clean is None else clean
+        return dataclasses.replace(seen, clues=self._audit.clues(seen, self._seed, sources))
 
     def _write_epochs(self, last_epoch: int) -> None:
         while self._next_epoch <= last_epoch:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from splitveil.common.errors import AlignmentError, DataError
 from splitveil.common.run.contract import ColumnSplit, Contract, HashSplit
+from splitveil.common.run.messages import BatchId
 from splitveil.common.run.sample_order import (
     Positions,
     SampleOrder,
@@ -135,6 +136,10 @@ class Batch:
     def key(self) -> tuple[int, SplitName, int]:
         """What names the batch within the run."""
         return (self.epoch, self.split, self.step)
+
+    def identity(self, run_id: str) -> BatchId:
+        """Return the identity that messages about this batch carry."""
+        return BatchId(run_id, self.epoch, self.step, self.split, self.digest)
 
 
 def run_course(contract: Contract, rows: AlignedRows, place: int = 0) -> Iterator[Batch]:

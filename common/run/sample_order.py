@@ -17,6 +17,12 @@ import numpy.typing as npt
 Positions = npt.NDArray[np.int64]
 """Places of examples in the common order, counted from 0."""
 
+NONCE_BYTES = 32
+"""Length of a party's share of the joint seed: as much as the seed itself."""
+
+POSITIONS_DIGEST_BYTES = 16
+"""Length of a digest of positions, which finds mistakes and keeps no secret."""
+
 _SEED_DOMAIN = b"splitveil joint seed v1"
 _EPOCH_DOMAIN = b"splitveil sample order v1"
 _ID_DOMAIN = b"splitveil id v1"
@@ -88,7 +94,7 @@ def joint_seed(*nonces: bytes) -> bytes:
 def positions_digest(positions: Positions) -> bytes:
     """Return 16 bytes by which two parties see whether they are at the same rows."""
     data = np.ascontiguousarray(positions, dtype="<i8")
-    return hashlib.blake2b(data.data, digest_size=16).digest()
+    return hashlib.blake2b(data.data, digest_size=POSITIONS_DIGEST_BYTES).digest()
 
 
 def keyed_id_digests(ids: Iterable[str], seed: bytes) -> npt.NDArray[np.uint8]:

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from splitveil.common.errors import StorageError
-from splitveil.common.storage.run_folder import write_json_atomically
+from splitveil.common.storage.run_folder import delete, write_json_atomically
 
 FILE = "ended.json"
 
@@ -45,8 +44,4 @@ def clear_mark(folder: Path) -> None:
     Raises:
         StorageError: the mark cannot be deleted.
     """
-    path = folder / FILE
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be deleted: {error.strerror}") from error
+    delete(folder / FILE)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.data.table import Table
 from splitveil.common.errors import SettingsError
-from splitveil.common.storage.run_store import ENCODER, WEIGHTS
+from splitveil.common.storage.model_files import ENCODER, WEIGHTS
 from splitveil.common.text.files import check_regular, read_bytes
 
 SETTING = "initial_weights"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from splitveil.common.errors import SettingsError, StorageError
+from splitveil.common.text.files import sync
 
 _logger = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ def write_bytes_atomically(path: Path, data: bytes, mode: int = OWNER_ONLY) -> N
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
-        _sync_folder(path.parent)
+        sync(path.parent)
     except OSError as error:
         raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
 
@@ -204,10 +205,27 @@ def _move_aside(folder: Path) -> None:
     _logger.info("earlier results moved to %s", aside)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make a rename survive a power failure too."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def checkpoint_folder(folder: Path) -> Path:
+    """Return the folder ``checkpoint`` of a run's folder, and make it if it is not there.
+
+    Raises:
+        StorageError: it cannot be made.
+    """
+    checkpoint = folder / "checkpoint"
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        checkpoint.mkdir(exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{checkpoint}: cannot be made: {error.strerror}") from error
+    return checkpoint
+
+
+def delete(path: Path) -> None:
+    """Delete a file, if it is there.
+
+    Raises:
+        StorageError: it cannot be deleted.
+    """
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be deleted: {error.strerror}") from error

@@ -1,49 +1,34 @@
-"""A party's checkpoints on disk: weights for later use, and whole states to go on from. No pickle.
+"""The checkpoints of a party on disk: the states from which a run can be resumed.
 
-checkpoint/model.safetensors     the model, for whoever wants to use it
-checkpoint/encoder.json          how its features are encoded
 checkpoint/run.state             what holds for the whole run: its id, nonces, common rows, secrets
 checkpoint/at-0000001234.state   everything that changes, after 1,234 batches
 checkpoint/answered.log          what was answered, and what that was charged (active party)
-
-A ``.state`` file is a SHA-256 digest and, after it, what ``torch.save`` made of nested plain values
-and tensors; it is read with ``weights_only``, and is its owner's alone: there are secrets in it.
 """
 
-import hashlib
-import io
 import logging
-import pickle
 import re
-import zipfile
-from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-import torch
-from safetensors.torch import save
-from torch import Tensor, nn
-
-from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.errors import StorageError
+from splitveil.common.run.progress import State
 from splitveil.common.storage.answer_log import AnswerLog
-from splitveil.common.storage.run_folder import write_bytes_atomically, write_json_atomically
+from splitveil.common.storage.run_folder import checkpoint_folder, delete
+from splitveil.common.storage.state_file import (
+    DIGEST_BYTES,
+    OtherVersionError,
+    UnreadableError,
+    read_state,
+    serialised,
+    write_serialised,
+)
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS = "model.safetensors"
-ENCODER = "encoder.json"
-
-State = dict[str, Any]
-"""Nested dicts, lists and tuples of tensors and plain values."""
-
-_VERSION = 2
 _RUN = "run.state"
 _ANSWERED = "answered.log"
-_PLACE = re.compile(r"at-([0-9]{10})\.state")
-_DIGEST_BYTES = 32
+_CHECKPOINT = re.compile(r"at-([0-9]{10})\.state")
 _LOST = (
     "the unfinished run in this folder cannot be resumed, and what it told of the labels so "
     "far is in no ledger: put a copy of the file back, or begin anew with --fresh, and let the "
@@ -51,64 +36,81 @@ _LOST = (
 )
 
 
-def save_model(folder: Path, model: nn.Module, encoder: FeatureEncoder | None) -> Path:
-    """Write ``checkpoint/model.safetensors`` and ``checkpoint/encoder.json`` into a run's folder.
+class NoStore:
+    """Keeps nothing: a run without checkpoints cannot be resumed.
 
-    Raises:
-        StorageError: something could not be written; what stood there before still does.
+    Args:
+        questions_per_batch: how many parties ask about each batch.
     """
-    checkpoint = _checkpoint_folder(folder)
-    if encoder is not None:
-        write_json_atomically(checkpoint / ENCODER, encoder.state())
-    save_tensors(folder, WEIGHTS, model.state_dict())
-    return checkpoint
 
+    keeps = False
 
-def save_tensors(folder: Path, file_name: str, tensors: Mapping[str, Tensor]) -> Path:
-    """Write named tensors as ``checkpoint/<file_name>`` into a run's folder.
+    def __init__(self, questions_per_batch: int = 1) -> None:
+        self._questions_per_batch = questions_per_batch
 
-    Raises:
-        StorageError: they cannot be written; what stood there before still does.
-    """
-    path = _checkpoint_folder(folder) / file_name
-    plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    write_bytes_atomically(path, save(plain))
-    return path
+    def run(self) -> State | None:
+        """Return None: there is no run to resume."""
+        return None
 
+    def save_run(self, state: State) -> None:
+        """Keep nothing."""
 
-def delete_saved(folder: Path, file_name: str) -> None:
-    """Delete ``checkpoint/<file_name>`` from a run's folder, if it is there.
+    def checkpoints(self) -> list[int]:
+        """Return that there are none."""
+        return []
 
-    Raises:
-        StorageError: it cannot be deleted.
-    """
-    _delete(folder / "checkpoint" / file_name)
+    def refuse_if_answered(self) -> None:
+        """Accept: nothing is known of earlier processes."""
+
+    def load(self, batch_number: int) -> State:
+        """Refuse.
+
+        Raises:
+            StorageError: always.
+        """
+        raise StorageError(f"there is no state after {batch_number} batches: none is kept")
+
+    def save(self, batch_number: int, state: State) -> None:
+        """Keep nothing."""
+
+    def save_soon(self, batch_number: int, state: State) -> None:
+        """Keep nothing."""
+
+    def new_answers(self) -> AnswerLog:
+        """Return a log that this process alone remembers."""
+        return AnswerLog(questions=self._questions_per_batch)
+
+    def answers(self) -> AnswerLog:
+        """Return an empty log: nothing is known of earlier processes."""
+        return self.new_answers()
 
 
 class RunStore:
-    """What one party needs in order to go on with a run after its process has ended.
+    """Keeps what one party needs in order to resume a run after its process has ended.
 
-    One store at a time works on a folder.
+    Only one store at a time works on a folder.
 
     Args:
         folder: the run's folder.
         keep: how many of the newest checkpoints to keep.
-        questions_per_place: how many fingerprints each place has in the log of answers.
-        in_background: whether `save_soon` leaves the disk to a thread of its own. Such a store
+        questions_per_batch: how many parties ask about each batch.
+        in_background: whether ``save_soon`` leaves the disk to a thread of its own. Such a store
             has to be closed.
     """
+
+    keeps = True
 
     def __init__(
         self,
         folder: Path,
         keep: int,
-        questions_per_place: int = 1,
+        questions_per_batch: int = 1,
         *,
         in_background: bool = False,
     ) -> None:
         self._folder = folder / "checkpoint"
         self._keep = keep
-        self._questions_per_place = questions_per_place
+        self._questions_per_batch = questions_per_batch
         self._answers: AnswerLog | None = None
         self._writer = ThreadPoolExecutor(1, "checkpoint") if in_background else None
         self._pending: Future[None] | None = None
@@ -130,85 +132,86 @@ class RunStore:
         self._wait()
 
     def run(self) -> State | None:
-        """Return what holds for the whole run; None where there is no run to go on with.
+        """Return what holds for the whole run; None if there is no run to resume.
 
         Raises:
-            StorageError: there is one, and the file is damaged, or of another version.
+            StorageError: there is a run, and its file is damaged, or of another version.
         """
         self._wait()
         path = self._folder / _RUN
         try:
-            return _state_in(path)
+            return read_state(path)
         except FileNotFoundError:
             return None
-        except _OtherVersionError as error:
+        except OtherVersionError as error:
             raise StorageError(
                 f"{path}: {error}; resume with that one, or begin anew with --fresh, and let the "
                 f"other party do so, too"
             ) from error
-        except _UnreadableError as error:
+        except UnreadableError as error:
             raise StorageError(f"{path}: {error}: {_LOST}") from error
 
     def save_run(self, state: State) -> None:
-        """Begin a run: keep what holds for all of it, and nothing of runs before.
+        """Start a run: keep what holds for all of it, and nothing of earlier runs.
 
         Raises:
-            StorageError: it cannot be written.
+            StorageError: the file cannot be written.
         """
         self.forget()
-        _checkpoint_folder(self._folder.parent)
-        _write_content(self._folder / _RUN, _serialised(state))
+        checkpoint_folder(self._folder.parent)
+        write_serialised(self._folder / _RUN, serialised(state))
 
-    def places(self) -> list[int]:
-        """Return the places that a state can be loaded for, ascending.
+    def checkpoints(self) -> list[int]:
+        """Return the batch numbers for which a state can be loaded, ascending.
 
-        A damaged file is said so, and passed over.
+        A damaged file is logged and left out.
         """
         self._wait()
-        return [place for place, path in self._files() if self._read(path) is not None]
+        return [number for number, path in self._files() if self._read(path) is not None]
 
     def refuse_if_answered(self) -> None:
         """Make sure that a run of which no state is left had answered nothing.
 
         Raises:
-            StorageError: it had; to begin it again would be to answer again.
+            StorageError: it had; to start it over would be to answer again.
         """
         if AnswerLog.holds_answers(self._folder / _ANSWERED):
             raise StorageError(f"{self._folder}: no checkpoint can be read: {_LOST}")
 
-    def save(self, place: int, state: State) -> None:
-        """Keep the state after a number of batches, and the newest few of those before.
+    def save(self, batch_number: int, state: State) -> None:
+        """Keep the state after a number of batches, and the newest few of the earlier ones.
 
         Raises:
-            StorageError: it, or the one before, cannot be written; those before stay.
+            StorageError: this state, or the one before, cannot be written; earlier ones stay.
         """
         self._wait()
-        self._keep_only(place, _serialised(state))
+        self._keep_only(batch_number, serialised(state))
         self._forget_old_answers()
 
-    def save_soon(self, place: int, state: State) -> None:
-        """Do as `save`, and wait for the disk only where it still has the state before to write.
+    def save_soon(self, batch_number: int, state: State) -> None:
+        """Do as ``save``, but wait for the disk only while it still writes the state before.
 
-        The state may change afterwards. A process that is killed in between goes on from the state
-        before, as one that is killed before.
+        The state may change afterwards. A process that is killed in between resumes from the state
+        before, like one that is killed earlier.
 
         Raises:
-            StorageError: it, or one saved soon before, cannot be written; those before stay.
+            StorageError: this state, or one saved soon before, cannot be written; earlier ones
+                stay.
         """
         if self._writer is None:
-            self.save(place, state)
+            self.save(batch_number, state)
             return
-        content = _serialised(state)
+        content = serialised(state)
         self._wait()
-        self._pending = self._writer.submit(self._keep_only, place, content)
+        self._pending = self._writer.submit(self._keep_only, batch_number, content)
 
-    def _keep_only(self, place: int, content: bytes) -> None:
-        """Write a state, then delete what is older than the newest few."""
+    def _keep_only(self, batch_number: int, content: bytes) -> None:
+        """Write a state, then delete all but the newest few."""
         if self._answers is not None:
             self._answers.sync()  # a log with fewer answers than a state counts is refused
-        _write_content(self._path(place), content)
+        write_serialised(self._path(batch_number), content)
         for _, path in self._files()[: -self._keep]:
-            _delete(path)
+            delete(path)
         self._delete_halves()
 
     def _wait(self) -> None:
@@ -224,29 +227,29 @@ class RunStore:
             oldest = min(kept for kept, _ in self._files())
             self._answers.forget_before(oldest)
 
-    def load(self, place: int) -> State:
-        """Return the state at a place, and forget those after it.
+    def load(self, batch_number: int) -> State:
+        """Return the state after a number of batches, and forget the states after it.
 
         Raises:
-            StorageError: there is none that can be read.
+            StorageError: there is no state that can be read.
         """
         self._wait()
-        state = self._read(self._path(place))
+        state = self._read(self._path(batch_number))
         if state is None:
-            raise StorageError(f"{self._path(place)}: cannot be read")
+            raise StorageError(f"{self._path(batch_number)}: cannot be read")
         for later, path in self._files():
-            if later > place:
-                _delete(path)
+            if later > batch_number:
+                delete(path)
         return state
 
     def new_answers(self) -> AnswerLog:
-        """Begin the log of answers, once the run is saved.
+        """Start the log of answers, once the run is saved.
 
         Raises:
-            StorageError: it cannot be written.
+            StorageError: the log cannot be written.
         """
-        path = _checkpoint_folder(self._folder.parent) / _ANSWERED
-        self._answers = AnswerLog.create(path, self._questions_per_place, self._run_name())
+        path = checkpoint_folder(self._folder.parent) / _ANSWERED
+        self._answers = AnswerLog.create(path, self._questions_per_batch, self._run_name())
         return self._answers
 
     def answers(self) -> AnswerLog:
@@ -256,40 +259,40 @@ class RunStore:
             StorageError: the file is missing, damaged, or of another version.
         """
         if self._answers is None:
-            first = min((place for place, _ in self._files()), default=0)
+            first = min((number for number, _ in self._files()), default=0)
             self._answers = AnswerLog(
-                self._folder / _ANSWERED, self._questions_per_place, self._run_name(), first
+                self._folder / _ANSWERED, self._questions_per_batch, self._run_name(), first
             )
         return self._answers
 
     def _run_name(self) -> bytes:
-        """Return what tells this run's log of answers from others."""
+        """Return what distinguishes this run's log of answers from others."""
         path = self._folder / _RUN
         try:
-            return path.read_bytes()[:_DIGEST_BYTES]
+            return path.read_bytes()[:DIGEST_BYTES]
         except OSError as error:
             raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
 
     def forget(self) -> None:
-        """Delete every state: there is nothing to go on with."""
+        """Delete every state: there is nothing to resume."""
         self._wait()
         self._answers = None
         for path in [self._folder / _RUN, *(path for _, path in self._files())]:
-            _delete(path)
-        _delete(self._folder / _ANSWERED)
+            delete(path)
+        delete(self._folder / _ANSWERED)
         self._delete_halves()
 
     def forget_finished(self) -> None:
         """Delete every state of a run that has come to its end, as the last thing that is done.
 
         Once the run itself is forgotten, nothing more fails: a party that ended with an error then
-        would be started again, and would train anew.
+        would be started again, and would train from the beginning.
 
         Raises:
             StorageError: the run cannot be forgotten; started again, it ends at once.
         """
         self._wait()
-        _delete(self._folder / _RUN)
+        delete(self._folder / _RUN)
         try:
             self.forget()
         except StorageError as error:
@@ -298,104 +301,22 @@ class RunStore:
     def _delete_halves(self) -> None:
         """Delete what a process left that was killed while it wrote: secrets may be in it."""
         for path in self._folder.glob(".*.state.*.tmp"):
-            _delete(path)
+            delete(path)
 
-    def _path(self, place: int) -> Path:
-        return self._folder / f"at-{place:010d}.state"
+    def _path(self, batch_number: int) -> Path:
+        return self._folder / f"at-{batch_number:010d}.state"
 
     def _files(self) -> list[tuple[int, Path]]:
         if not self._folder.is_dir():
             return []
-        found = ((_PLACE.fullmatch(path.name), path) for path in self._folder.iterdir())
+        found = ((_CHECKPOINT.fullmatch(path.name), path) for path in self._folder.iterdir())
         return sorted((int(match[1]), path) for match, path in found if match is not None)
 
     def _read(self, path: Path) -> State | None:
         try:
-            return _state_in(path)
+            return read_state(path)
         except FileNotFoundError:
             return None
-        except _UnreadableError as error:
+        except UnreadableError as error:
             logger.warning("%s: %s, and left out", path, error)
             return None
-
-
-class _UnreadableError(Exception):
-    """Why a file holds no state that can be used."""
-
-
-class _OtherVersionError(_UnreadableError):
-    """It was written by another version of this module."""
-
-
-@contextmanager
-def as_whole_state() -> Iterator[None]:
-    """Load the parts of a state, of which each checks its own.
-
-    Raises:
-        StorageError: one of them is not what this version of splitveil saves.
-    """
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, RuntimeError) as error:
-        raise StorageError(
-            f"the run was saved by another version of splitveil ({error}); resume with that one, "
-            f"or begin anew with --fresh"
-        ) from error
-
-
-def _serialised(state: State) -> bytes:
-    buffer = io.BytesIO()
-    torch.save({"version": _VERSION, "state": state}, buffer)
-    return buffer.getvalue()
-
-
-def _write_content(path: Path, content: bytes) -> None:
-    write_bytes_atomically(path, hashlib.sha256(content).digest() + content, mode=0o600)
-
-
-def _state_in(path: Path) -> State:
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise _UnreadableError(f"cannot be read ({error.strerror})") from error
-    digest, content = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
-    if hashlib.sha256(content).digest() != digest:
-        raise _UnreadableError("is damaged")
-    return _parsed(content)
-
-
-def _parsed(content: bytes) -> State:
-    try:
-        found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        version, state = found["version"], found["state"]
-    except (
-        pickle.UnpicklingError,
-        zipfile.BadZipFile,
-        RuntimeError,
-        LookupError,
-        TypeError,
-    ) as error:
-        raise _UnreadableError("is no state of a run") from error
-    if version != _VERSION:
-        raise _OtherVersionError("was saved by another version of splitveil")
-    if not isinstance(state, dict):
-        raise _UnreadableError("is no state of a run")
-    return state
-
-
-def _delete(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be deleted: {error.strerror}") from error
-
-
-def _checkpoint_folder(folder: Path) -> Path:
-    checkpoint = folder / "checkpoint"
-    try:
-        checkpoint.mkdir(exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"{checkpoint}: cannot be made: {error.strerror}") from error
-    return checkpoint

@@ -1,1 +1,1 @@
-"""How text and files of users and peers are read and printed."""
+"""Reading and printing of text and files that come from users and peers."""

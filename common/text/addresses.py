@@ -1,4 +1,4 @@
-"""Addresses as settings give them: a host, a colon, a port."""
+"""Parses and checks network addresses of the form HOST:PORT in settings."""
 
 import ipaddress
 import re
@@ -13,19 +13,19 @@ _IN_BRACKETS = re.compile(r"\[([0-9A-Fa-f:.]{2,45})\]")
 
 
 class HostAndPort(NamedTuple):
-    """An address in its parts."""
+    """The parts of an address."""
 
     host: str
-    """A name, or a number without brackets."""
+    """A host name, or an IP address without brackets."""
 
     port: int
 
 
 def split_address(address: str) -> HostAndPort:
-    """Take an address apart.
+    """Split an address into host and port.
 
     Raises:
-        ValueError: it is none that another party could be told.
+        ValueError: it is not an address that another party could connect to.
     """
     host, _, port = address.rpartition(":")
     if not re.fullmatch(r"[0-9]{1,5}", port, re.ASCII) or not 1 <= int(port) <= 65535:
@@ -34,34 +34,35 @@ def split_address(address: str) -> HostAndPort:
         return HostAndPort(str(ipaddress.IPv6Address(number[1])), int(port))
     if not _NAME.fullmatch(host):
         raise ValueError(
-            f"expected HOST:PORT with a name, a number or an IPv6 number in brackets, "
+            f"expected HOST:PORT with a host name, an IPv4 address or an IPv6 address in brackets, "
             f"got {address!r}"
         )
     return HostAndPort(host, int(port))
 
 
 def usable(address: str) -> str:
-    """Return an address as it is, for a setting.
+    """Return an address unchanged after checking it, for the validator of a setting.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not an address.
     """
     split_address(address)
     return address
 
 
 def on_loopback(address: str, setting: str) -> str:
-    """Return the numbers of an address, once it is certain that they do not leave this machine.
+    """Resolve an address to a numeric one after checking that it stays on this machine.
 
-    Whoever uses these numbers, and looks up no name again, stays where this function has looked.
-    Where a name has several, the IPv4 one is returned, on both sides of a connection alike.
+    A caller that uses the result and does not look the name up again connects to exactly the
+    address that was checked here. If a name has several addresses, the IPv4 address is returned, so
+    that both sides of a connection choose the same.
 
     Args:
         address: host and port.
         setting: its name in the settings.
 
     Raises:
-        SettingsError: the host cannot be resolved, or not to loopback addresses only.
+        SettingsError: the host cannot be resolved, or has an address that is not on loopback.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -72,8 +73,8 @@ def on_loopback(address: str, setting: str) -> str:
     for number in numbers:
         if not ipaddress.ip_address(re.sub("%.*", "", number)).is_loopback:
             raise SettingsError(
-                f"{setting}: {address} is not on loopback, and security.mode is insecure: nothing "
-                f"would protect what travels there; use security.mode mtls"
+                f"{setting}: {address} is not on loopback and security.mode is insecure: the "
+                f"connection would be unprotected; use security.mode mtls"
             )
     chosen = min(numbers, key=lambda number: ":" in number)
     return f"[{chosen}]:{port}" if ":" in chosen else f"{chosen}:{port}"

@@ -1,10 +1,11 @@
-"""How a file of the user's is opened for reading: a regular one, and no larger than it may be.
+"""Reads users' files, which must be regular files of limited size, and syncs files to disk.
 
-A device such as ``/dev/zero`` never ends, and a pipe may never begin. A link to a regular file is
-as good as the file.
+A device such as ``/dev/zero`` never ends, and a pipe may never start. A link to a regular file is
+accepted like the file itself.
 """
 
 import errno
+import os
 import stat
 from pathlib import Path
 
@@ -15,24 +16,33 @@ def check_regular(path: Path) -> None:
     """Check that a path leads to a regular file, without opening it.
 
     Raises:
-        OSError: it leads to a folder, a device, a pipe or a socket, or nowhere.
+        OSError: it leads to a folder, a device, a pipe or a socket, or to nothing.
     """
     if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(errno.EINVAL, "this is no regular file", str(path))
+        raise OSError(errno.EINVAL, "this is not a regular file", str(path))
 
 
 def read_bytes(path: Path, max_bytes: int) -> bytes:
-    """Return what is in a regular file.
+    """Return the content of a regular file.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or is larger than that.
+        OSError: the file cannot be read, is not a regular file, or is larger than ``max_bytes``.
     """
     check_regular(path)
     data = bytearray()
     with path.open("rb") as file:
-        # Piece by piece: what may be read at once is asked of the memory, however short the file.
+        # In pieces: a single read allocates its full size, however short the file is.
         while piece := file.read(_PIECE_BYTES):
             data += piece
             if len(data) > max_bytes:
                 raise OSError(errno.EFBIG, f"expected at most {max_bytes:,} bytes", str(path))
     return bytes(data)
+
+
+def sync(path: Path) -> None:
+    """Make a file, or the names in a folder, survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

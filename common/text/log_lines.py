@@ -1,4 +1,4 @@
-"""Log lines: short, on the standard error stream, with the party's name."""
+"""Configures logging: short lines with the party's name on the standard error stream."""
 
 import logging
 import sys
@@ -17,8 +17,8 @@ def configure_logging(party: str, verbosity: int = 0) -> None:
     """Log short lines with the party's name to the standard error stream.
 
     Args:
-        party: for instance ``active``.
-        verbosity: below 0 warnings only, 0 the course of the run, above 0 everything.
+        party: the party's name, for instance ``active``.
+        verbosity: below 0 for warnings only, 0 for the progress of the run, above 0 for everything.
     """
     handler = _StderrHandler()
     form = f"%(asctime)s {party.replace('%', '%%')} %(levelname)s %(message)s"
@@ -30,20 +30,20 @@ def configure_logging(party: str, verbosity: int = 0) -> None:
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to whatever the standard error stream is now: a progress bar puts itself there."""
+    """Writes to the current standard error stream, which a progress bar may have replaced."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             sys.stderr.write(self.format(record) + "\n")
             sys.stderr.flush()
         except UNPRINTED:
-            return  # nobody reads it, and a run goes on without
+            return  # a run continues without its log
         except Exception:
             self.handleError(record)
 
 
 class _VisibleFormatter(logging.Formatter):
-    """Keeps what a file or the peer chose from steering the terminal or passing for log lines."""
+    """Keeps text from a file or the peer from controlling the terminal or forging log lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the library's name
         return visible(super().formatMessage(record))
@@ -55,7 +55,7 @@ class _VisibleFormatter(logging.Formatter):
 def _on_failed_thread(
     otherwise: Callable[[threading.ExceptHookArgs], object], failed: threading.ExceptHookArgs
 ) -> None:
-    """Say nothing of a full disk in TensorBoard's thread: whoever writes next is told of it."""
+    """Ignore a full disk in TensorBoard's thread: the next write reports it."""
     is_charting = type(failed.thread).__module__.startswith("tensorboard.")
     if not (is_charting and isinstance(failed.exc_value, OSError)):
         otherwise(failed)

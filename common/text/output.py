@@ -1,7 +1,7 @@
-"""What a party prints. What cannot be printed is lost, and disturbs nothing: no run is about it.
+"""Prints to the standard streams and ignores their failures, which must not disturb a run.
 
-Standard streams fail where they lead to a file on a full disk, to a terminal or pipe that is
-closed, or have no codes for the frame of a table.
+A standard stream fails if it leads to a file on a full disk or to a closed terminal or pipe, or if
+its encoding lacks a character, such as those of a table's frame.
 """
 
 import sys
@@ -11,14 +11,15 @@ from typing import Any
 from rich.console import Console
 
 UNPRINTED = (OSError, ValueError, AttributeError)
-"""A stream that fails, one that is closed or has no code for a character, none at all."""
+"""Raised, respectively, by a stream that fails, by one that is closed or cannot encode a character,
+and by a missing stream."""
 
 
 class Printed:
-    """A stream whose failures nobody hears of.
+    """A stream whose failures are ignored.
 
     Args:
-        stream: where to write to; None where the process has no such stream.
+        stream: the stream to write to; None if the process has no such stream.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -26,23 +27,23 @@ class Printed:
         self.encoding = getattr(stream, "encoding", None) or "utf-8"
 
     def write(self, text: str) -> int:
-        """Write what can be written."""
+        """Write the text if possible."""
         with suppress(*UNPRINTED):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush what can be flushed."""
+        """Flush the stream if possible."""
         with suppress(*UNPRINTED):
             self._stream.flush()
 
     def isatty(self) -> bool:
-        """Tell whether it is a terminal."""
+        """Whether the stream is a terminal."""
         with suppress(*UNPRINTED):
             return bool(self._stream.isatty())
         return False
 
 
 def printing_console(*, stderr: bool = False) -> Console:
-    """Return a console on a standard stream that prints what it can."""
+    """Return a console on a standard stream that ignores failures of the stream."""
     return Console(file=Printed(sys.stderr if stderr else sys.stdout))  # type: ignore[arg-type]

@@ -1,25 +1,25 @@
-"""How a bound is printed: rounded up, so that what is read is never below what was computed.
+"""Formats upper bounds, rounded up so that the printed bound is never below the computed one.
 
-Every guarantee, charge, budget and "at most" goes through here, on every page and in every log, so
-that one bound has the same digits everywhere. Measurements and estimates are rounded as usual.
+Every guarantee, charge, budget and "at most" on any page and in any log is formatted here, so that
+a bound has the same digits everywhere. Measurements and estimates are rounded as usual.
 """
 
 import math
 from decimal import ROUND_CEILING, Context, Decimal
 
 _NOISE = 1e-9
-"""Share by which floating-point sums may miss the number that is meant: .7 stays .700."""
+"""Relative error that floating-point sums may have and that is not rounded up: .7 stays .700."""
 
 
 def auc_at_most(auc: float) -> str:
-    """Write a bound on an AUC with three digits; what is above .999 is 1.000."""
+    """Format a bound on an AUC with three digits; a bound above .999 becomes 1.000."""
     if math.isnan(auc):
         return "nan"
     return f"{math.ceil(auc * (1 - _NOISE) * 1000) / 1000:.3f}"
 
 
 def at_most(value: float) -> str:
-    """Write a bound of any size, at least 0, with four significant digits at most."""
+    """Format a nonnegative bound with at most four significant digits."""
     if not math.isfinite(value):
         return str(value)
     rounded = Context(prec=4, rounding=ROUND_CEILING).create_decimal(Decimal(value * (1 - _NOISE)))

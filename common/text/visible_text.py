@@ -1,15 +1,15 @@
-"""Text of others on a terminal: what would steer it is written out, and nothing is markup.
+"""Makes untrusted text safe for a terminal: escapes control characters and disables markup.
 
-A file, a peer or a certificate may hold an escape sequence that clears the screen, a line break
-that begins a line of its own in the log, a mark that turns the reading direction, or a surrogate
-that no stream can encode.
+A file, a peer or a certificate may contain an escape sequence that clears the screen, a line break
+that starts a new line in the log, a mark that changes the reading direction, or a surrogate that no
+stream can encode.
 """
 
 from rich.text import Text
 
 
 def visible(text: str) -> str:
-    """Return a text with every character that is not printed as such written out in ASCII."""
+    """Return a text with every nonprintable character as an ASCII escape sequence."""
     if text.isprintable():
         return text
     return "".join(
@@ -18,10 +18,10 @@ def visible(text: str) -> str:
 
 
 def visible_lines(text: str) -> str:
-    """Return a message of several lines with all but its line breaks written out."""
+    """Escape the nonprintable characters of a message, except its line breaks."""
     return "\n".join(map(visible, text.split("\n")))
 
 
 def cell(value: object) -> Text:
-    """Return a value for a table of rich's, which takes a plain ``[...]`` in text for markup."""
+    """Return a value for a rich table, which would take a plain ``[...]`` in text for markup."""
     return Text(visible(str(value)))

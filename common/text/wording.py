@@ -1,10 +1,11 @@
-"""How names and values of a run are written for people."""
+"""Formats names and values of a run for people."""
 
+import re
 from collections.abc import Iterator, Mapping
 
 
 def in_words(value: object) -> str:
-    """Write a value of a summary as people do: four digits, and none of Python's own notation."""
+    """Format a value of a summary with four digits and without Python's own notation."""
     match value:
         case None:
             return "-"
@@ -21,7 +22,7 @@ def in_words(value: object) -> str:
 
 
 def setting_in_words(value: object) -> str:
-    """Write a setting: as ``in_words``, but with every part of it and every digit that counts."""
+    """Format a setting like ``in_words``, but with all of its parts and more digits."""
     match value:
         case None:
             return "none"
@@ -37,7 +38,7 @@ def setting_in_words(value: object) -> str:
 
 
 def _parts_in_words(values: Mapping[str, object]) -> Iterator[str]:
-    """Yield what a mapping holds, its name first; what is not set is left out."""
+    """Yield the entries of a mapping, its name first, leaving out those that are not set."""
     if isinstance(values.get("name"), str):
         yield str(values["name"])
     for name, value in values.items():
@@ -53,7 +54,12 @@ def label(name: str) -> str:
     return " ".join(words).replace(" per s", "/s")
 
 
+def slug(text: str, keep: str = "_.-") -> str:
+    """Replace all characters except ASCII letters, digits and those in ``keep`` by hyphens."""
+    return re.sub(rf"[^A-Za-z0-9{re.escape(keep)}]+", "-", text)
+
+
 def in_short(value: float, digits: int = 4) -> str:
-    """Write a number with so many digits, and an exponent as people do: ``1.235e-5``."""
+    """Format a number to some significant digits, with a short exponent such as ``1.235e-5``."""
     mantissa, _, exponent = f"{value:.{digits}g}".partition("e")
     return f"{mantissa}e{int(exponent)}" if exponent else mantissa

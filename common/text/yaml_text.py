@@ -1,8 +1,8 @@
-"""YAML from somebody else, such as a contract: looked at event by event before a value is built.
+"""Reads untrusted YAML, such as a contract: checks every event before any value is built.
 
-A few lines can stand for more than any memory holds, with aliases of aliases; nest deeper than any
-parser calls itself; or hold a number whose digits nobody can print. What is left after these checks
-is what settings need: mappings, lists, texts, numbers, true, false, null and dates.
+With aliases of aliases, a few lines can expand beyond any memory; they can nest deeper than any
+parser can recurse, or contain a number whose digits Python refuses to print. These checks leave
+what settings need: mappings, lists, texts, numbers, true, false, null and dates.
 """
 
 from collections.abc import Iterator
@@ -16,20 +16,20 @@ from splitveil.common.text.files import read_bytes
 
 
 class Extent(NamedTuple):
-    """How much a text may hold."""
+    """Limits on the size of a text."""
 
     max_bytes: int
     max_nodes: int
-    """Values, lists and mappings, each as often as aliases repeat it."""
+    """Number of values, lists and mappings, each counted as often as aliases repeat it."""
 
 
 AS_WRITTEN = Extent(2**20, 50_000)
-"""A file of settings: room for tens of thousands of column names."""
+"""For a settings file: enough for tens of thousands of column names."""
 RESOLVED = Extent(2**24, 500_000)
-"""Both files with every default filled in, as each party keeps them with its results."""
+"""For both files with every default filled in, as each party keeps them with its results."""
 
 MAX_DEPTH = 32
-"""Lists and mappings in one another; the settings have about eight."""
+"""Nesting depth of lists and mappings; the settings have about eight levels."""
 MAX_NUMBER_CHARACTERS = 128
 _SHOWN_CHARACTERS = 200
 _TAG = "tag:yaml.org,2002:"
@@ -40,15 +40,15 @@ _TAGS |= {None, "!", f"{_TAG}seq", f"{_TAG}map"}
 
 
 def load_yaml(text: str, source: str, extent: Extent = AS_WRITTEN) -> Any:
-    """Return the value that a YAML text stands for.
+    """Parse a YAML text.
 
     Args:
-        text: of one document.
-        source: where it stands, for messages.
-        extent: what it may hold.
+        text: the text of one document.
+        source: the origin of the text, for messages.
+        extent: limits on its size.
 
     Raises:
-        SettingsError: it is no YAML, or stands for more than that; in one line.
+        SettingsError: the text is not YAML or exceeds the limits; the message is one line.
     """
     try:
         if len(text) > extent.max_bytes:
@@ -62,7 +62,7 @@ def load_yaml(text: str, source: str, extent: Extent = AS_WRITTEN) -> Any:
     except yaml.YAMLError as error:
         raise SettingsError(f"{source}: not valid YAML: {_in_one_line(error)}") from error
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        # Of the library's own constructors, for the 30th of February and for ``!!bool maybe``.
+        # Raised by the library's own constructors, for February 30 and for ``!!bool maybe``.
         raise SettingsError(
             f"{source}: not valid YAML: a value is not of the kind that it looks like"
         ) from error
@@ -72,11 +72,12 @@ def read_yaml_file(path: Path, extent: Extent = AS_WRITTEN) -> Any:
     """Return the value that a YAML file stands for.
 
     Args:
-        path: of the file.
-        extent: what it may hold.
+        path: the file.
+        extent: limits on its size.
 
     Raises:
-        SettingsError: it cannot be read, is no YAML, or stands for more than that; in one line.
+        SettingsError: the file cannot be read, is not YAML or exceeds the limits; the message is
+            one line.
     """
     try:
         text = read_bytes(path, extent.max_bytes).decode("utf-8")
@@ -92,7 +93,7 @@ class _Refused(yaml.YAMLError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Without numbers whose digits Python refuses to print, or that overflow on the way."""
+    """Refuses numbers whose digits Python refuses to print, or that overflow while parsing."""
 
     def construct_yaml_int(self, node: Any) -> Any:
         _check_number(node)
@@ -111,21 +112,21 @@ def _check_number(node: Any) -> None:
     length = len(node.value)
     if length > MAX_NUMBER_CHARACTERS:
         raise _Refused(
-            f"{_place(node.start_mark)}expected at most {MAX_NUMBER_CHARACTERS} characters in a "
+            f"{_location(node.start_mark)}expected at most {MAX_NUMBER_CHARACTERS} characters in a "
             f"number, got {length:,}"
         )
 
 
 class _Node(NamedTuple):
-    """What one node stands for, aliases included."""
+    """The size of one node, with its aliases expanded."""
 
     nodes: int
     height: int
-    """Levels of lists and mappings in it."""
+    """Number of nested levels of lists and mappings."""
 
 
 class _Unfinished:
-    """A list or a mapping of which more may come."""
+    """A list or a mapping that is not complete yet."""
 
     def __init__(self, anchor: str | None = None) -> None:
         self.anchor = anchor
@@ -137,7 +138,7 @@ class _Unfinished:
 
 
 def _check(events: Iterator[Any], max_nodes: int) -> None:
-    """Follow the events of a text, and stop at the first that is too much."""
+    """Check the events of a text and stop at the first that exceeds a limit."""
     above = [_Unfinished()]
     named: dict[str | None, _Node] = {}
     seen = 0
@@ -146,7 +147,7 @@ def _check(events: Iterator[Any], max_nodes: int) -> None:
         match event:
             case yaml.AliasEvent():
                 if event.anchor not in named:
-                    raise _Refused(f"{_place(event.start_mark)}an alias to nothing before it")
+                    raise _Refused(f"{_location(event.start_mark)}an alias without an anchor")
                 part = named[event.anchor]
             case yaml.ScalarEvent():
                 _check_tag(event)
@@ -159,7 +160,7 @@ def _check(events: Iterator[Any], max_nodes: int) -> None:
             case yaml.CollectionEndEvent():
                 ended = above.pop()
                 part, anchor = ended.node, ended.anchor
-                seen -= part.nodes  # counted as they came
+                seen -= part.nodes  # already counted one by one
         above[-1].add(part)
         if anchor is not None:
             named[anchor] = part
@@ -167,30 +168,30 @@ def _check(events: Iterator[Any], max_nodes: int) -> None:
         if seen > max_nodes:
             raise _Refused(f"expected at most {max_nodes:,} values, aliases included")
         if len(above) - 1 + part.height > MAX_DEPTH:
-            raise _Refused(f"{_place(event.start_mark)}expected at most {MAX_DEPTH} levels")
+            raise _Refused(f"{_location(event.start_mark)}expected at most {MAX_DEPTH} levels")
 
 
 def _check_tag(event: Any) -> None:
     if event.tag not in _TAGS:
-        raise _Refused(f"{_place(event.start_mark)}no setting has the tag {event.tag!r}")
+        raise _Refused(f"{_location(event.start_mark)}no setting has the tag {event.tag!r}")
 
 
 def _check_text(event: Any) -> None:
     try:
         is_storable = b"\0" not in event.value.encode()
-    except UnicodeEncodeError:  # half of a pair of surrogates
+    except UnicodeEncodeError:  # an unpaired surrogate
         is_storable = False
     if not is_storable:
-        raise _Refused(f"{_place(event.start_mark)}a text with a character that no file can hold")
+        raise _Refused(f"{_location(event.start_mark)}a text with an invalid character")
 
 
 def _in_one_line(error: yaml.YAMLError) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        reason = f"{_place(error.problem_mark)}{error.problem}"
+        reason = f"{_location(error.problem_mark)}{error.problem}"
     else:
         reason = " ".join(str(error).split())
     return reason if len(reason) <= _SHOWN_CHARACTERS else f"{reason[:_SHOWN_CHARACTERS]}..."
 
 
-def _place(mark: Any) -> str:
+def _location(mark: Any) -> str:
     return f"line {mark.line + 1}, column {mark.column + 1}: "

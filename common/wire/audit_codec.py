@@ -1,29 +1,12 @@
 """The question of an audit on the wire, and the one place where its bytes are read."""
 
-from dataclasses import dataclass
-
 import torch
-from torch import Tensor
 
 from splitveil.common.errors import InvalidMessage
+from splitveil.common.run.messages import AuditQuestion
 from splitveil.protos import split_learning_pb2 as pb
 
 _FLOAT_BYTES = 4
-
-
-@dataclass(frozen=True)
-class AuditQuestion:
-    """Scores whose leak AUC the passive party wants to know."""
-
-    run_id: str
-    epoch: int
-    """Up to whose end they were gathered."""
-    attack: str
-    layer: str
-    positions_digest: bytes
-    """Of the training rows' positions, ascending."""
-    scores: Tensor
-    """One per training row in that order, (training rows,), float32."""
 
 
 def encode_question(question: AuditQuestion) -> pb.AuditRequest:

@@ -14,6 +14,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from splitveil.common.errors import InvalidMessage, ProtocolError, TooLarge
 from splitveil.common.run.contract import NAME_CHARACTERS, PASSIVE_PARTIES
+from splitveil.common.run.sample_order import NONCE_BYTES, POSITIONS_DIGEST_BYTES
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -24,10 +25,6 @@ PROTOCOL_VERSION = 1
 
 DIGEST_BYTES = 32
 """SHA-256: commitments, digests of contracts and intersections."""
-NONCE_BYTES = 32
-"""A party's share of the joint seed: as much as the seed itself."""
-POSITIONS_DIGEST_BYTES = 16
-"""As ``common/run/sample_order.py`` makes it; it finds mistakes, and keeps no secret."""
 POINT_BYTES = 32
 """A group element of ristretto255."""
 TAG_BYTES = 16
@@ -61,18 +58,10 @@ MASK_BYTES = CHUNK_IDS * POINT_BYTES
 PARTY_KEY = "splitveil-party"
 """Metadata of every call where there are several: the calling party's name in the contract."""
 
-# ---- names and audits ----
+# ---- names ----
 
-LAYER_NAME_PATTERN = r"[A-Za-z0-9_.-]{1,64}"
-"""Printable as it is, in a report and on a terminal."""
 RUN_ID_PATTERN = r"[A-Za-z0-9_-]{1,64}"
 """Goes into logs and checkpoints as it is."""
-AUDITED_EXAMPLES = 1000
-"""Fewest training rows of each class that one audit is about: an AUC of a few positives, among
-however many negatives, tells about each of them."""
-AUDITED_LAYERS = 4
-"""Different layers over the whole run. Their names are the peer's: without a limit each new one
-would be another question."""
 
 # ---- calls ----
 

@@ -1,4 +1,7 @@
-"""Tensors on the wire: how they are written, and the one place where the peer's bytes are checked.
+"""Activations and answers on the wire, and the one place where the bytes of a tensor are checked.
+
+``encode_activation`` writes activations and ``encode_answer`` answers, whose values are nothing but
+defended gradients: mypy refuses to encode a raw one.
 
 A tensor travels as one ``TensorFrame``, or, beyond ``unchunked_bytes``, as several with rising
 offsets. The frames are legal protobuf messages. They are written and read here rather than by the
@@ -6,8 +9,9 @@ generated class only because that class copies the payload twice more on each si
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +20,8 @@ from torch import Tensor
 
 from splitveil.common.errors import InvalidMessage, ProtocolError, TooLarge
 from splitveil.common.run.contract import DTYPE_BYTES, Contract, CutDtype
+from splitveil.common.run.messages import Activation, Answer, BatchId, DefendedGradient
+from splitveil.common.wire.enums import SPLIT_TO_WIRE, split_from_wire
 from splitveil.common.wire.limits import TENSOR_HEADER_BYTES, check_fields
 from splitveil.protos import split_learning_pb2 as pb
 
@@ -30,27 +36,10 @@ _WIRE_DTYPES: dict[CutDtype, pb.DType] = {
     "bfloat16": pb.DTYPE_BFLOAT16,
 }
 
+MessageT = TypeVar("MessageT")
+
 _DATA_TAG = b"\x7a"  # field 15, wire type 2 (length-delimited)
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
-
-
-@dataclass(frozen=True)
-class BatchHeader:
-    """Which rows of which step a tensor belongs to."""
-
-    run_id: str
-    epoch: int
-    step: int
-    split: pb.Split
-    positions_digest: bytes
-
-
-@dataclass(frozen=True)
-class TensorMessage:
-    """A tensor with the rows that it belongs to."""
-
-    header: BatchHeader
-    values: Tensor
 
 
 @dataclass(frozen=True)
@@ -75,25 +64,38 @@ class TensorLimits:
         )
 
 
-def encode_tensor(message: TensorMessage, limits: TensorLimits) -> Iterator[bytes]:
-    """Write a tensor as serialised ``TensorFrame`` messages.
+def encode_activation(activation: Activation, limits: TensorLimits) -> Iterator[bytes]:
+    """Write an activation as serialised ``TensorFrame`` messages.
 
     Args:
-        message: values of shape (rows, *cut_shape), of any float dtype and on any device.
+        activation: values of shape (rows, *cut_shape), of any float dtype and on any device.
         limits: gives the wire's dtype and the chunk size.
     """
-    values = message.values.detach().to("cpu", TORCH_DTYPES[limits.dtype]).contiguous()
+    return _encode(activation.batch, activation.values, limits)
+
+
+def encode_answer(answer: Answer, limits: TensorLimits) -> Iterator[bytes]:
+    """Write an answer as serialised ``TensorFrame`` messages.
+
+    Args:
+        answer: defended gradient of shape (rows, *cut_shape), of any float dtype and on any device.
+        limits: gives the wire's dtype and the chunk size.
+    """
+    return _encode(answer.batch, answer.values, limits)
+
+
+def _encode(batch: BatchId, tensor: Tensor, limits: TensorLimits) -> Iterator[bytes]:
+    values = tensor.detach().to("cpu", TORCH_DTYPES[limits.dtype]).contiguous()
     payload = values.view(torch.uint8).numpy().reshape(-1).data
-    header = message.header
     size = len(payload) if len(payload) <= limits.unchunked_bytes else limits.chunk_bytes
     for offset in range(0, max(len(payload), 1), max(size, 1)):
         fields = pb.TensorFrame(
-            run_id=header.run_id,
-            epoch=header.epoch,
-            step=header.step,
+            run_id=batch.run_id,
+            epoch=batch.epoch,
+            step=batch.step,
             rows=values.shape[0],
-            positions_digest=header.positions_digest,
-            split=header.split,
+            positions_digest=batch.positions_digest,
+            split=SPLIT_TO_WIRE[batch.split],
             dtype=_WIRE_DTYPES[limits.dtype],
             shape=values.shape,
             total_bytes=len(payload),
@@ -112,24 +114,41 @@ def place_of(frame: bytes) -> tuple[int | None, int | None]:
     return fields.epoch, fields.step
 
 
-class TensorAssembler:
-    """Reads the frames of one stream and gives back whole, checked tensors.
+class TensorAssembler(Generic[MessageT]):
+    """Reads the frames of one stream and returns whole, checked tensors.
 
-    Holds at most one tensor of the size that the contract allows, whatever the peer sends.
+    It holds at most one tensor of the size that the contract allows, whatever the peer sends.
+
+    Args:
+        limits: bound the tensors.
+        build: makes a message of a tensor's batch and values.
     """
 
-    def __init__(self, limits: TensorLimits) -> None:
+    def __init__(self, limits: TensorLimits, build: Callable[[BatchId, Tensor], MessageT]) -> None:
         self._limits = limits
+        self._build = build
         self._begun: pb.TensorFrame | None = None
         self._buffer = bytearray()
         self._received = 0
 
-    def add(self, frame: bytes) -> TensorMessage | None:
-        """Take one serialised frame; return the tensor if this was its last.
+    @staticmethod
+    def of_activations(limits: TensorLimits) -> "TensorAssembler[Activation]":
+        """Return an assembler of what a passive party sends."""
+        return TensorAssembler(limits, Activation)
+
+    @staticmethod
+    def of_answers(limits: TensorLimits) -> "TensorAssembler[Answer]":
+        """Return an assembler of what the active party sends."""
+        return TensorAssembler(limits, _received_answer)
+
+    def add(self, frame: bytes) -> MessageT | None:
+        """Take one serialised frame; return the message if this was its last.
 
         Raises:
-            InvalidMessage: the frame is no legal frame, or not the next one, or has wrong values.
-            TooLarge: it announces more rows than the contract allows.
+            InvalidMessage: the frame is not a legal frame, or not the next one, or has wrong
+                values.
+            OutOfStep: the tensor belongs to no split of the rows.
+            TooLarge: the frame announces more rows than the contract allows.
         """
         fields, data = _split_frame(frame)
         begun, self._begun = self._begun, None  # an error below drops what was begun
@@ -172,17 +191,25 @@ class TensorAssembler:
                 f"got {size} at {fields.offset}"
             )
 
-    def _finish(self, fields: pb.TensorFrame, data: memoryview) -> TensorMessage:
+    def _finish(self, fields: pb.TensorFrame, data: memoryview) -> MessageT:
         dtype = TORCH_DTYPES[self._limits.dtype]
         # The copy makes the tensor writable and free of the message's memory.
         flat = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy()).view(dtype)
         values = flat.view(fields.rows, *self._limits.cut_shape)
         if not bool(torch.isfinite(values).all()):
             raise InvalidMessage("values: expected finite numbers, got NaN or infinity")
-        header = BatchHeader(
-            fields.run_id, fields.epoch, fields.step, fields.split, fields.positions_digest
+        batch = BatchId(
+            fields.run_id,
+            fields.epoch,
+            fields.step,
+            split_from_wire(fields.split),
+            fields.positions_digest,
         )
-        return TensorMessage(header, values)
+        return self._build(batch, values)
+
+
+def _received_answer(batch: BatchId, values: Tensor) -> Answer:
+    return Answer(batch, DefendedGradient(values))  # it has left the active party already
 
 
 def _identity(fields: pb.TensorFrame) -> tuple[object, ...]:

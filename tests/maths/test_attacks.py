@@ -10,12 +10,10 @@ import torch
 from scipy.stats import norm as normal
 from torch import Tensor
 
-from splitveil.common.privacy.attacks import (
-    ATTACKS,
-    BatchAttackName,
-    Knowledge,
+from splitveil.common.privacy.attacks import ATTACKS, BatchAttackName, Knowledge, SideInformation
+from splitveil.common.privacy.leakage import auc, leak_auc
+from splitveil.common.privacy.scores import (
     KnownClasses,
-    SideInformation,
     cosine,
     cosine_majority,
     hint_distance,
@@ -28,7 +26,6 @@ from splitveil.common.privacy.attacks import (
     spectral,
     top_direction,
 )
-from splitveil.common.privacy.leakage import auc, leak_auc
 
 
 class Example(NamedTuple):
@@ -466,3 +463,15 @@ def test_the_registry_knows_every_attack_and_what_it_needs() -> None:
                 attack.score(torch.ones(2, 2), Knowledge())
         else:
             assert len(attack.score(torch.ones(2, 2), Knowledge())) == 2, name
+
+
+def test_oracles_and_free_attacks_are_told_apart_by_what_they_need() -> None:
+    """The words that readers see say the same; attacks with hints are neither."""
+    for need in SideInformation:
+        assert need.is_oracle is need.value.endswith("(evaluation only)")
+        assert not (need.is_oracle and need.is_free)
+    oracles = {name for name, attack in ATTACKS.items() if attack.is_oracle}
+    assert oracles == {"cosine", "mean", "median", "lda"}
+    hinted = {name for name in ATTACKS if name.startswith("hint_")}
+    free = {name for name, attack in ATTACKS.items() if attack.is_free}
+    assert free == set(ATTACKS) - oracles - hinted

@@ -15,15 +15,17 @@ from splitveil.common.privacy.accumulation import (
     combine_with_hints,
     standardised,
 )
-from splitveil.common.privacy.attacks import AttackName, spectral, top_direction
-from splitveil.common.privacy.audit import (
-    LeakAudit,
+from splitveil.common.privacy.attacks import AttackName
+from splitveil.common.privacy.audit import LeakAudit
+from splitveil.common.privacy.leakage import auc, leak_auc, leak_auc_interval
+from splitveil.common.privacy.observation import (
+    Clues,
     Observation,
     pick_hint_rows,
     pick_reference_row,
 )
-from splitveil.common.privacy.leakage import auc, leak_auc, leak_auc_interval
 from splitveil.common.privacy.run_level import RunLevelLeak
+from splitveil.common.privacy.scores import spectral, top_direction
 
 _SEED = bytes(32)
 _EXAMPLES, _BATCH = 2000, 250
@@ -79,8 +81,7 @@ def _run_audit(
                     step,
                     {"cut": gradients},
                     truth,
-                    references,
-                    row,
+                    {1: Clues(references, row)},
                     rows,
                     references_are_clean=reference != "sent",
                 )
@@ -237,7 +238,8 @@ def test_an_example_that_was_the_reference_gets_no_score_from_it() -> None:
     labels = torch.tensor([1, 1, 0, 0])
     audit = LeakAudit(["accumulated_cosine"], num_examples=9)
     rows = torch.tensor([7, 5, 3, 1])
-    audit.observe(Observation(0, 0, {"cut": gradients}, labels, {"cut": gradients[0]}, 0, rows))
+    clues = {1: Clues({"cut": gradients[0]}, 0)}
+    audit.observe(Observation(0, 0, {"cut": gradients}, labels, clues, rows))
     assert audit.run_level()["cut"]["accumulated_cosine"]["examples"] == 3
 
 

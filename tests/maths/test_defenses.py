@@ -20,8 +20,8 @@ from splitveil.active_party.defenses.settings import (
     NoDefense,
     PowerRatio,
 )
-from splitveil.common.privacy.attacks import cosine, norm
 from splitveil.common.privacy.leakage import leak_auc
+from splitveil.common.privacy.scores import cosine, norm
 
 NOISY = ["iso", "max_norm", "max_norm_positive", "marvell"]
 

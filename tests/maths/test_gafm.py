@@ -50,8 +50,8 @@ from splitveil.active_party.training.objectives import (
 )
 from splitveil.common.models.mlp import MlpTop
 from splitveil.common.models.settings import MlpModel
-from splitveil.common.privacy.attacks import norm
 from splitveil.common.privacy.leakage import leak_auc
+from splitveil.common.privacy.scores import norm
 
 ENTROPY = hashlib.shake_256(b"test").digest(2496)
 RESPONSE = NoisyLabelDefense(mechanism=RandomizedResponse(kind="randomized_response", epsilon=1.0))

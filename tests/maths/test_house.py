@@ -1,7 +1,9 @@
-"""What holds for the repository as a whole, and no import contract can say."""
+"""Rules for the whole repository that no import contract can express."""
 
+import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,3 +47,61 @@ def test_nothing_towards_the_passive_party_is_named_like_a_label_or_a_loss(metho
 
 def test_the_search_for_telltale_fields_sees_nested_messages() -> None:
     assert "MaskedPoints.points" in set(fields_reachable_from("AlignFrame"))
+
+
+def modules() -> dict[str, Path]:
+    """Return name -> file of every module of the package, as pyproject.toml maps the folders."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    found = {}
+    for package, folder in project["tool"]["setuptools"]["package-dir"].items():
+        for path in (ROOT / folder).rglob("*.py"):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join([package, *parts]).removesuffix(".__init__")] = path
+    return found
+
+
+def imports_of(source: str, known: set[str]) -> Iterator[str]:
+    """Yield the known modules that a source imports, also inside functions and TYPE_CHECKING."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                member = f"{node.module}.{alias.name}"
+                yield member if member in known else str(node.module)
+
+
+def beside_each_other(one: str, other: str) -> tuple[str, str] | None:
+    """Return the packages or modules of one folder that hold the two; None if one holds both."""
+    ends = [*zip(one.split("."), other.split("."), strict=False)]
+    shared = next((i for i, (a, b) in enumerate(ends) if a != b), None)
+    if shared is None:
+        return None
+    return tuple(".".join(name.split(".")[: shared + 1]) for name in (one, other))  # type: ignore[return-value]
+
+
+def mutual(edges: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    pairs = {ends for edge in edges if (ends := beside_each_other(*edge)) is not None}
+    return {(a, b) for a, b in pairs if a < b and (b, a) in pairs}
+
+
+def test_no_two_modules_or_packages_import_each_other() -> None:
+    """For packages, it counts what they contain."""
+    found = modules()
+    edges = {
+        (name, imported)
+        for name, path in found.items()
+        for imported in imports_of(path.read_text(), set(found))
+        if imported in found
+    }
+    assert len(edges) > 500
+    assert mutual(edges) == set()
+
+
+def test_the_search_for_mutual_imports_finds_them() -> None:
+    around = [("a.x.one", "a.y.two"), ("a.y.three", "a.x")]
+    assert mutual(set(around)) == {("a.x", "a.y")}
+    assert mutual({("a.x.one", "a.x.two"), ("a.x.two", "a.x.one")}) == {("a.x.one", "a.x.two")}
+    assert mutual({("a.x", "a.x.one"), ("a.x.one", "a.y")}) == set()
+    source = "if TYPE_CHECKING:\n    from a.x import one, Name\ndef f() -> None:\n    import a.y"
+    assert set(imports_of(source, {"a.x.one", "a.x", "a.y"})) == {"a.x.one", "a.x", "a.y"}

@@ -299,11 +299,11 @@ def test_halves_learn_together(
     ("settings", "shapes", "cut_shape", "part"),
     [
         (wide_deep(), CRITEO, (64,), "the last width, 128, is the cut layer's"),
-        (wide_deep(), LESIONS, (128,), "no images"),
+        (wide_deep(), LESIONS, (128,), "not images"),
         (conv(channels=[8]), CRITEO, (8,), "features.image and nothing else"),
         (conv(channels=[8]), SHAPES, (8,), "features.image and nothing else"),
         (conv(channels=[]), LESIONS, (8,), "at least one convolution"),
-        (conv(channels=[8] * 7), LESIONS, (8, 1, 1), "7 halvings leave nothing of 84 x 84"),
+        (conv(channels=[8] * 7), LESIONS, (8, 1, 1), "7 halvings reduce 84 x 84 to nothing"),
         (conv(channels=[8] * 4), LESIONS, (8, 6, 6), "an activation of [8, 5, 5]"),
         (conv(channels=[8], hidden=[5]), LESIONS, (8, 42, 42), "an activation of [5]"),
     ],
@@ -320,9 +320,9 @@ def test_bottom_model_that_does_not_fit_is_explained(
     ("settings", "shapes", "cut_shape", "part"),
     [
         (wide_deep(), None, (128,), "wide part of wide_deep reads the active party's own features"),
-        (wide_deep(), LESIONS, (128,), "no images"),
-        (conv(channels=[8]), None, (128,), "[channels, height, width], it is [128]"),
-        (conv(channels=[8] * 3), None, (64, 5, 5), "3 halvings leave nothing of 5 x 5"),
+        (wide_deep(), LESIONS, (128,), "not images"),
+        (conv(channels=[8]), None, (128,), "[channels, height, width], got [128]"),
+        (conv(channels=[8] * 3), None, (64, 5, 5), "3 halvings reduce 5 x 5 to nothing"),
     ],
 )
 def test_top_model_that_does_not_fit_is_explained(
@@ -415,7 +415,7 @@ def test_unusable_top_model_is_a_settings_error() -> None:
         build_top_model(model(output_activation="relu"), (5,), None, seed=0)
     with pytest.raises(SettingsError, match="selects no column"):
         build_top_model(model(), (5,), FeatureShapes(), seed=0)
-    with pytest.raises(SettingsError, match="there is no input"):
+    with pytest.raises(SettingsError, match="no input"):
         build_bottom_model(model(), FeatureShapes(), (5,), seed=0)
 
 
@@ -647,7 +647,7 @@ def test_impossible_optimizers_are_refused(values: dict[str, Any], part: str) ->
 
 
 def test_model_without_parameters_cannot_be_trained() -> None:
-    with pytest.raises(SettingsError, match="no parameters"):
+    with pytest.raises(SettingsError, match="no trainable parameters"):
         build_optimizer(optimizer(kind="sgd"), nn.ReLU())
     with pytest.raises(SettingsError, match="no layer with parameters"):
         first_layer(nn.ReLU())

@@ -54,7 +54,7 @@ from splitveil.active_party.defenses.settings import (
 )
 from splitveil.active_party.ledger.ledger import estimated_auc
 from splitveil.active_party.plan import fresh_charge_of_several, repeated_charge, worst_pair_factor
-from splitveil.common.privacy.class_aucs import class_aucs
+from splitveil.common.privacy.pair_aucs import pair_aucs
 
 SHARES = (0.4, 0.3, 0.25, 0.05)
 
@@ -172,7 +172,7 @@ def worst_oracle_auc(defended: Tensor, means: Tensor, labels: Tensor) -> float:
     worst = 0.0
     for i, j in combinations(range(len(means)), 2):
         direction = torch.linalg.lstsq(noise, means[i] - means[j]).solution
-        of_pair = class_aucs((rows @ direction).numpy(), labels.numpy(), len(means))
+        of_pair = pair_aucs((rows @ direction).numpy(), labels.numpy(), len(means))
         worst = max(worst, float(of_pair.leak().pairs[i, j]))
     return worst
 

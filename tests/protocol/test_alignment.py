@@ -24,7 +24,7 @@ from splitveil.common.alignment import (
     channel_pair,
     ecdh,
 )
-from splitveil.common.alignment.ecdh import CHUNK_IDS, EcdhEngine, EcdhSession
+from splitveil.common.alignment.ecdh import CHUNK_IDS, EcdhEngine, EcdhExchange
 from splitveil.common.alignment.workers import WorkerPool
 from splitveil.common.data.ids import canonical_ids
 from splitveil.common.errors import (
@@ -343,9 +343,9 @@ def test_a_tiny_intersection_is_an_error_on_both_sides_with_the_counts() -> None
     outcomes = align_both((names(range(20)), names(range(16, 46))), (strict, strict))
 
     assert [type(outcome.error) for outcome in outcomes] == [AlignmentError] * 2
-    counts = "20 own ids, 30 of the other party, 4 in common, needed 5"
+    counts = "20 own ids, 30 ids of the other party, 4 in common, expected at least 5"
     assert counts in str(outcomes[0].error)
-    assert "30 own ids, 20 of the other party, 4 in common" in str(outcomes[1].error)
+    assert "30 own ids, 20 ids of the other party, 4 in common" in str(outcomes[1].error)
 
 
 def test_an_intersection_of_the_smallest_size_is_accepted() -> None:
@@ -406,7 +406,7 @@ def test_parties_with_different_versions_both_see_why(monkeypatch: pytest.Monkey
     class OtherEngine(EcdhEngine):
         def start(
             self, ids: Sequence[str], *, nonce: bytes, run_id: str, splits: Splits | None = None
-        ) -> EcdhSession:
+        ) -> EcdhExchange:
             session = super().start(ids, nonce=nonce, run_id=run_id, splits=splits)
             session._hello.version = 7
             return session
@@ -434,11 +434,11 @@ def peer_hello(set_size: int = 40) -> AlignHello:
     )
 
 
-def started(ids: Sequence[str]) -> EcdhSession:
+def started(ids: Sequence[str]) -> EcdhExchange:
     return ENGINE.start(ids, nonce=NONCES[0], run_id="run")
 
 
-def greeted(ids: Sequence[str], peer_set_size: int = 40) -> EcdhSession:
+def greeted(ids: Sequence[str], peer_set_size: int = 40) -> EcdhExchange:
     session = started(ids)
     assert session.receive(AlignFrame(hello=peer_hello(peer_set_size))) == []
     return session
@@ -449,7 +449,7 @@ def digests(ids: Sequence[str]) -> bytes:
     return b"".join(hashlib.sha512(domain + text.encode()).digest() for text in ids)
 
 
-def points_of(session: EcdhSession) -> Iterator[bytes]:
+def points_of(session: EcdhExchange) -> Iterator[bytes]:
     return (frame.points.points for frame in session.own_frames())
 
 
@@ -585,7 +585,7 @@ def test_nothing_is_answered_or_sent_before_the_hello(frame: AlignFrame) -> None
         next(session.own_frames())
 
 
-def complete(own: list[str], peer: list[str]) -> tuple[EcdhSession, AlignFrame]:
+def complete(own: list[str], peer: list[str]) -> tuple[EcdhExchange, AlignFrame]:
     """Bring two sessions to the point where each has its done frame to send; returns the peer's."""
     sessions = started(own), ENGINE.start(peer, nonce=NONCES[1], run_id="run")
     sessions[0].receive(sessions[1].hello())
@@ -657,7 +657,7 @@ def test_a_rule_broken_in_mid_stream_ends_both_parties_at_once() -> None:
     class Repeating(EcdhEngine):
         def start(
             self, ids: Sequence[str], *, nonce: bytes, run_id: str, splits: Splits | None = None
-        ) -> EcdhSession:
+        ) -> EcdhExchange:
             session = super().start(ids, nonce=nonce, run_id=run_id, splits=splits)
             own = session.own_frames
             session.own_frames = lambda: (  # type: ignore[method-assign]
@@ -778,7 +778,7 @@ def test_a_stream_that_ends_early_or_breaks_is_unreachable() -> None:
 
     for incoming in (iter(()), iter([AlignFrame(hello=peer_hello())]), broken()):
         channel = StreamChannel(lambda _outgoing, frames=incoming: frames, deadline_s=LONG_S)  # type: ignore[misc]
-        with pytest.raises(PeerUnreachable, match=r"ended|broke off"):
+        with pytest.raises(PeerUnreachable, match=r"closed|broke off"):
             align(ENGINE, names(range(20)), channel, nonce=NONCES[0], run_id="run")
         # Both ends of the stream end: what iterates over the frames to send is not left waiting.
         assert next(channel.outgoing).HasField("hello")

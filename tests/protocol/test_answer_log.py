@@ -13,7 +13,8 @@ import torch
 from splitveil.active_party.run.questions import AnsweredQuestions
 from splitveil.common.errors import OutOfStep, StorageError
 from splitveil.common.storage.answer_log import NO_PLACE, NOTHING_TOLD, AnswerLog, ChargedAnswer
-from splitveil.common.storage.run_store import RunStore, delete_saved
+from splitveil.common.storage.model_files import delete_saved
+from splitveil.common.storage.run_store import RunStore
 from tests.peers import Lost, dying
 from tests.runs import Parties, build_parties, run_in_process
 

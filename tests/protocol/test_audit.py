@@ -16,15 +16,15 @@ from pydantic import ValidationError
 from sklearn.metrics import roc_auc_score
 
 from splitveil.common.privacy.attacks import AttackName, BatchAttackName, RunAttackName
-from splitveil.common.privacy.audit import (
-    BatchLeak,
-    LeakAudit,
+from splitveil.common.privacy.audit import BatchLeak, LeakAudit
+from splitveil.common.privacy.audit_worker import AuditWorker, CpuBudget
+from splitveil.common.privacy.label_free import LABEL_FREE
+from splitveil.common.privacy.observation import (
+    Clues,
     Observation,
     pick_hint_rows,
     pick_reference_row,
 )
-from splitveil.common.privacy.audit_worker import AuditWorker, CpuBudget
-from splitveil.common.privacy.label_free import LABEL_FREE
 from splitveil.common.privacy.settings import AuditSettings
 from splitveil.common.settings import validate
 from splitveil.passive_party.label_free_audit import LabelFreeAudit
@@ -49,7 +49,7 @@ def _observation(epoch: int, step: int, num_rows: int = 64) -> Observation:
         layers[layer] = coefficients * weight + 0.5 * noise
     row = pick_reference_row(labels, _SEED, epoch, step)
     references = {} if row is None else {layer: layers[layer][row] for layer in layers}
-    return Observation(epoch, step, layers, labels, references, row)
+    return Observation(epoch, step, layers, labels, {1: Clues(references, row)})
 
 
 def _run(num_epochs: int = 2, num_steps: int = 5) -> Iterator[Observation]:
@@ -75,11 +75,11 @@ def test_a_batch_gets_scikit_learns_leak_aucs() -> None:
     measured = LeakAudit().observe(observation)
     assert measured is not None
     labels = observation.labels.numpy()
-    kept = np.arange(64) != observation.reference_row
+    kept = np.arange(64) != observation.clues[1].reference_row
     for layer, gradients in observation.gradients.items():
         rows = gradients.double().numpy()
         lengths = np.sqrt((rows**2).sum(axis=1))
-        cosines = rows @ rows[observation.reference_row] / lengths
+        cosines = rows @ rows[observation.clues[1].reference_row] / lengths
         scores = {"norm": lengths, "spectral": rows @ np.linalg.svd(rows)[2][0]}
         expected = {name: roc_auc_score(labels, values) for name, values in scores.items()}
         expected["cosine"] = roc_auc_score(labels[kept], cosines[kept])
@@ -93,8 +93,10 @@ def test_the_reference_itself_is_left_out_of_the_cosines_auc() -> None:
     """Three rows: the reference scores 1, the other positive below the negative."""
     gradients = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
     labels = torch.tensor([1, 1, 0])
-    counted = Observation(0, 0, {"cut": gradients}, labels, {"cut": gradients[0]})
-    left_out = Observation(0, 0, {"cut": gradients}, labels, {"cut": gradients[0]}, 0)
+    counted, left_out = (
+        Observation(0, 0, {"cut": gradients}, labels, {1: Clues({"cut": gradients[0]}, row)})
+        for row in (None, 0)
+    )
     leaks = [LeakAudit(["cosine"]).observe(item) for item in (counted, left_out)]
     assert [leak.leak["cut"]["cosine"] for leak in leaks if leak] == [0.5, 1.0]
 
@@ -104,7 +106,7 @@ def test_cosine_is_measured_only_where_there_is_a_reference_and_another_positive
     bare = Observation(0, 0, observation.gradients, observation.labels)
     labels = (torch.arange(64) == 7).float()
     references = {layer: rows[7] for layer, rows in observation.gradients.items()}
-    single = Observation(0, 1, observation.gradients, labels, references, 7)
+    single = Observation(0, 1, observation.gradients, labels, {1: Clues(references, 7)})
     audit = LeakAudit()
     for item in (bare, single):
         measured = audit.observe(item)
@@ -130,8 +132,8 @@ def test_a_batch_of_one_class_is_skipped_and_counted(labels: torch.Tensor) -> No
 def test_label_shape_and_dtype_change_nothing(dtype: torch.dtype) -> None:
     plain = _observation(0, 0)
     labels = plain.labels.to(dtype)[:, None]
-    assert pick_reference_row(labels, _SEED, 0, 0) == plain.reference_row
-    typed = Observation(0, 0, plain.gradients, labels, plain.references, plain.reference_row)
+    assert pick_reference_row(labels, _SEED, 0, 0) == plain.clues[1].reference_row
+    typed = Observation(0, 0, plain.gradients, labels, plain.clues)
     assert LeakAudit().observe(typed) == LeakAudit().observe(plain)
 
 
@@ -191,7 +193,7 @@ def _everything(observation: Observation) -> Observation:
     return dataclasses.replace(
         observation,
         positions=rows,
-        hint_rows=hints,
+        clues={1: observation.clues[1]._replace(hint_rows=hints)},
         activations=observation.gradients["first"][:, :4] ** 2,
     )
 
@@ -216,7 +218,7 @@ def test_hints_are_left_out_of_their_own_attack_s_auc_alone() -> None:
     observation = _everything(_observation(0, 0))
     measured = LeakAudit(["hint_distance_3", "norm"]).observe(observation)
     assert measured is not None
-    labels, told = observation.labels.numpy(), list(observation.hint_rows[:3])
+    labels, told = observation.labels.numpy(), list(observation.clues[1].hint_rows[:3])
     rows = observation.gradients["cut"].double().numpy()
     scores = -np.linalg.norm(rows[:, None] - rows[told][None], axis=2).min(axis=1)
     others = np.delete(np.arange(64), told)

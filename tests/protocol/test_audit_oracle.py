@@ -12,8 +12,8 @@ from splitveil.active_party.run.audit_desk import MAX_LAYERS, AuditDesk
 from splitveil.common.errors import AuditRefused, OutOfStep, TooLarge
 from splitveil.common.privacy.label_free import LABEL_FREE
 from splitveil.common.privacy.leakage import leak_auc
+from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.run.sample_order import positions_digest
-from splitveil.common.wire.audit_codec import AuditQuestion
 from tests.runs import Parties, build_parties, run_in_process, write_example
 
 ROWS = 20_000

@@ -27,7 +27,7 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import build_bottom_model
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.storage.run_store import save_model
+from splitveil.common.storage.model_files import save_model
 from splitveil.common.text.files import read_bytes
 from splitveil.common.text.yaml_text import AS_WRITTEN, MAX_DEPTH, Extent, load_yaml
 from splitveil.passive_party.__main__ import main as passive_main
@@ -352,7 +352,7 @@ def test_what_is_no_regular_file_is_refused_at_once(
     (folder / "key.pem").touch(0o600)
     exit_code, overrides = OPENED[role]
     sets = [override.format(path=path, folder=path.parent) for override in overrides]
-    refused(check(command, folder, *sets), exit_code, MARK, "no regular file")
+    refused(check(command, folder, *sets), exit_code, MARK, "not a regular file")
 
 
 @pytest.mark.parametrize("nature", NO_FILES)
@@ -361,12 +361,12 @@ def test_a_transcript_that_is_no_file_is_refused_at_once(
 ) -> None:
     NO_FILES[nature](tmp_path / MARK)
     ended = command(active_main, "verify-transcript", tmp_path / MARK)
-    refused(ended, 2, MARK, "no regular file")
+    refused(ended, 2, MARK, "not a regular file")
 
 
 def test_settings_that_are_no_file_are_refused_at_once(tmp_path: Path, command: Command) -> None:
     pipe(tmp_path / MARK)
-    refused(command(active_main, "check", tmp_path / MARK), 2, MARK, "no regular file")
+    refused(command(active_main, "check", tmp_path / MARK), 2, MARK, "not a regular file")
 
 
 def test_a_short_file_is_read_in_little_memory_however_long_it_may_be(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.x509.verification import PolicyBuilder, Store
 
 from splitveil.common.errors import SettingsError, StorageError
-from splitveil.common.party.credentials import describe
+from splitveil.common.party.credentials import credential_files, describe
 from splitveil.common.party.party_settings import MutualTls, load_party_settings
 from splitveil.common.run.contract import Contract
 from splitveil.common.settings import validate
@@ -70,7 +70,8 @@ def test_a_key_that_others_may_read_is_refused_with_the_command_that_helps(
     key = PartyFolder(folder / "passive").private_key
     key.chmod(mode)
     assert problem(folder) == (
-        f"security.private_key: {key} has mode {mode:04o}, and others may read it: chmod 600 {key}"
+        f"security.private_key: {key} has mode {mode:04o}, so that others may read it: "
+        f"chmod 600 {key}"
     )
     key.chmod(0o400)
     files(folder, "passive").current()
@@ -100,8 +101,8 @@ def use_p_521(own: PartyFolder) -> None:
         (lambda own: own.authority.write_text(""), "expected certificates in PEM form"),
         (spoil_key, "private_key.pem: expected a private key in PEM form, no password"),
         (use_other_key, "private_key.pem: does not belong to the certificate in"),
-        (use_ed25519, "expected a key of kind EC (P-256, P-384) or RSA"),
-        (use_p_521, "expected a key of kind EC (P-256, P-384) or RSA"),
+        (use_ed25519, "expected an EC (P-256, P-384) or RSA key"),
+        (use_p_521, "expected an EC (P-256, P-384) or RSA key"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named_with_its_setting(
@@ -117,7 +118,7 @@ def test_a_file_that_cannot_be_used_is_named_with_its_setting(
 def test_a_certificate_with_another_name_is_refused(folder: Path) -> None:
     assert (
         "expected 'passive.bank' (contract.identities) among the DNS names of its subject "
-        "alternative name, found passive.splitveil"
+        "alternative name, got passive.splitveil"
     ) in problem(folder, identity="passive.bank")
 
 
@@ -128,7 +129,7 @@ def test_a_certificate_outside_its_time_is_refused(
     assert "late/certificate.pem: expired on " in problem(folder, "late")
     monkeypatch.setattr(certs, "CLOCK_SKEW", timedelta(days=-5))
     keep_certificates(folder, {"early": "early.splitveil"})
-    assert "early/certificate.pem: holds only from " in problem(folder, "early")
+    assert "early/certificate.pem: valid only from " in problem(folder, "early")
 
 
 # ---- time and change ----
@@ -176,7 +177,7 @@ def test_half_a_rotation_leaves_the_old_pair_in_use(
     assert own.current() is before
     (line,) = [r.getMessage() for r in caplog.records]
     assert "does not belong to the certificate" in line
-    assert "the certificate read before stays in use" in line
+    assert "the previous certificate stays in use" in line
     (new / "passive" / "certificate.pem").replace(paths.certificate)
     assert own.current().certificate == paths.certificate.read_bytes()
 
@@ -202,7 +203,7 @@ def test_mtls_is_what_a_party_gets_that_names_no_mode(tmp_path: Path) -> None:
     use(make(tmp_path / "certificates"), tmp_path)
     settings = load_party_settings(PassiveSettings, tmp_path / "passive.yaml")
     assert isinstance(settings.security, MutualTls)
-    assert settings.credential_files("passive") is not None
+    assert credential_files(settings, "passive") is not None
 
 
 @pytest.mark.parametrize(

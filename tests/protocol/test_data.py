@@ -305,7 +305,7 @@ def test_pickled_objects_are_never_loaded(tmp_path: Path) -> None:
         ({"image": np.zeros((2, 2, 3))}, "four dimensions"),
         ({"image": np.zeros((2, 2, 2, 3), dtype=np.int64)}, "not int64"),
         ({"image": np.full((2, 2, 2, 3), [0, 0, np.nan])}, "rows 1, 2 (2 in all)"),
-        ({"image": np.zeros((3, 2, 2, 3))}, "differ in their numbers of rows"),
+        ({"image": np.zeros((3, 2, 2, 3))}, "have different numbers of rows"),
     ],
 )
 def test_bad_image_is_explained(tmp_path: Path, arrays: dict[str, Any], part: str) -> None:

@@ -276,7 +276,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
     def touch(_: float) -> None:
         os.utime(tmp_path / "rows.csv", ns=(7, 7))
 
-    with pytest.raises(DataError, match="changed while it was converted"):
+    with pytest.raises(DataError, match="changed during its conversion"):
         open_converted(settings(source), tmp_path, touch)
     assert entries(tmp_path / "cache") == []
 
@@ -336,7 +336,7 @@ def test_a_damaged_cache_is_a_storage_error(tmp_path: Path, name: str) -> None:
     (folder,) = (tmp_path / "cache").glob("rows*")
     content = (folder / name).read_bytes()
     (folder / name).write_bytes(content[: len(content) // 3])
-    with pytest.raises(StorageError, match=r"is damaged .* delete it to convert the file again"):
+    with pytest.raises(StorageError, match=r"damaged .* delete it to convert the file again"):
         convert(settings(source), tmp_path)
 
 
@@ -381,7 +381,9 @@ def test_a_row_with_too_few_cells_is_named(tmp_path: Path) -> None:
     lines = (tmp_path / "rows.csv").read_text().splitlines()
     lines[500] = "only,three,cells"
     (tmp_path / "rows.csv").write_text("\n".join(lines) + "\n")
-    with pytest.raises(DataError, match="expected 8 cells in every row, other numbers in row 500"):
+    with pytest.raises(
+        DataError, match="expected 8 cells in every row, got another number in row 500"
+    ):
         convert(settings(source), tmp_path)
 
 

@@ -185,7 +185,7 @@ def test_features_select_rows_of_every_part() -> None:
 
 def test_table_without_the_trained_columns_is_refused() -> None:
     encoder = fit(table({"a": [1.0, 2.0]}, {"c": ["x", "y"]}), [0, 1])
-    with pytest.raises(DataError, match=r"not here: a, c"):
+    with pytest.raises(DataError, match=r"missing here: a, c"):
         transform(encoder, table({"b": [1.0]}))
     with_image = table({"a": [1.0]}, {"c": ["x"]}, np.zeros((1, 1, 2, 2), np.uint8))
     with pytest.raises(DataError, match="images None"):

@@ -15,7 +15,7 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import BudgetExhausted, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.storage.run_store import save_tensors
+from splitveil.common.storage.model_files import save_tensors
 from tests.peers import Lost, dying
 from tests.runs import Parties, build_parties, run_in_process, write_example
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from splitveil.active_party.run.session import Offer, Stage
+from splitveil.active_party.run.session import Stage
 from splitveil.common.errors import (
     DataError,
     InvalidMessage,
@@ -18,10 +18,10 @@ from splitveil.common.errors import (
     PeerRestarted,
     StorageError,
 )
-from splitveil.common.storage import run_store
+from splitveil.common.run.messages import Answer, Offer
+from splitveil.common.storage import state_file
 from splitveil.common.storage.run_folder import write_bytes_atomically
 from splitveil.common.storage.run_store import RunStore
-from splitveil.common.wire.tensor_codec import TensorMessage
 from tests.peers import InProcessPeer, Lost, dying
 from tests.runs import Parties, build_parties, run_in_process, write_example
 from tests.waiting import HANGS_AFTER_S
@@ -104,7 +104,7 @@ class ForgetsTheActive(InProcessPeer):
     at = 3
     _calls = 0
 
-    def receive_gradient(self) -> TensorMessage:
+    def receive_gradient(self) -> Answer:
         self._calls += 1
         if self._calls == self.at:
             self.anew.session.reopen()
@@ -225,12 +225,12 @@ def test_a_store_keeps_the_newest_few_readable_by_their_owner_alone(tmp_path: Pa
     store.save_run({"secret": b"s"})
     for place in (0, 5, 7):
         store.save(place, {"place": place, "values": [torch.tensor([float(place)])]})
-    assert store.places() == [5, 7]
+    assert store.checkpoints() == [5, 7]
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "checkpoint").iterdir()} == {0o600}
     assert store.load(5)["values"][0].item() == 5.0
-    assert store.places() == [5]  # what came after it will come again
+    assert store.checkpoints() == [5]  # what came after it will come again
     store.forget()
-    assert store.places() == []
+    assert store.checkpoints() == []
     assert store.run() is None
     with pytest.raises(StorageError, match="cannot be read"):
         store.load(5)
@@ -248,17 +248,17 @@ def test_a_state_saved_soon_is_the_one_at_the_call_and_is_there_for_whoever_asks
 
     with RunStore(tmp_path, keep=2, in_background=True) as store:
         store.save_run({})
-        monkeypatch.setattr(run_store, "write_bytes_atomically", write_later)
+        monkeypatch.setattr(state_file, "write_bytes_atomically", write_later)
         values = torch.tensor([1.0])
         store.save_soon(3, {"values": values})
         values += 1
         assert not list(tmp_path.glob("checkpoint/at-*"))  # training went on meanwhile
         may_write.set()
-        assert store.places() == [3]
+        assert store.checkpoints() == [3]
         assert store.load(3)["values"].item() == 1.0
         for place in (4, 5, 6):
             store.save_soon(place, {"values": values})
-    assert RunStore(tmp_path, keep=2).places() == [5, 6]
+    assert RunStore(tmp_path, keep=2).checkpoints() == [5, 6]
 
 
 def test_a_disk_that_fills_up_in_the_background_is_told_at_the_next_state(
@@ -269,7 +269,7 @@ def test_a_disk_that_fills_up_in_the_background_is_told_at_the_next_state(
 
     store = RunStore(tmp_path, keep=2, in_background=True)
     store.save_run({})
-    monkeypatch.setattr(run_store, "write_bytes_atomically", fail)
+    monkeypatch.setattr(state_file, "write_bytes_atomically", fail)
     store.save_soon(3, {})
     with pytest.raises(StorageError, match=r"at-0000000003\.state: cannot be written: disk full"):
         store.save_soon(4, {})
@@ -289,7 +289,7 @@ def test_a_state_that_is_not_plain_is_left_out(
     path = tmp_path / "checkpoint" / "at-0000000009.state"
     path.write_bytes(hashlib.sha256(harmful).digest() + harmful)
     with caplog.at_level(logging.WARNING):
-        assert store.places() == [3]
+        assert store.checkpoints() == [3]
     assert "is no state of a run" in caplog.text
 
 
@@ -319,7 +319,7 @@ def test_a_state_of_another_version_is_refused_with_a_sentence(
     with pytest.raises(Lost):
         run_in_process(parties, dying(4, after=True))
     store = RunStore(tmp_path / party, keep=3)
-    for place in reversed(store.places()):
+    for place in reversed(store.checkpoints()):
         state = store.load(place)
         del state["trainer"]["random"]
         store.save(place, state)

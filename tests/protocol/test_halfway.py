@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from splitveil.active_party.run.session import ActiveSession, Offer, Stage
+from splitveil.active_party.run.session import ActiveSession, Stage
 from splitveil.common.errors import SplitveilError, StorageError
-from splitveil.common.wire.tensor_codec import TensorMessage
-from splitveil.protos import split_learning_pb2 as pb
+from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason, Offer
 from tests.peers import InProcessPeer, Lost
 from tests.runs import Parties, build_parties, run_in_process
 
@@ -76,18 +75,18 @@ class Breaking(InProcessPeer):
             self._session.end(error)
             raise Lost from error
 
-    def receive_gradient(self) -> TensorMessage:
+    def receive_gradient(self) -> Answer:
         reply = self._guarded(super().receive_gradient)
-        assert isinstance(reply, TensorMessage)
+        assert isinstance(reply, Answer)
         return reply
 
-    def evaluate(self, message: TensorMessage) -> "pb.Course":
+    def evaluate(self, activation: Activation) -> Course:
         ask = super().evaluate
-        return self._guarded(lambda: ask(message))  # type: ignore[return-value]
+        return self._guarded(lambda: ask(activation))  # type: ignore[return-value]
 
-    def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
+    def leave(self, run_id: str, reason: LeaveReason) -> None:
         """Say nothing unless it has finished."""
-        if reason == pb.LEAVE_REASON_FINISHED:
+        if reason == LeaveReason.FINISHED:
             super().leave(run_id, reason)
 
 

@@ -13,7 +13,7 @@ from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.settings import validate
 from splitveil.common.storage.initial_weights import EarlierModel
-from splitveil.common.storage.run_store import save_model
+from splitveil.common.storage.model_files import save_model
 from tests.runs import Parties, build_parties, run_in_process, write_example
 
 STILL = "optimizer={kind: sgd, learning_rate: 1.0e-30}"  # below the last bit of every weight
@@ -151,7 +151,7 @@ def test_other_columns_than_the_model_s_are_refused(tmp_path: Path) -> None:
     fewer = build_parties(
         tmp_path, SHARED, [*SHARED, starting("passive"), "data.features.numeric=[x1, x2]"]
     )
-    with pytest.raises(DataError, match="with columns that are not here: x3, x4, x5"):
+    with pytest.raises(DataError, match="with columns that are missing here: x3, x4, x5"):
         run_in_process(fewer)
     header, *rows = (tmp_path / "passive.csv").read_text().splitlines()
     more = [f"{header},x6", *(f"{row},1.5" for row in rows)]

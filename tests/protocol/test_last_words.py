@@ -18,16 +18,9 @@ from splitveil.common.errors import (
     ProtocolError,
     StorageError,
 )
+from splitveil.common.run.messages import Activation, Answer, BatchId, Course, LeaveReason
 from splitveil.common.storage.run_store import RunStore
-from splitveil.common.wire.tensor_codec import (
-    BatchHeader,
-    TensorAssembler,
-    TensorLimits,
-    TensorMessage,
-    encode_tensor,
-)
 from splitveil.passive_party.grpc_peer import MAX_DAMAGED, GrpcPeer
-from splitveil.protos import split_learning_pb2 as pb
 from tests.peers import InProcessPeer
 from tests.runs import Parties, build_parties, run_in_process, serving
 
@@ -41,15 +34,15 @@ def build(example: Path, runs: Path | None = None) -> Parties:
 class Silent(InProcessPeer):
     """Says no goodbye: it is lost, or the active party is by then."""
 
-    def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
+    def leave(self, run_id: str, reason: LeaveReason) -> None:
         raise PeerUnreachable
 
 
 class LostAfterTheLast(Silent):
     """Ends the active process as soon as its last answer has left."""
 
-    def evaluate(self, message: TensorMessage) -> "pb.Course":
-        course = self._session.evaluate(message)
+    def evaluate(self, activation: Activation) -> Course:
+        course = self._session.evaluate(activation)
         if self._session.stage is not Stage.FINISHED:
             self._session.finish_step()
         return course
@@ -75,7 +68,7 @@ def test_an_active_party_that_was_lost_after_its_last_answer_has_all_of_the_run(
     assert not again.session.wait_for_farewell(0)
     again.run.trainer = parties.run.trainer
     assert_same_weights(again, parties)
-    again.session.leave(again.session.run_id, pb.LEAVE_REASON_FINISHED)
+    again.session.leave(again.session.run_id, LeaveReason.FINISHED)
     assert again.session.wait_for_farewell(0)
     assert again.session.error is None
 
@@ -96,9 +89,9 @@ def test_a_finished_run_that_was_reopened_still_wants_a_handshake(
     run_in_process(build(example, tmp_path), Silent)
     again = build(example, tmp_path)
     again.session.reopen()
-    header = BatchHeader(again.session.run_id, 1, 0, pb.SPLIT_TEST, b"d" * 16)
+    header = BatchId(again.session.run_id, 1, 0, "test", b"d" * 16)
     with pytest.raises(NotOpen):
-        again.session.evaluate(TensorMessage(header, torch.zeros(50, 4)))
+        again.session.evaluate(Activation(header, torch.zeros(50, 4)))
 
 
 # ---- before the first step ----
@@ -137,7 +130,7 @@ def test_a_run_that_the_active_party_has_lost_is_said_so(example: Path, tmp_path
     RunStore(tmp_path / "active", keep=3).forget()
     again = build(example, tmp_path)
     store = RunStore(tmp_path / "passive", keep=3)
-    store.load(store.places()[0])  # as if it had been lost there
+    store.load(store.checkpoints()[0])  # as if it had been lost there
     assert not again.session.reopen()
     with pytest.raises(ProtocolError, match="--fresh"):
         run_in_process(again)
@@ -150,20 +143,13 @@ def damaged_gradients(parties: Parties, times: int) -> Callable[[], int]:
     """Let the active party answer for another step, some times; return how often it was asked."""
     exchange, asked = parties.session.exchange, 0
 
-    def answer(message: TensorMessage, *_: object) -> TensorMessage:
+    def answer(activation: Activation, *_: object) -> Answer:
         nonlocal asked
         asked += 1
-        reply = exchange(message)
+        reply = exchange(activation)
         if asked > times:
             return reply
-        (frame,) = encode_tensor(reply, TensorLimits.of(parties.run.contract))
-        fields = pb.TensorFrame.FromString(frame)
-        fields.step += 1
-        again = TensorAssembler(TensorLimits.of(parties.run.contract)).add(
-            fields.SerializeToString()
-        )
-        assert again is not None
-        return again
+        return Answer(reply.batch._replace(step=reply.batch.step + 1), reply.values)
 
     parties.session.exchange = answer  # type: ignore[method-assign, assignment]
     return lambda: asked
@@ -204,7 +190,7 @@ def test_a_refused_message_is_sent_a_few_times_more(example: Path, address: str)
     parties = build(example)
     asked = 0
 
-    def refuse(*_: object) -> TensorMessage:
+    def refuse(*_: object) -> Answer:
         nonlocal asked
         asked += 1
         raise OutOfStep("not now")
@@ -223,7 +209,7 @@ def test_half_a_checkpoint_of_a_killed_process_is_deleted(tmp_path: Path) -> Non
     half.write_bytes(b"half")
     store.save(2, {"place": 2})
     assert not half.exists()
-    assert store.places() == [2]
+    assert store.checkpoints() == [2]
 
 
 def test_a_finished_run_that_is_forgotten_fails_in_nothing_more(tmp_path: Path) -> None:
@@ -234,7 +220,7 @@ def test_a_finished_run_that_is_forgotten_fails_in_nothing_more(tmp_path: Path) 
     (tmp_path / "checkpoint" / "answered.log").mkdir()
     store.forget_finished()
     assert store.run() is None
-    assert store.places() == []
+    assert store.checkpoints() == []
 
 
 def test_a_finished_run_that_cannot_be_forgotten_can_be_gone_on_with(tmp_path: Path) -> None:
@@ -246,4 +232,4 @@ def test_a_finished_run_that_cannot_be_forgotten_can_be_gone_on_with(tmp_path: P
     run.mkdir()
     with pytest.raises(StorageError, match=r"run\.state: cannot be deleted"):
         store.forget_finished()
-    assert store.places() == [2]
+    assert store.checkpoints() == [2]

@@ -19,8 +19,8 @@ from splitveil.common.errors import LeakGateClosed, PeerLeft, SettingsError
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.privacy.audit import BatchLeak
 from splitveil.common.record.summary_tables import print_summary
+from splitveil.common.run.messages import Answer
 from splitveil.common.wire.status import error_from, status_for
-from splitveil.common.wire.tensor_codec import TensorMessage
 from tests.peers import InProcessPeer
 from tests.runs import Parties, build_parties, run_in_process
 from tests.stored import same, stored
@@ -34,7 +34,7 @@ EPOCHS = "contract.epochs=8"
 class UnhurriedPeer(InProcessPeer):
     """Asks for the next answer when the leak monitor has measured the last one."""
 
-    def receive_gradient(self) -> TensorMessage:
+    def receive_gradient(self) -> Answer:
         recorder = self._session._observer
         assert isinstance(recorder, ActiveRecorder)
         assert recorder._leaks is not None

@@ -7,11 +7,14 @@ import torch
 
 from splitveil.active_party.run.session import Stage
 from splitveil.common.errors import Interrupted, InvalidMessage, PeerError
-from splitveil.common.wire.audit_codec import AuditQuestion
-from splitveil.common.wire.tensor_codec import BatchHeader, TensorMessage
+from splitveil.common.run.messages import (
+    Answer,
+    AuditQuestion,
+    LeaveReason,
+    Offer,
+    Opening,
+)
 from splitveil.passive_party.label_free_audit import GatheredScores
-from splitveil.passive_party.peer import Offer, Opening
-from splitveil.protos import split_learning_pb2 as pb
 from tests.peers import InProcessPeer
 from tests.runs import build_parties, run_in_process, write_example
 
@@ -19,7 +22,7 @@ from tests.runs import build_parties, run_in_process, write_example
 class ListeningPeer(InProcessPeer):
     """Remembers the goodbyes."""
 
-    def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
+    def leave(self, run_id: str, reason: LeaveReason) -> None:
         self.goodbyes = [*getattr(self, "goodbyes", []), reason]
 
 
@@ -35,10 +38,9 @@ class UnreachedPeer(ListeningPeer):
 class ConfusedPeer(ListeningPeer):
     """Answers with the gradient of another step."""
 
-    def receive_gradient(self) -> TensorMessage:
+    def receive_gradient(self) -> Answer:
         reply = super().receive_gradient()
-        header = BatchHeader(**(vars(reply.header) | {"step": 7}))
-        return TensorMessage(header, reply.values)
+        return Answer(reply.batch._replace(step=7), reply.values)
 
 
 class AuditsAtTheEnd:
@@ -91,4 +93,4 @@ def test_a_peer_that_breaks_a_rule_is_not_left_waiting(tmp_path: Path) -> None:
     peer = ConfusedPeer(parties.session, parties.engine)
     with pytest.raises(InvalidMessage, match="epoch 1 step 1"):
         parties.run.run(peer)
-    assert peer.goodbyes == [pb.LEAVE_REASON_FAILED]
+    assert peer.goodbyes == [LeaveReason.FAILED]

@@ -26,10 +26,9 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.run.course import Batch
+from splitveil.common.run.messages import Activation, Answer, LeaveReason
 from splitveil.common.text.upper_bounds import at_most
 from splitveil.common.wire.status import error_from, status_for
-from splitveil.common.wire.tensor_codec import TensorMessage
-from splitveil.protos import split_learning_pb2 as pb
 from tests.peers import FaultyPeer, InProcessPeer
 from tests.runs import Parties, build_parties, run_in_process
 
@@ -45,15 +44,15 @@ def parties_with(folder: Path, *active: str) -> Parties:
 class StopsAtFirstStep(InProcessPeer):
     """Keeps the first training message instead of sending it."""
 
-    def receive_gradient(self) -> TensorMessage:
+    def receive_gradient(self) -> Answer:
         raise Interrupted
 
     @property
-    def kept(self) -> TensorMessage:
+    def kept(self) -> Activation:
         assert self._sent is not None
         return self._sent
 
-    def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
+    def leave(self, run_id: str, reason: LeaveReason) -> None:
         """Leave without a word: the session stays open for the test."""
 
 

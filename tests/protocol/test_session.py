@@ -1,6 +1,7 @@
 """The rules of a run, on the session object itself: no wire."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,8 @@ from splitveil.common.errors import (
     OutOfStep,
     PeerLeft,
 )
-from splitveil.common.wire.tensor_codec import BatchHeader, TensorMessage
+from splitveil.common.run.messages import Activation, Answer, LeaveReason
 from splitveil.passive_party.run import PassiveRun
-from splitveil.protos import split_learning_pb2 as pb
 from tests.peers import FaultyPeer, InProcessPeer
 from tests.runs import Parties, build_parties, run_in_process, write_example
 
@@ -24,19 +24,19 @@ from tests.runs import Parties, build_parties, run_in_process, write_example
 class StopsAtFirstStep(InProcessPeer):
     """Keeps the first training message instead of sending it."""
 
-    def receive_gradient(self) -> TensorMessage:
+    def receive_gradient(self) -> Answer:
         raise Interrupted
 
     @property
-    def kept(self) -> TensorMessage:
+    def kept(self) -> Activation:
         assert self._sent is not None
         return self._sent
 
-    def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
+    def leave(self, run_id: str, reason: LeaveReason) -> None:
         """Leave without a word: the session stays open for the test."""
 
 
-def at_first_step(folder: Path, *overrides: str) -> tuple[Parties, TensorMessage]:
+def at_first_step(folder: Path, *overrides: str) -> tuple[Parties, Activation]:
     """Bring two parties to the first training step; return its message, not yet sent."""
     parties = build_parties(folder, overrides, [o for o in overrides if o.startswith("contract.")])
     peer = StopsAtFirstStep(parties.session, parties.engine)
@@ -45,9 +45,8 @@ def at_first_step(folder: Path, *overrides: str) -> tuple[Parties, TensorMessage
     return parties, peer.kept
 
 
-def with_header(message: TensorMessage, **changes: object) -> TensorMessage:
-    fields = dict(vars(message.header)) | changes
-    return TensorMessage(BatchHeader(**fields), message.values)
+def with_header(message: Activation, **changes: Any) -> Activation:
+    return Activation(message.batch._replace(**changes), message.values)
 
 
 def test_a_run_trains_both_halves_and_evaluates_each_epoch(example: Path) -> None:
@@ -137,7 +136,7 @@ def test_a_repeated_step_gets_the_stored_answer_and_other_bytes_get_none(example
     again = parties.session.exchange(message)
     assert torch.equal(first.values, again.values)
     assert len(parties.active.losses) == 1
-    other = TensorMessage(message.header, message.values + 1)
+    other = Activation(message.batch, message.values + 1)
     with pytest.raises(OutOfStep, match="other bytes"):
         parties.session.exchange(other)
 
@@ -145,9 +144,9 @@ def test_a_repeated_step_gets_the_stored_answer_and_other_bytes_get_none(example
 def test_a_repeated_step_is_compared_by_its_bits_not_by_its_values(example: Path) -> None:
     parties, message = at_first_step(example)
     zeros = torch.zeros_like(message.values)
-    parties.session.exchange(TensorMessage(message.header, zeros))
+    parties.session.exchange(Activation(message.batch, zeros))
     with pytest.raises(OutOfStep, match="other bytes"):
-        parties.session.exchange(TensorMessage(message.header, -zeros))
+        parties.session.exchange(Activation(message.batch, -zeros))
 
 
 @pytest.mark.parametrize(
@@ -156,7 +155,7 @@ def test_a_repeated_step_is_compared_by_its_bits_not_by_its_values(example: Path
         {"run_id": "another"},
         {"epoch": 1},
         {"step": 1},
-        {"split": pb.SPLIT_TEST},
+        {"split": "test"},
         {"positions_digest": b"0" * 16},
     ],
 )
@@ -174,13 +173,13 @@ def test_held_out_rows_cannot_be_asked_for_as_training_rows_or_early(example: Pa
     with pytest.raises(OutOfStep):
         parties.session.evaluate(message)
     with pytest.raises(OutOfStep):
-        parties.session.evaluate(with_header(message, split=pb.SPLIT_TEST))
+        parties.session.evaluate(with_header(message, split="test"))
 
 
 def test_a_batch_with_too_few_rows_is_refused(example: Path) -> None:
     parties, message = at_first_step(example)
     with pytest.raises(OutOfStep, match="63 rows"):
-        parties.session.exchange(TensorMessage(message.header, message.values[:-1]))
+        parties.session.exchange(Activation(message.batch, message.values[:-1]))
 
 
 def test_different_contracts_are_named_field_by_field_and_end_both(example: Path) -> None:
@@ -264,8 +263,8 @@ def test_early_stopping_ends_both_sides_after_the_epoch(example: Path) -> None:
 def test_a_peer_that_leaves_early_ends_the_run_with_the_reason(example: Path) -> None:
     parties, _ = at_first_step(example)
     with pytest.raises(OutOfStep):
-        parties.session.leave("another run", pb.LEAVE_REASON_INTERRUPTED)
-    parties.session.leave(parties.session.run_id, pb.LEAVE_REASON_INTERRUPTED)
+        parties.session.leave("another run", LeaveReason.INTERRUPTED)
+    parties.session.leave(parties.session.run_id, LeaveReason.INTERRUPTED)
     assert isinstance(parties.session.error, PeerLeft)
 
 

@@ -25,11 +25,10 @@ from splitveil.common.models.factory import build_top_model
 from splitveil.common.models.settings import ConvModel, MlpModel, ModelSettings, WideDeepModel
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.run.messages import Answer, AuditQuestion
 from splitveil.common.run.sample_order import positions_digest
 from splitveil.common.settings import validate
 from splitveil.common.text.upper_bounds import at_most
-from splitveil.common.wire.audit_codec import AuditQuestion
-from splitveil.common.wire.tensor_codec import TensorMessage
 from tests.peers import InProcessPeer
 from tests.runs import Parties, build_parties, run_in_process, run_over_grpc
 from tests.several import build_several, write_several
@@ -93,13 +92,13 @@ def test_labels_are_whole_numbers_by_count_or_as_they_are_listed(tmp_path: Path)
         (
             ["bus", "opel", "van"],
             ("bus", "tram", "van", "opel", "bike", "tram"),
-            "data.classes names in rows 2, 5, 6 (3 in all); found 2 different values there",
+            "data.classes in rows 2, 5, 6 (3 in all); found 2 distinct values there",
         ),
         (3, ("0", "1", "2", "3"), "expected a whole number from 0 to 2 in row 4"),
         (3, ("0", "1", "2", "1.5"), "expected a whole number from 0 to 2 in row 4"),
         (["bus", "opel", "van"], ("bus", " ", "van", "opel"), "in row 2"),
-        (["bus", "opel", "van"], ("bus", "bus", "opel"), "no row is of class 'van'"),
-        (4, ("0", "1", "3"), "no row is of class '2'"),
+        (["bus", "opel", "van"], ("bus", "bus", "opel"), "no row has class 'van'"),
+        (4, ("0", "1", "3"), "no row has class '2'"),
     ],
 )
 def test_labels_that_do_not_fit_are_counted_and_not_told(
@@ -117,7 +116,7 @@ def test_labels_that_do_not_fit_are_counted_and_not_told(
     [
         ({"classes": 2}, "greater than or equal to 3"),
         ({"classes": ["a", "b"]}, "at least 3"),
-        ({"classes": ["a", "b", "a"]}, "named once"),
+        ({"classes": ["a", "b", "a"]}, "only once"),
         ({"classes": 101}, "less than or equal to 100"),
         ({"classes": [0.5, 1, 2]}, "valid string"),
         ({"classes": 3, "positive_label": "x"}, "positive_label is for two classes"),
@@ -144,7 +143,7 @@ def test_columns_on_disk_hold_the_same_labels(example: Path, tmp_path: Path) -> 
     assert len(list(tmp_path.glob("active.csv-*"))) == 1
     wrong = [*cached, "data.classes=[bus, opel, saab, tram]"]
     settings = load_party_settings(ActiveSettings, example / "active.yaml", wrong)
-    with pytest.raises(DataError, match="found 1 different value there"):
+    with pytest.raises(DataError, match="found 1 distinct value there"):
         PartyData.load(settings.data, example)
 
 
@@ -287,7 +286,7 @@ class DiesAt(InProcessPeer):
     at = 0
     _calls = 0
 
-    def receive_gradient(self) -> TensorMessage:
+    def receive_gradient(self) -> Answer:
         self._calls += 1
         reply = super().receive_gradient()
         if self._calls == self.at:

@@ -18,7 +18,7 @@ from splitveil.active_party.assembly import TrainerBuilder as TopBuilder
 from splitveil.active_party.defenses import build_defense
 from splitveil.active_party.defenses.settings import MarvellDefense, PowerRatio
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
-from splitveil.active_party.run.session import Opening, Stage
+from splitveil.active_party.run.session import Stage
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.alignment import Share, channel_pair, receive_share, share_frames
 from splitveil.common.errors import (
@@ -34,14 +34,18 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import Batch
+from splitveil.common.run.messages import (
+    Activation,
+    Answer,
+    AuditQuestion,
+    Course,
+    LeaveReason,
+    Opening,
+)
 from splitveil.common.run.sample_order import positions_digest
 from splitveil.common.storage.run_store import RunStore
-from splitveil.common.wire.audit_codec import AuditQuestion
 from splitveil.common.wire.limits import ALIGN_FRAME_BYTES, check_fields
-from splitveil.common.wire.tensor_codec import TensorMessage
 from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
-from splitveil.passive_party.peer import Opening as PeerOpening
-from splitveil.protos import split_learning_pb2 as pb
 from tests.runs import CPU, ActiveRecording
 from tests.several import (
     NAMES,
@@ -160,7 +164,7 @@ class Slow(PartyPeer):
 
     _calls = 0
 
-    def receive_gradient(self) -> TensorMessage:
+    def receive_gradient(self) -> Answer:
         self._calls += 1
         if self._calls == 3:
             time.sleep(0.7)  # longer than a waiting call sleeps between two looks
@@ -181,7 +185,7 @@ class Held(PartyPeer):
     may_go: threading.Event
     _calls = 0
 
-    def receive_gradient(self) -> TensorMessage:
+    def receive_gradient(self) -> Answer:
         self._calls += 1
         if self._calls == 3:
             self.may_go.wait(HANGS_AFTER_S)
@@ -213,7 +217,7 @@ def test_a_party_that_leaves_ends_the_run_of_all_by_name(three: Path) -> None:
     several, stuck = build_several(three), held()
     threads = [start(several, "ash"), start(several, "birch", stuck), start(several, "cedar")]
     wait_until(lambda: len(several.seen.losses) == 2)
-    several.session.leave(several.session.run_id, pb.LEAVE_REASON_INTERRUPTED, "birch")
+    several.session.leave(several.session.run_id, LeaveReason.INTERRUPTED, "birch")
     stuck.may_go.set()
     finish(threads)
     assert "'birch' was stopped" in str(several.session.error)
@@ -240,19 +244,19 @@ class Dies(PartyPeer):
         if after is self.after and self._calls == self.at:
             raise Lost
 
-    def receive_gradient(self) -> TensorMessage:
+    def receive_gradient(self) -> Answer:
         self._count(after=False)
         reply = super().receive_gradient()
         self._count(after=True)
         return reply
 
-    def evaluate(self, message: TensorMessage) -> "pb.Course":
+    def evaluate(self, activation: Activation) -> Course:
         self._count(after=False)
-        course = super().evaluate(message)
+        course = super().evaluate(activation)
         self._count(after=True)
         return course
 
-    def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
+    def leave(self, run_id: str, reason: LeaveReason) -> None:
         """A killed process says nothing."""
 
 
@@ -311,7 +315,7 @@ def test_a_party_that_is_killed_before_its_last_answer_takes_all_back(
 class Twice(PartyPeer):
     """Loses the first answer to each handshake."""
 
-    def handshake(self, *question: Any) -> PeerOpening:
+    def handshake(self, *question: Any) -> Opening:
         first, again = super().handshake(*question), super().handshake(*question)
         assert again == first
         return again

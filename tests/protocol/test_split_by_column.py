@@ -159,7 +159,7 @@ def test_a_run_goes_on_with_the_same_split_and_not_with_another(tmp_path: Path) 
     other = [row.replace(",validation", ",test") for row in rows]
     (tmp_path / "active.csv").write_text("\n".join([header, *other]) + "\n")
     changed = build_parties(tmp_path, halfway, halfway, runs=tmp_path / "runs")
-    with pytest.raises(DataError, match="are not those that the run began with"):
+    with pytest.raises(DataError, match="are not those that the run was started with"):
         changed.session.reopen()
 
 

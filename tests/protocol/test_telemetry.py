@@ -27,13 +27,13 @@ from splitveil.common.party.transcript import Transcript
 from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.record.training_progress import TrainingProgress
+from splitveil.common.storage.model_files import save_tensors
 from splitveil.common.storage.run_folder import (
     open_run_folder,
     write_bytes_atomically,
     write_json_atomically,
     write_text_atomically,
 )
-from splitveil.common.storage.run_store import save_tensors
 from splitveil.common.text.log_lines import configure_logging
 
 _LEAK = {"cut": {"norm": {"q95": 0.91, "mean": 0.8, "last_epoch": 0.75, "random_q95": 0.54321}}}

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from splitveil.common.alignment import AlignChannel, TriedIds, channel_pair, file_of_count
-from splitveil.common.alignment.ecdh import EcdhEngine, EcdhSession
+from splitveil.common.alignment.ecdh import EcdhEngine, EcdhExchange
 from splitveil.common.errors import (
     AlignmentError,
     PeerError,
@@ -19,9 +19,9 @@ from splitveil.common.errors import (
     SplitveilError,
     StorageError,
 )
+from splitveil.common.run.messages import Offer, Opening
 from splitveil.common.storage.run_folder import open_run_folder
 from splitveil.passive_party.grpc_peer import GrpcPeer
-from splitveil.passive_party.peer import Offer, Opening
 from tests.peers import InProcessPeer
 from tests.runs import build_parties, run_in_process, serving
 
@@ -40,7 +40,7 @@ def guesses() -> list[list[str]]:
 
 def probe(ids: list[str], channel: AlignChannel, run_id: str, nonce: bytes) -> set[str]:
     """Exchange ids as the protocol says, but keep the tags to itself, and hang up."""
-    session: EcdhSession = ENGINE.start(ids, nonce=nonce, run_id=run_id)
+    session: EcdhExchange = ENGINE.start(ids, nonce=nonce, run_id=run_id)
     channel.send(session.hello())
     session.receive(channel.receive())
     for frame in session.own_frames():
@@ -127,8 +127,8 @@ def test_an_active_party_that_breaks_off_and_comes_again_learns_three_sets_and_n
     assert peer.learned == expected
     told = [r.getMessage() for r in caplog.records if "broke off" in r.getMessage()]
     assert told == [
-        f"the exchange of ids with active broke off; it has tried {tried} ids in {n} exchanges, "
-        "of at most 1,800 in 30"
+        f"the exchange of ids with active broke off; it has now tried {tried} ids in {n} "
+        "exchanges, of at most 1,800 in 30"
         for n, tried in ((1, "600"), (2, "1,200"), (3, "1,800"))
     ]
 
@@ -256,7 +256,7 @@ def test_small_exchanges_are_bounded_by_their_number() -> None:
 def test_a_damaged_count_is_no_count_of_nothing(tmp_path: Path, text: str) -> None:
     path = tmp_path / "count"
     path.write_text(text)
-    with pytest.raises(StorageError, match="expected the count of the ids"):
+    with pytest.raises(StorageError, match="expected the number of ids"):
         TriedIds(CAP, path=path)
 
 

@@ -15,11 +15,11 @@ from splitveil.active_party.defenses import AnswerKeys
 from splitveil.active_party.ledger.earlier_ledgers import LEDGER
 from splitveil.active_party.report.run_files import read_run
 from splitveil.active_party.report.verdict import guarantee_of
-from splitveil.active_party.run.session import ActiveSession, Offer
+from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.common.errors import BudgetExhausted, OtherAnswer, PeerLeft
-from splitveil.common.storage.run_store import save_tensors
-from splitveil.protos import split_learning_pb2 as pb
+from splitveil.common.run.messages import LeaveReason, Offer
+from splitveil.common.storage.model_files import save_tensors
 from tests.peers import InProcessPeer, Lost, dying
 from tests.runs import Parties, build_parties, run_in_process
 from tests.several import build_several, write_several
@@ -61,7 +61,7 @@ def go_back(session: ActiveSession, place: int = 0) -> None:
 
 
 def leave(session: ActiveSession) -> None:
-    session.leave(session.run_id, pb.LEAVE_REASON_INTERRUPTED)
+    session.leave(session.run_id, LeaveReason.INTERRUPTED)
     assert isinstance(session.error, PeerLeft)
 
 
@@ -195,7 +195,7 @@ class Steps(InProcessPeer):
         Steps.left -= 1
         return super().receive_gradient()
 
-    def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
+    def leave(self, run_id: str, reason: LeaveReason) -> None:
         """Say nothing: it was killed."""
 
 

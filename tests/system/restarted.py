@@ -25,8 +25,9 @@ from splitveil.common.party.command_line import draw_nonce
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.storage.model_files import save_model
 from splitveil.common.storage.run_folder import write_json_atomically
-from splitveil.common.storage.run_store import RunStore, save_model
+from splitveil.common.storage.run_store import RunStore
 from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.recorder import PassiveRecorder

@@ -108,7 +108,7 @@ REFUSALS = {
         [
             "passive.csv: column 'id': 1 missing or empty ids: data rows 4\n",
             "passive.csv: column 'id': 1 duplicate ids: data rows 3 (as 1)\n",
-            "passive.csv: column 'id': 2 ids equal to another one once normalised: data rows",
+            "passive.csv: column 'id': 2 ids equal to another id once normalised: data rows",
             " 6 (as 5, differs in white space), 8 (as 7, differs in Unicode form)\n",
         ],
         ["person-", "Zo"],
@@ -142,7 +142,7 @@ REFUSALS = {
     "a row that lost a cell": Refusal(
         "passive",
         lose_cells,
-        ["passive.csv: expected 6 cells in every row, other numbers in row 7\n"],
+        ["passive.csv: expected 6 cells in every row, got another number in row 7\n"],
     ),
     "bytes that are no text": Refusal("active", spoil_encoding, ["active.csv: cannot be read: "]),
 }
@@ -230,8 +230,8 @@ def test_settings_that_cannot_be_used_are_named_all_at_once(tmp_path: Path) -> N
             ],
         ),
         (unprotected, ["active.yaml: security: Field required"]),
-        (public, ["connect: 8.8.8.8:1 is not on loopback, and security.mode is insecure"]),
-        (everywhere, ["listen: 0.0.0.0:1 is not on loopback, and security.mode is insecure"]),
+        (public, ["connect: 8.8.8.8:1 is not on loopback and security.mode is insecure"]),
+        (everywhere, ["listen: 0.0.0.0:1 is not on loopback and security.mode is insecure"]),
     ):
         assert ended.exit_code == 2, ended.output
         assert all(text in ended.output for text in texts), ended.output
@@ -257,7 +257,7 @@ def test_check_prints_the_resolved_settings_and_every_problem(tmp_path: Path) ->
     assert wrong.exit_code == 2, wrong.output
     assert "first_contact_s: 3600.0\n" in wrong.output
     assert f"listen: cannot serve at 127.0.0.1:{port}: " in wrong.output
-    assert "device: cuda:98 was asked for" in wrong.output
+    assert "CUDA device(s) that torch sees, got cuda:98" in wrong.output
     assert "nowhere.csv: there is no such file" in wrong.output
     assert right.exit_code == 0, right.output
     assert "longest_wait_s: 5.0\n" in right.output
@@ -310,12 +310,13 @@ def test_an_empty_and_a_tiny_intersection_end_both_with_the_counts(tmp_path: Pat
         lambda: run(example(tmp_path / "few"), "contract.alignment.min_aligned=361"),
     )
     for exit_codes, pair, counts in (
-        (empty, strange, "0 in common, needed 20\n"),
-        (tiny, few, "360 in common, needed 361\n"),
+        (empty, strange, "0 in common, expected at least 20\n"),
+        (tiny, few, "360 in common, expected at least 361\n"),
     ):
         assert exit_codes == (3, 3), pair.outputs
         for party in pair:
-            assert f"380 own ids, 380 of the other party, {counts}" in party.output, pair.outputs
+            told = f"380 own ids, 380 ids of the other party, {counts}"
+            assert told in party.output, pair.outputs
             assert not party.has_checkpoint
         assert "person-" not in pair.outputs
 
@@ -406,7 +407,7 @@ def test_a_signal_while_aligning_does_not_wait_for_the_last_id(tmp_path: Path) -
     assert by_active == (143, 4), told.outputs
     assert "the peer was stopped by a person or a supervisor\n" in told.passive.output
     assert by_passive == (4, 130), left.outputs
-    assert "the other party ended the exchange of ids" in left.active.output
+    assert "the other party closed the exchange of ids" in left.active.output
     assert not any(party.has_checkpoint for pair in (told, left) for party in pair)
 
 
@@ -443,7 +444,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
             frozen.signal(signal.SIGSTOP)
             wait_until_quiet(stopped)  # an answer that is under way would let it go on and end
             stopped.signal(signal.SIGINT)
-            stopped.wait_until_says("once more to stop at once")
+            stopped.wait_until_says("send the signal again to stop at once")
             stopped.signal(signal.SIGINT)
             return stopped, stopped.wait()
 

@@ -124,7 +124,7 @@ CLAIMS = {
         WEAK_MARVELL,
     ),
     "marvell persistent": Claim(
-        "The leak stays below Φ(1/(k√2)) whatever the epochs",
+        "The leak stays below Φ(1/(k√2)) however many epochs the run has",
         PERSISTENT_MARVELL,
         of_one_number(2),
         FRESH_MARVELL,

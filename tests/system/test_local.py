@@ -134,7 +134,7 @@ def test_folders_of_the_user_with_our_names_are_left_alone(tmp_path: Path) -> No
     """The user's own model is still found: it lies beside the settings."""
     write_example(tmp_path / "settings")
     (tmp_path / "settings" / "my_models.py").write_text(OWN_BOTTOM)
-    for name in ("common", "protos", "deploy", "active_party", "passive_party"):
+    for name in ("common", "protos", "deploy", "active_party", "passive_party", "splitveil"):
         (tmp_path / "here" / name).mkdir(parents=True)
         for module in ("__init__.py", "__main__.py", "local.py"):
             (tmp_path / "here" / name / module).write_text(f"raise SystemExit('wrong {name}')")

@@ -70,7 +70,7 @@ def test_each_refusal_is_at_once_and_one_line(tmp_path: Path) -> None:
     assert len(told) == 1
     assert "with certificate CN=passive.splitveil: it carries the name of no passive" in told[0]
     (line,) = problems(key.active)
-    assert "private_key.pem has mode 0644, and others may read it: chmod 600 " in line
+    assert "private_key.pem has mode 0644, so that others may read it: chmod 600 " in line
     (line,) = problems(key.passive)
     assert "security.certificate: " in line
     assert line.endswith("certificate.pem: No such file or directory")

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 def test_settings_and_data_pass_the_check(example: str, rows: int, party: str) -> None:
     done = subprocess.run(
         [
-            *(sys.executable, "-m", f"{party}_party", "check"),
+            *(sys.executable, "-m", f"splitveil.{party}_party", "check"),
             f"deploy/examples/{example}/{party}.yaml",
             *("--set", "security={mode: insecure}", "--set", f"listen={free_address()}")[
                 : 4 if party == "active" else 2

@@ -156,7 +156,7 @@ def begun_anew_by_settings(both: Both, whole: Outcome) -> None:
     both.start("contract.batch_size=16", "model_seed=3")
     assert both.wait() == (0, 0), both.outputs
     for party in both:
-        assert "the unfinished run (contract, model_seed): beginning anew" in party.said
+        assert "the unfinished run (contract, model_seed): starting over" in party.said
         assert party.folder.with_name(f"{party.party}.previous-1").is_dir()
     with pytest.raises(AssertionError):
         assert_same(outcome(both.active.folder.parents[1]), whole)

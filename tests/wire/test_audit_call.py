@@ -26,10 +26,11 @@ from splitveil.common.errors import (
 )
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
-from splitveil.common.privacy.audit import Observation
 from splitveil.common.privacy.leakage import leak_auc
+from splitveil.common.privacy.observation import Observation
+from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.run.sample_order import positions_digest
-from splitveil.common.wire.audit_codec import AuditQuestion, encode_question
+from splitveil.common.wire.audit_codec import encode_question
 from splitveil.common.wire.endpoint import method_path
 from splitveil.passive_party.label_free_audit import LabelFreeAudit
 from splitveil.passive_party.recorder import PassiveRecorder
@@ -318,7 +319,7 @@ def test_before_an_epoch_is_over_there_is_nothing_to_audit(example: Path) -> Non
 def test_audits_that_cannot_be_meant_are_refused(
     example: Path, settings: Any, file: str, overrides: list[str]
 ) -> None:
-    with pytest.raises(SettingsError, match=r"audits_allowed|names none of"):
+    with pytest.raises(SettingsError, match=r"audits_allowed|expected at least one of"):
         load_party_settings(settings, example / file, overrides)
 
 

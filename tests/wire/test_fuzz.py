@@ -22,10 +22,9 @@ from splitveil.common.errors import (
     SplitveilError,
 )
 from splitveil.common.party.party_settings import ReconnectSettings
-from splitveil.common.wire.audit_codec import AuditQuestion
-from splitveil.common.wire.tensor_codec import TensorAssembler, TensorLimits, TensorMessage
+from splitveil.common.run.messages import Activation, AuditQuestion, Course, LeaveReason, Offer
+from splitveil.common.wire.tensor_codec import TensorAssembler, TensorLimits
 from splitveil.passive_party.grpc_peer import GrpcPeer
-from splitveil.passive_party.peer import Offer
 from splitveil.protos import split_learning_pb2 as pb
 from tests.mutations import (
     METHODS,
@@ -147,9 +146,9 @@ def test_a_handshake_under_another_contract_ends_no_run_that_is_under_way(
 class StopsEarly(InProcessPeer):
     """Says after the first held-out batch that the run is over."""
 
-    def evaluate(self, message: TensorMessage) -> "pb.Course":
-        super().evaluate(message)
-        return pb.COURSE_STOP
+    def evaluate(self, activation: Activation) -> Course:
+        super().evaluate(activation)
+        return Course.STOP
 
 
 def test_a_run_is_not_over_in_the_midst_of_an_epoch(example: Path) -> None:
@@ -200,8 +199,8 @@ def question(run_id: str) -> AuditQuestion:
     return AuditQuestion(run_id, 0, "norm", "cut", bytes(16), torch.ones(5))
 
 
-def activation(parties: Parties, frame: bytes) -> TensorMessage:
-    message = TensorAssembler(TensorLimits.of(parties.run.contract)).add(frame)
+def activation(parties: Parties, frame: bytes) -> Activation:
+    message = TensorAssembler.of_activations(TensorLimits.of(parties.run.contract)).add(frame)
     assert message is not None
     return message
 
@@ -213,7 +212,7 @@ def asks(parties: Parties, tape: Tape) -> dict[str, Callable[[GrpcPeer], object]
     engine = build_engine(contract.alignment, AlignmentResources())
 
     def handshake(peer: GrpcPeer) -> None:
-        for offer in (None, Offer(train.header.run_id, (0, 5))):
+        for offer in (None, Offer(train.batch.run_id, frozenset({0, 5}))):
             opening = peer.handshake("passive", contract.canonical_json(), bytes(32), offer)
             assert 0 < len(opening.run_id) <= 64
             assert len(opening.nonce) == len(opening.contract_digest) == 32
@@ -222,23 +221,23 @@ def asks(parties: Parties, tape: Tape) -> dict[str, Callable[[GrpcPeer], object]
     def train_step(peer: GrpcPeer) -> None:
         peer.send_activation(train)
         gradient = peer.receive_gradient()
-        assert gradient.header == train.header
+        assert gradient.batch == train.batch
         assert gradient.values.shape[1:] == contract.cut_shape
         assert bool(gradient.values.isfinite().all())
 
     def evaluate(peer: GrpcPeer) -> None:
-        assert peer.evaluate(held_out) in (pb.COURSE_CONTINUE, pb.COURSE_STOP)
+        assert peer.evaluate(held_out) in (Course.CONTINUE, Course.STOP)
 
     def audit(peer: GrpcPeer) -> None:
-        assert 0.5 <= peer.audit(question(train.header.run_id)) <= 1
+        assert 0.5 <= peer.audit(question(train.batch.run_id)) <= 1
 
     def ids(peer: GrpcPeer) -> None:
         names = [f"person-{n}" for n in range(30)]
-        align(engine, names, peer.open_alignment(), nonce=bytes(32), run_id=train.header.run_id)
+        align(engine, names, peer.open_alignment(), nonce=bytes(32), run_id=train.batch.run_id)
         peer.close_alignment()
 
     def leave(peer: GrpcPeer) -> None:
-        peer.leave(train.header.run_id, pb.LEAVE_REASON_FINISHED)
+        peer.leave(train.batch.run_id, LeaveReason.FINISHED)
 
     return {"Handshake": handshake, "Train": train_step, "Evaluate": evaluate, "Audit": audit,
             "Align": ids, "Leave": leave}  # fmt: skip

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from splitveil.active_party.run.audit_desk import AuditDesk
 from splitveil.common.alignment import ristretto
-from splitveil.common.alignment.ecdh import EcdhEngine, EcdhSession
+from splitveil.common.alignment.ecdh import EcdhEngine, EcdhExchange
 from splitveil.common.alignment.ristretto import NotInGroupError
 from splitveil.common.errors import (
     AlignmentError,
@@ -193,12 +193,12 @@ def engine() -> EcdhEngine:
     return EcdhEngine(min_aligned=1, max_set_size=1000, workers=0)
 
 
-def session(engine: EcdhEngine, first: int) -> EcdhSession:
+def session(engine: EcdhEngine, first: int) -> EcdhExchange:
     ids = [f"person-{n}" for n in range(first, first + 8)]
     return engine.start(ids, nonce=bytes([first]) * 32, run_id="run")
 
 
-def frames_of(engine: EcdhEngine) -> tuple[EcdhSession, list[bytes]]:
+def frames_of(engine: EcdhEngine) -> tuple[EcdhExchange, list[bytes]]:
     """Let two parties meet; return one with nothing received, and what the other sends to it."""
     one, other = session(engine, 1), session(engine, 4)
     sent = [other.hello()]
@@ -301,13 +301,13 @@ def test_any_scores_are_measured_or_refused(scores: bytes) -> None:
 def test_any_fields_make_a_right_tensor_or_none(frame: pb.TensorFrame) -> None:
     limits = TensorLimits((3,), "float32", 4, 1024, 256)
     try:
-        message = TensorAssembler(limits).add(frame.SerializeToString())
+        message = TensorAssembler.of_activations(limits).add(frame.SerializeToString())
     except ProtocolError:
         return
     if message is not None:
         assert message.values.shape == (frame.rows, 3)
         assert bool(message.values.isfinite().all())
-        assert len(message.header.run_id) <= 64
+        assert len(message.batch.run_id) <= 64
 
 
 WORDS = ("contract-mismatch", "invalid-message", "stopped", "internal", "nonsense", "")

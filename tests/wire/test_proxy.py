@@ -14,6 +14,7 @@ from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.wire.endpoint import open_channel
 from splitveil.common.wire.http_proxy import HttpProxy, proxy_of_environment
+from splitveil.passive_party.assembly import http_proxy
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.settings import PassiveSettings
 from tests.certificates import files, make, use
@@ -135,7 +136,7 @@ def test_plain_text_goes_through_no_proxy(example: Path) -> None:
 def test_the_setting_is_refused_with_plain_text_and_taken_with_mtls(
     example: Path, trusted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(SettingsError, match="plain text goes through no proxy") as caught:
+    with pytest.raises(SettingsError, match="plain text may not use a proxy") as caught:
         load_party_settings(PassiveSettings, example / "passive.yaml", ["proxy=environment"])
     assert caught.value.exit_code == 2
     write_example(tmp_path)
@@ -143,8 +144,8 @@ def test_the_setting_is_refused_with_plain_text_and_taken_with_mtls(
     name_proxy(monkeypatch, "grpc_proxy", 3128)
     plain = load_party_settings(PassiveSettings, tmp_path / "passive.yaml")
     asked = load_party_settings(PassiveSettings, tmp_path / "passive.yaml", ["proxy=environment"])
-    assert plain.http_proxy() is None
-    assert str(asked.http_proxy()) == "127.0.0.1:3128"
+    assert http_proxy(plain) is None
+    assert str(http_proxy(asked)) == "127.0.0.1:3128"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from splitveil.active_party.run.session import Stage
 from splitveil.active_party.serving.service import ActiveService
-from splitveil.common.alignment import AlignmentEngine, AlignmentSession, Splits
+from splitveil.common.alignment import AlignmentEngine, AlignmentExchange, Splits
 from splitveil.common.errors import (
     AlignmentError,
     ContractMismatch,
@@ -23,10 +23,10 @@ from splitveil.common.errors import (
     SettingsError,
 )
 from splitveil.common.party.party_settings import ReconnectSettings
+from splitveil.common.run.messages import Activation, Answer, LeaveReason, Offer, Opening
 from splitveil.common.wire.endpoint import SERVICE, channel_options, method_path
-from splitveil.common.wire.tensor_codec import TensorLimits, TensorMessage, encode_tensor
+from splitveil.common.wire.tensor_codec import TensorLimits, encode_activation
 from splitveil.passive_party.grpc_peer import GrpcPeer
-from splitveil.passive_party.peer import Offer, Opening
 from splitveil.protos import split_learning_pb2 as pb
 from tests.runs import (
     Parties,
@@ -83,7 +83,7 @@ class BreakingPeer(GrpcPeer):
 
     count = 0
 
-    def receive_gradient(self) -> TensorMessage:
+    def receive_gradient(self) -> Answer:
         self.count += 1
         if self.count % 3 == 0 and self._train is not None:
             self._train._call.cancel()
@@ -141,9 +141,9 @@ def test_a_peer_that_never_comes_is_given_up_after_max_s(example: Path, port: in
 class ImpatientFromTheFirstStep(GrpcPeer):
     """Until then it has the patience of its settings, which a slow machine may need."""
 
-    def send_activation(self, message: TensorMessage) -> None:
+    def send_activation(self, activation: Activation) -> None:
         self._reconnect = ReconnectSettings(max_s=1, first_wait_s=0.1, deadline_s=1)
-        super().send_activation(message)
+        super().send_activation(activation)
 
 
 def test_a_peer_that_takes_messages_and_never_answers_is_given_up(example: Path, port: int) -> None:
@@ -232,7 +232,7 @@ def test_the_standard_health_service_answers(example: Path, port: int) -> None:
 class AtFirstStep(GrpcPeer):
     """Stops at the first training step and keeps its message."""
 
-    kept: TensorMessage
+    kept: Activation
 
     def handshake(
         self, party: str, canonical_contract: str, commitment: bytes, offer: Offer | None = None
@@ -240,18 +240,18 @@ class AtFirstStep(GrpcPeer):
         self.opening = super().handshake(party, canonical_contract, commitment, offer)
         return self.opening
 
-    def send_activation(self, message: TensorMessage) -> None:
-        self.kept = message
+    def send_activation(self, activation: Activation) -> None:
+        self.kept = activation
         raise KeyboardInterrupt
 
-    def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
+    def leave(self, run_id: str, reason: LeaveReason) -> None:
         """Leave without a word, so that the session stays open."""
 
 
 @pytest.fixture
 def at_first_step(
     example: Path, port: int
-) -> Iterator[tuple[Parties, ActiveService, TensorMessage, grpc.Channel]]:
+) -> Iterator[tuple[Parties, ActiveService, Activation, grpc.Channel]]:
     parties = build_parties(example)
     contract, reconnect = parties.run.contract, parties.passive_settings.reconnect
     options = channel_options(contract)
@@ -304,12 +304,12 @@ BAD_FRAMES: list[tuple[Callable[[bytes], bytes], grpc.StatusCode]] = [
 
 @pytest.mark.parametrize(("spoil", "code"), BAD_FRAMES)
 def test_a_bad_message_gets_its_status_and_leaves_the_session_unharmed(
-    at_first_step: tuple[Parties, ActiveService, TensorMessage, grpc.Channel],
+    at_first_step: tuple[Parties, ActiveService, Activation, grpc.Channel],
     spoil: Callable[[bytes], bytes],
     code: grpc.StatusCode,
 ) -> None:
     parties, service, message, channel = at_first_step
-    (frame,) = encode_tensor(message, TensorLimits.of(parties.run.contract))
+    (frame,) = encode_activation(message, TensorLimits.of(parties.run.contract))
     if len(spoil(frame)) > 1_200_000:
         with grpc.insecure_channel(f"127.0.0.1:{service_port(channel)}") as wide:
             refuse(wide, spoil(frame), code)
@@ -333,10 +333,10 @@ def service_port(channel: grpc.Channel) -> int:
 
 
 def test_the_peer_reads_fixed_sentences_only(
-    at_first_step: tuple[Parties, ActiveService, TensorMessage, grpc.Channel],
+    at_first_step: tuple[Parties, ActiveService, Activation, grpc.Channel],
 ) -> None:
     parties, _, message, channel = at_first_step
-    (frame,) = encode_tensor(message, TensorLimits.of(parties.run.contract))
+    (frame,) = encode_activation(message, TensorLimits.of(parties.run.contract))
     sentences = set()
     for step in (5, 6):
         with pytest.raises(grpc.RpcError) as caught:
@@ -348,7 +348,7 @@ def test_the_peer_reads_fixed_sentences_only(
 def test_a_fault_of_this_party_is_not_described_to_the_peer(example: Path, port: int) -> None:
     parties = build_parties(example)
 
-    def break_down(*_: object) -> TensorMessage:
+    def break_down(*_: object) -> Activation:
         raise ValueError("secret detail")
 
     parties.session.exchange = break_down  # type: ignore[method-assign, assignment]
@@ -366,7 +366,7 @@ class DisagreeingEngine:
 
     def start(
         self, ids: Sequence[str], *, nonce: bytes, run_id: str, splits: Splits | None = None
-    ) -> AlignmentSession:
+    ) -> AlignmentExchange:
         session = self._engine.start(ids, nonce=nonce, run_id=run_id, splits=splits)
         receive = session.receive
 

@@ -26,9 +26,9 @@ from splitveil.common.errors import (
 )
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.transcript import Crossing, Transcript
+from splitveil.common.run.messages import Activation, Answer, LeaveReason
 from splitveil.common.wire.endpoint import method_path
 from splitveil.common.wire.limits import PARTY_KEY
-from splitveil.common.wire.tensor_codec import TensorMessage
 from splitveil.deploy.certs import make_certificates
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
@@ -101,7 +101,7 @@ class Peer(GrpcPeer):
         self._calls = 0
         self._is_lost = False
 
-    def receive_gradient(self) -> TensorMessage:
+    def receive_gradient(self) -> Answer:
         self._calls += 1
         if self._calls == 3:
             try:
@@ -111,7 +111,7 @@ class Peer(GrpcPeer):
                 raise
         return super().receive_gradient()
 
-    def leave(self, run_id: str, reason: "pb.LeaveReason") -> None:
+    def leave(self, run_id: str, reason: LeaveReason) -> None:
         """Say goodbye, unless it was killed."""
         if not self._is_lost:
             super().leave(run_id, reason)
@@ -180,7 +180,7 @@ def test_parties_whose_deadlines_pass_while_they_wait_ask_again(
     several, may_go = build_several(three, [*EVERY_2, HASTY], MARVELL), threading.Event()
     asked, exchange = Counter[str](), several.session.exchange
 
-    def counted(message: TensorMessage, party: str, is_listening: Callable[[], bool]) -> Any:
+    def counted(message: Activation, party: str, is_listening: Callable[[], bool]) -> Any:
         asked[party] += 1
         return exchange(message, party, is_listening)
 
@@ -294,7 +294,7 @@ def test_a_certificate_lets_its_own_party_in_and_no_other(
                 ) as peer,
                 pytest.raises(PeerUntrusted, match="does not accept"),
             ):
-                peer.leave(several.session.run_id, pb.LEAVE_REASON_FAILED)
+                peer.leave(several.session.run_id, LeaveReason.FAILED)
         assert several.session.error is None
         finish(
             [

@@ -6,16 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitveil.common.errors import InvalidMessage, ProtocolError, TooLarge
-from splitveil.common.wire.tensor_codec import (
-    BatchHeader,
-    TensorAssembler,
-    TensorLimits,
-    TensorMessage,
-    encode_tensor,
-)
+from splitveil.common.run.messages import Activation, BatchId
+from splitveil.common.wire.tensor_codec import TensorAssembler, TensorLimits, encode_activation
 from splitveil.protos import split_learning_pb2 as pb
 
-HEADER = BatchHeader("run", 2, 7, pb.SPLIT_TRAIN, b"digest-of-rows--")
+HEADER = BatchId("run", 2, 7, "train", b"digest-of-rows--")
 
 
 def limits(**changes: object) -> TensorLimits:
@@ -36,7 +31,7 @@ def values(rows: int = 5) -> torch.Tensor:
 def frame(**changes: object) -> bytes:
     """One correct frame, with some fields changed."""
     fields = pb.TensorFrame.FromString(
-        next(encode_tensor(TensorMessage(HEADER, values()), limits()))
+        next(encode_activation(Activation(HEADER, values()), limits()))
     )
     for name, value in changes.items():
         if name == "shape":
@@ -47,8 +42,8 @@ def frame(**changes: object) -> bytes:
     return fields.SerializeToString()
 
 
-def assemble(frames: list[bytes], **changes: object) -> TensorMessage | None:
-    assembler = TensorAssembler(limits(**changes))
+def assemble(frames: list[bytes], **changes: object) -> Activation | None:
+    assembler = TensorAssembler.of_activations(limits(**changes))
     result = None
     for part in frames:
         result = assembler.add(part)
@@ -59,16 +54,16 @@ def assemble(frames: list[bytes], **changes: object) -> TensorMessage | None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_tensor_comes_back_bit_for_bit(rows: int, dtype: str) -> None:
     sent = values(rows).to(getattr(torch, dtype))
-    frames = list(encode_tensor(TensorMessage(HEADER, sent), limits(dtype=dtype)))
+    frames = list(encode_activation(Activation(HEADER, sent), limits(dtype=dtype)))
     received = assemble(frames, dtype=dtype)
     assert received is not None
-    assert received.header == HEADER
+    assert received.batch == HEADER
     assert torch.equal(received.values, sent)
 
 
 def test_the_frames_are_what_the_generated_class_reads_and_writes() -> None:
-    message = TensorMessage(HEADER, values())
-    (ours,) = encode_tensor(message, limits())
+    message = Activation(HEADER, values())
+    (ours,) = encode_activation(message, limits())
     generated = pb.TensorFrame.FromString(ours)
     assert generated.data == values().numpy().tobytes()
     assert list(generated.shape) == [5, 3, 2]
@@ -117,7 +112,7 @@ def test_the_received_tensor_can_be_written_to() -> None:
 def test_a_wrong_frame_is_refused_and_the_next_right_one_is_not(
     changes: dict[str, object], error: type[ProtocolError]
 ) -> None:
-    assembler = TensorAssembler(limits())
+    assembler = TensorAssembler.of_activations(limits())
     with pytest.raises(error):
         assembler.add(frame(**changes))
     after = assembler.add(frame())
@@ -126,7 +121,7 @@ def test_a_wrong_frame_is_refused_and_the_next_right_one_is_not(
 
 
 def chunked() -> list[bytes]:
-    return list(encode_tensor(TensorMessage(HEADER, values(64)), limits()))
+    return list(encode_activation(Activation(HEADER, values(64)), limits()))
 
 
 def test_chunks_must_come_in_order_and_belong_together() -> None:
@@ -141,7 +136,7 @@ def test_chunks_must_come_in_order_and_belong_together() -> None:
 
 
 def test_a_stream_of_first_chunks_holds_one_tensor_at_most() -> None:
-    assembler = TensorAssembler(limits())
+    assembler = TensorAssembler.of_activations(limits())
     for _ in range(100):
         assert assembler.add(chunked()[0]) is None
         with pytest.raises(InvalidMessage):
@@ -157,7 +152,7 @@ def test_a_stream_of_first_chunks_holds_one_tensor_at_most() -> None:
 @given(st.binary(max_size=300))
 def test_random_bytes_are_refused_not_believed(data: bytes) -> None:
     with pytest.raises(ProtocolError):
-        TensorAssembler(limits()).add(data)
+        TensorAssembler.of_activations(limits()).add(data)
 
 
 @settings(max_examples=1000, deadline=None)
@@ -172,7 +167,7 @@ def test_a_mutated_frame_is_refused_or_still_a_legal_tensor(at: int, byte: int, 
         right[:place] + bytes([byte]) + right[place:],
     )[how]
     try:
-        received = TensorAssembler(limits()).add(mutated)
+        received = TensorAssembler.of_activations(limits()).add(mutated)
     except ProtocolError:
         return
     assert received is None or (

@@ -577,7 +577,7 @@ def test_a_damaged_new_certificate_leaves_the_old_one_in_use_and_is_told_once(
                 assert peer.is_ready()
         (line,) = warnings(caplog)
         assert f"{certificate}: expected certificates in PEM form" in line
-        assert "the certificate read before stays in use" in line
+        assert "the previous certificate stays in use" in line
         renew_certificate_from_nothing(folder)
         with peer_of(parties, port, files(folder, "passive")) as peer:
             assert peer.is_ready()

@@ -168,7 +168,7 @@ def test_the_command_checks_one_transcript_or_two(
     lines = passive.read_text().splitlines()
     passive.write_text("\n".join(dropped(lines)) + "\n")
     assert exit_code(str(active), "--against", str(passive)) == 1
-    assert "line 5: the link does not fit the line before" in capsys.readouterr().err
+    assert "line 5: the link does not match the previous line" in capsys.readouterr().err
 
 
 # ---- a file that somebody else has written ----
@@ -241,7 +241,7 @@ def test_another_s_transcript_gets_one_line_and_steers_no_terminal(
     assert "theirs.jsonl: line 1: " in line
     assert len(line) < len(str(theirs)) + 200
     (line,) = shown.out.splitlines()
-    assert "own.jsonl: the chain of 1 entries is whole" in line
+    assert "own.jsonl: the chain of 1 entries is intact" in line
     assert (shown.out + shown.err).replace("\n", "").isprintable()
 
 
@@ -276,5 +276,5 @@ def test_a_line_without_end_is_read_in_bounded_memory(tmp_path: Path) -> None:
         cwd=Path(__file__).parents[2],
     )
     assert ended.returncode == 1, ended.stderr
-    assert "line 1: the line is no entry: expected at most 65,536 bytes\n" in ended.stderr
+    assert "line 1: the line is not an entry: expected at most 65,536 bytes\n" in ended.stderr
     assert "Traceback" not in ended.stderr

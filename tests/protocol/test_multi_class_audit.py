@@ -21,11 +21,11 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.accumulation import standardised
 from splitveil.common.privacy.attacks import ATTACKS, AttackName, BatchAttackName
-from splitveil.common.privacy.audit import LeakAudit, Observation
-from splitveil.common.privacy.class_audit import ClassLeakAudit, ClassObservation
+from splitveil.common.privacy.audit import LeakAudit
+from splitveil.common.privacy.observation import Observation
+from splitveil.common.run.messages import Answer
 from splitveil.common.storage.run_folder import write_json_atomically
 from splitveil.common.storage.run_store import RunStore
-from splitveil.common.wire.tensor_codec import TensorMessage
 from splitveil.passive_party.recorder import PassiveRecorder
 from tests.peers import InProcessPeer
 from tests.runs import build_parties
@@ -38,7 +38,7 @@ ALL = get_args(AttackName)
 NUM_EXAMPLES = 120
 
 
-def observation(audit: ClassLeakAudit, epoch: int, step: int, rows: int = 60) -> ClassObservation:
+def observation(audit: LeakAudit, epoch: int, step: int, rows: int = 60) -> Observation:
     """One batch of noisy gradients of a softmax at two layers; every example once per epoch."""
     generator = torch.Generator().manual_seed(1000 * epoch + step)
     positions = torch.arange(step * rows, (step + 1) * rows)
@@ -59,16 +59,16 @@ def observation(audit: ClassLeakAudit, epoch: int, step: int, rows: int = 60) ->
         positions=positions,
         activations=activations,
     )
-    return audit.observation(seen, SEED, layers)
+    return dataclasses.replace(seen, clues=audit.clues(seen, SEED, layers))
 
 
-def batches(audit: ClassLeakAudit, epochs: int = 3) -> Iterator[ClassObservation]:
+def batches(audit: LeakAudit, epochs: int = 3) -> Iterator[Observation]:
     for epoch, step in itertools.product(range(epochs), range(NUM_EXAMPLES // 60)):
         yield observation(audit, epoch, step)
 
 
-def new_audit(attacks: Sequence[AttackName] = ALL) -> ClassLeakAudit:
-    return ClassLeakAudit(NAMES, attacks, num_examples=NUM_EXAMPLES)
+def new_audit(attacks: Sequence[AttackName] = ALL) -> LeakAudit:
+    return LeakAudit(attacks, num_examples=NUM_EXAMPLES, class_names=NAMES)
 
 
 def leak(labels: np.ndarray, scores: np.ndarray, one: int, other: int | None) -> float:
@@ -99,7 +99,7 @@ def test_a_batch_gets_scikit_learn_s_worst_pairs_and_classes() -> None:
                 assert found[name]["classes"][of_class] == pytest.approx(expected, abs=1e-12)
         by_pair = {}
         for place, of_class in enumerate(NAMES):
-            row = seen.class_rows[place]
+            row = seen.clues[place].reference_row
             assert row is not None
             assert labels[row] == place
             kept = np.arange(len(labels)) != row
@@ -118,7 +118,7 @@ def test_every_attack_is_measured_for_every_class_and_pair() -> None:
     for seen in batches(audit):
         audit.observe(seen)
     audit.end_run()
-    worst, by_class = audit.run_level()
+    worst, by_class = audit.run_figures()
     for layer in ("cut", "first"):
         expected = {n for n, a in ATTACKS.items() if layer == "cut" or a.reads_gradients}
         assert set(audit.summary()[layer]) == set(audit.classes()[layer]) == expected
@@ -147,7 +147,7 @@ def test_oracles_take_each_class_for_the_positives_as_for_two_classes() -> None:
                 1,
                 seen.gradients,
                 (seen.labels == place).float(),
-                hint_rows=tuple(seen.class_hint_rows[place]),
+                {1: seen.clues[place]},
             )
         )
         assert measured is not None
@@ -167,7 +167,7 @@ def test_sums_over_the_run_are_those_of_each_class() -> None:
         places = seen.positions
         assert places is not None
         for c in range(3):
-            row = seen.class_rows[c]
+            row = seen.clues[c].reference_row
             assert row is not None
             direction = rows[row] / rows[row].norm()
             cosines = rows @ direction / rows.norm(dim=1)
@@ -187,7 +187,7 @@ def test_sums_over_the_run_are_those_of_each_class() -> None:
         (i, j): leak(labels[counts[i] > 0], sums[i][counts[i] > 0], i, j)
         for i, j in permutations(range(3), 2)
     }
-    worst, by_class = audit.run_level()
+    worst, by_class = audit.run_figures()
     chosen = max(pairs, key=lambda pair: pairs[pair])
     found = worst["cut"]["accumulated_cosine"]
     assert found["auc"] == pytest.approx(pairs[chosen], abs=1e-9)
@@ -221,27 +221,16 @@ def test_a_batch_without_a_class_is_measured_for_the_others() -> None:
     seen = observation(audit, 0, 0)
     kept = seen.labels != 1
     assert seen.positions is not None
-    seen = audit.observation(
-        Observation(
-            0,
-            0,
-            {layer: rows[kept] for layer, rows in seen.gradients.items()},
-            seen.labels[kept],
-            positions=seen.positions[kept],
-        ),
-        SEED,
-        {layer: rows[kept] for layer, rows in seen.gradients.items()},
-    )
+    rows_kept = {layer: rows[kept] for layer, rows in seen.gradients.items()}
+    seen = Observation(0, 0, rows_kept, seen.labels[kept], positions=seen.positions[kept])
+    seen = dataclasses.replace(seen, clues=audit.clues(seen, SEED, rows_kept))
     measured = audit.observe(seen)
     assert measured is not None
     classes = audit.classes()["cut"]["cosine"]["classes"]
     assert math.isnan(classes["b"])
     assert classes["a"] > 0.5
-    alone = audit.observation(
-        Observation(0, 1, {"cut": torch.randn(5, 8)}, torch.full((5,), 2.0)),
-        SEED,
-        {"cut": torch.randn(5, 8)},
-    )
+    alone = Observation(0, 1, {"cut": torch.randn(5, 8)}, torch.full((5,), 2.0))
+    alone = dataclasses.replace(alone, clues=audit.clues(alone, SEED, alone.gradients))
     assert audit.observe(alone) is None
     assert audit.counts().skipped_one_class == 1
 
@@ -261,19 +250,19 @@ def test_a_stored_audit_goes_on_to_the_same_figures() -> None:
     for audit in (whole, second):
         audit.end_run()
     assert same(second.state_dict(), whole.state_dict())
-    assert second.run_level() == whole.run_level()
+    assert second.run_figures() == whole.run_figures()
     assert second.classes() == whole.classes()
 
 
 @pytest.mark.parametrize(
     ("other", "part"),
     [
-        (ClassLeakAudit((*NAMES, "d"), ALL, num_examples=NUM_EXAMPLES), "4 classes"),
-        (ClassLeakAudit(NAMES, ("norm",), num_examples=NUM_EXAMPLES), "norm"),
-        (ClassLeakAudit(NAMES, ALL, num_examples=7), "7 examples"),
+        (LeakAudit(ALL, num_examples=NUM_EXAMPLES, class_names=(*NAMES, "d")), "4 classes"),
+        (LeakAudit(("norm",), num_examples=NUM_EXAMPLES, class_names=NAMES), "norm"),
+        (LeakAudit(ALL, num_examples=7, class_names=NAMES), "7 examples"),
     ],
 )
-def test_another_audit_s_state_is_refused(other: ClassLeakAudit, part: str) -> None:
+def test_another_audit_s_state_is_refused(other: LeakAudit, part: str) -> None:
     with pytest.raises(ValueError, match=part):
         other.load_state_dict(new_audit().state_dict())
     with pytest.raises(ValueError, match="classes"):
@@ -299,7 +288,7 @@ class DiesAt(InProcessPeer):
 
     _calls = 0
 
-    def receive_gradient(self) -> TensorMessage:
+    def receive_gradient(self) -> Answer:
         self._calls += 1
         reply = super().receive_gradient()
         if self._calls == 5:
@@ -419,7 +408,7 @@ def test_after_a_loss_of_both_parties_their_files_are_the_same(
     broken = tmp_path / "broken"
     with pytest.raises(Lost):
         record(example, broken, f"defense={defense}", connect=DiesAt)
-    assert RunStore(broken / "active", 3).places() == [0, 2, 4]
+    assert RunStore(broken / "active", 3).checkpoints() == [0, 2, 4]
     again = record(example, broken, f"defense={defense}")
     for found, expected in zip(again, whole, strict=True):
         assert without(found.summary, "steps_per_s") == without(expected.summary, "steps_per_s")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from splitveil.common.privacy.class_aucs import class_aucs, worst_pair_leak_auc
 from splitveil.common.privacy.leakage import OneClass, auc
+from splitveil.common.privacy.pair_aucs import pair_aucs, worst_pair_leak_auc
 
 
 def problem(seed: int, *, ties: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -22,7 +22,7 @@ def problem(seed: int, *, ties: bool) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_every_pair_and_every_class_is_that_of_scikit_learn(seed: int, ties: bool) -> None:
     scores, places = problem(seed, ties=ties)
-    found = class_aucs(scores, places, 4)
+    found = pair_aucs(scores, places, 4)
     for i, j in permutations(range(4), 2):
         of_pair = (places == i) | (places == j)
         expected = roc_auc_score(places[of_pair] == i, scores[of_pair])
@@ -33,7 +33,7 @@ def test_every_pair_and_every_class_is_that_of_scikit_learn(seed: int, ties: boo
 
 def test_the_score_of_one_class_is_measured_for_that_class_alone() -> None:
     scores, places = problem(7, ties=True)
-    found, of_one = class_aucs(scores, places, 4), class_aucs(scores, places, 4, of_class=2)
+    found, of_one = pair_aucs(scores, places, 4), pair_aucs(scores, places, 4, of_class=2)
     assert np.array_equal(of_one.pairs[2], found.pairs[2], equal_nan=True)
     assert of_one.one_vs_rest[2] == found.one_vs_rest[2]
     others = [0, 1, 3]
@@ -43,7 +43,7 @@ def test_the_score_of_one_class_is_measured_for_that_class_alone() -> None:
 
 def test_a_class_against_the_rest_is_the_mean_of_its_pairs_and_never_leaks_more() -> None:
     scores, places = problem(4, ties=True)
-    found = class_aucs(scores, places, 4)
+    found = pair_aucs(scores, places, 4)
     sizes = np.bincount(places)
     for i in range(4):
         others = [j for j in range(4) if j != i]
@@ -56,7 +56,7 @@ def test_a_class_against_the_rest_is_the_mean_of_its_pairs_and_never_leaks_more(
 def test_of_two_classes_it_is_the_auc() -> None:
     scores, places = problem(5, ties=True)
     binary = (places == 0).astype(int)
-    found = class_aucs(scores, binary, 2)
+    found = pair_aucs(scores, binary, 2)
     assert found.pairs[1, 0] == auc(scores, binary)
     assert found.one_vs_rest[1] == auc(scores, binary)
     assert found.pairs[0, 1] == pytest.approx(1 - auc(scores, binary), abs=1e-15)
@@ -65,20 +65,20 @@ def test_of_two_classes_it_is_the_auc() -> None:
 def test_the_worst_pair_is_found_whichever_way_its_scores_point() -> None:
     scores = np.array([0.0, 1.0, 5.0, 6.0, -3.0, 2.0, -4.0, 3.0])
     places = np.array([0, 0, 1, 1, 2, 2, 3, 3])
-    assert class_aucs(scores, places, 4).worst_pair() == (0, 1)
+    assert pair_aucs(scores, places, 4).worst_pair() == (0, 1)
     assert worst_pair_leak_auc(scores, places, 4) == 1.0
-    assert class_aucs(-scores, places, 4).worst() == 1.0
+    assert pair_aucs(-scores, places, 4).worst() == 1.0
 
 
 def test_a_class_without_examples_has_no_auc_and_disturbs_no_other() -> None:
     scores, places = problem(6, ties=False)
-    found, more = class_aucs(scores, places, 4), class_aucs(scores, places, 6)
+    found, more = pair_aucs(scores, places, 4), pair_aucs(scores, places, 6)
     assert np.array_equal(more.pairs[:4, :4], found.pairs, equal_nan=True)
     assert np.isnan(more.pairs[4:]).all()
     assert np.isnan(more.one_vs_rest[4:]).all()
     assert more.worst_pair() == found.worst_pair()
     with pytest.raises(OneClass):
-        class_aucs(scores, np.zeros(300, dtype=np.int64), 4).worst_pair()
+        pair_aucs(scores, np.zeros(300, dtype=np.int64), 4).worst_pair()
 
 
 def test_classes_of_few_examples_can_be_passed_over() -> None:
@@ -95,4 +95,4 @@ def test_classes_of_few_examples_can_be_passed_over() -> None:
 )
 def test_impossible_scores_are_refused(scores: np.ndarray, places: list[int]) -> None:
     with pytest.raises(ValueError, match="expected"):
-        class_aucs(scores, np.array(places), 2)
+        pair_aucs(scores, np.array(places), 2)

@@ -1,0 +1,20 @@
+"""Finds the rows that the pairwise alignments with several passive parties have in common."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from splitveil.common.alignment import RowIndices
+from splitveil.common.alignment.share import Mask
+
+
+def intersect(pairs: Sequence[RowIndices]) -> list[Mask]:
+    """Return, for each pair, a mask of its rows that all other pairs have as well.
+
+    Args:
+        pairs: the active party's own rows of each pair's common ids, each row once.
+    """
+    common = pairs[0]
+    for rows in pairs[1:]:
+        common = np.intersect1d(common, rows, assume_unique=True)
+    return [np.isin(rows, common) for rows in pairs]

@@ -1,0 +1,118 @@
+"""Runs one alignment: moves frames between an exchange and a channel until both are through."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from queue import SimpleQueue
+
+from splitveil.common.alignment.channel import AlignChannel
+from splitveil.common.alignment.interface import (
+    Agree,
+    Alignment,
+    AlignmentEngine,
+    AlignmentExchange,
+    Counting,
+    Splits,
+)
+from splitveil.protos.split_learning_pb2 import AlignFrame
+
+
+def align(
+    engine: AlignmentEngine,
+    ids: Sequence[str],
+    channel: AlignChannel,
+    *,
+    nonce: bytes,
+    run_id: str,
+    progress: Callable[[int, int], None] | None = None,
+    agree: Agree | None = None,
+    splits: Splits | None = None,
+    counting: Counting = lambda _: nullcontext(),
+) -> Alignment:
+    """Find the ids that both parties have. Always closes the channel, also after an error.
+
+    Args:
+        engine: from ``build_engine``.
+        ids: from ``canonical_ids``.
+        channel: to the other party, which calls ``align`` on its end.
+        nonce: this party's share of the joint seed.
+        run_id: from the handshake.
+        progress: called with the number of ids of both parties that have been processed and the
+            total number.
+        agree: the remaining step if there is more than one passive party.
+        splits: the split that this party's column gives each id, if the contract splits by a
+            column: the peer's column must give the same split for every common id.
+        counting: the context in which everything that reveals something about the ids is sent.
+
+    Raises:
+        AlignmentError: the intersection is too small or the parties disagree (raised on both
+            ends), or the peer has tried too many ids.
+        PeerError: the peer is silent or gone, or it breaks a rule.
+    """
+    try:
+        exchange = engine.start(ids, nonce=nonce, run_id=run_id, splits=splits)
+        channel.send(exchange.hello())
+        for reply in exchange.receive(channel.receive()):
+            channel.send(reply)
+        with counting(exchange):
+            _transfer(exchange, channel, progress or _ignore)
+        found = Alignment(exchange.result(), exchange.peer_nonce, exchange.peer_set_size)
+        return found if agree is None else agree(found, channel)
+    finally:
+        channel.close()
+
+
+def _transfer(
+    exchange: AlignmentExchange, channel: AlignChannel, progress: Callable[[int, int], None]
+) -> None:
+    """Receive in this thread and send in another.
+
+    This thread never waits to send. If both parties did so with full buffers between them, each
+    would wait forever for the other to receive. The frames that queue up in ``replies`` instead
+    take no more memory than the exchange keeps anyway.
+    """
+    replies: SimpleQueue[AlignFrame | None] = SimpleQueue()
+    failures: list[BaseException] = []
+
+    def send() -> None:
+        try:
+            _send_all(channel, exchange.own_frames(), replies)
+        except BaseException as error:  # raised by the receiving thread
+            failures.append(error)
+            channel.close()
+
+    sender = threading.Thread(target=send, name="align-send", daemon=True)
+    sender.start()
+    try:
+        while not exchange.is_complete:
+            for reply in exchange.receive(channel.receive()):
+                replies.put(reply)
+            progress(exchange.done_ids, exchange.total_ids)
+    except BaseException as error:
+        failures.append(error)
+        channel.close()
+    replies.put(None)
+    sender.join()
+    if failures:
+        # Only the first: closing the channel makes the other thread fail as well.
+        raise failures[0]
+
+
+def _send_all(
+    channel: AlignChannel,
+    own_frames: Iterator[AlignFrame],
+    replies: SimpleQueue[AlignFrame | None],
+) -> None:
+    for frame in own_frames:
+        channel.send(frame)
+        for _ in range(replies.qsize()):
+            reply = replies.get()
+            if reply is None:
+                return
+            channel.send(reply)
+    while (reply := replies.get()) is not None:
+        channel.send(reply)
+
+
+def _ignore(_done_ids: int, _total_ids: int) -> None:
+    """Report no progress."""

@@ -1,0 +1,95 @@
+"""Interfaces of alignment engines and exchanges, and the result of an alignment."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from splitveil.common.alignment.channel import AlignChannel
+from splitveil.protos.split_learning_pb2 import AlignFrame
+
+RowIndices = npt.NDArray[np.int64]
+
+Splits = npt.NDArray[np.int8]
+"""The number of the split that this party's column gives each of its own ids."""
+
+
+class CountedExchange(Protocol):
+    """The part of an exchange from which the peer's ids are counted."""
+
+    @property
+    def peer_set_size(self) -> int:
+        """The number of ids that the peer has."""
+
+    @property
+    def answered_ids(self) -> int:
+        """The number of the peer's ids for which tags have been computed."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing more will be sent or is expected."""
+
+
+class AlignmentExchange(CountedExchange, Protocol):
+    """The rules of one alignment: takes received frames, returns frames to send, does no I/O.
+
+    ``own_frames`` is iterated in one thread while another thread calls ``receive``.
+    """
+
+    @property
+    def peer_nonce(self) -> bytes:
+        """The peer's share of the joint seed, from its hello."""
+
+    @property
+    def done_ids(self) -> int:
+        """The number of ids of both parties that have been processed, out of ``total_ids``."""
+
+    @property
+    def total_ids(self) -> int:
+        """The number of ids of both parties together."""
+
+    def hello(self) -> AlignFrame:
+        """Return the frame that opens the exchange."""
+
+    def own_frames(self) -> Iterator[AlignFrame]:
+        """Yield the frames that are sent unprompted; only after the peer's hello was received."""
+
+    def receive(self, frame: AlignFrame) -> Iterable[AlignFrame]:
+        """Process the peer's next frame and return the frames to send in reply."""
+
+    def result(self) -> RowIndices:
+        """Return the rows of the common ids, in the common order, or raise AlignmentError."""
+
+
+class AlignmentEngine(Protocol):
+    """Holds the resources that outlive one alignment. Build it before the first gRPC channel."""
+
+    def start(
+        self, ids: Sequence[str], *, nonce: bytes, run_id: str, splits: Splits | None = None
+    ) -> AlignmentExchange:
+        """Start one alignment, with fresh keys."""
+
+    def close(self) -> None:
+        """Release the engine's resources."""
+
+
+class Alignment(NamedTuple):
+    """The outcome of one alignment."""
+
+    rows: RowIndices
+    """This party's rows of the common ids, in the order that both parties share."""
+
+    peer_nonce: bytes
+    peer_set_size: int
+
+    nonces: tuple[bytes, ...] = ()
+    """The nonces of all passive parties, if there is more than one."""
+
+
+Counting = Callable[[AlignmentExchange], AbstractContextManager[None]]
+"""Counts the ids that the peer tries once its hello has arrived; see ``TriedIds.counted``."""
+
+Agree = Callable[[Alignment, AlignChannel], Alignment]
+"""The step that two parties take between finding their common ids and closing the channel."""

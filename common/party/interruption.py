@@ -1,0 +1,64 @@
+"""Handles SIGINT and SIGTERM, which ask a process to stop after its current step."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from splitveil.common.errors import Interrupted
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it
+
+
+@contextmanager
+def stop_signals_to(stop: Callable[[int], None]) -> Iterator[None]:
+    """Call ``stop`` with the number of each SIGINT or SIGTERM; only in the main thread."""
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        stop(number)
+
+    before = {number: signal.signal(number, handle) for number in _STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Interruption:
+    """Remembers SIGINT or SIGTERM, so that the current step can be finished first.
+
+    A second signal ends the process at once; files are written atomically and stay intact.
+    """
+
+    def __init__(self) -> None:
+        self.signal_number: int | None = None
+
+    def install(self) -> None:
+        """Handle the two signals; only in the main thread."""
+        for number in _STOP_SIGNALS:
+            signal.signal(number, self._remember)
+
+    def __call__(self) -> int | None:
+        """Return the signal that was received, if any."""
+        return self.signal_number
+
+    def check(self) -> None:
+        """Raise an error if a signal was received.
+
+        Raises:
+            Interrupted: a signal was received.
+        """
+        if self.signal_number is not None:
+            raise Interrupted(self.signal_number)
+
+    def _remember(self, number: int, _: FrameType | None) -> None:
+        if self.signal_number is not None:
+            os.write(2, _SHOW_CURSOR * os.isatty(2) + b"stopped at once; nothing more is saved\n")
+            # An exception would still wait for the peer, for other threads, and for the disk.
+            os._exit(128 + number)
+        self.signal_number = number
+        # No logging here: the signal may have arrived in the middle of a log line.
+        os.write(2, b"stopping after this step; send the signal again to stop at once\n")

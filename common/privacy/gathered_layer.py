@@ -1,0 +1,143 @@
+"""Gathers the scores of one layer over a run, for the attacks that need many epochs."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from splitveil.common.privacy.accumulation import (
+    NUM_HINTS,
+    AccumulatedScores,
+    ContinuousSign,
+    ScoreHistory,
+    standardised,
+)
+from splitveil.common.privacy.attacks import RunAttackName
+from splitveil.common.privacy.gradient_rows import unit_vector
+from splitveil.common.privacy.label_classes import LabelClasses
+from splitveil.common.privacy.scoring import LayerScores
+from splitveil.common.privacy.top_direction import TopDirection
+
+
+class GatheredLayer:
+    """What the attacks of a run gather from one layer.
+
+    Args:
+        attacks: which attacks of a run to gather for.
+        num_examples: number of aligned examples of the run.
+        classes: of the run's labels.
+    """
+
+    def __init__(
+        self, attacks: Sequence[RunAttackName], num_examples: int, classes: LabelClasses
+    ) -> None:
+        self.combining = tuple(attack for attack in attacks if attack in NUM_HINTS)
+        self.sums: dict[RunAttackName, list[AccumulatedScores]] = {}
+        """Attack -> one sum for all classes, or one for each target."""
+        # One history serves all numbers of hints, and all classes.
+        self._history = ScoreHistory(num_examples if self.combining else 0)
+        self._is_multi_class = classes.is_multi_class
+        num_targets = len(classes.targets)
+        for attack in attacks:
+            if attack not in NUM_HINTS:
+                num_sums = num_targets if attack == "accumulated_cosine" else 1
+                self.sums[attack] = [AccumulatedScores(num_examples) for _ in range(num_sums)]
+        self._sign = ContinuousSign()
+        self._reference_signs = [ContinuousSign() for _ in range(num_targets)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of what is gathered."""
+        of_sums = sum(one.num_bytes for sums in self.sums.values() for one in sums)
+        return of_sums + self._history.num_bytes
+
+    def features(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Return what combining attacks know of some examples, (examples, features)."""
+        return self._history.features(positions)
+
+    def add(self, epoch: int, positions: Tensor, found: LayerScores) -> None:
+        """Gather what the attacks found in one batch.
+
+        Args:
+            epoch: of the batch, counted from 0.
+            positions: of its rows in the common order, (batch,), each once.
+            found: the scores.
+        """
+        spectral = None if found.top is None else self._sign.turn(found.top)
+        if spectral is not None and (self.combining or "accumulated_spectral" in self.sums):
+            self._add_spectral(epoch, positions, standardised(spectral), found)
+        if "accumulated_cosine" in self.sums and "cosine" in found.scores:
+            self._add_cosines(positions, found)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of what is gathered; of two classes without numbers of targets."""
+        signs = [sign.state_dict() for sign in self._reference_signs]
+        states = {attack: [one.state_dict() for one in sums] for attack, sums in self.sums.items()}
+        if not self._is_multi_class:
+            return {
+                "sums": {attack: of_targets[0] for attack, of_targets in states.items()},
+                "history": self._history.state_dict() if self.combining else None,
+                "sign": self._sign.state_dict(),
+                "reference_sign": signs[0],
+            }
+        return {
+            "sums": {attack: _numbered(of_targets) for attack, of_targets in states.items()},
+            "history": self._history.state_dict(),
+            "sign": self._sign.state_dict(),
+            "reference_signs": _numbered(signs),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what ``state_dict`` returned.
+
+        Raises:
+            ValueError: the state is of other attacks, or of another number of examples.
+        """
+        history = state["history"]
+        has_history = self._is_multi_class or bool(self.combining)
+        if state["sums"].keys() != self.sums.keys() or (history is not None) != has_history:
+            raise ValueError("expected what the same attacks have gathered")
+        for attack, sums in self.sums.items():
+            for number, one in enumerate(sums):
+                stored = state["sums"][attack]
+                one.load_state_dict(stored[str(number)] if self._is_multi_class else stored)
+        if history is not None:
+            self._history.load_state_dict(history)
+        self._sign.load_state_dict(state["sign"])
+        for number, sign in enumerate(self._reference_signs):
+            sign.load_state_dict(
+                state["reference_signs"][str(number)]
+                if self._is_multi_class
+                else state["reference_sign"]
+            )
+
+    def _add_spectral(
+        self, epoch: int, positions: Tensor, spectral: Tensor, found: LayerScores
+    ) -> None:
+        if "accumulated_spectral" in self.sums:
+            self.sums["accumulated_spectral"][0].add(positions, spectral)
+        norms = found.scores["norm"].by_target[0] if self.combining else None
+        if norms is not None:
+            self._history.add(epoch, positions, (spectral, standardised(norms)))
+
+    def _add_cosines(self, positions: Tensor, found: LayerScores) -> None:
+        cosines = found.scores["cosine"]
+        for number, sums in enumerate(self.sums["accumulated_cosine"]):
+            scores, told = cosines.by_target[number], cosines.left_out[number]
+            if scores is None:
+                continue
+            reference = found.noisy_references[number] if found.noisy_references else None
+            if reference is not None:
+                direction = unit_vector(reference)
+                scores = self._reference_signs[number].turn(TopDirection(scores, direction))
+            kept = np.ones(len(positions), dtype=np.bool_)
+            kept[list(told)] = False
+            others, rows = scores.cpu().numpy()[kept], positions.numpy()[kept]
+            sums.add(torch.from_numpy(rows), standardised(torch.from_numpy(others)))
+
+
+def _numbered(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {str(number): state for number, state in enumerate(states)}

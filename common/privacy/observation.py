@@ -1,0 +1,120 @@
+"""Observations: what an audit sees of one training step, and what the attacks are told about it.
+
+Both parties pick the same rows of a batch to tell the attacks about, so that their figures can be
+compared: the choice depends only on the joint seed, the epoch and the step.
+"""
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from splitveil.common.privacy.label_classes import rows_of_class
+
+
+class Clues(NamedTuple):
+    """What attacks are told about one class of a batch."""
+
+    references: Mapping[str, Tensor] = MappingProxyType({})
+    """Layer name -> gradient of one example of the class; without it, ``cosine`` is not
+    measured."""
+    reference_row: int | None = None
+    """Row of that example. Its own cosine says nothing and is left out of the AUC."""
+    hint_rows: tuple[int, ...] = ()
+    """Rows of the class that hint attacks know; they are left out of those attacks' AUC."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What the audit sees of one step. Its tensors must not be changed afterwards."""
+
+    epoch: int
+    step: int
+    gradients: Mapping[str, Tensor]
+    """Layer name -> gradients, (batch, ...)."""
+    labels: Tensor
+    """Class indices, (batch,) or (batch, 1)."""
+    clues: Mapping[int, Clues] = field(default_factory=dict)
+    """Class index -> what attacks are told about the class; of two classes only the positives."""
+    positions: Tensor | None = None
+    """Positions of the rows in the common order, (batch,), each at most once; without them nothing
+    is gathered over the run."""
+    activations: Tensor | None = None
+    """The passive party's, at the cut layer, (batch, ...); without them, attacks that use them are
+    not measured."""
+    references_are_clean: bool = True
+    """Whether the references are free of noise, which may turn them around."""
+
+
+def pick_clues(
+    observation: Observation,
+    sources: Mapping[str, Tensor],
+    seed: bytes,
+    num_hints: int,
+    class_index: int = 1,
+) -> Clues:
+    """Pick what attacks are told about one class of a batch, the same on both sides of the wire.
+
+    Args:
+        observation: the batch.
+        sources: layer name -> gradients from which references are taken, (batch, ...).
+        seed: the joint seed.
+        num_hints: how many rows the hint attacks want to know.
+        class_index: the class.
+    """
+    labels, epoch, step = observation.labels, observation.epoch, observation.step
+    row = pick_reference_row(labels, seed, epoch, step, class_index)
+    return Clues(
+        references={} if row is None else {layer: rows[row] for layer, rows in sources.items()},
+        reference_row=row,
+        hint_rows=pick_hint_rows(labels, seed, epoch, step, num_hints, class_index),
+    )
+
+
+def pick_reference_row(
+    labels: Tensor, seed: bytes, epoch: int, step: int, class_index: int = 1
+) -> int | None:
+    """Pick one row of a class, the same on both sides of the wire.
+
+    Returns:
+        The row, or None if the batch has no example of the class.
+    """
+    members = rows_of_class(labels, class_index)
+    if not len(members):
+        return None
+    return int(members[_draw(b"reference row", seed, epoch, step) % len(members)])
+
+
+def pick_hint_rows(
+    labels: Tensor, seed: bytes, epoch: int, step: int, num_hints: int, class_index: int = 1
+) -> tuple[int, ...]:
+    """Pick the rows of a class that hint attacks know, the same on both sides of the wire.
+
+    Returns:
+        Up to ``num_hints`` different rows, fewer in a batch with fewer. An attack with fewer hints
+        uses the first ones.
+    """
+    if not num_hints:
+        return ()
+    members = rows_of_class(labels, class_index).cpu().numpy()
+    seed_of_order = _draw(b"hint rows", seed, epoch, step) % 2**64
+    order = np.random.default_rng(seed_of_order).permutation(len(members))
+    return tuple(int(row) for row in members[order[:num_hints]])
+
+
+def random_scores(observation: Observation) -> Tensor:
+    """Draw scores that know nothing, from epoch and step alone, so that audits are repeatable."""
+    seed = _draw(b"random scores", b"", observation.epoch, observation.step)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(observation.labels.numel(), generator=generator, dtype=torch.float64)
+
+
+def _draw(purpose: bytes, seed: bytes, epoch: int, step: int) -> int:
+    message = b"splitveil audit " + purpose + struct.pack("<qq", epoch, step) + seed
+    return int.from_bytes(blake2b(message, digest_size=8).digest(), "little", signed=True)

@@ -1,0 +1,208 @@
+"""How much a score tells about several classes: each class against the rest, and in pairs.
+
+    pair (i, j)     the chance that a random example of class i scores above one of class j
+    one vs rest     the chance that one of class i scores above one of any other class
+
+A tie counts one half. The second is the mean of the first over the other classes, weighted by their
+numbers of examples: the worst pair always leaks at least as much as the worst class. All of them
+come from one sort of the scores.
+
+Two classes have one pair, (1, 0), whose AUC is that of `splitveil.common.privacy.leakage`.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from splitveil.common.privacy.leakage import OneClass, auc_many
+
+Floats = npt.NDArray[np.float64]
+ClassIndices = npt.NDArray[np.int64]
+
+
+class PairAucs(NamedTuple):
+    """The AUCs of one score, or of one for each class; NaN where a class has no examples.
+
+    Leading dimensions, where there are any, stand for several attacks.
+    """
+
+    pairs: Floats
+    """Row i, column j: the AUC of class i's score, class i against class j,
+    (..., classes, classes)."""
+
+    one_vs_rest: Floats
+    """The AUC of class i's score, class i against all others, (..., classes)."""
+
+    def leak(self) -> "PairAucs":
+        """Return ``max(auc, 1 - auc)``: an inverted score is a leak, too."""
+        return PairAucs(_folded(self.pairs), _folded(self.one_vs_rest))
+
+    def worst_pair(self) -> tuple[int, int]:
+        """Return the indices of the two classes told apart best: the score's class, the other.
+
+        Raises:
+            OneClass: there is no pair with examples.
+        """
+        if np.isnan(self.pairs).all():
+            raise OneClass("no pair of classes has examples")
+        first, second = np.unravel_index(int(np.nanargmax(_folded(self.pairs))), self.pairs.shape)
+        return int(first), int(second)
+
+    def worst(self) -> Floats:
+        """Return the leak AUC of the pair told apart best, (...); NaN where no pair has any."""
+        folded = _folded(self.pairs)
+        worst: Floats = np.fmax.reduce(folded, axis=(-2, -1))
+        return worst
+
+    def of(self, number: int) -> "PairAucs":
+        """Return the AUCs of one of several attacks."""
+        return PairAucs(self.pairs[number], self.one_vs_rest[number])
+
+    def put(self, found: "PairAucs", of_class: int | None) -> None:
+        """Take over the AUCs of one class's score, or of a score that serves for all classes."""
+        rows = slice(None) if of_class is None else of_class
+        self.pairs[rows] = found.pairs[rows]
+        self.one_vs_rest[rows] = found.one_vs_rest[rows]
+
+    @classmethod
+    def none(cls, num_classes: int, *leading: int) -> "PairAucs":
+        """Return a table without any AUC."""
+        pairs = np.full((*leading, num_classes, num_classes), np.nan)
+        return cls(pairs, np.full((*leading, num_classes), np.nan))
+
+
+class Score(NamedTuple):
+    """One score of a batch's examples."""
+
+    values: Tensor
+    """(batch,)."""
+
+    left_out: tuple[int, ...] = ()
+    """Rows whose class the attack was told."""
+
+    of_class: int | None = None
+    """Index of the class that the score is for; None if it serves for more than two classes."""
+
+
+def batch_aucs(attacks: Sequence[Sequence[Score]], labels: Tensor, num_classes: int) -> PairAucs:
+    """Measure several attacks on one batch together.
+
+    Args:
+        attacks: the scores of each, one or one for each class; of two classes at most one.
+        labels: class indices, (batch,), of more than one class.
+        num_classes: how many there are.
+
+    Returns:
+        AUCs with a leading dimension, (attacks,).
+
+    Raises:
+        ValueError: a score is NaN, or the shapes differ.
+    """
+    table = PairAucs.none(num_classes, len(attacks))
+    if num_classes == 2:
+        rows = [number for number, scores in enumerate(attacks) if scores]
+        areas = _areas([attacks[number][0] for number in rows], labels)
+        table.pairs[rows, 1, 0] = table.one_vs_rest[rows, 1] = areas
+        return table
+    indices = labels.cpu().numpy()
+    for number, scores in enumerate(attacks):
+        for values, left_out, of_class in scores:
+            kept = np.ones(len(indices), dtype=np.bool_)
+            kept[list(left_out)] = False
+            known = values.double().cpu().numpy()[kept]
+            found = pair_aucs(known, indices[kept], num_classes, of_class)
+            table.of(number).put(found, of_class)
+    return table
+
+
+def pair_aucs(
+    scores: Floats, labels: ClassIndices, num_classes: int, of_class: int | None = None
+) -> PairAucs:
+    """Return the AUCs of one score that serves for all classes, or for one.
+
+    Args:
+        scores: (examples,); infinities are allowed.
+        labels: class indices, (examples,).
+        num_classes: how many there are.
+        of_class: the class that the score is for; the other classes then have none. None for a
+            score that serves for all of them.
+
+    Raises:
+        ValueError: a score is NaN, or the shapes differ.
+    """
+    if scores.shape != labels.shape or scores.ndim != 1:
+        raise ValueError(f"expected one class per score, got {labels.shape} for {scores.shape}")
+    if np.isnan(scores).any():
+        raise ValueError("expected scores without NaN")
+    if num_classes == 2 and of_class == 1:
+        return _of_one_pair(scores, labels)
+    order = np.argsort(scores)
+    ranked, members = scores[order], np.eye(num_classes)[labels[order]]
+    up_to_here = np.concatenate([np.zeros((1, num_classes)), members.cumsum(axis=0)])
+    first, last = (np.searchsorted(ranked, ranked, side) for side in ("left", "right"))
+    # Examples of each class below count twice, ties once: whole numbers, so nothing is rounded.
+    twice_below = up_to_here[first] + up_to_here[last]
+    if of_class is None:
+        wins = members.T @ twice_below
+    else:
+        wins = np.full((num_classes, num_classes), np.nan)
+        wins[of_class] = members[:, of_class] @ twice_below
+    sizes = up_to_here[-1]
+    np.fill_diagonal(wins, 0.0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        pairs = wins / (2 * np.outer(sizes, sizes))
+        one_vs_rest = wins.sum(axis=1) / (2 * sizes * (len(scores) - sizes))
+    np.fill_diagonal(pairs, np.nan)
+    return PairAucs(pairs, one_vs_rest)
+
+
+def worst_pair_leak_auc(
+    scores: Floats, labels: ClassIndices, num_classes: int, min_examples: int = 1
+) -> float:
+    """Return the leak AUC of the pair of classes that a score tells apart best.
+
+    Args:
+        scores: (examples,).
+        labels: class indices, (examples,).
+        num_classes: how many there are.
+        min_examples: number of examples that each class of a pair needs for the pair to count.
+
+    Raises:
+        OneClass: no pair has as many.
+        ValueError: as for `pair_aucs`.
+    """
+    found = pair_aucs(scores, labels, num_classes)
+    sizes = np.bincount(labels, minlength=num_classes)
+    enough = np.minimum.outer(sizes, sizes) >= min_examples
+    counted = PairAucs(np.where(enough, found.pairs, np.nan), found.one_vs_rest)
+    return float(counted.leak().pairs[counted.worst_pair()])
+
+
+def _of_one_pair(scores: Floats, labels: ClassIndices) -> PairAucs:
+    """Return the AUC of the positives against the negatives, by a faster sort."""
+    found = PairAucs.none(2)
+    with suppress(OneClass):
+        area = auc_many(torch.from_numpy(scores)[None], torch.from_numpy(labels))
+        found.pairs[1, 0] = found.one_vs_rest[1] = float(area[0])
+    return found
+
+
+def _areas(scores: Sequence[Score], labels: Tensor) -> Floats:
+    """Return the AUCs of two classes by one sort of all scores, on the scores' device."""
+    device = scores[-1].values.device
+    kept = np.ones((len(scores), len(labels)), dtype=np.bool_)
+    for row, score in enumerate(scores):
+        kept[row, list(score.left_out)] = False
+    values = torch.stack([score.values.to(device) for score in scores])
+    areas: Floats = auc_many(values, labels, torch.from_numpy(kept)).cpu().numpy()
+    return areas
+
+
+def _folded(aucs: Floats) -> Floats:
+    folded: Floats = np.maximum(aucs, 1 - aucs)
+    return folded

@@ -1,0 +1,228 @@
+"""Scores of one batch: functions from gradients, and side information, to a number per example.
+
+Scores are float64 on the gradients' device, finite for finite gradients, and higher for examples
+that look more like positives. `splitveil.common.privacy.attacks` lists them.
+
+``spectral`` does not centre the batch. With a logistic loss g = (p - y) w, centring removes the
+part of w that the mean carries, which costs most where the classes are unbalanced and noise
+covers the gradients (Li et al., "Label Leakage and Protection in Two-Party Split Learning", ICLR
+2022, for the norm and cosine attacks; Sun et al., "Label Leakage and Protection from Forward
+Embedding in Vertical Federated Learning", 2022, for the spectral attack).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from splitveil.common.privacy.gradient_rows import (
+    Gradients,
+    direction_of,
+    in_unit,
+    prepared,
+    rows_together,
+    scaled,
+)
+from splitveil.common.privacy.top_direction import TopDirection, turned_by_skewness
+
+_MAX_VOTERS = 2048
+_SMALLEST = torch.finfo(torch.float64).tiny
+
+_NEGLIGIBLE = 1e-10
+"""A residual below this fraction of the batch's largest entry is rounding error."""
+
+
+class KnownClasses(NamedTuple):
+    """Gradients with their labels, of other examples than those to be scored."""
+
+    negatives: Tensor
+    """(negatives, ...), at least one."""
+
+    positives: Tensor
+    """(positives, ...), at least one."""
+
+
+def norm(gradients: Gradients) -> Tensor:
+    """Score each example by the Euclidean norm of its gradient.
+
+    Args:
+        gradients: (batch, ...).
+    """
+    known = prepared(gradients)
+    return in_unit(known.lengths, known.unit)
+
+
+def cosine(gradients: Gradients, reference: Tensor) -> Tensor:
+    """Score each example by the cosine between its gradient and a positive's.
+
+    Args:
+        gradients: (batch, ...).
+        reference: one gradient of the same shape as a row of ``gradients``.
+
+    Returns:
+        Values in [-1, 1]; 0 where either gradient is zero.
+    """
+    known = prepared(gradients)
+    direction = direction_of(reference, known.rows.device)
+    lengths = known.lengths * torch.linalg.vector_norm(direction)
+    inner = known.rows @ direction
+    # A length of zero makes the product zero, too.
+    cosines: Tensor = inner / lengths.clamp_(min=_SMALLEST)
+    return cosines.clamp_(-1.0, 1.0)
+
+
+def cosine_majority(gradients: Gradients) -> Tensor:
+    """Score each example by how few of the batch's gradients point its way.
+
+    All examples of a batch of up to 2,048 vote; in a larger batch, evenly spaced ones do.
+
+    Args:
+        gradients: (batch, ...).
+
+    Returns:
+        Values in [-1, 0]; -1/2 where the gradient is zero.
+    """
+    rows = prepared(gradients).rows
+    voters = rows[:: -(-len(rows) // _MAX_VOTERS)]
+    agrees = (rows @ voters.T > 0).sum(dim=1)
+    share = -agrees.double() / max(len(voters), 1)
+    return torch.where((rows != 0).any(dim=1), share, -0.5)
+
+
+def hint_inner_product(gradients: Gradients, hints: Tensor) -> Tensor:
+    """Score each example by its largest inner product with a known positive's gradient.
+
+    Args:
+        gradients: (batch, ...).
+        hints: (hints, ...), at least one.
+    """
+    (rows, known), unit = rows_together(gradients, hints)
+    return in_unit(in_unit((rows @ known.T).amax(dim=1), unit), unit)
+
+
+def hint_distance(gradients: Gradients, hints: Tensor) -> Tensor:
+    """Score each example by minus its smallest distance to a known positive's gradient.
+
+    Args:
+        gradients: (batch, ...).
+        hints: (hints, ...), at least one.
+    """
+    (rows, known), unit = rows_together(gradients, hints)
+    return in_unit(-torch.stack([_distances(rows, hint) for hint in known]).amin(dim=0), unit)
+
+
+def mean(gradients: Gradients, classes: KnownClasses) -> Tensor:
+    """Score each example by how much nearer it is to the positives' mean than the negatives'.
+
+    Args:
+        gradients: (batch, ...).
+        classes: other gradients of the batch.
+    """
+    (rows, negatives, positives), unit = rows_together(gradients, *classes)
+    nearer = _distances(rows, negatives.mean(dim=0)) - _distances(rows, positives.mean(dim=0))
+    return in_unit(nearer, unit)
+
+
+def median(gradients: Gradients, classes: KnownClasses) -> Tensor:
+    """Score as `mean` does, with the classes' coordinate-wise medians.
+
+    Args:
+        gradients: (batch, ...).
+        classes: other gradients of the batch.
+    """
+    (rows, negatives, positives), unit = rows_together(gradients, *classes)
+    nearer = _distances(rows, _medians(negatives)) - _distances(rows, _medians(positives))
+    return in_unit(nearer, unit)
+
+
+def lda(gradients: Gradients, classes: KnownClasses) -> Tensor:
+    """Score each example by Fisher's linear discriminant: the best direction for normal noise.
+
+    The pooled covariance S is shrunk towards its mean variance, by d / (n + d) for n gradients of
+    dimension d, so that a discriminant exists for few gradients, and for
+    gradients that all share one direction.
+
+    Args:
+        gradients: (batch, ...).
+        classes: other gradients of the batch.
+
+    Returns:
+        Scores in a unit of their own.
+    """
+    (rows, negatives, positives), _ = rows_together(gradients, *classes)
+    centre_0, centre_1 = negatives.mean(dim=0), positives.mean(dim=0)
+    within, _ = scaled(torch.cat([negatives - centre_0, positives - centre_1]))
+    between, _ = scaled(centre_1 - centre_0)
+    largest = torch.finfo(torch.float64).max
+    return (rows @ _discriminant(within, between)).clamp(-largest, largest)
+
+
+def spectral(gradients: Gradients) -> Tensor:
+    """Score each example by its projection on the batch's top right-singular vector.
+
+    The sign is chosen by skewness: the long tail is the minority, assumed to be the positives.
+
+    Args:
+        gradients: (batch, ...).
+    """
+    return turned_by_skewness(top_direction(gradients).projections)
+
+
+def regress_out(gradients: Gradients, activations: Tensor) -> Tensor:
+    """Score each example by `spectral`, on what its activation does not explain of its gradient.
+
+    The prediction of a model of the activations alone does not depend on the example's label; the
+    residual does.
+
+    Args:
+        gradients: (batch, ...).
+        activations: the party's own, (batch, ...).
+
+    Returns:
+        Zeros if the activations, with a constant, explain everything.
+    """
+    rows, unit = prepared(gradients).rows, prepared(gradients).unit
+    known, _ = scaled(activations.detach().flatten(start_dim=1).to(rows))
+    known = torch.cat([known, known.new_ones(len(known), 1)], dim=1)
+    basis, strengths, _ = torch.linalg.svd(known, full_matrices=False)
+    rounding = strengths.amax() * max(known.shape) * torch.finfo(known.dtype).eps
+    basis = basis * (strengths > rounding)
+    rest = rows - basis @ (basis.T @ rows)
+    rest = torch.where(rest.abs() > _NEGLIGIBLE * rows.abs().amax(), rest, 0.0)
+    return in_unit(spectral(rest), unit)
+
+
+def top_direction(gradients: Gradients) -> TopDirection:
+    """Return the batch's top right-singular vector, and the gradients' projections on it.
+
+    Args:
+        gradients: (batch, ...).
+    """
+    return prepared(gradients).top
+
+
+def _discriminant(within: Tensor, between: Tensor) -> Tensor:
+    """Return the direction x of (W'W + r I) x = b, from the smaller of the two Gram matrices."""
+    num_rows, row_dim = within.shape
+    ridge = within.square().sum() / num_rows
+    if not ridge > 0:
+        return between
+    if row_dim <= num_rows:
+        gram = within.T @ within
+        gram.diagonal().add_(ridge)
+        direction: Tensor = torch.linalg.solve(gram, between)
+        return direction
+    gram = within @ within.T
+    gram.diagonal().add_(ridge)
+    weights: Tensor = torch.linalg.solve(gram, within @ between)
+    return (between - within.T @ weights) / ridge
+
+
+def _distances(rows: Tensor, centre: Tensor) -> Tensor:
+    distances: Tensor = torch.linalg.vector_norm(rows - centre, dim=1)
+    return distances
+
+
+def _medians(rows: Tensor) -> Tensor:
+    # torch's median is the lower one of an even number of values.
+    return (rows.median(dim=0).values - (-rows).median(dim=0).values) / 2

@@ -1,0 +1,144 @@
+"""Runs the attacks on one batch: for each layer and attack, one score per example and target.
+
+An attack that needs no label scores a batch once for all classes. An attack that is told something
+about the positives scores it once for each target class: ``cosine`` with a gradient of the class,
+the hint attacks with some of its rows, the class oracles with the class against the rest. What does
+not depend on labels (rows in float64, their norms, their top direction) is computed once for all.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from splitveil.common.privacy.accumulation import standardised
+from splitveil.common.privacy.attacks import CUT, Attack, Knowledge, SideInformation
+from splitveil.common.privacy.gradient_rows import GradientRows
+from splitveil.common.privacy.observation import Clues, Observation
+from splitveil.common.privacy.scores import KnownClasses
+from splitveil.common.privacy.top_direction import TopDirection
+
+_NO_CLUES = Clues()
+
+
+class AttackScores(NamedTuple):
+    """The scores of one attack on one batch."""
+
+    by_target: Sequence[Tensor | None]
+    """One score for all classes, or one for each target, (batch,) each; None for a target about
+    which the attack was told too little."""
+
+    left_out: Sequence[tuple[int, ...]]
+    """Rows whose class the attack was told, for each of the scores."""
+
+
+class LayerScores(NamedTuple):
+    """What the attacks found in one layer's gradients of one batch."""
+
+    scores: Mapping[str, AttackScores]
+    top: TopDirection | None
+    """Present if a spectral score is among the scores."""
+
+    noisy_references: Sequence[Tensor | None] = ()
+    """The gradients behind each target's cosines, if noise may have turned them around."""
+
+
+class BatchScorer:
+    """Scores batches with a fixed set of attacks.
+
+    Args:
+        attacks: by name.
+        targets: the classes to take for the positives.
+    """
+
+    def __init__(self, attacks: Mapping[str, Attack], targets: Sequence[int]) -> None:
+        self._attacks = dict(attacks)
+        self._targets = tuple(targets)
+
+    def score(self, observation: Observation, labels: Tensor) -> dict[str, LayerScores]:
+        """Score every layer of a batch.
+
+        Args:
+            observation: the batch.
+            labels: its class indices, (batch,).
+        """
+        return {
+            layer: self._score_layer(GradientRows(gradients), observation, labels, layer)
+            for layer, gradients in observation.gradients.items()
+        }
+
+    def _score_layer(
+        self, gradients: GradientRows, observation: Observation, labels: Tensor, layer: str
+    ) -> LayerScores:
+        clues = [observation.clues.get(target, _NO_CLUES) for target in self._targets]
+        references = [known.references.get(layer) for known in clues]
+        scores: dict[str, AttackScores] = {}
+        for name, attack in self._attacks.items():
+            if layer != CUT and not attack.reads_gradients:
+                continue
+            if SideInformation.CLASSES in attack.needs:
+                crossed = [
+                    cross_scores(attack, gradients.gradients, labels == target)
+                    for target in self._targets
+                ]
+                scores[name] = AttackScores(crossed, [()] * len(crossed))
+            elif attack.is_free:
+                found = _score(attack, gradients, Knowledge(activations=observation.activations))
+                scores[name] = AttackScores([found], [()])
+            else:
+                told = [
+                    _score_told(attack, gradients, observation.activations, known, reference)
+                    for known, reference in zip(clues, references, strict=True)
+                ]
+                scores[name] = AttackScores(*map(list, zip(*told, strict=True)))
+        top = gradients.top if "spectral" in self._attacks else None
+        return LayerScores(scores, top, () if observation.references_are_clean else references)
+
+
+def cross_scores(attack: Attack, gradients: Tensor, positive: Tensor) -> Tensor | None:
+    """Score each half of a batch with the labels of the other half.
+
+    The AUC of scores that know nothing then strays further from 1/2 than that of random scores, by
+    a factor of the root of 2: chance moves both halves the same way.
+
+    Args:
+        attack: needs known classes, and nothing else.
+        gradients: (batch, ...).
+        positive: which examples are of the target class, (batch,) of booleans.
+
+    Returns:
+        Scores, standardised within the halves, which hold equally many examples of each class;
+        None if the target or the rest has fewer than two examples.
+    """
+    positive = positive.to(gradients.device)
+    if int(positive.sum()) < 2 or int((~positive).sum()) < 2:
+        return None
+    number_in_class = torch.where(positive, positive.cumsum(0), (~positive).cumsum(0))
+    scores = gradients.new_empty(len(positive), dtype=torch.float64)
+    for half in (number_in_class % 2 == 0, number_in_class % 2 == 1):
+        classes = KnownClasses(gradients[~half & ~positive], gradients[~half & positive])
+        found = attack.score(gradients[half], Knowledge(classes=classes))
+        scores[half] = standardised(found).to(scores.device)
+    return scores
+
+
+def _score(attack: Attack, gradients: GradientRows, knowledge: Knowledge) -> Tensor | None:
+    return attack.score(gradients, knowledge) if knowledge.suffices_for(attack) else None
+
+
+def _score_told(
+    attack: Attack,
+    gradients: GradientRows,
+    activations: Tensor | None,
+    clues: Clues,
+    reference: Tensor | None,
+) -> tuple[Tensor | None, tuple[int, ...]]:
+    """Return the scores for one target, and the rows that the attack was told about."""
+    told = clues.hint_rows[: attack.num_hints]
+    hints = gradients.gradients[list(told)] if told else None
+    found = _score(attack, gradients, Knowledge(reference, hints, None, activations))
+    row = clues.reference_row
+    if SideInformation.POSITIVE_GRADIENT in attack.needs and row is not None:
+        told = (*told, row)
+    return found, told

@@ -1,0 +1,142 @@
+"""Finds the direction in which a batch of gradients stretches most: its top right-singular vector.
+
+The leading direction loses nothing by squaring, so a few products with the batch, or one Gram
+matrix, replace a full SVD.
+"""
+
+import math
+from functools import lru_cache
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import scipy.linalg
+import torch
+from torch import Tensor
+
+_Floats: TypeAlias = npt.NDArray[np.float64]
+
+_LARGE = 64
+"""Number of rows and columns above which the Gram matrix costs more than a few passes over the
+batch."""
+
+_MAX_LANCZOS_STEPS = 25
+"""This many steps cost about as much as the Gram matrix and its top eigenvector, which always
+succeed."""
+
+_STEPS_BETWEEN_CHECKS = 2
+_FIRST_DOUBT = 8
+"""Number of steps after which the rate of convergence becomes meaningful."""
+
+_CONVERGED = 1e-11
+"""The top direction counts as found when ``|Gv - lv|`` falls below this fraction of l."""
+
+
+class TopDirection(NamedTuple):
+    """The direction in which a batch of gradients stretches most; its sign is arbitrary."""
+
+    projections: Tensor
+    """The gradients' coordinates along it, (batch,), in the gradients' unit."""
+
+    direction: Tensor
+    """A unit vector, (row_dim,), or zero if all gradients are zero."""
+
+
+def top_direction_of_rows(rows: Tensor) -> TopDirection:
+    """Return the top direction of some rows, by Lanczos where it stands out enough.
+
+    Args:
+        rows: (batch, row_dim), float64.
+    """
+    if rows.device.type == "cpu" and min(rows.shape) >= _LARGE:
+        found = _by_lanczos(rows.numpy())
+        if found is not None:
+            projections, direction = map(torch.from_numpy, found)
+            return TopDirection(projections, direction)
+    num_rows, row_dim = rows.shape
+    if num_rows >= row_dim:
+        _, direction = _top_eigenpair(_gram(rows.T))
+        return TopDirection(rows @ direction, direction)
+    power, left = _top_eigenpair(_gram(rows))
+    length = power.clamp(min=0.0).sqrt()
+    direction = torch.where(length > 0, (left @ rows) / length, 0.0)
+    return TopDirection(left * length, direction)
+
+
+def turned_by_skewness(projections: Tensor) -> Tensor:
+    """Return scores with the sign that makes their long tail point up."""
+    return -projections if skewness(projections) < 0 else projections
+
+
+def skewness(scores: Tensor) -> float:
+    """Return a number with the sign of the scores' skewness."""
+    values = scores.cpu().numpy()
+    # In a unit of their own: cubes leave the range of float64 early.
+    largest = max(values.max(initial=0.0), -values.min(initial=0.0))
+    values = values / (largest or 1.0)
+    values -= values.sum() / max(len(values), 1)
+    return float(np.vdot(values * values, values))
+
+
+def _by_lanczos(rows: _Floats) -> tuple[_Floats, _Floats] | None:
+    """Return the projections and the top right-singular vector; None if it hardly stands out.
+
+    Lanczos' method for G = R'R (Golub and Van Loan, "Matrix Computations", 10.1), with full
+    reorthogonalisation and without forming G. The start vector has a component along every
+    direction, so that no other direction can be mistaken for the top one.
+    """
+    image = _start(len(rows)) @ rows
+    basis = np.empty((_MAX_LANCZOS_STEPS, rows.shape[1]))
+    inner = np.zeros((_MAX_LANCZOS_STEPS, _MAX_LANCZOS_STEPS))  # products of the basis, through G
+    before = math.inf
+    for step in range(_MAX_LANCZOS_STEPS):
+        length = math.sqrt(image @ image)
+        if not length > 0:  # the Krylov space is exhausted
+            return None
+        np.divide(image, length, out=basis[step])
+        known = basis[: step + 1]
+        image = (rows @ basis[step]) @ rows
+        parts = known @ image
+        image -= parts @ known
+        image -= (known @ image) @ known  # removes what rounding left
+        inner[step, max(step - 1, 0) : step + 1] = parts[max(step - 1, 0) :]
+        if step % _STEPS_BETWEEN_CHECKS:
+            continue
+        powers, weights = np.linalg.eigh(inner[: step + 1, : step + 1])  # reads the lower half
+        power, top = float(powers[-1]), weights[:, -1]
+        error = math.sqrt(image @ image) * abs(float(top[-1])) / power if power > 0 else math.inf
+        if error <= _CONVERGED:
+            direction = top @ known
+            direction /= math.sqrt(direction @ direction)
+            return rows @ direction, direction
+        # The error falls by about the same factor between checks.
+        checks_left = (_MAX_LANCZOS_STEPS - 1 - step) // _STEPS_BETWEEN_CHECKS
+        if step >= _FIRST_DOUBT and error * (error / before) ** checks_left > _CONVERGED:
+            return None
+        before = error
+    return None
+
+
+@lru_cache(maxsize=8)
+def _start(num_rows: int) -> _Floats:
+    start = np.random.default_rng(0).standard_normal(num_rows)
+    start.setflags(write=False)
+    return start
+
+
+def _gram(values: Tensor) -> Tensor:
+    if values.device.type == "cpu":  # numpy computes only half of a symmetric product
+        return torch.from_numpy(values.numpy() @ values.numpy().T)
+    return values @ values.T
+
+
+def _top_eigenpair(gram: Tensor) -> tuple[Tensor, Tensor]:
+    if gram.device.type == "cpu":
+        # Computing only this pair takes a third of the time of all pairs.
+        last = len(gram) - 1
+        values, vectors = scipy.linalg.eigh(
+            gram.numpy(), subset_by_index=[last, last], check_finite=False
+        )
+        return torch.from_numpy(values)[0], torch.from_numpy(vectors)[:, 0]
+    values, vectors = torch.linalg.eigh(gram)
+    return values[-1], vectors[:, -1]

@@ -1,0 +1,110 @@
+"""The messages of a run, in the project's own words: no protobuf, no gRPC, no disk.
+
+Both state machines speak in these types. ``splitveil.common.wire`` translates them to bytes and
+back, and nothing else does.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple, NewType
+
+from torch import Tensor
+
+from splitveil.common.run.splits import SplitName
+
+DefendedGradient = NewType("DefendedGradient", Tensor)
+"""A gradient that may leave the active party, or that has left it.
+
+Only defenses create one, and the decoder of what has arrived at the passive party. An ``Answer``
+carries nothing else, so mypy refuses code that would send a raw gradient.
+"""
+
+
+class BatchId(NamedTuple):
+    """The batch that a message is about."""
+
+    run_id: str
+    epoch: int
+    step: int
+    """Number of the batch within the epoch's split, from 0."""
+
+    split: SplitName
+    positions_digest: bytes
+    """Digest of the rows' positions, which tells parties that have drifted apart."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The passive party's output at the cut layer for one batch."""
+
+    batch: BatchId
+    values: Tensor
+    """(rows, *cut_shape)."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The active party's reply to a training activation, or one passive party's part of it."""
+
+    batch: BatchId
+    values: DefendedGradient
+    """(rows, *cut_shape)."""
+
+
+class Course(Enum):
+    """The active party's reply to held-out activations."""
+
+    CONTINUE = "continue"
+    STOP = "stop"
+    """The run ends here; only on the last batch of an epoch."""
+
+
+class Offer(NamedTuple):
+    """A run that a passive party can resume."""
+
+    run_id: str
+    batch_numbers: frozenset[int]
+    """Numbers of batches after which it has a checkpoint."""
+
+
+class Opening(NamedTuple):
+    """The active party's reply to a handshake."""
+
+    run_id: str
+    contract_digest: bytes
+    """SHA-256 of the active party's canonical contract."""
+
+    nonce: bytes
+    """The active party's share of the joint seed."""
+
+    resumes_at: int | None = None
+    """Number of batches after which all parties resume; None for a new run."""
+
+    commitments: tuple[bytes, ...] = ()
+    """Commitments to the nonces of all passive parties, if there is more than one."""
+
+
+class LeaveReason(Enum):
+    """Why a passive party leaves a run."""
+
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+    ALIGNMENT_FAILED = "alignment failed"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class AuditQuestion:
+    """Scores of the training rows whose leak AUC a passive party asks for."""
+
+    run_id: str
+    epoch: int
+    """The scores were gathered up to the end of this epoch."""
+
+    attack: str
+    layer: str
+    positions_digest: bytes
+    """Digest of the training rows' positions, ascending."""
+
+    scores: Tensor
+    """One score per training row in that order, (training rows,), float32."""

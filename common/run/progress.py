@@ -1,0 +1,191 @@
+"""The progress of one party through a run, and what has to survive its process. No disk here.
+
+``Progress`` knows which batch is due and when a checkpoint is; ``RunIdentity`` is what stays the
+same for the whole run. Both are kept by a ``CheckpointStore``: ``RunStore`` keeps them on disk,
+``NoStore`` forgets them (``common/storage/run_store.py``).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+from splitveil.common.errors import DataError, StorageError
+from splitveil.common.run.contract import Contract
+from splitveil.common.run.course import AlignedRows, Batch, is_checkpoint, run_course
+from splitveil.common.run.sample_order import Positions, joint_seed
+
+State = dict[str, Any]
+"""Nested dicts, lists and tuples of tensors and plain values."""
+
+
+class CheckpointStore(Protocol):
+    """Keeps what a party needs in order to resume a run after its process has ended."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything can be read back that was saved."""
+
+    def run(self) -> State | None:
+        """Return what holds for the whole run; None if there is no run to resume."""
+
+    def save_run(self, state: State) -> None:
+        """Start a run: keep what holds for all of it, and nothing of earlier runs."""
+
+    def checkpoints(self) -> list[int]:
+        """Return the batch numbers for which a state can be loaded, ascending."""
+
+    def load(self, batch_number: int) -> State:
+        """Return the state after a number of batches, and forget the states after it."""
+
+    def save(self, batch_number: int, state: State) -> None:
+        """Keep the state after a number of batches."""
+
+    def save_soon(self, batch_number: int, state: State) -> None:
+        """Do as ``save``, but leave the disk to a thread where the store has one."""
+
+
+class RunIdentity(NamedTuple):
+    """What distinguishes a run from all others, and what it was started with."""
+
+    run_id: str
+    active_nonce: bytes
+    """The active party's share of the joint seed."""
+
+    passive_nonces: tuple[bytes, ...]
+    """The passive parties' shares, in the contract's order."""
+
+    file_rows: Positions
+    """This party's rows of the common ids, (aligned,), in any order."""
+
+    data_digest: str
+    """Distinguishes this party's data from others."""
+
+    @property
+    def seed(self) -> bytes:
+        """The joint seed, 32 bytes."""
+        return joint_seed(self.active_nonce, *self.passive_nonces)
+
+    def check_rows(self, num_rows: int) -> None:
+        """Make sure that this party's file still has the rows.
+
+        Args:
+            num_rows: rows of the file now.
+
+        Raises:
+            DataError: it does not.
+        """
+        if len(self.file_rows) and int(self.file_rows.max()) >= num_rows:
+            raise other_data()
+
+    def check_data(self, data_digest: str) -> None:
+        """Make sure that this party's data are still those that the run was started with.
+
+        Raises:
+            DataError: they are not.
+        """
+        if data_digest != self.data_digest:
+            raise other_data()
+
+
+class Progress:
+    """The place of one party in the course of a run.
+
+    Args:
+        contract: gives the course, and the interval of checkpoints.
+        rows: the common rows.
+        store: keeps the checkpoints.
+    """
+
+    def __init__(self, contract: Contract, rows: AlignedRows, store: CheckpointStore) -> None:
+        self.batch_number = 0
+        """How many batches were handled."""
+
+        self.due: Batch | None = None
+        """The batch that comes now; None after the last one."""
+
+        self.checkpoint_due = False
+        """Whether a state has to be saved before the next batch."""
+
+        self.store = store
+        self._contract = contract
+        self._rows = rows
+        self._course: Iterator[Batch] = iter(())
+        self._following: Batch | None = None
+        self._is_ahead = False
+        self.go_to(0)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no batch is left."""
+        return self.due is None
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch of the batch that is due; None after the last batch."""
+        return None if self.due is None else self.due.epoch
+
+    @property
+    def following(self) -> Batch | None:
+        """The batch after the one that is due; its rows can be gathered in advance."""
+        if not self._is_ahead:
+            self._following, self._is_ahead = next(self._course, None), True
+        return self._following
+
+    def go_to(self, batch_number: int) -> None:
+        """Go to the place after a number of batches."""
+        self.batch_number = batch_number
+        self._course = run_course(self._contract, self._rows, batch_number)
+        self._is_ahead = False
+        self.due = next(self._course, None)
+        self.checkpoint_due = False
+
+    def advance(self) -> None:
+        """Go to the next batch: the one that was due has been handled."""
+        handled, self.due = self.due, self.following
+        self._is_ahead = False
+        self.batch_number += 1
+        if handled is not None:
+            self.checkpoint_due = is_checkpoint(self._contract, self._rows, handled)
+
+    def finish(self) -> None:
+        """End the course: no batch is due any more."""
+        self.due = None
+
+    def save(self, state: Callable[[], State], *, soon: bool = False) -> None:
+        """Save a checkpoint, if the store keeps any.
+
+        Args:
+            state: returns everything that changes during the run.
+            soon: whether the disk may be left to a thread.
+
+        Raises:
+            StorageError: the checkpoint cannot be written.
+        """
+        self.checkpoint_due = False
+        if self.store.keeps:
+            save = self.store.save_soon if soon else self.store.save
+            save(self.batch_number, state())
+
+
+@contextmanager
+def refusing_other_versions() -> Iterator[None]:
+    """Load the parts of a state, each of which checks its own.
+
+    Raises:
+        StorageError: a part is not what this version of splitveil saves.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise StorageError(
+            f"the run was saved by another version of splitveil ({error}); resume with that "
+            f"version, or start over with --fresh"
+        ) from error
+
+
+def other_data() -> DataError:
+    """Return the error of a party whose data have changed since the run was started."""
+    return DataError(
+        "this party's data are not those that the run was started with; restore them, or start "
+        "over with --fresh"
+    )

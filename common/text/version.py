@@ -1,0 +1,12 @@
+"""The version of the installed package."""
+
+import argparse
+from importlib.metadata import version
+
+VERSION = version("splitveil")
+"""As ``--version`` prints it, and as a run's summary, report and transcript name it."""
+
+
+def add_version(parser: argparse.ArgumentParser) -> None:
+    """Let a command print its name and the version, and exit."""
+    parser.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")

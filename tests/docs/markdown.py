@@ -1,0 +1,86 @@
+"""The repository's Markdown, read for tests: prose, links, anchors, and fenced blocks."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+GUIDE = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
+
+_FENCE = re.compile(r"^```(\w*)$")
+_CODE = re.compile(r"`[^`]*`")
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_ITEM = re.compile(r"^ *(?:- |\d+\. )?")
+_HEADING = re.compile(r"^#{1,6} (.*)$")
+
+
+class Block(NamedTuple):
+    """A fenced block."""
+
+    language: str
+    lines: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines) + "\n"
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def blocks(path: Path) -> Iterator[Block]:
+    language, lines = None, list[str]()
+    for line in path.read_text(encoding="utf-8").splitlines():
+        fence = _FENCE.match(line)
+        if language is not None and line == "```":
+            yield Block(language, tuple(lines))
+            language, lines = None, []
+        elif fence and language is None:
+            language = fence[1]
+        elif language is not None:
+            lines.append(line)
+    assert language is None, f"{name_of(path)}: a fence is not closed"
+
+
+def prose(path: Path) -> Iterator[str]:
+    """Yield the lines outside fenced blocks."""
+    is_code = False
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("```"):
+            is_code = not is_code
+        elif not is_code:
+            yield line
+
+
+def sentences(path: Path) -> Iterator[str]:
+    """Yield the lines of prose that hold sentences: no tables, no headings; code is blanked."""
+    for line in prose(path):
+        if line and not line.startswith(("|", "#", "!")):
+            yield _CODE.sub("`code`", _ITEM.sub("", line))
+
+
+def links(path: Path) -> Iterator[str]:
+    """Yield the targets of all links and images that lead into the repository."""
+    for line in prose(path):
+        for target in _LINK.findall(_CODE.sub("`code`", line)):
+            if "://" not in target:
+                yield target
+
+
+def anchors(path: Path) -> set[str]:
+    """Return what a link into a document may name, as GitHub makes anchors of headings."""
+    found: set[str] = set()
+    for line in prose(path):
+        found |= set(re.findall(r'<a id="([^"]+)">', line))
+        heading = _HEADING.match(line)
+        if heading:
+            found.add(_slug(heading[1]))
+    return found
+
+
+def _slug(heading: str) -> str:
+    text = re.sub(r"<[^>]*>", "", heading).strip().lower()
+    return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")

@@ -1,0 +1,332 @@
+"""What README and guide tell a reader to type and to write: it is run, or at least read, here.
+
+The settings files of the guide's own-data page are taken from the page, with small tables made to
+fit, and its commands are run on them in order. Every other command of these pages stands in a table
+below with what keeps it from being run; its options and settings are read all the same.
+"""
+
+import argparse
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import yaml
+
+from splitveil.active_party import __main__ as active_party
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.party.command_line import parse_arguments
+from splitveil.common.party.party_settings import PartySettings, load_party_settings
+from splitveil.common.run.contract import Contract
+from splitveil.common.settings import validate
+from splitveil.deploy import certs, command, local
+from splitveil.experiments import __main__ as experiments
+from splitveil.passive_party import __main__ as passive_party
+from splitveil.passive_party.settings import PassiveSettings
+from tests.docs.markdown import GUIDE, ROOT, Block, blocks, name_of, prose
+from tests.system.processes import free_address
+from tests.waiting import HANGS_AFTER_S
+
+OWN_DATA = ROOT / "docs" / "guide" / "own-data.md"
+SETTINGS_PAGES = [*GUIDE, ROOT / "docs" / "defenses.md"]
+EXAMPLES = ROOT / "deploy" / "examples"
+PROGRAMS = ("active-party", "passive-party", "splitveil", "splitveil-certs", "splitveil-local")
+INLINE = re.compile(r"`((?:active-party|passive-party|splitveil[\w-]*|make|python -m) [^`]+)`")
+SHORT = ("--set", "contract.epochs=1", "--set", "contract.batch_size=64")
+
+VERIFY = (
+    "active-party verify-transcript runs/NAME/active/transcript.jsonl "
+    "--against runs/NAME/passive/transcript.jsonl"
+)
+RUN_HERE = (
+    "splitveil-certs init certificates",
+    "active-party check active.yaml",
+    "passive-party check passive.yaml",
+    "active-party plan active.yaml --target-leak-auc 0.65",
+    "active-party run active.yaml",
+    "passive-party run passive.yaml",
+    "active-party report runs/NAME",
+    "active-party report --compare runs/NAME runs/OTHER --output comparison.html",
+    VERIFY,
+    "splitveil-certs renew certificates --party active",
+    "splitveil-certs show certificates/active/certificate.pem",
+)
+"""In the order in which a reader types them; a run's two parties at the same time."""
+
+TWO_RUNS = "two whole runs, which tests/system/test_local.py makes of fewer epochs"
+NEEDS_DOCKER = "builds images for minutes, from the network"
+OWN_ENVIRONMENT = "sets up .venv and takes minutes"
+READ_ONLY: Mapping[str, str] = {
+    "pip install splitveil": "needs the network; tests/system/test_installed.py installs a wheel",
+    "make demo": OWN_ENVIRONMENT,
+    "make test": OWN_ENVIRONMENT,
+    "make fuzz": "takes a minute; tests/wire/test_fuzz.py sends fewer messages",
+    "make faults": "takes many minutes; tests/system/test_faults.py draws fewer faults",
+    "splitveil demo": TWO_RUNS,
+    "splitveil demo --defense none iso max_norm marvell": TWO_RUNS,
+    "splitveil demo --defense marvell:strength.power_ratio=16 --set contract.epochs=5": TWO_RUNS,
+    "splitveil demo breast_cancer_two_labs": "tests/system/test_several_parties.py runs it",
+    "splitveil demo digits": "tests/system/test_several_classes.py runs it",
+    "splitveil-local deploy/examples/breast_cancer --defense marvell --set contract.epochs=5": (
+        TWO_RUNS
+    ),
+    "splitveil-local deploy/examples/breast_cancer --defense none iso max_norm marvell": TWO_RUNS,
+    "splitveil-certs init certificates --days 90": "is run with the default, which is 90 days",
+    "active-party run active.yaml --fresh": "tests/system/test_resume.py starts over",
+    "docker compose up --build": NEEDS_DOCKER,
+    "docker compose -f docker-compose.yml -f docker-compose.gpu.yml up --build": NEEDS_DOCKER,
+    "python -m splitveil.experiments list": "tests/protocol/test_experiments.py lists them",
+}
+"""Commands that are not run here, and why; their options are read."""
+
+MENTIONED = (
+    "active-party check",
+    "active-party plan",
+    "active-party report --output",
+    "passive-party check",
+)
+"""Commands that a sentence names without a file to act on."""
+
+
+class Done(NamedTuple):
+    """What a command left."""
+
+    exit_code: int | None
+    output: str
+
+
+def commands(page: Path) -> Iterator[str]:
+    for block in blocks(page):
+        for line in block.lines if block.language == "sh" else ():
+            yield " ".join(shlex.split(line, comments=True))
+    for line in prose(page):
+        yield from INLINE.findall(line)
+
+
+ALL_COMMANDS = sorted({one for page in GUIDE for one in commands(page)})
+
+
+def settings_block(name: str) -> Block:
+    found = [block for block in blocks(OWN_DATA) if block.text.startswith(f"# {name}:")]
+    assert len(found) == 1, name
+    return found[0]
+
+
+def write_tables(folder: Path, rows: int = 1400, common: int = 1200) -> None:
+    """Write the page's two tables: its columns, its missing cells, ids in different orders."""
+    draw = np.random.default_rng(1)
+    clients = ["client_id;churned;tenure_months;monthly_fee;plan"]
+    usage = ["customer,calls_day,calls_night,region,device"]
+    for i in draw.permutation(rows):
+        leaves = ("no", "yes")[draw.integers(2)]
+        tenure = "NA" if i % 50 == 0 else str(draw.integers(1, 90))
+        clients.append(f"c{i:05d};{leaves};{tenure};{draw.random() * 50:.2f};{'SML'[i % 3]}")
+    for i in draw.permutation(rows) + rows - common:
+        calls = f"{draw.integers(90)},{draw.integers(9)}"
+        usage.append(f" c{i:05d},{calls},{'NESW'[i % 4]},{('a', 'b', 'NA')[i % 3]}")
+    (folder / "clients.csv").write_text("\n".join(clients) + "\n", encoding="utf-8")
+    (folder / "usage.csv").write_text("\n".join(usage) + "\n", encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the page's settings files and tables that fit them."""
+    folder = tmp_path_factory.mktemp("own")
+    write_tables(folder)
+    for name in ("contract.yaml", "active.yaml", "passive.yaml"):
+        (folder / name).write_text(settings_block(name).text, encoding="utf-8")
+    return folder
+
+
+MAINS: Mapping[str, Callable[[Sequence[str]], int | None]] = {
+    "active-party": active_party.main,
+    "passive-party": passive_party.main,
+    "splitveil-certs": certs.main,
+}
+
+
+def called(folder: Path, text: str) -> Done:
+    """Run a command in this process: starting one takes seconds."""
+    program, *arguments = shlex.split(text)
+    printed = io.StringIO()
+    with chdir(folder), redirect_stdout(printed), redirect_stderr(printed):
+        try:
+            exit_code = MAINS[program](arguments)
+        except SystemExit as end:
+            exit_code = end.code if isinstance(end.code, int) else 0
+    return Done(exit_code or 0, printed.getvalue())
+
+
+def both_run(folder: Path, active: str, passive: str) -> dict[str, Done]:
+    """Run both parties at the same time, shorter than the page's settings say."""
+    address = free_address()
+    ends = {active: f"listen={address}", passive: f"connect={address}"}
+    processes = {}
+    for text, where in ends.items():
+        program, *arguments = shlex.split(text)
+        module = f"splitveil.{program.replace('-', '_')}"
+        processes[text] = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments, "--set", where, *SHORT],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    done = {}
+    for text, process in processes.items():
+        output, _ = process.communicate(timeout=HANGS_AFTER_S)
+        done[text] = Done(process.returncode, output)
+    return done
+
+
+@pytest.fixture(scope="module")
+def done(own: Path) -> Mapping[str, Done]:
+    """Run what a reader of the page types, in order."""
+    results: dict[str, Done] = {}
+    for text in RUN_HERE:
+        if text in results:
+            continue
+        if " run " in text:
+            results |= both_run(
+                own, "active-party run active.yaml", "passive-party run passive.yaml"
+            )
+        else:
+            run_name = yaml.safe_load(settings_block("contract.yaml").text)["run_name"]
+            typed = text.replace("runs/OTHER", "runs/NAME").replace("NAME/", f"{run_name}/")
+            typed = typed.replace("runs/NAME", f"runs/{run_name}")
+            results[text] = called(own, typed)
+    return results
+
+
+@pytest.mark.parametrize("text", RUN_HERE)
+def test_the_command_ends_well_on_tables_of_one_s_own(done: Mapping[str, Done], text: str) -> None:
+    assert done[text].exit_code == 0, done[text].output
+
+
+def test_the_checks_say_what_was_found(done: Mapping[str, Done]) -> None:
+    assert "ok: data: 1400 rows in clients.csv" in done["active-party check active.yaml"].output
+    assert "ok: data: 1400 rows in usage.csv" in done["passive-party check passive.yaml"].output
+
+
+def test_ids_are_compared_as_the_page_says(own: Path, done: Mapping[str, Done]) -> None:
+    """The feature owner's ids have a blank before them, and stand in another order."""
+    summaries = [*(own / "runs").glob("*/*/summary.json")]
+    assert [yaml.safe_load(path.read_text())["aligned_rows"] for path in summaries] == [1200, 1200]
+
+
+def test_the_run_leaves_the_files_that_the_guide_names(own: Path, done: Mapping[str, Done]) -> None:
+    (folder,) = (own / "runs").glob("*/active")
+    names = {path.name for path in folder.iterdir()}
+    assert {"summary.json", "metrics.jsonl", "settings.yaml", "transcript.jsonl"} <= names
+    assert {"report.html", "checkpoint"} <= names
+    assert (folder / "checkpoint" / "ledger.safetensors").is_file()
+    summary = yaml.safe_load((folder / "summary.json").read_text())
+    assert 0.5 < summary["ledger"]["guarantee_max"] <= 1
+    assert {"leak", "leak_run_level", "leak_batches", "leak_alarms"} <= summary.keys()
+    assert '"kind": "leak"' in (folder / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize("text", ALL_COMMANDS)
+def test_every_command_is_run_here_or_a_reason_is_given(text: str) -> None:
+    assert [text in table for table in (RUN_HERE, READ_ONLY, MENTIONED)].count(True) == 1
+
+
+def test_no_reason_is_given_for_a_command_that_no_page_shows() -> None:
+    assert sorted({*RUN_HERE, *READ_ONLY, *MENTIONED} - {*ALL_COMMANDS}) == []
+
+
+@pytest.mark.parametrize("text", READ_ONLY)
+def test_what_is_not_run_is_at_least_read(text: str) -> None:
+    program, *arguments = shlex.split(text)
+    match program:
+        case "active-party":
+            parse_arguments(program, arguments, active_party._add_own_commands)
+        case "splitveil-certs":
+            certs._parser().parse_args(arguments)
+        case "splitveil-local":
+            accept(local._parser().parse_args(arguments))
+        case "splitveil":
+            options = command._parser().parse_args(arguments)
+            options.example_dir = EXAMPLES / options.example
+            accept(options)
+        case "python":
+            assert arguments[:2] == ["-m", "splitveil.experiments"]
+            experiments._parser().parse_args(arguments[2:])
+        case "make":
+            targets = (ROOT / "Makefile").read_text(encoding="utf-8")
+            assert re.search(rf"^{arguments[0]}:", targets, re.MULTILINE)
+        case "docker":
+            files = [one for one in arguments if one.endswith(".yml")] or ["docker-compose.yml"]
+            assert all((ROOT / file).is_file() for file in files)
+        case _:
+            assert text == "pip install splitveil"
+
+
+@pytest.mark.parametrize("text", MENTIONED)
+def test_what_is_mentioned_is_in_the_help(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    program, subcommand, *option = text.split()
+    with pytest.raises(SystemExit) as end:
+        MAINS[program]([subcommand, "--help"])
+    assert end.value.code == 0
+    assert all(one in capsys.readouterr().out for one in option)
+
+
+def accept(options: argparse.Namespace) -> None:
+    """Read the example's settings with the options' overrides, as each party would."""
+    folder = ROOT / options.example_dir
+    named = local.Overrides([], []).adding(*options.overrides)
+    defenses = [local.parse_defense(text).settings for text in options.defense or []]
+    for defense in defenses or [{"name": "none"}]:
+        text = f"defense={yaml.safe_dump(defense, default_flow_style=True, width=10_000)}"
+        load_party_settings(ActiveSettings, folder / "active.yaml", [*named.active, text])
+    for path in folder.glob("passive*.yaml"):
+        load_party_settings(PassiveSettings, path, named.of(path.stem))
+
+
+def test_a_misspelt_option_or_setting_is_noticed() -> None:
+    with pytest.raises(SystemExit):
+        test_what_is_not_run_is_at_least_read("splitveil demo --defence none")
+    with pytest.raises(Exception, match="there is no such setting"):
+        test_what_is_not_run_is_at_least_read("splitveil demo --set contract.epoch=5")
+
+
+SNIPPETS = [
+    pytest.param(block, id=f"{name_of(page)}: {block.lines[0]}")
+    for page in SETTINGS_PAGES
+    for block in blocks(page)
+    if block.language == "yaml" and not block.lines[0].endswith((" both parties", "label owner"))
+]
+
+
+def laid_over(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with those of a snippet in their place; ``data`` is only added to."""
+    result = {**base, **more}
+    if "data" in more:
+        result["data"] = {**base["data"], **more["data"]}
+        if "classes" in more["data"]:
+            del result["data"]["positive_label"]
+    return result
+
+
+@pytest.mark.parametrize("block", SNIPPETS)
+def test_every_piece_of_settings_is_accepted(own: Path, tmp_path: Path, block: Block) -> None:
+    values = yaml.safe_load(block.text)
+    if values.keys() <= Contract.model_fields.keys():
+        contract = yaml.safe_load((own / "contract.yaml").read_text())
+        validate(Contract, laid_over(contract, values), "contract")
+        return
+    kind = "active" if values.keys() <= ActiveSettings.model_fields.keys() else "passive"
+    base = yaml.safe_load((own / f"{kind}.yaml").read_text())
+    merged = {**laid_over(base, values), "contract": str(own / "contract.yaml")}
+    (tmp_path / "party.yaml").write_text(yaml.safe_dump(merged))
+    section: type[PartySettings] = ActiveSettings if kind == "active" else PassiveSettings
+    load_party_settings(section, tmp_path / "party.yaml")

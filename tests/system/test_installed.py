@@ -1,0 +1,138 @@
+"""The wheel and the sdist, installed beside folders that have the names of ours."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.system.forked import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+FOLDERS = PROJECT["tool"]["setuptools"]["package-dir"]
+COMMANDS = sorted(PROJECT["project"]["scripts"])
+TAKEN = ("common", "protos", "deploy", "active_party", "passive_party", "experiments", "api")
+"""Names that a folder of the user's, or another distribution, may have."""
+
+
+class Installed:
+    """An environment with the wheel and its dependencies, and nothing of the repository."""
+
+    def __init__(self, folder: Path, wheel: Path) -> None:
+        self.here = folder / "here"
+        self._bin = folder / "env" / "bin"
+        run(sys.executable, "-m", "venv", "--without-pip", str(folder / "env"))
+        python = str(self._bin / "python")
+        run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", str(wheel))
+        site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"))
+        dependencies = sysconfig.get_path("purelib")
+        (site / "dependencies.pth").write_text(dependencies)  # its own .pth files are not read
+        for name in TAKEN:
+            for parent in (site, self.here):
+                (parent / name).mkdir(parents=True)
+                (parent / name / "__init__.py").write_text(f"raise SystemExit('wrong {name}')")
+
+    def run(self, *command: str) -> str:
+        """Run an installed command beside folders that have our folders' names."""
+        return run(str(self._bin / command[0]), *command[1:], cwd=self.here)
+
+
+def run(*command: str, cwd: Path | None = None) -> str:
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env={**environment, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout.strip()
+
+
+def build(kind: str, source: Path, output: Path) -> Path:
+    """Build a wheel or an sdist with the backend that is installed: nothing is downloaded."""
+    code = (
+        "import sys; from setuptools import build_meta as backend; "
+        "print(getattr(backend, sys.argv[1])(sys.argv[2]))"
+    )
+    output.mkdir(exist_ok=True)
+    name = run(sys.executable, "-c", code, f"build_{kind}", str(output), cwd=source).splitlines()[
+        -1
+    ]
+    return output / name
+
+
+def names_in(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of what a package is made of: building leaves files behind."""
+    copy = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    skipped = shutil.ignore_patterns("__pycache__", "*.egg-info", "certificates", "results")
+    for folder in FOLDERS.values():
+        shutil.copytree(ROOT / folder, copy / folder, ignore=skipped)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path) -> Path:
+    return build("wheel", source, source / "built")
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    return Installed(tmp_path_factory.mktemp("installed"), wheel)
+
+
+def test_the_wheel_holds_every_file_of_ours_under_one_name(source: Path, wheel: Path) -> None:
+    kept = {".py", ".pyi", ".yaml", ".proto", ".typed", ".css", ".html", ".js"}
+    expected = {
+        str(Path(package.replace(".", "/"), path.relative_to(source / folder)))
+        for package, folder in FOLDERS.items()
+        for path in (source / folder).rglob("*")
+        if path.is_file() and path.suffix in kept
+    }
+    assert len(expected) > 200
+    assert expected <= names_in(wheel)
+    assert {name.partition("/")[0] for name in names_in(wheel)} == {"splitveil"}
+
+
+def test_the_sdist_makes_the_same_wheel(source: Path, wheel: Path, tmp_path: Path) -> None:
+    with tarfile.open(build("sdist", source, tmp_path / "sdist")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (unpacked,) = tmp_path.glob("splitveil-*")
+    assert (unpacked / "LICENSE").is_file()
+    assert names_in(build("wheel", unpacked, tmp_path / "again")) == names_in(wheel)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_prints_its_version(installed: Installed, command: str) -> None:
+    assert installed.run(command, "--version") == f"{command} {PROJECT['project']['version']}"
+
+
+def test_the_demo_needs_no_repository_and_minds_no_folder_of_another(installed: Installed) -> None:
+    printed = installed.run("splitveil", "demo", "--set", "contract.epochs=1")
+    assert "marvell" in printed
+    assert "wrong" not in printed
+    reports = sorted(path.parts[-3] for path in installed.here.glob("runs/*/active/report.html"))
+    assert reports == ["breast_cancer-marvell", "breast_cancer-none"]
+
+
+def test_modules_are_found_under_one_name_alone(installed: Installed) -> None:
+    code = "import splitveil.common, splitveil.protos as p; print(p.__file__)"
+    assert Path(installed.run("python", "-c", code)).is_relative_to(installed.here.parent)

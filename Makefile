@@ -1,6 +1,6 @@
-# Every target sets up .venv by itself, from pyproject.toml and constraints.txt.
-# PYTHON=python3.12 make demo   takes another interpreter for it.
-# PIP_EXTRA_INDEX_URL=... make demo   is how pip is told of an index with another build of torch.
+# Every target sets up .venv if necessary, from pyproject.toml and constraints.txt.
+# PYTHON=python3.12 make demo   uses another interpreter.
+# PIP_EXTRA_INDEX_URL=... make demo   adds a package index with another build of torch.
 # TEST_OPTIONS="--lf -x" make test   passes options to pytest.
 
 PYTHON ?= python3
@@ -56,7 +56,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null || { \
 	  echo "splitveil needs Python 3.11 or 3.12, and $(PYTHON) is neither:" \
 	    "make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 1; }
-	@echo "Setting up .venv: minutes the first time, most of them for torch"
+	@echo "Setting up .venv: takes minutes the first time, mostly for torch"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -c constraints.txt torch
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'

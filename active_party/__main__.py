@@ -6,6 +6,7 @@ import logging
 import socket
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,11 +53,13 @@ from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.party.transcript import Transcript
+from splitveil.common.record.run_record import write_summary
+from splitveil.common.record.summary import Summary
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.storage.ended_run import clear_mark, end_of, mark_as_ended
 from splitveil.common.storage.model_files import delete_saved, save_model, save_tensors
-from splitveil.common.storage.run_folder import open_run_folder, write_json_atomically
+from splitveil.common.storage.run_folder import open_run_folder
 from splitveil.common.storage.run_store import RunStore
 from splitveil.common.text.log_lines import configure_logging
 from splitveil.common.wire.endpoint import check_security
@@ -176,16 +179,17 @@ def _run(parsed: argparse.Namespace) -> None:
     # The monitor measures the last batches only after the last answer.
     stopped = stopped or recorder.objection()
     summary = recorder.summary(dict(service.refused))
-    summary |= {} if transcript is None else {"transcript": transcript.summary()}
+    if transcript is not None:
+        summary = replace(summary, transcript=transcript.summary())
     _leave_results(settings, folder, summary, stopped)
     service.tried.forget()
     store.forget_finished()  # last: whatever ended this process before, it would not train anew
 
 
 def _leave_results(
-    settings: ActiveSettings, folder: Path, summary: dict[str, Any], stopped: EndedForGood | None
+    settings: ActiveSettings, folder: Path, summary: Summary, stopped: EndedForGood | None
 ) -> None:
-    write_json_atomically(folder / "summary.json", summary)
+    write_summary(folder, summary)
     if stopped is not None:
         mark_as_ended(folder, {"ended_by": _limit_of(stopped), **_limits_of(settings)})
     print_summary("active party", summary)

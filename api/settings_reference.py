@@ -8,26 +8,29 @@ that the two cannot drift apart.
 """
 
 import inspect
-import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
-import annotated_types
-from pydantic import AfterValidator, Tag
 from pydantic.fields import FieldInfo
 
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party.party_settings import PartySettings
 from splitveil.common.run.contract import Contract
 from splitveil.common.settings import Section
-from splitveil.common.text.addresses import usable
 from splitveil.experiments.settings import Experiment
 from splitveil.passive_party.settings import PassiveSettings
+from splitveil.settings_wording import (
+    default_of,
+    joined,
+    lengths,
+    only_value,
+    scalar,
+    sections_of,
+)
 
 
 class Root(NamedTuple):
@@ -90,87 +93,111 @@ A setting without a default is required.
 Units are part of the names: `_s` is seconds, `_bytes` is bytes, `_steps` and `_epochs` count training steps and passes over the training rows.
 """  # noqa: E501 (one sentence per line)
 
-_WORDS: dict[Any, str] = {
-    int: "whole number",
-    float: "number",
-    bool: "`true` or `false`",
-    str: "text",
-    Path: "path",
-    Any: "any value",
-}
-_COMPARISONS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 _UNITS = {"_s": "seconds", "_bytes": "bytes"}
 _SENTENCE_END = re.compile(r"(?<![. ][a-z]\.)(?<=[.!?])\s+(?=[A-Z0-9`\"(\[~])")
+_PARTIES = ("party", "active", "passive")
+"""Roots whose fields are named without the file: ``data``, not ``active.data``."""
 
 
 @dataclass
 class Place:
-    """A section in the document: its class, heading and anchors."""
+    """A section in the document."""
 
     key: str
-    title: str
+    """Anchor of its heading; a field's is this and the field's name."""
+
     section: type[Section]
-    hidden: frozenset[str] = frozenset()
-    """Fields that are documented elsewhere."""
+    tag: str | None = None
+    """The word that tells the section from its alternatives."""
+
+    root: Root | None = None
+    paths: list[str] = field(default_factory=list)
+    """Every setting that may hold such a section."""
+
+    @property
+    def title(self) -> str:
+        """The heading."""
+        if self.root is not None:
+            return self.root.title
+        where = joined([f"`{path}`" for path in self.paths])
+        if self.tag is None:
+            return where
+        fields = self.section.model_fields.items()
+        kind = next((name for name, info in fields if only_value(info) == self.tag), None)
+        return f"{where} with `{self.tag if kind is None else f'{kind}: {self.tag}'}`"
+
+    def fields(self) -> list[tuple[str, FieldInfo]]:
+        """Return the fields that the document shows here."""
+        inherited = None if self.root is None else self.root.inherited
+        hidden = () if inherited is None else inherited.model_fields
+        fields = self.section.model_fields.items()
+        return [
+            (name, info)
+            for name, info in fields
+            if name not in hidden and not info.exclude and not _is_bare_tag(info)
+        ]
+
+    def sections(self, name: str, info: FieldInfo) -> list[tuple[type[Section], str | None]]:
+        """Return the sections that a field may hold in the file, each with its tag."""
+        # The contract is a file of its own, and a party's settings name its path.
+        is_path = (self.key, name) == ("party", "contract")
+        return [] if is_path else list(sections_of(info.annotation))
 
 
-@dataclass
 class Reference:
     """All sections in the order in which the document shows them."""
 
-    places: dict[type[Section], Place] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._places: dict[type[Section], Place] = {}
+        self._order: list[Place] = []
+        for root in ROOTS:
+            place = Place(root.key, root.section, root=root)
+            self._places[root.section] = place
+            self._order.append(place)
+            self._collect(place, "" if root.key in _PARTIES else f"{root.key}.")
 
     def text(self) -> str:
         """Return the whole document."""
-        return "\n".join([_INTRODUCTION, *self._contents(), *self._body()])
+        contents = [f"- [{root.title}](#{root.key})" for root in ROOTS]
+        return "\n".join([_INTRODUCTION, *contents, "", *self._body()])
 
-    def _contents(self) -> Iterator[str]:
-        for root in ROOTS:
-            yield f"- [{root.title}](#{root.key})"
-        yield ""
+    def _collect(self, parent: Place, prefix: str) -> None:
+        """Note the sections below a section, depth first; each has its place where it is first."""
+        for name, info in parent.fields():
+            path = f"{prefix}{name}"
+            new: list[Place] = []
+            for section, tag in parent.sections(name, info):
+                if section not in self._places:
+                    key = path if tag is None else f"{path}.{tag}"
+                    self._places[section] = Place(key, section, tag)
+                    new.append(self._places[section])
+                self._places[section].paths.append(path)
+            for place in new:
+                self._order.append(place)
+                self._collect(place, f"{path}.")
 
     def _body(self) -> Iterator[str]:
-        for root in ROOTS:
-            hidden = frozenset(root.inherited.model_fields if root.inherited else ())
-            place = Place(root.key, root.title, root.section, hidden)
-            self.places[root.section] = place
-            yield from _heading(2, place)
-            yield from (root.about, "")
-            yield from self._fields(place)
-            prefix = "" if root.key in {"party", "active", "passive"} else f"{root.key}."
-            yield from self._nested(place, prefix)
-
-    def _nested(self, parent: Place, prefix: str) -> Iterator[str]:
-        """Yield the sections that are first met below a section, depth first."""
-        for name, info in _shown_fields(parent):
-            new = []
-            for section, tag in _sections(info.annotation):
-                if section in self.places or (section is Contract and parent.key == "party"):
-                    continue
-                path = f"{prefix}{name}"
-                key = path if tag is None else f"{path}.{tag}"
-                place = Place(key, _title(path, section, tag), section)
-                self.places[section] = place
-                new.append((place, path))
-            for place, path in new:
-                yield from _heading(3, place)
-                yield from _prose(inspect.getdoc(place.section) or "")
-                yield ""
-                if _shown_fields(place):
-                    yield from self._fields(place)
-                yield from self._nested(place, f"{path}.")
+        for place in self._order:
+            yield f'{"###" if place.root is None else "##"} <a id="{place.key}"></a>{place.title}'
+            yield ""
+            yield from _prose(
+                inspect.getdoc(place.section) if place.root is None else place.root.about
+            )
+            yield ""
+            if place.fields():
+                yield from self._fields(place)
 
     def _fields(self, place: Place) -> Iterator[str]:
-        for name, info in _shown_fields(place):
-            anchor_name = f"{place.key}.{name}"
-            of_sections = {_key_below(place, name, tag) for _, tag in _sections(info.annotation)}
-            anchor = "" if anchor_name in of_sections else f'<a id="{anchor_name}"></a>'
-            yield f"- {anchor}**`{name}`**: {self._kind(name, info, place)}; {_default(info)}."
-            yield from (f"  {line}".rstrip() for line in _prose(info.description or ""))
+        for name, info in place.fields():
+            below = {self._places[section].key for section, _ in place.sections(name, info)}
+            key = f"{place.key}.{name}"
+            anchor = "" if key in below else f'<a id="{key}"></a>'
+            yield f"- {anchor}**`{name}`**: {self._kind(place, name, info)}; {default_of(info)}."
+            yield from (f"  {line}".rstrip() for line in _prose(info.description))
         yield ""
 
-    def _kind(self, name: str, info: FieldInfo, place: Place) -> str:
-        if place.key == "party" and name == "contract":
+    def _kind(self, place: Place, name: str, info: FieldInfo) -> str:
+        if [*sections_of(info.annotation)] and not place.sections(name, info):
             return "path"
         words = self._words(info.annotation, info.metadata)
         unit = next((unit for end, unit in _UNITS.items() if name.endswith(end)), None)
@@ -183,196 +210,28 @@ class Reference:
             inner, *more = get_args(annotation)
             return self._words(inner, [*metadata, *more])
         if origin in {Union, UnionType}:
-            return _joined([self._words(part, metadata) for part in get_args(annotation)])
+            return joined([self._words(part, metadata) for part in get_args(annotation)])
         if origin in {tuple, dict}:
             return self._collection(origin, get_args(annotation), metadata)
         if isinstance(annotation, type) and issubclass(annotation, Section):
-            return self._link(annotation)
-        return _scalar(annotation, metadata)
+            place = self._places[annotation]
+            return f"[`{place.tag or place.key}`](#{place.key})"
+        return scalar(annotation, metadata)
 
     def _collection(self, origin: Any, parts: Sequence[Any], metadata: Sequence[Any]) -> str:
         if origin is dict:
             key, value = parts
             return f"mapping of names ({self._words(key)}) to values ({self._words(value)})"
         entries = "entries" if parts[-1] is Ellipsis else f"{len(parts)} entries"
-        return f"list of {_lengths(metadata) or entries} ({self._words(parts[0])})"
-
-    def _link(self, section: type[Section]) -> str:
-        for parent in list(self.places.values()):
-            for name, info in _shown_fields(parent):
-                for found, tag in _sections(info.annotation):
-                    if found is section:
-                        key = self.places[section].key if section in self.places else None
-                        return _reference(key or _key_below(parent, name, tag), tag)
-        raise LookupError(f"{section.__name__}: no root leads there")
-
-
-def _key_below(parent: Place, name: str, tag: str | None) -> str:
-    roots = {root.key for root in ROOTS if root.key in {"party", "active", "passive"}}
-    key = name if parent.key in roots else f"{_path_of(parent)}.{name}"
-    return key if tag is None else f"{key}.{tag}"
-
-
-def _path_of(place: Place) -> str:
-    match = re.match(r"`([^`]+)`", place.title)
-    return match[1] if match else place.key
-
-
-def _reference(key: str, tag: str | None) -> str:
-    return f"[`{tag or key}`](#{key})"
-
-
-def _heading(level: int, place: Place) -> Iterator[str]:
-    yield f'{"#" * level} <a id="{place.key}"></a>{place.title}'
-    yield ""
-
-
-def _title(path: str, section: type[Section], tag: str | None) -> str:
-    if tag is None:
-        return f"`{path}`"
-    kind = next((n for n, info in section.model_fields.items() if _only_value(info) == tag), None)
-    return f"`{path}` with `{tag}`" if kind is None else f"`{path}` with `{kind}: {tag}`"
-
-
-def _only_value(info: FieldInfo) -> Any:
-    values = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
-    return values[0] if len(values) == 1 else None
-
-
-def _shown_fields(place: Place) -> list[tuple[str, FieldInfo]]:
-    fields = place.section.model_fields.items()
-    return [
-        (name, info)
-        for name, info in fields
-        if name not in place.hidden and not info.exclude and not _is_bare_tag(info)
-    ]
+        return f"list of {lengths(metadata) or entries} ({self._words(parts[0])})"
 
 
 def _is_bare_tag(info: FieldInfo) -> bool:
     """Whether a field only repeats what its section's heading says."""
-    return isinstance(_only_value(info), str) and not info.description
+    return isinstance(only_value(info), str) and not info.description
 
 
-def _sections(
-    annotation: Any, tag: str | None = None
-) -> Iterator[tuple[type[Section], str | None]]:
-    """Yield the sections that a type may hold, each with what tells it from its alternatives."""
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        inner, *metadata = get_args(annotation)
-        named = [item.tag for item in metadata if isinstance(item, Tag)]
-        yield from _sections(inner, named[0] if named else tag)
-    elif isinstance(annotation, type) and issubclass(annotation, Section):
-        yield annotation, tag
-    else:
-        parts = [part for part in get_args(annotation) if part is not NoneType]
-        found = [one for part in parts for one in _sections(part)]
-        alternatives = origin in {Union, UnionType} and len(found) > 1
-        for section, own_tag in found:
-            yield section, own_tag or (_literal_tag(section) if alternatives else None)
-
-
-def _literal_tag(section: type[Section]) -> str | None:
-    values = (_only_value(info) for info in section.model_fields.values())
-    return next((str(value) for value in values if isinstance(value, str)), None)
-
-
-def _scalar(annotation: Any, metadata: Sequence[Any]) -> str:
-    if annotation is NoneType:
-        return "`null`"
-    if get_origin(annotation) is Literal:
-        return _joined([_value(value) for value in get_args(annotation)])
-    if any(isinstance(item, AfterValidator) and item.func is usable for item in metadata):
-        return "`HOST:PORT`"
-    return _bounded(_WORDS.get(annotation, "text"), metadata)
-
-
-def _flat(metadata: Sequence[Any]) -> Iterator[Any]:
-    for item in metadata:
-        if isinstance(item, FieldInfo):
-            yield from _flat(item.metadata)
-        elif isinstance(item, annotated_types.GroupedMetadata):
-            yield from item
-        else:
-            yield item
-
-
-def _bounded(words: str, metadata: Sequence[Any]) -> str:
-    bounds: dict[str, str] = {}
-    for item in _flat(metadata):
-        for word in _COMPARISONS:
-            if getattr(item, word, None) is not None:
-                bounds[word] = _amount(getattr(item, word))
-        if getattr(item, "pattern", None):
-            words += f" that matches `{item.pattern}`"
-    if bounds.keys() == {"ge", "le"}:
-        return f"{words}, {bounds['ge']} to {bounds['le']}"
-    limits = " and ".join(f"{_COMPARISONS[word]} {amount}" for word, amount in bounds.items())
-    lengths = _lengths(metadata, "characters")
-    return ", ".join(filter(None, (words, limits, lengths)))
-
-
-def _lengths(metadata: Sequence[Any], unit: str = "entries") -> str:
-    """Say how many entries or characters there may be; nothing where that is not bounded."""
-    fewest = most = None
-    for item in _flat(metadata):
-        fewest = getattr(item, "min_length", None) or fewest
-        most = getattr(item, "max_length", None) or most
-    if most is not None:
-        return f"{fewest or 0:,} to {most:,} {unit}"
-    return "" if fewest is None or unit == "characters" else f"at least {fewest:,} {unit}"
-
-
-def _amount(bound: Any) -> str:
-    if bound == 2**63:
-        return "2^63"
-    return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
-
-
-def _joined(words: Sequence[str]) -> str:
-    *others, last = dict.fromkeys(words)
-    comma = "," if any(", " in word for word in others) else ""
-    return f"{', '.join(others)}{comma} or {last}" if others else last
-
-
-def _default(info: FieldInfo) -> str:
-    if info.is_required():
-        return "required"
-    value = info.get_default(call_default_factory=True)
-    if isinstance(value, Section):
-        changed = {name: getattr(value, name) for name in sorted(value.model_fields_set)}
-        if not changed:
-            tag = _literal_tag(type(value))
-            kind = [n for n, i in type(value).model_fields.items() if _only_value(i) == tag]
-            changed = {kind[0]: tag} if tag is not None and kind else {}
-        return (
-            f"default {_value(changed)}"
-            if changed
-            else "default: that section with its own defaults"
-        )
-    return f"default {_value(value)}"
-
-
-def _value(value: Any) -> str:
-    return f"`{_plain(value)}`"
-
-
-def _plain(value: Any) -> str:
-    """Return a value as YAML would show it in a line."""
-    match value:
-        case dict():
-            return "{" + ", ".join(f"{n}: {_plain(one)}" for n, one in value.items()) + "}"
-        case tuple():
-            return "[" + ", ".join(_plain(one) for one in value) + "]"
-        case None | bool():
-            return json.dumps(value)
-        case float():
-            return f"{value:g}"
-        case _:
-            return str(value) or '""'
-
-
-def _prose(docstring: str) -> Iterator[str]:
+def _prose(docstring: str | None) -> Iterator[str]:
     """Yield a docstring with one sentence per line; indented blocks become code."""
     if not docstring:
         return

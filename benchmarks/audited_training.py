@@ -27,6 +27,8 @@ import yaml
 
 from benchmarks.environment import print_environment
 from benchmarks.step import write_example
+from splitveil.common.record.lines import LeakLine, TrainingLine
+from splitveil.common.record.run_record import read_metrics
 
 ATTACKS = ["norm", "cosine", "spectral", "accumulated_spectral", "accumulated_cosine"]
 STEPS_PER_EPOCH = 30
@@ -81,30 +83,24 @@ def run(folder: Path, name: str, epochs: int, audit: dict[str, Any] | None) -> S
             time.sleep(0.2)
     if process.returncode:
         raise SystemExit(f"{name} ended with {process.returncode}")
-    active, passive = (lines_of(results / party) for party in ("active", "passive"))
-    times_s = [line["time_s"] for line in active if is_counted(line, "train", epochs)]
-    in_all = sum(line["kind"] == "train" for line in active)
+    active, passive = (read_metrics(results / party) for party in ("active", "passive"))
+    times_s = [
+        time_s
+        for time_s, line in active.timed
+        if isinstance(line, TrainingLine) and line.epoch >= epochs // 2 and time_s is not None
+    ]
+    in_all = len(active.of(TrainingLine))
     second = [sample for sample in samples if in_all - len(times_s) <= sample.steps < in_all]
     cpu_s = second[-1].cpu_s - second[0].cpu_s
     measured = [
-        sum(is_counted(line, "leak", epochs) for line in lines) / len(times_s)
-        for lines in (active, passive)
+        sum(line.epoch >= epochs // 2 for line in metrics.of(LeakLine)) / len(times_s)
+        for metrics in (active, passive)
     ]
     return Speed(
         (len(times_s) - 1) / (times_s[-1] - times_s[0]),
         1e3 * cpu_s / (second[-1].steps - second[0].steps),
         measured if audit is not None else [],
     )
-
-
-def is_counted(line: dict[str, Any], kind: str, epochs: int) -> bool:
-    """Tell whether a line of the metrics is of a kind, and of a run's second half."""
-    return bool(line["kind"] == kind and line["epoch"] >= epochs // 2)
-
-
-def lines_of(folder: Path) -> list[dict[str, Any]]:
-    """Return a party's metrics."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def num_steps(results: Path) -> int:

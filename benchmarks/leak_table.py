@@ -33,6 +33,7 @@ import numpy as np
 import torch
 
 from benchmarks.environment import print_environment
+from splitveil.active_party.watch.stored_figures import ledger_figures
 from splitveil.common.privacy.accumulation import NUM_HINTS
 from splitveil.common.privacy.attacks import ATTACKS, CUT, RunAttackName
 from splitveil.common.privacy.run_level import RunLevelLeak
@@ -208,7 +209,8 @@ def print_tables(task: Task, runs: Mapping[str, Sequence[AttackedRun]], statisti
 
 def as_json(task: Task, run: AttackedRun) -> dict[str, Any]:
     random = {statistic: random_leak(run, statistic) for statistic in STATISTICS}
-    return task._asdict() | run._asdict() | {"random": random, "bounds": run.bounds.numbers()}
+    bounds = ledger_figures(run.bounds).flat()
+    return task._asdict() | run._asdict() | {"random": random, "bounds": bounds}
 
 
 def main() -> None:

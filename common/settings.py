@@ -125,7 +125,7 @@ def _problems(section: type[Section], error: ValidationError, source: str) -> It
             wrong = str(problem["loc"][-1])
             close = difflib.get_close_matches(wrong, names, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            yield f"{source}: {where}: there is no such setting{hint}"
+            yield f"{source}: {where}: unknown setting{hint}"
         else:
             # A problem with a whole section would repeat all of it.
             whole = problem["type"] == "missing" or isinstance(problem["input"], dict)

@@ -1,1 +1,1 @@
-"""How the parties are run: the local launcher, the examples, the container images."""
+"""Running the parties: local launcher, examples, trial certificates and container images."""

@@ -1,12 +1,12 @@
-"""The command ``splitveil-certs``: an authority for a trial, and a certificate for each party.
+"""The command ``splitveil-certs``: makes a trial authority and a certificate for each party.
 
     splitveil-certs init DIR [--party NAME ...] [--name-of NAME=DNS_NAME ...] [--days N] [--keep]
     splitveil-certs renew DIR --party NAME [--days N]
     splitveil-certs show FILE
 
-``DIR/<party>/`` holds what one party needs and nothing of another's, so it can be handed over as it
-is. Parties that have a certification authority of their own need none of this: the settings take
-certificates from anywhere.
+``DIR/<party>/`` holds everything that one party needs and nothing that belongs to another, so that
+the whole folder can be handed over. Parties that have their own certification authority do not need
+this command: the settings accept certificates from anywhere.
 """
 
 import argparse
@@ -38,7 +38,7 @@ logger = logging.getLogger("splitveil.deploy.certs")
 AUTHORITY_DAYS = 3650
 PARTY_DAYS = 90
 CLOCK_SKEW = timedelta(hours=1)
-"""How far the other machine's clock may be behind."""
+"""Time by which the other machine's clock may be behind."""
 
 
 class PartyFolder(NamedTuple):
@@ -48,12 +48,12 @@ class PartyFolder(NamedTuple):
 
     @property
     def certificate(self) -> Path:
-        """Its certificate."""
+        """The party's certificate."""
         return self.folder / "certificate.pem"
 
     @property
     def private_key(self) -> Path:
-        """Its key."""
+        """The party's key."""
         return self.folder / "private_key.pem"
 
     @property
@@ -63,14 +63,14 @@ class PartyFolder(NamedTuple):
 
 
 class Authority(NamedTuple):
-    """Signs the parties' certificates."""
+    """The certificate and key that sign the parties' certificates."""
 
     certificate: x509.Certificate
     private_key: ec.EllipticCurvePrivateKey
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line asks for and return the exit code."""
+    """Run the command and return the exit code."""
     options = _parser().parse_args(arguments)
     configure_logging("certs")
     try:
@@ -85,19 +85,19 @@ def make_certificates(folder: Path, names: dict[str, str], days: int = PARTY_DAY
     """Make an authority and one certificate per party.
 
     Args:
-        folder: gets a subfolder ``authority`` and one for each party.
+        folder: folder in which a subfolder ``authority`` and one for each party are made.
         names: DNS name of each party's certificate, by the party's name.
-        days: how long the parties' certificates hold.
+        days: validity of the parties' certificates in days.
 
     Raises:
         SettingsError: one of the files exists.
-        StorageError: one cannot be written.
+        StorageError: a file cannot be written.
     """
     existing = [path for path in _all_files(folder, names) if path.exists()]
     if existing:
         raise SettingsError(
-            f"{existing[0]} exists, and nothing is overwritten: use another folder, "
-            f"renew for a new certificate, or --keep to go on with what is there"
+            f"{existing[0]} exists and will not be overwritten: use another folder, renew for a "
+            f"new certificate, or --keep to keep existing certificates"
         )
     authority = _new_authority()
     own = _authority_folder(folder)
@@ -108,10 +108,10 @@ def make_certificates(folder: Path, names: dict[str, str], days: int = PARTY_DAY
 
 
 def keep_certificates(folder: Path, names: dict[str, str], days: int = PARTY_DAYS) -> None:
-    """Make what certificates are missing; renew those that end soon or carry another name.
+    """Make missing certificates; renew those that expire soon or carry another name.
 
     Raises:
-        SettingsError: some of the authority's files are there and cannot be used.
+        SettingsError: the authority's files exist and cannot be used.
         StorageError: a file cannot be written.
     """
     if not _authority_folder(folder).certificate.exists():
@@ -119,24 +119,24 @@ def keep_certificates(folder: Path, names: dict[str, str], days: int = PARTY_DAY
         return
     for party, name in names.items():
         own = PartyFolder(folder / party)
-        if not own.certificate.exists() or not _will_do(_read_certificate(own.certificate), name):
+        if not own.certificate.exists() or not _suffices(_read_certificate(own.certificate), name):
             _issue(_read_authority(folder), own, name, days)
 
 
 def renew_certificate(folder: Path, party: str, days: int = PARTY_DAYS) -> None:
     """Replace a party's certificate and key by new ones with the same name.
 
-    Between the two replacements key and certificate do not fit; a running party that looks just
-    then goes on with the old ones, and looks again at the next connection.
+    Between the two replacements, key and certificate do not match. A running party that reads them
+    at that moment keeps the old ones and reads the files again at the next connection.
 
     Raises:
-        SettingsError: there is no certificate of that party, or no authority.
+        SettingsError: the party has no certificate, or there is no authority.
         StorageError: a file cannot be written.
     """
     own = PartyFolder(folder / party)
     names = dns_names(_read_certificate(own.certificate))
     if not names:
-        raise SettingsError(f"{own.certificate}: carries no DNS name to renew it for")
+        raise SettingsError(f"{own.certificate}: has no DNS name for which it could be renewed")
     _issue(_read_authority(folder), own, names[0], days)
 
 
@@ -171,7 +171,7 @@ def _party_certificate(
     issuer_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(
         authority.private_key.public_key()
     )
-    # Both purposes: the active party serves today, and the passive one for joint inference.
+    # Both purposes: the active party serves in training, and the passive one in joint inference.
     purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     return (
         _builder(key, subject, issuer, days)
@@ -225,7 +225,7 @@ def _all_files(folder: Path, names: dict[str, str]) -> list[Path]:
 def _read_certificate(path: Path) -> x509.Certificate:
     try:
         found = x509.load_pem_x509_certificate(read_bytes(path, MAX_FILE_BYTES))
-        dns_names(found)  # the library parses them only now
+        dns_names(found)  # checks them, because the library parses lazily
     except OSError as error:
         raise SettingsError(f"{path}: {error.strerror}") from error
     except ValueError as error:
@@ -240,7 +240,9 @@ def _read_authority(folder: Path) -> Authority:
         key_pem = read_bytes(own.private_key, MAX_FILE_BYTES)
         key = serialization.load_pem_private_key(key_pem, password=None)
     except OSError as error:
-        raise SettingsError(f"{own.private_key}: {error.strerror}: nothing can sign") from error
+        raise SettingsError(
+            f"{own.private_key}: {error.strerror}: no certificate can be signed"
+        ) from error
     except (ValueError, TypeError, UnsupportedAlgorithm):
         key = None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
@@ -248,7 +250,7 @@ def _read_authority(folder: Path) -> Authority:
     return Authority(certificate, key)
 
 
-def _will_do(certificate: x509.Certificate, name: str) -> bool:
+def _suffices(certificate: x509.Certificate, name: str) -> bool:
     return _days_left(certificate) >= SOON_DAYS and name in dns_names(certificate)
 
 
@@ -292,12 +294,14 @@ def _init(options: argparse.Namespace) -> None:
     for text in options.name_of:
         party, separator, name = text.partition("=")
         if not separator or party not in names:
-            raise SettingsError(f"--name-of {text}: expected PARTY=DNS_NAME of {', '.join(names)}")
+            raise SettingsError(
+                f"--name-of {text}: expected PARTY=DNS_NAME, with PARTY from {', '.join(names)}"
+            )
         names[party] = _dns_name(party, name)
     (keep_certificates if options.keep else make_certificates)(options.folder, names, options.days)
     logger.warning(
-        "whoever holds %s can be either party: keep it offline, and give each party its own "
-        "folder only",
+        "anyone who has %s can impersonate any party: keep it offline, and give each party only "
+        "its own folder",
         _authority_folder(options.folder).private_key,
     )
 
@@ -306,16 +310,16 @@ def _check_party(party: str) -> None:
     try:
         TypeAdapter(Name).validate_python(party)
     except ValidationError as error:
-        raise SettingsError(f"--party {party}: a contract allows no such name") from error
+        raise SettingsError(f"--party {party}: a contract does not allow this name") from error
     if party == "authority":
-        raise SettingsError("--party authority: that folder is the authority's")
+        raise SettingsError("--party authority: that folder belongs to the authority")
 
 
 def _dns_name(party: str, name: str) -> str:
     try:
         return TypeAdapter(DnsName).validate_python(name)
     except ValidationError as error:
-        raise SettingsError(f"party {party}: {name!r} is no DNS name") from error
+        raise SettingsError(f"party {party}: {name!r} is not a DNS name") from error
 
 
 def _renew(options: argparse.Namespace) -> None:
@@ -345,12 +349,12 @@ def _days(text: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="splitveil-certs", description="Make certificates for a trial, and look at any."
+        prog="splitveil-certs", description="Make trial certificates, or show any certificate."
     )
     add_version(parser)
     commands = parser.add_subparsers(dest="command", required=True)
     init = commands.add_parser("init", help="make an authority and one certificate per party")
-    init.add_argument("folder", type=Path, metavar="DIR", help="gets one folder per party")
+    init.add_argument("folder", type=Path, metavar="DIR", help="parent of the parties' folders")
     init.add_argument(
         "--party", action="append", metavar="NAME", help="default: active and passive"
     )
@@ -364,7 +368,7 @@ def _parser() -> argparse.ArgumentParser:
     init.add_argument(
         "--keep",
         action="store_true",
-        help=f"go on with what is there; renew what ends within {SOON_DAYS} days",
+        help=f"keep existing certificates; renew those that expire within {SOON_DAYS} days",
     )
     init.set_defaults(action=_init)
     renew = commands.add_parser("renew", help="replace a party's certificate and key")
@@ -375,7 +379,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--days", type=_days, default=PARTY_DAYS, help=f"validity (default: {PARTY_DAYS})"
         )
-    show = commands.add_parser("show", help="print what a certificate says")
+    show = commands.add_parser("show", help="print the content of a certificate")
     show.add_argument("file", type=Path, metavar="FILE")
     show.set_defaults(action=_show)
     return parser

@@ -1,55 +1,65 @@
 """The final figures of several runs of one example, side by side."""
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.table import Table
 
+from splitveil.common.record.figures import LedgerFigures
+from splitveil.common.record.leak_figures import BatchFigures, LeakFigures, RunFigures
+from splitveil.common.record.run_record import read_summary
+from splitveil.common.record.summary import Summary
+from splitveil.common.record.values import ByAttack, ValueT
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.settings import read_yaml
 from splitveil.common.text.upper_bounds import auc_at_most
 from splitveil.common.text.visible_text import cell
 
-Leak = Mapping[str, Mapping[str, Mapping[str, float | None]]]
-"""Layer -> attack -> figure -> value, as in ``summary.json``."""
-
 
 class RunResults(NamedTuple):
-    """What a run's two summaries say."""
+    """The summaries of a run."""
 
-    active: Mapping[str, Any]
-    passive: Mapping[str, Any]
+    active: Summary
+    passives: Mapping[str, Summary]
+    """What stands before the names of a party's layers -> its summary."""
 
     @property
-    def leak(self) -> Leak:
-        """What the gradients gave away at each layer.
+    def leak(self) -> ByAttack[BatchFigures]:
+        """The leak of single batches at each layer.
 
-        At the cut layer the active party's figures, whose oracle attacks know a clean gradient; at
-        earlier layers the passive party's, who alone sees those.
+        At the cut layer these are the active party's figures, whose oracle attacks know a clean
+        gradient; at earlier layers the passive party's, which alone sees those.
         """
-        return self._of_both("leak")
+        return self._of_all(lambda leak: leak.batches)
 
     @property
-    def run_level(self) -> Leak:
-        """What all gradients of the run together gave away, of the same parties."""
-        return self._of_both("leak_run_level")
+    def run_level(self) -> ByAttack[RunFigures]:
+        """The leak of all gradients of the run together, as measured by the same parties."""
+        return self._of_all(lambda leak: leak.run_level)
 
-    def _of_both(self, name: str) -> Leak:
-        leak: dict[str, Mapping[str, Mapping[str, float]]] = dict(self.passive.get(name) or {})
-        return leak | dict(self.active.get(name) or {})
+    def _of_all(self, part: Callable[[LeakFigures], ByAttack[ValueT]]) -> ByAttack[ValueT]:
+        of_passives = {
+            f"{prefix}{layer}": attacks
+            for prefix, summary in self.passives.items()
+            for layer, attacks in part(summary.of_leak).items()
+        }
+        return of_passives | dict(part(self.active.of_leak))
 
 
 def read_results(run_dir: Path) -> RunResults:
-    """Read the summaries that all parties wrote at the end of a run."""
-    active = _read(run_dir / ACTIVE / "summary.json")
+    """Read the summaries that all parties wrote at the end of a run.
+
+    Raises:
+        SettingsError: one is missing or cannot be read.
+    """
+    active = read_summary(run_dir / ACTIVE)
     contract = read_yaml(run_dir / ACTIVE / "settings.yaml").get("contract")
     parties = contract.get("passive_parties", []) if isinstance(contract, dict) else []
     if len(parties) <= 1:
-        return RunResults(active, _read(run_dir / "passive" / "summary.json"))
-    found = {str(name): _read(run_dir / str(name) / "summary.json") for name in parties}
-    return RunResults(active, {name: _by_party(found, name) for name in ("leak", "leak_run_level")})
+        return RunResults(active, {"": read_summary(run_dir / "passive")})
+    names = map(str, parties)
+    return RunResults(active, {f"{name}: ": read_summary(run_dir / name) for name in names})
 
 
 def comparison_table(title: str, results: Mapping[str, RunResults]) -> Table:
@@ -58,62 +68,54 @@ def comparison_table(title: str, results: Mapping[str, RunResults]) -> Table:
         "leak AUC at a layer: mean over batches, 95 % quantile (that of random scores); "
         "below, leak AUC of the whole run"
     )
-    if any(r.active.get("leak_classes") for r in results.values()):
+    runs = list(results.values())
+    if any(run.active.of_leak.by_class for run in runs):
         caption += "; of the pair of classes told apart best"
     table = Table(title=cell(title), caption=caption)
     table.add_column("", no_wrap=True)
     for name in results:
         table.add_column(cell(name), justify="right")
-    table.add_row("aligned rows", *(f"{r.active['aligned_rows']:,}" for r in results.values()))
-    rows = [("test AUC", "test_auc", 4), ("steps/s", "steps_per_s", 1)]
-    if any("test_accuracy" in r.active for r in results.values()):
-        rows.insert(1, ("test accuracy", "test_accuracy", 4))
-    for label, name, digits in rows:
-        table.add_row(label, *(_number(r.active.get(name), digits) for r in results.values()))
-    table.add_section()
-    for layer, attack in _pairs(r.leak for r in results.values()):
-        cells = [_leak_cell(r.leak.get(layer, {}).get(attack)) for r in results.values()]
-        table.add_row(cell(f"{layer}: {attack} leak AUC"), *cells)
-    table.add_section()
-    for layer, attack in _pairs(r.run_level for r in results.values()):
-        found = (r.run_level.get(layer, {}).get(attack, {}) for r in results.values())
-        cells = [_number(figures.get("auc"), 3) for figures in found]
-        table.add_row(cell(f"{layer}: {attack}"), *cells)
-    ledgers = [r.active.get("ledger") or {} for r in results.values()]
-    table.add_row("ledger: estimate", *(_number(one.get("estimate_max"), 3) for one in ledgers))
-    table.add_row("ledger: guarantee", *(_at_most(one.get("guarantee_max")) for one in ledgers))
+    counts = [run.active.counts for run in runs]
+    models = [run.active.of_active.model for run in runs]
+    table.add_row("aligned rows", *(f"{of_run.aligned_rows or 0:,}" for of_run in counts))
+    table.add_row("test AUC", *(_number(model.test_auc, 4) for model in models))
+    if any(model.test_auc_by_class is not None for model in models):
+        table.add_row("test accuracy", *(_number(model.test_accuracy, 4) for model in models))
+    table.add_row("steps/s", *(_number(of_run.steps_per_s, 1) for of_run in counts))
+    _add_leaks(table, runs)
+    ledgers = [run.active.of_active.ledger or LedgerFigures() for run in runs]
+    table.add_row("ledger: estimate", *(_number(one.estimate.max, 3) for one in ledgers))
+    table.add_row("ledger: guarantee", *(_at_most(one.guarantee.max) for one in ledgers))
     return table
 
 
-def _by_party(found: Mapping[str, Mapping[str, Any]], name: str) -> Leak:
-    """Return the layers of several passive parties, each with its party's name."""
-    return {
-        f"{party}: {layer}": attacks
-        for party, summary in found.items()
-        for layer, attacks in (summary.get(name) or {}).items()
-    }
+def _add_leaks(table: Table, runs: Sequence[RunResults]) -> None:
+    table.add_section()
+    for layer, attack in _pairs(run.leak for run in runs):
+        cells = [_leak_cell(run.leak.get(layer, {}).get(attack)) for run in runs]
+        table.add_row(cell(f"{layer}: {attack} leak AUC"), *cells)
+    table.add_section()
+    for layer, attack in _pairs(run.run_level for run in runs):
+        found = (run.run_level.get(layer, {}).get(attack) for run in runs)
+        cells = [_number(None if one is None else one.auc, 3) for one in found]
+        table.add_row(cell(f"{layer}: {attack}"), *cells)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return summary
-
-
-def _pairs(leaks: Iterable[Leak]) -> list[tuple[str, str]]:
+def _pairs(leaks: Iterable[ByAttack[ValueT]]) -> list[tuple[str, str]]:
     """Return every layer and attack that any of the runs measured."""
     pairs = ((layer, a) for leak in leaks for layer, attacks in leak.items() for a in attacks)
     return list(dict.fromkeys(pairs))
 
 
-def _leak_cell(figures: Mapping[str, float | None] | None) -> str:
+def _leak_cell(figures: BatchFigures | None) -> str:
     if figures is None:
         return "-"
-    mean, q95, floor = (_number(figures[name], 3) for name in ("mean", "q95", "random_q95"))
+    mean, q95, floor = (_number(n, 3) for n in (figures.mean, figures.q95, figures.random_q95))
     return f"{mean}  {q95} ({floor})"
 
 
 def _number(value: float | None, digits: int) -> str:
-    """Format a figure; JSON has null for one that could not be measured."""
+    """Format a figure; None is one that could not be measured."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 

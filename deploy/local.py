@@ -2,13 +2,14 @@
 
     splitveil-local EXAMPLE_DIR [--defense DEFENSE ...] [--set PARTY.NAME=VALUE ...] [--runs DIR]
 
-An example is a folder with ``active.yaml`` and ``passive.yaml`` or, with several passive parties,
-one file for each, such as ``passive_a.yaml``. ``--set passive.NAME=VALUE`` reaches all of them.
+An example is a folder with ``active.yaml`` and ``passive.yaml``; with more than one passive party
+it has a file for each, such as ``passive_a.yaml``. ``--set passive.NAME=VALUE`` applies to all of
+them.
 
-Once all parties have ended, the report is written anew, with the figures of all. With several
-defenses it runs one after the other, and sets the results side by side in a table and in
-``<run name>-comparison.html`` in the runs' folder. Ends with the exit code of the first party that
-fails; with 5 where the run was ended for good, and with 0 where it is then started again.
+Once all parties have ended, the report is rewritten with the figures of all parties. If more than
+one defense is given, they run one after another, and the results are compared in a table and in
+``<run name>-comparison.html`` in the folder of all runs. The exit code is that of the first party
+that fails; it is 5 if the run was ended for good, and 0 if such a run is started again.
 """
 
 import argparse
@@ -37,43 +38,43 @@ from splitveil.deploy.party_processes import run_parties
 from splitveil.deploy.trial_certificates import trial_overrides
 
 WITH_SUMMARY = (0, EndedForGood.exit_code)
-"""Exit codes of runs that ended as they were asked to, be it by a budget or a gate."""
+"""Exit codes of runs that ended as intended, including by a budget or a gate."""
 
 
 PYTHON = (sys.executable, "-P")
-"""Starts a module of ours, and not one of the same name in the folder where the user is."""
+"""Starts our own modules, even if the current folder has modules of the same name."""
 
 
 class NamedDefense(NamedTuple):
-    """A defense as the command line names it."""
+    """A defense from the command line."""
 
     title: str
     settings: dict[str, Any]
 
     def slug(self) -> str:
-        """Return the title as a part of a run's name."""
+        """Return the title in a form that can be part of a run's name."""
         return slug(self.title).strip("-")
 
 
 class Overrides(NamedTuple):
-    """The ``NAME=VALUE`` of each party's own settings, those of the contract included."""
+    """Overrides ``NAME=VALUE`` of each party's settings, including those of the contract."""
 
     active: list[str]
     passive: list[str]
     each: Mapping[str, list[str]] = MappingProxyType({})
-    """Of one of several passive parties, by the name of its file."""
+    """Overrides for a single one of the passive parties, by the name of its file."""
 
     def of(self, kind: str) -> list[str]:
-        """Return those of one party, named as its file is."""
+        """Return the overrides of the party whose file has this name."""
         if kind == ACTIVE:
             return self.active
         return [*self.passive, *self.each.get(kind, [])]
 
     def adding(self, *overrides: str) -> "Overrides":
-        """Return a copy with more, each routed by what stands before its first dot.
+        """Return a copy with more overrides, each routed by the word before its first dot.
 
         Raises:
-            SettingsError: it stands neither for a party nor for the contract.
+            SettingsError: that word is neither a party nor ``contract``.
         """
         active, passive = list(self.active), list(self.passive)
         each = {kind: list(own) for kind, own in self.each.items()}
@@ -126,10 +127,10 @@ def run_example(example_dir: Path, options: argparse.Namespace, program: str) ->
 
 
 def parse_defense(text: str) -> NamedDefense:
-    """Read a defense: a name, ``name:setting=value,...``, or YAML.
+    """Parse a defense: a name, ``name:setting=value,...``, or YAML.
 
     Raises:
-        SettingsError: it is none of these.
+        SettingsError: the text has none of these forms.
     """
     if text.lstrip().startswith("{"):
         settings = _read_mapping(text)
@@ -142,7 +143,7 @@ def parse_defense(text: str) -> NamedDefense:
 def _read_mapping(text: str) -> dict[str, Any]:
     values = load_yaml(text, "--defense")
     if not isinstance(values, dict) or "name" not in values:
-        raise SettingsError(f"--defense {text}: expected a defense's settings, its name among them")
+        raise SettingsError(f"--defense {text}: expected a defense's settings, including its name")
     return values
 
 
@@ -165,7 +166,7 @@ def _run(example_dir: Path, defenses: list[str], overrides: list[str], runs_dir:
     base = Overrides([], []).adding(*_defaults(len(kinds)), *overrides)
     unknown = base.each.keys() - set(kinds)
     if unknown:
-        raise SettingsError(f"--set: {example_dir} has no {', '.join(sorted(unknown))}.yaml")
+        raise SettingsError(f"--set: {example_dir} has no file {', '.join(sorted(unknown))}.yaml")
     name = _run_name(example_dir, base.active)
     results = {}
     plan = _plan(name, base, [parse_defense(text) for text in defenses])
@@ -186,14 +187,14 @@ def _run(example_dir: Path, defenses: list[str], overrides: list[str], runs_dir:
 
 
 def _report(*arguments: str) -> None:
-    """Let the active party's command write a page; without it, the results are still there."""
+    """Write a page with the active party's command; if that fails, the results are still there."""
     command = [*PYTHON, "-m", "splitveil.active_party", "report", *arguments]
     if subprocess.run(command, check=False).returncode:
         sys.stderr.write("splitveil-local: a report could not be written\n")
 
 
 def _plan(name: str, base: Overrides, defenses: Sequence[NamedDefense]) -> dict[str, PlannedRun]:
-    """Return the runs by the titles of their columns; several get names of their own."""
+    """Return the runs by the titles of their columns; several runs each get their own name."""
     if not defenses:
         return {name: PlannedRun(name, base)}
     runs = {}
@@ -227,12 +228,12 @@ def _commands(
 
 def party_kinds(example_dir: Path) -> list[str]:
     """Return the names of the parties' files without their ending, the active party's first."""
-    several = sorted(path.stem for path in example_dir.glob("passive_*.yaml"))
-    return [ACTIVE, *(several or ["passive"])]
+    passive = sorted(path.stem for path in example_dir.glob("passive_*.yaml"))
+    return [ACTIVE, *(passive or ["passive"])]
 
 
 def _defaults(num_parties: int) -> list[str]:
-    """Give each party its share of the cores, which the example's own files know nothing of."""
+    """Divide the cores between the parties, which the example's own files cannot do."""
     threads = max(len(os.sched_getaffinity(0)) // num_parties, 1)
     return [f"{party}.torch_threads={threads}" for party in (ACTIVE, "passive")]
 
@@ -251,10 +252,10 @@ def _run_name(example_dir: Path, active_overrides: list[str]) -> str:
 
 @contextmanager
 def held_port() -> Iterator[int]:
-    """Yield a free port that no other launcher is given until the run is over.
+    """Yield a free port and keep other launchers from getting it until the run is over.
 
-    A socket that is bound and does not listen keeps the kernel from choosing its port again, and,
-    with SO_REUSEADDR on both, lets the active party listen there by name.
+    A socket that is bound but does not listen keeps the kernel from choosing its port again. With
+    SO_REUSEADDR on both sockets, the active party can still listen on this port by its number.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -285,8 +286,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="DEFENSE",
-        help="a name (marvell), with settings (iso:noise_ratio=2), or YAML in braces; several run "
-        "one after the other and are compared",
+        help="a name (marvell), a name with settings (iso:noise_ratio=2), or YAML in braces; if "
+        "more than one is given, they run one after another and are compared",
     )
     parser.add_argument(
         "--set",
@@ -295,8 +296,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="PARTY.NAME=VALUE",
-        help="a setting to override: active.NAME=VALUE, passive.NAME=VALUE (one of several: "
-        "passive_a.NAME=VALUE), contract.NAME=VALUE",
+        help="a setting to override: active.NAME=VALUE, passive.NAME=VALUE (for one passive party "
+        "among several: passive_a.NAME=VALUE), contract.NAME=VALUE",
     )
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all runs")
 

@@ -1,4 +1,4 @@
-"""Two parties as two processes of this machine: their output, their signals, their end."""
+"""Runs the parties as processes on this machine, with their output, signals and exit codes."""
 
 import math
 import os
@@ -14,10 +14,10 @@ from splitveil.common.errors import PeerError
 from splitveil.common.party.interruption import stop_signals_to
 
 PEER_NOTICES_S = 5.0
-"""How long a party may go on after the other one has failed: enough to hear of it and to save."""
+"""Seconds that a party may continue after another has failed: enough to notice it and to save."""
 
 STOP_S = 20.0
-"""How long a party may take to end after a signal: it finishes its step and writes its files."""
+"""Seconds that a party may take to end after a signal: to finish its step and to write files."""
 
 _POLL_S = 0.05
 
@@ -25,15 +25,15 @@ _POLL_S = 0.05
 def run_parties(commands: Mapping[str, Sequence[str]]) -> int:
     """Run the commands side by side until all have ended.
 
-    When one fails, the others get ``PEER_NOTICES_S`` to end by themselves. A SIGINT or SIGTERM that
-    comes meanwhile is passed on to each once.
+    When one fails, the others have ``PEER_NOTICES_S`` to end by themselves. A SIGINT or SIGTERM
+    received meanwhile is forwarded once to each.
 
     Args:
         commands: party name -> command line.
 
     Returns:
-        0, or the exit code of the first party that failed; rather that of a party that knows why
-        than of one that only noticed that its peer was gone.
+        0, or the exit code of the first party that failed, where a party that knows the reason
+        takes precedence over one that only noticed that its peer was gone.
     """
     processes = {name: _start(name, command) for name, command in commands.items()}
     readers = [_copy_output(name, process) for name, process in processes.items()]
@@ -53,7 +53,7 @@ def _start(name: str, command: Sequence[str]) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        # A group of its own: a terminal's Ctrl-C reaches this process only, which passes it on.
+        # In its own group: a terminal's Ctrl-C reaches only this process, which forwards it.
         process_group=0,
     )
 
@@ -79,7 +79,7 @@ def _copy_output(name: str, process: subprocess.Popen[str]) -> threading.Thread:
 def _copy_lines(prefix: str, lines: IO[str]) -> None:
     with lines:
         for line in lines:
-            # One write per line, so that the two parties' lines do not run into each other.
+            # One write per line, so that the lines of the parties are not mixed.
             sys.stdout.write(f"{prefix}{line.rstrip()}\n")
             sys.stdout.flush()
 
@@ -114,14 +114,14 @@ def _wait(processes: Sequence[subprocess.Popen[str]], signalled_at: Sequence[flo
             _end(running)
         time.sleep(_POLL_S)
     if exit_code == PeerError.exit_code and was_patient:
-        # The party that only noticed may be the first to end: the other one knows why.
+        # A party that only noticed the failure may end first; another one knows the reason.
         return _first_failure([p for p in processes if p.returncode != exit_code]) or exit_code
     return exit_code or _first_failure(processes)
 
 
 def _first_failure(processes: Sequence[subprocess.Popen[str]]) -> int:
     code = next((process.returncode for process in processes if process.returncode), 0)
-    # Python gives the number of the signal that ended a process as negative, shells add 128 to it.
+    # For a process ended by a signal, Python returns its negative number; shells add 128 to it.
     return code if code >= 0 else 128 - code
 
 

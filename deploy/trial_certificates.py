@@ -1,4 +1,4 @@
-"""Certificates for an example that names some and has none: made where its results go."""
+"""Makes trial certificates, beside the results, for an example whose certificates do not exist."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -13,24 +13,24 @@ from splitveil.deploy.certs import PartyFolder, keep_certificates
 logger = logging.getLogger(__name__)
 
 FOLDER = ".trial-certificates"
-"""In the folder of all runs; no run's name starts with a dot."""
+"""Name of the certificates' folder in the folder of all runs; no run's name starts with a dot."""
 
 
 def trial_overrides(
     example_dir: Path, runs_dir: Path, overrides: Mapping[str, Sequence[str]]
 ) -> dict[str, list[str]]:
-    """Make certificates where a party's settings ask for mTLS and name files that do not exist.
+    """Make certificates if a party's settings ask for mTLS and name files that do not exist.
 
     Args:
-        example_dir: holds a settings file for each kind of party, such as ``active.yaml``.
-        runs_dir: keeps the certificates for the next call.
-        overrides: ``dotted.name=yaml`` of each kind of party; a contract's among them.
+        example_dir: folder with a settings file for each kind of party, such as ``active.yaml``.
+        runs_dir: folder that keeps the certificates for the next call.
+        overrides: items ``dotted.name=yaml`` for each kind of party, including contract settings.
 
     Returns:
-        What each kind of party needs to find them: more overrides, or none.
+        Additional overrides with which each kind of party finds its certificates, if any.
 
     Raises:
-        SettingsError: the settings cannot be read, or the certificates not be written.
+        SettingsError: the settings cannot be read, or the certificates cannot be written.
     """
     settings = {
         kind: apply_overrides(read_yaml(example_dir / f"{kind}.yaml"), _own(given))
@@ -49,7 +49,7 @@ def trial_overrides(
     except StorageError as error:
         raise SettingsError(f"--runs: {error}") from error
     logger.info("certificates for this trial are in %s", folder)
-    # Of all parties, for one that has its own would not be believed.
+    # For all parties: the others would not trust a party that keeps its own certificate.
     return {kind: _overrides_of(PartyFolder(folder / kind)) for kind in settings}
 
 

@@ -1,6 +1,6 @@
-"""Published tables and figures, run anew: one declarative file each, real two-party runs.
+"""Reproduces published tables and figures with real two-party runs, from one file each.
 
-python -m experiments list
-python -m experiments run NAME --seeds 10 --jobs 2
-python -m experiments report NAME
+python -m splitveil.experiments list
+python -m splitveil.experiments run NAME --seeds 10 --jobs 2
+python -m splitveil.experiments report NAME
 """

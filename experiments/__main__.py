@@ -1,12 +1,12 @@
-"""The command ``python -m experiments``: list, run, report.
+"""The command ``python -m splitveil.experiments``: list, run, report.
 
-    python -m experiments list
-    python -m experiments run NAME [--quick | --size SIZE] [--seeds N] [--jobs N] [--only ROW ...]
-    python -m experiments report NAME
+    list
+    run NAME [--quick | --size SIZE] [--seeds N] [--jobs N] [--only ROW ...]
+    report NAME
 
-``NAME`` is a file of this folder without its ending, or any file's path. Results go to
+``NAME`` is a file of this folder without its ending, or the path of any file. Results go to
 ``experiments/results/NAME/``: ``results.parquet``, ``table.md``, ``plots/``, and the runs
-themselves under ``cells/``. What has run is not run again.
+themselves under ``cells/``. Finished cells are not run again.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def _run(options: argparse.Namespace) -> int:
     waiting = [cell for cell in runnable if not is_finished(cell, results)]
     _say(
         f"{name}: {len(cells)} cells; {len(runnable) - len(waiting)} have run, {len(waiting)} to "
-        f"run, {len(refused)} cannot"
+        f"run, {len(refused)} cannot be run"
     )
     _say_refused(refused)
     if options.dry_run:
@@ -83,7 +83,9 @@ def _run(options: argparse.Namespace) -> int:
     if not runnable:
         return SettingsError.exit_code
     failures = []
-    with claimed(results, "another process runs this experiment; wait, or give another --output"):
+    with claimed(
+        results, "another process is running this experiment; wait, or use another --output"
+    ):
         try:
             endings = run_cells(waiting, results, prepared, options.jobs, options.threads)
             for number, ending in enumerate(endings, start=1):
@@ -108,7 +110,7 @@ def _report(options: argparse.Namespace) -> int:
 def _sorted_out(
     cells: Iterable[Cell], prepared: Path, *, makes_tables: bool
 ) -> tuple[list[Cell], list[tuple[Cell, list[str]]]]:
-    """Return the cells that can run, and of the others why not."""
+    """Separate the cells that can run from the others, which come with their reasons."""
     runnable: list[Cell] = []
     refused: list[tuple[Cell, list[str]]] = []
     unprepared: dict[str, str | None] = {}
@@ -165,7 +167,7 @@ def _results(options: argparse.Namespace, name: str, size: str) -> Path:
 
 
 def _words(options: argparse.Namespace) -> list[str]:
-    """Return the command line that asks for the same figures."""
+    """Return the command line that reproduces the same figures."""
     words = ["run", str(options.name)]
     size = "quick" if options.quick else options.size
     words += ["--size", size] if size != "full" else []
@@ -176,7 +178,7 @@ def _words(options: argparse.Namespace) -> list[str]:
 
 
 def _say_refused(refused: Iterable[tuple[Cell, list[str]]]) -> None:
-    """Say it once for all rows of a data set that share a reason."""
+    """Print each reason once for all rows of a data set that share it."""
     rows: dict[tuple[str, str], dict[str, None]] = {}
     for cell, why in refused:
         rows.setdefault((cell.dataset, "; ".join(why)), {})[cell.variant] = None
@@ -198,23 +200,29 @@ def _say(text: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="experiments", description="Run published tables and figures anew."
+        prog="experiments", description="Reproduce published tables and figures."
     )
     add_version(parser)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="name the experiments, and what they need")
+    commands.add_parser("list", help="list the experiments and their requirements")
     run = _add(commands.add_parser("run", help="run what has not run yet, then report"))
-    run.add_argument("--seeds", type=_positive, help="runs of each variant: seeds 0, 1, ...")
-    run.add_argument("--jobs", type=_positive, default=1, help="cells that run side by side")
-    run.add_argument("--threads", type=_positive, default=1, help="cores of each party")
-    run.add_argument("--device", default="cpu", help="of both parties: cpu, cuda, cuda:N, auto")
+    run.add_argument(
+        "--seeds", type=_positive, help="number of runs of each variant, with seeds 0, 1, ..."
+    )
+    run.add_argument(
+        "--jobs", type=_positive, default=1, help="number of cells that run side by side"
+    )
+    run.add_argument("--threads", type=_positive, default=1, help="number of cores of each party")
+    run.add_argument(
+        "--device", default="cpu", help="device of both parties: cpu, cuda, cuda:N, auto"
+    )
     run.add_argument(
         "--only",
         nargs="+",
         action="extend",
         default=[],
         metavar="ROW",
-        help="data sets, variants, or DATASET/VARIANT",
+        help="run only these data sets, variants, or DATASET/VARIANT",
     )
     run.add_argument(
         "--set",
@@ -226,13 +234,13 @@ def _parser() -> argparse.ArgumentParser:
         help="a setting to override in every cell",
     )
     run.add_argument("--dry-run", action="store_true", help="print the cells that would run")
-    _add(commands.add_parser("report", help="write table and plots anew from results.parquet"))
+    _add(commands.add_parser("report", help="rewrite table and plots from results.parquet"))
     return parser
 
 
 def _add(command: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    command.add_argument("name", help="of an experiment, or the path of its file")
-    command.add_argument("--size", default="full", help="a size that the file names")
+    command.add_argument("name", help="name of an experiment, or path of its file")
+    command.add_argument("--size", default="full", help="a size that the file defines")
     command.add_argument("--quick", action="store_true", help="the same as --size quick")
     command.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="folder of results")
     command.add_argument(

@@ -1,4 +1,4 @@
-"""Cells: every dataset, variant and seed of an experiment is one run with settings of its own."""
+"""Plans the cells of an experiment: one run, with its own settings, per dataset, variant, seed."""
 
 import hashlib
 import json
@@ -26,20 +26,22 @@ from splitveil.passive_party.settings import PassiveSettings
 RUN_NAME = "run"
 
 FORMAT = 1
-"""Part of every cell's digest: raise it when the runner itself changes what a run comes to."""
+"""Part of every cell's digest: increase it when the runner itself changes the result of a run."""
 
 _NONCES_APART = 1000
-"""Between two parties' shares of the joint seed: more than there are seeds."""
+"""Difference between the nonce seeds of two parties: larger than the number of seeds."""
 
 PREPARED = "${PREPARED}"
-"""In a path: the folder of prepared tables. Not in a digest, so that results may be moved."""
+"""Placeholder in a path for the folder of prepared tables; digests contain the placeholder, so that
+results can be moved."""
 
 EARLIER = "${EARLIER}"
-"""Likewise: the run whose weights a cell begins with. Its settings are in the digest."""
+"""Placeholder for the run with whose weights a cell starts; its settings are in the digest."""
 
 Settings = dict[str, dict[str, Any]]
-"""``contract``, ``active`` and ``passive``, each as in a file of its own; ``passives`` has all that
-each of several passive parties sets, by its name, and ``passive`` is then nobody's."""
+"""``contract``, ``active`` and ``passive``, each as in its own file. If there is more than one
+passive party, ``passives`` has the complete settings of each by its name, and ``passive`` is
+unused."""
 
 
 class Cell(NamedTuple):
@@ -48,70 +50,71 @@ class Cell(NamedTuple):
     dataset: str
     variant: str
     series: str
-    """The variant's name in the experiment's file: the curve that it is a point of."""
+    """The variant's name in the experiment's file: the curve to which this point belongs."""
 
     seed: int
     settings: Settings
     prepare: str | None
     needs: tuple[str, ...]
-    """What is missing for it, in words."""
+    """Descriptions of the missing requirements."""
 
     after: "Cell | None" = None
-    """The one whose weights it begins with."""
+    """The cell with whose weights it starts."""
 
     is_followed: bool = False
-    """Whether others begin with its weights."""
+    """Whether other cells start with its weights."""
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """The cell's name in messages."""
         return f"{self.dataset}, {self.variant}, seed {self.seed}"
 
     @property
     def folder(self) -> Path:
-        """Where its files lie, under the experiment's results."""
+        """Folder of its files, relative to the experiment's results."""
         return Path(
             "cells", folder_name(self.dataset), folder_name(self.variant), f"seed-{self.seed}"
         )
 
     @property
     def run_folder(self) -> Path:
-        """Where the parties' results lie, under the experiment's results."""
+        """Folder of the parties' results, relative to the experiment's results."""
         return self.folder / "runs" / RUN_NAME
 
     @property
     def digest(self) -> str:
-        """What its settings are, and those of all before it, in 16 hexadecimal digits."""
+        """Digest of its settings and of those of all cells before it, 16 hexadecimal digits."""
         before = [] if self.after is None else [self.after.digest]
         canonical = json.dumps([FORMAT, self.prepare, self.settings, *before], sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
 class Choice(NamedTuple):
-    """What the command line chooses of an experiment."""
+    """The part of an experiment that the command line selects."""
 
     size: str = "full"
     seeds: int | None = None
     only: tuple[str, ...] = ()
-    """Names of datasets, variants and rows; all where there are none."""
+    """Names of datasets, variants and rows; empty for all."""
 
     device: str = "cpu"
     overrides: tuple[str, ...] = ()
-    """``active.NAME=VALUE``, ``passive.NAME=VALUE``, ``contract.NAME=VALUE``."""
+    """Items of the form ``active.NAME=VALUE``, ``passive.NAME=VALUE`` or ``contract.NAME=VALUE``.
+    """
 
 
 def plan(experiment: Experiment, base_dir: Path, choice: Choice) -> list[Cell]:
-    """Return the cells, seed by seed: after the first seed, every variant has a figure.
+    """Return the cells, seed by seed, so that every variant has a figure after the first seed.
 
-    Whatever a chosen cell begins with is chosen, too, and comes before it.
+    The cells with whose weights a chosen cell starts are chosen as well, and precede it.
 
     Args:
-        experiment: what its file says.
-        base_dir: of the paths in that file.
-        choice: what is run of it.
+        experiment: the content of the experiment's file.
+        base_dir: folder to which paths in that file refer.
+        choice: the part of the experiment to run.
 
     Raises:
-        SettingsError: ``choice`` names what there is not, or an override is none.
+        SettingsError: ``choice`` has an unknown name or an invalid override.
     """
     size = _size(experiment, choice.size)
     seeds = choice.seeds or size.seeds or experiment.seeds
@@ -140,7 +143,7 @@ def plan(experiment: Experiment, base_dir: Path, choice: Choice) -> list[Cell]:
 
 
 def problems(cell: Cell, prepared: Path) -> list[str]:
-    """Return why a cell cannot be run, if it cannot: what it needs, what its settings get wrong."""
+    """Return the reasons why a cell cannot run, if any: missing requirements, wrong settings."""
     if cell.needs:
         return [f"needs {words}" for words in cell.needs]
     if cell.after is not None and (found := problems(cell.after, prepared)):
@@ -154,7 +157,7 @@ def problems(cell: Cell, prepared: Path) -> list[str]:
             for name, values in passive_parties(settings).items()
         ]
         if absent := set(contract.passive_parties) - {passive.party for passive in passives}:
-            return [f"passives: there is nothing of {', '.join(sorted(absent))}"]
+            return [f"passives: expected settings for {', '.join(sorted(absent))}, got none"]
         adversaries = [passive.adversary for passive in passives if passive.adversary is not None]
         labels = [adversary.labels for adversary in adversaries if adversary.labels is not None]
         tables = [active.data, *(passive.data for passive in passives), *labels]
@@ -164,9 +167,9 @@ def problems(cell: Cell, prepared: Path) -> list[str]:
 
 
 def passive_parties(settings: Settings) -> dict[str, dict[str, Any]]:
-    """Return what each passive party sets, by the name of its file without the ending.
+    """Return the settings of each passive party, by the name of its file without the ending.
 
-    Where there are several, that is its name in the contract, too, and that of its results' folder.
+    If there is more than one, this is also its name in the contract and that of its results folder.
     """
     return settings["passives"] or {"passive": settings["passive"]}
 
@@ -186,10 +189,10 @@ def folder_name(name: str) -> str:
 
 
 def overlaid(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of ``base`` with the values of ``over``, section by section.
+    """Return a copy of ``base`` updated with the values of ``over``, section by section.
 
-    A section that names another kind of thing (``kind``, ``name``, ``mode``) replaces the whole:
-    the settings of a mlp are none of a convolution.
+    A section with another ``kind``, ``name`` or ``mode`` replaces the whole section: the settings
+    of an mlp make no sense for a convolution.
     """
     if any(key in over and over[key] != base.get(key) for key in ("kind", "name", "mode")):
         return dict(over)
@@ -251,7 +254,7 @@ def _example(dataset: Dataset, base_dir: Path) -> Settings:
 def _completed(
     settings: Settings, experiment: Experiment, choice: Choice, seed: int, *, follows: bool
 ) -> Settings:
-    """Return the settings with all that the runner decides."""
+    """Add the settings that the runner decides."""
     both = {
         "contract": "contract.yaml",
         "security": {"mode": "insecure"},
@@ -280,7 +283,7 @@ def _completed(
     if follows:
         for name, own in {"active": active, **passive_parties(completed)}.items():
             own["initial_weights"] = f"{EARLIER}/{name}/checkpoint"
-        # A row that has a number alone is another one in another file.
+        # Without ids, a row number means another example in another file.
         if active.get("data", {}).get("id_column"):
             active["earlier_ledgers"] = [active["initial_weights"]]
     return completed

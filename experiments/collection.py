@@ -17,14 +17,16 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from splitveil.common.errors import StorageError
+from splitveil.common.record.figures import AttackFigure
+from splitveil.common.record.lines import EpochLeakLine, EvaluationLine, LeakLine, LedgerLine
+from splitveil.common.record.run_record import Metrics, read_metrics, read_summary
+from splitveil.common.record.summary import Summary
+from splitveil.common.record.values import ByAttack, ValueT
 from splitveil.experiments.cells import RUN_NAME, Cell, passive_parties
 from splitveil.experiments.execution import FINISHED
 
 STRETCHES = 200
 """Parts of a run over which the leak of single batches is averaged."""
-
-_LEAK_STATISTICS = ("mean", "q95", "last_epoch", "random_q95")
-_OF_A_BATCH = "_leak_auc"
 
 
 class Row(NamedTuple):
@@ -134,75 +136,82 @@ def _found(folder: Path, parties: Iterable[str]) -> Iterator[_Found]:
     yield _Found("active", "wall_s", marker["wall_s"])
     for party in parties:
         run = folder / "runs" / RUN_NAME / party
-        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-        yield from _of_summary(party, summary)
-        text = (run / "metrics.jsonl").read_text(encoding="utf-8")
-        lines = [json.loads(line) for line in text.splitlines()]
-        yield from _of_epochs(party, lines)
-        yield from _of_steps(party, lines)
+        metrics = read_metrics(run)
+        yield from _of_summary(party, read_summary(run))
+        yield from _of_epochs(party, metrics)
+        yield from _of_steps(party, metrics.of(LeakLine))
 
 
-def _of_summary(party: str, summary: Mapping[str, Any]) -> Iterator[_Found]:
-    for name in ("test_auc", "test_loss", "train_loss", "steps", "steps_per_s", "aligned_rows"):
-        yield _Found(party, name, summary.get(name))
-    yield _Found(party, "calibration_error", summary.get("test_calibration_error"))
-    for name, value in (summary.get("ledger") or {}).items():
+def _of_summary(party: str, summary: Summary) -> Iterator[_Found]:
+    counts, active, leak = summary.counts, summary.of_active, summary.of_leak
+    yield _Found(party, "test_auc", active.model.test_auc)
+    yield _Found(party, "test_loss", active.model.test_loss)
+    yield _Found(party, "train_loss", active.model.train_loss)
+    yield _Found(party, "steps", counts.steps)
+    yield _Found(party, "steps_per_s", counts.steps_per_s)
+    yield _Found(party, "aligned_rows", counts.aligned_rows)
+    yield _Found(party, "calibration_error", active.model.test_calibration_error)
+    for name, value in ({} if active.ledger is None else active.ledger.flat()).items():
         yield _Found(party, f"ledger_{name}", value)
-    yield _Found(party, "left_out_batches", (summary.get("leak_batches") or {}).get("left_out"))
-    for layer, attack, found in _by_attack(summary, "leak"):
-        for name in _LEAK_STATISTICS:
-            yield _Found(party, name, found.get(name), layer, attack)
-    for layer, attack, worst in _by_attack(summary, "leak_worst_epoch"):
+    yield _Found(party, "left_out_batches", leak.counts.left_out)
+    for layer, attack, found in _each(leak.batches):
+        yield _Found(party, "mean", found.mean, layer, attack)
+        yield _Found(party, "q95", found.q95, layer, attack)
+        yield _Found(party, "last_epoch", found.last_epoch, layer, attack)
+        yield _Found(party, "random_q95", found.random_q95, layer, attack)
+    for layer, attack, worst in _each(leak.worst_epoch):
         yield _Found(party, "worst_epoch", worst, layer, attack)
-    for layer, attack, found in _by_attack(summary, "leak_run_level"):
-        names = {"auc": "run_level", "low": "low", "high": "high", "examples": "examples"}
-        for key, name in names.items():
-            yield _Found(party, name, found.get(key), layer, attack)
+    for layer, attack, gathered in _each(leak.run_level):
+        yield _Found(party, "run_level", gathered.auc, layer, attack)
+        yield _Found(party, "low", gathered.low, layer, attack)
+        yield _Found(party, "high", gathered.high, layer, attack)
+        yield _Found(party, "examples", gathered.examples, layer, attack)
 
 
-def _by_attack(summary: Mapping[str, Any], part: str) -> Iterator[tuple[str, str, Any]]:
-    for layer, attacks in (summary.get(part) or {}).items():
+def _each(figures: ByAttack[ValueT]) -> Iterator[tuple[str, str, ValueT]]:
+    for layer, attacks in figures.items():
         for attack, found in attacks.items():
             yield layer, attack, found
 
 
-def _of_epochs(party: str, lines: Iterable[Mapping[str, Any]]) -> Iterator[_Found]:
-    best: dict[str, float] = {}
-    for line in lines:
-        epoch = line["epoch"]
-        match line["kind"]:
-            case "test":
-                for name in ("auc", "loss", "calibration_error"):
-                    yield _Found(party, f"epoch_test_{name}", line[name], epoch=epoch)
-                yield _Found(party, "epoch_train_loss", line["train_loss"], epoch=epoch)
-                best["best_test_auc"] = max(line["auc"], best.get("best_test_auc", 0.0))
-            case "ledger":
-                value = line["guarantee_max"]
-                yield _Found(party, "epoch_ledger_guarantee_max", value, epoch=epoch)
-            case "epoch_leak":
-                for name, value in _numbers(line):
-                    layer, _, attack = name.partition("/")
+def _of_epochs(party: str, metrics: Metrics) -> Iterator[_Found]:
+    for _, line in metrics.timed:
+        match line:
+            case EvaluationLine(split="test"):
+                yield from _of_test(party, line)
+            case LedgerLine(epoch, bounds):
+                name = "epoch_ledger_guarantee_max"
+                yield _Found(party, name, bounds.guarantee.max, epoch=epoch)
+            case EpochLeakLine(epoch, figures):
+                for layer, attack, value in figures:
                     yield _Found(party, "epoch_leak", value, layer, attack, epoch)
                     if epoch == 0:
                         yield _Found(party, "first_epoch", value, layer, attack)
-    for name, value in best.items():
-        yield _Found(party, name, value)
+    tests = [line for line in metrics.of(EvaluationLine) if line.split == "test"]
+    if tests:
+        yield _Found(party, "best_test_auc", max(line.auc or 0.0 for line in tests))
 
 
-def _of_steps(party: str, lines: Iterable[Mapping[str, Any]]) -> Iterator[_Found]:
-    measured = [line for line in lines if line["kind"] == "leak"]
-    steps_per_epoch = max((line["step"] for line in measured), default=0) + 1
-    courses: dict[str, list[tuple[int, float]]] = defaultdict(list)
+def _of_test(party: str, line: EvaluationLine) -> Iterator[_Found]:
+    yield _Found(party, "epoch_test_auc", line.auc, epoch=line.epoch)
+    yield _Found(party, "epoch_test_loss", line.loss, epoch=line.epoch)
+    name = "epoch_test_calibration_error"
+    yield _Found(party, name, line.calibration_error, epoch=line.epoch)
+    yield _Found(party, "epoch_train_loss", line.train_loss, epoch=line.epoch)
+
+
+def _of_steps(party: str, measured: Sequence[LeakLine]) -> Iterator[_Found]:
+    steps_per_epoch = max((line.step for line in measured), default=0) + 1
+    courses: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
     for line in measured:
-        step = line["epoch"] * steps_per_epoch + line["step"]
-        for name, value in _numbers(line):
-            if name.endswith(_OF_A_BATCH) and value is not None:
-                courses[name.removesuffix(_OF_A_BATCH)].append((step, value))
-    for name, course in courses.items():
+        step = line.epoch * steps_per_epoch + line.step
         # Random scores know nothing of layers: theirs are shown with the gradients as received.
-        layer, _, attack = name.rpartition("/")
+        for layer, attack, value in (*line.figures, AttackFigure("cut", "random", line.random)):
+            if value is not None:
+                courses[layer, attack].append((step, value))
+    for (layer, attack), course in courses.items():
         for step, value in _stretches(sorted(course)):
-            yield _Found(party, "step_leak", value, layer or "cut", attack, step=step)
+            yield _Found(party, "step_leak", value, layer, attack, step=step)
 
 
 def _stretches(course: Sequence[tuple[int, float]]) -> Iterator[tuple[int, float]]:
@@ -210,12 +219,6 @@ def _stretches(course: Sequence[tuple[int, float]]) -> Iterator[tuple[int, float
     for begin in range(0, len(course), length):
         part = course[begin : begin + length]
         yield part[len(part) // 2][0], math.fsum(value for _, value in part) / len(part)
-
-
-def _numbers(line: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
-    for name, value in line.items():
-        if name not in {"time_s", "kind", "epoch", "step"}:
-            yield name, value
 
 
 def _number(text: str) -> float | None:

@@ -1,14 +1,14 @@
-"""Runs cells: each as the local launcher in a process of its own, several side by side.
+"""Runs cells with the local launcher, each in its own process and several side by side.
 
     cells/<data set>/<variant>/seed-<n>/
-        settings/            what ``splitveil-local`` is given: run it by hand, if need be
-        runs/run/<party>/    what the parties write
-        output.log           what they say
+        settings/            the files for ``splitveil-local``, which can also be run by hand
+        runs/run/<party>/    the parties' results
+        output.log           the parties' output
         cell.json            digest of the settings, written before the run
-        finished.json        the same with machine, versions and time, written after it
+        finished.json        the same with machine, versions and time, written after the run
 
-A cell with a ``finished.json`` of the same digest is not run again. One that was interrupted goes
-on from its checkpoints; one whose settings changed begins anew.
+A cell with a ``finished.json`` of the same digest is not run again. An interrupted cell resumes
+from its checkpoints; a cell whose settings changed starts over.
 """
 
 import json
@@ -36,45 +36,47 @@ from splitveil.experiments.machine import machine
 
 FINISHED = "finished.json"
 ENDED_AS_ASKED = (0, EndedForGood.exit_code)
-"""A budget or a gate may end a run; its figures count."""
+"""Exit codes of runs whose figures count; a budget or a gate may end a run."""
 
 _LAST_LINES = 12
 
 
 class Ending(NamedTuple):
-    """How one cell ended."""
+    """The outcome of one cell."""
 
     cell: Cell
     exit_code: int
     wall_s: float
     last_lines: str
-    """Of what the parties said, where it failed."""
+    """The last lines of the parties' output if the cell failed."""
 
     @property
     def has_failed(self) -> bool:
-        """Whether there are no figures to count."""
+        """Whether the cell has no figures that count."""
         return self.exit_code not in ENDED_AS_ASKED
 
 
 def is_finished(cell: Cell, results: Path) -> bool:
-    """Tell whether a cell has run to its end with these very settings."""
+    """Whether a cell has run to its end with exactly these settings."""
     return _digest_in(results / cell.folder / FINISHED) == cell.digest
 
 
 def run_cells(
     cells: Sequence[Cell], results: Path, prepared: Path, jobs: int, threads: int
 ) -> Iterator[Ending]:
-    """Run cells and yield each when it ends. Only in the main thread, whose signals it takes.
+    """Run cells and yield the outcome of each when it ends.
+
+    Call it only in the main thread, because it handles signals.
 
     Args:
-        cells: which.
+        cells: the cells to run.
         results: the experiment's folder.
         prepared: the folder of prepared tables.
-        jobs: how many run side by side; each is a process per party.
-        threads: cores that each party computes on.
+        jobs: number of cells that run side by side; each has a process per party.
+        threads: number of cores that each party computes on.
 
     Raises:
-        Interrupted: SIGINT or SIGTERM came; the parties have saved where they were.
+        Interrupted: SIGINT or SIGTERM was received; the parties have saved their state.
     """
     launched = _Launched()
     with stop_signals_to(launched.stop), ThreadPoolExecutor(jobs) as pool:
@@ -82,7 +84,7 @@ def run_cells(
 
         def run(cell: Cell) -> Ending | None:
             if cell.after is not None and cell.after.folder in begun:
-                # Handed to the pool before this one, so that it runs already or is over.
+                # It was submitted to the pool before this cell, so it is running or over.
                 wait([begun[cell.after.folder]])
             return _run(cell, results, prepared, threads, launched)
 
@@ -94,7 +96,7 @@ def run_cells(
                 if ending is not None:
                     yield ending
         except BaseException:
-            # A full disk, or whoever takes the endings has enough: leave nothing running.
+            # A full disk, or the caller abandoned the iteration: leave nothing running.
             launched.stop(signal.SIGTERM)
             raise
     if launched.stopped_by is not None:
@@ -102,18 +104,18 @@ def run_cells(
 
 
 class _Launched:
-    """The launchers that run now, so that a signal reaches them all. Thread-safe."""
+    """Keeps the running launchers, so that a signal reaches all of them. Thread-safe."""
 
     def __init__(self) -> None:
         self.stopped_by: int | None = None
         self._processes: set[subprocess.Popen[bytes]] = set()
-        # A signal's handler runs in the main thread, wherever that is: it must not wait for itself.
+        # A signal handler interrupts the main thread anywhere and must not wait for its own lock.
         self._lock = threading.RLock()
 
     def start(
         self, command: Sequence[str], log: Path, threads: int
     ) -> subprocess.Popen[bytes] | None:
-        """Start one, unless all are being stopped."""
+        """Start a launcher, unless all are being stopped."""
         with self._lock, log.open("ab") as output:
             if self.stopped_by is not None:
                 return None
@@ -123,19 +125,19 @@ class _Launched:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # A group of its own: a terminal's Ctrl-C reaches this process only.
+                # In its own group: a terminal's Ctrl-C reaches only this process.
                 process_group=0,
             )
             self._processes.add(process)
             return process
 
     def ended(self, process: subprocess.Popen[bytes]) -> None:
-        """Forget one that has ended."""
+        """Forget a launcher that has ended."""
         with self._lock:
             self._processes.discard(process)
 
     def stop(self, signal_number: int) -> None:
-        """Let the launchers end their parties, and start no more."""
+        """Signal the launchers to end their parties, and start no more launchers."""
         with self._lock:
             if self.stopped_by is None:
                 self.stopped_by = signal_number
@@ -150,7 +152,7 @@ def _run(
         return None
     if cell.after is not None and not is_finished(cell.after, results):
         return Ending(
-            cell, 1, 0.0, f"it begins with the weights of {cell.after.name}: not finished"
+            cell, 1, 0.0, f"it starts with the weights of {cell.after.name}, which is not finished"
         )
     folder = results / cell.folder
     _make_ready(cell, results, prepared)
@@ -169,7 +171,7 @@ def _run(
     if exit_code not in ENDED_AS_ASKED:
         return Ending(cell, exit_code, wall_s, _last_lines(folder / "output.log"))
     write_json_atomically(folder / FINISHED, _marker(cell) | _circumstances(wall_s, threads))
-    # No other cell needs a finished one's weights, and they take most of its room.
+    # No other cell needs these weights, and they take most of the disk space.
     for checkpoint in [] if cell.is_followed else folder.glob("runs/*/*/checkpoint"):
         shutil.rmtree(checkpoint)
     return Ending(cell, exit_code, wall_s, "")

@@ -1,4 +1,4 @@
-"""Models of the papers that splitveil's own kinds do not cover, for ``kind: custom``."""
+"""Models of the papers that the built-in kinds do not cover, for ``kind: custom``."""
 
 from collections.abc import Sequence
 
@@ -8,14 +8,14 @@ from torch import Tensor, nn
 from splitveil.common.data.features import Features, image_as_float
 
 GREY_SIDE = 64
-"""Pixels of GAFM's images of skin lesions, in both directions."""
+"""Height and width in pixels of GAFM's images of skin lesions."""
 
 
 class SummedTop(nn.Module):
-    """The logit is the activation itself, summed over the cut, and a bias.
+    """A top model whose logit is the activation, summed over the cut, plus a bias.
 
-    GAFM's networks end at the cut: the active party has the sigmoid and the loss. The bias is the
-    one that the bottom model's last layer has already; a top model needs something to learn.
+    GAFM's networks end at the cut: the active party only has the sigmoid and the loss. The bias
+    duplicates that of the bottom model's last layer, because a top model needs a parameter.
     """
 
     def __init__(self) -> None:
@@ -28,10 +28,11 @@ class SummedTop(nn.Module):
 
 
 class GreyImageBottom(nn.Module):
-    """GAFM's network for skin lesions: a LeNet over images of 64 x 64 x 1.
+    """GAFM's network for skin lesions: a LeNet for images of 64 x 64 x 1.
 
-    Convolutions of 5 x 5 with ReLU and pooling, then dense layers, as published: ``channels``
-    [6, 16, 32] and ``hidden`` [120, 84, 40]. The last dense layer has as many outputs as the cut.
+    It has convolutions of 5 x 5 with ReLU and pooling, then dense layers, as published:
+    ``channels`` [6, 16, 32] and ``hidden`` [120, 84, 40]. The last dense layer has as many outputs
+    as the cut.
     """
 
     def __init__(

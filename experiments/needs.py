@@ -1,4 +1,4 @@
-"""What an experiment may need that not every version of splitveil has: asked of the code itself."""
+"""Features of splitveil that an experiment may need, detected by asking the code itself."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -28,7 +28,7 @@ class _Feature(NamedTuple):
 
 
 def unmet(needs: Iterable[Need]) -> list[str]:
-    """Return in words what is needed and not there."""
+    """Describe the needed features that are missing."""
     return [_FEATURES[need].words for need in needs if not _FEATURES[need].is_there()]
 
 

@@ -1,4 +1,4 @@
-"""The plots of an experiment: trade-off curves, and the course of the leak."""
+"""Draws an experiment's plots: trade-off curves, and the leak over the course of a run."""
 
 import statistics
 from collections import defaultdict
@@ -25,22 +25,22 @@ Panel = tuple[str, str]
 
 
 class PlottingUnavailable(SettingsError):
-    """The library that draws is not there; what is not a plot can go on without it."""
+    """The plotting library is missing; everything except the plots works without it."""
 
 
 class Point(NamedTuple):
-    """Means and standard deviations over the seeds."""
+    """A point of a curve: means and standard deviations over the seeds."""
 
     x: float
     x_sd: float
     y: float
     y_sd: float
     name: str = ""
-    """Which point of its curve: the swept setting."""
+    """The value of the swept setting."""
 
 
 def draw(plots: Iterable[Plot], rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Draw every plot for every data set as SVG, and return the files.
+    """Draw every plot for every data set as SVG, and return the paths.
 
     Raises:
         PlottingUnavailable: matplotlib is not installed.
@@ -56,7 +56,7 @@ def draw(plots: Iterable[Plot], rows: Sequence[Row], folder: Path) -> list[Path]
 
 
 def trade_off(plot: TradeOffPlot, rows: Sequence[Row]) -> dict[Panel, dict[str, list[Point]]]:
-    """Return panel -> series -> points, in the order of the file's sweeps."""
+    """Return panel -> series -> points, in the order of the sweeps in the experiment's file."""
     utility = _utility(plot, rows)
     leak: dict[Panel, dict[str, dict[str, dict[int, float]]]] = {}
     for row in _of_the_best_witness(row for row in rows if row.statistic == plot.leak):
@@ -84,13 +84,13 @@ def trade_off(plot: TradeOffPlot, rows: Sequence[Row]) -> dict[Panel, dict[str, 
 
 
 def floor(plot: TradeOffPlot, rows: Sequence[Row]) -> float | None:
-    """Return the utility that is there without any gradient; None where nobody has measured it."""
+    """Return the utility that is reached without any gradient; None if it was not measured."""
     found = _utility(plot, rows).get(plot.floor or "")
     return statistics.mean(found.values()) if found else None
 
 
 def _utility(plot: TradeOffPlot, rows: Sequence[Row]) -> dict[str, dict[int, float]]:
-    """Return variant -> seed -> utility, less what the plot subtracts."""
+    """Return variant -> seed -> utility, after the plot's subtraction."""
     found = _by_seed(row for row in rows if row.statistic == plot.utility and row.attack is None)
     if plot.less is None:
         return found
@@ -103,7 +103,7 @@ def course(plot: CoursePlot, rows: Sequence[Row]) -> dict[Panel, dict[str, list[
     wanted = "step_leak" if plot.over == "steps" else "epoch_leak"
     found: dict[Panel, dict[str, dict[int, list[float]]]] = {}
     for row in _of_the_best_witness(row for row in rows if row.statistic == wanted):
-        epoch = None if row.epoch is None else row.epoch + 1  # on paper they are counted from 1
+        epoch = None if row.epoch is None else row.epoch + 1  # plots count epochs from 1
         at = row.step if plot.over == "steps" else epoch
         if at is None or row.layer is None or row.attack is None:
             continue
@@ -117,7 +117,7 @@ def course(plot: CoursePlot, rows: Sequence[Row]) -> dict[Panel, dict[str, list[
 
 
 def epochs(plot: EpochPlot, rows: Sequence[Row]) -> dict[str, list[Point]]:
-    """Return variant -> points over epochs, the first of which is 1."""
+    """Return variant -> points over epochs, counted from 1."""
     found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         if row.statistic == plot.statistic and row.epoch is not None:
@@ -155,21 +155,21 @@ def _draw(plot: Plot, dataset: str, rows: Sequence[Row], path: Path) -> bool:
 
 
 def _of_the_best_witness(rows: Iterable[Row]) -> list[Row]:
-    """Keep one party's figures of each attack: the active party's, whose oracles know more.
+    """Keep one party's figures for each attack: the active party's, whose oracles know more.
 
-    At layers below the cut the passive party is the only one who sees the gradients; where there
-    are several, each has layers of its own.
+    At layers below the cut only the passive party sees the gradients; if there is more than one
+    passive party, each has its own layers.
     """
     found = list(rows)
     active = {(row.layer, row.attack) for row in found if row.party == "active"}
     return [
-        _told_apart(row)
+        _with_party_in_layer(row)
         for row in found
         if row.party == "active" or (row.layer, row.attack) not in active
     ]
 
 
-def _told_apart(row: Row) -> Row:
+def _with_party_in_layer(row: Row) -> Row:
     if row.layer is None or row.party in {"active", "passive"}:
         return row
     return row._replace(layer=f"{row.layer}, {row.party}")
@@ -197,7 +197,7 @@ def _mean_and_sd(values: Iterable[float]) -> tuple[float, float]:
 
 @contextmanager
 def _panels(count: int, path: Path, title: str) -> Iterator[list["Axes"]]:
-    """Make a figure with so many panels, and save it when they are drawn; none for none."""
+    """Yield the panels of a new figure, and save it when they are drawn; no figure for 0 panels."""
     if not count:
         yield []
         return
@@ -205,12 +205,13 @@ def _panels(count: int, path: Path, title: str) -> Iterator[list["Axes"]]:
         import matplotlib as mpl  # noqa: PLC0415 (an extra, and slow to import)
     except ImportError as error:
         raise PlottingUnavailable(
-            "the plots were left out, they need matplotlib: pip install 'splitveil[experiments]'"
+            "the plots were left out because matplotlib is missing: "
+            "pip install 'splitveil[experiments]'"
         ) from error
 
     mpl.use("svg")
-    mpl.rcParams["svg.hashsalt"] = "splitveil"  # the same figures give the same file
-    mpl.rcParams["svg.fonttype"] = "none"  # letters that can be searched for
+    mpl.rcParams["svg.hashsalt"] = "splitveil"  # equal figures give equal files
+    mpl.rcParams["svg.fonttype"] = "none"  # keeps text searchable
     from matplotlib import pyplot  # noqa: PLC0415
 
     columns = min(count, _COLUMNS)
@@ -257,7 +258,7 @@ def _draw_points(axes: "Axes", curves: dict[str, list[Point]]) -> None:
 
 
 def _draw_floor(axes: "Axes", utility: float | None, name: str) -> None:
-    """Draw a line, or where it would leave the rest no room, say in which direction it lies."""
+    """Draw a line, or a note on its direction if the line would squeeze the rest of the panel."""
     if utility is None:
         return
     left, right = axes.get_xlim()

@@ -1,4 +1,4 @@
-"""Makes tables that splitveil can read of raw files that it cannot, once, before the first run."""
+"""Converts raw files that splitveil cannot read into tables that it can, before the first run."""
 
 import csv
 import gzip
@@ -19,7 +19,7 @@ IMDB_WORDS = 500
 
 
 def prepare(name: str, folder: Path) -> None:
-    """Make the files of a preparation, unless they are there.
+    """Make the files of a preparation, unless they exist.
 
     Raises:
         SettingsError: SPLITVEIL_DATA is not set.
@@ -31,7 +31,7 @@ def prepare(name: str, folder: Path) -> None:
         return
     root = os.environ.get("SPLITVEIL_DATA")
     if root is None:
-        raise SettingsError(f"{name}: SPLITVEIL_DATA names no folder with data sets")
+        raise SettingsError(f"{name}: SPLITVEIL_DATA is not set to a folder with data sets")
     path = Path(root, source)
     if not path.is_file():
         raise DataError(f"needs the file {path}")
@@ -67,7 +67,7 @@ def _images(archive: Mapping[str, NDArray[np.uint8]]) -> Iterator[Image.Image]:
 
 
 def _talkingdata_days(path: Path, folder: Path) -> None:
-    """Write one file per day, whose test rows are the day after; a click has one number in all."""
+    """Write one file per day with the next day as test rows; click numbers are the same in all."""
     with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
         rows = [row | {"click": number} for number, row in enumerate(csv.DictReader(file))]
     days = sorted({str(row["click_time"])[:10] for row in rows})
@@ -80,7 +80,7 @@ def _talkingdata_days(path: Path, folder: Path) -> None:
             for row in rows:
                 day, _, time = str(row["click_time"]).partition(" ")
                 if day in split:
-                    # attributed_time gives the label away, and is none of the names.
+                    # attributed_time would give the label away, and is left out.
                     writer.writerow(row | {"hour": time.partition(":")[0], "split": split[day]})
 
 

@@ -1,9 +1,9 @@
-"""What an experiment's file may say: what is run, in which variants, and what is shown of it.
+"""The settings in an experiment's file: data sets, variants, figures and plots.
 
-    datasets:                 # the same variants on each
+    datasets:                 # each with the same variants
       spambase:
         contract: {...}       # as in a party's files; run name, addresses and security are not
-        active: {...}         # needed, for the runner sets them
+        active: {...}         # needed, because the runner sets them
         passive: {...}
     variants:
       marvell:
@@ -12,11 +12,11 @@
     figures:                  # the columns of the table
       norm: {statistic: q95, layer: cut, attack: norm}
     published:
-      source: where it stands
+      source: reference to the publication
       values: {spambase: {marvell 4: {norm: 0.53}}}
 
-Later parts of the settings are laid over earlier ones, section by section: the example's files, the
-dataset, the size, the variant, what the dataset says of the variant, the command line.
+Later parts of the settings update earlier parts, section by section: the example's files, the
+dataset, the size, the variant, the dataset's own settings for the variant, the command line.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,31 +30,31 @@ from splitveil.common.settings import Section, read_yaml, validate
 from splitveil.experiments.needs import Need
 
 Label = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.=+ -]{0,59}$")]
-"""Names datasets, variants and figures, in tables and (with ``-`` for blanks) folders."""
+"""Name of a dataset, variant or figure, in tables and (with ``-`` for blanks) folders."""
 
 PassiveName = Annotated[str, StringConstraints(pattern=r"^passive_[A-Za-z0-9_.-]{1,56}$")]
-"""Names one of several passive parties: in the contract, its settings file and its results."""
+"""Name of one passive party among several: in the contract, its settings file and its results."""
 
 Party = Literal["active", "passive"] | PassiveName
 
 FOLDER = Path(__file__).parent
-"""Where the experiments' files lie."""
+"""Folder of the experiments' files."""
 
 
 class Overlay(Section):
-    """Settings that are laid over others; a section changes only the names that it has."""
+    """Settings that update others; a section changes only the names that it contains."""
 
     contract: dict[str, Any] = Field(default_factory=dict)
-    """Of the contract."""
+    """Settings of the contract."""
 
     active: dict[str, Any] = Field(default_factory=dict)
-    """Of the active party."""
+    """Settings of the active party."""
 
     passive: dict[str, Any] = Field(default_factory=dict)
-    """Of the passive party; of all of them where there are several."""
+    """Settings of the passive party, or of all passive parties if there is more than one."""
 
     passives: dict[PassiveName, dict[str, Any]] = Field(default_factory=dict)
-    """What each of several passive parties sets otherwise, by its name in the contract."""
+    """Differing settings of each passive party among several, by its name in the contract."""
 
     def parts(self) -> dict[str, dict[str, Any]]:
         """Return the parts by name."""
@@ -65,39 +65,39 @@ class Dataset(Overlay):
     """One data set with its models and its schedule."""
 
     example: str | None = None
-    """Folder with ``contract.yaml``, ``active.yaml`` and ``passive.yaml`` to begin with, relative
+    """Folder with ``contract.yaml``, ``active.yaml`` and ``passive.yaml`` to start from, relative
     to the experiment's file."""
 
     prepare: Literal["imdb", "melanoma", "melanoma_grey64", "talkingdata_days"] | None = None
-    """Table to make of the raw files first; ``${PREPARED}`` in a path is the folder that holds it.
-    """
+    """Table to make from the raw files first; ``${PREPARED}`` in a path stands for its folder."""
 
     after: str | None = None
-    """Data set before this one in the file: each cell here begins with the weights of that data
-    set's cell of the same variant and seed."""
+    """Data set earlier in the file: each cell of this data set starts with the weights of that data
+    set's cell with the same variant and seed."""
 
     needs: tuple[Need, ...] = ()
-    """What splitveil has to have for this."""
+    """Features of splitveil that this needs."""
 
     variants: dict[Label, Overlay] = Field(default_factory=dict)
-    """What variants set otherwise on this data set, by the variant's name."""
+    """Differing settings of variants on this data set, by the variant's name."""
 
 
 class Variant(Overlay):
-    """One row of the table, or with a sweep several."""
+    """One row of the table, or with a sweep one row per combination of values."""
 
     sweep: dict[str, tuple[bool | int | float | str, ...]] = Field(default_factory=dict)
-    """Setting, as ``active.defense.noise_ratio``, -> its values; several make every combination."""
+    """Setting, such as ``active.defense.noise_ratio``, -> its values; more than one setting gives
+    every combination."""
 
     needs: tuple[Need, ...] = ()
-    """What splitveil has to have for this."""
+    """Features of splitveil that this needs."""
 
     @model_validator(mode="after")
     def _sweeps_over_settings(self) -> "Variant":
         for name, values in self.sweep.items():
             if name.partition(".")[0] not in self.parts() or "." not in name:
                 raise ValueError(
-                    f"sweep: {name}: expected a name as active.NAME, passive.NAME or contract.NAME"
+                    f"sweep: {name}: expected active.NAME, passive.NAME or contract.NAME"
                 )
             if not values:
                 raise ValueError(f"sweep: {name}: expected at least one value")
@@ -108,34 +108,35 @@ class Size(Overlay):
     """A shorter or smaller form of the experiment."""
 
     seeds: PositiveInt | None = None
-    """How many seeds by default."""
+    """Default number of seeds."""
 
     datasets: dict[Label, Overlay] = Field(default_factory=dict)
-    """What differs on one data set only."""
+    """Settings that differ on a single data set."""
 
 
 class Figure(Section):
-    """One figure of a run, as the results have it."""
+    """One figure of a run, as named in the results."""
 
     statistic: str
-    """For instance ``test_auc``, ``best_test_auc``, ``calibration_error``, ``steps_per_s``; of an
+    """For instance ``test_auc``, ``best_test_auc``, ``calibration_error``, ``steps_per_s``; for an
     attack ``mean``, ``q95``, ``first_epoch``, ``last_epoch``, ``worst_epoch``, ``run_level``."""
 
     party: Party = "active"
-    """Who measured it: at the cut layer both do, and the active party's oracles know more."""
+    """The party that measured it: at the cut layer both do, and the active party's oracles know
+    more."""
 
     layer: str | None = None
-    """Layer of the passive party's model; ``cut`` for the gradients as they arrive."""
+    """Layer of the passive party's model; ``cut`` for the gradients as received."""
 
     attack: str | None = None
-    """Which attack."""
+    """The attack."""
 
     less: str | None = None
-    """Row of the table whose figure on the same seed is subtracted. Seeds differ in their test rows
-    far more than defenses do, and all defenses of a seed share them."""
+    """Row of the table whose figure for the same seed is subtracted. Seeds differ in their test
+    rows far more than defenses do, and all defenses of a seed share these rows."""
 
     title: str | None = None
-    """Heading of the column, by default the figure's name."""
+    """Heading of the column; by default the figure's name."""
 
     @model_validator(mode="after")
     def _attacks_a_layer(self) -> "Figure":
@@ -145,10 +146,10 @@ class Figure(Section):
 
 
 class Published(Section):
-    """The figures to stand beside."""
+    """Published figures for comparison."""
 
     source: str
-    """Where they stand."""
+    """Reference to the publication."""
 
     values: dict[Label, dict[Label, dict[Label, float]]]
     """Data set -> variant -> figure -> value."""
@@ -163,17 +164,17 @@ class TradeOffPlot(Section):
     """Statistic on the horizontal axis."""
 
     less: str | None = None
-    """Row of the table whose utility on the same seed is subtracted, as of a figure."""
+    """Row of the table whose utility for the same seed is subtracted, as for a figure."""
 
     floor: str | None = None
-    """Row of the table that sends nothing worth learning: its utility is a line, and whatever costs
-    more is worse than no gradient at all."""
+    """Row of the table whose gradients contain nothing to learn from: its utility is drawn as a
+    line, and a defense that costs more is worse than no gradient at all."""
 
     leak: str = "q95"
     """Statistic on the vertical axis."""
 
     attacks: tuple[str, ...] = ()
-    """Which ones; all by default."""
+    """The attacks to draw; all by default."""
 
 
 class CoursePlot(Section):
@@ -182,20 +183,20 @@ class CoursePlot(Section):
     kind: Literal["course"]
 
     over: Literal["steps", "epochs"] = "steps"
-    """Single batches, averaged over up to 200 stretches of the run; or epochs, where accumulated
-    attacks have their own."""
+    """Single batches, averaged over up to 200 intervals of the run; or epochs, for which
+    accumulated attacks have their own figures."""
 
     attacks: tuple[str, ...] = ()
-    """Which ones; all by default."""
+    """The attacks to draw; all by default."""
 
 
 class EpochPlot(Section):
-    """A figure without an attack over the epochs, such as ``epoch_test_auc``."""
+    """A figure that does not belong to an attack, over the epochs, such as ``epoch_test_auc``."""
 
     kind: Literal["epochs"]
 
     statistic: str = "epoch_test_auc"
-    """What is drawn."""
+    """The statistic to draw."""
 
 
 Plot = Annotated[TradeOffPlot | CoursePlot | EpochPlot, Field(discriminator="kind")]
@@ -208,33 +209,33 @@ class Experiment(Section):
     """Heading of the table."""
 
     about: str
-    """What is asked, and how this differs from what was published."""
+    """The question, and the differences from the published experiment."""
 
     seeds: PositiveInt = 10
-    """Runs of each variant: seeds 0, 1, ..."""
+    """Number of runs of each variant, with seeds 0, 1, ..."""
 
     seeded_noise: bool = False
-    """Whether a defense's noise follows from the run's seed, too. By default it stays secret, and
-    figures repeat in distribution only."""
+    """Whether a defense's noise also depends on the run's seed. By default it stays secret, and
+    figures repeat only in distribution."""
 
     datasets: dict[Label, Dataset] = Field(min_length=1)
-    """What is trained on."""
+    """The data sets to train on."""
 
     variants: dict[Label, Variant] = Field(min_length=1)
-    """What is compared."""
+    """The variants to compare."""
 
     sizes: dict[Label, Size] = Field(default_factory=dict)
-    """Other forms than the full one, by the name that ``--size`` takes; ``quick`` is a smoke run.
+    """Forms other than the full one, by the name that ``--size`` takes; ``quick`` is a smoke test.
     """
 
     figures: dict[Label, Figure] = Field(min_length=1)
     """The columns of the table."""
 
     published: Published | None = None
-    """What to stand beside."""
+    """Published figures for comparison."""
 
     plots: tuple[Plot, ...] = ()
-    """What to draw."""
+    """The plots to draw."""
 
     @model_validator(mode="after")
     def _names_are_known(self) -> "Experiment":
@@ -244,7 +245,7 @@ class Experiment(Section):
             _refuse_unknown(f"datasets.{name}.variants", dataset.variants, known)
             if dataset.after is not None and dataset.after not in before:
                 raise ValueError(
-                    f"datasets.{name}.after: expected a data set before it in the file"
+                    f"datasets.{name}.after: expected a data set that is earlier in the file"
                 )
             before.append(name)
         for name, size in self.sizes.items():
@@ -264,12 +265,12 @@ class Experiment(Section):
 
 
 def row_names(name: str, variant: Variant) -> list[str]:
-    """Return the names of the rows that a variant stands for."""
+    """Return the names of a variant's rows."""
     return [" ".join([name, *(str(v) for v in values)]) for values in sweep_values(variant)]
 
 
 def sweep_values(variant: Variant) -> Iterator[tuple[bool | int | float | str, ...]]:
-    """Yield every combination of a sweep's values; an empty one where there is no sweep."""
+    """Yield every combination of a sweep's values; one empty combination without a sweep."""
     combinations: list[tuple[bool | int | float | str, ...]] = [()]
     for values in variant.sweep.values():
         combinations = [(*before, value) for before in combinations for value in values]
@@ -280,20 +281,20 @@ def load_experiment(name_or_path: str) -> tuple[str, Experiment, Path]:
     """Read an experiment's file.
 
     Args:
-        name_or_path: of a file in this folder, without its ending; or any file's path.
+        name_or_path: name of a file in this folder, without its ending, or path of any file.
 
     Returns:
-        Its name, what it says, and the folder that its paths are relative to.
+        Its name, its content, and the folder to which its paths refer.
 
     Raises:
-        SettingsError: there is none, or it has mistakes; all are named.
+        SettingsError: the file does not exist or has mistakes, all of which are listed.
     """
     path = Path(name_or_path)
     if path.suffix != ".yaml":
         path = FOLDER / f"{name_or_path}.yaml"
         if not path.is_file():
             names = ", ".join(experiment_names())
-            raise SettingsError(f"{name_or_path}: no such experiment; there are {names}")
+            raise SettingsError(f"{name_or_path}: unknown experiment; expected one of {names}")
     return path.stem, validate(Experiment, read_yaml(path), str(path)), path.parent
 
 

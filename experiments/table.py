@@ -1,4 +1,4 @@
-"""The Markdown table of an experiment: our figures, mean and spread over seeds, beside others'."""
+"""Writes an experiment's Markdown tables: mean and spread over seeds, beside published figures."""
 
 import statistics
 from collections import defaultdict
@@ -14,9 +14,9 @@ Values = Mapping[tuple[str, str], Sequence[float]]
 def markdown(
     name: str, experiment: Experiment, rows: Sequence[Row], circumstances: Mapping[str, str]
 ) -> str:
-    """Return the page: what was asked, one table per data set, how it was run.
+    """Return the page: the question, one table per data set, and the circumstances of the runs.
 
-    A figure that nobody measured or published on a data set has no column there.
+    A figure that was neither measured nor published for a data set has no column there.
     """
     found = {title: values_of(rows, figure) for title, figure in experiment.figures.items()}
     lines = [f"# {experiment.title}", "", experiment.about.strip(), ""]
@@ -34,7 +34,7 @@ def markdown(
 
 
 def values_of(rows: Iterable[Row], figure: Figure) -> Values:
-    """Return what the seeds found of a figure."""
+    """Collect a figure's values, one per seed, for every data set and variant."""
     found: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     wanted = (figure.statistic, figure.party, figure.layer, figure.attack)
     for row in rows:
@@ -51,12 +51,12 @@ def values_of(rows: Iterable[Row], figure: Figure) -> Values:
 
 
 def differences(values: Mapping[int, float], subtracted: Mapping[int, float]) -> dict[int, float]:
-    """Return seed -> difference, where both have a value."""
+    """Return seed -> difference, for seeds that have both values."""
     return {seed: value - subtracted[seed] for seed, value in values.items() if seed in subtracted}
 
 
 def spread(values: Sequence[float]) -> str:
-    """Return mean and standard deviation over the seeds."""
+    """Format the mean and standard deviation over the seeds."""
     if not values:
         return "-"
     mean = _figure(statistics.mean(values))
@@ -89,7 +89,7 @@ def _table(
 
 
 def _in_order(measured: Sequence[str], published: Mapping[str, object]) -> list[str]:
-    """Return the variants that were run, then those that only the paper has."""
+    """Return the variants that were run, followed by those that only the paper has."""
     return list(dict.fromkeys([*measured, *published]))
 
 
@@ -106,7 +106,7 @@ def _circumstances(
     if left_out := sum(row.value for row in rows if row.statistic == "left_out_batches"):
         yield f"The audits left {left_out:.0f} batches out.\n"
     sizes = sorted({row.size for row in rows})
-    command = circumstances.get("command", f"python -m experiments run {name}")
+    command = circumstances.get("command", f"python -m splitveil.experiments run {name}")
     yield f"`{command}`; size {', '.join(sizes)}; " + "; ".join(
         f"{key} {value}" for key, value in circumstances.items() if key != "command"
     )

@@ -5,9 +5,9 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -38,10 +38,12 @@ from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.party.transcript import Transcript
+from splitveil.common.record.run_record import write_summary
+from splitveil.common.record.summary import Summary
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.storage.ended_run import clear_mark, end_of, mark_as_ended
 from splitveil.common.storage.model_files import save_model
-from splitveil.common.storage.run_folder import open_run_folder, write_json_atomically
+from splitveil.common.storage.run_folder import open_run_folder
 from splitveil.common.storage.run_store import RunStore
 from splitveil.common.text.log_lines import configure_logging
 from splitveil.common.wire.endpoint import check_security
@@ -145,7 +147,8 @@ def _run(parsed: argparse.Namespace) -> None:
         logger.warning(_ENDED)
         return
     summary = recorder.summary()
-    summary |= {} if transcript is None else {"transcript": transcript.summary()}
+    if transcript is not None:
+        summary = replace(summary, transcript=transcript.summary())
     _leave_results(folder, summary, stopped)
     tried.forget()
     store.forget_finished()  # last: whatever ended this process before, it would not train anew
@@ -167,8 +170,8 @@ _ENDED = (
 )
 
 
-def _leave_results(folder: Path, summary: dict[str, Any], stopped: PeerEndedForGood | None) -> None:
-    write_json_atomically(folder / "summary.json", summary)
+def _leave_results(folder: Path, summary: Summary, stopped: PeerEndedForGood | None) -> None:
+    write_summary(folder, summary)
     if stopped is not None:
         mark_as_ended(folder, {"ended_by": "the active party"})
     print_summary("passive party", summary)

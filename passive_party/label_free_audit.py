@@ -61,9 +61,10 @@ class LabelFreeAudit:
         """Attack one batch; its labels are not read."""
         if observation.positions is None or not self.wants(observation.step):
             return
-        for layer, gradients in observation.gradients.items():
-            knowledge = Knowledge(activations=observation.activations)
-            for attack, scores in self._score(layer, GradientRows(gradients), knowledge).items():
+        knowledge = Knowledge(activations=observation.activations)
+        for layer in observation.gradients:
+            scored = self._score(layer, observation.rows(layer), knowledge)
+            for attack, scores in scored.items():
                 with self._lock:
                     if (layer, attack) not in self._sums:
                         self._sums[layer, attack] = AccumulatedScores(self._num_examples)

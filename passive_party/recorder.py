@@ -1,10 +1,9 @@
-"""What the passive party writes down of a run: progress, and its adversary's findings."""
+"""Records a run at the passive party: progress, its adversary's findings, checkpoints, summary."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -14,8 +13,11 @@ from splitveil.common.errors import AuditRefused, PeerError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.audit_worker import AuditWorker
 from splitveil.common.privacy.observation import Observation
+from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.leak_recorder import IDLE_S, LeakRecorder
+from splitveil.common.record.lines import AlignmentLine, AuditLine
 from splitveil.common.record.metrics_log import MetricsLog
+from splitveil.common.record.summary import AuditedFigures, RunCounts, Summary
 from splitveil.common.record.training_progress import TrainingProgress
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.passive_party.label_free_audit import GatheredScores, LabelFreeAudit
@@ -56,21 +58,18 @@ class PassiveRecorder:
         self._steps = 0
         self._epochs = 0
         self._leaks: LeakRecorder | None = None
+        """With evaluation labels; it then runs the label-free audit, too."""
         self._rows: AlignedRows | None = None
         self._label_free: LabelFreeAudit | None = None
         self._worker: AuditWorker | None = None
+        """Runs the label-free audit where there are no evaluation labels."""
         self._audit_refused = False
         self._audited: dict[str, dict[str, float]] = {}
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._resources.close()
 
     def on_alignment_progress(self, done_ids: int, total_ids: int) -> None:
@@ -82,25 +81,8 @@ class PassiveRecorder:
         self._of_run = self._resources.enter_context(ExitStack())
         self.aligned_rows = len(rows)
         self._metrics.steps_per_epoch = rows.order.steps_per_epoch
-        self._metrics.write("alignment", {"aligned_rows": len(rows)})
-        if self._evaluation_labels is not None:
-            ids = [self._ids[row] for row in rows.file_rows]
-            self._labels = self._evaluation_labels.labels_of(ids)
-        if self._settings.adversary is not None and self._labels is not None:
-            names = self._evaluation_labels.settings.class_names if self._evaluation_labels else ()
-            self._leaks = self._of_run.enter_context(
-                LeakRecorder(
-                    self._settings.adversary, self._metrics, seed, len(rows), class_names=names
-                )
-            )
-        if self._settings.adversary is not None and self._settings.audits:
-            self._rows = rows
-            chosen = self._settings.adversary
-            self._label_free = LabelFreeAudit(chosen.attacks, chosen.every_steps, len(rows))
-            self._worker = AuditWorker(
-                self._label_free, chosen.queue_batches, max_cpu_share=chosen.max_cpu_share
-            )
-            self._of_run.callback(self._end_audits, self._worker)
+        self._metrics.write(AlignmentLine(len(rows)))
+        self._start_attacks(rows, seed)
         total = rows.total_steps(self._settings.contract)
         self._progress = self._of_run.enter_context(TrainingProgress("passive", total))
 
@@ -121,44 +103,38 @@ class PassiveRecorder:
 
     def on_resumed(self, epoch: int | None) -> None:
         """Say where the run goes on."""
-        logger.info("going on %s", "at the end" if epoch is None else f"in epoch {epoch + 1}")
+        logger.info("resuming %s", "at the end" if epoch is None else f"in epoch {epoch + 1}")
 
     def scores_to_audit(self, epoch: int) -> Iterator[GatheredScores]:
         """Return the scores gathered so far, unless the active party measures none at all."""
-        if self._label_free is None or self._worker is None or self._rows is None:
+        if self._label_free is None or self._rows is None or self._audit_refused:
             return
-        if self._audit_refused:
-            return
-        if not self._worker.wait_until_idle(CATCH_UP_S):
-            logger.warning(
-                "epoch %d: the audit goes on without the epoch's last batches", epoch + 1
-            )
+        if not self._wait_until_idle(CATCH_UP_S):
+            logger.warning("epoch %d: the audit continues without its last batches", epoch + 1)
         yield from self._label_free.gathered(self._rows.splits["train"])
 
     def on_audit(self, epoch: int, scored: GatheredScores, leak_auc: float) -> None:
         """Note what the active party measured."""
         self._audited.setdefault(scored.layer, {})[scored.attack] = leak_auc
-        self._metrics.write("audit", {f"{scored.layer}/{scored.attack}": leak_auc}, epoch=epoch)
+        figure = AttackFigure(scored.layer, scored.attack, leak_auc)
+        self._metrics.write(AuditLine(epoch, figure))
 
     def on_audit_failed(self, epoch: int, error: PeerError) -> None:
         """Log it; scores that the active party never measures are not sent again."""
         self._audit_refused = self._audit_refused or isinstance(error, AuditRefused)
         logger.warning("epoch %d: no audit: %s", epoch + 1, error)
 
-    def summary(self) -> dict[str, Any]:
-        """Return what ``summary.json`` holds; call it after the recorder was closed."""
-        summary: dict[str, Any] = {
-            "aligned_rows": self.aligned_rows,
-            "epochs": self._epochs,
-            "steps": self._steps,
-            "steps_per_s": self._progress.steps_per_s if self._progress else None,
-        }
+    def summary(self) -> Summary:
+        """Return the run's summary; call it after the recorder was closed."""
+        speed = self._progress.steps_per_s if self._progress else None
+        audited = None
         if self._label_free is not None:
-            summary |= {
-                "audit": self._audited,
-                "audit_left_out_batches": self._label_free.left_out,
-            }
-        return summary if self._leaks is None else summary | self._leaks.summary()
+            audited = AuditedFigures(self._audited, self._label_free.left_out)
+        return Summary(
+            counts=RunCounts(self.aligned_rows, self._epochs, self._steps, speed),
+            audited=audited,
+            leak=None if self._leaks is None else self._leaks.summary(),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of all that is noted, once the attacks on all batches so far are done.
@@ -168,7 +144,7 @@ class PassiveRecorder:
         Raises:
             StorageError: a line of the metrics could not be written.
         """
-        if self._worker is not None and not self._worker.wait_until_idle(IDLE_S):
+        if not self._wait_until_idle(IDLE_S):
             logger.warning("the audit is behind: a checkpoint goes without the last batches")
         leaks = None if self._leaks is None else self._leaks.state_dict()
         return {
@@ -189,8 +165,7 @@ class PassiveRecorder:
         Raises:
             SettingsError: the state is of other attacks than the settings name.
         """
-        if self._worker is not None:
-            self._worker.wait_until_idle(IDLE_S)
+        self._wait_until_idle(IDLE_S)
         self._steps, self._epochs = state["steps"], state["epochs"]
         if self._progress is not None:
             self._progress.go_on_at(self._steps)
@@ -204,6 +179,43 @@ class PassiveRecorder:
             except ValueError as error:
                 raise SettingsError(f"attacks cannot change within a run: {error}") from error
         self._metrics.load_state_dict(state["metrics"])
+
+    def _start_attacks(self, rows: AlignedRows, seed: bytes) -> None:
+        """Look up the evaluation labels, and start what the settings and the labels allow."""
+        names: Sequence[str] = ()
+        if self._evaluation_labels is not None:
+            ids = [self._ids[row] for row in rows.file_rows]
+            self._labels = self._evaluation_labels.labels_of(ids)
+            names = self._evaluation_labels.settings.class_names
+        chosen = self._settings.adversary
+        if chosen is None:
+            return
+        if self._settings.audits:
+            self._rows = rows
+            self._label_free = LabelFreeAudit(chosen.attacks, chosen.every_steps, len(rows))
+        if self._labels is not None:
+            # One thread for both audits: they share one budget, and the scores that both compute.
+            self._leaks = self._of_run.enter_context(
+                LeakRecorder(
+                    chosen,
+                    self._metrics,
+                    seed,
+                    len(rows),
+                    class_names=names,
+                    beside=self._label_free,
+                )
+            )
+        elif self._label_free is not None:
+            self._worker = AuditWorker(
+                self._label_free, chosen.queue_batches, max_cpu_share=chosen.max_cpu_share
+            )
+            self._of_run.callback(self._end_audits, self._worker)
+
+    def _wait_until_idle(self, timeout_s: float) -> bool:
+        """Wait for the attacks on all batches so far, and return whether they are done."""
+        if self._leaks is not None:
+            return self._leaks.wait_until_idle(timeout_s)
+        return self._worker is None or self._worker.wait_until_idle(timeout_s)
 
     @staticmethod
     def _end_audits(worker: AuditWorker) -> None:
@@ -220,20 +232,18 @@ class PassiveRecorder:
         chosen = self._settings.adversary.layers
         gradients = {name: received if name == "cut" else layers[name] for name in chosen}
         positions = torch.from_numpy(batch.positions.copy())
-        if self._worker is not None:
-            no_labels = torch.empty(0)
+        if self._leaks is not None and self._labels is not None:
+            labels = self._labels[positions]
+            # This side has no clean gradient: its reference is a positive's gradient as received.
+            self._leaks.submit(batch, gradients, labels, activations=sent)
+        elif self._worker is not None:
             self._worker.submit(
                 Observation(
                     batch.epoch,
                     batch.step,
                     gradients,
-                    no_labels,
+                    labels=torch.empty(0),
                     positions=positions,
                     activations=sent,
                 )
             )
-        if self._leaks is None or self._labels is None:
-            return
-        labels = self._labels[positions]
-        # This side has no clean gradient: its reference is a positive's gradient as received.
-        self._leaks.submit(batch, gradients, labels, activations=sent)

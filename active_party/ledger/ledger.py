@@ -84,16 +84,6 @@ class LeakBounds(NamedTuple):
             max(self.epsilon or 0.0, other.epsilon or 0.0) if bounded else None,
         )
 
-    def numbers(self) -> dict[str, float | None]:
-        """Return the bounds under flat names, for metrics and summary."""
-        named = {"sum_kl": self.sum_kl, "estimate": self.estimate, "guarantee": self.guarantee}
-        flat: dict[str, float | None] = {
-            f"{name}_{part}": value
-            for name, spread in named.items()
-            for part, value in spread._asdict().items()
-        }
-        return flat if self.epsilon is None else flat | {"epsilon": self.epsilon}
-
 
 class LeakLedger:
     """One account per aligned example.

@@ -1,11 +1,11 @@
-"""What a report says of several classes: how well each is predicted, and which are told apart."""
+"""The report's figures by class: how well each is predicted, and which are told apart."""
 
-import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from splitveil.active_party.report.run_files import PartyFiles, RunFiles
 from splitveil.active_party.report.tables import figure
+from splitveil.common.record.leak_figures import ClassFigures, LeakByClass
 
 
 class PairRow(NamedTuple):
@@ -32,21 +32,20 @@ class ClassRow(NamedTuple):
 
 
 def pair_rows(run: RunFiles) -> Iterator[PairRow]:
-    """Yield what attacks on single batches tell apart best, as means over the batches."""
+    """Yield the pair that each attack on single batches tells apart best on average."""
     for party in run.parties:
-        for layer, attack, found in _of_attacks(party, "leak_classes"):
-            name, leak = _worst_class(found)
-            random = (found.get("random") or {}).get(name)
+        for layer, attack, found in _of_batches(party):
+            name, leak = found.worst_class() or ("", None)
             yield PairRow(
                 party.name,
                 layer,
                 attack,
-                " and ".join(map(str, found.get("worst_pair") or ())),
-                figure(found.get("worst_pair_auc")),
-                figure(found.get("worst_pair_random")),
+                " and ".join(found.worst_pair),
+                figure(found.worst_pair_auc),
+                figure(found.worst_pair_random),
                 name,
                 figure(leak),
-                figure(random),
+                figure(found.random.get(name)),
             )
 
 
@@ -54,8 +53,9 @@ def run_pairs(run: RunFiles) -> Mapping[tuple[str, str], str]:
     """Return (layer, attack) -> the two classes that the whole run tells apart best."""
     pairs: dict[tuple[str, str], str] = {}
     for party in run.parties:
-        for layer, attack, found in _of_attacks(party, "leak_run_level_classes"):
-            pairs.setdefault((layer, attack), " and ".join(map(str, found.get("worst_pair") or ())))
+        for name, attacks in _by_class(party).run_level.items():
+            for attack, found in attacks.items():
+                pairs.setdefault((party.layer(name), attack), " and ".join(found.worst_pair))
     return pairs
 
 
@@ -64,35 +64,25 @@ def class_table(run: RunFiles) -> list[ClassRow]:
 
     The leak AUC is the mean over batches of the attack for which it is largest.
     """
-    test_aucs = run.active.summary.get("test_auc_by_class") or {}
+    test_aucs = run.active.summary.of_active.model.test_auc_by_class or {}
     found = [
-        (f"{attack} at {layer}", figures.get("classes") or {})
+        (f"{attack} at {layer}", figures.classes)
         for party in run.parties
-        for layer, attack, figures in _of_attacks(party, "leak_classes")
+        for layer, attack, figures in _of_batches(party)
     ]
     rows = []
     for name, test_auc in test_aucs.items():
-        leaks = {attack: aucs[name] for attack, aucs in found if _is_number(aucs.get(name))}
+        leaks = {attack: auc for attack, aucs in found if (auc := aucs.get(name)) is not None}
         worst = max(leaks, key=lambda attack: leaks[attack], default="")
-        rows.append(ClassRow(str(name), figure(test_auc), figure(leaks.get(worst)), worst))
+        rows.append(ClassRow(name, figure(test_auc), figure(leaks.get(worst)), worst))
     return rows
 
 
-def _of_attacks(party: PartyFiles, kind: str) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    written = party.summary.get(kind)
-    for layer, attacks in written.items() if isinstance(written, dict) else ():
-        for attack, found in attacks.items() if isinstance(attacks, dict) else ():
-            if isinstance(found, dict):
-                yield party.layer(str(layer)), str(attack), found
+def _of_batches(party: PartyFiles) -> Iterator[tuple[str, str, ClassFigures]]:
+    for name, attacks in _by_class(party).batches.items():
+        for attack, found in attacks.items():
+            yield party.layer(name), attack, found
 
 
-def _worst_class(found: Mapping[str, Any]) -> tuple[str, float]:
-    written = found.get("classes")
-    named = written.items() if isinstance(written, dict) else ()
-    classes = {str(name): auc for name, auc in named if _is_number(auc)}
-    name = max(classes, key=lambda one: classes[one], default="")
-    return name, classes.get(name, math.nan)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and abs(value) < 1e300
+def _by_class(party: PartyFiles) -> LeakByClass:
+    return party.summary.of_leak.by_class or LeakByClass({}, {})

@@ -116,7 +116,8 @@ def report_page(run: RunFiles) -> str:
         "report.html.jinja",
         title=run.name,
         defense=_defense(run),
-        summary=run.active.summary,
+        has_ended=run.active.has_ended,
+        counts=run.active.summary.counts,
         verdict=judge(run, findings, accumulated),
         tiles=tiles(run, findings, accumulated),
         training=training_panels(run),
@@ -134,7 +135,7 @@ def report_page(run: RunFiles) -> str:
         audit_rows=list(audit_rows(run)),
         watch_notes=list(watch_notes(run)),
         run_level_rows=list(run_level_rows(accumulated)),
-        test_auc=figure(run.active.summary.get("test_auc")),
+        test_auc=figure(run.active.summary.of_active.model.test_auc),
         ledger_panels=ledger_panels(run, series, accumulated),
         summary_rows=summary_rows(run),
         settings=settings_tables(run.active.settings),
@@ -154,7 +155,7 @@ def comparison_page(runs: Sequence[RunFiles]) -> str:
         title=", ".join(one.title for one in compared),
         runs=[(one, _defense(one.run)) for one in compared],
         several_classes=any(num_classes(run) > 2 for run in runs),
-        trade_off=trade_off(*_places(compared)),
+        trade_off=trade_off(*_dots(compared)),
         rows=_rows(compared, keys),
         training=shared_training_panels(coloured),
         leak_panels={
@@ -203,31 +204,32 @@ def _titles(runs: Sequence[RunFiles]) -> list[str]:
     ]
 
 
-def _places(compared: Sequence[_Compared]) -> tuple[list[Dot], str]:
+def _dots(compared: Sequence[_Compared]) -> tuple[list[Dot], str]:
     """Place the runs by test AUC and leak AUC, that of the whole run where all have measured it."""
     of_run = all(one.accumulated for one in compared)
-    places = []
+    dots = []
     for one in compared:
-        test_auc, best = one.run.active.summary.get("test_auc"), strongest(one.findings)
+        model, best = one.run.active.summary.of_active.model, strongest(one.findings)
         leaks = [found.leak_auc for found in one.accumulated] if of_run else []
         leaks += [best.mean] if best is not None and not of_run else []
-        if test_auc is not None and leaks:
-            places.append(Dot(max(leaks), float(test_auc), one.style, _short(one.title)))
+        if model.test_auc is not None and leaks:
+            dots.append(Dot(max(leaks), model.test_auc, one.style, _short(one.title)))
     kind = "whole run" if of_run else "mean over single batches"
-    return places, f"strongest attack, {kind}"
+    return dots, f"strongest attack, {kind}"
 
 
 def _rows(
     compared: Sequence[_Compared], keys: Sequence[tuple[str, str]]
 ) -> Iterator[tuple[str, list[str]]]:
     """Yield the table of figures: one row per figure, one cell per run."""
-    summaries = [one.run.active.summary for one in compared]
-    yield "aligned rows", [count(summary.get("aligned_rows")) for summary in summaries]
-    yield "epochs", [count(summary.get("epochs")) for summary in summaries]
-    yield "steps per second", [figure(summary.get("steps_per_s"), 1) for summary in summaries]
-    yield "test AUC", [figure(summary.get("test_auc"), 4) for summary in summaries]
-    if any("test_accuracy" in summary for summary in summaries):
-        yield "test accuracy", [figure(summary.get("test_accuracy"), 4) for summary in summaries]
+    counts = [one.run.active.summary.counts for one in compared]
+    models = [one.run.active.summary.of_active.model for one in compared]
+    yield "aligned rows", [count(of_run.aligned_rows) for of_run in counts]
+    yield "epochs", [count(of_run.epochs) for of_run in counts]
+    yield "steps per second", [figure(of_run.steps_per_s, 1) for of_run in counts]
+    yield "test AUC", [figure(model.test_auc, 4) for model in models]
+    if any(model.test_auc_by_class is not None for model in models):
+        yield "test accuracy", [figure(model.test_accuracy, 4) for model in models]
     for layer, attack in keys:
         cells = [
             {(f.layer, f.attack): f for f in one.findings}.get((layer, attack)) for one in compared
@@ -244,8 +246,9 @@ def _rows(
     for layer, attack in dict.fromkeys(key for of_run in leaks for key in of_run):
         cells_of_run = [figure(of_run.get((layer, attack))) for of_run in leaks]
         yield f"{attack} at {layer}, whole run", cells_of_run
-    estimates = [figure(ledger_of(one.run).get("estimate_max")) for one in compared]
-    yield "estimated for the whole run", estimates
+    ledgers = [ledger_of(one.run) for one in compared]
+    estimates = [None if ledger is None else ledger.estimate.max for ledger in ledgers]
+    yield "estimated for the whole run", list(map(figure, estimates))
     yield "guaranteed for the whole run", [guarantee(one.run) for one in compared]
 
 

@@ -1,7 +1,7 @@
 """The charts of a report, each with the title that stands above it."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,9 +21,12 @@ from splitveil.active_party.report.run_files import (
     accumulated_series,
     column,
     steps_per_epoch_of,
+    test_lines,
 )
 from splitveil.active_party.report.svg import Axis, Band, Chart, Dot, Line, Mark, Rule, round_axis
 from splitveil.active_party.report.verdict import RunLevel, is_oracle
+from splitveil.common.record.figures import SpreadFigures
+from splitveil.common.record.lines import LedgerLine
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
 
 _AUC_TICKS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -52,15 +55,16 @@ class Coloured(NamedTuple):
 
 def training_panels(run: RunFiles) -> list[Panel]:
     """Return loss and test AUC over epochs; none where the run has not ended its first epoch."""
-    lines = run.active.metrics.get("test", [])
+    lines = test_lines(run)
     if not lines:
         return []
-    epochs = column(lines, "epoch") + 1
+    epochs = column(line.epoch for line in lines) + 1
+    training = column(line.train_loss for line in lines)
     losses = [
-        Line(epochs, column(lines, "train_loss"), "muted dashed", "training"),
-        Line(epochs, column(lines, "loss"), "utility", "test", markers=True),
+        Line(epochs, training, "muted dashed", "training"),
+        Line(epochs, column(line.loss for line in lines), "utility", "test", markers=True),
     ]
-    auc = column(lines, "auc")
+    auc = column(line.auc for line in lines)
     value = f"{auc[-1]:.3f}" if math.isfinite(auc[-1]) else ""
     return [_loss_panel(losses), _auc_panel([Line(epochs, auc, "utility", value, markers=True)])]
 
@@ -69,10 +73,10 @@ def shared_training_panels(runs: Sequence[Coloured]) -> list[Panel]:
     """Return the test loss and test AUC of several runs."""
     losses, aucs = [], []
     for style, run, _ in runs:
-        lines = run.active.metrics.get("test", [])
-        epochs = column(lines, "epoch") + 1
-        losses.append(Line(epochs, column(lines, "loss"), style, markers=True))
-        aucs.append(Line(epochs, column(lines, "auc"), style, markers=True))
+        lines = test_lines(run)
+        epochs = column(line.epoch for line in lines) + 1
+        losses.append(Line(epochs, column(line.loss for line in lines), style, markers=True))
+        aucs.append(Line(epochs, column(line.auc for line in lines), style, markers=True))
     if not any(len(line.x) for line in losses):
         return []
     return [_loss_panel(losses, "Test loss"), _auc_panel(aucs)]
@@ -147,20 +151,15 @@ def ledger_panels(
     run: RunFiles, series: Sequence[LeakSeries], accumulated: Sequence[RunLevel]
 ) -> list[Panel]:
     """Return the ledger over epochs against what was measured, and the divergence charged."""
-    lines = run.active.metrics.get("ledger", [])
+    lines = run.active.metrics.of(LedgerLine)
     if not lines:
         return []
     budget = run.active.settings.get("run_budget") or {}
-    epochs = column(lines, "epoch") + 1
-    marks: list[Mark] = []
-    for figure in ("guarantee", "estimate"):
-        mean, largest = column(lines, f"{figure}_mean"), column(lines, f"{figure}_max")
-        written = auc_at_most if figure == "guarantee" else "{:.3f}".format
-        label = f"{figure} ({written(largest[-1])})"
-        marks += [
-            Band(epochs, mean, largest, figure),
-            Line(epochs, largest, figure, label, True, written),
-        ]
+    epochs = column(line.epoch for line in lines) + 1
+    marks = [
+        *_bound_marks(epochs, "guarantee", [line.bounds.guarantee for line in lines], auc_at_most),
+        *_bound_marks(epochs, "estimate", [line.bounds.estimate for line in lines], _in_short),
+    ]
     chart = Chart(
         "leak AUC that the ledger allows for over epochs, and what was measured",
         _epoch_axis([epochs]),
@@ -174,8 +173,9 @@ def ledger_panels(
         *_WIDE,
     )
     panels = [Panel("Leak AUC of all answers so far, against what attacks measured", chart.svg())]
-    if np.isfinite(column(lines, "sum_kl_max")).any():
-        largest, mean = column(lines, "sum_kl_max"), column(lines, "sum_kl_mean")
+    largest = column(line.bounds.sum_kl.max for line in lines)
+    if np.isfinite(largest).any():
+        mean = column(line.bounds.sum_kl.mean for line in lines)
         panels.append(_sum_kl_panel(epochs, largest, mean, budget.get("sum_kl")))
     return panels
 
@@ -184,10 +184,10 @@ def shared_ledger_panel(runs: Sequence[Coloured]) -> Panel | None:
     """Return what the ledgers of several runs guarantee over epochs; None if there are none."""
     marks = []
     for style, run, _ in runs:
-        lines = run.active.metrics.get("ledger", [])
-        values = column(lines, "guarantee_max")
+        lines = run.active.metrics.of(LedgerLine)
+        values = column(line.bounds.guarantee.max for line in lines)
         if np.isfinite(values).any():
-            epochs = column(lines, "epoch") + 1
+            epochs = column(line.epoch for line in lines) + 1
             marks.append(Line(epochs, values, style, auc_at_most(values[-1]), True, auc_at_most))
     if not marks:
         return None
@@ -196,18 +196,35 @@ def shared_ledger_panel(runs: Sequence[Coloured]) -> Panel | None:
     return Panel("Guaranteed leak AUC by epoch", chart.svg())
 
 
-def trade_off(places: Sequence[Dot], measured: str) -> Markup | None:
+def trade_off(dots: Sequence[Dot], measured: str) -> Markup | None:
     """Return test AUC against leak AUC, one point per run.
 
     Args:
-        places: leak AUC, test AUC and name of each run.
+        dots: leak AUC, test AUC and name of each run.
         measured: what kind of leak AUC it is.
     """
-    if not places:
+    if not dots:
         return None
-    y = round_axis("test AUC", np.array([dot.y for dot in places]), least_span=_LEAST_AUC_SPAN)
+    y = round_axis("test AUC", np.array([dot.y for dot in dots]), least_span=_LEAST_AUC_SPAN)
     x = Axis(f"leak AUC, {measured}", 0.5, 1.0, _AUC_TICKS)
-    return Chart("test AUC against leak AUC, one point per run", x, y, places, *_WIDE).svg()
+    return Chart("test AUC against leak AUC, one point per run", x, y, dots, *_WIDE).svg()
+
+
+def _bound_marks(
+    epochs: Numbers,
+    style: str,
+    spreads: Sequence[SpreadFigures],
+    written: Callable[[float], str],
+) -> Iterator[Mark]:
+    """Yield one bound over epochs, from its mean over the examples to its largest."""
+    largest = column(spread.max for spread in spreads)
+    yield Band(epochs, column(spread.mean for spread in spreads), largest, style)
+    label = f"{style} ({written(largest[-1])})"
+    yield Line(epochs, largest, style, label, True, written)
+
+
+def _in_short(auc: float) -> str:
+    return f"{auc:.3f}"
 
 
 def _loss_panel(lines: Sequence[Line], title: str = "Loss") -> Panel:
@@ -261,9 +278,9 @@ def _last(values: Numbers) -> float:
 
 
 def _baseline(run: RunFiles) -> Iterator[Rule]:
-    auc = run.active.summary.get("test_auc")
-    if isinstance(auc, int | float):
-        yield Rule(float(auc), "baseline", f"test AUC ({auc:.3f})")
+    auc = run.active.summary.of_active.model.test_auc
+    if auc is not None:
+        yield Rule(auc, "baseline", f"test AUC ({auc:.3f})")
 
 
 def _limit(budget: object) -> Iterator[Rule]:
@@ -280,9 +297,9 @@ def _chance(series: LeakSeries) -> Iterator[Mark]:
 def _yardsticks(run: RunFiles, series: LeakSeries) -> Iterator[Rule]:
     """Yield what random scores stay below on most batches, and what features alone tell."""
     yield Rule(float(np.quantile(series.random, 0.95)), "floor")
-    baseline = run.active.summary.get("test_auc")
-    if isinstance(baseline, int | float):
-        yield Rule(float(baseline), "baseline")
+    baseline = run.active.summary.of_active.model.test_auc
+    if baseline is not None:
+        yield Rule(baseline, "baseline")
 
 
 def _steps_of(run: RunFiles) -> str:

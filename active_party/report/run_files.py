@@ -1,12 +1,11 @@
-"""What a run's folder holds, read for a report: settings, summary and metrics of both parties.
+"""The files of a run, read for a report: settings, summary and metrics of all its parties.
 
-A run that was killed has no summary, and perhaps half a last line; a party that keeps its files to
-itself has no folder here. What is absent is empty, never an error, except the active party's
-metrics, without which there is nothing to report.
+A run that was killed has no summary, and its last line may be cut off; a party that keeps its files
+to itself has no folder here. Whatever is absent is empty and never an error, except the active
+party's metrics, without which there is nothing to report.
 """
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,46 +13,64 @@ import numpy as np
 import numpy.typing as npt
 
 from splitveil.common.errors import SettingsError
+from splitveil.common.record.figures import LedgerFigures
+from splitveil.common.record.lines import (
+    EpochLeakLine,
+    EvaluationLine,
+    HistogramLine,
+    LeakLine,
+    TrainingLine,
+)
+from splitveil.common.record.run_record import (
+    METRICS,
+    Metrics,
+    find_ledger_ahead,
+    find_summary,
+    has_summary,
+    read_metrics,
+)
+from splitveil.common.record.summary import Summary
 from splitveil.common.text.yaml_text import RESOLVED, load_yaml
 
-Line = Mapping[str, Any]
-"""One line of ``metrics.jsonl``."""
 Numbers = npt.NDArray[np.float64]
 
 _ACTIVE, _ALONE = "active", "passive"
 """Folders of the active party, and of a passive party that is the only one."""
 
-_LEAK_SUFFIX = "_leak_auc"
 _ACCUMULATED = "accumulated_"
 
 
 class PartyFiles(NamedTuple):
-    """What one party wrote down."""
+    """The files of one party."""
 
     name: str
     """``active``, ``passive`` or, of several passive parties, one's name in the contract."""
     settings: Mapping[str, Any]
-    summary: Mapping[str, Any]
-    metrics: Mapping[str, list[Line]]
-    """Kind -> its lines, in the order written."""
+    summary: Summary
+    """Empty where the run has not ended."""
+    has_ended: bool
+    """Whether there is a summary."""
+    metrics: Metrics
+    ledger_ahead: LedgerFigures | None = None
+    """The bounds on all answers of a run that went back behind some of them."""
 
     def layer(self, name: str) -> str:
-        """Return what a layer of this party is called beside other parties' layers."""
+        """Return the name of a layer of this party beside other parties' layers."""
         return name if self.name in {_ACTIVE, _ALONE} else f"{self.name}: {name}"
 
 
 class RunFiles(NamedTuple):
-    """What a report is made of."""
+    """The files that a report is made of."""
 
     folder: Path
     name: str
     active: PartyFiles
     passives: tuple[PartyFiles, ...]
-    """Without those whose files are not there, or are of another run."""
+    """Without the parties whose files are missing or belong to another run."""
 
     @property
     def parties(self) -> tuple[PartyFiles, ...]:
-        """All of which there are files, the active party first."""
+        """All parties whose files are there, the active party first."""
         return self.active, *self.passives
 
 
@@ -61,7 +78,7 @@ class LeakSeries(NamedTuple):
     """One attack on one layer, batch by batch."""
 
     party: str
-    """Who measured it."""
+    """The party that measured it."""
     layer: str
     attack: str
     epochs: Numbers
@@ -73,7 +90,7 @@ class LeakSeries(NamedTuple):
 
 
 class ClassHistogram(NamedTuple):
-    """Counts of one batch's gradients by one figure, class by class and before and after."""
+    """One batch's gradients, counted by one figure: each class, before and after the defense."""
 
     figure: str
     epoch: int
@@ -82,18 +99,6 @@ class ClassHistogram(NamedTuple):
     edges: Numbers
     counts: Mapping[str, Numbers]
     """``<before|after>/<negative|positive>`` -> examples in each bin."""
-
-
-class Noted(NamedTuple):
-    """One thing that happened to one attack on one layer: an alarm, a finding, a reply."""
-
-    epoch: int
-    step: int | None
-    layer: str
-    attack: str
-    leak_auc: float
-    numbers: Mapping[str, float]
-    """What else the line says."""
 
 
 def read_run(run_dir: Path) -> RunFiles:
@@ -105,11 +110,11 @@ def read_run(run_dir: Path) -> RunFiles:
     Raises:
         SettingsError: there are no metrics of an active party, or a file cannot be read.
     """
-    folder = run_dir if (run_dir / "active").is_dir() else run_dir.resolve().parent
-    if run_dir != folder and run_dir.resolve().name != "active":
+    folder = run_dir if (run_dir / _ACTIVE).is_dir() else run_dir.resolve().parent
+    if run_dir != folder and run_dir.resolve().name != _ACTIVE:
         folder = run_dir
-    if not (folder / "active" / "metrics.jsonl").is_file():
-        raise SettingsError(f"{run_dir}: expected a run's folder, with active/metrics.jsonl in it")
+    if not (folder / _ACTIVE / METRICS).is_file():
+        raise SettingsError(f"{run_dir}: expected a run's folder, with active/{METRICS} in it")
     active = _read_party(folder / _ACTIVE)
     contract = _mapping(active.settings.get("contract"))
     passives = tuple(_read_passives(folder, contract, active))
@@ -118,11 +123,11 @@ def read_run(run_dir: Path) -> RunFiles:
 
 
 def leak_series(run: RunFiles) -> list[LeakSeries]:
-    """Return what every attack measured, the cut layer first.
+    """Return the measurements of every attack, the cut layer first.
 
-    The active party's figures where it has some, whose oracle attacks know a clean gradient; at
-    earlier layers the passive party's, who alone sees those. Of several passive parties each one's
-    cut layer counts, too: it is another than the joint one.
+    These are the active party's where it has some, whose oracle attacks know a clean gradient; at
+    earlier layers they are the passive party's, which alone sees those. With several passive
+    parties, each one's own cut layer counts, too: it is not the joint one.
     """
     series = list(_series_of(run.active, steps_per_epoch_of(run)))
     seen = {one.layer for one in series}
@@ -131,7 +136,7 @@ def leak_series(run: RunFiles) -> list[LeakSeries]:
 
 
 def adversary_series(run: RunFiles) -> list[LeakSeries]:
-    """Return what the passive parties' adversaries measured, each one's cut layer first."""
+    """Return the measurements of the passive parties' adversaries, each one's cut layer first."""
     return [
         one
         for party in run.passives
@@ -147,43 +152,34 @@ def class_histograms(run: RunFiles) -> list[ClassHistogram]:
     steps_per_epoch = steps_per_epoch_of(run)
     found = [
         ClassHistogram(
-            str(line["figure"]),
-            int(line["epoch"]),
-            int(line["epoch"]) * steps_per_epoch + int(line["step"]),
-            np.array(line["edges"], dtype=np.float64),
-            {name: np.array(counts, dtype=np.float64) for name, counts in line["counts"].items()},
+            line.figure,
+            line.epoch,
+            line.epoch * steps_per_epoch + line.step,
+            np.array(line.edges, dtype=np.float64),
+            {name: np.array(counts, dtype=np.float64) for name, counts in line.counts.items()},
         )
-        for line in run.active.metrics.get("histogram", [])
+        for line in run.active.metrics.of(HistogramLine)
     ]
-    # A run that was taken up again may have counted a batch twice, and to the same counts.
-    by_place = {(one.step, one.figure): one for one in found}
-    return sorted(by_place.values(), key=lambda one: one.step)
-
-
-def noted(run: RunFiles, kind: str) -> list[Noted]:
-    """Return what the active party wrote of one kind: ``audit``, ``leak_gate``, ``leak_alarm``."""
-    found = []
-    for line in run.active.metrics.get(kind, []):
-        numbers = {name: _number(value) for name, value in line.items()}
-        for name in line:
-            layer, slash, attack = name.rpartition("/")
-            if slash:
-                place = (int(line["epoch"]), line.get("step"))
-                found.append(Noted(*place, layer, attack, numbers[name], numbers))
-    return found
+    # A run that was resumed may have counted a batch twice, and to the same counts.
+    by_step = {(one.step, one.figure): one for one in found}
+    return sorted(by_step.values(), key=lambda one: one.step)
 
 
 def accumulated_series(run: RunFiles) -> dict[tuple[str, str], tuple[Numbers, Numbers]]:
     """Return (layer, attack) -> epochs, leak AUC of all gradients up to the end of each."""
     found: dict[tuple[str, str], tuple[Numbers, Numbers]] = {}
     for party in run.parties:
-        lines = party.metrics.get("epoch_leak", [])
-        for name in dict.fromkeys(name for line in lines for name in line):
-            layer, slash, attack = name.rpartition("/")
-            if slash and attack.startswith(_ACCUMULATED):
-                place = party.layer(layer), attack
-                found.setdefault(place, (column(lines, "epoch"), column(lines, name)))
+        lines = party.metrics.of(EpochLeakLine)
+        epochs = column(line.epoch for line in lines)
+        for (layer, attack), leak in _by_attack(lines).items():
+            if attack.startswith(_ACCUMULATED):
+                found.setdefault((party.layer(layer), attack), (epochs, leak))
     return found
+
+
+def test_lines(run: RunFiles) -> list[EvaluationLine]:
+    """Return the evaluations of the test rows, one per epoch."""
+    return [line for line in run.active.metrics.of(EvaluationLine) if line.split == "test"]
 
 
 def num_classes(run: RunFiles) -> int:
@@ -196,26 +192,23 @@ def num_classes(run: RunFiles) -> int:
 
 def steps_per_epoch_of(run: RunFiles) -> int:
     """Return how many steps the longest epoch had."""
-    lines = run.active.metrics.get("train", []) + run.active.metrics.get("leak", [])
-    return max((int(line["step"]) + 1 for line in lines), default=1)
+    metrics = run.active.metrics
+    steps = [line.step for line in metrics.of(TrainingLine)]
+    steps += [line.step for line in metrics.of(LeakLine)]
+    return max(steps, default=0) + 1
 
 
-def column(lines: list[Line], name: str) -> Numbers:
-    """Return one number of every line, NaN where it is absent."""
-    return np.array([_number(line.get(name)) for line in lines], dtype=np.float64)
+def column(values: Iterable[float | None]) -> Numbers:
+    """Return numbers as an array, NaN where one is absent."""
+    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
 
 def _series_of(party: PartyFiles, steps_per_epoch: int) -> Iterator[LeakSeries]:
-    lines = party.metrics.get("leak", [])
-    names = dict.fromkeys(
-        name for line in lines for name in line if name.endswith(_LEAK_SUFFIX) and "/" in name
-    )
-    epochs, random = column(lines, "epoch"), column(lines, "random_leak_auc")
-    steps = epochs * steps_per_epoch + column(lines, "step")
-    for name in names:
-        layer, _, attack = name.removesuffix(_LEAK_SUFFIX).rpartition("/")
-        leak = column(lines, name)
-        kept = ~(np.isnan(leak) | np.isnan(steps))
+    lines = party.metrics.of(LeakLine)
+    epochs, random = column(line.epoch for line in lines), column(line.random for line in lines)
+    steps = epochs * steps_per_epoch + column(line.step for line in lines)
+    for (layer, attack), leak in _by_attack(lines).items():
+        kept = ~np.isnan(leak)
         if kept.any():
             yield LeakSeries(
                 party.name,
@@ -228,48 +221,44 @@ def _series_of(party: PartyFiles, steps_per_epoch: int) -> Iterator[LeakSeries]:
             )
 
 
+def _by_attack(lines: Sequence[LeakLine | EpochLeakLine]) -> dict[tuple[str, str], Numbers]:
+    """Return (layer, attack) -> leak AUC in every line, NaN where it is absent."""
+    found: dict[tuple[str, str], Numbers] = {}
+    for row, line in enumerate(lines):
+        for layer, attack, leak_auc in line.figures:
+            if (layer, attack) not in found:
+                found[layer, attack] = np.full(len(lines), np.nan)
+            if leak_auc is not None:
+                found[layer, attack][row] = leak_auc
+    return found
+
+
 def _read_passives(
     folder: Path, contract: Mapping[str, Any], active: PartyFiles
 ) -> Iterator[PartyFiles]:
     declared = contract.get("passive_parties") or []
     for name in map(str, declared) if len(declared) > 1 else (_ALONE,):
-        # Its summary comes last: without one the party still runs, or did not end.
-        if name != Path(name).name or not (folder / name / "summary.json").is_file():
+        # The summary is written last: without one the party still runs, or was stopped.
+        if name != Path(name).name or not has_summary(folder / name):
             continue
         passive = _read_party(folder / name)
-        if all(
-            passive.summary.get(shared) == active.summary.get(shared)
-            for shared in ("aligned_rows", "steps")
-        ):
+        found, expected = passive.summary.counts, active.summary.counts
+        if (found.aligned_rows, found.steps) == (expected.aligned_rows, expected.steps):
             yield passive
 
 
 def _read_party(folder: Path) -> PartyFiles:
     path = folder / "settings.yaml"
     settings = _mapping(load_yaml(_text(path) or "{}", str(path), RESOLVED))
-    summary = _json(folder / "summary.json")
-    metrics: dict[str, list[Line]] = {}
-    for line in _lines(_text(folder / "metrics.jsonl")):
-        metrics.setdefault(str(line.get("kind")), []).append(line)
-    ahead = _json(folder / "ledger_ahead.json")
-    if ahead:
-        metrics["ledger_ahead"] = [ahead]
-    return PartyFiles(folder.name, settings, summary, metrics)
-
-
-def _json(path: Path) -> Mapping[str, Any]:
-    try:
-        return _mapping(json.loads(_text(path) or "{}"))
-    except (ValueError, RecursionError) as error:
-        raise SettingsError(f"{path}: not valid JSON") from error
-
-
-def _lines(text: str) -> Iterator[Line]:
-    for line in text.splitlines():
-        try:
-            yield _mapping(json.loads(line))
-        except (ValueError, RecursionError):
-            continue  # the last line of a run that was killed, or is being written
+    summary = find_summary(folder)
+    return PartyFiles(
+        folder.name,
+        settings,
+        Summary() if summary is None else summary,
+        summary is not None,
+        read_metrics(folder),
+        find_ledger_ahead(folder),
+    )
 
 
 def _text(path: Path) -> str:
@@ -281,10 +270,3 @@ def _text(path: Path) -> str:
 
 def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def _number(value: object) -> float:
-    try:
-        return float(value) if isinstance(value, int | float) else float("nan")
-    except OverflowError:  # a passive party's own file may hold a number of any length
-        return float("nan")

@@ -5,13 +5,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from splitveil.active_party.report.figures import Finding, strongest
-from splitveil.active_party.report.run_files import RunFiles, noted
+from splitveil.active_party.report.run_files import RunFiles, test_lines
 from splitveil.active_party.report.verdict import (
     RunLevel,
     guarantee_of,
     ledger_of,
     needs_of,
 )
+from splitveil.common.record.figures import AttackFigure
+from splitveil.common.record.lines import AlarmLine, AuditLine, GateLine
 from splitveil.common.text.upper_bounds import auc_at_most
 from splitveil.common.text.wording import setting_in_words
 
@@ -54,7 +56,7 @@ class RunLevelRow(NamedTuple):
 class GateRow(NamedTuple):
     """What the leak gate found, once."""
 
-    place: str
+    window_end: str
     attack: str
     measured: str
     limit: str
@@ -85,10 +87,10 @@ def tiles(
     run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunLevel]
 ) -> Iterator[Tile]:
     """Yield the key figures of a run."""
-    tests = run.active.metrics.get("test", [])
+    tests = test_lines(run)
     if tests:
         meaning = "label-free baseline: what the features alone tell the trained model"
-        yield Tile("Test AUC", figure(tests[-1].get("auc")), meaning)
+        yield Tile("Test AUC", figure(tests[-1].auc), meaning)
     best = strongest(findings)
     if best is not None:
         by = (
@@ -101,9 +103,9 @@ def tiles(
         by = f"leak AUC of {top.attack} at {top.layer}, all epochs together"
         yield Tile("Measured over the run", figure(top.leak_auc), by)
     ledger = ledger_of(run)
-    if ledger:
+    if ledger is not None:
         meaning = "leak AUC of the best score, if the classes are Gaussian"
-        yield Tile("Estimated for the run", figure(ledger.get("estimate_max")), meaning)
+        yield Tile("Estimated for the run", figure(ledger.estimate.max), meaning)
         meaning = "leak AUC that no attack described by the charges passes, on any example"
         yield Tile("Guaranteed for the run", guarantee(run), meaning)
 
@@ -129,27 +131,26 @@ def run_level_rows(accumulated: Sequence[RunLevel]) -> Iterator[RunLevelRow]:
 
 def gate_rows(run: RunFiles) -> Iterator[GateRow]:
     """Yield what the leak gate found."""
-    for one in noted(run, "leak_gate"):
-        step = "" if one.step is None else f", step {one.step + 1}"
-        place = f"epoch {one.epoch + 1}{step}"
-        figures = (one.leak_auc, one.numbers.get("limit"), one.numbers.get("random"))
-        yield GateRow(place, f"{one.attack} at {one.layer}", *map(figure, figures))
+    for line in run.active.metrics.of(GateLine):
+        window_end = f"epoch {line.epoch + 1}, step {line.step + 1}"
+        figures = (line.figure.leak_auc, line.limit, line.random)
+        yield GateRow(window_end, _named(line.figure), *map(figure, figures))
 
 
 def alarm_rows(run: RunFiles) -> Iterator[AlarmRow]:
     """Yield the leak alarms."""
-    for one in noted(run, "leak_alarm"):
-        bound = one.numbers.get("guarantee")
-        figures = (figure(one.leak_auc), figure(one.numbers.get("margin")))
-        written = _ABSENT if bound is None else auc_at_most(bound)
-        yield AlarmRow(str(one.epoch + 1), f"{one.attack} at {one.layer}", *figures, written)
+    for line in run.active.metrics.of(AlarmLine):
+        figures = (figure(line.figure.leak_auc), figure(line.margin))
+        written = _ABSENT if line.guarantee is None else auc_at_most(line.guarantee)
+        yield AlarmRow(str(line.epoch + 1), _named(line.figure), *figures, written)
 
 
 def audit_rows(run: RunFiles) -> Iterator[AuditRow]:
     """Yield what the peer was told of its scores, one row per attack and layer."""
     replies: dict[str, list[float]] = {}
-    for one in noted(run, "audit"):
-        replies.setdefault(f"{one.attack} at {one.layer}", []).append(one.leak_auc)
+    for line in run.active.metrics.of(AuditLine):
+        if line.figure.leak_auc is not None:
+            replies.setdefault(_named(line.figure), []).append(line.figure.leak_auc)
     for attack, told in replies.items():
         figures = (figure(value, 2) for value in (told[0], max(told), told[-1]))
         yield AuditRow(attack, count(len(told)), *figures)
@@ -157,8 +158,8 @@ def audit_rows(run: RunFiles) -> Iterator[AuditRow]:
 
 def watch_notes(run: RunFiles) -> Iterator[str]:
     """Say what was set to watch the leak, and what it did."""
-    settings, summary = run.active.settings, run.active.summary
-    alarms = summary.get("leak_alarms")
+    settings, summary = run.active.settings, run.active.summary.of_active
+    alarms = summary.leak_alarms
     if alarms is not None:
         yield (
             f"Leak alarm, which compares what attacks measure with the ledger's charges: went off "
@@ -166,8 +167,8 @@ def watch_notes(run: RunFiles) -> Iterator[str]:
         )
     gate = settings.get("leak_gate")
     if gate:
-        found = len(noted(run, "leak_gate"))
-        ended = ", and ended the run" if summary.get("leak_gate_closed") else ""
+        found = len(run.active.metrics.of(GateLine))
+        ended = ", and ended the run" if summary.gate is not None and summary.gate.closed else ""
         yield (
             f"Leak gate (leak AUC at most {gate.get('max_leak_auc')} over windows of "
             f"{gate.get('window_steps')} batches, else {gate.get('action')}): "
@@ -176,7 +177,7 @@ def watch_notes(run: RunFiles) -> Iterator[str]:
     else:
         yield "Leak gate: not set, so no measured leak could end the run."
     # The summary counts also what the run went back behind, of which the metrics have no line.
-    told = max(len(noted(run, "audit")), summary.get("audits_answered") or 0)
+    told = max(len(run.active.metrics.of(AuditLine)), summary.audits_answered or 0)
     if settings.get("allow_audits") or told:
         yield (
             f"Audit calls answered: {told}. The peer chose the scores, and was told their leak "
@@ -188,27 +189,27 @@ def watch_notes(run: RunFiles) -> Iterator[str]:
 
 def summary_rows(run: RunFiles) -> Iterator[tuple[str, str]]:
     """Yield what the run's summary says, apart from its leak."""
-    summary = run.active.summary
-    counts = summary.get("leak_batches") or {}
-    yield "aligned rows", count(summary.get("aligned_rows"))
-    yield "epochs", count(summary.get("epochs"))
-    yield "steps", count(summary.get("steps"))
-    yield "steps per second", figure(summary.get("steps_per_s"), 1)
-    yield "test AUC", figure(summary.get("test_auc"), 4)
-    if "test_accuracy" in summary:
-        yield "test accuracy", figure(summary.get("test_accuracy"), 4)
-    yield "test loss", figure(summary.get("test_loss"), 4)
-    yield "training loss, last epoch", figure(summary.get("train_loss"), 4)
-    yield "batches attacked", count(counts.get("observed"))
-    yield "batches of one class", count(counts.get("skipped_one_class"))
-    yield "batches left out", count(counts.get("left_out"))
-    yield "leak alarms", count(summary.get("leak_alarms"))
-    yield "leak gate findings", count(summary.get("leak_gate_findings"))
-    yield "audits answered", count(summary.get("audits_answered"))
-    yield "refused messages", count(sum((summary.get("refused_messages") or {}).values()))
-    epsilon = ledger_of(run).get("epsilon")
-    if epsilon is not None:
-        yield "label differential privacy, epsilon", figure(epsilon, 4)
+    counts, active = run.active.summary.counts, run.active.summary.of_active
+    batches, model = run.active.summary.of_leak.counts, active.model
+    yield "aligned rows", count(counts.aligned_rows)
+    yield "epochs", count(counts.epochs)
+    yield "steps", count(counts.steps)
+    yield "steps per second", figure(counts.steps_per_s, 1)
+    yield "test AUC", figure(model.test_auc, 4)
+    if model.test_auc_by_class is not None:
+        yield "test accuracy", figure(model.test_accuracy, 4)
+    yield "test loss", figure(model.test_loss, 4)
+    yield "training loss, last epoch", figure(model.train_loss, 4)
+    yield "batches attacked", count(batches.observed)
+    yield "batches of one class", count(batches.skipped_one_class)
+    yield "batches left out", count(batches.left_out)
+    yield "leak alarms", count(active.leak_alarms)
+    yield "leak gate findings", count(None if active.gate is None else active.gate.findings)
+    yield "audits answered", count(active.audits_answered)
+    yield "refused messages", count(sum(active.refused_messages.values()))
+    ledger = ledger_of(run)
+    if ledger is not None and ledger.epsilon is not None:
+        yield "label differential privacy, epsilon", figure(ledger.epsilon, 4)
 
 
 def settings_tables(settings: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
@@ -239,13 +240,15 @@ def guarantee(run: RunFiles) -> str:
     return _ABSENT if math.isnan(value) else f"≤ {auc_at_most(value)}"
 
 
-def figure(value: object, digits: int = 3) -> str:
+def figure(value: float | None, digits: int = 3) -> str:
     """Write a figure, a dash where there is none."""
-    if isinstance(value, int | float) and math.isfinite(value):
-        return f"{value:.{digits}f}"
-    return _ABSENT
+    return _ABSENT if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
 
 
-def count(value: object) -> str:
+def count(value: int | None) -> str:
     """Write a count, a dash where there is none."""
-    return f"{value:,}" if isinstance(value, int) else _ABSENT
+    return _ABSENT if value is None else f"{value:,}"
+
+
+def _named(figure: AttackFigure) -> str:
+    return f"{figure.attack} at {figure.layer}"

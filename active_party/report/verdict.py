@@ -8,7 +8,7 @@ one, against a peer that its charges describe.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Literal, NamedTuple
 
 from splitveil.active_party.ledger.limits_of_guarantees import limit_of_guarantee
 from splitveil.active_party.report.figures import (
@@ -17,9 +17,12 @@ from splitveil.active_party.report.figures import (
     Finding,
     strongest,
 )
-from splitveil.active_party.report.run_files import PartyFiles, RunFiles, num_classes
+from splitveil.active_party.report.run_files import RunFiles, num_classes
 from splitveil.common.privacy.accumulation import NUM_HINTS, SOURCES
-from splitveil.common.privacy.attacks import ATTACKS, SideInformation
+from splitveil.common.privacy.attacks import ATTACKS, Attack
+from splitveil.common.record.figures import LedgerFigures
+from splitveil.common.record.lines import LedgerLine
+from splitveil.common.record.summary import ActiveFigures
 from splitveil.common.text.upper_bounds import auc_at_most
 
 Level = Literal["recovered", "leaking", "unbounded", "bounded", "unknown"]
@@ -40,21 +43,35 @@ LEVELS: Mapping[Level, str] = {
     "unknown": "Nothing measured",
 }
 
-_LARGEST_FIGURE = 1e300
-"""Whole numbers beyond floats are no figures; a passive party's own file may hold some."""
 
-_FREE = {SideInformation.POSITIVES_ARE_FEWER.value, "the party's own activations"}
-"""What every passive party knows or can guess."""
-_EVALUATION_ONLY = " (evaluation only)"
+class _Need(NamedTuple):
+    """Something that an attacker must know besides the gradients."""
 
-_OF_BATCHES: dict[str, frozenset[str]] = {
-    str(name): frozenset(attack.needs) for name, attack in ATTACKS.items()
+    words: str
+    is_free: bool = False
+    """Whether every passive party knows it or can guess it."""
+    is_oracle: bool = False
+    """Whether only an evaluation has it, and no passive party."""
+
+    def in_words(self) -> str:
+        return f"{self.words} (evaluation only)" if self.is_oracle else self.words
+
+
+def _needs(attack: Attack) -> frozenset[_Need]:
+    return frozenset(_Need(need.words, need.is_free, need.is_oracle) for need in attack.needs)
+
+
+_OF_BATCHES: Mapping[str, frozenset[_Need]] = {
+    str(name): _needs(attack) for name, attack in ATTACKS.items()
 }
-_NEEDS = _OF_BATCHES | {
-    str(name): frozenset({f"{NUM_HINTS[name]} labels of the run"})
-    if name in NUM_HINTS
-    else frozenset[str]().union(*(ATTACKS[source].needs for source in sources))
-    for name, sources in SOURCES.items()
+_NEEDS: Mapping[str, frozenset[_Need]] = {
+    **_OF_BATCHES,
+    **{
+        str(name): frozenset({_Need(f"{NUM_HINTS[name]} labels of the run")})
+        if name in NUM_HINTS
+        else frozenset[_Need]().union(*(_OF_BATCHES[source] for source in sources))
+        for name, sources in SOURCES.items()
+    },
 }
 
 
@@ -91,32 +108,34 @@ def needs_of(attack: str) -> str:
     """Say what an attacker must know besides the gradients."""
     if attack not in _NEEDS:
         return "not known here"
-    return "; ".join(sorted(_NEEDS[attack])) or "nothing"
+    return "; ".join(sorted(need.in_words() for need in _NEEDS[attack])) or "nothing"
 
 
 def is_oracle(attack: str) -> bool:
     """Tell whether an attack knows what only an evaluation can."""
-    return any(_EVALUATION_ONLY in need for need in _NEEDS.get(attack, frozenset()))
+    return any(need.is_oracle for need in _NEEDS.get(attack, frozenset()))
 
 
 def run_levels(run: RunFiles) -> list[RunLevel]:
     """Return the run-level figures of both parties, as far as they were written."""
     found: dict[tuple[str, str], RunLevel] = {}
     for party in run.parties:
-        for one in _run_levels(party):
-            found.setdefault((one.layer, one.attack), one)
+        for name, attacks in party.summary.of_leak.run_level.items():
+            for attack, figures in attacks.items():
+                one = RunLevel(party.layer(name), attack, *figures)
+                found.setdefault((one.layer, one.attack), one)
     return list(found.values())
 
 
 def judge(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunLevel]) -> Verdict:
     """Judge a run by what its attacks recovered and by what its ledger allows for."""
-    summary = run.active.summary
+    summary = run.active.summary.of_active
     guarantee = guarantee_of(run)
     gaps = list(_not_measured(run, findings, accumulated))
     findings = [found for found in findings if found.attack not in WITHOUT_GRADIENTS]
     measured = _measured(findings, accumulated)
     reasons = [*_of_classes(run), *measured, *_bounded(run, guarantee), *_told(summary)]
-    doubts = list(_doubts(summary.get("leak_alarms"), accumulated, guarantee))
+    doubts = list(_doubts(summary.leak_alarms, accumulated, guarantee))
     limit = limit_of_guarantee(run.active.settings.get("defense", {}))
     return Verdict(
         _level(findings, accumulated, guarantee, trusted=not doubts and not limit),
@@ -129,19 +148,18 @@ def judge(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunL
 def guarantee_of(run: RunFiles) -> float:
     """Return the AUC that the ledger guarantees for the most exposed example; NaN without one."""
     ledger = ledger_of(run)
-    value = ledger.get("guarantee_max")
-    return float(value) if isinstance(value, int | float) else math.nan
+    value = None if ledger is None else ledger.guarantee.max
+    return math.nan if value is None else value
 
 
-def ledger_of(run: RunFiles) -> Mapping[str, Any]:
-    """Return the ledger's last entry, or what was told by a run that went back and was left."""
-    if run.active.summary.get("ledger"):
-        ledger: Mapping[str, Any] = run.active.summary["ledger"]
-        return ledger
-    entries = [
-        lines[-1] for kind in ("ledger", "ledger_ahead") if (lines := run.active.metrics.get(kind))
-    ]
-    return max(entries, key=lambda line: line.get("guarantee_max") or 0.0, default={})
+def ledger_of(run: RunFiles) -> LedgerFigures | None:
+    """Return the ledger's last entry, or the bounds of a run that went back and was left there."""
+    if run.active.summary.of_active.ledger is not None:
+        return run.active.summary.of_active.ledger
+    entries = [line.bounds for line in run.active.metrics.of(LedgerLine)[-1:]]
+    if run.active.ledger_ahead is not None:
+        entries.append(run.active.ledger_ahead)
+    return max(entries, key=lambda bounds: bounds.guarantee.max or 0.0, default=None)
 
 
 def _level(
@@ -249,28 +267,29 @@ def _bounded(run: RunFiles, guarantee: float) -> Iterator[str]:
         )
         return
     ledger = ledger_of(run)
-    estimate = ledger.get("estimate_max")
+    estimate = None if ledger is None else ledger.estimate.max
     yield (
         f"Over the whole run the ledger guarantees at most AUC {auc_at_most(guarantee)} to any "
         "score on all answers together, for the most exposed example"
         + ("." if estimate is None else f", and estimates {estimate:.3f}.")
     )
-    earlier = run.active.summary.get("earlier_answers")
-    if earlier:
+    earlier = run.active.summary.of_active.earlier_answers
+    if earlier is not None:
+        most = earlier.bounds.guarantee.max
         yield (
-            f"Earlier runs are counted in: they answered about {earlier['examples']:,} of the "
-            f"training rows, at most AUC {auc_at_most(earlier['guarantee_max'])}."
+            f"Earlier runs are counted in: they answered about {earlier.examples or 0:,} of the "
+            f"training rows, at most AUC {auc_at_most(math.nan if most is None else most)}."
         )
     limit = limit_of_guarantee(run.active.settings.get("defense", {}))
     if limit:
         yield limit
 
 
-def _told(summary: Mapping[str, Any]) -> Iterator[str]:
+def _told(summary: ActiveFigures) -> Iterator[str]:
     """Yield what the run did besides training."""
-    if summary.get("leak_gate_closed"):
+    if summary.gate is not None and summary.gate.closed:
         yield "The leak gate ended the run: its attacks measured more than the settings accept."
-    answered = summary.get("audits_answered")
+    answered = summary.audits_answered
     if answered:
         yield (
             f"The peer was told {answered} leak AUC{'s' * (answered > 1)} of scores that it chose, "
@@ -312,16 +331,16 @@ def _not_measured(
     left = sorted(set(_OF_BATCHES) - {found.attack for found in findings})
     if left:
         yield f"Attacks that were not run: {_listed(left)}."
-    counts = run.active.summary.get("leak_batches") or {}
-    if counts.get("left_out"):
+    counts = run.active.summary.of_leak.counts
+    if counts.left_out:
         yield (
-            f"{counts['left_out']} batches that the leak monitor left out (max_cpu_share, "
+            f"{counts.left_out} batches that the leak monitor left out (max_cpu_share, "
             f"queue_batches): what adds up over the run is understated."
         )
-    if counts.get("skipped_one_class"):
-        number = counts["skipped_one_class"]
+    if counts.skipped_one_class:
+        number = counts.skipped_one_class
         yield f"{number} batch{'es' * (number > 1)} of a single class, which {_has(number)} no AUC."
-    if not run.active.summary:
+    if not run.active.has_ended:
         yield "The end of the run: it has no summary, because it was stopped or still goes on."
     unseen = ["the sizes of the two id sets", "timing"]
     if not any(found.attack in WITHOUT_GRADIENTS for found in findings):
@@ -332,13 +351,13 @@ def _not_measured(
     )
 
 
-def _more_than_free(attack: str) -> list[str]:
-    """Return what an attack needs to know that not every passive party does."""
-    return sorted(need for need in _NEEDS.get(attack, frozenset()) if need not in _FREE)
+def _more_than_free(attack: str) -> list[_Need]:
+    """Return what an attack needs to know that not every passive party knows."""
+    return sorted(need for need in _NEEDS.get(attack, frozenset()) if not need.is_free)
 
 
 def _and_knows(attack: str) -> str:
-    known = " and ".join(_more_than_free(attack)).replace(_EVALUATION_ONLY, "")
+    known = " and ".join(need.words for need in _more_than_free(attack))
     return f" and knows {known}" if known else ""
 
 
@@ -357,19 +376,3 @@ def _above_chance(one: RunLevel) -> bool:
 def _listed(names: Sequence[str]) -> str:
     *others, last = names
     return f"{', '.join(others)} and {last}" if others else last
-
-
-def _run_levels(party: PartyFiles) -> Iterator[RunLevel]:
-    """Read layer -> attack -> figure; what has another form is left out."""
-    written = party.summary.get("leak_run_level")
-    for layer, attacks in written.items() if isinstance(written, dict) else ():
-        for attack, value in attacks.items() if isinstance(attacks, dict) else ():
-            figures = value if isinstance(value, dict) else {"auc": value}
-            leak = figures.get("auc")
-            rest = [figures.get(name) for name in ("low", "high", "examples")]
-            if _is_figure(leak) and all(one is None or _is_figure(one) for one in rest):
-                yield RunLevel(party.layer(str(layer)), str(attack), float(leak), *rest)
-
-
-def _is_figure(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and abs(value) < _LARGEST_FIGURE

@@ -1,36 +1,48 @@
-"""What the active party writes down of a run: metrics, leak monitor, progress, summary."""
+"""Records a run at the active party: metrics, progress, checkpoints of both, and the summary."""
 
 import logging
-from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from splitveil.active_party.ledger.ledger import LeakBounds, Spread
+from splitveil.active_party.ledger.ledger import LeakBounds
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation
-from splitveil.active_party.training.predictions import ClassFigures
 from splitveil.active_party.training.top_trainer import StepResult
-from splitveil.active_party.watch.distributions import gradient_distributions, spread_epochs
-from splitveil.active_party.watch.leak_alarm import LeakAlarm
-from splitveil.active_party.watch.leak_gate import GateFinding, LeakGate
+from splitveil.active_party.watch.gradient_counter import GradientCounter
+from splitveil.active_party.watch.leak_watch import LeakWatch
+from splitveil.active_party.watch.stored_figures import (
+    bounds_of_state,
+    evaluation_of_state,
+    ledger_figures,
+    state_of_bounds,
+    state_of_evaluation,
+)
 from splitveil.common.errors import LeakGateClosed
-from splitveil.common.privacy.audit import BatchLeak
-from splitveil.common.record.leak_recorder import LeakRecorder
+from splitveil.common.record.figures import AttackFigure
+from splitveil.common.record.lines import (
+    AlignmentLine,
+    AuditLine,
+    EvaluationLine,
+    LedgerLine,
+    TrainingLine,
+)
 from splitveil.common.record.metrics_log import MetricsLog
+from splitveil.common.record.run_record import write_ledger_ahead
+from splitveil.common.record.summary import (
+    ActiveFigures,
+    EarlierAnswers,
+    ModelFigures,
+    RunCounts,
+    Summary,
+)
 from splitveil.common.record.training_progress import TrainingProgress
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.run.progress import State
-from splitveil.common.run.splits import SplitName
-from splitveil.common.storage.run_folder import write_json_atomically
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
 
 logger = logging.getLogger(__name__)
-
-LEDGER_AHEAD = "ledger_ahead.json"
-"""What was told in all when the run last went back behind some of its answers."""
 
 
 class ActiveRecorder:
@@ -43,6 +55,8 @@ class ActiveRecorder:
         self._resources = ExitStack()
         self._of_run = ExitStack()
         self._metrics = self._resources.enter_context(MetricsLog(folder))
+        self._watch = LeakWatch(settings, self._metrics)
+        self._counter = GradientCounter(settings, self._metrics)
         self._progress: TrainingProgress | None = None
         self._steps = 0
         self._epoch_losses: list[float] = []
@@ -50,28 +64,14 @@ class ActiveRecorder:
         self._evaluations: dict[str, Evaluation] = {}
         self._bounds: LeakBounds | None = None
         self._ahead: LeakBounds | None = None
-        """What was told in all when the run went back: no checkpoint takes that away."""
-        self._earlier: dict[str, float | None] | None = None
-        self._alarm = LeakAlarm()
-        self._alarms = 0
-        self._measured_epoch = 0
+        """The bounds on all answers when the run went back: no checkpoint takes those away."""
+        self._earlier: EarlierAnswers | None = None
         self._audits = 0
-        gate = settings.leak_gate
-        self._gate = None if gate is None else LeakGate(gate)
-        self._gate_findings = 0
-        self._objection: LeakGateClosed | None = None
-        self._leaks: LeakRecorder | None = None
-        self._uncounted_epochs = set(_epochs_to_count(settings))
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._resources.close()
 
     def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
@@ -80,26 +80,14 @@ class ActiveRecorder:
         self._of_run = self._resources.enter_context(ExitStack())
         self.aligned_rows = len(rows)
         self._metrics.steps_per_epoch = rows.order.steps_per_epoch
-        self._metrics.write("alignment", {"aligned_rows": len(rows)})
-        if self._settings.leak_monitor is not None:
-            # Called once the monitor has measured its last batch, before the metrics are closed.
-            self._of_run.callback(lambda: self._judge(self._measured_epoch))
-            self._leaks = self._of_run.enter_context(
-                LeakRecorder(
-                    self._settings.leak_monitor,
-                    self._metrics,
-                    seed,
-                    len(rows),
-                    self._on_leak,
-                    self._settings.data.class_names,
-                )
-            )
+        self._metrics.write(AlignmentLine(len(rows)))
+        self._of_run.enter_context(self._watch.watching(seed, len(rows)))
         total = rows.total_steps(self._settings.contract)
         self._progress = self._of_run.enter_context(TrainingProgress("active", total))
 
     def on_earlier_answers(self, examples: int, bounds: LeakBounds) -> None:
-        """Note what earlier runs may have told."""
-        self._earlier = {"examples": examples, **bounds.numbers()}
+        """Note the bounds on what earlier runs may have told."""
+        self._earlier = EarlierAnswers(examples, ledger_figures(bounds))
         logger.info(
             "earlier runs answered about %d of the training rows: sum_kl %s, leak AUC guaranteed "
             "below %s (largest of all examples)",
@@ -115,21 +103,20 @@ class ActiveRecorder:
             self._epoch_losses.clear()
         self._epoch_losses.append(loss)
         self._steps += 1
-        numbers = {"loss": loss, "noise_power": result.report.noise_power}
-        self._metrics.write("train", numbers, epoch=batch.epoch, step=batch.step)
-        self._alarm.note_charge(batch.epoch, result.report.charge.sum_kl)
-        if self._leaks is not None and self._settings.leak_monitor is not None:
-            told_clean = self._settings.leak_monitor.reference == "clean"
-            clean = {"cut": result.raw} if told_clean else None
-            self._leaks.submit(batch, {"cut": result.defended}, result.labels, clean)
-        self._count_gradients(batch, result)
+        self._metrics.write(TrainingLine(batch.epoch, batch.step, loss, result.report.noise_power))
+        self._watch.note_step(batch, result)
+        self._counter.note_step(batch, result)
         if self._progress is not None:
             self._progress.advance(loss=loss, **self._shown_leak())
 
+    def on_epoch(self, epoch: int) -> None:
+        """Note that an epoch is over, its evaluations included."""
+        self._watch.end_epoch(epoch)
+
     def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
-        """Note what the run so far may have told."""
+        """Note the bounds on what the run so far may have told."""
         self._bounds = bounds
-        self._metrics.write("ledger", bounds.numbers(), epoch=epoch)
+        self._metrics.write(LedgerLine(epoch, ledger_figures(bounds)))
         bounds = bounds.or_more(self._ahead)
         logger.info(
             "epoch %d: leak ledger: sum_kl %s, leak AUC estimated %.3f, guaranteed below %s "
@@ -141,50 +128,51 @@ class ActiveRecorder:
         )
 
     def on_answers_ahead(self, bounds: LeakBounds) -> None:
-        """Note what was told in answers beyond where the run goes on."""
+        """Note the bounds on all answers of a run that resumes before some of them."""
         if bounds != self._ahead:
             logger.info(
-                "the run was ahead of where it goes on: the ledger keeps what was told there: "
+                "the run was ahead of where it resumes: the ledger keeps what was told there: "
                 "sum_kl %s, leak AUC guaranteed below %s (largest of all examples)",
                 at_most(bounds.sum_kl.max),
                 auc_at_most(bounds.guarantee.max),
             )
         self._ahead = bounds
-        # For the report of a run that is left here. The metrics are those of where the run is.
-        write_json_atomically(self._folder / LEDGER_AHEAD, bounds.numbers())
+        # For the report of a run that is left here: the metrics end where the run has resumed.
+        write_ledger_ahead(self._folder, ledger_figures(bounds))
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """Note loss and AUC of a split."""
         self._train_loss = sum(self._epoch_losses) / len(self._epoch_losses)
         self._evaluations[evaluation.split] = evaluation
-        numbers = {
-            "loss": evaluation.loss,
-            "auc": evaluation.auc,
-            "calibration_error": evaluation.calibration_error,
-            "train_loss": self._train_loss,
-        }
+        line = EvaluationLine(
+            evaluation.epoch,
+            evaluation.split,
+            evaluation.loss,
+            evaluation.auc,
+            evaluation.calibration_error,
+            self._train_loss,
+        )
         if evaluation.classes is not None:
-            by_class = self._by_class(evaluation.classes)
-            numbers |= {"accuracy": evaluation.classes.accuracy}
-            numbers |= {f"auc/{name}": auc for name, auc in by_class.items()}
-        self._metrics.write(evaluation.split, numbers, epoch=evaluation.epoch)
-        if evaluation.split == "test" and self._leaks is not None:  # the epoch's last split
-            self._leaks.end_epoch(evaluation.epoch)
+            aucs = self._by_class(evaluation.classes.aucs)
+            line = line._replace(accuracy=evaluation.classes.accuracy, class_aucs=aucs)
+        self._metrics.write(line)
+        if _closes_epoch(evaluation):
+            self.on_epoch(evaluation.epoch)
 
     def on_audit(self, question: AuditQuestion, leak_auc: float, party: str) -> None:
-        """Note what a passive party is told of its scores."""
-        several = len(self._settings.contract.passive_parties) > 1
-        layer = f"{party}: {question.layer}" if several else question.layer
-        numbers = {f"{layer}/{question.attack}": leak_auc}
-        self._metrics.write("audit", numbers, epoch=question.epoch)
+        """Note what a passive party is told about its scores."""
+        multi_party = len(self._settings.contract.passive_parties) > 1
+        layer = f"{party}: {question.layer}" if multi_party else question.layer
+        figure = AttackFigure(layer, question.attack, leak_auc)
+        self._metrics.write(AuditLine(question.epoch, figure))
 
     def on_audits_answered(self, count: int) -> None:
-        """Note how many audits were answered: what a run goes back behind counts, too."""
+        """Note the number of audits answered, including those that a run went back behind."""
         self._audits = count
 
     def on_resumed(self, epoch: int | None) -> None:
-        """Say where the run goes on."""
-        logger.info("going on %s", "at the end" if epoch is None else f"in epoch {epoch + 1}")
+        """Log where the run resumes."""
+        logger.info("resuming %s", "at the end" if epoch is None else f"in epoch {epoch + 1}")
 
     def state_dict(self) -> State:
         """Return all that is noted, once the leak monitor has measured what was sent so far.
@@ -192,183 +180,88 @@ class ActiveRecorder:
         Raises:
             StorageError: a line of the metrics could not be written.
         """
-        leaks = None if self._leaks is None else self._leaks.state_dict()
-        evaluations = {split: _figures(e) for split, e in self._evaluations.items()}
+        watch = self._watch.state_dict()
         return {
             "steps": self._steps,
             "epoch_losses": list(self._epoch_losses),
             "train_loss": self._train_loss,
-            "evaluations": evaluations,
-            "bounds": None if self._bounds is None else _plain(self._bounds),
-            "leaks": leaks,
-            "alarm": self._alarm.state_dict(),
-            "alarms": self._alarms,
-            "measured_epoch": self._measured_epoch,
-            "gate": None if self._gate is None else self._gate.state_dict(),
-            "gate_findings": self._gate_findings,
-            "uncounted_epochs": sorted(self._uncounted_epochs),
+            "evaluations": {s: state_of_evaluation(e) for s, e in self._evaluations.items()},
+            "bounds": None if self._bounds is None else state_of_bounds(self._bounds),
+            **watch,
+            "uncounted_epochs": self._counter.state_dict(),
             "metrics": self._metrics.state_dict(),
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Go on where ``state_dict`` left off; call it after `on_aligned`.
+        """Resume from what ``state_dict`` returned; call it after `on_aligned`.
 
         Raises:
             SettingsError: the state is of other attacks than the settings name.
             StorageError: the metrics cannot be changed.
         """
-        if self._leaks is not None and state["leaks"] is not None:
-            self._leaks.load_state_dict(state["leaks"])
+        self._watch.load_state_dict(state)
         self._steps, self._train_loss = state["steps"], state["train_loss"]
         self._epoch_losses = list(state["epoch_losses"])
         self._evaluations = {
-            split: _evaluation(split, *figures) for split, figures in state["evaluations"].items()
+            split: evaluation_of_state(split, *figures)
+            for split, figures in state["evaluations"].items()
         }
-        self._bounds = None if state["bounds"] is None else _bounds(*state["bounds"])
-        self._alarm.load_state_dict(state["alarm"])
-        self._alarms, self._measured_epoch = state["alarms"], state["measured_epoch"]
-        if self._gate is not None and state["gate"] is not None:
-            self._gate.load_state_dict(state["gate"])
-        self._gate_findings = state["gate_findings"]
-        self._uncounted_epochs = set(state["uncounted_epochs"])
+        self._bounds = None if state["bounds"] is None else bounds_of_state(state["bounds"])
+        self._counter.load_state_dict(state["uncounted_epochs"])
         self._metrics.load_state_dict(state["metrics"])
         if self._progress is not None:
             self._progress.go_on_at(self._steps)
 
     def objection(self) -> LeakGateClosed | None:
         """Return why the leak gate is closed, once it is."""
-        return self._objection
+        return self._watch.objection()
 
-    def summary(self, refused: dict[str, int]) -> dict[str, Any]:
-        """Return what ``summary.json`` holds; call it after the recorder was closed."""
+    def summary(self, refused: dict[str, int]) -> Summary:
+        """Return the run's summary; call it after the recorder was closed.
+
+        Args:
+            refused: status word -> messages refused with it.
+        """
         test = self._evaluations.get("test")
+        speed = self._progress.steps_per_s if self._progress else None
+        epochs = 0 if test is None else test.epoch + 1
         told = self._ahead if self._bounds is None else self._bounds.or_more(self._ahead)
-        summary: dict[str, Any] = {
-            "aligned_rows": self.aligned_rows,
-            "epochs": 0 if test is None else test.epoch + 1,
-            "steps": self._steps,
-            "test_auc": None if test is None else test.auc,
-            "test_loss": None if test is None else test.loss,
-            "test_calibration_error": None if test is None else test.calibration_error,
-            "train_loss": self._train_loss,
-            "steps_per_s": self._progress.steps_per_s if self._progress else None,
-            "defense": self._settings.defense.model_dump(mode="json"),
-            "ledger": None if told is None else told.numbers(),
-        }
-        if self._settings.allow_audits or self._audits:
-            summary |= {"audits_answered": self._audits}  # the ledger does not count them
-        summary |= {"refused_messages": refused}
-        if self._earlier is not None:
-            summary |= {"earlier_answers": self._earlier}
-        if test is not None and test.classes is not None:
-            summary |= {
-                "test_accuracy": test.classes.accuracy,
-                "test_auc_by_class": self._by_class(test.classes),
-            }
-        if self._leaks is not None:
-            summary |= {"leak_alarms": self._alarms} | self._leaks.summary()
-        if self._gate is not None:
-            summary |= {
-                "leak_gate_findings": self._gate_findings,
-                "leak_gate_closed": self._objection is not None,
-            }
-        return summary
+        # The ledger does not count audits.
+        audits = self._audits if self._settings.allow_audits or self._audits else None
+        active = ActiveFigures(
+            model=self._model_figures(),
+            defense=self._settings.defense.model_dump(mode="json"),
+            ledger=None if told is None else ledger_figures(told),
+            audits_answered=audits,
+            refused_messages=refused,
+            earlier_answers=self._earlier,
+            leak_alarms=self._watch.alarms(),
+            gate=self._watch.gate(),
+        )
+        counts = RunCounts(self.aligned_rows, epochs, self._steps, speed)
+        return Summary(counts=counts, active=active, leak=self._watch.figures())
 
-    def _by_class(self, figures: ClassFigures) -> dict[str, float]:
-        """Return the AUC of each class by its name."""
-        return dict(zip(self._settings.data.class_names, figures.aucs, strict=True))
+    def _model_figures(self) -> ModelFigures:
+        test = self._evaluations.get("test")
+        if test is None:
+            return ModelFigures(train_loss=self._train_loss)
+        figures = ModelFigures(test.auc, test.loss, test.calibration_error, self._train_loss)
+        if test.classes is None:
+            return figures
+        aucs = self._by_class(test.classes.aucs)
+        return figures._replace(test_accuracy=test.classes.accuracy, test_auc_by_class=aucs)
 
-    def _count_gradients(self, batch: Batch, result: StepResult) -> None:
-        if batch.epoch not in self._uncounted_epochs:
-            return
-        found = gradient_distributions(result.raw, result.defended, result.labels)
-        if found is None:  # too few of a class: another batch of this epoch may have more
-            return
-        self._uncounted_epochs.remove(batch.epoch)
-        for figure, edges, counts in found:
-            self._metrics.write_histogram(figure, edges, counts, epoch=batch.epoch, step=batch.step)
+    def _by_class(self, aucs: tuple[float, ...]) -> dict[str, float]:
+        return dict(zip(self._settings.data.class_names, aucs, strict=True))
 
     def _shown_leak(self) -> dict[str, float]:
         shown = {}
         if self._bounds is not None:
             told = self._bounds.or_more(self._ahead)
             shown = {"ledger_leak_auc": float(auc_at_most(told.guarantee.max))}
-        return shown if self._leaks is None else shown | self._leaks.shown()
-
-    def _on_leak(self, measured: BatchLeak) -> None:
-        if measured.epoch > self._measured_epoch:  # the monitor may lag behind the training
-            self._judge(self._measured_epoch)
-            self._measured_epoch = measured.epoch
-        self._alarm.note_leak(measured)
-        finding = None if self._gate is None else self._gate.note(measured)
-        if finding is not None:
-            self._on_gate(finding)
-
-    def _on_gate(self, finding: GateFinding) -> None:
-        settings = self._settings.leak_gate
-        if self._gate is None or settings is None or self._objection is not None:
-            return
-        self._gate_findings += 1
-        numbers = {
-            f"{finding.layer}/{finding.attack}": finding.measured,
-            "random": finding.random,
-            "limit": settings.max_leak_auc,
-        }
-        self._metrics.write("leak_gate", numbers, epoch=finding.epoch, step=finding.step)
-        sentence = self._gate.sentence(finding)
-        if settings.action == "stop":
-            self._objection = LeakGateClosed(sentence)
-        else:
-            logger.warning(sentence)
-
-    def _judge(self, last_epoch: int) -> None:
-        for alarm in self._alarm.judge(last_epoch):
-            self._alarms += 1
-            numbers = {
-                f"{alarm.layer}/{alarm.attack}": alarm.measured,
-                "margin": alarm.margin,
-                "guarantee": alarm.guarantee,
-            }
-            self._metrics.write("leak_alarm", numbers, epoch=last_epoch)
-            logger.error(
-                "LEAK ALARM: up to epoch %d: %s at %s measures a leak AUC of %.3f (+- %.3f), above "
-                "the %s that the ledger guarantees for one answer: the charges of this defense "
-                "do not describe these gradients",
-                last_epoch + 1,
-                *alarm[:-1],
-                auc_at_most(alarm.guarantee),
-            )
+        return shown | self._watch.shown()
 
 
-def _epochs_to_count(settings: ActiveSettings) -> Iterable[int]:
-    """Return the epochs of which one batch's gradients are counted by class."""
-    chosen = settings.distributions
-    if chosen is None or settings.data.classes is not None:
-        return ()
-    return spread_epochs(settings.contract.epochs) if chosen.epochs is None else chosen.epochs
-
-
-def _figures(of: Evaluation) -> list[Any]:
-    figures = [of.epoch, of.loss, of.auc, of.calibration_error]
-    return figures if of.classes is None else [*figures, of.classes.accuracy, *of.classes.aucs]
-
-
-def _evaluation(split: SplitName, epoch: int, *figures: float) -> Evaluation:
-    loss, auc, calibration_error, *of_classes = figures
-    classes = ClassFigures(of_classes[0], tuple(of_classes[1:])) if of_classes else None
-    return Evaluation(epoch, split, loss, auc, calibration_error, classes)
-
-
-_Figures = tuple[float, float, float]
-
-
-def _plain(bounds: LeakBounds) -> tuple[_Figures, _Figures, _Figures, float | None]:
-    parts = bounds.sum_kl, bounds.estimate, bounds.guarantee
-    sum_kl, estimate, guarantee = ((part.max, part.q95, part.mean) for part in parts)
-    return sum_kl, estimate, guarantee, bounds.epsilon
-
-
-def _bounds(
-    sum_kl: _Figures, estimate: _Figures, guarantee: _Figures, epsilon: float | None
-) -> LeakBounds:
-    return LeakBounds(Spread(*sum_kl), Spread(*estimate), Spread(*guarantee), epsilon)
+def _closes_epoch(evaluation: Evaluation) -> bool:
+    """Whether a split is the last that is evaluated in an epoch."""
+    return evaluation.split == "test"

@@ -1,4 +1,4 @@
-"""Shares end an alignment of several passive parties: they mark the ids that all parties have.
+"""Writes and reads shares, which tell each passive party the ids that all parties have in common.
 
 Each passive party aligns with the active party as if there were no other. When all have finished,
 the active party tells each of them, with one bit per id in the order of the pair's sorted tags,

@@ -50,6 +50,13 @@ class Crossing(NamedTuple):
     """The passive party at the other end, if there is more than one."""
 
 
+class TranscriptEnd(NamedTuple):
+    """The end of a transcript, which shows whether anything was cut off behind it."""
+
+    entries: int
+    last_link: str
+
+
 class Transcript:
     """Writes one party's transcript in a thread of its own, for which training seldom waits.
 
@@ -109,9 +116,9 @@ class Transcript:
             self._queued_bytes += len(crossing.data)
         self._queue.put((_now(), crossing))
 
-    def summary(self) -> dict[str, Any]:
-        """Return the number of lines and the last link, for ``summary.json``, once closed."""
-        return {"entries": self._number, "last_link": self._link}
+    def summary(self) -> TranscriptEnd:
+        """Return number and last link of the lines, for ``summary.json``; call it when closed."""
+        return TranscriptEnd(self._number, self._link)
 
     def close(self) -> None:
         """Write pending lines; closing again has no effect.

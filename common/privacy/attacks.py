@@ -78,14 +78,22 @@ CUT = "cut"
 KnowledgeT = TypeVar("KnowledgeT")
 
 
+_EVALUATION_ONLY = " (evaluation only)"
+
+
 class SideInformation(StrEnum):
     """Kinds of knowledge that an attacker needs besides the gradients."""
 
-    POSITIVE_GRADIENT = "one clean gradient of a positive per batch (evaluation only)"
+    POSITIVE_GRADIENT = f"one clean gradient of a positive per batch{_EVALUATION_ONLY}"
     POSITIVES_ARE_FEWER = "positives are the minority"
     HINTS = "some positives of each batch"
-    CLASSES = "other gradients with their labels (evaluation only)"
+    CLASSES = f"other gradients with their labels{_EVALUATION_ONLY}"
     ACTIVATIONS = "the party's own activations"
+
+    @property
+    def words(self) -> str:
+        """The side information itself, without the note that only an evaluation has it."""
+        return self.value.removesuffix(_EVALUATION_ONLY)
 
     @property
     def is_oracle(self) -> bool:

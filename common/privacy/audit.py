@@ -38,15 +38,6 @@ class BatchLeak(NamedTuple):
     leak: LeakByAttack
     random: float
 
-    def numbers(self) -> dict[str, float]:
-        """Return the leak AUCs under flat names, for the metrics."""
-        numbers = {
-            f"{layer}/{attack}_leak_auc": value
-            for layer, values in self.leak.items()
-            for attack, value in values.items()
-        }
-        return numbers | {"random_leak_auc": self.random}
-
 
 class AttackSummary(TypedDict):
     """One attack on one layer over a run."""

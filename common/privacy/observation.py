@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from splitveil.common.privacy.gradient_rows import GradientRows
 from splitveil.common.privacy.label_classes import rows_of_class
 
 
@@ -50,6 +51,13 @@ class Observation:
     not measured."""
     references_are_clean: bool = True
     """Whether the references are free of noise, which may turn them around."""
+    prepared: Mapping[str, GradientRows] = field(default_factory=dict)
+    """Layer name -> the same gradients, prepared once for all audits of this observation."""
+
+    def rows(self, layer: str) -> GradientRows:
+        """Return the gradients of a layer, prepared for attacks."""
+        found = self.prepared.get(layer)
+        return GradientRows(self.gradients[layer]) if found is None else found
 
 
 def pick_clues(

@@ -64,8 +64,8 @@ class BatchScorer:
             labels: its class indices, (batch,).
         """
         return {
-            layer: self._score_layer(GradientRows(gradients), observation, labels, layer)
-            for layer, gradients in observation.gradients.items()
+            layer: self._score_layer(observation.rows(layer), observation, labels, layer)
+            for layer in observation.gradients
         }
 
     def _score_layer(

@@ -5,21 +5,36 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from splitveil.common.errors import SettingsError, StorageError
-from splitveil.common.privacy.audit import BatchLeak, LeakAudit
-from splitveil.common.privacy.audit_worker import AuditWorker
+from splitveil.common.privacy.audit import AttackSummary, BatchLeak, LeakAudit, LeakByAttack
+from splitveil.common.privacy.audit_worker import Auditing, AuditWorker
+from splitveil.common.privacy.multi_class_tally import ClassLeak
 from splitveil.common.privacy.observation import Observation
+from splitveil.common.privacy.run_level import ClassRunLeak, RunLevelLeak
 from splitveil.common.privacy.settings import AuditSettings
+from splitveil.common.record.audits_together import AuditsTogether
+from splitveil.common.record.figures import AttackFigure
+from splitveil.common.record.leak_figures import (
+    BatchCounts,
+    BatchFigures,
+    ClassFigures,
+    LeakByClass,
+    LeakFigures,
+    RunFigures,
+)
+from splitveil.common.record.lines import EpochLeakLine, LeakLine
 from splitveil.common.record.metrics_log import MetricsLog
+from splitveil.common.record.values import ByAttack, ValueT
 from splitveil.common.run.course import Batch
 
 logger = logging.getLogger(__name__)
+
+FoundT = TypeVar("FoundT")
 
 IDLE_S = 120.0
 """How long a checkpoint waits for the attacks on the batches before it."""
@@ -43,7 +58,8 @@ class LeakRecorder:
         seed: the joint seed, from which both parties pick the same positives.
         num_examples: aligned examples of the run.
         on_leak: called in the audit's thread with each measured batch, after its line is written.
-        class_names: of several classes; none where there are two.
+        class_names: of a run with more than two classes; none where there are two.
+        beside: another audit that gets the same observations, in the same thread.
     """
 
     def __init__(
@@ -54,6 +70,7 @@ class LeakRecorder:
         num_examples: int,
         on_leak: Callable[[BatchLeak], None] | None = None,
         class_names: Sequence[str] = (),
+        beside: Auditing | None = None,
     ) -> None:
         self._metrics = metrics
         self._seed = seed
@@ -64,18 +81,16 @@ class LeakRecorder:
         self._charted_s = -_CHARTED_EVERY_S
         self._audit = LeakAudit(settings.attacks, settings.every_steps, num_examples, class_names)
         self._worker = AuditWorker(
-            self._audit, settings.queue_batches, self._note, settings.max_cpu_share
+            self._audit if beside is None else AuditsTogether(self._audit, beside),
+            settings.queue_batches,
+            self._note,
+            settings.max_cpu_share,
         )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._worker.close()
         self._audit.end_run()
         self._write_epochs(self._ended_epoch)
@@ -121,20 +136,22 @@ class LeakRecorder:
         layer = next(iter(latest.leak))
         return {f"{name}_leak_auc": value for name, value in latest.leak[layer].items()}
 
-    def summary(self) -> dict[str, Any]:
-        """Return the parts of ``summary.json`` that are about the leak; call it when closed."""
-        found: dict[str, Any] = {
-            "leak": self._audit.summary(),
-            "leak_worst_epoch": self._audit.worst_epochs(),
-        }
+    def summary(self) -> LeakFigures:
+        """Return the part of the summary that is about the leak; call it when closed."""
         run = self._audit.run_figures()
-        found |= {"leak_run_level": run.leak}
+        by_class: LeakByClass | None = None
         if self._audit.is_multi_class:
-            found |= {
-                "leak_classes": self._audit.classes(),
-                "leak_run_level_classes": run.by_class,
-            }
-        return found | {"leak_batches": self._audit.counts()._asdict()}
+            by_class = LeakByClass(
+                _each(self._audit.classes(), _class_figures),
+                _each(run.by_class, _run_class_figures),
+            )
+        return LeakFigures(
+            batches=_each(self._audit.summary(), _batch_figures),
+            worst_epoch=self._audit.worst_epochs(),
+            run_level=_each(run.leak, _run_figures),
+            by_class=by_class,
+            counts=BatchCounts(*self._audit.counts()),
+        )
 
     def wait_until_idle(self, timeout_s: float = IDLE_S) -> bool:
         """Wait until all batches handed over are measured and written, and say whether they are.
@@ -202,13 +219,9 @@ class LeakRecorder:
     def _write_epochs(self, last_epoch: int) -> None:
         while self._next_epoch <= last_epoch:
             epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
-            numbers = {
-                f"{layer}/{attack}": value
-                for found in (self._audit.epoch_means(epoch), self._audit.after_epoch(epoch))
-                for layer, attacks in found.items()
-                for attack, value in attacks.items()
-            }
-            self._metrics.write("epoch_leak", numbers, epoch=epoch)
+            found = (self._audit.epoch_means(epoch), self._audit.after_epoch(epoch))
+            figures = (*attack_figures(found[0]), *attack_figures(found[1]))
+            self._metrics.write(EpochLeakLine(epoch, figures))
 
     def _is_to_be_charted(self) -> bool:
         now_s = time.monotonic()
@@ -220,16 +233,50 @@ class LeakRecorder:
     def _note(self, measured: BatchLeak) -> None:
         try:
             self._write_epochs(measured.epoch - 1)
-            self._metrics.write(
-                "leak",
-                measured.numbers(),
-                epoch=measured.epoch,
-                step=measured.step,
-                charted=self._is_to_be_charted(),
-            )
+            figures = attack_figures(measured.leak)
+            line = LeakLine(measured.epoch, measured.step, figures, measured.random)
+            self._metrics.write(line, charted=self._is_to_be_charted())
         except StorageError as error:
             # A full disk ends the run; this thread cannot, so the next batch does.
             self._unwritten = error
             raise
         if self._on_leak is not None:
             self._on_leak(measured)
+
+
+def attack_figures(leak: LeakByAttack) -> tuple[AttackFigure, ...]:
+    """Return leak AUCs by layer and attack one by one."""
+    return tuple(
+        AttackFigure(layer, attack, value)
+        for layer, attacks in leak.items()
+        for attack, value in attacks.items()
+    )
+
+
+def _each(found: ByAttack[FoundT], figures_of: Callable[[FoundT], ValueT]) -> ByAttack[ValueT]:
+    return {
+        layer: {attack: figures_of(one) for attack, one in attacks.items()}
+        for layer, attacks in found.items()
+    }
+
+
+def _batch_figures(found: AttackSummary) -> BatchFigures:
+    return BatchFigures(found["q95"], found["mean"], found["last_epoch"], found["random_q95"])
+
+
+def _run_figures(found: RunLevelLeak) -> RunFigures:
+    return RunFigures(found["auc"], found["low"], found["high"], found["examples"])
+
+
+def _class_figures(found: ClassLeak) -> ClassFigures:
+    return ClassFigures(
+        tuple(found["worst_pair"]),
+        found["worst_pair_auc"],
+        found["worst_pair_random"],
+        found["classes"],
+        found["random"],
+    )
+
+
+def _run_class_figures(found: ClassRunLeak) -> ClassFigures:
+    return ClassFigures(tuple(found["worst_pair"]), classes=found["classes"])

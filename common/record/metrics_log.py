@@ -7,12 +7,14 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
 from splitveil.common.errors import StorageError
+from splitveil.common.record.lines import HistogramLine, Line, LineFields, to_fields, to_json
+from splitveil.common.record.run_record import METRICS
 from splitveil.common.storage.run_folder import OWNER_ONLY, finite_or_null, open_to_append
 
 _SOUGHT_BYTES = 2**16
@@ -22,9 +24,8 @@ _SOUGHT_BYTES = 2**16
 class MetricsLog:
     """Writes ``metrics.jsonl``, one object per line, and the same numbers for TensorBoard.
 
-    A line has ``time_s`` since the start, ``kind``, ``epoch``, ``step`` and the named numbers, null
-    where one is not finite; a histogram's line has ``figure``, ``edges`` and ``counts`` instead.
-    Any thread may write.
+    The form of each line is that of `splitveil.common.record.lines`; a number that is not finite is
+    null. Any thread may write.
     """
 
     def __init__(self, folder: Path, steps_per_epoch: int = 1) -> None:
@@ -39,7 +40,7 @@ class MetricsLog:
         """
         self.steps_per_epoch = steps_per_epoch
         self._next_chart_step = 0
-        self._path = folder / "metrics.jsonl"
+        self._path = folder / METRICS
         self._lock = threading.Lock()
         self._start = time.monotonic()
         try:
@@ -56,79 +57,31 @@ class MetricsLog:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def write(
-        self,
-        kind: str,
-        numbers: Mapping[str, float | None],
-        *,
-        epoch: int | None = None,
-        step: int | None = None,
-        charted: bool = True,
-    ) -> None:
+    def write(self, line: Line, *, charted: bool = True) -> None:
         """Write one line; after `close` nothing more is written.
 
         Args:
-            kind: what the line is about, for instance ``train`` or ``leak``.
-            numbers: named plain numbers; tensors and arrays are refused.
-            epoch: counted from 0.
-            step: within the epoch, from 0; None for a line about the whole epoch.
+            line: its numbers are plain numbers; tensors and arrays are refused.
             charted: whether TensorBoard gets the numbers, too.
 
         Raises:
             TypeError: a value is not a plain number.
             StorageError: the line cannot be written.
         """
-        for name, number in numbers.items():
-            if not isinstance(number, int | float | None):
-                raise TypeError(f"{name}: expected a number, got {type(number).__name__}")
-        place = self._place(kind, epoch, step)
-        finite = {name: finite_or_null(number) for name, number in numbers.items()}
+        fields = to_fields(line)
+        if not isinstance(line, HistogramLine):
+            _check_numbers(fields.values)
+        written = to_json(line, time.monotonic() - self._start)
         with self._lock:
             if self._file.closed:
                 return
             try:
-                self._file.write(json.dumps(place | finite, allow_nan=False) + "\n")
-                chart_step = self._chart_step(epoch, step)
-                if charted:
-                    self._chart(kind, finite, chart_step)
-            except OSError as error:
-                raise self._storage_error(error) from error
-
-    def write_histogram(
-        self,
-        figure: str,
-        edges: Sequence[float],
-        counts: Mapping[str, Sequence[int]],
-        *,
-        epoch: int,
-        step: int,
-    ) -> None:
-        """Write one line of kind ``histogram``, and one histogram per series for TensorBoard.
-
-        Args:
-            figure: what was counted.
-            edges: rising, one more than there are bins.
-            counts: series -> a count per bin.
-            epoch: counted from 0.
-            step: within the epoch, from 0.
-
-        Raises:
-            ValueError: a series has another number of counts than there are bins.
-            StorageError: the line cannot be written.
-        """
-        for name, series in counts.items():
-            if len(series) != len(edges) - 1:
-                raise ValueError(f"{name}: expected {len(edges) - 1} counts, got {len(series)}")
-        line = self._place("histogram", epoch, step) | {"figure": figure}
-        line |= {"edges": list(edges), "counts": {n: list(series) for n, series in counts.items()}}
-        with self._lock:
-            if self._file.closed:
-                return
-            try:
-                self._file.write(json.dumps(line, allow_nan=False) + "\n")
-                for name, series in counts.items():
-                    tag, at = f"{figure}/{name}", self._chart_step(epoch, step)
-                    self._chart_histogram(tag, edges, series, at)
+                self._file.write(json.dumps(written, allow_nan=False) + "\n")
+                chart_step = self._chart_step(fields.epoch, fields.step)
+                if isinstance(line, HistogramLine):
+                    self._chart_histograms(line, chart_step)
+                elif charted:
+                    self._chart(fields, chart_step)
             except OSError as error:
                 raise self._storage_error(error) from error
 
@@ -182,31 +135,29 @@ class MetricsLog:
             except OSError as error:
                 raise self._storage_error(error) from error
 
-    def _place(self, kind: str, epoch: int | None, step: int | None) -> dict[str, Any]:
-        time_s = round(time.monotonic() - self._start, 6)
-        return {"time_s": time_s, "kind": kind, "epoch": epoch, "step": step}
-
-    def _chart(self, kind: str, numbers: Mapping[str, float | None], chart_step: int) -> None:
+    def _chart(self, fields: LineFields, chart_step: int) -> None:
         # One event per line: an event per number takes several times as much of a core.
-        found = {f"{kind}/{name}": number for name, number in numbers.items() if number is not None}
+        finite: Mapping[str, float | None] = finite_or_null(fields.values)
+        found = {
+            f"{fields.kind}/{name}": number for name, number in finite.items() if number is not None
+        }
         if found:
             self._charts.file_writer.add_summary(_charted(found), chart_step)
 
-    def _chart_histogram(
-        self, tag: str, edges: Sequence[float], counts: Sequence[int], chart_step: int
-    ) -> None:
-        centres = [(low + high) / 2 for low, high in pairwise(edges)]
-        self._charts.add_histogram_raw(
-            tag,
-            min=edges[0],
-            max=edges[-1],
-            num=sum(counts),
-            sum=sum(n * x for n, x in zip(counts, centres, strict=True)),
-            sum_squares=sum(n * x * x for n, x in zip(counts, centres, strict=True)),
-            bucket_limits=list(edges[1:]),
-            bucket_counts=list(counts),
-            global_step=chart_step,
-        )
+    def _chart_histograms(self, line: HistogramLine, chart_step: int) -> None:
+        centres = [(low + high) / 2 for low, high in pairwise(line.edges)]
+        for name, counts in line.counts.items():
+            self._charts.add_histogram_raw(
+                f"{line.figure}/{name}",
+                min=line.edges[0],
+                max=line.edges[-1],
+                num=sum(counts),
+                sum=sum(n * x for n, x in zip(counts, centres, strict=True)),
+                sum_squares=sum(n * x * x for n, x in zip(counts, centres, strict=True)),
+                bucket_limits=list(line.edges[1:]),
+                bucket_counts=list(counts),
+                global_step=chart_step,
+            )
 
     def _chart_step(self, epoch: int | None, step: int | None) -> int:
         if epoch is None:
@@ -218,6 +169,12 @@ class MetricsLog:
 
     def _storage_error(self, error: OSError) -> StorageError:
         return StorageError(f"{self._path}: cannot be written: {error.strerror}")
+
+
+def _check_numbers(values: Mapping[str, object]) -> None:
+    for name, number in values.items():
+        if not isinstance(number, int | float | None):
+            raise TypeError(f"{name}: expected a number, got {type(number).__name__}")
 
 
 def _cut_to_whole_lines(path: Path, most_bytes: int | None = None) -> None:

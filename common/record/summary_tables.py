@@ -1,87 +1,71 @@
 """The tables that a run prints at its end."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.table import Table
 
+from splitveil.common.record.figures import LedgerFigures, SpreadFigures
+from splitveil.common.record.leak_figures import BatchFigures, ClassFigures, RunFigures
+from splitveil.common.record.summary import Summary, plain_figures
+from splitveil.common.record.values import ByAttack
 from splitveil.common.text.output import printing_console
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
 from splitveil.common.text.visible_text import cell
 from splitveil.common.text.wording import in_short, in_words, label
 
-_TABLES_OF_THEIR_OWN = {
-    "leak",
-    "leak_classes",
-    "leak_run_level_classes",
-    "ledger",
-    "leak_worst_epoch",
-    "leak_run_level",
-    "audit",
-    "transcript",
-}
 
-
-def print_summary(
-    party: str, summary: Mapping[str, Any], *, console: Console | None = None
-) -> None:
-    """Print a run's summary to the standard output stream: its numbers, then its leak table.
+def print_summary(party: str, summary: Summary, *, console: Console | None = None) -> None:
+    """Print a run's summary to the standard output stream: its numbers, then its leak tables.
 
     Args:
-        party: stands above the table.
-        summary: as in ``summary.json``; ``leak`` and ``ledger`` may be absent.
+        party: stands above each table.
+        summary: of the run.
         console: prints elsewhere.
     """
     console = console or printing_console()
     table = Table(title=f"{party}: summary", title_justify="left", show_header=False)
-    for name, value in summary.items():
-        if name not in _TABLES_OF_THEIR_OWN:
-            table.add_row(cell(label(name)), cell(in_words(value)))
+    for name, value in plain_figures(summary).items():
+        table.add_row(cell(label(name)), cell(in_words(value)))
     console.print(table)
-    if summary.get("ledger"):
-        console.print(ledger_table(summary["ledger"], f"{party}: leak ledger"))
-    pair = ", worst pair of classes" if summary.get("leak_classes") else ""
-    if summary.get("leak"):
-        console.print(leak_table(summary["leak"], f"{party}: leak AUC{pair}"))
-    if summary.get("leak_classes"):
+    if summary.of_active.ledger is not None:
+        console.print(ledger_table(summary.of_active.ledger, f"{party}: leak ledger"))
+    leak = summary.of_leak
+    pair = "" if leak.by_class is None else ", worst pair of classes"
+    if leak.batches:
+        console.print(leak_table(leak.batches, f"{party}: leak AUC{pair}"))
+    if leak.by_class is not None:
         title = f"{party}: leak AUC class by class, mean over batches (random scores)"
-        console.print(class_table(summary["leak_classes"], title))
-    if summary.get("leak_run_level"):
+        console.print(class_table(leak.by_class.batches, title))
+    if leak.run_level:
         title = f"{party}: leak AUC of the whole run{pair}"
-        console.print(run_level_table(summary["leak_run_level"], title))
+        console.print(run_level_table(leak.run_level, title))
 
 
-def leak_table(
-    leak: Mapping[str, Mapping[str, Mapping[str, float]]], title: str = "Leak AUC"
-) -> Table:
-    """Return the table of a leak summary: one row per layer and attack.
+def leak_table(leak: ByAttack[BatchFigures], title: str = "Leak AUC") -> Table:
+    """Return the table of attacks on single batches: one row per layer and attack.
 
     Args:
-        leak: layer -> attack -> ``q95``, ``mean``, ``last_epoch``, ``random_q95``.
+        leak: layer -> attack -> figures.
         title: stands above it.
     """
     table = Table(title=title, title_justify="left")
     table.add_column("layer")
     table.add_column("attack")
-    columns = ("q95", "mean", "last_epoch", "random_q95")
     for heading in ("95 % of batches", "mean", "last epoch", "random scores"):
         table.add_column(heading, justify="right")
     for layer, attacks in leak.items():
-        for attack, values in attacks.items():
-            table.add_row(
-                cell(layer), cell(attack), *(f"{values[column]:.3f}" for column in columns)
-            )
+        for attack, found in attacks.items():
+            table.add_row(cell(layer), cell(attack), *map(_auc, found))
     return table
 
 
-def class_table(leak: Mapping[str, Mapping[str, Mapping[str, Any]]], title: str) -> Table:
-    """Return the table of which classes attacks tell apart best: one row per layer and attack.
+def class_table(leak: ByAttack[ClassFigures], title: str) -> Table:
+    """Return the table of the classes that attacks tell apart best: one row per layer and attack.
 
     Args:
-        leak: layer -> attack -> ``worst_pair``, ``worst_pair_auc``, ``worst_pair_random``,
-            ``classes``, ``random``.
+        leak: layer -> attack -> figures of single batches.
         title: stands above it.
     """
     table = Table(title=title, title_justify="left")
@@ -89,51 +73,46 @@ def class_table(leak: Mapping[str, Mapping[str, Mapping[str, Any]]], title: str)
         table.add_column(heading)
     for layer, attacks in leak.items():
         for attack, found in attacks.items():
-            first, second = found["worst_pair"]
-            pair = f"{first} and {second}: {found['worst_pair_auc']:.3f}"
-            measured = {name: auc for name, auc in found["classes"].items() if not math.isnan(auc)}
-            worst = max(measured, key=lambda name: measured[name], default="-")
-            one = f"{worst}: {measured.get(worst, math.nan):.3f}"
+            pair = f"{' and '.join(found.worst_pair)}: {_auc(found.worst_pair_auc)}"
+            worst, leak_auc = found.worst_class() or ("-", None)
+            one = f"{worst}: {_auc(leak_auc)}"
             table.add_row(
                 cell(layer),
                 cell(attack),
-                cell(f"{pair} ({found['worst_pair_random']:.3f})"),
-                cell(f"{one} ({found['random'].get(worst, math.nan):.3f})"),
+                cell(f"{pair} ({_auc(found.worst_pair_random)})"),
+                cell(f"{one} ({_auc(found.random.get(worst))})"),
             )
     return table
 
 
-def ledger_table(ledger: Mapping[str, float | None], title: str = "Leak ledger") -> Table:
-    """Return the table of a ledger: what all answers together may have told of one example.
+def ledger_table(ledger: LedgerFigures, title: str = "Leak ledger") -> Table:
+    """Return the table of a ledger: what all answers together may have told about one example.
 
     Args:
-        ledger: ``sum_kl_max``, ``estimate_q95``, ``guarantee_mean`` and so on, ``epsilon``.
+        ledger: its bounds.
         title: stands above it.
     """
     table = Table(title=title, title_justify="left")
     table.add_column("over all answers")
     for heading in ("largest", "95 % of examples", "mean"):
         table.add_column(heading, justify="right")
-    for name, meaning, written in (
-        ("sum_kl", "sum_kl", at_most),
-        ("estimate", "leak AUC, estimated", in_short),
-        ("guarantee", "leak AUC, guaranteed", auc_at_most),
-    ):
-        numbers = (ledger[f"{name}_{part}"] for part in ("max", "q95", "mean"))
-        table.add_row(meaning, *("inf" if n is None else written(n) for n in numbers))
-    epsilon = ledger.get("epsilon")
-    if epsilon is not None:
-        table.add_row("epsilon", at_most(epsilon))
+    rows: tuple[tuple[SpreadFigures, str, Callable[[float], str]], ...] = (
+        (ledger.sum_kl, "sum_kl", at_most),
+        (ledger.estimate, "leak AUC, estimated", in_short),
+        (ledger.guarantee, "leak AUC, guaranteed", auc_at_most),
+    )
+    for spread, meaning, written in rows:
+        table.add_row(meaning, *("inf" if n is None else written(n) for n in spread))
+    if ledger.epsilon is not None:
+        table.add_row("epsilon", at_most(ledger.epsilon))
     return table
 
 
-def run_level_table(
-    leak: Mapping[str, Mapping[str, Mapping[str, float]]], title: str = "Leak AUC of the whole run"
-) -> Table:
-    """Return the table of what attacks gathered over a run.
+def run_level_table(leak: ByAttack[RunFigures], title: str = "Leak AUC of the whole run") -> Table:
+    """Return the table of attacks that gather over the run: one row per layer and attack.
 
     Args:
-        leak: layer -> attack -> ``auc``, ``low``, ``high``, ``examples``.
+        leak: layer -> attack -> figures.
         title: stands above it.
     """
     table = Table(title=title, title_justify="left")
@@ -143,7 +122,12 @@ def run_level_table(
         table.add_column(heading, justify="right")
     for layer, attacks in leak.items():
         for attack, found in attacks.items():
-            interval = f"{found['low']:.3f} .. {found['high']:.3f}"
-            auc, examples = f"{found['auc']:.3f}", f"{found['examples']:,}"
-            table.add_row(cell(layer), cell(attack), auc, interval, examples)
+            interval = f"{_auc(found.low)} .. {_auc(found.high)}"
+            examples = "-" if found.examples is None else f"{found.examples:,}"
+            table.add_row(cell(layer), cell(attack), _auc(found.auc), interval, examples)
     return table
+
+
+def _auc(value: float | None) -> str:
+    """Write a leak AUC with three digits."""
+    return f"{math.nan if value is None else value:.3f}"

@@ -69,7 +69,7 @@ def load_yaml(text: str, source: str, extent: Extent = AS_WRITTEN) -> Any:
 
 
 def read_yaml_file(path: Path, extent: Extent = AS_WRITTEN) -> Any:
-    """Return the value that a YAML file stands for.
+    """Parse a YAML file.
 
     Args:
         path: the file.

@@ -38,7 +38,6 @@ from tests.waiting import HANGS_AFTER_S
 OWN_DATA = ROOT / "docs" / "guide" / "own-data.md"
 SETTINGS_PAGES = [*GUIDE, ROOT / "docs" / "defenses.md"]
 EXAMPLES = ROOT / "deploy" / "examples"
-PROGRAMS = ("active-party", "passive-party", "splitveil", "splitveil-certs", "splitveil-local")
 INLINE = re.compile(r"`((?:active-party|passive-party|splitveil[\w-]*|make|python -m) [^`]+)`")
 SHORT = ("--set", "contract.epochs=1", "--set", "contract.batch_size=64")
 
@@ -58,6 +57,7 @@ RUN_HERE = (
     VERIFY,
     "splitveil-certs renew certificates --party active",
     "splitveil-certs show certificates/active/certificate.pem",
+    "python -m splitveil.experiments list",
 )
 """In the order in which a reader types them; a run's two parties at the same time."""
 
@@ -70,7 +70,7 @@ READ_ONLY: Mapping[str, str] = {
     "make test": OWN_ENVIRONMENT,
     "make fuzz": "takes a minute; tests/wire/test_fuzz.py sends fewer messages",
     "make faults": "takes many minutes; tests/system/test_faults.py draws fewer faults",
-    "splitveil demo": TWO_RUNS,
+    "splitveil demo": "two whole runs; tests/system/test_installed.py runs it for one epoch",
     "splitveil demo --defense none iso max_norm marvell": TWO_RUNS,
     "splitveil demo --defense marvell:strength.power_ratio=16 --set contract.epochs=5": TWO_RUNS,
     "splitveil demo breast_cancer_two_labs": "tests/system/test_several_parties.py runs it",
@@ -83,7 +83,6 @@ READ_ONLY: Mapping[str, str] = {
     "active-party run active.yaml --fresh": "tests/system/test_resume.py starts over",
     "docker compose up --build": NEEDS_DOCKER,
     "docker compose -f docker-compose.yml -f docker-compose.gpu.yml up --build": NEEDS_DOCKER,
-    "python -m splitveil.experiments list": "tests/protocol/test_experiments.py lists them",
 }
 """Commands that are not run here, and why; their options are read."""
 
@@ -150,6 +149,7 @@ MAINS: Mapping[str, Callable[[Sequence[str]], int | None]] = {
     "active-party": active_party.main,
     "passive-party": passive_party.main,
     "splitveil-certs": certs.main,
+    "python": lambda words: experiments.main(words[2:]),  # after -m and the module
 }
 
 
@@ -207,9 +207,9 @@ def done(own: Path) -> Mapping[str, Done]:
     return results
 
 
-@pytest.mark.parametrize("text", RUN_HERE)
-def test_the_command_ends_well_on_tables_of_one_s_own(done: Mapping[str, Done], text: str) -> None:
-    assert done[text].exit_code == 0, done[text].output
+def test_the_commands_end_well_on_tables_of_one_s_own(done: Mapping[str, Done]) -> None:
+    assert list(done) == [*RUN_HERE]
+    assert {text: one.output for text, one in done.items() if one.exit_code != 0} == {}
 
 
 def test_the_checks_say_what_was_found(done: Mapping[str, Done]) -> None:
@@ -258,9 +258,6 @@ def test_what_is_not_run_is_at_least_read(text: str) -> None:
             options = command._parser().parse_args(arguments)
             options.example_dir = EXAMPLES / options.example
             accept(options)
-        case "python":
-            assert arguments[:2] == ["-m", "splitveil.experiments"]
-            experiments._parser().parse_args(arguments[2:])
         case "make":
             targets = (ROOT / "Makefile").read_text(encoding="utf-8")
             assert re.search(rf"^{arguments[0]}:", targets, re.MULTILINE)
@@ -292,11 +289,28 @@ def accept(options: argparse.Namespace) -> None:
         load_party_settings(PassiveSettings, path, named.of(path.stem))
 
 
+@pytest.mark.parametrize("reason", sorted({*READ_ONLY.values()}))
+def test_a_test_that_a_reason_names_exists(reason: str) -> None:
+    assert all((ROOT / path).is_file() for path in re.findall(r"tests/[\w/]+\.py", reason))
+
+
 def test_a_misspelt_option_or_setting_is_noticed() -> None:
     with pytest.raises(SystemExit):
         test_what_is_not_run_is_at_least_read("splitveil demo --defence none")
     with pytest.raises(Exception, match="there is no such setting"):
         test_what_is_not_run_is_at_least_read("splitveil demo --set contract.epoch=5")
+
+
+PROGRAMS = [block for page in GUIDE for block in blocks(page) if block.language == "python"]
+
+
+@pytest.mark.parametrize("block", PROGRAMS, ids=lambda block: block.lines[0])
+def test_every_program_runs_as_it_stands(
+    block: Block, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    exec(compile(block.text, "guide", "exec"), {})  # noqa: S102 (it is the page's own)
+    assert re.search(r"test AUC 0\.\d+\nguarantee 0\.\d+", capsys.readouterr().out)
 
 
 SNIPPETS = [

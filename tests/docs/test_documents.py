@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.markdown import DOCUMENTS, ROOT, anchors, links, name_of, prose, sentences
+from tests.docs.markdown import DOCUMENTS, ROOT, anchors, blocks, links, name_of, prose, sentences
 
 FOLDERS = "active_party|api|benchmarks|common|deploy|docs|experiments|passive_party|protos|tests"
 NAMED_PATH = re.compile(rf"`((?:{FOLDERS})/[\w./-]*)`")
@@ -41,6 +41,15 @@ def test_every_file_that_is_named_exists(document: Path) -> None:
     named = {path for line in prose(document) for path in NAMED_PATH.findall(line)}
     named = {path for path in named if not path.startswith(MADE_BY_RUNS)}
     assert {path for path in named if not (ROOT / path).exists()} == set()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_every_target_of_make_that_is_named_exists(document: Path) -> None:
+    made = "\n".join(block.text for block in blocks(document) if block.language == "sh")
+    named = set(re.findall(r"^make ([\w-]+)", made, re.MULTILINE))
+    named |= {name for line in prose(document) for name in re.findall(r"`make ([\w-]+)`", line)}
+    targets = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert {name for name in named if not re.search(rf"^{name}:", targets, re.MULTILINE)} == set()
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])

@@ -17,6 +17,7 @@ from splitveil.active_party.defenses.interface import LeakCharge
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.active_party.ledger.ledger import LeakBounds, LeakLedger, Spread, estimated_auc
 from splitveil.active_party.watch.leak_alarm import MIN_BATCHES, LeakAlarm
+from splitveil.active_party.watch.stored_figures import ledger_figures
 from splitveil.common.privacy.audit import BatchLeak
 from splitveil.common.privacy.leakage import auc, leak_auc
 from splitveil.common.run.sample_order import Positions
@@ -149,7 +150,7 @@ def test_bounds_are_those_of_the_accounts_one_by_one() -> None:
         assert found.max == pytest.approx(values.max(), rel=1e-12)
         assert np.mean(values <= found.q95) == pytest.approx(0.95, abs=0.0011)
         assert values.mean() - 1e-12 <= found.mean <= values.mean() + 1 / 4096
-    assert bounds.numbers()["guarantee_q95"] == bounds.guarantee.q95
+    assert ledger_figures(bounds).flat()["guarantee_q95"] == bounds.guarantee.q95
 
 
 def test_a_bare_gradient_leaves_no_bound_but_one() -> None:
@@ -251,9 +252,9 @@ def test_short_epochs_are_judged_together_and_by_their_own_charges() -> None:
 
 def test_bounds_have_flat_names_and_leave_out_an_epsilon_that_is_none() -> None:
     bounds: LeakBounds = LeakLedger(1).bounds(np.array([0]))
-    assert bounds.numbers()["epsilon"] == 0.0
-    assert bounds.numbers().keys() >= {"sum_kl_max", "estimate_mean", "guarantee_q95"}
-    assert "epsilon" not in bounds._replace(epsilon=None).numbers()
+    assert ledger_figures(bounds).flat()["epsilon"] == 0.0
+    assert ledger_figures(bounds).flat().keys() >= {"sum_kl_max", "estimate_mean", "guarantee_q95"}
+    assert "epsilon" not in ledger_figures(bounds._replace(epsilon=None)).flat()
 
 
 def test_the_larger_of_two_bounds_is_that_of_the_larger_sums_to_the_last_bit() -> None:

@@ -635,7 +635,7 @@ def test_training_goes_on_from_a_saved_state_bit_for_bit(values: dict[str, Any])
         ({"kind": "adam", "learning_rate": 0}, "greater than 0"),
         ({"kind": "adam", "learning_rate": float("inf")}, "finite"),
         ({"kind": "adam", "betas": [0.9, 1.0]}, "less than 1"),
-        ({"kind": "adam", "momentum": 0.9}, "no such setting"),
+        ({"kind": "adam", "momentum": 0.9}, "unknown setting"),
         ({"kind": "sgd", "momentum": 1}, "less than 1"),
         ({"kind": "rmsprop"}, "rmsprop"),
     ],

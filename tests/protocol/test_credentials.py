@@ -295,7 +295,7 @@ def test_nothing_is_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]
     before = {path: path.read_bytes() for path in folder.rglob("*.pem")}
     assert main(["init", str(folder)]) == 2
     assert main(["init", str(folder), "--party", "another", "--party", "active"]) == 2
-    assert "nothing is overwritten" in capsys.readouterr().err
+    assert "will not be overwritten" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in folder.rglob("*.pem")} == before
 
 
@@ -329,10 +329,10 @@ def test_show_tells_who_and_until_when(folder: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--party", "../x"], "a contract allows no such name"),
-        (["--party", "authority"], "that folder is the authority's"),
-        (["--name-of", "third=x"], "expected PARTY=DNS_NAME of active, passive"),
-        (["--name-of", "active=no name"], "'no name' is no DNS name"),
+        (["--party", "../x"], "a contract does not allow this name"),
+        (["--party", "authority"], "that folder belongs to the authority"),
+        (["--name-of", "third=x"], "expected PARTY=DNS_NAME, with PARTY from active, passive"),
+        (["--name-of", "active=no name"], "'no name' is not a DNS name"),
     ],
 )
 def test_names_that_no_contract_could_use_are_refused(

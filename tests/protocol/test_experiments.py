@@ -9,6 +9,7 @@ import statistics
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,11 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from splitveil.common.data.features import Features
 from splitveil.common.errors import DataError, Interrupted, SettingsError
+from splitveil.common.record.figures import AttackFigure
+from splitveil.common.record.leak_figures import BatchFigures, LeakFigures, RunFigures
+from splitveil.common.record.lines import EpochLeakLine, EvaluationLine, LeakLine
+from splitveil.common.record.run_record import METRICS, write_summary
+from splitveil.common.record.summary import ActiveFigures, ModelFigures, RunCounts, Summary
 from splitveil.common.storage.run_folder import claimed
 from splitveil.experiments import needs
 from splitveil.experiments.__main__ import main
@@ -49,6 +55,7 @@ from splitveil.experiments.settings import (
     load_experiment,
 )
 from splitveil.experiments.table import markdown, values_of
+from tests.records import append_lines
 
 ISSUE = {
     "marvell_tradeoff_criteo",
@@ -194,7 +201,7 @@ def test_another_kind_replaces_a_section_and_the_same_kind_changes_it() -> None:
     [
         ({"published": {"source": "x", "values": {"cancer": {"marvell 9": {}}}}}, "marvell 9"),
         ({"published": {"source": "x", "values": {"cancer": {"none": {"nrm": 1}}}}}, "nrm"),
-        ({"variants": {"iso": {"sweep": {"defense.ratio": [1]}}}}, "expected a name as active"),
+        ({"variants": {"iso": {"sweep": {"defense.ratio": [1]}}}}, "expected active"),
         ({"figures": {"norm": {"statistic": "q95", "layer": "cut"}}}, "a layer and an attack"),
     ],
 )
@@ -236,7 +243,7 @@ def test_an_experiment_that_runs_already_is_not_run_beside_it(
     command = ["run", str(path), "--output", str(tmp_path / "out")]
     with claimed(tmp_path / "out" / "tiny", "taken"):
         assert main(command) == 2
-    assert "another process runs this experiment" in capsys.readouterr().err
+    assert "another process is running this experiment" in capsys.readouterr().err
     assert main(command) == 3  # it runs now, and its launcher fails
 
 
@@ -297,9 +304,9 @@ def test_each_of_several_passive_parties_has_settings_of_its_own() -> None:
 def test_mistakes_in_one_passive_party_s_settings_are_named() -> None:
     misspelt = {"passive_a": {}, "passive_b": {"bottom_modl": {"kind": "mlp"}}}
     (found, *_) = problems(cells_of(labs(passives=misspelt))[0], Path())
-    assert "passive_b: bottom_modl: there is no such setting" in found
+    assert "passive_b: bottom_modl: unknown setting" in found
     (found,) = problems(cells_of(labs(passives={"passive_a": {}}))[0], Path())
-    assert found == "passives: there is nothing of passive_b"
+    assert found == "passives: expected settings for passive_b, got none"
     with pytest.raises(ValueError, match="means"):
         labs(passives={"means": {}})
 
@@ -359,7 +366,7 @@ def test_whoever_chooses_a_day_gets_the_days_before_it() -> None:
 
 
 def test_a_day_that_begins_with_a_later_one_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"tuesday\.after: expected a data set before it"):
+    with pytest.raises(ValueError, match=r"tuesday\.after: expected a data set that is earlier"):
         chain(tuesday=TINY["datasets"]["cancer"] | {"after": "wednesday"})
 
 
@@ -391,7 +398,10 @@ def test_a_day_is_not_run_where_the_day_before_has_failed(
     said = {ending.cell.dataset: (ending.exit_code, ending.last_lines) for ending in endings}
     assert said["monday"][0] == 4
     assert said["tuesday"][0] == 1
-    assert "begins with the weights of monday, none, seed 0: not finished" in said["tuesday"][1]
+    assert (
+        "starts with the weights of monday, none, seed 0, which is not finished"
+        in said["tuesday"][1]
+    )
 
 
 # ---- running ----
@@ -483,25 +493,27 @@ def leave_behind(
     for party, first in (("active", None), *((name, 0.8) for name in passive)):
         (run / party).mkdir(parents=True)
         layers = {"cut": 0.7} | ({} if first is None else {"first": first})
-        found = {
-            layer: {"norm": {"mean": leak, "q95": leak + 0.1, "last_epoch": None}}
-            for layer, leak in layers.items()
-        }
-        summary: dict[str, Any] = {"steps_per_s": 5.0, "leak": found}
-        lines: list[dict[str, Any]] = []
+        leak = LeakFigures(
+            batches={
+                layer: {"norm": BatchFigures(leak + 0.1, leak, None, None)}
+                for layer, leak in layers.items()
+            },
+            run_level={"cut": {"accumulated_cosine": RunFigures(0.95, 0.9)}}
+            if party == "active"
+            else {},
+        )
+        summary = Summary(counts=RunCounts(steps_per_s=5.0), leak=leak)
         for epoch in (0, 1):
             for step in (0, 1, 2):
-                leak = {f"{layer}/norm_leak_auc": 0.5 + 0.1 * step for layer in layers}
-                lines.append({"kind": "leak", "epoch": epoch, "step": step} | leak)
-            lines.append({"kind": "epoch_leak", "epoch": epoch, "step": None, "cut/norm": 0.6})
+                found = (AttackFigure(layer, "norm", 0.5 + 0.1 * step) for layer in layers)
+                append_lines(run / party, LeakLine(epoch, step, tuple(found), None))
+            append_lines(run / party, EpochLeakLine(epoch, (AttackFigure("cut", "norm", 0.6),)))
         if party == "active":
-            summary |= {"test_auc": auc, "test_calibration_error": 0.05, "test_loss": None}
-            summary["leak_run_level"] = {"cut": {"accumulated_cosine": {"auc": 0.95, "low": 0.9}}}
+            model = ModelFigures(test_auc=auc, test_calibration_error=0.05)
+            summary = replace(summary, active=ActiveFigures(model=model))
             for epoch, value in ((0, 0.99), (1, auc)):
-                figures = {"auc": value, "loss": 0.3, "calibration_error": 0.1, "train_loss": 0.2}
-                lines.append({"kind": "test", "epoch": epoch, "step": None} | figures)
-        (run / party / "summary.json").write_text(json.dumps(summary))
-        (run / party / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+                append_lines(run / party, EvaluationLine(epoch, "test", 0.3, value, 0.1, 0.2))
+        write_summary(run / party, summary)
     (folder / "finished.json").write_text(json.dumps(marker))
 
 
@@ -542,12 +554,13 @@ def test_a_long_course_is_averaged_over_stretches(tmp_path: Path) -> None:
     cell = cells_of(tiny())[0]
     leave_behind(cell, tmp_path)
     values = np.random.default_rng(1).random(1000)
-    lines = [
-        {"kind": "leak", "epoch": 0, "step": step, "cut/norm_leak_auc": value}
+    run = tmp_path / cell.folder / "runs/run/active"
+    (run / METRICS).unlink()
+    lines = (
+        LeakLine(0, step, (AttackFigure("cut", "norm", value),), None)
         for step, value in enumerate(values)
-    ]
-    path = tmp_path / cell.folder / "runs/run/active/metrics.jsonl"
-    path.write_text("\n".join(map(json.dumps, lines)))
+    )
+    append_lines(run, *lines)
     rows = collect("tiny", "full", cell, tmp_path)
     found = [r.value for r in rows if r.statistic == "step_leak" and r.party == "active"]
     assert found == pytest.approx(values.reshape(200, 5).mean(axis=1))

@@ -1,7 +1,6 @@
 """The leak gate: what the leak monitor measures may end a run."""
 
 import io
-import json
 import statistics
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +17,9 @@ from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.common.errors import LeakGateClosed, PeerLeft, SettingsError
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.privacy.audit import BatchLeak
+from splitveil.common.record.lines import GateLine
+from splitveil.common.record.run_record import read_metrics
+from splitveil.common.record.summary import GateFigures, Summary
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.run.messages import Answer
 from splitveil.common.wire.status import error_from, status_for
@@ -37,8 +39,8 @@ class UnhurriedPeer(InProcessPeer):
     def receive_gradient(self) -> Answer:
         recorder = self._session._observer
         assert isinstance(recorder, ActiveRecorder)
-        assert recorder._leaks is not None
-        assert recorder._leaks.wait_until_idle(HANGS_AFTER_S)
+        assert recorder._watch.monitor is not None
+        assert recorder._watch.monitor.wait_until_idle(HANGS_AFTER_S)
         return super().receive_gradient()
 
 
@@ -127,15 +129,14 @@ def test_the_sentence_names_limit_figure_and_random_floor() -> None:
         assert text in sentence
 
 
-def record(example: Path, folder: Path, *active: str) -> tuple[Parties, dict[str, Any], list[Any]]:
+def record(example: Path, folder: Path, *active: str) -> tuple[Parties, Summary, list[GateLine]]:
     overrides = [EPOCHS, *active]
     parties = build_parties(example, overrides, [EPOCHS])
     with ActiveRecorder(parties.active_settings, folder) as recorder:
         parties.session._observer = recorder
         with suppress(LeakGateClosed):
             run_in_process(parties, UnhurriedPeer)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return parties, recorder.summary({}), [line for line in lines if line["kind"] == "leak_gate"]
+    return parties, recorder.summary({}), read_metrics(folder).of(GateLine)
 
 
 def test_the_gate_stops_a_run_without_a_defense(example: Path, tmp_path: Path) -> None:
@@ -145,17 +146,18 @@ def test_the_gate_stops_a_run_without_a_defense(example: Path, tmp_path: Path) -
     assert isinstance(session.error, LeakGateClosed)
     assert session.error.exit_code == 5
     assert "above the limit of 0.75 (random scores: 0." in str(session.error)
-    assert 6 <= summary["steps"] < 8 * 4
-    assert (summary["leak_gate_closed"], summary["leak_gate_findings"]) == (True, 1)
+    assert summary.counts.steps is not None
+    assert 6 <= summary.counts.steps < 8 * 4
+    assert summary.of_active.gate == GateFigures(findings=1, closed=True)
     assert len(lines) == 1
-    assert summary["ledger"] is not None
+    assert summary.of_active.ledger is not None
     print_summary("active party", summary, console=Console(file=io.StringIO()))
 
 
 def test_the_gate_lets_a_strongly_defended_run_pass(example: Path, tmp_path: Path) -> None:
     parties, summary, lines = record(example, tmp_path, STRONG, GATE + "}")
     assert parties.session.stage is Stage.FINISHED
-    assert (summary["leak_gate_closed"], summary["leak_gate_findings"], lines) == (False, 0, [])
+    assert (summary.of_active.gate, lines) == (GateFigures(findings=0, closed=False), [])
 
 
 def test_a_warning_comes_once_per_window_and_ends_nothing(
@@ -163,9 +165,11 @@ def test_a_warning_comes_once_per_window_and_ends_nothing(
 ) -> None:
     parties, summary, lines = record(example, tmp_path, GATE + ", action: warn}")
     assert parties.session.stage is Stage.FINISHED
-    assert not summary["leak_gate_closed"]
-    assert summary["leak_gate_findings"] == len(lines) == caplog.text.count("leak_gate: epoch")
-    measured = summary["leak_batches"]["observed"]
+    warnings = caplog.text.count("leak_gate: epoch")
+    assert summary.of_active.gate == GateFigures(findings=warnings, closed=False)
+    assert len(lines) == warnings
+    measured = summary.of_leak.counts.observed
+    assert measured is not None
     assert 1 <= len(lines) <= measured // 6
 
 

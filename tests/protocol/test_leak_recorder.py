@@ -9,17 +9,26 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.party.party_data import PartyData
+from splitveil.common.privacy import gradient_rows
+from splitveil.common.privacy.audit import BatchLeak
+from splitveil.common.privacy.audit_worker import CpuBudget
+from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AuditSettings
+from splitveil.common.privacy.top_direction import TopDirection, top_direction_of_rows
+from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.leak_recorder import LeakRecorder
+from splitveil.common.record.lines import LeakLine, Line
 from splitveil.common.record.metrics_log import MetricsLog
+from splitveil.common.record.summary import Summary, to_json
 from splitveil.common.run.course import Batch
 from splitveil.passive_party.recorder import PassiveRecorder
 from tests.runs import build_parties, run_in_process, write_example
-from tests.stored import stored
+from tests.stored import same, stored
 from tests.waiting import wait_until
 
 
@@ -59,8 +68,8 @@ def record(
         for party in folders
     )
     return (
-        Recorded(active_lines, monitor.summary({})),
-        Recorded(passive_lines, adversary.summary()),
+        Recorded(active_lines, to_json(monitor.summary({}))),
+        Recorded(passive_lines, to_json(adversary.summary())),
     )
 
 
@@ -112,9 +121,9 @@ def test_gathered_leaks_stand_in_the_epochs_and_in_the_summary(
             assert last[f"cut/{attack}"] == party.summary["leak_run_level"]["cut"][attack]["auc"]
     assert set(passive.summary["leak_run_level"]) == {"cut", "first"}
     for party in recorded:
-        for layer, attacks in party.summary["leak_worst_epoch"].items():
+        for layer, worst in party.summary["leak_worst_epoch"].items():
             lines = party.of_kind("epoch_leak")
-            assert attacks["norm"] == max(line[f"{layer}/norm"] for line in lines)
+            assert worst["norm"] == max(line[f"{layer}/norm"] for line in lines)
 
 
 @pytest.mark.parametrize("attack", ["cosine_majority", "mean", "hint_inner_product_1", "lda"])
@@ -154,8 +163,8 @@ class Listening:
     def __init__(self) -> None:
         self.charted: list[bool] = []
 
-    def write(self, kind: str, *_: object, charted: bool = True, **__: object) -> None:
-        if kind == "leak":
+    def write(self, line: Line, *, charted: bool = True) -> None:
+        if isinstance(line, LeakLine):
             self.charted.append(charted)
 
 
@@ -187,7 +196,7 @@ def epochs_of_batches() -> Iterator[Batch]:
         yield Batch(epoch, "train", step, positions, b"", closes_split=last, closes_epoch=last)
 
 
-def record_batches(folder: Path, cut: int | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def record_batches(folder: Path, cut: int | None) -> tuple[list[dict[str, Any]], LeakFigures]:
     """Record a run with every attack, by a recorder that is new from batch ``cut`` on."""
     settings = AuditSettings(attacks=("norm", "cosine", "lda", "hint_combiner_50"))
     settings = settings.model_copy(update={"attacks": (*settings.attacks, *DEFAULT_ATTACKS[3:])})
@@ -270,3 +279,104 @@ def test_an_attack_is_refused_where_there_are_no_activations_for_it(
     chosen = "adversary={attacks: [activation_spectral], layers: [first]}"
     with pytest.raises(SettingsError, match="activation_spectral: measured at the cut"):
         build_parties(tmp_path, (), [chosen])
+
+
+class Attacked(NamedTuple):
+    """What a passive party's attacks found, and what they took."""
+
+    summary: Summary
+    gathered: dict[str, Any] | None
+    """The state of the label-free audit."""
+    budgets: int
+    top_directions: int
+    """How often a batch's top direction was computed."""
+
+
+def attacked(
+    example: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *, labels: bool, audit: bool
+) -> Attacked:
+    """Run both parties, of which only the passive one attacks."""
+    allowed = "contract.audits_allowed=true"
+    mine = [allowed, f"adversary.audit={json.dumps(audit)}"]
+    parties = build_parties(example, [allowed, "leak_monitor=null"], mine)
+    settings = parties.passive_settings
+    assert settings.adversary is not None
+    assert settings.adversary.labels is not None
+    budgets: list[CpuBudget] = []
+    directions: list[Tensor] = []
+
+    class CountedBudget(CpuBudget):
+        def __init__(self, max_share: float | None, now_s: float) -> None:
+            super().__init__(max_share, now_s)
+            budgets.append(self)
+
+    def counted_direction(rows: Tensor) -> TopDirection:
+        directions.append(rows)
+        return top_direction_of_rows(rows)
+
+    monkeypatch.setattr("splitveil.common.privacy.audit_worker.CpuBudget", CountedBudget)
+    monkeypatch.setattr(gradient_rows, "top_direction_of_rows", counted_direction)
+    folder.mkdir()
+    known = PartyData.load(settings.adversary.labels, example) if labels else None
+    ids = PartyData.load(settings.data, example).ids
+    with PassiveRecorder(settings, folder, ids, known) as adversary:
+        parties.run._observer = adversary
+        run_in_process(parties)
+    gathered = None if adversary._label_free is None else adversary._label_free.state_dict()
+    return Attacked(adversary.summary(), gathered, len(budgets), len(directions))
+
+
+def test_a_party_with_labels_and_audits_has_one_budget_and_computes_no_score_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And finds, bit for bit, what either of the two audits finds alone."""
+    example = tmp_path / "example"
+    write_example(example)
+    of_labels, of_audit, of_both = (
+        attacked(example, tmp_path / name, monkeypatch, labels=labels, audit=audit)
+        for name, labels, audit in (
+            ("labels", True, False),
+            ("audit", False, True),
+            ("both", True, True),
+        )
+    )
+    assert of_labels.budgets == of_audit.budgets == of_both.budgets == 1
+    assert of_labels.top_directions == of_audit.top_directions == of_both.top_directions > 0
+    assert of_both.summary.leak == of_labels.summary.leak
+    assert of_both.gathered is not None
+    assert same(of_both.gathered, of_audit.gathered)
+    assert of_both.summary.audited == of_audit.summary.audited
+
+
+class FailingAudit:
+    """An audit that cannot look at a batch."""
+
+    left_out = 0
+
+    def wants(self, step: int) -> bool:
+        return True
+
+    def observe(self, observation: Observation) -> BatchLeak | None:
+        raise ValueError("no such batch")
+
+    def leave_out(self) -> None:
+        self.left_out += 1
+
+
+def test_an_error_in_the_audit_beside_costs_the_leak_s_figures_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing, settings = FailingAudit(), AuditSettings(attacks=("norm",), queue_batches=64)
+    figures = []
+    for beside in (None, failing):
+        with MetricsLog(tmp_path) as metrics:
+            recorder = LeakRecorder(settings, metrics, b"seed", 32, beside=beside)
+            with recorder:
+                for batch in epochs_of_batches():
+                    generator = torch.Generator().manual_seed(batch.step)
+                    gradients = {"cut": torch.randn(8, 3, generator=generator)}
+                    recorder.submit(batch, gradients, torch.arange(8) % 2)
+            figures.append(recorder.summary())
+    assert figures[0] == figures[1]
+    assert figures[0].counts.observed == failing.left_out == EPOCHS * STEPS
+    assert caplog.text.count("the attacks for the audit failed on a batch") == 1

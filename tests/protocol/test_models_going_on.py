@@ -147,7 +147,7 @@ def test_wide_deep_learns_from_both_parties(tmp_path: Path, rule: str) -> None:
     weights = trained.weights()
     assert weights["top.wide.input.embedding.weight"].any()
     assert weights["top.wide.numeric"].any()
-    embeddings = weights["bottom.input.embedding.weight"]
+    embeddings = weights["passive.input.embedding.weight"]
     assert embeddings.shape[1] == 4
     assert float(embeddings.abs().max()) > 0.05  # beyond where they start
     assert torch.isfinite(embeddings).all()

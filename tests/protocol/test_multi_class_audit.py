@@ -23,8 +23,8 @@ from splitveil.common.privacy.accumulation import standardised
 from splitveil.common.privacy.attacks import ATTACKS, AttackName, BatchAttackName
 from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.observation import Observation
+from splitveil.common.record.run_record import write_summary
 from splitveil.common.run.messages import Answer
-from splitveil.common.storage.run_folder import write_json_atomically
 from splitveil.common.storage.run_store import RunStore
 from splitveil.passive_party.recorder import PassiveRecorder
 from tests.peers import InProcessPeer
@@ -327,7 +327,7 @@ def record(
     )
     found = []
     for party, summary in zip(folders, (monitor.summary({}), adversary.summary()), strict=True):
-        write_json_atomically(party / "summary.json", summary)
+        write_summary(party, summary)
         lines = [json.loads(line) for line in (party / "metrics.jsonl").read_text().splitlines()]
         written = json.loads((party / "summary.json").read_text())
         found.append(Recorded(lines, written))
@@ -428,9 +428,9 @@ def test_attacks_of_another_number_of_classes_end_a_run_that_goes_on(
     with ActiveRecorder(parties.active_settings, tmp_path) as monitor:
         parties.session._observer = monitor
         parties.run.run(InProcessPeer(parties.session, parties.engine))
-        assert monitor._leaks is not None
+        assert monitor._watch.monitor is not None
         with pytest.raises(SettingsError, match="cannot change within a run"):
-            monitor._leaks.load_state_dict(state)
+            monitor._watch.monitor.load_state_dict(state)
 
 
 def test_the_report_says_what_its_figures_are_of(

@@ -5,6 +5,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, get_args
@@ -23,7 +24,30 @@ from splitveil.active_party.report.run_files import leak_series
 from splitveil.active_party.report.verdict import is_oracle, judge, needs_of, run_levels
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.attacks import BatchAttackName, RunAttackName
+from splitveil.common.record.figures import AttackFigure, LedgerFigures, SpreadFigures
+from splitveil.common.record.leak_figures import LeakFigures, RunFigures
+from splitveil.common.record.lines import (
+    AlarmLine,
+    AuditLine,
+    EpochLeakLine,
+    EvaluationLine,
+    GateLine,
+    HistogramLine,
+    LeakLine,
+    LedgerLine,
+    Line,
+)
+from splitveil.common.record.run_record import METRICS, SUMMARY, write_summary
+from splitveil.common.record.summary import (
+    ActiveFigures,
+    EarlierAnswers,
+    GateFigures,
+    ModelFigures,
+    RunCounts,
+    Summary,
+)
 from splitveil.common.text.upper_bounds import auc_at_most
+from tests.records import append_lines
 
 EPOCHS, STEPS = 3, 30
 ATTACKS = ("norm", "cosine", "spectral")
@@ -39,7 +63,7 @@ def write_party(
     *,
     guarantee: float | None = None,
     settings: Mapping[str, Any] | None = None,
-    summary: Mapping[str, Any] | None = None,
+    summary: Summary | None = None,
 ) -> None:
     """Write one party's files: constant leak AUCs with a little noise, as a run writes them.
 
@@ -48,32 +72,31 @@ def write_party(
         leak: layer -> attack -> mean leak AUC.
         guarantee: the ledger's, if this is the active party.
         settings: besides the run's name.
-        summary: besides the counts.
+        summary: its counts are those of the lines.
     """
     folder.mkdir(parents=True)
     rng = np.random.default_rng(1)
-    lines: list[dict[str, Any]] = []
+    lines: list[Line] = []
     for epoch in range(EPOCHS):
         for step in range(STEPS):
-            place: dict[str, Any] = {"time_s": 0.1, "epoch": epoch, "step": step}
             noise = float(rng.normal(0, 0.02))
-            numbers = {
-                f"{layer}/{attack}_leak_auc": min(1.0, mean + float(rng.normal(0, 0.02)))
+            figures = tuple(
+                AttackFigure(layer, attack, min(1.0, mean + float(rng.normal(0, 0.02))))
                 for layer, attacks in leak.items()
                 for attack, mean in attacks.items()
-            }
-            lines.append(place | {"kind": "leak", "random_leak_auc": 0.57 + noise} | numbers)
+            )
+            lines.append(LeakLine(epoch, step, figures, 0.57 + noise))
         if guarantee is not None:
-            place = {"time_s": 0.1, "epoch": epoch, "step": None}
-            spread = {f"sum_kl_{part}": 0.1 * (epoch + 1) for part in ("max", "q95", "mean")}
-            spread |= {f"estimate_{part}": estimated_auc(0.1) for part in ("max", "q95", "mean")}
-            spread |= {f"guarantee_{part}": guarantee for part in ("max", "q95", "mean")}
-            lines.append(place | {"kind": "ledger"} | spread)
-            tested = {"loss": 0.5 / (epoch + 1), "auc": 0.8, "train_loss": 0.4}
-            lines.append(place | {"kind": "test"} | tested)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    counts = {"aligned_rows": 1000, "epochs": EPOCHS, "steps": EPOCHS * STEPS}
-    (folder / "summary.json").write_text(json.dumps(counts | dict(summary or {})))
+            bounds = LedgerFigures(
+                SpreadFigures(*[0.1 * (epoch + 1)] * 3),
+                SpreadFigures(*[estimated_auc(0.1)] * 3),
+                SpreadFigures(*[guarantee] * 3),
+            )
+            lines.append(LedgerLine(epoch, bounds))
+            lines.append(EvaluationLine(epoch, "test", 0.5 / (epoch + 1), 0.8, None, 0.4))
+    append_lines(folder, *lines)
+    counts = RunCounts(aligned_rows=1000, epochs=EPOCHS, steps=EPOCHS * STEPS)
+    write_summary(folder, replace(summary or Summary(), counts=counts))
     named = {"contract": {"run_name": "small"}, "defense": {"name": "marvell", "noise": "fresh"}}
     (folder / "settings.yaml").write_text(yaml.safe_dump(named | dict(settings or {})))
 
@@ -82,12 +105,25 @@ def write_run(
     run_dir: Path,
     leak: Mapping[str, float] | None = None,
     guarantee: float = 0.7,
+    test_auc: float = 0.8,
     **options: Any,
 ) -> Path:
     leak = CHANCE if leak is None else leak
-    options["summary"] = {"test_auc": 0.8} | options.get("summary", {})
+    summary = options.get("summary", Summary())
+    model = ModelFigures(test_auc=test_auc)
+    options["summary"] = replace(summary, active=replace(summary.of_active, model=model))
     write_party(run_dir / "active", {"cut": leak} if leak else {}, guarantee=guarantee, **options)
     return run_dir
+
+
+def of_active(**figures: Any) -> Summary:
+    """Return a summary of the active party with some figures."""
+    return Summary(active=ActiveFigures(**figures))
+
+
+def of_run(**attacks: RunFigures) -> Summary:
+    """Return a summary with figures of attacks on the cut layer that gather over the run."""
+    return Summary(leak=LeakFigures(run_level={"cut": attacks}))
 
 
 def verdict_of(run_dir: Path) -> tuple[str, str, str]:
@@ -192,7 +228,7 @@ def test_a_guarantee_that_holds_for_every_peer_has_no_exception(tmp_path: Path) 
 
 
 def test_a_ledger_that_an_attack_disproves_bounds_nothing(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path, summary={"leak_alarms": 2}, settings=NOISY_LABELS)
+    run_dir = write_run(tmp_path, summary=of_active(leak_alarms=2), settings=NOISY_LABELS)
     level, words, _ = verdict_of(run_dir)
     assert level == "unbounded"
     assert "alarm went off 2 times" in words
@@ -202,14 +238,14 @@ def test_a_ledger_that_an_attack_disproves_bounds_nothing(tmp_path: Path) -> Non
 def test_a_run_level_leak_surely_above_the_guarantee_is_pointed_out(
     tmp_path: Path, low: float, disproved: object
 ) -> None:
-    whole_run = {"cut": {"accumulated_spectral": {"auc": 0.75, "low": low, "high": 0.78}}}
-    run_dir = write_run(tmp_path, guarantee=0.7, summary={"leak_run_level": whole_run})
+    whole_run = of_run(accumulated_spectral=RunFigures(0.75, low, 0.78))
+    run_dir = write_run(tmp_path, guarantee=0.7, summary=whole_run)
     assert ("more than the 0.700 that the ledger guarantees" in verdict_of(run_dir)[1]) == disproved
 
 
 def test_the_whole_run_s_leak_is_the_headline(tmp_path: Path) -> None:
-    whole_run = {"cut": {"accumulated_spectral": {"auc": 0.93, "low": 0.91, "high": 0.95}}}
-    level, words, left = verdict_of(write_run(tmp_path, summary={"leak_run_level": whole_run}))
+    whole_run = of_run(accumulated_spectral=RunFigures(0.93, 0.91, 0.95))
+    level, words, left = verdict_of(write_run(tmp_path, summary=whole_run))
     assert level == "recovered"
     assert words.startswith(
         "Whoever keeps the gradients of this run recovers the labels with AUC 0.930."
@@ -219,13 +255,11 @@ def test_the_whole_run_s_leak_is_the_headline(tmp_path: Path) -> None:
 
 
 def test_a_leak_of_the_whole_run_that_takes_known_labels_says_so(tmp_path: Path) -> None:
-    whole_run = {
-        "cut": {
-            "accumulated_spectral": {"auc": 0.61, "low": 0.58, "high": 0.64},
-            "hint_combiner_50": {"auc": 0.92, "low": 0.9, "high": 0.94},
-        }
-    }
-    _, words, _ = verdict_of(write_run(tmp_path, summary={"leak_run_level": whole_run}))
+    whole_run = of_run(
+        accumulated_spectral=RunFigures(0.61, 0.58, 0.64),
+        hint_combiner_50=RunFigures(0.92, 0.9, 0.94),
+    )
+    _, words, _ = verdict_of(write_run(tmp_path, summary=whole_run))
     assert words.startswith(
         "Whoever keeps the gradients of this run and knows 50 labels of the run recovers the "
         "labels with AUC 0.920."
@@ -235,10 +269,9 @@ def test_a_leak_of_the_whole_run_that_takes_known_labels_says_so(tmp_path: Path)
 def test_accumulated_leak_stands_beside_the_ledger_epoch_by_epoch(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
     before = write_report(run_dir).read_text(encoding="utf-8")
-    with (tmp_path / "active" / "metrics.jsonl").open("a") as metrics:
-        for epoch, leak in enumerate((0.6, 0.7, 0.8123)):
-            line = {"kind": "epoch_leak", "epoch": epoch, "cut/accumulated_spectral": leak}
-            metrics.write(json.dumps(line) + "\n")
+    for epoch, leak in enumerate((0.6, 0.7, 0.8123)):
+        gathered = AttackFigure("cut", "accumulated_spectral", leak)
+        append_lines(run_dir / "active", EpochLeakLine(epoch, (gathered,)))
     after = write_report(run_dir).read_text(encoding="utf-8")
     assert "accumulated_spectral (0.812)" not in before
     assert "accumulated_spectral (0.812)" in after
@@ -291,7 +324,8 @@ def test_earlier_layers_come_from_the_passive_party_and_the_cut_layer_does_not(
 
 def test_a_passive_party_of_another_run_is_left_out(tmp_path: Path) -> None:
     write_run(tmp_path)
-    write_party(tmp_path / "passive", {"first": {"norm": 0.8}}, summary={"steps": 7})
+    write_party(tmp_path / "passive", {"first": {"norm": 0.8}})
+    write_summary(tmp_path / "passive", Summary(counts=RunCounts(aligned_rows=1000, steps=7)))
     assert read_run(tmp_path).passives == ()
     assert "another run" in verdict_of(tmp_path)[2]
 
@@ -301,8 +335,7 @@ def test_each_of_several_passive_parties_has_layers_of_its_own(tmp_path: Path) -
         "contract": {"run_name": "three", "passive_parties": ["ads", "bank", "../x", "gone"]}
     }
     write_run(tmp_path, {"norm": 0.6}, settings=parties)
-    run_level = {"cut": {"accumulated_spectral": {"auc": 0.97, "low": 0.96, "high": 0.98}}}
-    bank = {"leak_run_level": run_level}
+    bank = of_run(accumulated_spectral=RunFigures(0.97, 0.96, 0.98))
     write_party(tmp_path / "ads", {"cut": {"norm": 0.7}, "first": {"norm": 0.8}})
     write_party(tmp_path / "bank", {"cut": {"norm": 0.95}}, summary=bank)
     write_party(tmp_path / "passive", {"cut": {"norm": 1.0}})  # of an earlier run with one party
@@ -394,8 +427,8 @@ def test_settings_are_written_without_python_s_notation(tmp_path: Path) -> None:
 
 def test_a_run_that_was_killed_still_has_a_report(tmp_path: Path) -> None:
     write_run(tmp_path)
-    (tmp_path / "active" / "summary.json").unlink()
-    metrics = tmp_path / "active" / "metrics.jsonl"
+    (tmp_path / "active" / SUMMARY).unlink()
+    metrics = tmp_path / "active" / METRICS
     metrics.write_text(metrics.read_text()[:-20])
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert "no summary" in page
@@ -404,7 +437,7 @@ def test_a_run_that_was_killed_still_has_a_report(tmp_path: Path) -> None:
 
 def test_a_run_that_had_no_step_yet_still_has_a_report(tmp_path: Path) -> None:
     (tmp_path / "active").mkdir()
-    (tmp_path / "active" / "metrics.jsonl").write_text("")
+    (tmp_path / "active" / METRICS).write_text("")
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert "No attack was run" in page
     assert 'role="img"' not in page
@@ -460,26 +493,28 @@ def test_a_report_that_fails_is_logged_and_loses_nothing(
         write_report(tmp_path)
 
 
-def append(run_dir: Path, *lines: Mapping[str, Any], party: str = "active") -> None:
-    with (run_dir / party / "metrics.jsonl").open("a") as metrics:
-        metrics.writelines(json.dumps({"time_s": 9.0} | dict(line)) + "\n" for line in lines)
-
-
-def counted(epoch: int) -> list[dict[str, Any]]:
+def counted(epoch: int) -> list[Line]:
     """Return the lines of one batch: raw classes that lie apart, and defended ones that do not."""
-    apart = {"before/negative": [30, 0, 0, 0], "before/positive": [0, 0, 0, 10]}
-    mixed = {"after/negative": [0, 15, 15, 0], "after/positive": [0, 5, 5, 0]}
-    place = {"kind": "histogram", "epoch": epoch, "step": 0, "counts": apart | mixed}
-    norms = {"figure": "log10_norm", "edges": [-2.0, -1.95, -1.9, -1.85, -1.8]}
-    cosines = {"figure": "cosine", "edges": [-1.0, -0.5, 0.0, 0.5, 1.0]}
-    return [place | norms, place | cosines]
+    counts = {
+        "before/negative": (30, 0, 0, 0),
+        "before/positive": (0, 0, 0, 10),
+        "after/negative": (0, 15, 15, 0),
+        "after/positive": (0, 5, 5, 0),
+    }
+    norms, cosines = (-2.0, -1.95, -1.9, -1.85, -1.8), (-1.0, -0.5, 0.0, 0.5, 1.0)
+    return [
+        HistogramLine(epoch, 0, "log10_norm", norms, counts),
+        HistogramLine(epoch, 0, "cosine", cosines, counts),
+    ]
 
 
 def test_gradients_by_class_are_shown_step_by_step_before_and_after(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
     without = write_report(run_dir).read_text(encoding="utf-8")
     assert "Gradients by class" not in without
-    append(run_dir, *counted(0), *counted(2), *counted(2))  # the last batch counted twice
+    append_lines(
+        run_dir / "active", *counted(0), *counted(2), *counted(2)
+    )  # the last batch counted twice
     page = write_report(run_dir).read_text(encoding="utf-8")
     assert page.count('role="img"') == without.count('role="img"') + 2 * 4
     assert "Step 1 (epoch 1): 10 positives, 30 negatives; 95 % of random scores below" in page
@@ -536,7 +571,7 @@ def test_every_layer_of_the_passive_party_has_its_line_in_each_attack_s_chart(
 def test_each_leak_chart_shows_the_random_floor_and_the_label_free_baseline(
     tmp_path: Path,
 ) -> None:
-    page = write_report(write_run(tmp_path, summary={"test_auc": 0.8768})).read_text("utf-8")
+    page = write_report(write_run(tmp_path, test_auc=0.8768)).read_text("utf-8")
     for style in ("floor", "baseline"):
         drawn = Tags(page).attributes.count(("class", f"line {style}"))
         # And in the legend; the ledger's chart has the baseline, too.
@@ -549,17 +584,19 @@ def test_what_was_noticed_and_told_stands_in_tables(tmp_path: Path) -> None:
         "leak_gate": {"max_leak_auc": 0.65, "window_steps": 50, "action": "stop"},
         "allow_audits": True,
     }
-    earlier: dict[str, float] = {"examples": 1234, "sum_kl_max": 0.1, "guarantee_max": 0.6172}
-    summary = {"leak_alarms": 1, "leak_gate_closed": True, "audits_answered": 3}
-    told = summary | {"earlier_answers": earlier}
-    run_dir = write_run(tmp_path, settings=settings, summary=told, guarantee=0.7)
-    gate = {"cut/norm": 0.7654, "random": 0.5712, "limit": 0.65}
-    alarm = {"cut/cosine": 0.9123, "margin": 0.0123, "guarantee": 0.6123}
-    append(
-        run_dir,
-        {"kind": "leak_gate", "epoch": 1, "step": 7} | gate,
-        {"kind": "leak_alarm", "epoch": 2, "step": None} | alarm,
-        *({"kind": "audit", "epoch": e, "step": None, "cut/norm": 0.6 + e / 10} for e in range(3)),
+    earlier = LedgerFigures(SpreadFigures(max=0.1), guarantee=SpreadFigures(max=0.6172))
+    summary = of_active(
+        leak_alarms=1,
+        gate=GateFigures(findings=1, closed=True),
+        audits_answered=3,
+        earlier_answers=EarlierAnswers(1234, earlier),
+    )
+    run_dir = write_run(tmp_path, settings=settings, summary=summary, guarantee=0.7)
+    append_lines(
+        run_dir / "active",
+        GateLine(1, 7, AttackFigure("cut", "norm", 0.7654), random=0.5712, limit=0.65),
+        AlarmLine(2, AttackFigure("cut", "cosine", 0.9123), margin=0.0123, guarantee=0.6123),
+        *(AuditLine(e, AttackFigure("cut", "norm", 0.6 + e / 10)) for e in range(3)),
     )
     page = write_report(run_dir).read_text(encoding="utf-8")
     watched = page[page.index('id="watch"') : page.index('id="training"')]
@@ -585,8 +622,7 @@ def test_a_run_without_gate_and_audits_says_so(tmp_path: Path) -> None:
 
 
 def test_the_whole_run_s_table_says_of_how_many_examples(tmp_path: Path) -> None:
-    found = {"auc": 0.75, "low": 0.72, "high": 0.78, "examples": 12345}
-    summary = {"leak_run_level": {"cut": {"accumulated_spectral": found}}}
+    summary = of_run(accumulated_spectral=RunFigures(0.75, 0.72, 0.78, 12345))
     page = write_report(write_run(tmp_path, summary=summary)).read_text(encoding="utf-8")
     assert '<td class="number">0.720 to 0.780</td><td class="number">12,345</td>' in page
 
@@ -599,7 +635,7 @@ def test_what_an_attack_needs_is_known_of_each(attack: str) -> None:
 
 def test_a_comparison_shows_what_each_run_sent_by_class(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        append(write_run(tmp_path / name), *counted(0), *counted(2))
+        append_lines(write_run(tmp_path / name) / "active", *counted(0), *counted(2))
     output = write_comparison([tmp_path / "a", tmp_path / "b"], tmp_path / "c.html")
     page = output.read_text(encoding="utf-8")
     sent = page[page.index('id="sent"') : page.index('id="ledger"')]
@@ -621,16 +657,27 @@ HOSTILE_SUMMARIES: list[dict[str, Any]] = [
 ]
 
 
+HOSTILE_LINES: list[dict[str, Any]] = [
+    {"kind": "leak", "epoch": HUGE, "step": "x"},
+    {"kind": "leak", "epoch": 0, "first/norm_leak_auc": HUGE},
+    {"kind": "leak", "epoch": 0, "step": 0, "first/norm_leak_auc": HUGE},
+    {"kind": ["leak"]},
+]
+
+
 @pytest.mark.parametrize("summary", HOSTILE_SUMMARIES)
 def test_a_passive_party_s_figures_of_another_form_are_left_out(
     tmp_path: Path, summary: dict[str, Any]
 ) -> None:
     """Its files come from another company: the active party's own figures are still shown."""
     write_run(tmp_path, {"norm": 0.6})
-    write_party(tmp_path / "passive", {"cut": {"norm": 0.6}}, summary=summary)
-    append(tmp_path, {"kind": "leak", "epoch": HUGE, "step": "x"}, party="passive")
-    append(tmp_path, {"kind": "leak", "epoch": 0, "first/norm_leak_auc": HUGE}, party="passive")
-    with (tmp_path / "passive" / "metrics.jsonl").open("a") as metrics:
+    passive = tmp_path / "passive"
+    write_party(passive, {"cut": {"norm": 0.6}})
+    written = json.loads((passive / SUMMARY).read_text())
+    (passive / SUMMARY).write_text(json.dumps(written | summary))
+    with (passive / METRICS).open("a") as metrics:
+        for line in HOSTILE_LINES:
+            metrics.write(json.dumps(line) + "\n")
         metrics.write(f"{DEEP}\n")
     assert "</html>" in write_report(tmp_path).read_text(encoding="utf-8")
 

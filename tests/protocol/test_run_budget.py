@@ -263,11 +263,12 @@ def test_gradients_that_leak_more_than_they_were_charged_raise_an_alarm(
     with recorder_class(parties.active_settings, tmp_path) as recorder:
         parties.session._observer = recorder
         run_in_process(parties)
-    summary = recorder.summary({})
+    alarms = recorder.summary({}).of_active.leak_alarms
+    assert alarms is not None
     lies = recorder_class is LyingRecorder
-    assert (summary["leak_alarms"] > 0) is lies
+    assert (alarms > 0) is lies
     written = (tmp_path / "metrics.jsonl").read_text()
-    assert written.count('"kind": "leak_alarm"') == summary["leak_alarms"]
+    assert written.count('"kind": "leak_alarm"') == alarms
     assert ("LEAK ALARM" in caplog.text) is lies
 
 
@@ -280,8 +281,10 @@ def test_a_run_that_stops_before_its_first_evaluation_has_a_summary_all_the_same
         with pytest.raises(BudgetExhausted):
             run_in_process(parties)
     summary = recorder.summary({})
-    assert (summary["epochs"], summary["steps"], summary["test_auc"]) == (0, 0, None)
-    assert summary["ledger"]["guarantee_max"] == 0.5
+    assert (summary.counts.epochs, summary.counts.steps) == (0, 0)
+    assert summary.of_active.model.test_auc is None
+    assert summary.of_active.ledger is not None
+    assert summary.of_active.ledger.guarantee.max == 0.5
     print_summary("active party", summary, console=Console(file=io.StringIO()))
 
 

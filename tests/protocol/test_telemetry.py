@@ -24,7 +24,14 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.party.transcript import Transcript
+from splitveil.common.record.lines import (
+    AlignmentLine,
+    EvaluationLine,
+    HistogramLine,
+    TrainingLine,
+)
 from splitveil.common.record.metrics_log import MetricsLog
+from splitveil.common.record.summary import from_json
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.record.training_progress import TrainingProgress
 from splitveil.common.storage.model_files import save_tensors
@@ -45,20 +52,20 @@ def _lines(folder: Path) -> list[dict[str, object]]:
 
 def test_metrics_are_lines_of_named_numbers(tmp_path: Path) -> None:
     with MetricsLog(tmp_path, steps_per_epoch=10) as log:
-        log.write("train", {"loss": 0.5, "rows": 3}, epoch=1, step=2)
-        log.write("test", {"auc": math.nan, "loss": math.inf, "gap": None}, epoch=1)
+        log.write(TrainingLine(1, 2, loss=0.5, noise_power=3))
+        log.write(EvaluationLine(1, "test", math.inf, math.nan, None, 0.25))
         assert len(_lines(tmp_path)) == 2  # readable at once, not only at the end
     first, second = _lines(tmp_path)
     assert isinstance(first.pop("time_s"), float)
-    assert first == {"kind": "train", "epoch": 1, "step": 2, "loss": 0.5, "rows": 3}
-    assert {second[name] for name in ("auc", "loss", "gap", "step")} == {None}
+    assert first == {"kind": "train", "epoch": 1, "step": 2, "loss": 0.5, "noise_power": 3}
+    assert {second[name] for name in ("auc", "loss", "calibration_error", "step")} == {None}
 
 
 def test_metrics_reach_tensorboard_on_one_axis(tmp_path: Path) -> None:
     with MetricsLog(tmp_path, steps_per_epoch=10) as log:
-        log.write("train", {"loss": 0.5}, epoch=2, step=3)
-        log.write("test", {"auc": 0.75}, epoch=2)
-        log.write("test", {"auc": math.nan}, epoch=3)
+        log.write(TrainingLine(2, 3, loss=0.5, noise_power=None))
+        log.write(EvaluationLine(2, "test", None, 0.75, None, None))
+        log.write(EvaluationLine(3, "test", None, math.nan, None, None))
     events = EventAccumulator(str(tmp_path)).Reload()
     points = {
         tag: [(point.step, point.value) for point in events.Scalars(tag)]
@@ -70,10 +77,10 @@ def test_metrics_reach_tensorboard_on_one_axis(tmp_path: Path) -> None:
 def test_a_histogram_is_a_line_and_a_histogram_for_tensorboard(tmp_path: Path) -> None:
     counts = {"before/positive": (1, 0, 3), "after/positive": (2, 2, 0)}
     with MetricsLog(tmp_path, steps_per_epoch=10) as log:
-        log.write_histogram("cosine", (-1.0, -0.5, 0.0, 0.5), counts, epoch=2, step=3)
+        log.write(HistogramLine(2, 3, "cosine", (-1.0, -0.5, 0.0, 0.5), counts))
         with pytest.raises(ValueError, match="expected 1 counts, got 2"):
-            log.write_histogram("cosine", (0.0, 1.0), {"before": (1, 1)}, epoch=0, step=0)
-    log.write_histogram("cosine", (0.0, 1.0), {"before": (1,)}, epoch=9, step=0)  # closed
+            log.write(HistogramLine(0, 0, "cosine", (0.0, 1.0), {"before": (1, 1)}))
+    log.write(HistogramLine(9, 0, "cosine", (0.0, 1.0), {"before": (1,)}))  # closed
     (line,) = _lines(tmp_path)
     assert isinstance(line.pop("time_s"), float)
     assert line == {
@@ -95,15 +102,15 @@ def test_a_histogram_is_a_line_and_a_histogram_for_tensorboard(tmp_path: Path) -
 
 @pytest.mark.parametrize("value", [torch.ones(3), [1.0], "0.5"])
 def test_what_is_not_a_plain_number_is_not_logged(tmp_path: Path, value: object) -> None:
-    with MetricsLog(tmp_path) as log, pytest.raises(TypeError, match="scores: expected a number"):
-        log.write("train", {"scores": value})  # type: ignore[dict-item]
+    with MetricsLog(tmp_path) as log, pytest.raises(TypeError, match="loss: expected a number"):
+        log.write(TrainingLine(0, 0, loss=value, noise_power=None))  # type: ignore[arg-type]
     assert _lines(tmp_path) == []
 
 
 def test_metrics_from_many_threads_stay_whole_lines(tmp_path: Path) -> None:
     def write(epoch: int) -> None:
         for step in range(100):
-            log.write("train", {"loss": 1.0}, epoch=epoch, step=step)
+            log.write(TrainingLine(epoch, step, loss=1.0, noise_power=0.0))
 
     with MetricsLog(tmp_path) as log:
         threads = [threading.Thread(target=write, args=(epoch,)) for epoch in range(4)]
@@ -119,7 +126,7 @@ def test_a_closed_log_writes_nothing_more(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path)
     log.close()
     log.close()
-    log.write("train", {"loss": 1.0})
+    log.write(AlignmentLine(7))
     assert _lines(tmp_path) == []
 
 
@@ -130,15 +137,15 @@ def test_a_metrics_file_that_was_cut_in_a_line_has_whole_lines_when_a_run_goes_o
     """A run writes its first line before it goes back to its state."""
     with MetricsLog(tmp_path) as log:
         for step in range(6):
-            log.write("train", {"loss": 0.5}, epoch=0, step=step)
+            log.write(TrainingLine(0, step, loss=0.5, noise_power=0.0))
         state = log.state_dict()
-        log.write("train", {"loss": 0.5}, epoch=0, step=6)
+        log.write(TrainingLine(0, 6, loss=0.5, noise_power=0.0))
     path = tmp_path / "metrics.jsonl"
     os.truncate(path, max(state["bytes"] - lost, 10))
     with MetricsLog(tmp_path) as log:
-        log.write("alignment", {"aligned_rows": 360})
+        log.write(AlignmentLine(360))
         log.load_state_dict(state)
-        log.write("train", {"loss": 0.25}, epoch=0, step=6)
+        log.write(TrainingLine(0, 6, loss=0.25, noise_power=0.0))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines[-1]["loss"] == 0.25
     assert [line["step"] for line in lines if line["kind"] == "train"][-1] == 6
@@ -146,10 +153,10 @@ def test_a_metrics_file_that_was_cut_in_a_line_has_whole_lines_when_a_run_goes_o
 
 def test_a_metrics_file_goes_on_behind_the_lines_of_its_state(tmp_path: Path) -> None:
     with MetricsLog(tmp_path) as log:
-        log.write("train", {"loss": 0.5, "long": 1 / 3}, epoch=0, step=0)
+        log.write(TrainingLine(0, 0, loss=0.5, noise_power=1 / 3))
         state = log.state_dict()
         before = (tmp_path / "metrics.jsonl").read_bytes()
-        log.write("train", {"loss": 0.5}, epoch=0, step=1)
+        log.write(TrainingLine(0, 1, loss=0.5, noise_power=0.0))
         log.load_state_dict(state)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
@@ -260,7 +267,7 @@ def test_what_cannot_be_printed_disturbs_nothing(monkeypatch: pytest.MonkeyPatch
         for _ in range(3):
             progress.advance(loss=0.5)
             logging.getLogger("splitveil.active_party").warning("a line")
-    print_summary("active", {"steps": 3, "test_auc": 0.5})
+    print_summary("active", from_json({"steps": 3, "test_auc": 0.5}))
     assert progress.steps_done == 3
 
 
@@ -269,7 +276,7 @@ def test_tables_without_codes_for_their_frames_disturb_nothing(
 ) -> None:
     ascii_only = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", ascii_only)
-    print_summary("active", {"defense": "märvell"})
+    print_summary("active", from_json({"defense": {"name": "märvell"}}))
 
 
 @pytest.mark.parametrize("failed", [True, False])
@@ -309,14 +316,15 @@ def test_log_lines_are_short_and_name_the_party(
 
 def test_the_final_tables_show_the_numbers_and_the_leak() -> None:
     screen = io.StringIO()
-    summary = {"aligned_rows": 569, "test_auc": 0.98765, "defense": "marvell", "leak": _LEAK}
-    print_summary("active", summary, console=Console(file=screen, width=80))
+    summary: dict[str, object] = {"aligned_rows": 569, "test_auc": 0.98765, "leak": _LEAK}
+    summary |= {"defense": {"name": "marvell"}}
+    print_summary("active", from_json(summary), console=Console(file=screen, width=80))
     text = screen.getvalue()
     for expected in ("aligned rows", "569", "0.9877", "marvell", "cut", "norm", "0.910", "0.543"):
         assert expected in text
     assert max(len(line) for line in text.splitlines()) <= 80
     bare = io.StringIO()
-    print_summary("passive", {"steps": 3}, console=Console(file=bare, width=80))
+    print_summary("passive", from_json({"steps": 3}), console=Console(file=bare, width=80))
     assert "leak" not in bare.getvalue()
 
 
@@ -340,21 +348,27 @@ def test_words_of_others_steer_no_terminal_and_begin_no_log_line(
 
 def test_names_in_tables_are_no_markup() -> None:
     figures = {"q95": 0.9, "mean": 0.8, "last_epoch": 0.7, "random_q95": 0.5}
-    of_classes = {"worst_pair": ("[b]", "[/c]"), "worst_pair_auc": 0.9, "worst_pair_random": 0.5}
+    of_classes: dict[str, object] = {
+        "worst_pair": ["[b]", "[/c]"],
+        "worst_pair_auc": 0.9,
+        "worst_pair_random": 0.5,
+    }
     of_classes |= {"classes": {"[/c]": 0.8}, "random": {"[/c]": 0.5}}
     of_run = {"auc": 0.9, "low": 0.8, "high": 1.0, "examples": 7}
     summary = {
-        "stopped [/red]": "[/bold]\x1b[2J",
+        "refused_messages": {"[/red]": 1},
+        "defense": {"name": "[/bold]\x1b[2J"},
         "leak": {"[/cut]": {"[/norm]": figures}},
         "leak_classes": {"[/cut]": {"[/norm]": of_classes}},
         "leak_run_level": {"[/cut]": {"[/norm]": of_run}},
     }
     console = Console(file=io.StringIO(), width=200)
-    print_summary("active party", summary, console=console)
+    print_summary("active party", from_json(summary), console=console)
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
     assert shown.count("[/cut]") == shown.count("[/norm]") == 3
     assert "[/bold]\\x1b[2J" in shown
+    assert "[/red] 1" in shown
     assert "[b] and [/c]: 0.900" in shown
 
 
@@ -371,18 +385,18 @@ def test_the_final_tables_speak_no_python() -> None:
             "strength": {"power_ratio": 4.0},
             "composed_with": {"name": "marvell", "exact": True},
             "widths": [1.0, 0.5],
+            "parties": ["left", "right"],
         },
         "refused_messages": {},
         "leak_batches": {"observed": 42, "skipped_one_class": 0},
         "leak_gate_closed": False,
-        "parties": ["left", "right"],
         "ledger": {
             f"{figure}_{part}": math.inf if figure == "sum_kl" else None
             for figure in ("sum_kl", "estimate", "guarantee")
             for part in ("max", "q95", "mean")
         },
     }
-    print_summary("active", summary, console=Console(file=screen, width=120))
+    print_summary("active", from_json(summary), console=Console(file=screen, width=120))
     text = screen.getvalue()
     for expected in (
         "gafm, noise fresh, power ratio 4, marvell, exact yes, widths 1, 0.5",

@@ -17,6 +17,7 @@ from splitveil.active_party.report.run_files import read_run
 from splitveil.active_party.report.verdict import guarantee_of
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.watch.recorder import ActiveRecorder
+from splitveil.active_party.watch.stored_figures import ledger_figures
 from splitveil.common.errors import BudgetExhausted, OtherAnswer, PeerLeft
 from splitveil.common.run.messages import LeaveReason, Offer
 from splitveil.common.storage.model_files import save_tensors
@@ -275,5 +276,5 @@ def test_log_summary_and_report_say_what_was_told_and_not_where_the_run_went_bac
             go_back(parties.session)
         leave(parties.session)
     assert "the ledger keeps what was told there" in caplog.text
-    assert recorder.summary({})["ledger"] == bounds.numbers()
+    assert recorder.summary({}).of_active.ledger == ledger_figures(bounds)
     assert guarantee_of(read_run(folder)) == bounds.guarantee.max

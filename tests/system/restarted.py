@@ -25,8 +25,8 @@ from splitveil.common.party.command_line import draw_nonce
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.record.run_record import write_summary
 from splitveil.common.storage.model_files import save_model
-from splitveil.common.storage.run_folder import write_json_atomically
 from splitveil.common.storage.run_store import RunStore
 from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
 from splitveil.passive_party.grpc_peer import GrpcPeer
@@ -278,7 +278,7 @@ def run_here(example: Path, runs: Path, settings: Settings, wire: Wire = DIRECT)
             raise session.error
         assert session.trainer is not None
         save_model(folders[0], session.trainer.model, None)
-    write_json_atomically(folders[0] / "summary.json", recorder.summary({}))
+    write_summary(folders[0], recorder.summary({}))
     return outcome(runs)
 
 

@@ -223,9 +223,9 @@ def test_settings_that_cannot_be_used_are_named_all_at_once(tmp_path: Path) -> N
         (
             misspelt,
             [
-                "active.yaml: optimizer.adam.learning_rat: there is no such setting",
+                "active.yaml: optimizer.adam.learning_rat: unknown setting",
                 "did you mean 'learning_rate'?",
-                "contract.yaml: batch_sise: there is no such setting; did you mean 'batch_size'?",
+                "contract.yaml: batch_sise: unknown setting; did you mean 'batch_size'?",
                 "contract.yaml: epochs: Input should be greater than or equal to 1 (got 0)",
             ],
         ),

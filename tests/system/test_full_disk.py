@@ -50,7 +50,7 @@ def limited(party: Literal["active", "passive"], folder: Path, whole: Outcome) -
         assert told in other.said
         both.start()
         assert both.wait() == (0, 0), both.outputs
-        assert "going on in epoch" in full.said
+        assert "resuming in epoch" in full.said
     assert_same(outcome(folder / "runs"), whole, both.outputs)
 
 
@@ -96,6 +96,6 @@ def test_a_summary_that_cannot_be_written_is_all_that_is_left_to_do(
             path.rmdir()
         both.start()
         assert both.wait() == (0, 0), both.outputs
-        assert all("going on at the end" in party.said for party in both)
+        assert all("resuming at the end" in party.said for party in both)
         assert [party.lines for party in both] == lines  # nothing was answered again
     assert_same(outcome(tmp_path / "runs"), whole, both.outputs)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.forked import ROOT
+from tests.system.conftest import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FOLDERS = PROJECT["tool"]["setuptools"]["package-dir"]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -17,6 +18,9 @@ import pytest
 from rich.console import Console
 
 from splitveil.common.errors import SettingsError
+from splitveil.common.record.figures import LedgerFigures, SpreadFigures
+from splitveil.common.record.leak_figures import BatchFigures, LeakFigures, RunFigures
+from splitveil.common.record.summary import ActiveFigures, ModelFigures, RunCounts, Summary
 from splitveil.deploy.comparison import RunResults, comparison_table
 from splitveil.deploy.local import Overrides, held_port, parse_defense
 from tests.runs import write_example
@@ -236,19 +240,25 @@ def test_an_override_for_nobody_is_refused() -> None:
 
 
 def test_a_leak_that_was_never_measured_is_a_dash_in_the_table() -> None:
-    figures = {"mean": None, "q95": None, "last_epoch": None, "random_q95": 0.7}
-    active = {"aligned_rows": 9, "test_auc": None, "steps_per_s": 2.0}
-    results = RunResults(active, {"leak": {"cut": {"norm": figures}}})
+    figures = BatchFigures(q95=None, mean=None, last_epoch=None, random_q95=0.7)
+    counts = RunCounts(aligned_rows=9, steps_per_s=2.0)
+    passive = Summary(leak=LeakFigures(batches={"cut": {"norm": figures}}))
+    results = RunResults(Summary(counts=counts, active=ActiveFigures()), {"": passive})
     console = Console(width=100, file=io.StringIO(), record=True)
     console.print(comparison_table("run", {"none": results}))
     assert "-  - (0.700)" in console.export_text()
 
 
 def test_the_table_holds_what_a_whole_run_told_and_rounds_bounds_up() -> None:
-    found = {"auc": 0.81234, "low": 0.8, "high": 0.82, "examples": 400}
-    other: dict[str, object] = {"aligned_rows": 9, "test_auc": 0.9, "steps_per_s": 2.0}
-    active = other | {"leak_run_level": {"cut": {"accumulated_spectral": found}}}
-    active |= {"ledger": {"estimate_max": 0.85, "guarantee_max": 0.9101}}
+    found = RunFigures(0.81234, 0.8, 0.82, 400)
+    figures = ActiveFigures(model=ModelFigures(test_auc=0.9))
+    other = Summary(counts=RunCounts(aligned_rows=9, steps_per_s=2.0), active=figures)
+    ledger = LedgerFigures(estimate=SpreadFigures(max=0.85), guarantee=SpreadFigures(max=0.9101))
+    active = replace(
+        other,
+        active=replace(figures, ledger=ledger),
+        leak=LeakFigures(run_level={"cut": {"accumulated_spectral": found}}),
+    )
     console = Console(width=100, file=io.StringIO(), record=True)
     results = {"one": RunResults(active, {}), "two": RunResults(other, {})}
     console.print(comparison_table("run", results))

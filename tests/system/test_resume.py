@@ -92,7 +92,7 @@ def test_killed_at_random_steps_every_defense_ends_as_if_nothing_had_happened(
                     party.start()
             assert both.wait() == (0, 0), both.outputs
             for party in both:
-                assert "going on in epoch" in party.output
+                assert "resuming in epoch" in party.output
             assert_same(outcome(folder / "runs"), whole[name], both.outputs)
             assert not list(tmp_path.glob(f"{folder.name}/runs/small/*.previous-*"))
 
@@ -116,7 +116,7 @@ def interrupted(both: Both, whole: Outcome) -> None:
     assert not ledger.exists()
     assert both.wait() == (0, 0), both.outputs
     assert ledger.is_file()
-    assert all("going on in epoch" in party.said for party in both)
+    assert all("resuming in epoch" in party.said for party in both)
 
 
 def given_up(lost: Literal["active", "passive"], both: Both, whole: Outcome) -> None:
@@ -132,7 +132,7 @@ def given_up(lost: Literal["active", "passive"], both: Both, whole: Outcome) -> 
     assert "for 300 s" in left.said
     both.start()
     assert both.wait() == (0, 0), both.outputs
-    assert all("going on in epoch" in party.said for party in both)
+    assert all("resuming in epoch" in party.said for party in both)
 
 
 def begun_anew_by_option(both: Both, whole: Outcome) -> None:

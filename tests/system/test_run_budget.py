@@ -203,7 +203,7 @@ def test_a_supervisor_starts_a_run_that_its_budget_ended_once_more_and_a_raised_
         both.start()
         assert both.wait() == (5, 5), both.outputs
         assert "which was ended under other limits" in both.active.said
-        assert all("going on in epoch" in party.said for party in both)
+        assert all("resuming in epoch" in party.said for party in both)
         more = train_lines(both.active.folder)
         assert more[: len(answered)] == answered
         assert len(more) > len(answered)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from splitveil.active_party.report.run_files import read_run
+from splitveil.common.record.lines import EvaluationLine
 from tests.runs import build_parties, run_in_process
 from tests.system.conftest import ROOT, SAME_SPLIT, LocalRun, run_locally
 
@@ -74,11 +75,12 @@ def test_one_process_finds_what_two_did(vehicles: LocalRun) -> None:
     parties = build_parties(VEHICLE, active, ["insecure_nonce_seed=2", "device=cpu", *overrides])
     run_in_process(parties)
     found = parties.active.evaluations[-1]
-    written = read_run(vehicles.runs_dir / SIXTEEN).active.metrics["test"][-1]
-    assert written["auc"] == found.auc
-    assert written["loss"] == found.loss
+    written = read_run(vehicles.runs_dir / SIXTEEN).active.metrics.of(EvaluationLine)[-1]
+    assert written.split == "test"
+    assert written.auc == found.auc
+    assert written.loss == found.loss
     assert found.classes is not None
-    assert written["accuracy"] == found.classes.accuracy
+    assert written.accuracy == found.classes.accuracy
 
 
 def test_the_example_without_a_file_learns_ten_digits(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.privacy.observation import Observation
+from splitveil.common.record.summary import to_json
 from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.run.sample_order import positions_digest
 from splitveil.common.wire.audit_codec import encode_question
@@ -92,7 +93,7 @@ def audited(example: Path, folder: Path, meet: Callable[[Parties], None], *activ
         [json.loads(line) for line in (party / "metrics.jsonl").read_text().splitlines()]
         for party in folders
     ]
-    return Audited(parties, lines[0], lines[1], adversary.summary())
+    return Audited(parties, lines[0], lines[1], to_json(adversary.summary()))
 
 
 @pytest.mark.parametrize("wire", ["in process", "gRPC"])

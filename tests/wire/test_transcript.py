@@ -19,6 +19,7 @@ from splitveil.common.party.transcript import (
     Comparison,
     Crossing,
     Transcript,
+    TranscriptEnd,
     Verified,
     compare,
     verify,
@@ -119,7 +120,7 @@ def test_a_changed_transcript_is_broken_where_it_was_changed(
             transcript.note(Crossing("sent", "Train reply", b"gradient %d" % step, 0, step))
     path = tmp_path / FILE
     assert verified(path).entries == 9
-    assert verified(path).last_link == transcript.summary()["last_link"]
+    assert verified(path).last_link == transcript.summary().last_link
     path.write_text("\n".join(damage(path.read_text().splitlines())) + "\n")
     broken = verify(path)
     assert isinstance(broken, Broken)
@@ -135,7 +136,7 @@ def test_a_restarted_party_continues_its_chain_after_half_a_line(tmp_path: Path)
         transcript.note(Crossing("sent", "Train reply", b"two", 0, 1))
     found = verified(tmp_path / FILE)
     assert (found.entries, found.starts) == (4, 2)
-    assert transcript.summary() == {"entries": 4, "last_link": found.last_link}
+    assert transcript.summary() == TranscriptEnd(4, found.last_link)
 
 
 def test_a_message_that_only_one_party_knows_of_shows(tmp_path: Path) -> None:

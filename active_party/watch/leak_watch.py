@@ -1,0 +1,112 @@
+"""Watches the leak of a run: attacks the gradients sent, and acts on what the attacks measure."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.training.top_trainer import StepResult
+from splitveil.active_party.watch.alarm_bell import AlarmBell
+from splitveil.active_party.watch.gate_keeper import GateKeeper
+from splitveil.common.errors import LeakGateClosed
+from splitveil.common.privacy.audit import BatchLeak
+from splitveil.common.record.leak_figures import LeakFigures
+from splitveil.common.record.leak_recorder import LeakRecorder
+from splitveil.common.record.metrics_log import MetricsLog
+from splitveil.common.record.summary import GateFigures
+from splitveil.common.run.course import Batch
+from splitveil.common.run.progress import State
+
+
+class LeakWatch:
+    """The leak monitor of a run with its alarm and its gate; each as far as it is switched on.
+
+    Args:
+        settings: of the active party.
+        metrics: gets the lines of monitor, alarm and gate.
+    """
+
+    def __init__(self, settings: ActiveSettings, metrics: MetricsLog) -> None:
+        self._settings = settings.leak_monitor
+        self._class_names: Sequence[str] = settings.data.class_names
+        self._metrics = metrics
+        self._bell = AlarmBell(metrics)
+        self._gate = GateKeeper(settings.leak_gate, metrics)
+        self.monitor: LeakRecorder | None = None
+        """None where no leak monitor is set, or before the rows are known."""
+
+    @contextmanager
+    def watching(self, seed: bytes, num_examples: int) -> Iterator[None]:
+        """Run the monitor within the block; the last batches are measured and judged at its end.
+
+        Args:
+            seed: the joint seed.
+            num_examples: aligned examples of the run.
+        """
+        if self._settings is None:
+            yield
+            return
+        self.monitor = LeakRecorder(
+            self._settings, self._metrics, seed, num_examples, self._on_leak, self._class_names
+        )
+        try:
+            with self.monitor:
+                yield
+        finally:
+            self._bell.judge_measured()
+
+    def note_step(self, batch: Batch, result: StepResult) -> None:
+        """Note the charge of an answer, and hand its gradients to the monitor."""
+        self._bell.note_charge(batch.epoch, result.report.charge.sum_kl)
+        if self.monitor is None or self._settings is None:
+            return
+        clean = {"cut": result.raw} if self._settings.reference == "clean" else None
+        self.monitor.submit(batch, {"cut": result.defended}, result.labels, clean)
+
+    def end_epoch(self, epoch: int) -> None:
+        """Note that an epoch is over."""
+        if self.monitor is not None:
+            self.monitor.end_epoch(epoch)
+
+    def shown(self) -> dict[str, float]:
+        """Return the latest leak AUCs, for the progress line."""
+        return {} if self.monitor is None else self.monitor.shown()
+
+    def objection(self) -> LeakGateClosed | None:
+        """Return why the gate is closed, once it is."""
+        return self._gate.objection
+
+    def alarms(self) -> int | None:
+        """Return the number of leak alarms; None without a monitor."""
+        return None if self.monitor is None else self._bell.alarms
+
+    def gate(self) -> GateFigures | None:
+        """Return what the gate did; None without a gate."""
+        return self._gate.figures()
+
+    def figures(self) -> LeakFigures | None:
+        """Return what the attacks measured; None without a monitor."""
+        return None if self.monitor is None else self.monitor.summary()
+
+    def state_dict(self) -> State:
+        """Return all that is noted, once the monitor has measured what was sent so far.
+
+        Raises:
+            StorageError: a line of the metrics could not be written.
+        """
+        leaks = None if self.monitor is None else self.monitor.state_dict()
+        return {"leaks": leaks, **self._bell.state_dict(), **self._gate.state_dict()}
+
+    def load_state_dict(self, state: State) -> None:
+        """Resume from what ``state_dict`` returned; other entries are ignored.
+
+        Raises:
+            SettingsError: the state is of other attacks than the settings name.
+        """
+        if self.monitor is not None and state["leaks"] is not None:
+            self.monitor.load_state_dict(state["leaks"])
+        self._bell.load_state_dict(state)
+        self._gate.load_state_dict(state)
+
+    def _on_leak(self, measured: BatchLeak) -> None:
+        self._bell.note_leak(measured)
+        self._gate.note_leak(measured)

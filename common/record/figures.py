@@ -1,0 +1,57 @@
+"""The figures that both a run's metrics and its summary hold, and their names in the files."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from splitveil.common.record.values import as_number
+
+
+class AttackFigure(NamedTuple):
+    """The leak AUC of one attack on one layer."""
+
+    layer: str
+    attack: str
+    leak_auc: float | None
+
+
+class SpreadFigures(NamedTuple):
+    """One figure over the training examples; None where it is infinite or was not written."""
+
+    max: float | None = None
+    q95: float | None = None
+    """The value that 95 % of the examples do not exceed."""
+    mean: float | None = None
+
+
+class LedgerFigures(NamedTuple):
+    """The bounds of a leak ledger on what the answers so far may have told."""
+
+    sum_kl: SpreadFigures = SpreadFigures()
+    estimate: SpreadFigures = SpreadFigures()
+    """AUC of the best score if the classes are Gaussian."""
+    guarantee: SpreadFigures = SpreadFigures()
+    """AUC that no score of a peer exceeds whom the charges describe."""
+    epsilon: float | None = None
+    """Label differential privacy of all answers together; None where some answers have none."""
+
+    def flat(self) -> dict[str, float | None]:
+        """Return the figures under the names that they have in files: ``sum_kl_max`` and so on."""
+        named = {
+            f"{name}_{part}": value
+            for name, spread in zip(_SPREADS, self[:3], strict=True)
+            for part, value in spread._asdict().items()
+        }
+        return named if self.epsilon is None else named | {"epsilon": self.epsilon}
+
+    @classmethod
+    def from_flat(cls, values: Mapping[str, Any]) -> "LedgerFigures":
+        """Read the figures back from under their names in files."""
+        sum_kl, estimate, guarantee = (
+            SpreadFigures(*(as_number(values.get(f"{name}_{part}")) for part in _PARTS))
+            for name in _SPREADS
+        )
+        return cls(sum_kl, estimate, guarantee, as_number(values.get("epsilon")))
+
+
+_SPREADS = ("sum_kl", "estimate", "guarantee")
+_PARTS = SpreadFigures._fields

@@ -1,0 +1,177 @@
+"""The part of a run's summary that is about the leak: its types, and their form in the file."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from operator import itemgetter
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from splitveil.common.record.values import (
+    ByAttack,
+    ValueT,
+    as_count,
+    as_list,
+    as_mapping,
+    as_number,
+    as_numbers,
+    by_attack,
+)
+
+_BY_CLASS = ("leak_classes", "leak_run_level_classes")
+_COUNTS = "leak_batches"
+LEAK_TABLES = ("leak", "leak_worst_epoch", "leak_run_level", *_BY_CLASS)
+"""Entries of a summary that hold figures by layer and attack."""
+
+
+class BatchFigures(NamedTuple):
+    """One attack on single batches of one layer, over the run."""
+
+    q95: float | None
+    """The 95 % quantile over the batches."""
+    mean: float | None
+    last_epoch: float | None
+    """Mean over the batches of the last epoch observed."""
+    random_q95: float | None
+    """The 95 % quantile of random scores on the same batches."""
+
+
+class RunFigures(NamedTuple):
+    """One attack that gathers over the run, on one layer."""
+
+    auc: float
+    """The leak AUC."""
+    low: float | None = None
+    """Lower end of its 95 % interval."""
+    high: float | None = None
+    examples: int | None = None
+    """Examples that were scored and whose label the attack was not told."""
+
+
+class ClassFigures(NamedTuple):
+    """One attack on one layer class by class, on single batches or over the run."""
+
+    worst_pair: tuple[str, ...] = ()
+    """The two classes told apart best."""
+    worst_pair_auc: float | None = None
+    """Only on single batches."""
+    worst_pair_random: float | None = None
+    """The leak AUC of random scores on the same pair; only on single batches."""
+    classes: Mapping[str, float | None] = MappingProxyType({})
+    """Class -> leak AUC against the rest."""
+    random: Mapping[str, float | None] = MappingProxyType({})
+    """The same of random scores; only on single batches."""
+
+    def worst_class(self) -> tuple[str, float] | None:
+        """Return the class told best from the rest with its leak AUC, if any was measured."""
+        measured = [
+            (name, auc)
+            for name, auc in self.classes.items()
+            if auc is not None and not math.isnan(auc)
+        ]
+        return max(measured, key=itemgetter(1), default=None)
+
+
+class BatchCounts(NamedTuple):
+    """How many batches the attacks measured and passed over."""
+
+    observed: int | None = None
+    skipped_one_class: int | None = None
+    left_out: int | None = None
+
+
+class LeakByClass(NamedTuple):
+    """The leak of a run with more than two classes, class by class."""
+
+    batches: ByAttack[ClassFigures]
+    run_level: ByAttack[ClassFigures]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeakFigures:
+    """What the attacks measured. With more than two classes: of the pair told apart best."""
+
+    batches: ByAttack[BatchFigures] = field(default_factory=dict)
+    worst_epoch: ByAttack[float] = field(default_factory=dict)
+    """Mean over the batches of the epoch in which it is largest."""
+    run_level: ByAttack[RunFigures] = field(default_factory=dict)
+    by_class: LeakByClass | None = None
+    """None with two classes."""
+    counts: BatchCounts = field(default_factory=BatchCounts)
+
+
+def leak_to_json(leak: LeakFigures) -> dict[str, Any]:
+    """Return the form of the figures in a summary's file."""
+    written: dict[str, Any] = {
+        "leak": _each(leak.batches, BatchFigures._asdict),
+        "leak_worst_epoch": leak.worst_epoch,
+        "leak_run_level": _each(leak.run_level, RunFigures._asdict),
+    }
+    if leak.by_class is not None:
+        written |= {
+            "leak_classes": _each(leak.by_class.batches, ClassFigures._asdict),
+            "leak_run_level_classes": _each(leak.by_class.run_level, _write_run_class),
+        }
+    return written | {_COUNTS: leak.counts._asdict()}
+
+
+def _each(
+    figures: ByAttack[ValueT], write: Callable[[ValueT], dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    return {
+        layer: {attack: write(found) for attack, found in attacks.items()}
+        for layer, attacks in figures.items()
+    }
+
+
+def _write_run_class(found: ClassFigures) -> dict[str, Any]:
+    return {"worst_pair": found.worst_pair, "classes": found.classes}
+
+
+def leak_from_json(values: Mapping[str, Any]) -> LeakFigures | None:
+    """Return the figures that a summary's JSON object holds; None where it has no such entry."""
+    if not values.keys() & {*LEAK_TABLES, _COUNTS}:
+        return None
+    by_class = None
+    if values.keys() & set(_BY_CLASS):
+        by_class = LeakByClass(*(by_attack(values.get(name), _read_class) for name in _BY_CLASS))
+    counts = as_mapping(values.get(_COUNTS))
+    return LeakFigures(
+        batches=by_attack(values.get("leak"), _read_batches),
+        worst_epoch=by_attack(values.get("leak_worst_epoch"), as_number),
+        run_level=by_attack(values.get("leak_run_level"), _read_run),
+        by_class=by_class,
+        counts=BatchCounts(*(as_count(counts.get(name)) for name in BatchCounts._fields)),
+    )
+
+
+def _read_batches(value: object) -> BatchFigures | None:
+    if not isinstance(value, dict):
+        return None
+    return BatchFigures(*(as_number(value.get(name)) for name in BatchFigures._fields))
+
+
+def _read_run(value: object) -> RunFigures | None:
+    """Read one attack over the run; an older file has its leak AUC alone."""
+    values = as_mapping(value) or {"auc": value}
+    auc = as_number(values.get("auc"))
+    low, high = (as_number(values.get(name)) for name in ("low", "high"))
+    examples = as_count(values.get("examples"))
+    rest = (values.get(name) for name in ("low", "high", "examples"))
+    unread = [
+        found is None and written is not None
+        for found, written in zip((low, high, examples), rest, strict=True)
+    ]
+    return None if auc is None or any(unread) else RunFigures(auc, low, high, examples)
+
+
+def _read_class(value: object) -> ClassFigures | None:
+    if not isinstance(value, dict):
+        return None
+    return ClassFigures(
+        tuple(map(str, as_list(value.get("worst_pair")))),
+        as_number(value.get("worst_pair_auc")),
+        as_number(value.get("worst_pair_random")),
+        as_numbers(value.get("classes")),
+        as_numbers(value.get("random")),
+    )

@@ -1,0 +1,151 @@
+"""The record that a run leaves in each party's folder: metrics, summary, and ledger of the past.
+
+    metrics.jsonl       one line per step, batch, epoch or event, written while the run trains
+    summary.json        written when the run has ended
+    ledger_ahead.json   bounds on all answers, written when a run goes back behind some of them
+
+A record names its format where that is not the first: ``"format": 2`` in a JSON object, or a line
+``{"kind": "format", "format": 2}``. Without it a file is of format 1, the one that is written here.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from splitveil.common.errors import SettingsError
+from splitveil.common.record import lines, summary
+from splitveil.common.record.figures import LedgerFigures
+from splitveil.common.record.lines import Line, LineT
+from splitveil.common.record.summary import Summary
+from splitveil.common.record.values import as_mapping, as_number
+from splitveil.common.storage.run_folder import write_json_atomically
+
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+LEDGER_AHEAD = "ledger_ahead.json"
+
+_FORMAT, _FORMAT_KEY = 1, "format"
+
+
+class TimedLine(NamedTuple):
+    """A line and when it was written."""
+
+    time_s: float | None
+    """Since the start of the run, as far as the party was running."""
+    line: Line
+
+
+class Metrics:
+    """The lines of a metrics file, in the order written."""
+
+    def __init__(self, timed_lines: list[TimedLine]) -> None:
+        self.timed = timed_lines
+
+    def of(self, kind: type[LineT]) -> list[LineT]:
+        """Return the lines of one type."""
+        return [line for _, line in self.timed if isinstance(line, kind)]
+
+
+def write_summary(folder: Path, written: Summary) -> None:
+    """Write a party's summary.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    write_json_atomically(folder / SUMMARY, summary.to_json(written))
+
+
+def read_summary(folder: Path) -> Summary:
+    """Read the summary in a party's folder.
+
+    Raises:
+        SettingsError: it is missing, damaged, or of another format.
+    """
+    found = find_summary(folder)
+    if found is None:
+        raise SettingsError(f"{folder / SUMMARY}: expected the summary of a run that has ended")
+    return found
+
+
+def find_summary(folder: Path) -> Summary | None:
+    """Read the summary in a party's folder; None where there is none.
+
+    Raises:
+        SettingsError: it is damaged, or of another format.
+    """
+    found = _read_object(folder / SUMMARY)
+    return summary.from_json(found) if found else None
+
+
+def has_summary(folder: Path) -> bool:
+    """Return whether there is a summary in a party's folder."""
+    return (folder / SUMMARY).is_file()
+
+
+def read_metrics(folder: Path) -> Metrics:
+    """Read the metrics in a party's folder, none where there is no file.
+
+    A line that is cut off, or of a kind that is not known here, is left out: the run may have been
+    killed, or may be writing it.
+
+    Raises:
+        SettingsError: they cannot be read, or are of another format.
+    """
+    return Metrics(list(_timed_lines(folder / METRICS)))
+
+
+def write_ledger_ahead(folder: Path, bounds: LedgerFigures) -> None:
+    """Write the bounds on all answers of a run that goes back behind some of them.
+
+    Raises:
+        StorageError: they cannot be written.
+    """
+    write_json_atomically(folder / LEDGER_AHEAD, bounds.flat())
+
+
+def find_ledger_ahead(folder: Path) -> LedgerFigures | None:
+    """Read the bounds on all answers; None where the run never went back.
+
+    Raises:
+        SettingsError: the file is damaged, or of another format.
+    """
+    found = _read_object(folder / LEDGER_AHEAD)
+    return LedgerFigures.from_flat(found) if found else None
+
+
+def _timed_lines(path: Path) -> Iterator[TimedLine]:
+    for text in _text(path).splitlines():
+        try:
+            document = as_mapping(json.loads(text))
+        except (ValueError, RecursionError):
+            continue
+        _check_format(path, document)
+        line = lines.from_json(document)
+        if line is not None:
+            yield TimedLine(as_number(document.get("time_s")), line)
+
+
+def _read_object(path: Path) -> Mapping[str, Any]:
+    try:
+        document = as_mapping(json.loads(_text(path) or "{}"))
+    except (ValueError, RecursionError) as error:
+        raise SettingsError(f"{path}: not valid JSON") from error
+    _check_format(path, document)
+    return document
+
+
+def _check_format(path: Path, document: Mapping[str, Any]) -> None:
+    written = document.get(_FORMAT_KEY, _FORMAT)
+    if written != _FORMAT:
+        raise SettingsError(
+            f"{path}: written in format {written!r}, by another version of splitveil; expected "
+            f"format {_FORMAT}"
+        )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8") if path.is_file() else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: cannot be read: {error}") from error

@@ -1,0 +1,392 @@
+"""The record of a run: its form in the files, read back as it was written, or refused in words."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from splitveil.common.errors import SettingsError
+from splitveil.common.party.transcript import TranscriptEnd
+from splitveil.common.record.figures import AttackFigure, LedgerFigures, SpreadFigures
+from splitveil.common.record.leak_figures import (
+    BatchCounts,
+    BatchFigures,
+    ClassFigures,
+    LeakByClass,
+    LeakFigures,
+    RunFigures,
+)
+from splitveil.common.record.lines import (
+    AlarmLine,
+    AlignmentLine,
+    AuditLine,
+    EpochLeakLine,
+    EvaluationLine,
+    GateLine,
+    HistogramLine,
+    LeakLine,
+    LedgerLine,
+    Line,
+    TrainingLine,
+)
+from splitveil.common.record.run_record import (
+    METRICS,
+    SUMMARY,
+    find_ledger_ahead,
+    find_summary,
+    read_metrics,
+    read_summary,
+    write_ledger_ahead,
+    write_summary,
+)
+from splitveil.common.record.summary import (
+    ActiveFigures,
+    AuditedFigures,
+    EarlierAnswers,
+    GateFigures,
+    ModelFigures,
+    RunCounts,
+    Summary,
+)
+from tests.records import append_lines
+
+BOUNDS = LedgerFigures(
+    SpreadFigures(0.25, 0.125, 0.0625),
+    SpreadFigures(0.625, 0.5625, 0.53125),
+    SpreadFigures(0.75, 0.6875, 0.65625),
+    epsilon=1.5,
+)
+NORM = AttackFigure("cut", "norm", 0.75)
+ELSEWHERE = AttackFigure("ads/bank: first", "spectral", None)
+
+LINES: Mapping[str, tuple[Line, dict[str, Any]]] = {
+    "alignment": (
+        AlignmentLine(569),
+        {"kind": "alignment", "epoch": None, "step": None, "aligned_rows": 569},
+    ),
+    "training": (
+        TrainingLine(1, 2, 0.5, 0.25),
+        {"kind": "train", "epoch": 1, "step": 2, "loss": 0.5, "noise_power": 0.25},
+    ),
+    "leak": (
+        LeakLine(1, 2, (NORM, ELSEWHERE), 0.5),
+        {
+            "kind": "leak",
+            "epoch": 1,
+            "step": 2,
+            "cut/norm_leak_auc": 0.75,
+            "ads/bank: first/spectral_leak_auc": None,
+            "random_leak_auc": 0.5,
+        },
+    ),
+    "epoch leak": (
+        EpochLeakLine(1, (NORM, ELSEWHERE)),
+        {
+            "kind": "epoch_leak",
+            "epoch": 1,
+            "step": None,
+            "cut/norm": 0.75,
+            "ads/bank: first/spectral": None,
+        },
+    ),
+    "ledger": (
+        LedgerLine(1, BOUNDS),
+        {
+            "kind": "ledger",
+            "epoch": 1,
+            "step": None,
+            "sum_kl_max": 0.25,
+            "sum_kl_q95": 0.125,
+            "sum_kl_mean": 0.0625,
+            "estimate_max": 0.625,
+            "estimate_q95": 0.5625,
+            "estimate_mean": 0.53125,
+            "guarantee_max": 0.75,
+            "guarantee_q95": 0.6875,
+            "guarantee_mean": 0.65625,
+            "epsilon": 1.5,
+        },
+    ),
+    "evaluation": (
+        EvaluationLine(1, "validation", 0.5, 0.75, 0.125, 0.25),
+        {
+            "kind": "validation",
+            "epoch": 1,
+            "step": None,
+            "loss": 0.5,
+            "auc": 0.75,
+            "calibration_error": 0.125,
+            "train_loss": 0.25,
+        },
+    ),
+    "evaluation by class": (
+        EvaluationLine(1, "test", 0.5, 0.75, 0.125, 0.25, 0.875, {"van": 0.75, "a/b": None}),
+        {
+            "kind": "test",
+            "epoch": 1,
+            "step": None,
+            "loss": 0.5,
+            "auc": 0.75,
+            "calibration_error": 0.125,
+            "train_loss": 0.25,
+            "accuracy": 0.875,
+            "auc/van": 0.75,
+            "auc/a/b": None,
+        },
+    ),
+    "audit": (
+        AuditLine(1, NORM),
+        {"kind": "audit", "epoch": 1, "step": None, "cut/norm": 0.75},
+    ),
+    "gate": (
+        GateLine(1, 2, NORM, 0.5, 0.625),
+        {
+            "kind": "leak_gate",
+            "epoch": 1,
+            "step": 2,
+            "cut/norm": 0.75,
+            "random": 0.5,
+            "limit": 0.625,
+        },
+    ),
+    "alarm": (
+        AlarmLine(1, NORM, 0.125, 0.625),
+        {
+            "kind": "leak_alarm",
+            "epoch": 1,
+            "step": None,
+            "cut/norm": 0.75,
+            "margin": 0.125,
+            "guarantee": 0.625,
+        },
+    ),
+    "histogram": (
+        HistogramLine(1, 2, "cosine", (-1.0, 0.0, 1.0), {"before/positive": (3, 4)}),
+        {
+            "kind": "histogram",
+            "epoch": 1,
+            "step": 2,
+            "figure": "cosine",
+            "edges": [-1.0, 0.0, 1.0],
+            "counts": {"before/positive": [3, 4]},
+        },
+    ),
+}
+
+
+def test_every_type_of_line_has_its_form_below() -> None:
+    assert {type(line) for line, _ in LINES.values()} == set(get_args(Line))
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_line_has_its_form_in_the_file_and_is_read_back(tmp_path: Path, name: str) -> None:
+    line, form = LINES[name]
+    append_lines(tmp_path, line, time_s=0.12345678)
+    written = (tmp_path / METRICS).read_text()
+    assert written == json.dumps({"time_s": 0.123457} | form) + "\n"
+    (found,) = read_metrics(tmp_path).timed
+    assert found == (0.123457, line)
+
+
+CLASSES = ClassFigures(("van", "bus"), 0.75, 0.5, {"van": 0.75}, {"van": 0.5})
+LEAK = LeakFigures(
+    batches={"cut": {"norm": BatchFigures(0.75, 0.625, 0.5625, 0.5)}},
+    worst_epoch={"cut": {"norm": 0.6875}},
+    run_level={"cut": {"accumulated_cosine": RunFigures(0.75, 0.625, 0.875, 569)}},
+    counts=BatchCounts(42, 1, 2),
+)
+LEAK_FORM = {
+    "leak": {
+        "cut": {"norm": {"q95": 0.75, "mean": 0.625, "last_epoch": 0.5625, "random_q95": 0.5}}
+    },
+    "leak_worst_epoch": {"cut": {"norm": 0.6875}},
+    "leak_run_level": {
+        "cut": {"accumulated_cosine": {"auc": 0.75, "low": 0.625, "high": 0.875, "examples": 569}}
+    },
+    "leak_batches": {"observed": 42, "skipped_one_class": 1, "left_out": 2},
+}
+COUNTS = {"aligned_rows": 569, "epochs": 2, "steps": 30}
+MODEL = {
+    "test_auc": 0.75,
+    "test_loss": 0.5,
+    "test_calibration_error": 0.125,
+    "train_loss": 0.25,
+}
+DEFENSE = {"name": "marvell", "noise": "fresh"}
+LEDGER_FORM = LINES["ledger"][1] | {}
+for name in ("kind", "epoch", "step"):
+    del LEDGER_FORM[name]
+ENDS = {"transcript": {"entries": 7, "last_link": "ab"}}
+
+SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
+    "active": (
+        Summary(
+            counts=RunCounts(569, 2, 30, 12.5),
+            active=ActiveFigures(
+                model=ModelFigures(0.75, 0.5, 0.125, 0.25),
+                defense=DEFENSE,
+                ledger=BOUNDS,
+                audits_answered=3,
+                refused_messages={"too-large": 1},
+                earlier_answers=EarlierAnswers(9, BOUNDS),
+                leak_alarms=1,
+                gate=GateFigures(2, closed=True),
+            ),
+            leak=LEAK,
+            transcript=TranscriptEnd(7, "ab"),
+        ),
+        {
+            **COUNTS,
+            **MODEL,
+            "steps_per_s": 12.5,
+            "defense": DEFENSE,
+            "ledger": LEDGER_FORM,
+            "audits_answered": 3,
+            "refused_messages": {"too-large": 1},
+            "earlier_answers": {"examples": 9, **LEDGER_FORM},
+            "leak_alarms": 1,
+            **LEAK_FORM,
+            "leak_gate_findings": 2,
+            "leak_gate_closed": True,
+            **ENDS,
+        },
+    ),
+    "active without a ledger entry": (
+        Summary(
+            counts=RunCounts(569, 0, 0, None),
+            active=ActiveFigures(model=ModelFigures(), defense=DEFENSE),
+        ),
+        {
+            "aligned_rows": 569,
+            "epochs": 0,
+            "steps": 0,
+            **dict.fromkeys(MODEL),
+            "steps_per_s": None,
+            "defense": DEFENSE,
+            "ledger": None,
+            "refused_messages": {},
+        },
+    ),
+    "active with several classes": (
+        Summary(
+            counts=RunCounts(569, 2, 30, 12.5),
+            active=ActiveFigures(
+                model=ModelFigures(0.75, 0.5, 0.125, 0.25, 0.875, {"van": 0.75}), defense=DEFENSE
+            ),
+            leak=LeakFigures(
+                by_class=LeakByClass(
+                    {"cut": {"norm": CLASSES}},
+                    {"cut": {"norm": ClassFigures(("van", "bus"), classes={"van": 0.75})}},
+                )
+            ),
+        ),
+        {
+            **COUNTS,
+            **MODEL,
+            "steps_per_s": 12.5,
+            "defense": DEFENSE,
+            "ledger": None,
+            "refused_messages": {},
+            "test_accuracy": 0.875,
+            "test_auc_by_class": {"van": 0.75},
+            "leak": {},
+            "leak_worst_epoch": {},
+            "leak_run_level": {},
+            "leak_classes": {
+                "cut": {
+                    "norm": {
+                        "worst_pair": ["van", "bus"],
+                        "worst_pair_auc": 0.75,
+                        "worst_pair_random": 0.5,
+                        "classes": {"van": 0.75},
+                        "random": {"van": 0.5},
+                    }
+                }
+            },
+            "leak_run_level_classes": {
+                "cut": {"norm": {"worst_pair": ["van", "bus"], "classes": {"van": 0.75}}}
+            },
+            "leak_batches": {"observed": None, "skipped_one_class": None, "left_out": None},
+        },
+    ),
+    "passive": (
+        Summary(
+            counts=RunCounts(569, 2, 30, 12.5),
+            audited=AuditedFigures({"cut": {"norm": 0.75}}, 4),
+            leak=LEAK,
+        ),
+        {
+            **COUNTS,
+            "steps_per_s": 12.5,
+            "audit": {"cut": {"norm": 0.75}},
+            "audit_left_out_batches": 4,
+            **LEAK_FORM,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SUMMARIES)
+def test_a_summary_has_its_form_in_the_file_and_is_read_back(tmp_path: Path, name: str) -> None:
+    summary, form = SUMMARIES[name]
+    write_summary(tmp_path, summary)
+    assert (tmp_path / SUMMARY).read_text() == json.dumps(form, indent=2) + "\n"
+    assert read_summary(tmp_path) == summary
+
+
+def test_figures_that_are_not_finite_become_null_and_are_read_as_absent(tmp_path: Path) -> None:
+    model = ModelFigures(test_auc=math.nan, train_loss=math.inf)
+    write_summary(tmp_path, Summary(active=ActiveFigures(model=model)))
+    append_lines(tmp_path, TrainingLine(0, 0, loss=math.nan, noise_power=-math.inf))
+    assert read_summary(tmp_path).of_active.model == ModelFigures()
+    assert read_metrics(tmp_path).of(TrainingLine) == [TrainingLine(0, 0, None, None)]
+
+
+def test_the_bounds_of_answers_ahead_are_read_back(tmp_path: Path) -> None:
+    assert find_ledger_ahead(tmp_path) is None
+    write_ledger_ahead(tmp_path, BOUNDS)
+    assert find_ledger_ahead(tmp_path) == BOUNDS
+
+
+def test_lines_that_are_cut_off_or_unknown_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / METRICS).write_text('{"kind": "of later", "epoch": 1}\n[1]\n{"kind": "tr\n')
+    append_lines(tmp_path, AlignmentLine(7))
+    with (tmp_path / METRICS).open("a") as metrics:
+        metrics.write('{"time_s": 1, "kind": "train", "epo')
+    assert [line for _, line in read_metrics(tmp_path).timed] == [AlignmentLine(7)]
+
+
+def test_a_folder_without_a_record_is_empty_and_a_summary_that_must_be_there_is_missed(
+    tmp_path: Path,
+) -> None:
+    assert read_metrics(tmp_path).timed == []
+    assert find_summary(tmp_path) is None
+    with pytest.raises(SettingsError, match=r"summary\.json: expected the summary of a run"):
+        read_summary(tmp_path)
+
+
+@pytest.mark.parametrize("version", [2, 0, "1", None, [1]])
+def test_a_record_of_another_format_is_refused_in_one_line(tmp_path: Path, version: object) -> None:
+    (tmp_path / SUMMARY).write_text(json.dumps({"format": version, "steps": 3}))
+    (tmp_path / METRICS).write_text(json.dumps({"kind": "format", "format": version}) + "\n")
+    for read in (read_summary, read_metrics):
+        with pytest.raises(SettingsError, match="by another version of splitveil") as refused:
+            read(tmp_path)
+        assert len(str(refused.value).splitlines()) == 1
+
+
+def test_a_record_that_names_the_first_format_is_read(tmp_path: Path) -> None:
+    (tmp_path / SUMMARY).write_text(json.dumps({"format": 1, "steps": 3}))
+    (tmp_path / METRICS).write_text(json.dumps({"kind": "format", "format": 1}) + "\n")
+    append_lines(tmp_path, AlignmentLine(7))
+    assert read_summary(tmp_path).counts.steps == 3
+    assert read_metrics(tmp_path).of(AlignmentLine) == [AlignmentLine(7)]
+
+
+def test_a_damaged_summary_is_refused_in_words(tmp_path: Path) -> None:
+    (tmp_path / SUMMARY).write_text('{"steps": 3')
+    with pytest.raises(SettingsError, match=r"summary\.json: not valid JSON"):
+        read_summary(tmp_path)

@@ -8,7 +8,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 BENCHMARKS := $(filter-out __init__ environment,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
-# One worker per core, of which each takes half a gigabyte; whichever is done takes tests from others.
+# One worker per core, up to eight; each takes half a gigabyte. An idle worker takes tests from others.
 WORKERS := -n auto --maxprocesses 8 --dist worksteal
 
 .PHONY: demo test test-rest test-all faults lint protos settings bench fuzz
@@ -17,11 +17,11 @@ WORKERS := -n auto --maxprocesses 8 --dist worksteal
 demo: $(INSTALLED)
 	$(BIN)/splitveil demo
 
-# Every claim and every invariant; minutes.
+# Every claim and every invariant, in minutes.
 test: $(INSTALLED)
 	$(BIN)/pytest $(WORKERS) -m "not slow" $(TEST_OPTIONS)
 
-# The long proofs, which `make test` leaves out.
+# The long proofs that `make test` leaves out.
 test-rest: $(INSTALLED)
 	$(BIN)/pytest $(WORKERS) -m slow $(TEST_OPTIONS)
 

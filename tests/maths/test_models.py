@@ -171,7 +171,6 @@ def test_wide_deep_adds_the_logits_of_its_two_parts() -> None:
     for column in range(26):
         wide = wide + table[features.categorical[:, column] + 9 * column, 0]
     torch.testing.assert_close(top(activation, features), deep + wide)
-    hidden = features.numeric.new_zeros(0)
     vectors = bottom.get_parameter("input.embedding.weight")
     slots = features.categorical + 9 * torch.arange(26)
     hidden = torch.cat([features.numeric, vectors[slots].reshape(5, -1)], dim=1)

@@ -37,6 +37,7 @@ from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.party.transcript import Transcript
+from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.storage.ended_run import clear_mark, end_of, mark_as_ended
 from splitveil.common.storage.run_folder import open_run_folder, write_json_atomically
@@ -157,6 +158,7 @@ def _check_files_and_address(
     logger.log(logging.WARNING if credentials is None else logging.INFO, "security: %s", security)
     settings.http_proxy()
     settings.earlier_model()
+    try_custom_attacks(settings.adversary, settings.contract.cut_shape)
 
 
 _ENDED = (
@@ -221,11 +223,18 @@ def _check(parsed: argparse.Namespace) -> None:
         found = _evaluation_labels(settings)
         return f"evaluation labels: {'none' if found is None else found.table.source}"
 
+    adversary = settings.adversary
+
+    def own_attacks() -> str:
+        names = try_custom_attacks(adversary, settings.contract.cut_shape)
+        return f"attacks: {', '.join(names)} can score gradients"
+
     report_check(
         settings,
         [
             connection,
             lambda: f"device: {settings.torch_device()}",
+            *([own_attacks] if adversary is not None and adversary.custom_attacks else []),
             data_and_model,
             labels,
         ],

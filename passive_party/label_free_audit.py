@@ -38,7 +38,7 @@ class LabelFreeAudit:
         num_examples: aligned examples of the run.
     """
 
-    def __init__(self, attacks: Sequence[AttackName], every_steps: int, num_examples: int) -> None:
+    def __init__(self, attacks: Sequence[str], every_steps: int, num_examples: int) -> None:
         self.left_out = 0
         """Batches that were to be attacked and were not."""
         self._attacks = tuple(name for name in LABEL_FREE if name in attacks)

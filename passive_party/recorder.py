@@ -13,6 +13,7 @@ from torch import Tensor
 from splitveil.common.errors import AuditRefused, PeerError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.audit_worker import AuditWorker
+from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.record.leak_recorder import IDLE_S, LeakRecorder
 from splitveil.common.record.metrics_log import MetricsLog
@@ -35,6 +36,9 @@ class PassiveRecorder:
         folder: the run's folder.
         ids: this party's canonical ids.
         evaluation_labels: labels that both sides know, or None: then there is no leak AUC here.
+
+    Raises:
+        SettingsError: an attack of the user's own cannot be used.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class PassiveRecorder:
         ids: Sequence[str],
         evaluation_labels: PartyData | None,
     ) -> None:
+        try_custom_attacks(settings.adversary, settings.contract.cut_shape)
         self.aligned_rows = 0
         self._settings = settings
         self._ids = ids
@@ -96,7 +101,7 @@ class PassiveRecorder:
         if self._settings.adversary is not None and self._settings.audits:
             self._rows = rows
             chosen = self._settings.adversary
-            self._label_free = LabelFreeAudit(chosen.attacks, chosen.every_steps, len(rows))
+            self._label_free = LabelFreeAudit(chosen.attack_names, chosen.every_steps, len(rows))
             self._worker = AuditWorker(
                 self._label_free, chosen.queue_batches, max_cpu_share=chosen.max_cpu_share
             )

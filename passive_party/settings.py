@@ -29,7 +29,7 @@ class AdversarySettings(AuditSettings):
 
     @model_validator(mode="after")
     def _can_be_audited(self) -> "AdversarySettings":
-        if self.audit and not set(self.attacks) & set(LABEL_FREE):
+        if self.audit and not set(self.attack_names) & set(LABEL_FREE):
             raise ValueError(f"audit: attacks names none of {', '.join(LABEL_FREE)}")
         return self
 

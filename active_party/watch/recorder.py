@@ -16,7 +16,9 @@ from splitveil.active_party.watch.distributions import gradient_distributions, s
 from splitveil.active_party.watch.leak_alarm import LeakAlarm
 from splitveil.active_party.watch.leak_gate import GateFinding, LeakGate
 from splitveil.common.errors import LeakGateClosed
+from splitveil.common.privacy.attacks import SideInformation
 from splitveil.common.privacy.audit import BatchLeak
+from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.record.leak_recorder import LeakRecorder
 from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.training_progress import TrainingProgress
@@ -34,9 +36,14 @@ LEDGER_AHEAD = "ledger_ahead.json"
 
 
 class ActiveRecorder:
-    """Observes a session. Its numbers are about batches and epochs, never about one example."""
+    """Observes a session. Its numbers are about batches and epochs, never about one example.
+
+    Raises:
+        SettingsError: an attack of the user's own cannot be used.
+    """
 
     def __init__(self, settings: ActiveSettings, folder: Path) -> None:
+        try_custom_attacks(settings.leak_monitor, settings.contract.aggregate_shape)
         self.aligned_rows = 0
         self._folder = folder
         self._settings = settings
@@ -52,7 +59,7 @@ class ActiveRecorder:
         self._ahead: LeakBounds | None = None
         """What was told in all when the run went back: no checkpoint takes that away."""
         self._earlier: dict[str, float | None] | None = None
-        self._alarm = LeakAlarm()
+        self._alarm = LeakAlarm(_class_oracles(settings))
         self._alarms = 0
         self._measured_epoch = 0
         self._audits = 0
@@ -338,6 +345,13 @@ class ActiveRecorder:
                 *alarm[:-1],
                 auc_at_most(alarm.guarantee),
             )
+
+
+def _class_oracles(settings: ActiveSettings) -> list[str]:
+    """Return the leak monitor's attacks that are told the classes of half a batch."""
+    monitor = settings.leak_monitor
+    needs = {} if monitor is None else monitor.batch_attack_needs
+    return [name for name, needed in needs.items() if SideInformation.CLASSES in needed]
 
 
 def _epochs_to_count(settings: ActiveSettings) -> Iterable[int]:

@@ -3,7 +3,6 @@
 Initial weights depend on the given seed alone; torch's own random numbers are left as they were.
 """
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from splitveil.common.models.settings import (
     WideDeepModel,
 )
 from splitveil.common.models.wide_deep import WideDeepBottom, WideDeepTop
+from splitveil.common.text.imports import first_line, import_named
 
 PROBE_ROWS = 2
 
@@ -126,17 +126,9 @@ def load_class(name: str) -> type[Any]:
     Raises:
         SettingsError: it cannot be imported, or is no class.
     """
-    module_name, separator, class_name = name.partition(":")
-    if not (separator and module_name and class_name):
-        raise SettingsError(f"{name}: expected package.module:Class")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's own module raises while it is imported
-        raise SettingsError(
-            f"{name}: {module_name} cannot be imported: {_first_line(error)}"
-        ) from error
-    found = getattr(module, class_name, None)
+    found = import_named(name, "class")
     if not isinstance(found, type):
+        module_name, _, class_name = name.partition(":")
         raise SettingsError(f"{name}: {module_name} has no class {class_name}")
     return found
 
@@ -157,7 +149,7 @@ def _build_custom(settings: CustomModel, role: str) -> nn.Module:
         return cls(**settings.arguments)
     except Exception as error:  # whatever the user's own class raises
         raise SettingsError(
-            f"{role}.arguments: {settings.module} cannot be built: {_first_line(error)}"
+            f"{role}.arguments: {settings.module} cannot be built: {first_line(error)}"
         ) from error
 
 
@@ -179,7 +171,7 @@ def _build_and_probe(
         except Exception as error:  # whatever the user's own class raises
             raise SettingsError(
                 f"{role}: {type(model).__name__} fails on a batch of {PROBE_ROWS} rows: "
-                f"{_first_line(error)}"
+                f"{first_line(error)}"
             ) from error
     if not isinstance(output, Tensor) or not output.is_floating_point():
         came = output.dtype if isinstance(output, Tensor) else type(output).__name__
@@ -197,9 +189,4 @@ def _within_memory(build: Callable[[], nn.Module], role: str) -> nn.Module:
         return build()
     except (RuntimeError, TypeError, OverflowError, MemoryError) as error:
         # What torch raises for sizes beyond the memory, or beyond 64 bits.
-        raise SettingsError(f"{role}: cannot be built: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    text = (str(error).splitlines() or [""])[0]
-    return f"{type(error).__name__}: {text}"
+        raise SettingsError(f"{role}: cannot be built: {first_line(error)}") from error

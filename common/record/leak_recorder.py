@@ -14,6 +14,7 @@ from torch import Tensor
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.privacy.audit import BatchLeak, LeakAudit
 from splitveil.common.privacy.audit_worker import AuditWorker
+from splitveil.common.privacy.custom_attacks import load_custom_attacks
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.settings import AuditSettings
 from splitveil.common.record.metrics_log import MetricsLog
@@ -62,7 +63,13 @@ class LeakRecorder:
         self._next_epoch = 0
         self._ended_epoch = -1
         self._charted_s = -_CHARTED_EVERY_S
-        self._audit = LeakAudit(settings.attacks, settings.every_steps, num_examples, class_names)
+        self._audit = LeakAudit(
+            settings.attack_names,
+            settings.every_steps,
+            num_examples,
+            class_names,
+            load_custom_attacks(settings),
+        )
         self._worker = AuditWorker(
             self._audit, settings.queue_batches, self._note, settings.max_cpu_share
         )

@@ -96,7 +96,7 @@ class BatchRecord:
         self._latest: BatchLeak | None = None
 
     def wants(self, step: int) -> bool:
-        """Tell whether a step of an epoch is to be audited at all."""
+        """Return whether a step of an epoch is to be audited at all."""
         return step % self._every_steps == 0
 
     def leave_out(self) -> None:
@@ -185,7 +185,7 @@ class BatchRecord:
         }
 
     def _record_again(self, state: Mapping[str, Any]) -> None:
-        """Go on from what was found by then; call it with the lock."""
+        """Continue from what was found by then; call it with the lock."""
         self._observed = state["observed"]
         self._tallies = {}
         for layer, attacks in state["tallies"].items():

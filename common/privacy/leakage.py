@@ -87,7 +87,7 @@ def areas(scores: Tensor, positive: Tensor, kept: Tensor | None = None) -> Tenso
 
 
 def has_both_classes(labels: Tensor) -> bool:
-    """Tell whether there are positives and negatives.
+    """Return whether there are positives and negatives.
 
     Raises:
         ValueError: a label is neither 0 nor 1.

@@ -50,6 +50,7 @@ from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.party.transcript import Transcript
+from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.summary import Summary
 from splitveil.common.record.summary_tables import print_summary
@@ -285,6 +286,12 @@ def _check(parsed: argparse.Namespace) -> None:
     def earlier_answers() -> str:
         return f"earlier ledgers: {len(settings.earlier_answers())} examples"
 
+    monitor = settings.leak_monitor
+
+    def own_attacks() -> str:
+        names = try_custom_attacks(monitor, settings.contract.aggregate_shape)
+        return f"attacks: {', '.join(names)} can score gradients"
+
     def data_and_model() -> str:
         data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
         earlier = open_earlier_model(settings)
@@ -309,6 +316,7 @@ def _check(parsed: argparse.Namespace) -> None:
             noise_key,
             defense,
             *([earlier_answers] if settings.earlier_ledgers else []),
+            *([own_attacks] if monitor is not None and monitor.custom_attacks else []),
             data_and_model,
         ],
     )
@@ -319,6 +327,7 @@ def _check_files_and_address(settings: ActiveSettings) -> None:
     _check_listen(settings)
     _check_noise_key(settings)
     open_earlier_model(settings)
+    try_custom_attacks(settings.leak_monitor, settings.contract.aggregate_shape)
 
 
 def _check_noise_key(settings: ActiveSettings) -> None:

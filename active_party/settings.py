@@ -13,8 +13,8 @@ from splitveil.common.data.settings import expand_path
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.settings import ModelSettings
 from splitveil.common.party.party_settings import Address, PartySettings
-from splitveil.common.privacy.attacks import ATTACKS, BatchAttackName, SideInformation
-from splitveil.common.privacy.settings import AuditSettings
+from splitveil.common.privacy.attacks import SideInformation
+from splitveil.common.privacy.settings import AuditSettings, suggested
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.settings import Section, only_key
 
@@ -73,7 +73,7 @@ RunBudget = Annotated[
 class LeakGateSettings(Section):
     """What happens if the leak monitor's attacks reach more than they should."""
 
-    attack: BatchAttackName | None = None
+    attack: str | None = None
     """The attack that counts, one of the leak monitor's; ``null`` for the strongest of all."""
 
     max_leak_auc: float = Field(default=0.65, gt=0.5, lt=1)
@@ -118,8 +118,8 @@ class LeakMonitorSettings(AuditSettings):
     def _reads_gradients_alone(self) -> "LeakMonitorSettings":
         refused = [
             name
-            for name, attack in ATTACKS.items()
-            if name in self.attacks and SideInformation.ACTIVATIONS in attack.needs
+            for name, needs in self.batch_attack_needs.items()
+            if SideInformation.ACTIVATIONS in needs
         ]
         if refused:
             raise ValueError(
@@ -254,10 +254,12 @@ class ActiveSettings(PartySettings):
             return
         if self.leak_monitor is None:
             raise ValueError("leak_gate needs leak_monitor, whose figures it judges")
-        judged = {name for name in self.leak_monitor.attacks if name in ATTACKS}
+        judged = tuple(self.leak_monitor.batch_attack_needs)
         if not judged:
             raise ValueError("leak_gate: no attack of leak_monitor measures single batches")
         if self.leak_gate.attack is not None and self.leak_gate.attack not in judged:
             raise ValueError(
-                f"leak_gate.attack: {self.leak_gate.attack} is not in leak_monitor.attacks"
+                f"leak_gate.attack: {self.leak_gate.attack!r} is not in leak_monitor.attacks"
+                f"{suggested(self.leak_gate.attack, judged)} (single batches are measured by: "
+                f"{', '.join(judged)})"
             )

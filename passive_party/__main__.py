@@ -38,6 +38,7 @@ from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.party.transcript import Transcript
+from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.summary import Summary
 from splitveil.common.record.summary_tables import print_summary
@@ -158,6 +159,7 @@ def _check_files_and_address(
     logger.log(logging.WARNING if credentials is None else logging.INFO, "security: %s", security)
     http_proxy(settings)
     open_earlier_model(settings)
+    try_custom_attacks(settings.adversary, settings.contract.cut_shape)
 
 
 _ENDED = (
@@ -222,11 +224,18 @@ def _check(parsed: argparse.Namespace) -> None:
         found = _evaluation_labels(settings)
         return f"evaluation labels: {'none' if found is None else found.table.source}"
 
+    adversary = settings.adversary
+
+    def own_attacks() -> str:
+        names = try_custom_attacks(adversary, settings.contract.cut_shape)
+        return f"attacks: {', '.join(names)} can score gradients"
+
     report_check(
         settings,
         [
             connection,
             lambda: f"device: {torch_device(settings.device)}",
+            *([own_attacks] if adversary is not None and adversary.custom_attacks else []),
             data_and_model,
             labels,
         ],

@@ -1,4 +1,4 @@
-"""What the passive party's adversary gathers without any label, for the active party to measure.
+"""Gathers the adversary's scores without any label, for the active party to measure.
 
 Every attack becomes one score per training example: the sum over the epochs of its standardised
 score of each batch. ``spectral`` is turned by each batch's own skewness, ``accumulated_spectral``
@@ -21,7 +21,7 @@ from splitveil.common.run.sample_order import Positions
 
 
 class GatheredScores(NamedTuple):
-    """What one attack on one layer knows of some examples."""
+    """The scores of one attack on one layer for some examples."""
 
     attack: AttackName
     layer: str
@@ -38,7 +38,7 @@ class LabelFreeAudit:
         num_examples: aligned examples of the run.
     """
 
-    def __init__(self, attacks: Sequence[AttackName], every_steps: int, num_examples: int) -> None:
+    def __init__(self, attacks: Sequence[str], every_steps: int, num_examples: int) -> None:
         self.left_out = 0
         """Batches that were to be attacked and were not."""
         self._attacks = tuple(name for name in LABEL_FREE if name in attacks)
@@ -49,7 +49,7 @@ class LabelFreeAudit:
         self._signs: dict[str, ContinuousSign] = {}
 
     def wants(self, step: int) -> bool:
-        """Tell whether a step of an epoch is to be attacked at all."""
+        """Return whether a step of an epoch is to be attacked at all."""
         return step % self._every_steps == 0
 
     def leave_out(self) -> None:
@@ -71,7 +71,7 @@ class LabelFreeAudit:
                     self._sums[layer, attack].add(observation.positions, standardised(scores))
 
     def gathered(self, positions: Positions) -> Iterator[GatheredScores]:
-        """Yield what every attack on every layer knows of some examples so far."""
+        """Yield the scores of every attack on every layer for some examples so far."""
         rows = torch.from_numpy(positions)
         with self._lock:
             found = {key: self._sums[key].result() for key in sorted(self._sums)}
@@ -95,7 +95,7 @@ class LabelFreeAudit:
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` left off.
+        """Continue from what ``state_dict`` returned.
 
         Raises:
             ValueError: the state is of other attacks, or of another number of examples.

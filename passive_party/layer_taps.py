@@ -1,4 +1,4 @@
-"""Which layers' gradients are attacked, and how they are caught during training."""
+"""Chooses the layers whose gradients are attacked, and captures them during training."""
 
 from collections.abc import Iterator
 from types import TracebackType
@@ -72,7 +72,7 @@ class LayerTap:
         return self._gradient
 
     def take(self) -> Tensor | None:
-        """Return the gradient and let go of it."""
+        """Return the gradient and forget it."""
         gradient, self._gradient = self._gradient, None
         return gradient
 

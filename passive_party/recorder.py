@@ -12,6 +12,7 @@ from torch import Tensor
 from splitveil.common.errors import AuditRefused, PeerError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.audit_worker import AuditWorker
+from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.leak_recorder import IDLE_S, AuditedRun, LeakRecorder
@@ -38,6 +39,9 @@ class PassiveRecorder:
         folder: the run's folder.
         ids: this party's canonical ids.
         evaluation_labels: labels that both sides know; without them no leak AUC is measured here.
+
+    Raises:
+        SettingsError: an attack of the user's own cannot be used.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class PassiveRecorder:
         ids: Sequence[str],
         evaluation_labels: PartyData | None,
     ) -> None:
+        try_custom_attacks(settings.adversary, settings.contract.cut_shape)
         self.aligned_rows = 0
         self._folder = folder
         self._settings = settings
@@ -198,7 +203,7 @@ class PassiveRecorder:
             return
         if self._settings.audits:
             self._rows = rows
-            self._label_free = LabelFreeAudit(chosen.attacks, chosen.every_steps, len(rows))
+            self._label_free = LabelFreeAudit(chosen.attack_names, chosen.every_steps, len(rows))
         if self._labels is not None:
             # One thread for both audits: they share one budget, and the scores that both compute.
             self._leaks = self._of_run.enter_context(

@@ -30,7 +30,7 @@ class AdversarySettings(AuditSettings):
 
     @model_validator(mode="after")
     def _can_be_audited(self) -> "AdversarySettings":
-        if self.audit and not set(self.attacks) & set(LABEL_FREE):
+        if self.audit and not set(self.attack_names) & set(LABEL_FREE):
             raise ValueError(f"audit: expected at least one of {', '.join(LABEL_FREE)} in attacks")
         return self
 

@@ -32,7 +32,8 @@ from splitveil.active_party.defenses.section import (
     require_key,
 )
 from splitveil.common.errors import SettingsError
-from splitveil.common.models.factory import first_line, load_class
+from splitveil.common.models.factory import load_class
+from splitveil.common.text.imports import first_line
 
 _PROBE_ROWS = 8
 

@@ -64,6 +64,9 @@ def _needs(attack: Attack) -> frozenset[_Need]:
 _OF_BATCHES: Mapping[str, frozenset[_Need]] = {
     str(name): _needs(attack) for name, attack in ATTACKS.items()
 }
+_OF_UNKNOWN = frozenset({_Need("what that attack is told")})
+"""The needs of an attack of the user's own: nothing here says that it works without labels."""
+
 _NEEDS: Mapping[str, frozenset[_Need]] = {
     **_OF_BATCHES,
     **{
@@ -356,7 +359,7 @@ def _not_measured(
 
 def _more_than_free(attack: str) -> list[_Need]:
     """Return the needs of an attack that not every passive party meets."""
-    return sorted(need for need in _NEEDS.get(attack, frozenset()) if not need.is_free)
+    return sorted(need for need in _NEEDS.get(attack, _OF_UNKNOWN) if not need.is_free)
 
 
 def _and_knows(attack: str) -> str:

@@ -1,6 +1,7 @@
 """Raises the leak alarm: feeds it charges and measurements, and reports each of its alarms."""
 
 import logging
+from collections.abc import Collection
 
 from splitveil.active_party.watch.leak_alarm import Alarm, LeakAlarm
 from splitveil.common.privacy.audit import BatchLeak
@@ -18,13 +19,14 @@ class AlarmBell:
 
     Args:
         metrics: gets a line for each alarm.
+        class_oracles: names of the attacks that are told classes, which the alarm passes over.
     """
 
-    def __init__(self, metrics: MetricsLog) -> None:
+    def __init__(self, metrics: MetricsLog, class_oracles: Collection[str]) -> None:
         self.alarms = 0
         """Alarms so far."""
         self._metrics = metrics
-        self._alarm = LeakAlarm()
+        self._alarm = LeakAlarm(class_oracles)
         self._measured_epoch = 0
 
     def note_charge(self, epoch: int, sum_kl: float) -> None:

@@ -16,7 +16,7 @@ answer reveals about an example's label, and not about what the labels of others
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
@@ -44,9 +44,14 @@ class Alarm(NamedTuple):
 
 
 class LeakAlarm:
-    """Collects charges and measurements, and judges the epochs that are complete."""
+    """Collects charges and measurements, and judges the epochs that are complete.
 
-    def __init__(self) -> None:
+    Args:
+        class_oracles: names of the attacks to pass over.
+    """
+
+    def __init__(self, class_oracles: Collection[str] = _CLASS_ORACLES) -> None:
+        self._class_oracles = frozenset(class_oracles)
         self._largest: dict[int, float] = {}
         self._gains: dict[tuple[str, str], list[float]] = {}
 
@@ -58,7 +63,7 @@ class LeakAlarm:
         """Note the measurements of the attacks on an answer."""
         for layer, attacks in measured.leak.items():
             for attack, value in attacks.items():
-                if attack not in _CLASS_ORACLES:
+                if attack not in self._class_oracles:
                     self._gains.setdefault((attack, layer), []).append(value - measured.random)
 
     def state_dict(self) -> dict[str, Any]:

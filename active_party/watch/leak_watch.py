@@ -8,6 +8,7 @@ from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.active_party.watch.alarm_bell import AlarmBell
 from splitveil.active_party.watch.gate_keeper import GateKeeper
 from splitveil.common.errors import LeakGateClosed
+from splitveil.common.privacy.attacks import SideInformation
 from splitveil.common.privacy.audit import BatchLeak
 from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
@@ -29,7 +30,7 @@ class LeakWatch:
         self._settings = settings.leak_monitor
         self._class_names: Sequence[str] = settings.data.class_names
         self._metrics = metrics
-        self._bell = AlarmBell(metrics)
+        self._bell = AlarmBell(metrics, _class_oracles(settings))
         self._gate = GateKeeper(settings.leak_gate, metrics)
         self.monitor: LeakRecorder | None = None
         """None where no leak monitor is set, or before the rows are known."""
@@ -109,3 +110,10 @@ class LeakWatch:
     def _on_leak(self, measured: BatchLeak) -> None:
         self._bell.note_leak(measured)
         self._gate.note_leak(measured)
+
+
+def _class_oracles(settings: ActiveSettings) -> list[str]:
+    """Return the leak monitor's attacks that are told the classes of half a batch."""
+    monitor = settings.leak_monitor
+    needs = {} if monitor is None else monitor.batch_attack_needs
+    return [name for name, needed in needs.items() if SideInformation.CLASSES in needed]

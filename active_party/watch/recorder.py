@@ -19,6 +19,7 @@ from splitveil.active_party.watch.stored_figures import (
     state_of_evaluation,
 )
 from splitveil.common.errors import LeakGateClosed
+from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.lines import (
     AlignmentLine,
@@ -46,9 +47,14 @@ logger = logging.getLogger(__name__)
 
 
 class ActiveRecorder:
-    """Observes a session. Its numbers are about batches and epochs, never about one example."""
+    """Observes a session. Its numbers are about batches and epochs, never about one example.
+
+    Raises:
+        SettingsError: an attack of the user's own cannot be used.
+    """
 
     def __init__(self, settings: ActiveSettings, folder: Path) -> None:
+        try_custom_attacks(settings.leak_monitor, settings.contract.aggregate_shape)
         self.aligned_rows = 0
         self._folder = folder
         self._settings = settings

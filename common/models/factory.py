@@ -3,7 +3,6 @@
 The initial weights depend only on the given seed; the state of torch's own generator is restored.
 """
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from splitveil.common.models.settings import (
     WideDeepModel,
 )
 from splitveil.common.models.wide_deep import WideDeepBottom, WideDeepTop
+from splitveil.common.text.imports import first_line, import_named
 
 PROBE_ROWS = 2
 
@@ -128,17 +128,9 @@ def load_class(name: str) -> type[Any]:
     Raises:
         SettingsError: it cannot be imported, or is not a class.
     """
-    module_name, separator, class_name = name.partition(":")
-    if not (separator and module_name and class_name):
-        raise SettingsError(f"{name}: expected package.module:Class")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may raise anything when imported
-        raise SettingsError(
-            f"{name}: {module_name} cannot be imported: {first_line(error)}"
-        ) from error
-    found = getattr(module, class_name, None)
+    found = import_named(name, "class")
     if not isinstance(found, type):
+        module_name, _, class_name = name.partition(":")
         raise SettingsError(f"{name}: {module_name} has no class {class_name}")
     return found
 
@@ -198,11 +190,5 @@ def _within_memory(build: Callable[[], nn.Module], role: str) -> nn.Module:
     try:
         return build()
     except (RuntimeError, TypeError, OverflowError, MemoryError) as error:
-        # torch raises these for sizes that exceed the memory or 64 bits.
+        # What torch raises for sizes beyond the memory, or beyond 64 bits.
         raise SettingsError(f"{role}: cannot be built: {first_line(error)}") from error
-
-
-def first_line(error: Exception) -> str:
-    """Return the kind of an error and the first line of its message."""
-    text = (str(error).splitlines() or [""])[0]
-    return f"{type(error).__name__}: {text}"

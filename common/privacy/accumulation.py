@@ -1,4 +1,4 @@
-"""Attacks that gather over a run: what one batch hides in noise, many epochs together show.
+"""Attacks that gather over a run: many epochs together show what noise hides in one batch.
 
     accumulated_spectral   sum of the batches' standardised projections on their top direction,
                            its sign kept from batch to batch
@@ -100,7 +100,7 @@ class ContinuousSign:
         return {"direction": None if direction is None else direction.cpu().clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` left off."""
+        """Continue from what ``state_dict`` returned."""
         self._direction = state["direction"]
 
 
@@ -127,10 +127,10 @@ class AccumulatedScores:
             positions: of the examples in the common order, (batch,), each once.
             scores: (batch,), standardised.
         """
-        places = positions.numpy()
+        rows = positions.numpy()
         # The same memory, at a fraction of the cost of torch's indexing.
-        self._sums.numpy()[places] += scores.cpu().numpy()
-        self._counts.numpy()[places] += 1
+        self._sums.numpy()[rows] += scores.cpu().numpy()
+        self._counts.numpy()[rows] += 1
 
     def result(self) -> RunScores:
         """Return the sums of the examples that had a score."""
@@ -142,7 +142,7 @@ class AccumulatedScores:
         return {"sums": self._sums.clone(), "counts": self._counts.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` left off.
+        """Continue from what ``state_dict`` returned.
 
         Raises:
             ValueError: the state is of another number of examples.
@@ -186,7 +186,7 @@ class ScoreHistory:
         self._sums[positions, :, stretch] = _to_half(sums)
 
     def features(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Return what is known of some examples, (examples, 8)."""
+        """Return what is known about some examples, (examples, 8)."""
         rows = self._sums[torch.from_numpy(positions)]
         return rows.flatten(start_dim=1).double().numpy()
 
@@ -195,7 +195,7 @@ class ScoreHistory:
         return {"sums": self._sums.clone(), "epochs_per_stretch": self._epochs_per_stretch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` left off.
+        """Continue from what ``state_dict`` returned.
 
         Raises:
             ValueError: the state is of another number of examples.

@@ -25,7 +25,7 @@ The oracles learn the classes from other examples than those that they score: a 
 includes the scored example itself finds a leak in pure noise.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from functools import partial
 from types import MappingProxyType
@@ -119,13 +119,17 @@ class Knowledge(NamedTuple):
 
     def suffices_for(self, attack: "Attack") -> bool:
         """Return whether it holds everything that the attack needs."""
-        available = {
-            SideInformation.POSITIVE_GRADIENT: self.positive_gradient is not None,
-            SideInformation.HINTS: self.hints is not None and len(self.hints) >= attack.num_hints,
-            SideInformation.CLASSES: self.classes is not None,
-            SideInformation.ACTIVATIONS: self.activations is not None,
-        }
-        return all(available.get(need, True) for need in attack.needs)
+        return not attack.needs or attack.needs.isdisjoint(self._missing(attack.num_hints))
+
+    def _missing(self, num_hints: int) -> Iterator[SideInformation]:
+        if self.positive_gradient is None:
+            yield SideInformation.POSITIVE_GRADIENT
+        if self.hints is None or len(self.hints) < num_hints:
+            yield SideInformation.HINTS
+        if self.classes is None:
+            yield SideInformation.CLASSES
+        if self.activations is None:
+            yield SideInformation.ACTIVATIONS
 
 
 class Attack(NamedTuple):

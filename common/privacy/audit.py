@@ -87,7 +87,7 @@ class BatchRecord:
         self._latest: BatchLeak | None = None
 
     def wants(self, step: int) -> bool:
-        """Tell whether a step of an epoch is to be audited at all."""
+        """Return whether a step of an epoch is to be audited at all."""
         return step % self._every_steps == 0
 
     def leave_out(self) -> None:
@@ -156,8 +156,9 @@ class BatchRecord:
         self._observed += 1
         for layer, attacks in measured.leak.items():
             for attack, value in attacks.items():
-                tally = self._tallies.setdefault((layer, attack), AttackTally())
-                tally.add(measured.epoch, value, measured.random)
+                if (layer, attack) not in self._tallies:
+                    self._tallies[layer, attack] = AttackTally()
+                self._tallies[layer, attack].add(measured.epoch, value, measured.random)
         self._latest = measured
 
     def _recorded(self) -> dict[str, Any]:
@@ -175,7 +176,7 @@ class BatchRecord:
         }
 
     def _record_again(self, state: Mapping[str, Any]) -> None:
-        """Go on from what was found by then; call it with the lock."""
+        """Continue from what was found by then; call it with the lock."""
         self._observed = state["observed"]
         self._tallies = {}
         for layer, attacks in state["tallies"].items():
@@ -332,20 +333,21 @@ class LeakAudit(BatchRecord):
         ]
         scores = [self._scores_of(scored[layer], name) for layer, name in measured]
         random = [Score(random_scores(observation), (), of) for of in self._classes.of_scores(1)]
-        aucs = batch_aucs([random, *scores], labels, self._classes.num_classes)
-        of_random, *worst = aucs.worst().tolist()
+        (of_random, *worst), by_class = batch_aucs(
+            [random, *scores], labels, self._classes.num_classes
+        )
         leak: LeakByAttack = {layer: {} for layer in scored}
         result = BatchLeak(observation.epoch, observation.step, leak, of_random)
-        by_class = aucs.leak() if self.is_multi_class else None
         with self._lock:
             for number, ((layer, attack), value) in enumerate(zip(measured, worst, strict=True), 1):
                 if math.isnan(value):  # the attack was told too little, or all there is of a class
                     continue
                 leak[layer][attack] = value
                 if by_class is not None:
-                    new = MultiClassTally(self._classes.num_classes)
-                    tally = self._by_class.setdefault((layer, attack), new)
-                    tally.add(by_class.of(number), by_class.of(0))
+                    if (layer, attack) not in self._by_class:
+                        tally = MultiClassTally(self._classes.num_classes)
+                        self._by_class[layer, attack] = tally
+                    self._by_class[layer, attack].add(by_class.of(number), by_class.of(0))
             self._remember(result)
         return result
 

@@ -16,17 +16,17 @@ from splitveil.common.privacy.audit import BatchLeak
 from splitveil.common.privacy.observation import Observation
 
 _NICENESS = 10
-"""How far the worker stands back: about a tenth of the weight of a thread that trains."""
+"""Niceness of the worker: about a tenth of the weight of a thread that trains."""
 
 _BURST_S = 1.0
 """CPU time that the worker may take beyond its share: short runs are measured whole."""
 
 
 class Auditing(Protocol):
-    """What an `AuditWorker` can run."""
+    """An audit that an `AuditWorker` can run."""
 
     def wants(self, step: int) -> bool:
-        """Tell whether a step of an epoch is to be audited at all."""
+        """Return whether a step of an epoch is to be audited at all."""
 
     def observe(self, observation: Observation) -> BatchLeak | None:
         """Attack one batch."""
@@ -55,7 +55,7 @@ class CpuBudget:
         self._lock = threading.Lock()
 
     def allows(self, now_s: float) -> bool:
-        """Tell whether another batch may be audited now."""
+        """Return whether another batch may be audited now."""
         if self._max_share is None:
             return True
         with self._lock:
@@ -116,7 +116,7 @@ class AuditWorker:
         self.close()
 
     def submit(self, observation: Observation) -> bool:
-        """Hand over one batch without waiting.
+        """Submit one batch without waiting.
 
         Returns:
             Whether it was taken; False if its step is not to be audited, the queue is full, or the

@@ -1,4 +1,4 @@
-"""The attacks on received gradients whose scores a party can compute that knows no label."""
+"""The attacks on received gradients that a party without any label can run."""
 
 from splitveil.common.privacy.attacks import ATTACKS, AttackName
 

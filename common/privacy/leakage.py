@@ -58,23 +58,36 @@ def auc_many(scores: Tensor, labels: Tensor, kept: Tensor | None = None) -> Tens
     classes = _one_per_example(labels, "labels").to(values.device)
     if values.shape[1] != len(classes):
         raise ValueError(f"expected one label per score, got {len(classes)} for {values.shape[1]}")
-    both = has_both_classes(classes)
-    if _count(values.isnan()):
-        raise ValueError("expected scores without NaN")
-    if not both:
+    if not has_both_classes(classes):
+        _refuse_nan(values)
         raise OneClass(f"{len(classes)} labels of one class have no AUC")
-    counted = None if kept is None else kept.to(values.device)
-    if values.device.type != "cpu":
-        return _by_average_ranks(values, classes == 1, counted)
-    found, tied = map(torch.from_numpy, _by_sorted_keys(values, classes == 1, counted))
+    return areas(values, classes == 1, kept)
+
+
+def areas(scores: Tensor, positive: Tensor, kept: Tensor | None = None) -> Tensor:
+    """Return the AUC of several scores as `auc_many` does, of labels that are known to be valid.
+
+    Args:
+        scores: (scores, batch), float64.
+        positive: booleans, (batch,), some of them true and some false, on the scores' device.
+        kept: which examples count for which score, (scores, batch); all by default.
+
+    Raises:
+        ValueError: a score is NaN.
+    """
+    _refuse_nan(scores)
+    counted = None if kept is None else kept.to(scores.device)
+    if scores.device.type != "cpu":
+        return _by_average_ranks(scores, positive, counted)
+    found, tied = map(torch.from_numpy, _by_sorted_keys(scores, positive, counted))
     if bool(tied.any()):
         of_tied = None if counted is None else counted[tied]
-        found[tied] = _by_average_ranks(values[tied], classes == 1, of_tied)
+        found[tied] = _by_average_ranks(scores[tied], positive, of_tied)
     return found
 
 
 def has_both_classes(labels: Tensor) -> bool:
-    """Tell whether there are positives and negatives.
+    """Return whether there are positives and negatives.
 
     Raises:
         ValueError: a label is neither 0 nor 1.
@@ -191,6 +204,11 @@ def _by_average_ranks(values: Tensor, positive: Tensor, kept: Tensor | None) -> 
     below_or_tied = up_to_here.gather(1, last)
     twice = ((below + below_or_tied) * positive).sum(dim=1)
     return twice.double() / (2.0 * positive.sum(dim=1) * negative.sum(dim=1))
+
+
+def _refuse_nan(scores: Tensor) -> None:
+    if _count(scores.isnan()):
+        raise ValueError("expected scores without NaN")
 
 
 def _count(true: Tensor) -> int:

@@ -10,6 +10,7 @@ come from one sort of the scores.
 Two classes have one pair, (1, 0), whose AUC is that of `splitveil.common.privacy.leakage`.
 """
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
@@ -19,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from splitveil.common.privacy.leakage import OneClass, auc_many
+from splitveil.common.privacy.leakage import OneClass, areas, auc_many
 
 Floats = npt.NDArray[np.float64]
 ClassIndices = npt.NDArray[np.int64]
@@ -89,7 +90,18 @@ class Score(NamedTuple):
     """Index of the class that the score is for; None if it serves for more than two classes."""
 
 
-def batch_aucs(attacks: Sequence[Sequence[Score]], labels: Tensor, num_classes: int) -> PairAucs:
+class BatchAucs(NamedTuple):
+    """What several attacks reached on one batch."""
+
+    worst: list[float]
+    """The leak AUC of each attack's worst pair; NaN for an attack that has none."""
+
+    leak: PairAucs | None
+    """All leak AUCs, with a leading dimension, (attacks,); None for two classes, which have one
+    pair."""
+
+
+def batch_aucs(attacks: Sequence[Sequence[Score]], labels: Tensor, num_classes: int) -> BatchAucs:
     """Measure several attacks on one batch together.
 
     Args:
@@ -97,27 +109,23 @@ def batch_aucs(attacks: Sequence[Sequence[Score]], labels: Tensor, num_classes: 
         labels: class indices, (batch,), of more than one class.
         num_classes: how many there are.
 
-    Returns:
-        AUCs with a leading dimension, (attacks,).
-
     Raises:
         ValueError: a score is NaN, or the shapes differ.
     """
-    table = PairAucs.none(num_classes, len(attacks))
     if num_classes == 2:
-        rows = [number for number, scores in enumerate(attacks) if scores]
-        areas = _areas([attacks[number][0] for number in rows], labels)
-        table.pairs[rows, 1, 0] = table.one_vs_rest[rows, 1] = areas
-        return table
+        found = iter(_leak_aucs_of_one_pair([one for scores in attacks for one in scores], labels))
+        return BatchAucs([next(found) if scores else math.nan for scores in attacks], None)
     indices = labels.cpu().numpy()
+    table = PairAucs.none(num_classes, len(attacks))
     for number, scores in enumerate(attacks):
         for values, left_out, of_class in scores:
             kept = np.ones(len(indices), dtype=np.bool_)
             kept[list(left_out)] = False
             known = values.double().cpu().numpy()[kept]
-            found = pair_aucs(known, indices[kept], num_classes, of_class)
-            table.of(number).put(found, of_class)
-    return table
+            aucs = pair_aucs(known, indices[kept], num_classes, of_class)
+            table.of(number).put(aucs, of_class)
+    leak = table.leak()
+    return BatchAucs(leak.worst().tolist(), leak)
 
 
 def pair_aucs(
@@ -192,15 +200,19 @@ def _of_one_pair(scores: Floats, labels: ClassIndices) -> PairAucs:
     return found
 
 
-def _areas(scores: Sequence[Score], labels: Tensor) -> Floats:
-    """Return the AUCs of two classes by one sort of all scores, on the scores' device."""
+def _leak_aucs_of_one_pair(scores: Sequence[Score], labels: Tensor) -> list[float]:
+    """Return the leak AUCs of two classes by one sort of all scores, on the scores' device."""
     device = scores[-1].values.device
     kept = np.ones((len(scores), len(labels)), dtype=np.bool_)
     for row, score in enumerate(scores):
-        kept[row, list(score.left_out)] = False
+        if score.left_out:
+            kept[row, list(score.left_out)] = False
     values = torch.stack([score.values.to(device) for score in scores])
-    areas: Floats = auc_many(values, labels, torch.from_numpy(kept)).cpu().numpy()
-    return areas
+    if values.shape != kept.shape:
+        raise ValueError(f"expected one label per score, got {len(labels)} for {values.shape[1]}")
+    found = areas(values.double(), labels.to(device) == 1, torch.from_numpy(kept))
+    leak_aucs: list[float] = torch.maximum(found, 1.0 - found).tolist()
+    return leak_aucs
 
 
 def _folded(aucs: Floats) -> Floats:

@@ -20,6 +20,7 @@ from splitveil.common.privacy.scores import KnownClasses
 from splitveil.common.privacy.top_direction import TopDirection
 
 _NO_CLUES = Clues()
+_TOLD_NOTHING = ((),)
 
 
 class AttackScores(NamedTuple):
@@ -53,7 +54,17 @@ class BatchScorer:
     """
 
     def __init__(self, attacks: Mapping[str, Attack], targets: Sequence[int]) -> None:
-        self._attacks = dict(attacks)
+        self._free = {name: attack for name, attack in attacks.items() if attack.is_free}
+        self._crossed = {
+            name: attack
+            for name, attack in attacks.items()
+            if SideInformation.CLASSES in attack.needs
+        }
+        self._told = {
+            name: attack
+            for name, attack in attacks.items()
+            if name not in self._free and name not in self._crossed
+        }
         self._targets = tuple(targets)
 
     def score(self, observation: Observation, labels: Tensor) -> dict[str, LayerScores]:
@@ -74,25 +85,23 @@ class BatchScorer:
         clues = [observation.clues.get(target, _NO_CLUES) for target in self._targets]
         references = [known.references.get(layer) for known in clues]
         scores: dict[str, AttackScores] = {}
-        for name, attack in self._attacks.items():
-            if layer != CUT and not attack.reads_gradients:
-                continue
-            if SideInformation.CLASSES in attack.needs:
-                crossed = [
-                    cross_scores(attack, gradients.gradients, labels == target)
-                    for target in self._targets
-                ]
-                scores[name] = AttackScores(crossed, [()] * len(crossed))
-            elif attack.is_free:
-                found = _score(attack, gradients, Knowledge(activations=observation.activations))
-                scores[name] = AttackScores([found], [()])
-            else:
-                told = [
-                    _score_told(attack, gradients, observation.activations, known, reference)
-                    for known, reference in zip(clues, references, strict=True)
-                ]
-                scores[name] = AttackScores(*map(list, zip(*told, strict=True)))
-        top = gradients.top if "spectral" in self._attacks else None
+        free = Knowledge(activations=observation.activations)
+        for name, attack in self._free.items():
+            if layer == CUT or attack.reads_gradients:
+                scores[name] = AttackScores([_score(attack, gradients, free)], _TOLD_NOTHING)
+        for name, attack in self._told.items():
+            told = [
+                _score_told(attack, gradients, observation.activations, known, reference)
+                for known, reference in zip(clues, references, strict=True)
+            ]
+            scores[name] = AttackScores([found for found, _ in told], [rows for _, rows in told])
+        for name, attack in self._crossed.items():
+            crossed = [
+                cross_scores(attack, gradients.gradients, labels == target)
+                for target in self._targets
+            ]
+            scores[name] = AttackScores(crossed, [()] * len(crossed))
+        top = gradients.top if "spectral" in self._free else None
         return LayerScores(scores, top, () if observation.references_are_clean else references)
 
 

@@ -1,10 +1,19 @@
 """The settings of an audit: which attacks run, and how often."""
 
-from typing import Self
+import difflib
+from typing import Annotated, Literal, Self, get_args
 
-from pydantic import Field, model_validator
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
-from splitveil.common.privacy.attacks import AttackName
+from splitveil.common.privacy.attacks import ATTACKS, AttackName, SideInformation
 from splitveil.common.settings import Section
 
 DEFAULT_ATTACKS: tuple[AttackName, ...] = (
@@ -15,29 +24,141 @@ DEFAULT_ATTACKS: tuple[AttackName, ...] = (
     "accumulated_cosine",
 )
 
+BUILT_IN_NAMES: tuple[AttackName, ...] = get_args(AttackName)
+
+_TAKEN_NAMES = (*BUILT_IN_NAMES, "random")
+"""Names that no attack of the user's own may have: metrics hold other figures under them."""
+
+_Need = Literal["positive_gradient", "positives_are_fewer", "hints", "classes", "activations"]
+
+
+class CustomAttack(Section):
+    """An attack of the user's own on single batches.
+
+    It is called as ``score(gradients, **side_information)`` with a tensor (rows, ...) and returns
+    one number per row, (rows,), higher for rows that look more like positives.
+    """
+
+    kind: Literal["custom"]
+
+    module: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+    """The function, as ``package.module:function``."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")]
+    """The name under which its figures appear in metrics, summary and report: letters, digits, _
+    and -."""
+
+    needs: tuple[_Need, ...] = ()
+    """Side information that it uses. Each kind but the second is handed over as a keyword argument.
+
+    ``positive_gradient``: one clean gradient of a positive (evaluation only).
+    ``positives_are_fewer``: it takes the minority for the positives; nothing is handed over.
+    ``hints``: gradients of ``num_hints`` known positives of the batch, (hints, ...).
+    ``classes``: other gradients with their labels, as ``classes.negatives`` and
+    ``classes.positives``, (rows, ...) each (evaluation only); not together with other kinds.
+    ``activations``: the passive party's own, (rows, ...); not for the leak monitor.
+    """
+
+    num_hints: int = Field(default=1, ge=1, le=64)
+    """Number of known positives, for an attack that needs ``hints``."""
+
+    @property
+    def side_information(self) -> frozenset[SideInformation]:
+        """What it needs to know besides the gradients."""
+        return frozenset(SideInformation[need.upper()] for need in self.needs)
+
+    @field_validator("name")
+    @classmethod
+    def _is_not_taken(cls, name: str) -> str:
+        if name in _TAKEN_NAMES:
+            raise ValueError("this name is taken; choose another")
+        return name
+
+    @model_validator(mode="after")
+    def _can_be_told(self) -> Self:
+        if len(set(self.needs)) < len(self.needs):
+            raise ValueError("needs: each kind of side information may be named once")
+        if "classes" in self.needs and len(self.needs) > 1:
+            raise ValueError("needs: classes cannot be combined with other side information")
+        if "num_hints" in self.model_fields_set and "hints" not in self.needs:
+            raise ValueError("num_hints: name hints in needs, too")
+        return self
+
+
+def _kind_of_attack(value: object) -> str | None:
+    if isinstance(value, dict | CustomAttack):
+        return "custom"
+    return "name" if isinstance(value, str) else None
+
+
+def _known_name(value: object) -> object:
+    if isinstance(value, str) and value not in BUILT_IN_NAMES:
+        raise ValueError(
+            f"there is no such attack{suggested(value, BUILT_IN_NAMES)} "
+            f"(there are: {', '.join(BUILT_IN_NAMES)}; or a section with kind: custom)"
+        )
+    return value
+
+
+def suggested(name: str, known: tuple[str, ...]) -> str:
+    """Return a hint to the most similar of some names, for messages; empty if none is similar."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+AttackChoice = Annotated[
+    Annotated[AttackName, Tag("name")] | Annotated[CustomAttack, Tag("custom")],
+    Discriminator(
+        _kind_of_attack,
+        custom_error_type="attack",
+        custom_error_message="expected the name of an attack, or a section with kind: custom",
+    ),
+    BeforeValidator(_known_name),
+]
+"""An attack of this package by its name, or one of the user's own."""
+
 
 class AuditSettings(Section):
     """Attacks that a party runs against the gradients it sends or receives."""
 
-    attacks: tuple[AttackName, ...] = Field(default=DEFAULT_ATTACKS, min_length=1)
-    """Which attacks score every audited batch, or gather over the run's epochs."""
+    attacks: tuple[AttackChoice, ...] = Field(default=DEFAULT_ATTACKS, min_length=1)
+    """Which attacks score every audited batch, or gather over the run's epochs: names, or sections
+    with ``kind: custom``."""
 
     queue_batches: int = Field(default=8, ge=1, le=1024)
     """Batches that may wait for the audit; when it falls further behind, batches are left out."""
 
     max_cpu_share: float | None = Field(default=0.03, gt=0, le=1)
-    """Largest part of the party's CPU time that the audit may take; ``null`` for no limit.
+    """Largest share of the party's CPU time that the audit may take; ``null`` for no limit.
 
-    Beyond it batches are left out and counted, so that training is hardly slowed down. What gathers
-    over a run then gathers from some batches only, and understates what a peer who keeps all of
-    them can learn. A short run is measured whole: one second of CPU time comes on top.
+    Beyond it batches are left out and counted, so that training is hardly slowed down. Attacks that
+    gather over a run then see only some batches, and understate what a peer who keeps all of them
+    can learn. A short run is measured whole: one second of CPU time comes on top.
     """
 
     every_steps: int = Field(default=1, ge=1)
     """Audit the steps of an epoch whose number is a multiple of this."""
 
+    @property
+    def attack_names(self) -> tuple[str, ...]:
+        """The names of all attacks."""
+        return tuple(one.name if isinstance(one, CustomAttack) else one for one in self.attacks)
+
+    @property
+    def custom_attacks(self) -> tuple[CustomAttack, ...]:
+        """The attacks of the user's own."""
+        return tuple(one for one in self.attacks if isinstance(one, CustomAttack))
+
+    @property
+    def batch_attack_needs(self) -> dict[str, frozenset[SideInformation]]:
+        """Name of each attack on single batches -> what it needs to know besides the gradients."""
+        named = {
+            str(name): attack.needs for name, attack in ATTACKS.items() if name in self.attacks
+        }
+        return named | {one.name: one.side_information for one in self.custom_attacks}
+
     @model_validator(mode="after")
     def _can_run_each_attack_once(self) -> Self:
-        if len(set(self.attacks)) < len(self.attacks):
+        if len(set(self.attack_names)) < len(self.attacks):
             raise ValueError("each attack may be named once")
         return self

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 REMEMBERED_EPOCHS = 64
-"""Whose figures can be asked for: they are written down as soon as an epoch is over."""
+"""Number of epochs whose figures are kept: they are written as soon as an epoch is over."""
 
 _CELLS = 10_000
 
@@ -50,7 +50,7 @@ class AucCounts:
         return {"counts": torch.from_numpy(self._counts.copy())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` left off."""
+        """Continue from what ``state_dict`` returned."""
         self._counts = state["counts"].numpy().copy()
 
 
@@ -121,7 +121,7 @@ class AttackTally:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` left off."""
+        """Continue from what ``state_dict`` returned."""
         self.batches, self.last_epoch = state["batches"], state["last_epoch"]
         self._sum, self._worst_before = state["sum"], state["worst_before"]
         self._measured.load_state_dict(state["measured"])

@@ -13,6 +13,7 @@ from torch import Tensor
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.privacy.audit import AttackSummary, BatchLeak, LeakAudit, LeakByAttack
 from splitveil.common.privacy.audit_worker import Auditing, AuditWorker
+from splitveil.common.privacy.custom_attacks import load_custom_attacks
 from splitveil.common.privacy.multi_class_tally import ClassLeak
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.run_level import ClassRunLeak, RunLevelLeak
@@ -87,7 +88,11 @@ class LeakRecorder:
         self._ended_epoch = -1
         self._charted_s = -_CHARTED_EVERY_S
         self._audit = LeakAudit(
-            settings.attacks, settings.every_steps, run.num_examples, run.class_names
+            settings.attack_names,
+            settings.every_steps,
+            run.num_examples,
+            run.class_names,
+            load_custom_attacks(settings),
         )
         self._worker = AuditWorker(
             self._audit if beside is None else AuditsTogether(self._audit, beside),

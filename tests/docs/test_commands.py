@@ -297,7 +297,7 @@ def test_a_test_that_a_reason_names_exists(reason: str) -> None:
 def test_a_misspelt_option_or_setting_is_noticed() -> None:
     with pytest.raises(SystemExit):
         test_what_is_not_run_is_at_least_read("splitveil demo --defence none")
-    with pytest.raises(Exception, match="there is no such setting"):
+    with pytest.raises(Exception, match="unknown setting"):
         test_what_is_not_run_is_at_least_read("splitveil demo --set contract.epoch=5")
 
 

@@ -220,7 +220,8 @@ def test_a_guarantee_that_does_not_hold_for_every_peer_says_so(
 
 
 def test_a_guarantee_that_holds_for_every_peer_has_no_exception(tmp_path: Path) -> None:
-    behind = {"name": "gafm", "composed_with": NOISY_LABELS["defense"]}
+    responses = {"kind": "randomized_response", "epsilon": 1.0}
+    behind = {"name": "gafm", "composed_with": {"name": "noisy_label", "mechanism": responses}}
     for name, settings in (("alone", NOISY_LABELS), ("behind", {"defense": behind})):
         words = verdict_of(write_run(tmp_path / name, settings=settings))[1]
         assert "at most 0.700 for the whole run." in words

@@ -1,0 +1,132 @@
+"""Loads attacks of the user's own, and tries each on a few rows before the run."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from splitveil.common.errors import SettingsError
+from splitveil.common.privacy.attacks import Attack, Knowledge, SideInformation
+from splitveil.common.privacy.gradient_rows import GradientRows, Gradients
+from splitveil.common.privacy.scores import KnownClasses
+from splitveil.common.privacy.settings import AuditSettings, CustomAttack
+from splitveil.common.text.imports import first_line, import_named
+
+PROBE_ROWS = 8
+
+_ARGUMENTS = {
+    SideInformation.POSITIVE_GRADIENT: "positive_gradient",
+    SideInformation.HINTS: "hints",
+    SideInformation.CLASSES: "classes",
+    SideInformation.ACTIVATIONS: "activations",
+}
+"""Side information -> field of `Knowledge`, and keyword argument of a custom attack."""
+
+
+def load_custom_attacks(settings: AuditSettings) -> dict[str, Attack]:
+    """Return the attacks of the user's own that settings name, by name.
+
+    Raises:
+        SettingsError: a function cannot be imported.
+    """
+    return {chosen.name: _load(chosen) for chosen in settings.custom_attacks}
+
+
+def try_custom_attacks(settings: AuditSettings | None, row_shape: Sequence[int]) -> list[str]:
+    """Load each attack of the user's own, and have it score random gradients.
+
+    Args:
+        settings: of the audit; None for no audit.
+        row_shape: shape of one example's gradient at the cut layer.
+
+    Returns:
+        The names of the attacks.
+
+    Raises:
+        SettingsError: a function cannot be imported, fails, does not return one finite number per
+            row, changes its arguments or draws from torch's global generator.
+    """
+    if settings is None:
+        return []
+    for chosen in settings.custom_attacks:
+        _probe(_load(chosen), chosen, row_shape)
+    return [chosen.name for chosen in settings.custom_attacks]
+
+
+def _load(chosen: CustomAttack) -> Attack:
+    function = import_named(chosen.module, "function")
+    if not callable(function):
+        raise SettingsError(f"{chosen.module}: expected a function, got {type(function).__name__}")
+    needs = chosen.side_information
+    num_hints = chosen.num_hints if SideInformation.HINTS in needs else 0
+    return Attack(_Scorer(chosen, function), needs, num_hints)
+
+
+class _Scorer:
+    """Calls the user's function, and checks what it returns."""
+
+    def __init__(self, chosen: CustomAttack, function: Callable[..., object]) -> None:
+        self._chosen = chosen
+        self._function = function
+
+    def __call__(self, gradients: Gradients, knowledge: Knowledge) -> Tensor:
+        rows = gradients.gradients if isinstance(gradients, GradientRows) else gradients
+        told = {
+            name: getattr(knowledge, name)
+            for need, name in _ARGUMENTS.items()
+            if need in self._chosen.side_information
+        }
+        try:
+            with torch.no_grad():
+                scores = self._function(rows, **told)
+        except Exception as error:  # whatever the user's own function raises
+            raise self._refusal(f"fails on {len(rows)} rows: {first_line(error)}") from error
+        if not isinstance(scores, Tensor):
+            raise self._refusal(f"expected a tensor of scores, got {type(scores).__name__}")
+        if scores.shape != rows.shape[:1] or scores.is_complex():
+            raise self._refusal(
+                f"expected one real number for each of {len(rows)} rows, got "
+                f"{scores.dtype} of shape {tuple(scores.shape)}"
+            )
+        if bool(scores.isnan().any()):
+            raise self._refusal("expected scores without NaN")
+        return scores.detach().double()
+
+    def _refusal(self, reason: str) -> SettingsError:
+        return SettingsError(f"attack {self._chosen.name} ({self._chosen.module}): {reason}")
+
+
+def _probe(attack: Attack, chosen: CustomAttack, row_shape: Sequence[int]) -> None:
+    with torch.random.fork_rng(devices=()):
+        gradients, knowledge = _random_batch(attack, row_shape)
+        before = _copies(gradients, knowledge)
+        state = torch.get_rng_state()
+        attack.score(gradients, knowledge)
+        what = f"attack {chosen.name} ({chosen.module})"
+        if not torch.equal(torch.get_rng_state(), state):
+            raise SettingsError(
+                f"{what}: draws from torch's global generator, which training uses; "
+                "use a generator of its own"
+            )
+        if not all(map(torch.equal, before, _tensors(gradients, knowledge))):
+            raise SettingsError(f"{what}: changes its arguments, which training uses")
+
+
+def _random_batch(attack: Attack, row_shape: Sequence[int]) -> tuple[Tensor, Knowledge]:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(num_rows: int) -> Tensor:
+        return torch.randn(num_rows, *row_shape, generator=generator)
+
+    classes = KnownClasses(draw(PROBE_ROWS // 2), draw(PROBE_ROWS // 2))
+    known = Knowledge(draw(1)[0], draw(max(attack.num_hints, 1)), classes, draw(PROBE_ROWS))
+    return draw(PROBE_ROWS), known
+
+
+def _tensors(gradients: Tensor, known: Knowledge) -> list[Tensor]:
+    told = [known.positive_gradient, known.hints, *(known.classes or ()), known.activations]
+    return [gradients, *(one for one in told if one is not None)]
+
+
+def _copies(gradients: Tensor, known: Knowledge) -> list[Tensor]:
+    return [one.clone() for one in _tensors(gradients, known)]

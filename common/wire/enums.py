@@ -1,4 +1,4 @@
-"""The enumerations of the wire and the project's own, in both directions."""
+"""Translates between the enumerations of the wire and the project's own, in both directions."""
 
 from typing import TypeVar
 
@@ -40,7 +40,7 @@ def split_from_wire(split: pb.Split) -> SplitName:
     """Return the split of a message.
 
     Raises:
-        OutOfStep: the message names none; no batch of the run is that message's.
+        OutOfStep: the message names none, so it belongs to no batch of the run.
     """
     if split not in _SPLITS:
         raise OutOfStep("a tensor of no split")

@@ -46,10 +46,10 @@ class RunObserver(Protocol):
         """The run resumes from a checkpoint, in an epoch, or None if nothing is left to do."""
 
     def state_dict(self) -> State:
-        """Return what was seen so far, for a checkpoint."""
+        """Return the observer's state, for a checkpoint."""
 
     def load_state_dict(self, state: State) -> None:
-        """Forget what was seen since."""
+        """Restore a state, and forget everything seen since."""
 
 
 class Auditor(Protocol):
@@ -95,7 +95,7 @@ class Training:
         run_id: names the run.
         rows: the common rows.
         trainer: this party's half of the network.
-        progress: the place in the course.
+        progress: the progress through the course.
         observer: receives the steps and epochs.
         auditor: gives the scores for audits.
     """
@@ -240,7 +240,7 @@ class Training:
             except PeerError as error:
                 self._auditor.on_audit_failed(epoch, error)
                 if isinstance(error, ProtocolError) and not isinstance(error, AuditRefused):
-                    continue  # it was about these scores only
+                    continue  # the error concerns these scores only
                 return  # where the peer is gone, the next step notices
             self._auditor.on_audit(epoch, scored, leak_auc)
 

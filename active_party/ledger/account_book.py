@@ -119,7 +119,7 @@ def _names(ids: Iterable[str]) -> Names:
 
 
 def _indices(of: Names, among: Names) -> Positions:
-    """Return where each name stands among others, -1 for a name that is not among them."""
+    """Return the index of each name among others, -1 for a name that is not among them."""
     found = pc.index_in(_column(of), value_set=_column(among))
     indices: Positions = pc.fill_null(found, -1).to_numpy().astype(np.int64)
     return indices

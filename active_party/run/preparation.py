@@ -37,10 +37,10 @@ class OwnRules:
     """The label owner's own decisions about a run."""
 
     early_stop: EarlyStop | None = None
-    """Decides after each epoch whether training goes on; None never stops early."""
+    """Decides after each epoch whether training continues; None never stops early."""
 
     allowance: Allowance = field(default_factory=Allowance)
-    """How much the run may tell, and what earlier runs have told."""
+    """The limit to what the run may tell, and the accounts of earlier runs."""
 
     allow_audits: bool = False
     """Whether scores of the passive parties are measured, if the contract allows it as well."""
@@ -101,7 +101,7 @@ class Preparation:
 
 
 def state_of(identity: RunIdentity, secret: bytes) -> State:
-    """Return what is stored about a run when it begins.
+    """Return the state that is stored when a run begins.
 
     Args:
         identity: of the run.

@@ -20,7 +20,7 @@ from splitveil.common.errors import OutOfStep
 
 
 class Stage(Enum):
-    """Where a run is; the value completes the sentence "a message while …"."""
+    """The stage of a run; the value completes the sentence "a message while …"."""
 
     WAITING = "waiting for the peer"
     REJOINING = "waiting for the peer to come back"
@@ -49,7 +49,7 @@ class RunStages:
 
     @property
     def current(self) -> Stage:
-        """Where the run is."""
+        """The present stage."""
         return self._current
 
     @property

@@ -184,7 +184,7 @@ class ActiveService:
                 channel,
                 nonce=session.nonce,
                 run_id=run_id,
-                # An interrupted session says so now, and not only once all ids are through.
+                # An interrupted session says so now, and not only after all ids.
                 progress=lambda _done_ids, _total_ids: session.require_aligning(run_id, party),
                 agree=agreeing(session, party) if self._is_multi_party else None,
                 splits=session.file_splits,

@@ -200,7 +200,9 @@ class GrpcPeer:
                 self._unary("Leave", request, pb.LeaveReply, timeout_s=5.0)
             except PeerUnreachable as error:
                 if isinstance(error, OthersAwaited):
-                    deadline = time.monotonic() + patience_s  # the active party says when to go
+                    deadline = (
+                        time.monotonic() + patience_s
+                    )  # the active party decides when to leave
                 if time.monotonic() > deadline:
                     raise
                 self._retrying.sleep(self._reconnect.first_wait_s)
@@ -233,7 +235,7 @@ class GrpcPeer:
                 if answer is None:
                     continue
                 if answer.batch != self._last_activation.batch:
-                    raise InvalidMessage("a gradient came for another step than the last one")
+                    raise InvalidMessage("received a gradient for another step than the last one")
                 return answer
         except SplitveilError:
             self._train = None

@@ -40,7 +40,7 @@ class LabelFreeAudit:
 
     def __init__(self, attacks: Sequence[str], every_steps: int, num_examples: int) -> None:
         self.left_out = 0
-        """Batches that should have been attacked and were not."""
+        """Batches that were to be attacked and were not."""
         self._attacks = tuple(name for name in LABEL_FREE if name in attacks)
         self._every_steps = every_steps
         self._num_examples = num_examples
@@ -53,7 +53,7 @@ class LabelFreeAudit:
         return step % self._every_steps == 0
 
     def leave_out(self) -> None:
-        """Count a batch that should have been attacked and was not."""
+        """Count a batch that was to be attacked and was not."""
         with self._lock:
             self.left_out += 1
 
@@ -98,7 +98,7 @@ class LabelFreeAudit:
         """Continue from what ``state_dict`` returned.
 
         Raises:
-            ValueError: the state belongs to other attacks, or to another number of examples.
+            ValueError: the state is of other attacks, or of another number of examples.
         """
         if list(state["attacks"]) != list(self._attacks):
             raise ValueError(

@@ -16,11 +16,11 @@ from splitveil.common.models.wide_deep import WideDeepBottom, WideDeepTop
 def first_layer(model: nn.Module) -> nn.Module:
     """Return the layer whose output's gradient is attacked besides the cut layer's.
 
-    In ``mlp`` and ``wide_deep`` that is the first dense layer with its activation, as in Marvell's
-    paper; without a hidden layer it is the cut layer itself. In ``conv`` it is the first
-    convolution with activation and pooling: the gradient before the pooling has the same norms, in
-    four times as many values. In a user's own model it is the first part, in the order of
-    definition, that has parameters of its own; settings can name another.
+    In an mlp and in wide_deep that is the first dense layer with its activation, as in Marvell's
+    paper; with no hidden layer it is the cut layer itself. In conv it is the first convolution with
+    activation and pooling: the gradient before the pooling has the same norms, in four times the
+    values. In a model of the user's own it is the first part, in the order of definition, that has
+    parameters of its own; settings can name another.
 
     Raises:
         SettingsError: the model has no parameters.
@@ -58,8 +58,8 @@ def _named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 class LayerTap:
     """Keeps the latest gradient with respect to a layer's output.
 
-    It costs one reference per step and no copy, so the gradient must not be changed in place. Each
-    backward pass replaces the gradient, and a new forward pass in training forgets it.
+    It costs one reference per step, no copy: the gradient must not be changed in place. Whatever a
+    backward pass brings replaces what was kept; a new forward pass in training forgets it.
     """
 
     def __init__(self, layer: nn.Module) -> None:

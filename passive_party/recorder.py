@@ -169,7 +169,7 @@ class PassiveRecorder:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from what ``state_dict`` returned; call it after `on_aligned`.
+        """Resume from a state that ``state_dict`` returned; call it after `on_aligned`.
 
         Measuring may be switched on and off within a run, but its attacks may not change.
 

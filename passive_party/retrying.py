@@ -19,7 +19,7 @@ Interruption = Callable[[], int | None]
 
 
 class Retrying:
-    """Asks again and again, with growing waits.
+    """Repeats a question, with growing waits in between.
 
     Args:
         settings: how long to try, and how long to wait in between.
@@ -48,7 +48,7 @@ class Retrying:
         bytes get the same answer.
 
         Raises:
-            PeerUnreachable: no answer came in time.
+            PeerUnreachable: no answer arrived in time.
             PeerUntrusted: the server that answers is not trusted.
             ProtocolError: the answers stay damaged.
             Interrupted: a signal came.

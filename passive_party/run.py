@@ -1,4 +1,4 @@
-"""The passive party's way through a run: opening, training, leaving, and resuming where needed.
+"""The passive party's part in a run: opening, training, leaving, and resuming where needed.
 
 If either party was restarted, the run resumes from the newest checkpoint that all parties have.
 """
@@ -87,7 +87,7 @@ class PassiveRun:
         return None if self._training is None else self._training.trainer
 
     def run(self, peer: Peer) -> None:
-        """Go through the whole run, and tell the peer how it ended.
+        """Take part in the whole run, and tell the peer how it ended.
 
         Raises:
             SplitveilError: the reason why the run ended before its last step; Interrupted takes

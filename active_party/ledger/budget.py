@@ -1,7 +1,7 @@
 """The leak budget of a run: decides whether an answer may leave, and charges it before it does.
 
-The budget is compared with what all answers ever given have told, not only those up to where the
-run is now: a run that resumes from an earlier checkpoint does not get back what it has told since.
+The budget is compared with the charges of all answers ever given, not only of those up to the run's
+present position: a run that resumes from an earlier checkpoint gets back none of the charges since.
 """
 
 import math
@@ -31,7 +31,7 @@ def num_answers_within(max_sum_kl: float, charge: float) -> float:
     """Return the number of answers of equal charge that a budget pays for; infinite for no charge.
 
     Args:
-        max_sum_kl: what is left of the budget; a negative rest pays for no answer.
+        max_sum_kl: the rest of the budget; a negative rest pays for no answer.
         charge: divergence that each answer adds.
     """
     return math.inf if charge == 0 else max(max_sum_kl, 0.0) * (1 + ROUNDING) // charge
@@ -97,7 +97,7 @@ class LeakBudget:
         return self.accounts.told.bounds(self._rows.splits["train"])
 
     def told_on_course(self) -> LeakBounds:
-        """Bound what the answers up to where the run is now may have told."""
+        """Bound what the answers up to the run's present position may have told."""
         return self.accounts.course.bounds(self._rows.splits["train"])
 
     def account_book(self) -> AccountBook:

@@ -142,14 +142,14 @@ class LeakLedger:
         return float((self._settled[positions] + self._current[positions]).max())
 
     def add(self, positions: Positions, other: "LeakLedger", other_positions: Positions) -> None:
-        """Add what another ledger has charged some of its examples.
+        """Add the charges of another ledger for some of its examples.
 
         For one noise identity the larger charge of the two counts, as within one run.
 
         Args:
-            positions: where the examples are here, each once.
+            positions: positions of the examples in this ledger, each once.
             other: the other ledger, with an order of its own.
-            other_positions: where the same examples are there.
+            other_positions: positions of the same examples in the other ledger.
         """
         theirs = other.state_dict()
         identity = bytes(theirs["identity"].tolist())
@@ -170,7 +170,7 @@ class LeakLedger:
 
         Args:
             earlier: the ledger with which this one began.
-            positions: where the earlier ledger has the examples that this one lacks.
+            positions: positions in the earlier ledger of the examples that this one lacks.
         """
         whole = LeakLedger(len(self) + len(positions))
         whole.add(np.arange(len(self), len(whole)), earlier, positions)

@@ -87,8 +87,8 @@ class Answering:
     Args:
         run_id: names the run in every batch's id.
         parties: the parties whose questions are answered.
-        setup: what follows from the common rows.
-        questions: what was answered before.
+        setup: everything that follows from the common rows.
+        questions: the questions answered so far.
         evaluator: measures held-out rows, and decides whether training stops early.
     """
 
@@ -191,7 +191,7 @@ class Answering:
 
         Raises:
             OtherAnswer: the step was answered before, and differently.
-            BudgetExhausted: the answer would tell too much; it does not leave.
+            BudgetExhausted: the answer would exceed the leak budget; it does not leave.
             StorageError: the answer cannot be logged; it does not leave.
         """
         asked, aggregation = self._parties.questions, self.contract.aggregation

@@ -196,12 +196,12 @@ class Gathering:
 
         Raises:
             NotOpen: a party resumes from a checkpoint, so that no other may leave.
-            OthersAwaited: other parties are not through yet; worth another attempt.
+            OthersAwaited: other parties have not finished yet; worth another attempt.
         """
         leaving.say_goodbye()
         self._rendezvous.wake()
         if self._lifecycle.stages.current is Stage.FINISHED:
-            self._lifecycle.save()  # a restart must not wait for a party that is through
+            self._lifecycle.save()  # a restart must not wait for a party that has finished
             if reason is LeaveReason.FINISHED:
                 self._wait_for_farewells(is_listening)
         who = f"passive party {leaving.name!r}" if self._parties.is_multi_party else "the peer"

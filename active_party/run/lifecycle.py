@@ -52,8 +52,8 @@ class Lifecycle:
     """The lifecycle of one run. Callers hold the lock of ``rendezvous``.
 
     Args:
-        preparation: builds what depends on the common rows.
-        observer: is told about steps and evaluations.
+        preparation: builds everything that depends on the common rows.
+        observer: receives the steps and evaluations.
         store: keeps checkpoints.
         run: the id and the nonce with which the run opens.
     """
@@ -121,7 +121,7 @@ class Lifecycle:
         """
         self.end_on_objection()
         if self.stages.current is Stage.ENDED and self.error is not None:
-            # Raised again for every call: its traceback would hold the frames of all of them.
+            # Raised again for every call: its traceback would keep the frames of all calls.
             raise self.error.with_traceback(None)
 
     # ---- beginning ----
@@ -183,7 +183,7 @@ class Lifecycle:
         state = self._store.load(checkpoints[-1])
         with refusing_other_versions():
             answering.reopen(checkpoints[-1], state)
-        if state["is_last"]:  # a peer may have all that it needs, and never come back
+        if state["is_last"]:  # a peer may have everything that it needs, and never return
             self.parties.recall_goodbyes(state["left"])
             self._restore(checkpoints[-1], state)
         return True
@@ -278,7 +278,7 @@ class Lifecycle:
             if batch.closes_epoch:
                 self.observer.on_epoch(batch.epoch)
         if answering.has_ended:
-            # Before the answer leaves: a peer that has it may never come back.
+            # Before the answer leaves: a peer that has it may never return.
             self.save()
             self.move_to(Stage.FINISHED)
         return replies

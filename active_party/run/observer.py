@@ -28,11 +28,11 @@ class SessionObserver(Protocol):
 
         Args:
             examples: number of these training examples.
-            bounds: bounds of what those answers may have told.
+            bounds: bounds on what those answers may have revealed.
         """
 
     def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
-        """The training rows of an epoch are through, or the run ends within it.
+        """The training rows of an epoch have been handled, or the run ends within the epoch.
 
         The bounds are those of the answers up to this point, even if more was answered before the
         run resumed from an earlier checkpoint.

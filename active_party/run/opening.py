@@ -102,7 +102,7 @@ def judge_new_run(stages: RunStages, *, is_known: bool, has_answered: bool) -> N
     """Decide about a handshake for a new run.
 
     Args:
-        stages: where the run is.
+        stages: the run's stage.
         is_known: whether the party committed to the same nonce before.
         has_answered: whether the run has answered anything yet.
 
@@ -122,10 +122,10 @@ def check_resumption(
     """Compare a handshake for a stored run with the run that there is.
 
     Args:
-        stages: where the run is.
+        stages: the run's stage.
         parties: the passive parties.
         run: the run that may be resumed.
-        offer: what the party asks for.
+        offer: the run and the checkpoints that the party offers.
         is_known: whether the party committed to the same nonce when the run began.
 
     Raises:
@@ -146,8 +146,8 @@ def judge_resumption(
     Args:
         parties: the passive parties, before this handshake.
         run: the run that may be resumed.
-        where: where it is.
-        offer: what the party asks for.
+        where: its position, and its checkpoints.
+        offer: the run and the checkpoints that the party offers.
 
     Raises:
         OutOfStep: the party has no checkpoint in common with this one.

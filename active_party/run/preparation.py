@@ -50,12 +50,12 @@ class OwnRules:
 
 
 class Preparation:
-    """Builds what depends on the common rows.
+    """Builds everything that depends on the common rows.
 
     Args:
         contract: the agreement that all parties hold.
         own: this party's rows.
-        rules: what this party decides by itself.
+        rules: this party's own decisions.
         build_trainer: makes the trainer from the common rows.
     """
 

@@ -167,7 +167,7 @@ class AnsweredQuestions:
         """Return the key from which the noise of an answer is drawn, 32 bytes.
 
         Args:
-            batch_number: how many batches of the run come before it.
+            batch_number: number of batches of the run before it.
             fingerprints: of all parties' questions about the batch.
         """
         question = batch_number.to_bytes(8, "little") + b"".join(fingerprints)

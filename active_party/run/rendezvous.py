@@ -34,7 +34,7 @@ class Rendezvous:
 
     Args:
         parties: the passive parties whose calls meet here.
-        stages: where the run is.
+        stages: the run's stage.
     """
 
     def __init__(self, parties: PassiveParties, stages: RunStages) -> None:

@@ -66,9 +66,9 @@ class ActiveSession:
         contract: the agreement that all parties hold.
         own: this party's rows.
         build_trainer: makes the trainer once the common rows are known.
-        observer: is told about steps and evaluations.
+        observer: receives the steps and evaluations.
         draw_nonce: gives this party's share of the joint seed, 32 bytes, a new one per alignment.
-        rules: what this party decides by itself.
+        rules: this party's own decisions.
         store: where checkpoints are kept; None for a run that cannot be resumed.
     """
 
@@ -153,7 +153,7 @@ class ActiveSession:
         """Wait until the run is over and no party will come back, and return whether that is so.
 
         A run that ended early is over at once. One that has finished is over when every party has
-        taken its last answer and said goodbye: until then it may come back and ask for it again.
+        taken its last answer and said goodbye: until then it may return and ask for it again.
         """
 
         def is_over() -> bool:
@@ -169,7 +169,7 @@ class ActiveSession:
     def reopen(self) -> bool:
         """Take up the stored run, if there is one, and return whether there is.
 
-        The passive parties have to come back.
+        The passive parties have to open it again.
 
         Raises:
             DataError: this party's data differ from those with which the run began.
@@ -266,7 +266,7 @@ class ActiveSession:
         Raises:
             OutOfStep: another message than the one expected now, or a repeat with other bytes.
             NotOpen: this process has not opened the run with the peer yet.
-            BudgetExhausted: the answer would tell too much; it is not given, and the run is over.
+            BudgetExhausted: the answer would exceed the budget; it is not given, and the run ends.
             LeakGateClosed: earlier answers told too much; the run is over.
         """
         with self._rendezvous:

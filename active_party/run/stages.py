@@ -62,7 +62,7 @@ class RunStages:
 
         Args:
             stages: where the message is in order.
-            message: what came, with its article.
+            message: name of the message, with its article.
 
         Raises:
             OutOfStep: the run is at another stage.

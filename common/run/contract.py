@@ -231,7 +231,7 @@ class Contract(Section):
             raise ValueError("passive_parties: two have the same name")
         unknown = self.identities.keys() - {ACTIVE, *self.passive_parties}
         if unknown:
-            raise ValueError(f"identities: there is no party {', '.join(sorted(unknown))}")
+            raise ValueError(f"identities: unknown party {', '.join(sorted(unknown))}")
         if len(set(self.identities.values())) < len(self.identities):
             raise ValueError("identities: two parties have the same identity")
         return self

@@ -1,4 +1,4 @@
-"""The course of a run: the order in which its rows are handled. Both parties derive it alike."""
+"""The course of a run: the order of its batches. Both parties derive it; neither receives it."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ class AlignedRows:
     """Row of this party's own file at each position, (aligned,)."""
 
     splits: dict[SplitName, Positions]
-    """Positions of each split, disjoint, together all."""
+    """Positions of each split; disjoint, and together all positions."""
 
     order: SampleOrder
     """The order of the training positions in each epoch."""

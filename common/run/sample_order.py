@@ -43,7 +43,7 @@ class SampleOrder:
             drop_last: whether to leave out a shorter last batch.
 
         Raises:
-            ValueError: the positions do not fill a batch, or a position comes twice.
+            ValueError: the positions do not fill a batch, or a position occurs twice.
         """
         if batch_size < 1:
             raise ValueError(f"expected a batch size of at least 1, got {batch_size}")

@@ -3,7 +3,7 @@
 A run may go back to a checkpoint, but its later answers stay answered. So the log is written before
 an answer leaves, and nothing in it is ever changed. It is a sequence of records:
 
-    header    a name, the version, and how many fingerprints a record holds
+    header    a name, the version, and the number of fingerprints in a record
     record    number, fingerprints, reply, sum_kl, epsilon, noise identity, link
 
 The number is that of a batch in the run, or at least 2^63 for an answer that is not about a batch.
@@ -39,7 +39,7 @@ _DIGEST_BYTES = 32
 
 
 class ChargedAnswer(NamedTuple):
-    """The charge of an answer: the most that it revealed about each of its examples."""
+    """The charge of an answer for each of its examples, as the log keeps it."""
 
     sum_kl: float
     identity: bytes
@@ -50,7 +50,7 @@ class ChargedAnswer(NamedTuple):
 
 NOTHING_TOLD = ChargedAnswer(0.0, b"", 0.0)
 NO_REPLY = bytes(_FINGERPRINT_BYTES)
-"""Stands for a reply that is determined by the questions alone."""
+"""Fingerprint of a reply that is determined by the questions alone."""
 
 
 class Record(NamedTuple):
@@ -69,7 +69,7 @@ class AnswerLog:
 
     Args:
         path: the file, which ``create`` has made; None to keep the log in this process only.
-        questions: how many parties ask about each batch.
+        questions: number of parties that ask about each batch.
         run: identifies the run, so that another run's log is not taken for this one's.
         first_batch: the first batch that may be asked about again; earlier records are kept in the
             file only.
@@ -158,7 +158,7 @@ class AnswerLog:
         self._known[number] = record
 
     def sync(self) -> None:
-        """Write the log through to disk, because the next checkpoint counts its records.
+        """Make the log survive a power failure, as the checkpoint that counts its records does.
 
         Raises:
             StorageError: the file cannot be written.

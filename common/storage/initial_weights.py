@@ -79,7 +79,7 @@ class EarlierModel:
 
         Raises:
             SettingsError: the model was trained with other columns.
-            DataError: the table lacks one of the columns, or its images have another shape.
+            DataError: the table lacks one of the columns, or its images are of another form.
         """
         if (table is None) != (self.encoder is None):
             had, has = ("features", "none") if table is None else ("no features", "some")

@@ -186,7 +186,7 @@ def _claim(folder: Path, complaint: str) -> int:
 
 
 def _close_to_others(folder: Path) -> None:
-    """Withdraw the access that an earlier version, or a person, gave to others than the owner."""
+    """Withdraw any access that an earlier version, or a person, gave to others than the owner."""
     if not folder.stat().st_mode & _OTHERS:
         return
     try:

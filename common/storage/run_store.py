@@ -40,7 +40,7 @@ class NoStore:
     """Keeps nothing: a run without checkpoints cannot be resumed.
 
     Args:
-        questions_per_batch: how many parties ask about each batch.
+        questions_per_batch: number of parties that ask about each batch.
     """
 
     keeps = False
@@ -92,8 +92,8 @@ class RunStore:
 
     Args:
         folder: the run's folder.
-        keep: how many of the newest checkpoints to keep.
-        questions_per_batch: how many parties ask about each batch.
+        keep: number of checkpoints to keep, the newest ones.
+        questions_per_batch: number of parties that ask about each batch.
         in_background: whether ``save_soon`` writes in a thread of its own. Such a store has to be
             closed.
     """

@@ -1,7 +1,7 @@
-"""A state on disk: a SHA-256 digest, followed by the output of ``torch.save``. No pickle is loaded.
+"""A state on disk: a SHA-256 digest, followed by the output of ``torch.save``.
 
-A state consists of nested plain values and tensors. It is read with ``weights_only``, so a file
-cannot run code, and only its owner may access it (0600), because it contains secrets.
+A state consists of nested plain values and tensors. It is read with ``weights_only`` and not by
+unpickling, so a file cannot run code. Only its owner may access it (0600): it contains secrets.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""The question of an audit on the wire, and the one place where its bytes are checked and read."""
+"""Encodes the question of an audit; the only module that checks and decodes its bytes."""
 
 import torch
 
@@ -29,7 +29,7 @@ def decode_question(request: pb.AuditRequest) -> AuditQuestion:
     """
     size = len(request.scores)
     if not size or size % _FLOAT_BYTES:
-        raise InvalidMessage(f"audit: {size} bytes are no float32 scores")
+        raise InvalidMessage(f"audit: {size} bytes are not float32 scores")
     # The copy is writable, which torch requires.
     scores = torch.frombuffer(bytearray(request.scores), dtype=torch.float32)
     return AuditQuestion(

@@ -134,7 +134,7 @@ def check_security(files: CredentialFiles | None, address: str, setting: str) ->
     if files is not None:
         return f"mtls as {describe(files.current())}"
     on_loopback(address, setting)
-    return "insecure: what travels is not encrypted"
+    return "insecure: the connection is not encrypted"
 
 
 def refuse_plain_text_through(proxy: HttpProxy | None) -> None:
@@ -145,7 +145,7 @@ def refuse_plain_text_through(proxy: HttpProxy | None) -> None:
     """
     if proxy is not None:
         raise SettingsError(
-            f"proxy: security.mode is insecure, and {proxy} would read what travels; use "
+            f"proxy: security.mode is insecure, and {proxy} would read every message; use "
             f"security.mode mtls, or no proxy"
         )
 

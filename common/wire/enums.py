@@ -43,7 +43,7 @@ def split_from_wire(split: pb.Split) -> SplitName:
         OutOfStep: the message names none, so it belongs to no batch of the run.
     """
     if split not in _SPLITS:
-        raise OutOfStep("a tensor of no split")
+        raise OutOfStep("a tensor that belongs to no split")
     return _SPLITS[split]
 
 

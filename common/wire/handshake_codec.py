@@ -79,7 +79,7 @@ def decode_opening(reply: pb.HandshakeReply, offer: Offer | None) -> Opening:
         InvalidMessage: the reply is for another run, or a part of it has the wrong length.
     """
     if not re.fullmatch(RUN_ID_PATTERN, reply.run_id):
-        raise InvalidMessage("the handshake's reply names no run")
+        raise InvalidMessage("the handshake's reply does not name a run")
     commitments = tuple(reply.nonce_commitments)
     named = [("nonce", reply.nonce), ("contract_digest", reply.contract_digest)]
     for name, value in named + [("nonce_commitments", value) for value in commitments]:

@@ -28,7 +28,7 @@ DIGEST_BYTES = 32
 POINT_BYTES = 32
 """A group element of ristretto255."""
 TAG_BYTES = 16
-"""Two tags of a million ids against a million are equal with a probability of only 2^-87."""
+"""With a million ids on each side, two different ones share a tag with probability 2^-87."""
 CHUNK_IDS = 4096
 """128 KiB of points: little memory, and still much more than the overhead of a message."""
 

@@ -31,10 +31,10 @@ _NoteOf = Callable[[str | None, Direction, str, Any], Any]
 
 
 class NotingServer(grpc.ServerInterceptor):  # type: ignore[misc, unused-ignore]
-    """Notes what a server receives and sends.
+    """Notes every message that a server receives or sends.
 
     Args:
-        transcript: of the serving party.
+        transcript: the serving party's.
     """
 
     def __init__(self, transcript: Transcript) -> None:
@@ -75,10 +75,10 @@ class NotingClient(
     grpc.UnaryUnaryClientInterceptor,  # type: ignore[misc, unused-ignore]
     grpc.StreamStreamClientInterceptor,  # type: ignore[misc, unused-ignore]
 ):
-    """Notes what a client sends and receives.
+    """Notes every message that a client sends or receives.
 
     Args:
-        transcript: of the calling party.
+        transcript: the calling party's.
     """
 
     def __init__(self, transcript: Transcript) -> None:

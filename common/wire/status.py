@@ -131,7 +131,7 @@ _RECEIVED: dict[str, tuple[type[SplitveilError], str]] = {
     "others-awaited": (OthersAwaited, "the active party waits for another passive party"),
     "nothing-begun": (NothingBegun, "the active party has started over before the first answer"),
     "out-of-step": (ProtocolError, "the peer is at another run, epoch, step or other rows"),
-    "audit-refused": (AuditRefused, "the peer measures no scores in this run"),
+    "audit-refused": (AuditRefused, "the peer does not measure scores in this run"),
     "untrusted": (PeerUntrusted, "the peer does not accept this party's certificate"),
     "alignment-failed": (
         AlignmentError,
@@ -143,7 +143,7 @@ _RECEIVED: dict[str, tuple[type[SplitveilError], str]] = {
         "the active party has ended this run for good; its own log says why",
     ),
     "stopped": (PeerLeft, "the peer cannot continue; its own log says why"),
-    "internal": (PeerError, "the peer has a fault of its own; its own log says which"),
+    "internal": (PeerError, "the peer has an internal fault; its own log says which"),
 }
 
 # gRPC's words about a connection that will never be made, and their meaning: waiting is useless.

@@ -152,7 +152,7 @@ class TensorAssembler(Generic[MessageT]):
             TooLarge: the frame announces more rows than the contract allows.
         """
         fields, data = _split_frame(frame)
-        begun, self._begun = self._begun, None  # an error below drops what was begun
+        begun, self._begun = self._begun, None  # an error below drops the unfinished tensor
         if begun is None:
             self._check_first(fields)
             if len(data) == fields.total_bytes:

@@ -60,6 +60,7 @@ from splitveil.common.storage.model_files import delete_saved, save_model, save_
 from splitveil.common.storage.run_folder import open_run_folder
 from splitveil.common.storage.run_store import RunStore
 from splitveil.common.text.log_lines import configure_logging
+from splitveil.common.text.version import VERSION
 from splitveil.common.wire.endpoint import check_security
 
 logger = logging.getLogger("splitveil.active_party")
@@ -178,8 +179,8 @@ def _run(parsed: argparse.Namespace) -> None:
     # The monitor measures the last batches only after the last answer has left.
     stopped = stopped or recorder.objection()
     summary = recorder.summary(dict(service.refused))
-    if transcript is not None:
-        summary = replace(summary, transcript=transcript.summary())
+    end = None if transcript is None else transcript.summary()
+    summary = replace(summary, transcript=end, version=VERSION)
     _leave_results(settings, folder, summary, stopped)
     service.tried.forget()
     store.forget_finished()  # last: a process that ends before this does not train from scratch

@@ -47,6 +47,7 @@ from splitveil.common.storage.model_files import save_model
 from splitveil.common.storage.run_folder import open_run_folder
 from splitveil.common.storage.run_store import RunStore
 from splitveil.common.text.log_lines import configure_logging
+from splitveil.common.text.version import VERSION
 from splitveil.common.wire.endpoint import check_security
 from splitveil.passive_party.assembly import TrainerBuilder, http_proxy
 from splitveil.passive_party.connection import PeerConnection
@@ -133,8 +134,8 @@ def _run(parsed: argparse.Namespace) -> None:
         logger.warning(_ENDED)
         return
     summary = recorder.summary()
-    if transcript is not None:
-        summary = replace(summary, transcript=transcript.summary())
+    end = None if transcript is None else transcript.summary()
+    summary = replace(summary, transcript=end, version=VERSION)
     _leave_results(folder, summary, stopped)
     aligner.tried.forget()
     store.forget_finished()  # last: whatever ended this process before, it would not train anew
@@ -163,7 +164,7 @@ def _check_files_and_address(
 
 
 _ENDED = (
-    "the active party has ended this run for good, and nothing is trained; --fresh begins anew "
+    "the active party has ended this run for good, and nothing is trained; --fresh starts over "
     "once the active party does"
 )
 

@@ -240,9 +240,9 @@ class AtFirstStep(GrpcPeer):
     kept: Activation
 
     def handshake(
-        self, party: str, canonical_contract: str, commitment: bytes, offer: Offer | None = None
+        self, party: str, contract_json: str, commitment: bytes, offer: Offer | None = None
     ) -> Opening:
-        self.opening = super().handshake(party, canonical_contract, commitment, offer)
+        self.opening = super().handshake(party, contract_json, commitment, offer)
         return self.opening
 
     def send_activation(self, activation: Activation) -> None:

@@ -38,13 +38,7 @@ from splitveil.common.errors import (
 )
 from splitveil.common.run.contract import EcdhAlignment
 from splitveil.common.settings import validate
-from splitveil.protos.split_learning_pb2 import (
-    AlignDone,
-    AlignFrame,
-    AlignHello,
-    MaskedPoints,
-    Tags,
-)
+from splitveil.protos import split_learning_pb2 as pb
 from tests.waiting import HANGS_AFTER_S
 
 NONCES = (b"a" * 32, b"p" * 32)
@@ -363,13 +357,13 @@ def test_another_result_of_the_peer_stops_both() -> None:
         def __init__(self, channel: AlignChannel) -> None:
             self._channel = channel
 
-        def send(self, frame: AlignFrame) -> None:
+        def send(self, frame: pb.AlignFrame) -> None:
             if frame.HasField("tags"):
                 tags = bytes([frame.tags.tags[0] ^ 4]) + frame.tags.tags[1:]
-                frame = AlignFrame(tags=Tags(chunk=frame.tags.chunk, tags=tags))
+                frame = pb.AlignFrame(tags=pb.Tags(chunk=frame.tags.chunk, tags=tags))
             self._channel.send(frame)
 
-        def receive(self) -> AlignFrame:
+        def receive(self) -> pb.AlignFrame:
             return self._channel.receive()
 
         def close(self) -> None:
@@ -399,7 +393,7 @@ def test_a_peer_with_other_rules_is_named_and_refused(field: str, value: str | i
     setattr(hello, field, value)
 
     with pytest.raises(AlignmentError, match=f"differently: {field}"):
-        started(names(range(3))).receive(AlignFrame(hello=hello))
+        started(names(range(3))).receive(pb.AlignFrame(hello=hello))
 
 
 def test_parties_with_different_versions_both_see_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,8 +415,8 @@ def test_parties_with_different_versions_both_see_why(monkeypatch: pytest.Monkey
 # ---- a peer that breaks the rules ----
 
 
-def peer_hello(set_size: int = 40) -> AlignHello:
-    return AlignHello(
+def peer_hello(set_size: int = 40) -> pb.AlignHello:
+    return pb.AlignHello(
         engine="ecdh-ristretto255",
         version=1,
         normalisation="NFC, strip",
@@ -440,7 +434,7 @@ def started(ids: Sequence[str]) -> EcdhExchange:
 
 def greeted(ids: Sequence[str], peer_set_size: int = 40) -> EcdhExchange:
     session = started(ids)
-    assert session.receive(AlignFrame(hello=peer_hello(peer_set_size))) == []
+    assert session.receive(pb.AlignFrame(hello=peer_hello(peer_set_size))) == []
     return session
 
 
@@ -461,16 +455,16 @@ def points(count: int, first: int = 0) -> bytes:
     return ENGINE._library.hash_to_group(digests(names(range(first, first + count))))
 
 
-def points_frame(chunk: int, data: bytes) -> AlignFrame:
-    return AlignFrame(points=MaskedPoints(chunk=chunk, points=data))
+def points_frame(chunk: int, data: bytes) -> pb.AlignFrame:
+    return pb.AlignFrame(points=pb.MaskedPoints(chunk=chunk, points=data))
 
 
-def tags_frame(chunk: int, data: bytes) -> AlignFrame:
-    return AlignFrame(tags=Tags(chunk=chunk, tags=data))
+def tags_frame(chunk: int, data: bytes) -> pb.AlignFrame:
+    return pb.AlignFrame(tags=pb.Tags(chunk=chunk, tags=data))
 
 
-def done_frame(count: int = 0, digest: bytes = bytes(32)) -> AlignFrame:
-    return AlignFrame(done=AlignDone(count=count, digest=digest))
+def done_frame(count: int = 0, digest: bytes = bytes(32)) -> pb.AlignFrame:
+    return pb.AlignFrame(done=pb.AlignDone(count=count, digest=digest))
 
 
 NOT_CANONICAL = bytes.fromhex("ed" + "ff" * 30 + "7f")
@@ -489,12 +483,12 @@ IDENTITY = bytes(32)
         pytest.param(points_frame(1, points(16)), OutOfStep, id="wrong chunk of points"),
         pytest.param(tags_frame(0, bytes(256)), OutOfStep, id="tags for nothing"),
         pytest.param(done_frame(), OutOfStep, id="done too early"),
-        pytest.param(AlignFrame(hello=peer_hello()), OutOfStep, id="second hello"),
-        pytest.param(AlignFrame(), InvalidMessage, id="empty frame"),
+        pytest.param(pb.AlignFrame(hello=peer_hello()), OutOfStep, id="second hello"),
+        pytest.param(pb.AlignFrame(), InvalidMessage, id="empty frame"),
     ],
 )
 def test_a_bad_frame_after_the_hello_is_rejected(
-    frame: AlignFrame, error: type[SplitveilError]
+    frame: pb.AlignFrame, error: type[SplitveilError]
 ) -> None:
     session = greeted(names(range(20)))
 
@@ -512,7 +506,7 @@ def test_a_bad_frame_after_the_hello_is_rejected(
         pytest.param(tags_frame(1, bytes(16 * 16)), OutOfStep, id="wrong chunk of tags"),
     ],
 )
-def test_bad_tags_are_rejected(frame: AlignFrame, error: type[SplitveilError]) -> None:
+def test_bad_tags_are_rejected(frame: pb.AlignFrame, error: type[SplitveilError]) -> None:
     session = greeted(names(range(40)))
     next(session.own_frames())
 
@@ -570,13 +564,13 @@ def test_a_bad_hello_is_rejected(
         setattr(hello, name, value)
 
     with pytest.raises(error):
-        started(names(range(3))).receive(AlignFrame(hello=hello))
+        started(names(range(3))).receive(pb.AlignFrame(hello=hello))
 
 
 @pytest.mark.parametrize(
     "frame", [points_frame(0, points(16)), tags_frame(0, bytes(256)), done_frame()]
 )
-def test_nothing_is_answered_or_sent_before_the_hello(frame: AlignFrame) -> None:
+def test_nothing_is_answered_or_sent_before_the_hello(frame: pb.AlignFrame) -> None:
     session = started(names(range(16)))
 
     with pytest.raises(OutOfStep):
@@ -585,14 +579,14 @@ def test_nothing_is_answered_or_sent_before_the_hello(frame: AlignFrame) -> None
         next(session.own_frames())
 
 
-def complete(own: list[str], peer: list[str]) -> tuple[EcdhExchange, AlignFrame]:
+def complete(own: list[str], peer: list[str]) -> tuple[EcdhExchange, pb.AlignFrame]:
     """Bring two sessions to the point where each has its done frame to send; returns the peer's."""
     sessions = started(own), ENGINE.start(peer, nonce=NONCES[1], run_id="run")
     sessions[0].receive(sessions[1].hello())
     sessions[1].receive(sessions[0].hello())
     under_way = [(1, frame) for frame in sessions[0].own_frames()]
     under_way += [(0, frame) for frame in sessions[1].own_frames()]
-    done: dict[int, AlignFrame] = {}
+    done: dict[int, pb.AlignFrame] = {}
     while under_way:
         receiver, frame = under_way.pop(0)
         for reply in sessions[receiver].receive(frame):
@@ -697,19 +691,19 @@ def test_a_sender_that_cannot_send_wakes_the_receiver() -> None:
         def __init__(self, channel: AlignChannel) -> None:
             self._channel = channel
 
-        def send(self, frame: AlignFrame) -> None:
+        def send(self, frame: pb.AlignFrame) -> None:
             if not frame.HasField("hello"):
                 raise PeerUnreachable("mute")
             self._channel.send(frame)
 
-        def receive(self) -> AlignFrame:
+        def receive(self) -> pb.AlignFrame:
             return self._channel.receive()
 
         def close(self) -> None:
             self._channel.close()
 
     here, there = channel_pair(deadline_s=LONG_S)
-    there.send(AlignFrame(hello=peer_hello()))
+    there.send(pb.AlignFrame(hello=peer_hello()))
 
     with pytest.raises(PeerUnreachable, match="mute"):
         align(ENGINE, names(range(50)), Mute(here), nonce=NONCES[0], run_id="run")
@@ -732,7 +726,7 @@ def stream_pair(deadline_s: float, queue_frames: int) -> tuple[StreamChannel, St
     ends: list[StreamChannel] = []
     ready = threading.Event()
 
-    def frames_of_server() -> Iterator[AlignFrame]:
+    def frames_of_server() -> Iterator[pb.AlignFrame]:
         assert ready.wait(LONG_S)
         yield from ends[1].outgoing
 
@@ -765,18 +759,18 @@ def test_a_silent_peer_is_unreachable_after_the_deadline() -> None:
 
 def test_a_peer_that_takes_nothing_more_is_unreachable_after_the_deadline() -> None:
     here, there = channel_pair(deadline_s=0.3, queue_frames=1)
-    there.send(AlignFrame(hello=peer_hello()))
+    there.send(pb.AlignFrame(hello=peer_hello()))
 
     with pytest.raises(PeerUnreachable, match="silent"):
         align(ENGINE, names(range(100)), here, nonce=NONCES[0], run_id="run")
 
 
 def test_a_stream_that_ends_early_or_breaks_is_unreachable() -> None:
-    def broken() -> Iterator[AlignFrame]:
-        yield AlignFrame(hello=peer_hello())
+    def broken() -> Iterator[pb.AlignFrame]:
+        yield pb.AlignFrame(hello=peer_hello())
         raise ConnectionResetError
 
-    for incoming in (iter(()), iter([AlignFrame(hello=peer_hello())]), broken()):
+    for incoming in (iter(()), iter([pb.AlignFrame(hello=peer_hello())]), broken()):
         channel = StreamChannel(lambda _outgoing, frames=incoming: frames, deadline_s=LONG_S)  # type: ignore[misc]
         with pytest.raises(PeerUnreachable, match=r"closed|broke off"):
             align(ENGINE, names(range(20)), channel, nonce=NONCES[0], run_id="run")
@@ -786,7 +780,7 @@ def test_a_stream_that_ends_early_or_breaks_is_unreachable() -> None:
 
 
 def test_an_error_of_the_stream_can_be_translated() -> None:
-    def refused() -> Iterator[AlignFrame]:
+    def refused() -> Iterator[pb.AlignFrame]:
         raise ConnectionRefusedError
         yield
 

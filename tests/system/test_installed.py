@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.conftest import ROOT
+from tests.programs import ROOT, run_program
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FOLDERS = PROJECT["tool"]["setuptools"]["package-dir"]
@@ -45,16 +44,8 @@ class Installed:
 
 def run(*command: str, cwd: Path | None = None) -> str:
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        env={**environment, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    done = run_program(*command, cwd=cwd, env=environment)
     assert done.returncode == 0, done.stdout
     return done.stdout.strip()
 

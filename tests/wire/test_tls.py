@@ -5,7 +5,6 @@ import os
 import re
 import socket
 import ssl
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -33,10 +32,9 @@ from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
 from tests.certificates import NAMES, Unchecked, add_expired, files, make
 from tests.peers import AtSteps
+from tests.programs import run_program
 from tests.runs import Parties, build_parties, in_background, run_in_process
-from tests.waiting import HANGS_AFTER_S
 
-ROOT = Path(__file__).parents[2]
 HASTY = ["reconnect={max_s: 1, first_wait_s: 0.3, longest_wait_s: 0.3}"]
 
 
@@ -395,15 +393,7 @@ server.stop(0).wait()
 def without_the_cipher_list(*arguments: str) -> str:
     """Run Python where nothing has set gRPC's variable, and return its standard output."""
     environment = {n: value for n, value in os.environ.items() if n != "GRPC_SSL_CIPHER_SUITES"}
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=HANGS_AFTER_S,
-        check=False,
-    )
+    done = run_program(sys.executable, *arguments, env=environment, stderr=None)
     assert done.returncode == 0, done.stdout
     return done.stdout
 

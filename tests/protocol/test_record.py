@@ -41,6 +41,14 @@ BOUNDS = LedgerFigures(
 )
 NORM = AttackFigure("cut", "norm", 0.75)
 ELSEWHERE = AttackFigure("ads/bank: first", "spectral", None)
+EVALUATED = {
+    "epoch": 1,
+    "step": None,
+    "loss": 0.5,
+    "auc": 0.75,
+    "calibration_error": 0.125,
+    "train_loss": 0.25,
+}
 
 LINES: Mapping[str, tuple[lines.Line, dict[str, Any]]] = {
     "alignment": (
@@ -92,26 +100,13 @@ LINES: Mapping[str, tuple[lines.Line, dict[str, Any]]] = {
     ),
     "evaluation": (
         lines.EvaluationLine(1, "validation", 0.5, 0.75, 0.125, 0.25),
-        {
-            "kind": "validation",
-            "epoch": 1,
-            "step": None,
-            "loss": 0.5,
-            "auc": 0.75,
-            "calibration_error": 0.125,
-            "train_loss": 0.25,
-        },
+        {"kind": "validation", **EVALUATED},
     ),
     "evaluation by class": (
         lines.EvaluationLine(1, "test", 0.5, 0.75, 0.125, 0.25, 0.875, {"van": 0.75, "a/b": None}),
         {
             "kind": "test",
-            "epoch": 1,
-            "step": None,
-            "loss": 0.5,
-            "auc": 0.75,
-            "calibration_error": 0.125,
-            "train_loss": 0.25,
+            **EVALUATED,
             "accuracy": 0.875,
             "auc/van": 0.75,
             "auc/a/b": None,

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.conftest import ROOT
+from tests.programs import ROOT, run_program
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FOLDERS = PROJECT["tool"]["setuptools"]["package-dir"]
@@ -48,16 +47,8 @@ class Installed:
 
 def run(*command: str, cwd: Path | None = None) -> str:
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        env={**environment, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    done = run_program(*command, cwd=cwd, env=environment)
     assert done.returncode == 0, done.stdout
     return done.stdout.strip()
 

@@ -53,9 +53,9 @@ logger = logging.getLogger("splitveil.active_party")
 
 GRACE_S = 5.0
 LAST_WORDS_S = 2.0
-"""How long a party that ends early waits for its peer's next call, which tells the peer so."""
+"""Time that a party that ends early waits for its peer's next call, whose status says so."""
 FINAL_WORDS_S = 30.0
-"""How long it waits if it ends for good: a peer that did not hear of it would retry for ever."""
+"""The same time if the run ends for good: a peer that did not learn of it would retry forever."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -48,7 +48,7 @@ from splitveil.passive_party.settings import PassiveSettings
 logger = logging.getLogger("splitveil.passive_party")
 
 BACK_WITHIN_S = 15.0
-"""How long the active party of a run that it has ended for good may take to serve again."""
+"""Time in which the active party of a run that it has ended for good has to serve again."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -113,10 +113,10 @@ def _run(parsed: argparse.Namespace) -> None:
         except (PeerError, ContractMismatch) as error:
             if end_of(folder) is None:
                 raise
-            logger.warning("the active party does not go on with this run: %s", error)
+            logger.warning("the active party does not resume this run: %s", error)
         finally:
             aligner.engine.close()
-            # Of a run that does not go on, what it ended with stays.
+            # A run that has ended for good and is not resumed keeps the model that it ended with.
             if run.trainer is not None and end_of(folder) is None:
                 saved = save_model(folder, run.trainer.model, build_trainer.encoder)
                 logger.info("model saved in %s", saved)
@@ -128,11 +128,11 @@ def _run(parsed: argparse.Namespace) -> None:
     summary = replace(summary, transcript=end, version=VERSION)
     _leave_results(folder, summary, stopped)
     aligner.tried.forget()
-    store.forget_finished()  # last: whatever ended this process before, it would not train anew
+    store.forget_finished()  # last: a process that ends before this does not train from scratch
 
 
 def _aligner(settings: PassiveSettings, data: PartyData, folder: Path) -> Aligner:
-    """Build what finds the common rows, before the first gRPC channel: it may start processes."""
+    """Build the aligner. Call it before the first gRPC channel, because it may start processes."""
     alignment = settings.contract.alignment
     return Aligner(
         Participant(settings.contract, settings.party, data.ids, data.table.splits),
@@ -145,7 +145,7 @@ def _aligner(settings: PassiveSettings, data: PartyData, folder: Path) -> Aligne
 def _check_files_and_address(
     settings: PassiveSettings, credentials: CredentialFiles | None
 ) -> None:
-    """Find out what would end a run, before its folder is opened and earlier results move aside."""
+    """Check what would end a run, before its folder is opened and earlier results move aside."""
     security = check_security(credentials, settings.connect, "connect")
     logger.log(logging.WARNING if credentials is None else logging.INFO, "security: %s", security)
     http_proxy(settings)
@@ -169,7 +169,7 @@ def _leave_results(folder: Path, summary: Summary, stopped: PeerEndedForGood | N
 
 
 def _peer_is_back(settings: PassiveSettings, interruption: Interruption) -> bool:
-    """Find out whether the active party, which had ended the run for good, serves again."""
+    """Return whether the active party, which had ended the run for good, serves again."""
     until = time.monotonic() + min(BACK_WITHIN_S, settings.reconnect.max_s)
     with _peer(settings) as peer:
         while time.monotonic() < until:

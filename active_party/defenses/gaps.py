@@ -208,7 +208,7 @@ def _worst_pair(coordinates: Tensor, moments: Tensor) -> float:
     gaps = coordinates[:, None] - coordinates[None]
     squares = gaps.square().sum(dim=2)
     pairs = ~torch.eye(len(coordinates), dtype=torch.bool, device=coordinates.device)
-    if not bool((squares[pairs] > 0).all()):  # without a gap, noise has no unit
+    if not bool((squares[pairs] > 0).all()):  # noise cannot be measured against a gap of 0
         return math.inf
     along = gaps / squares.clamp(min=1e-300).sqrt()[:, :, None]
     # Row i: the variance that class i has along its gap to every other class.

@@ -21,8 +21,8 @@ class LeakCharge:
     """The amount that an answer adds to what the peer may learn about each example in it."""
 
     sum_kl: float
-    """Divergence of the classes along their gap, computed as if the classes had no spread of their
-    own, because the peer may predict the spread from its activations. Infinite for a bare gradient.
+    """Divergence of the classes along their gap, computed as if the classes had zero spread,
+    because the peer may predict the spread from its activations. Infinite for a bare gradient.
     """
 
     noise_identity: str | None = None
@@ -120,8 +120,8 @@ class LabelMove(NamedTuple):
 class Defense(ABC):
     """Turns raw gradients into gradients that may be sent.
 
-    A subclass has to define `defend`. All other methods have defaults that suit a defense that
-    keeps no state and adds noise to the gradient of the true labels.
+    A subclass has to define `defend`. All other methods have defaults for a stateless defense that
+    adds noise to the gradient of the true labels.
     """
 
     @abstractmethod

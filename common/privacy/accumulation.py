@@ -74,8 +74,8 @@ class ContinuousSign:
     """Chooses the sign of each batch's top or reference direction to agree with earlier batches.
 
     Skewness, which decides the sign of a single batch, errs in some batches under noise: their
-    scores would cancel those of other batches in a sum. It remains open which of the two signs
-    means positive.
+    scores would cancel other batches' scores in a sum. It remains open which of the two signs means
+    positive.
     """
 
     def __init__(self) -> None:

@@ -106,7 +106,7 @@ class Transcript:
         """Record a message; waits only if the disk is far behind.
 
         Raises:
-            StorageError: an earlier message could not be written: none may cross unrecorded.
+            StorageError: an earlier message could not be written; messages must be recorded.
         """
         if self._error is not None:
             raise self._storage_error(self._error)

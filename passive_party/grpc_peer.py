@@ -13,15 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from splitveil.common.alignment import AlignChannel, StreamChannel
 from splitveil.common.errors import InvalidMessage, OthersAwaited, PeerUnreachable, SplitveilError
 from splitveil.common.party.party_settings import ReconnectSettings
-from splitveil.common.run.messages import (
-    Activation,
-    Answer,
-    AuditQuestion,
-    Course,
-    LeaveReason,
-    Offer,
-    Opening,
-)
+from splitveil.common.run import messages
 from splitveil.common.wire.audit_codec import encode_question
 from splitveil.common.wire.endpoint import HANDSHAKE_TIMEOUT_S, SERVICE, method_path
 from splitveil.common.wire.enums import LEAVE_REASON_TO_WIRE
@@ -80,7 +72,7 @@ class GrpcPeer:
         self._train: MessageStream | None = None
         self._evaluate: MessageStream | None = None
         self._align: Any = None
-        self._last_activation: Activation | None = None
+        self._last_activation: messages.Activation | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -98,13 +90,13 @@ class GrpcPeer:
         self.connection.close()
 
     def handshake(
-        self, party: str, canonical_contract: str, commitment: bytes, offer: Offer | None = None
-    ) -> Opening:
+        self, party: str, contract_json: str, commitment: bytes, offer: messages.Offer | None = None
+    ) -> messages.Opening:
         """Open a run, or resume one, waiting for an active party that does not serve yet."""
         self._drop_streams()
-        request = encode_greeting(Greeting(party, canonical_contract, commitment, offer))
+        request = encode_greeting(Greeting(party, contract_json, commitment, offer))
 
-        def ask() -> Opening:
+        def ask() -> messages.Opening:
             reply = self._unary("Handshake", request, pb.HandshakeReply, HANDSHAKE_TIMEOUT_S)
             return decode_opening(reply, offer)
 
@@ -154,20 +146,20 @@ class GrpcPeer:
         if call.code() is not grpc.StatusCode.OK:
             raise error_from(call.code(), call.details())
 
-    def send_activation(self, activation: Activation) -> None:
+    def send_activation(self, activation: messages.Activation) -> None:
         """Send the activation of a training batch, without waiting for its answer."""
         self._last_activation = activation
         if self._train is not None:
             self._train.send_all(encode_activation(activation, self._limits))
 
-    def receive_gradient(self) -> Answer:
+    def receive_gradient(self) -> messages.Answer:
         """Wait for the gradient of the last activation, asking again if the stream broke off."""
         return self._retrying.until_answered(self._gradient_of_last_activation)
 
-    def evaluate(self, activation: Activation) -> Course:
+    def evaluate(self, activation: messages.Activation) -> messages.Course:
         """Send the activation of held-out rows, and return whether the run continues."""
 
-        def ask() -> Course:
+        def ask() -> messages.Course:
             if self._evaluate is None:
                 self._evaluate = self._open("Evaluate", reader(pb.EvaluateReply, SMALL_BYTES))
             stream = self._evaluate
@@ -181,7 +173,7 @@ class GrpcPeer:
 
         return self._retrying.until_answered(ask)
 
-    def audit(self, question: AuditQuestion) -> float:
+    def audit(self, question: messages.AuditQuestion) -> float:
         """Ask for the leak AUC of scores, only once: an audit is not worth a wait."""
         request = encode_question(question)
         reply = self._unary("Audit", request, pb.AuditReply, self._reconnect.deadline_s)
@@ -190,10 +182,10 @@ class GrpcPeer:
             raise InvalidMessage(f"audit: {percent} % is not a leak AUC")
         return percent / 100
 
-    def leave(self, run_id: str, reason: LeaveReason) -> None:
+    def leave(self, run_id: str, reason: messages.LeaveReason) -> None:
         """Say goodbye once; after a finished run for a while, because the peer waits for it."""
         request = pb.LeaveRequest(run_id=run_id, reason=LEAVE_REASON_TO_WIRE[reason])
-        patience_s = GOODBYE_S if reason is LeaveReason.FINISHED else 0.0
+        patience_s = GOODBYE_S if reason is messages.LeaveReason.FINISHED else 0.0
         deadline = time.monotonic() + min(patience_s, self._reconnect.max_s)
         while True:
             try:
@@ -220,7 +212,7 @@ class GrpcPeer:
                 stream.drop()
         self._train = self._evaluate = None
 
-    def _gradient_of_last_activation(self) -> Answer:
+    def _gradient_of_last_activation(self) -> messages.Answer:
         if self._last_activation is None:
             raise RuntimeError("an activation must be sent first")
         if self._train is None:

@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.common.alignment import AlignmentEngine
+from splitveil.common.errors import Interrupted
 from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.simulation import InProcessPeer
 
-__all__ = ["AtSteps", "DiesAt", "FaultyPeer", "InProcessPeer", "Lost", "dying"]
+__all__ = ["AtSteps", "DiesAt", "FaultyPeer", "InProcessPeer", "Lost", "StopsAtFirstStep", "dying"]
 
 
 class FaultyPeer(InProcessPeer):
@@ -27,8 +28,23 @@ class FaultyPeer(InProcessPeer):
         return super().receive_gradient() if self._loses(self._count) else first
 
 
+class StopsAtFirstStep(InProcessPeer):
+    """Keeps the first training message instead of sending it."""
+
+    def receive_gradient(self) -> Answer:
+        raise Interrupted
+
+    @property
+    def kept(self) -> Activation:
+        assert self._sent is not None
+        return self._sent
+
+    def leave(self, run_id: str, reason: LeaveReason) -> None:
+        """Leave without a word: the session stays open for the test."""
+
+
 class Lost(BaseException):
-    """Stands for kill -9: nothing of ours catches it."""
+    """Stands for kill -9: the program never catches it."""
 
 
 class DiesAt(InProcessPeer):
@@ -57,18 +73,18 @@ class DiesAt(InProcessPeer):
         return course
 
     def leave(self, run_id: str, reason: LeaveReason) -> None:
-        """A killed process says nothing; one that has finished does."""
+        """Say goodbye unless the process was killed."""
         if reason == LeaveReason.FINISHED:
             super().leave(run_id, reason)
 
 
 def dying(at: int, *, after: bool) -> Callable[..., InProcessPeer]:
-    """Return a peer whose process ends at this one of its messages."""
+    """Return a peer whose process ends at the given message."""
     return type("Dies", (DiesAt,), {"at": at, "after": after})
 
 
 class AtSteps(GrpcPeer):
-    """Does something before it asks for the gradients of some steps."""
+    """Performs an action before it requests the gradients of some steps."""
 
     actions: dict[int, Callable[[], None]]
     count = 0

@@ -1,11 +1,11 @@
-"""A defense written by the user: a class of the user's own, loaded by name.
+"""User-defined defenses: a class written by the user, loaded by name.
 
 The class is a `Defense`, built as ``Class(context, noise, **arguments)``. Before a run starts it is
 tried out on a few batches, and during the run each of its answers is checked. An answer is charged
-what its report states, and without bound where it states nothing.
+the amount that its report states, and without bound if the report does not state a charge.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import torch
@@ -21,15 +21,13 @@ from splitveil.active_party.defenses.interface import (
     LabelMove,
     LeakCharge,
     RawBatch,
+    RememberingDefense,
 )
 from splitveil.active_party.defenses.noise import NoiseSource, SecureNoise
 from splitveil.active_party.defenses.section import (
-    NO_SECRETS,
+    BuildInputs,
     DefenseContext,
-    Examples,
-    NoiseSecrets,
     NoisyDefense,
-    require_key,
 )
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import load_class
@@ -39,7 +37,7 @@ _PROBE_ROWS = 8
 
 
 class CustomDefense(NoisyDefense):
-    """A defense of the user's own: a subclass of ``splitveil.active_party.defenses.Defense``.
+    """A user-defined defense: a subclass of ``splitveil.active_party.defenses.Defense``.
 
     It is built as ``Class(context, noise, **arguments)`` with a ``DefenseContext`` and a
     ``NoiseSource``, its only source of randomness: the same question then gets the same noise, also
@@ -54,27 +52,14 @@ class CustomDefense(NoisyDefense):
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments with which the class is built."""
 
-    def build(
-        self,
-        context: DefenseContext,
-        secrets: NoiseSecrets = NO_SECRETS,
-        examples: Examples | None = None,  # noqa: ARG002
-    ) -> Defense:
-        """Build the defense.
-
-        Raises:
-            ValueError: persistent noise has no noise key.
-            SettingsError: the class cannot be loaded or built, or is not a defense.
-        """
-        if self.noise == "persistent":
-            require_key(secrets.noise_key, self.name)
-        return self._load(context, self.noise_source(secrets))
+    def _build(self, given: BuildInputs, /) -> Defense:
+        return self._load(given.context, self.keyed_noise_source(given.secrets))
 
     def require_usable(self, context: DefenseContext, /) -> None:
         """Try out the class on batches of all classes, of one class, and of zeros.
 
         Raises:
-            SettingsError: it cannot be loaded or built, fails, or returns something else than a
+            SettingsError: it cannot be loaded or built, fails, or returns something other than a
                 defended batch.
         """
         defense = self._load(context, SecureNoise())
@@ -95,22 +80,22 @@ class CustomDefense(NoisyDefense):
         return f"custom {self.module} {sorted(self.arguments.items())!r}"
 
     def fresh_charge(self, _context: DefenseContext) -> ChargeForecast:
-        """Say that only the class knows."""
+        """Return that the charge is unknown: only the class itself states it."""
         return UNKNOWN
 
     def repeated_charge(self, _context: DefenseContext) -> ChargeForecast:
-        """Say that only the class knows."""
+        """Return that the charge is unknown: only the class itself states it."""
         return UNKNOWN
 
     def honesty(self, _context: DefenseContext) -> str:
-        """Say how far the forecast can be relied on."""
+        """Describe how reliable the forecast is."""
         return (
             f"{self.module} states its charges itself: nothing can be said before the run. "
             "Where it states none, the charge is infinite."
         )
 
     def guarantee_limit(self) -> str:
-        """Say that the guarantee is as good as the charges that the class states."""
+        """Explain that the guarantee is as good as the charges that the class states."""
         return f"The guarantee relies on the charges that {self.module} states itself."
 
     def _load(self, context: DefenseContext, noise: NoiseSource) -> Defense:
@@ -128,7 +113,7 @@ class CustomDefense(NoisyDefense):
             ) from error
 
 
-class CheckedDefense(Defense):
+class CheckedDefense(RememberingDefense):
     """Checks the answers of a defense that is not part of this package.
 
     Args:
@@ -136,6 +121,7 @@ class CheckedDefense(Defense):
     """
 
     def __init__(self, own: Defense) -> None:
+        super().__init__(own)
         self._own = own
 
     def defend(self, batch: RawBatch) -> Defended:
@@ -153,10 +139,10 @@ class CheckedDefense(Defense):
         return answer
 
     def targets(self, batch: LabelledRows, /) -> Tensor:
-        """Return the labels that the user's defense puts in the place of the true ones.
+        """Return the labels with which the user's defense replaces the true ones.
 
         Raises:
-            ValueError: there is not one finite number per row.
+            ValueError: the result does not have one finite number per row.
         """
         targets: object = self._own.targets(batch)
         if not isinstance(targets, Tensor) or targets.shape != batch.labels.shape:
@@ -168,14 +154,6 @@ class CheckedDefense(Defense):
     def charge_covering(self, move: LabelMove, /) -> LeakCharge:
         """Return the user's own charge."""
         return self._own.charge_covering(move)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the state of the user's defense."""
-        return self._own.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replace the state of the user's defense."""
-        self._own.load_state_dict(state)
 
 
 def _check_gradient(gradient: object, raw: Tensor) -> None:

@@ -13,13 +13,7 @@ from splitveil.active_party.defenses.interface import (
     RawBatch,
 )
 from splitveil.active_party.defenses.rows import as_classes, as_rows
-from splitveil.active_party.defenses.section import (
-    NO_SECRETS,
-    DefenseContext,
-    DefenseSection,
-    Examples,
-    NoiseSecrets,
-)
+from splitveil.active_party.defenses.section import BuildInputs, DefenseContext, DefenseSection
 
 
 class NoDefense(DefenseSection):
@@ -27,17 +21,11 @@ class NoDefense(DefenseSection):
 
     name: Literal["none"] = "none"
 
-    def build(
-        self,
-        context: DefenseContext,
-        secrets: NoiseSecrets = NO_SECRETS,  # noqa: ARG002
-        examples: Examples | None = None,  # noqa: ARG002
-    ) -> Defense:
-        """Build the defense."""
-        return Undefended(context.num_classes)
+    def _build(self, given: BuildInputs, /) -> Defense:
+        return Undefended(given.context.num_classes)
 
     def forecast(self, _context: DefenseContext) -> Forecast:
-        """Say that every answer is charged without bound."""
+        """Return an infinite charge for every answer."""
         return Forecast(
             {"fresh": ChargeForecast.exactly(math.inf)},
             "fresh",
@@ -45,7 +33,7 @@ class NoDefense(DefenseSection):
         )
 
     def budget_refusal(self, _context: DefenseContext, /) -> str | None:
-        """Say why the first answer would exceed every budget."""
+        """Explain why the first answer would exceed every budget."""
         return "the first answer without a defense would pass every budget; set a defense"
 
 

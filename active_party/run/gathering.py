@@ -57,7 +57,7 @@ class Gathering:
         self._rendezvous = lifecycle.rendezvous
         self._draw_nonce = draw_nonce
 
-    def greet(self, name: str, canonical_contract: str) -> PassiveParty:
+    def greet(self, name: str, contract_json: str) -> PassiveParty:
         """Return the party that shakes hands, if it holds the same contract.
 
         Raises:
@@ -66,7 +66,7 @@ class Gathering:
         """
         self._lifecycle.refuse_if_ended()
         try:
-            check_contract(self._contract, canonical_contract, name)
+            check_contract(self._contract, contract_json, name)
         except ContractMismatch as error:
             if self._lifecycle.stages.current is Stage.WAITING:
                 self._lifecycle.end(error)

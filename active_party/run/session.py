@@ -42,16 +42,8 @@ from splitveil.common.errors import (
     OutOfStep,
     SplitveilError,
 )
+from splitveil.common.run import messages
 from splitveil.common.run.contract import Contract
-from splitveil.common.run.messages import (
-    Activation,
-    Answer,
-    AuditQuestion,
-    Course,
-    LeaveReason,
-    Offer,
-    Opening,
-)
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.storage.run_store import NoStore
 
@@ -181,11 +173,11 @@ class ActiveSession:
     def handshake(
         self,
         party: str,
-        canonical_contract: str,
+        contract_json: str,
         commitment: bytes,
-        offer: Offer | None = None,
+        offer: messages.Offer | None = None,
         is_listening: Listening = always,
-    ) -> Opening:
+    ) -> messages.Opening:
         """Open a new run or resume a stored one. The same request again gets the same reply.
 
         A peer that was lost before anything was answered may start over; the nonce that it has
@@ -199,7 +191,7 @@ class ActiveSession:
             NothingBegun: the run to be resumed has started over before its first answer.
         """
         with self._rendezvous:
-            asking = self._gathering.greet(party, canonical_contract)
+            asking = self._gathering.greet(party, contract_json)
             if offer is None:
                 return self._gathering.open(asking, commitment, is_listening)
             return self._gathering.resume(asking, commitment, offer, is_listening)
@@ -256,8 +248,11 @@ class ActiveSession:
     # ---- training ----
 
     def exchange(
-        self, activation: Activation, party: str | None = None, is_listening: Listening = always
-    ) -> Answer:
+        self,
+        activation: messages.Activation,
+        party: str | None = None,
+        is_listening: Listening = always,
+    ) -> messages.Answer:
         """Answer a training activation with its defended gradient.
 
         The same bytes again get the stored answer: fresh noise on a repeated step could be averaged
@@ -272,13 +267,16 @@ class ActiveSession:
         with self._rendezvous:
             asking = self.parties.named(party)
             reply = self._gathering.ask(asking, activation, is_listening, is_training=True)
-            if isinstance(reply, Course):
+            if isinstance(reply, messages.Course):
                 raise OutOfStep("a training activation where held-out rows are due")
             return reply
 
     def evaluate(
-        self, activation: Activation, party: str | None = None, is_listening: Listening = always
-    ) -> Course:
+        self,
+        activation: messages.Activation,
+        party: str | None = None,
+        is_listening: Listening = always,
+    ) -> messages.Course:
         """Score held-out rows; tell the peer only whether the run continues.
 
         Raises:
@@ -287,11 +285,11 @@ class ActiveSession:
         with self._rendezvous:
             asking = self.parties.named(party)
             reply = self._gathering.ask(asking, activation, is_listening, is_training=False)
-            if isinstance(reply, Answer):
+            if isinstance(reply, messages.Answer):
                 raise OutOfStep("held-out rows where a training activation is due")
             return reply
 
-    def audit(self, question: AuditQuestion, party: str | None = None) -> float:
+    def audit(self, question: messages.AuditQuestion, party: str | None = None) -> float:
         """Measure the peer's scores of the training rows, to two digits.
 
         Raises:
@@ -333,7 +331,7 @@ class ActiveSession:
     def leave(
         self,
         run_id: str,
-        reason: LeaveReason,
+        reason: messages.LeaveReason,
         party: str | None = None,
         is_listening: Listening = always,
     ) -> None:

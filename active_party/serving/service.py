@@ -36,6 +36,7 @@ from splitveil.common.errors import (
     ProtocolError,
     SplitveilError,
 )
+from splitveil.common.run.messages import Activation
 from splitveil.common.wire.audit_codec import decode_question
 from splitveil.common.wire.enums import leave_reason_from_wire
 from splitveil.common.wire.evaluation_codec import encode_course
@@ -201,31 +202,25 @@ class ActiveService:
 
     def train(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Answer activations with defended gradients; learn from each after its answer has left."""
-        assembler = TensorAssembler.of_activations(self._limits)
         caller = self._caller(context)
         with caller.train_slots.enter(context):
-            for frame in self._heard(caller, requests):
-                activation = assembler.add(frame)
-                if activation is not None:
-                    answer = self._session.exchange(activation, caller.name, context.is_active)
-                    caller.train_slots.answered(context)
-                    yield from encode_answer(answer, self._limits)
-                    self._session.finish_step()
+            for activation in self._activations(caller, requests):
+                answer = self._session.exchange(activation, caller.name, context.is_active)
+                caller.train_slots.answered(context)
+                yield from encode_answer(answer, self._limits)
+                self._session.finish_step()
 
     def evaluate(
         self, requests: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[pb.EvaluateReply]:
         """Score the activations of held-out rows."""
-        assembler = TensorAssembler.of_activations(self._limits)
         caller = self._caller(context)
         with caller.evaluate_slots.enter(context):
-            for frame in self._heard(caller, requests):
-                activation = assembler.add(frame)
-                if activation is not None:
-                    course = self._session.evaluate(activation, caller.name, context.is_active)
-                    caller.evaluate_slots.answered(context)
-                    yield encode_course(activation.batch, course)
-                    self._session.finish_step()
+            for activation in self._activations(caller, requests):
+                course = self._session.evaluate(activation, caller.name, context.is_active)
+                caller.evaluate_slots.answered(context)
+                yield encode_course(activation.batch, course)
+                self._session.finish_step()
 
     def audit(self, request: pb.AuditRequest, context: grpc.ServicerContext) -> pb.AuditReply:
         """Measure scores of the peer."""
@@ -277,6 +272,14 @@ class ActiveService:
         if len(named) != 1 or named[0] not in self._callers:
             raise InvalidMessage("a call that names no passive party of the contract")
         return self._callers[str(named[0])]
+
+    def _activations(self, caller: _Caller, requests: Iterator[bytes]) -> Iterator[Activation]:
+        """Yield the activations of which a stream's messages are the parts."""
+        assembler = TensorAssembler.of_activations(self._limits)
+        for frame in self._heard(caller, requests):
+            activation = assembler.add(frame)
+            if activation is not None:
+                yield activation
 
     def _heard(self, caller: _Caller, requests: Iterator[Any]) -> Iterator[Any]:
         """Yield the messages of a stream; a broken one just ends, as the peer may reconnect."""

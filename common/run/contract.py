@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    Discriminator,
     Field,
     PositiveInt,
     StringConstraints,
@@ -20,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from splitveil.common.settings import Section, named_kind
+from splitveil.common.settings import Section, kind_by_field
 
 CutDtype = Literal["float32", "float16", "bfloat16"]
 Aggregation = Literal["mean", "sum", "concat"]
@@ -101,11 +100,7 @@ class ColumnSplit(Section):
 
 SplitSettings = Annotated[
     Annotated[HashSplit, Tag("hash")] | Annotated[ColumnSplit, Tag("column")],
-    Discriminator(
-        named_kind("kind", "hash", "column"),
-        custom_error_type="split_kind",
-        custom_error_message="expected kind hash or column",
-    ),
+    kind_by_field("kind", "hash", "column", error_type="split_kind"),
 ]
 
 

@@ -106,13 +106,24 @@ def keyed_id_digests(ids: Iterable[str], seed: bytes) -> npt.NDArray[np.uint8]:
         ids: the normalised ids, iterated once.
         seed: the joint seed, at most 64 bytes.
     """
-    keyed = hashlib.blake2b(digest_size=16, key=seed, person=_ID_DOMAIN)
+    return np.frombuffer(keyed_digests(ids, seed, _ID_DOMAIN), dtype=np.uint8).reshape(-1, 16)
+
+
+def keyed_digests(texts: Iterable[str], key: bytes, purpose: bytes) -> bytearray:
+    """Return 16 bytes per text, one after another, which nobody without the key can predict.
+
+    Args:
+        texts: hashed as UTF-8, iterated once.
+        key: at most 64 bytes.
+        purpose: keeps digests for different purposes independent, at most 16 bytes.
+    """
+    keyed = hashlib.blake2b(digest_size=16, key=key, person=purpose)
     digests = bytearray()
-    for name in ids:
+    for text in texts:
         digest = keyed.copy()
-        digest.update(name.encode())
+        digest.update(text.encode())
         digests += digest.digest()
-    return np.frombuffer(digests, dtype=np.uint8).reshape(-1, 16)
+    return digests
 
 
 def canonical_order(digests: npt.NDArray[np.uint8]) -> Positions:

@@ -275,6 +275,6 @@ def test_log_summary_and_report_say_what_was_told_and_not_where_the_run_went_bac
         with caplog.at_level(logging.INFO):
             go_back(parties.session)
         leave(parties.session)
-    assert "the ledger keeps what was told there" in caplog.text
+    assert "the ledger keeps the later answers" in caplog.text
     assert recorder.summary({}).of_active.ledger == ledger_figures(bounds)
     assert guarantee_of(read_run(folder)) == bounds.guarantee.max

@@ -21,7 +21,7 @@ from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.settings import PassiveSettings
 from tests.certificates import files, make, use
 from tests.runs import Parties, build_parties, write_example
-from tests.wire.connect_proxy import ConnectProxy
+from tests.wire.between import ConnectProxy
 
 HASTY = ["reconnect={max_s: 1, first_wait_s: 0.3, longest_wait_s: 0.3}"]
 UNREPEATED = "hunter2"

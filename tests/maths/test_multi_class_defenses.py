@@ -168,7 +168,7 @@ def test_the_other_strengths_leave_the_worst_pair_what_they_allow(
 
 
 def worst_oracle_auc(defended: Tensor, means: Tensor, labels: Tensor) -> float:
-    """Leak AUC of the worst pair to whoever knows the means and noise covariance of each pair."""
+    """Leak AUC of the worst pair, given each pair's means and noise covariance."""
     rows = defended.double()
     noise = torch.cov((rows - means[labels]).T)
     worst = 0.0

@@ -1,4 +1,4 @@
-"""The audit: what it measures and remembers, and that its worker never holds training up."""
+"""The audit: its measurements and state, and that its worker never delays training."""
 
 import dataclasses
 import itertools

@@ -136,7 +136,7 @@ def question(parties: Parties, layer: str, attack: str = "norm") -> AuditQuestio
 
 
 def test_answers_and_layers_outlive_a_killed_process(example: Path, tmp_path: Path) -> None:
-    """The checkpoint that it goes on from was taken before any of the answers."""
+    """The checkpoint from which it resumes was taken before any of the answers."""
     parties = parties_in(example, tmp_path)
     run_in_process(parties)
     for number in range(MAX_LAYERS):

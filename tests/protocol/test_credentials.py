@@ -1,4 +1,4 @@
-"""Certificates as a party reads them: what is refused at the start, and what a change does."""
+"""Certificates as a party reads them: refusals at the start, and the effect of replaced files."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Attacks of the user's own: what they are told, where their figures stand, what is refused."""
+"""User-defined attacks: their side information, their figures, and refusals."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""A run that counts what earlier ones told: its ledger, its budget, and what it leaves behind."""
+"""A run that counts the charges of earlier runs: its ledger, budget and own account book."""
 
 import io
 import re
@@ -50,7 +50,7 @@ def leave(parties: Parties, folder: Path) -> None:
 
 
 def divergences(parties: Parties) -> dict[str, float]:
-    """Return what each example's label may have been told of, by id."""
+    """Return the divergence charged for each example's label, by id."""
     rows, session = parties.active.rows, parties.session
     assert rows is not None
     return {

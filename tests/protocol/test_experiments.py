@@ -1,4 +1,4 @@
-"""Experiments: what their files mean, which cells run, and what becomes of the figures."""
+"""Experiments: the meaning of their files, the choice of cells, and the figures."""
 
 import io
 import json

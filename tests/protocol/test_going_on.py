@@ -1,4 +1,4 @@
-"""A run that goes on after one party, or both, were lost: bit for bit what it would have been."""
+"""A run that resumes after one party, or both, were lost equals an undisturbed run bit for bit."""
 
 import hashlib
 import logging
@@ -98,7 +98,7 @@ def test_with_the_passive_party_killed_the_active_one_goes_back_with_it(
 
 
 class ForgetsTheActive(InProcessPeer):
-    """Replaces the active party by one that was started anew, at one training message."""
+    """Replaces the active party by a restarted one, at one training message."""
 
     anew: Parties
     at = 3

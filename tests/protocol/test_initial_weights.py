@@ -1,4 +1,4 @@
-"""Beginning with an earlier run's model: the same weights, encoded features and test AUC."""
+"""Starting from an earlier run's model: the same weights, encoded features and test AUC."""
 
 import shutil
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_without_them_a_run_begins_elsewhere(tmp_path: Path) -> None:
 
 
 def test_features_are_encoded_as_they_were_in_the_earlier_run(tmp_path: Path) -> None:
-    """Fitting anew would move every input under weights that know the old scale."""
+    """Fitting again would move every input under weights trained at the old scale."""
     write_example(tmp_path)
     first = finished(tmp_path)
     header, *rows = (tmp_path / "passive.csv").read_text().splitlines()

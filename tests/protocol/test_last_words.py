@@ -215,7 +215,7 @@ def test_half_a_checkpoint_of_a_killed_process_is_deleted(tmp_path: Path) -> Non
 
 
 def test_a_finished_run_that_is_forgotten_fails_in_nothing_more(tmp_path: Path) -> None:
-    """Whoever ended with an error then would be started again, and would train anew."""
+    """A party that ended with an error would be restarted, and would train again."""
     store = RunStore(tmp_path, keep=2)
     store.save_run({})
     store.save(2, {"place": 2})

@@ -1,4 +1,4 @@
-"""The leak gate: what the leak monitor measures may end a run."""
+"""The leak gate: the leak monitor's measurements may end a run."""
 
 import io
 import statistics

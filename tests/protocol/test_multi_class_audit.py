@@ -1,4 +1,4 @@
-"""Audits of several classes: against scikit-learn, from checkpoints, and what parties write."""
+"""Audits with more than two classes: against scikit-learn, from checkpoints, and in files."""
 
 import dataclasses
 import itertools
@@ -273,7 +273,7 @@ def test_another_audit_s_state_is_refused(other: LeakAudit, part: str) -> None:
 
 
 class Recorded(NamedTuple):
-    """What one party left behind."""
+    """The files that one party left behind."""
 
     lines: list[dict[str, Any]]
     summary: dict[str, Any]

@@ -156,7 +156,7 @@ def key_path(runs: Path) -> Path:
 
 
 def noise_of(parties: Parties) -> Tensor:
-    """Return what a trainer draws its noise from: secret bits, or noisy less true labels."""
+    """Return the source of a trainer's noise: secret bits, or noisy minus true labels."""
     trainer = parties.session.trainer
     assert trainer is not None
     if isinstance(trainer.defense, NoisyLabel):

@@ -1,4 +1,4 @@
-"""What the passive party tells the peer when its run ends early."""
+"""The goodbyes of the passive party when its run ends early."""
 
 from pathlib import Path
 

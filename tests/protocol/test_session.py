@@ -1,4 +1,4 @@
-"""The rules of a run, on the session object itself: no wire."""
+"""The rules of a run, on the session object itself, without a wire."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Runs with several passive parties: what they learn together, and for whom they wait."""
+"""Runs with several passive parties: their joint knowledge, and their waiting for each other."""
 
 import hashlib
 import statistics

@@ -1,4 +1,4 @@
-"""A split by a column: every party comes to the same one, or the run ends before its first step."""
+"""A split by a column: all parties derive the same split, or the run ends before its first step."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

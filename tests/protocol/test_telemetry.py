@@ -1,4 +1,4 @@
-"""What a run writes and shows: metrics, progress, log lines, tables, and files whole or not."""
+"""The output of a run: metrics, progress, log lines, tables, and damaged files."""
 
 import errno
 import io

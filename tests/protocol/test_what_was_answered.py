@@ -1,4 +1,4 @@
-"""What was answered stays charged: a run that goes back, or a process that is killed, forgets none.
+"""Answers stay charged when a run goes back to a checkpoint or a process is killed.
 
 The peers here take answers, go back to an earlier checkpoint, and leave, which costs them nothing.
 """

@@ -1,4 +1,4 @@
-"""What each kind of bad input gets: exit codes and messages of both parties' real processes."""
+"""Bad input of each kind: exit codes and messages of both parties' real processes."""
 
 import csv
 import json
@@ -24,7 +24,7 @@ Rows = list[list[str]]
 
 
 class Ended(NamedTuple):
-    """How one process ended."""
+    """The end of one process: exit code and output."""
 
     exit_code: int
     output: str

@@ -1,4 +1,4 @@
-"""A full disk: what cannot be written ends a party with 1, what cannot be printed is lost."""
+"""A full disk: a file that cannot be written ends a party with 1; lost output does not."""
 
 from functools import partial
 from pathlib import Path

@@ -46,7 +46,7 @@ def settings(defense: str = "{name: none}") -> Settings:
 
 @pytest.fixture(scope="module")
 def whole(example: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """Return what each defense's run leaves when nothing happens to it."""
+    """Return the results of an undisturbed run with each defense."""
     return {
         name: run_here(example, tmp_path_factory.mktemp("whole"), settings(defense))
         for name, defense in DEFENSES.items()

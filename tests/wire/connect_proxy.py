@@ -1,4 +1,4 @@
-"""A small HTTP proxy that makes connections for whoever says ``CONNECT``, and writes down who."""
+"""A small HTTP proxy that serves ``CONNECT`` requests and records their senders."""
 
 import socket
 import threading

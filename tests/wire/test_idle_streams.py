@@ -1,4 +1,4 @@
-"""Streams that say nothing: whom they keep from being answered, and whom not any more."""
+"""Idle streams do not keep other callers waiting, and silent alignments end."""
 
 import queue
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Every field that a peer may fill has a bound, and the check knows it."""
+"""Every field that a peer may fill has a bound, and the check for missing bounds works."""
 
 from collections.abc import Callable
 

@@ -428,7 +428,7 @@ def test_critic_and_generator_learn_before_the_answer_and_pull_in_their_directio
     assert activation.grad is None
 
 
-def test_it_goes_on_from_its_state_bit_for_bit() -> None:
+def test_it_resumes_from_its_state_bit_for_bit() -> None:
     settings = GafmDefense(label_noise=0.0)
     shifts = 0.05 * torch.rand(32, generator=torch.Generator().manual_seed(1))
     whole, first, second, other = (objective(settings, shifts) for _ in range(4))

@@ -313,7 +313,7 @@ def test_noise_fitted_to_earlier_batches_is_charged_for_longer_gaps() -> None:
 
 
 @pytest.mark.parametrize("name", DEFENSES)
-def test_a_loaded_state_goes_on_alike(name: str) -> None:
+def test_a_loaded_state_resumes_alike(name: str) -> None:
     batches = [softmax_batch(60, seed=seed) for seed in range(4)]
 
     def after(defense: MultiClass, rows: slice) -> list[Tensor]:

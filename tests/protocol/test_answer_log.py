@@ -193,7 +193,7 @@ def started_again(example: Path, runs: Path) -> Parties:
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_log_is_refused_in_one_line_that_says_how_to_go_on(
+def test_a_damaged_log_is_refused_in_one_line_that_says_how_to_resume(
     example: Path, tmp_path: Path, damage: Callable[[bytes], bytes]
 ) -> None:
     path = answered(example, tmp_path)
@@ -245,7 +245,7 @@ def rewritten(path: Path, version: int) -> None:
 
 
 @pytest.mark.parametrize("party", ["active", "passive"])
-def test_a_damaged_run_state_says_what_is_lost_and_how_to_go_on(
+def test_a_damaged_run_state_says_what_is_lost_and_how_to_resume(
     example: Path, tmp_path: Path, party: str
 ) -> None:
     answered(example, tmp_path)

@@ -79,7 +79,7 @@ def test_no_audit_is_answered_with_fewer_than_a_thousand_of_a_class(rare: int) -
 
 
 @pytest.mark.parametrize("label", [0, 1])
-def test_one_answer_tells_the_last_label_to_whoever_knows_the_others(label: int) -> None:
+def test_one_answer_tells_the_last_label_to_a_peer_that_knows_the_others(label: int) -> None:
     """Audits are no protection of a single label, however many rows of each class there are."""
     rows, last = np.arange(4000), 3999
     if_0 = (torch.arange(4000) < 1500).float()

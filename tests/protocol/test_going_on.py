@@ -167,7 +167,7 @@ def test_a_step_done_again_with_other_bytes_is_refused_for_good(
     assert second.active.sent == []
 
 
-def test_a_peer_cannot_go_on_with_a_run_that_is_not_its_own(example: Path, tmp_path: Path) -> None:
+def test_a_peer_cannot_resume_a_run_that_is_not_its_own(example: Path, tmp_path: Path) -> None:
     parties = build_parties(example, [EVERY_2], [EVERY_2], runs=tmp_path)
     with pytest.raises(Lost):
         run_in_process(parties, dying(4, after=True))
@@ -236,7 +236,7 @@ def test_a_store_keeps_the_newest_few_readable_by_their_owner_alone(tmp_path: Pa
         store.load(5)
 
 
-def test_a_state_saved_soon_is_the_one_at_the_call_and_is_there_for_whoever_asks(
+def test_a_state_saved_soon_is_the_one_at_the_call_and_is_there_for_every_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_write = threading.Event()

@@ -163,7 +163,7 @@ def test_other_columns_than_the_model_s_are_refused(tmp_path: Path) -> None:
         run_in_process(none)
 
 
-def test_a_run_that_goes_on_has_its_own_weights_and_not_the_earlier_ones(tmp_path: Path) -> None:
+def test_a_run_that_resumes_has_its_own_weights_and_not_the_earlier_ones(tmp_path: Path) -> None:
     write_example(tmp_path)
     finished(tmp_path)
     runs = tmp_path / "runs"

@@ -75,7 +75,7 @@ def test_an_active_party_that_was_lost_after_its_last_answer_has_all_of_the_run(
     assert again.session.error is None
 
 
-def test_an_active_party_that_was_lost_after_the_goodbye_waits_for_nobody(
+def test_an_active_party_that_was_lost_after_the_goodbye_does_not_wait(
     example: Path, tmp_path: Path
 ) -> None:
     run_in_process(build(example, tmp_path))
@@ -114,7 +114,7 @@ class ReplacedBeforeAligning(InProcessPeer):
         return super().open_alignment()
 
 
-def test_with_the_active_party_killed_between_handshake_and_alignment_both_begin_anew(
+def test_with_the_active_party_killed_between_handshake_and_alignment_both_start_over(
     example: Path, tmp_path: Path
 ) -> None:
     parties, whole = build(example, tmp_path), build(example)

@@ -235,7 +235,7 @@ def test_a_batch_without_a_class_is_measured_for_the_others() -> None:
     assert audit.counts().skipped_one_class == 1
 
 
-def test_a_stored_audit_goes_on_to_the_same_figures() -> None:
+def test_a_stored_audit_resumes_to_the_same_figures() -> None:
     whole, first = new_audit(), new_audit()
     everything = list(batches(whole))
     for seen in everything:
@@ -419,7 +419,7 @@ def test_after_a_loss_of_both_parties_their_files_are_the_same(
         assert numbers == of_whole
 
 
-def test_attacks_of_another_number_of_classes_end_a_run_that_goes_on(
+def test_attacks_of_another_number_of_classes_end_a_run_that_resumes(
     example: Path, tmp_path: Path
 ) -> None:
     audit = new_audit()

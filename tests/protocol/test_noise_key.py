@@ -191,7 +191,7 @@ def test_a_run_that_needs_no_key_makes_none(example: Path, tmp_path: Path, defen
 
 
 @pytest.mark.parametrize("defense", [KEYED[3], KEYED[4], KEYED[6]])
-def test_a_run_that_goes_on_keeps_its_noise_and_a_new_one_draws_its_own(
+def test_a_run_that_resumes_keeps_its_noise_and_a_new_one_draws_its_own(
     example: Path, tmp_path: Path, defense: str
 ) -> None:
     def run() -> Tensor:

@@ -252,7 +252,7 @@ class Switch:
             sink.shutdown(socket.SHUT_RDWR)
 
 
-def test_whoever_passes_the_look_on_and_then_answers_by_itself_is_spoken_to_by_nobody(
+def test_a_relay_that_passes_the_look_on_and_then_answers_itself_is_not_spoken_to(
     parties: Parties, tmp_path: Path
 ) -> None:
     """Somebody on the way, with a wildcard certificate of the same authority."""

@@ -30,21 +30,7 @@ from splitveil.common.errors import (
     StorageError,
 )
 from splitveil.common.models.factory import build_top_model
-from splitveil.common.party.command_line import (
-    Commands,
-    add_command,
-    draw_nonce,
-    end_program,
-    exit_code_of,
-    overrides_of,
-    parse_arguments,
-    prepare,
-    report_check,
-    resumes,
-    save_resolved,
-    torch_device,
-    verify_transcript,
-)
+from splitveil.common.party import command_line
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData, open_earlier_model
@@ -60,39 +46,40 @@ from splitveil.common.storage.model_files import delete_saved, save_model, save_
 from splitveil.common.storage.run_folder import open_run_folder
 from splitveil.common.storage.run_store import RunStore
 from splitveil.common.text.log_lines import configure_logging
+from splitveil.common.text.version import VERSION
 from splitveil.common.wire.endpoint import check_security
 
 logger = logging.getLogger("splitveil.active_party")
 
 GRACE_S = 5.0
 LAST_WORDS_S = 2.0
-"""How long a party that ends early waits for its peer's next call, which tells the peer so."""
+"""Time that a party that ends early waits for its peer's next call, whose status says so."""
 FINAL_WORDS_S = 30.0
-"""How long it waits if it ends for good: a peer that did not hear of it would retry for ever."""
+"""The same time if the run ends for good: a peer that did not learn of it would retry forever."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command and exit with its code."""
-    parsed = parse_arguments("active-party", arguments, _add_own_commands)
+    parsed = command_line.parse_arguments("active-party", arguments, _add_own_commands)
     configure_logging("active", parsed.verbose - parsed.quiet)
     actions = {
         "run": _run,
         "check": _check,
         "plan": _plan,
         "report": _report,
-        "verify-transcript": verify_transcript,
+        "verify-transcript": command_line.verify_transcript,
     }
-    exit_code = exit_code_of(partial(actions[parsed.command], parsed))
-    end_program(exit_code, is_program=arguments is None)
+    exit_code = command_line.exit_code_of(partial(actions[parsed.command], parsed))
+    command_line.end_program(exit_code, is_program=arguments is None)
 
 
-def _add_own_commands(commands: Commands) -> None:
+def _add_own_commands(commands: command_line.Commands) -> None:
     _add_plan(commands)
     _add_report(commands)
 
 
-def _add_plan(commands: Commands) -> None:
-    command = add_command(
+def _add_plan(commands: command_line.Commands) -> None:
+    command = command_line.add_command(
         commands, "plan", "print what a run would reveal about the labels, before any training"
     )
     command.add_argument(
@@ -103,7 +90,7 @@ def _add_plan(commands: Commands) -> None:
     )
 
 
-def _add_report(commands: Commands) -> None:
+def _add_report(commands: command_line.Commands) -> None:
     purpose = "write a page that shows what a run revealed about the labels"
     command = commands.add_parser("report", help=purpose, description=purpose)
     command.add_argument("run_dir", type=Path, nargs="?", help="the run's folder, runs/<run name>")
@@ -121,7 +108,9 @@ def _add_report(commands: Commands) -> None:
 
 
 def _load(parsed: argparse.Namespace) -> ActiveSettings:
-    return load_party_settings(ActiveSettings, parsed.settings, overrides_of(parsed, "active"))
+    return load_party_settings(
+        ActiveSettings, parsed.settings, command_line.overrides_of(parsed, "active")
+    )
 
 
 def _run(parsed: argparse.Namespace) -> None:
@@ -133,7 +122,7 @@ def _run(parsed: argparse.Namespace) -> None:
     security = check_security(credentials, settings.listen, "listen")
     logger.log(logging.WARNING if credentials is None else logging.INFO, "security: %s", security)
     _check_files_and_address(settings)
-    device = prepare(settings)
+    device = command_line.prepare(settings)
     settings.defense.require_usable(settings.defense_context())
     data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
     logger.info("%d rows read from %s", len(data.ids), data.table.source)
@@ -151,7 +140,13 @@ def _run(parsed: argparse.Namespace) -> None:
         recorder = resources.enter_context(ActiveRecorder(settings, folder))
         store = resources.enter_context(_store(contract, folder))
         session = build_session(
-            settings, data, build_trainer, recorder, partial(draw_nonce, settings), store, earlier
+            settings,
+            data,
+            build_trainer,
+            recorder,
+            partial(command_line.draw_nonce, settings),
+            store,
+            earlier,
         )
         session.reopen()
         # From the first answer until this process ends, no file may pass for the whole account.
@@ -178,8 +173,8 @@ def _run(parsed: argparse.Namespace) -> None:
     # The monitor measures the last batches only after the last answer has left.
     stopped = stopped or recorder.objection()
     summary = recorder.summary(dict(service.refused))
-    if transcript is not None:
-        summary = replace(summary, transcript=transcript.summary())
+    end = None if transcript is None else transcript.summary()
+    summary = replace(summary, transcript=end, version=VERSION)
     _leave_results(settings, folder, summary, stopped)
     service.tried.forget()
     store.forget_finished()  # last: a process that ends before this does not train from scratch
@@ -231,9 +226,9 @@ def _open_folder(settings: ActiveSettings, *, fresh: bool) -> Path:
         settings.runs_dir,
         settings.contract.run_name,
         ACTIVE,
-        lambda folder: resumes(settings, fresh=fresh, folder=folder),
+        lambda folder: command_line.resumes(settings, fresh=fresh, folder=folder),
     )
-    save_resolved(settings, folder)
+    command_line.save_resolved(settings, folder)
     return folder
 
 
@@ -307,12 +302,12 @@ def _check(parsed: argparse.Namespace) -> None:
             earlier.put_into(model)
         return f"data: {data.summary()}; the top model fits them"
 
-    report_check(
+    command_line.report_check(
         settings,
         [
             security,
             address,
-            lambda: f"device: {torch_device(settings.device)}",
+            lambda: f"device: {command_line.torch_device(settings.device)}",
             noise_key,
             defense,
             *([earlier_answers] if settings.earlier_ledgers else []),

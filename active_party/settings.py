@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, Tag, model_validator
 
 from splitveil.active_party.defenses import DefenseContext, DefenseSettings
 from splitveil.active_party.defenses.sum_kl import sum_kl_for_leak_auc
@@ -16,7 +16,7 @@ from splitveil.common.party.party_settings import Address, PartySettings
 from splitveil.common.privacy.attacks import SideInformation
 from splitveil.common.privacy.settings import AuditSettings, suggested
 from splitveil.common.run.contract import ACTIVE
-from splitveil.common.settings import Section, only_key
+from splitveil.common.settings import Section, kind_by_only_key
 
 
 class EarlyStopping(Section):
@@ -61,11 +61,7 @@ class SumKlBudget(Section):
 
 RunBudget = Annotated[
     Annotated[LeakAucBudget, Tag("leak_auc")] | Annotated[SumKlBudget, Tag("sum_kl")],
-    Discriminator(
-        only_key,
-        custom_error_type="run_budget_key",
-        custom_error_message="expected exactly one of leak_auc, sum_kl",
-    ),
+    kind_by_only_key("leak_auc", "sum_kl", error_type="run_budget_key"),
 ]
 """Limit on what a run may reveal about each label; the key that is present names the unit."""
 

@@ -55,6 +55,16 @@ class PartyCost(NamedTuple):
     num_common: int
 
 
+class Task(NamedTuple):
+    """One party's part, and its ways to the other and back."""
+
+    num_ids: int
+    workers: int
+    barrier: Barrier
+    ports: "multiprocessing.Queue[int]"
+    results: "multiprocessing.Queue[tuple[str, PartyCost]]"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ids", type=int, default=100_000, help="per party")
@@ -65,12 +75,8 @@ def main() -> None:
     results: multiprocessing.Queue[tuple[str, PartyCost]] = context.Queue()
     ports: multiprocessing.Queue[int] = context.Queue()
     barrier = context.Barrier(2)
-    parties = [
-        context.Process(
-            target=run, args=(arguments.ids, arguments.workers, barrier, ports, results)
-        )
-        for run in (_run_active, _run_passive)
-    ]
+    task = Task(arguments.ids, arguments.workers, barrier, ports, results)
+    parties = [context.Process(target=run, args=(task,)) for run in (_run_active, _run_passive)]
     for party in parties:
         party.start()
     costs = dict(results.get() for _ in parties)
@@ -79,13 +85,7 @@ def main() -> None:
     _print(arguments.ids, arguments.workers, costs)
 
 
-def _run_active(
-    num_ids: int,
-    workers: int,
-    barrier: Barrier,
-    ports: "multiprocessing.Queue[int]",
-    results: "multiprocessing.Queue[tuple[str, PartyCost]]",
-) -> None:
+def _run_active(task: Task) -> None:
     def exchange(run: Callable[[StreamChannel], Alignment]) -> Alignment:
         outcome: Queue[Alignment] = Queue()
 
@@ -103,33 +103,28 @@ def _run_active(
         )
         handlers = grpc.method_handlers_generic_handler(service, {method: handler})
         server.add_generic_rpc_handlers((handlers,))
-        ports.put(server.add_insecure_port("127.0.0.1:0"))
+        task.ports.put(server.add_insecure_port("127.0.0.1:0"))
         server.start()
         result = outcome.get()
         server.stop(grace=5).wait()
         return result
 
-    ids = [f"customer-{number:09d}" for number in range(num_ids)]
-    results.put(("active", _measure(ids, workers, barrier, exchange)))
+    ids = [f"customer-{number:09d}" for number in range(task.num_ids)]
+    task.results.put(("active", _measure(ids, task.workers, task.barrier, exchange)))
 
 
-def _run_passive(
-    num_ids: int,
-    workers: int,
-    barrier: Barrier,
-    ports: "multiprocessing.Queue[int]",
-    results: "multiprocessing.Queue[tuple[str, PartyCost]]",
-) -> None:
+def _run_passive(task: Task) -> None:
     def exchange(run: Callable[[StreamChannel], Alignment]) -> Alignment:
-        address = f"127.0.0.1:{ports.get()}"
+        address = f"127.0.0.1:{task.ports.get()}"
         with grpc.insecure_channel(address, without_proxy()) as connection:
             call = connection.stream_stream(
                 _METHOD, AlignFrame.SerializeToString, AlignFrame.FromString
             )
             return run(StreamChannel(call))
 
-    ids = [f"customer-{number:09d}" for number in range(num_ids // 2, num_ids // 2 + num_ids)]
-    results.put(("passive", _measure(ids, workers, barrier, exchange)))
+    first = task.num_ids // 2
+    ids = [f"customer-{number:09d}" for number in range(first, first + task.num_ids)]
+    task.results.put(("passive", _measure(ids, task.workers, task.barrier, exchange)))
 
 
 def _measure(

@@ -13,26 +13,18 @@ import torch
 from torch import Tensor
 
 from benchmarks.environment import print_environment, spread
-from splitveil.active_party.defenses import (
-    DefenseContext,
-    DefenseSettings,
-    IsoDefense,
-    MarvellDefense,
-    MaxNormDefense,
-    MaxNormPositiveDefense,
-    NoDefense,
-    RawBatch,
-)
+from splitveil.active_party import defenses
+from splitveil.active_party.defenses import DefenseSettings, RawBatch
 from splitveil.active_party.defenses.strength import LeakAuc
 
 SHAPES = ((128, 1600), (1024, 128), (32768, 128))
 SETTINGS: dict[str, DefenseSettings] = {
-    "none": NoDefense(),
-    "iso": IsoDefense(),
-    "max_norm": MaxNormDefense(),
-    "max_norm_positive": MaxNormPositiveDefense(),
-    "marvell": MarvellDefense(),
-    "marvell, leak_auc": MarvellDefense(strength=LeakAuc(leak_auc=0.6)),
+    "none": defenses.NoDefense(),
+    "iso": defenses.IsoDefense(),
+    "max_norm": defenses.MaxNormDefense(),
+    "max_norm_positive": defenses.MaxNormPositiveDefense(),
+    "marvell": defenses.MarvellDefense(),
+    "marvell, leak_auc": defenses.MarvellDefense(strength=LeakAuc(leak_auc=0.6)),
 }
 
 
@@ -71,7 +63,7 @@ def time_defense(
     settings: DefenseSettings, gradients: Tensor, labels: Tensor, repeats: int
 ) -> list[float]:
     """Time a defense whole: checks, statistics, solver, noise, charge and report."""
-    defense = settings.build(DefenseContext(tuple(gradients.shape[1:])))
+    defense = settings.build(defenses.DefenseContext(tuple(gradients.shape[1:])))
     probabilities = torch.full_like(labels, 0.2)
     return time_ms(
         lambda: defense.defend(RawBatch(gradients, labels, probabilities=probabilities)),

@@ -23,14 +23,7 @@ import torch
 
 from benchmarks.environment import print_environment
 from splitveil.active_party.serving.service import ActiveService
-from tests.mutations import (
-    DirectSender,
-    Mutator,
-    Tape,
-    WireSender,
-    run_disturbed,
-    send_mutants,
-)
+from tests import mutations
 from tests.runs import Parties, build_parties, run_in_process, write_example
 
 MOST_GROWTH_MIB = 64
@@ -60,7 +53,7 @@ class Disturbance:
     """
 
     def __init__(self, parties: Parties, port: int, messages: int, seed: int) -> None:
-        self.tape = Tape()
+        self.tape = mutations.Tape()
         self.statuses: Counter[tuple[str, str, str]] = Counter()
         self.memory_mib: list[float] = []
         self._parties = parties
@@ -76,7 +69,7 @@ class Disturbance:
         """Let be allocated what every process allocates once, whatever comes."""
         self._answered = self.tape.requests()  # before the step that is due
         self.tape.is_full = True
-        self._send(DirectSender(service, self._parties.run.contract), "", WARM_UP // 2)
+        self._send(mutations.DirectSender(service, self._parties.run.contract), "", WARM_UP // 2)
         self._send_over_the_wire("", WARM_UP // 2)
         self.statuses.clear()
         self.memory_mib.append(resident_mib())
@@ -84,7 +77,9 @@ class Disturbance:
     def straight(self, service: ActiveService) -> None:
         """Send half of them while the honest peer waits."""
         began = time.perf_counter()
-        self._send(DirectSender(service, self._parties.run.contract), "handlers", self._each)
+        self._send(
+            mutations.DirectSender(service, self._parties.run.contract), "handlers", self._each
+        )
         print(f"handlers: {self._each} mutants in {time.perf_counter() - began:.0f} s")
         self.memory_mib.append(resident_mib())
 
@@ -106,14 +101,16 @@ class Disturbance:
         self._executor.shutdown()
 
     def _send_over_the_wire(self, way: str, count: int) -> None:
-        sender = WireSender(self._port)
+        sender = mutations.WireSender(self._port)
         self._send(sender, way, count)
         sender.close()
 
-    def _send(self, sender: DirectSender | WireSender, way: str, count: int) -> None:
+    def _send(
+        self, sender: mutations.DirectSender | mutations.WireSender, way: str, count: int
+    ) -> None:
         self._seed += 1
-        mutator = Mutator(self._answered, self._seed, self._parties.run.run_id)
-        for (method, status), number in send_mutants(sender, mutator, count).items():
+        mutator = mutations.Mutator(self._answered, self._seed, self._parties.run.run_id)
+        for (method, status), number in mutations.send_mutants(sender, mutator, count).items():
             self.statuses[way, method, status] += number
 
 
@@ -148,7 +145,9 @@ def main() -> int:
         disturbance = Disturbance(parties, port, arguments.messages, arguments.seed)
         acts = (disturbance.warm_up, disturbance.straight, disturbance.begin, disturbance.finish)
         steps = (5, 6, 7, 12)  # of twelve; before the fifth, held-out rows were evaluated
-        run_disturbed(parties, port, disturbance.tape, dict(zip(steps, acts, strict=True)))
+        mutations.run_disturbed(
+            parties, port, disturbance.tape, dict(zip(steps, acts, strict=True))
+        )
         equal = is_bit_equal(parties, folder)
     for (way, method, status), count in sorted(disturbance.statuses.items()):
         print(f"  {way:10} {method:10} {status:20} {count}")

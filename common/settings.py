@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, ValidationError
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.text.visible_text import visible
@@ -70,22 +70,44 @@ def validate(section: type[SectionT], values: Mapping[str, Any], source: str) ->
         raise SettingsError(problems) from error
 
 
-def only_key(value: object) -> str | None:
-    """Return the only key of a section whose kind is determined by the key that is present.
+def kind_by_only_key(*keys: str, error_type: str, advice: str = "") -> Discriminator:
+    """Return the discriminator of a union whose kind is determined by the key that is present.
 
-    For a union's ``Discriminator``. It returns None, which is an error, unless there is exactly one
-    key.
+    Args:
+        keys: one for each kind, to be named in the message.
+        error_type: pydantic's name of the error that there is not exactly one key.
+        advice: the end of its message.
     """
+    return Discriminator(
+        _only_key,
+        custom_error_type=error_type,
+        custom_error_message=f"expected exactly one of {', '.join(keys)}{advice}",
+    )
+
+
+def kind_by_field(field: str, *kinds: str, error_type: str) -> Discriminator:
+    """Return the discriminator of a union whose kind stands in a field, the first kind by default.
+
+    Args:
+        field: the name of the field.
+        kinds: the values that it may have.
+        error_type: pydantic's name of the error that it has any other value.
+    """
+    return Discriminator(
+        _named_kind(field, *kinds),
+        custom_error_type=error_type,
+        custom_error_message=f"expected {field} {' or '.join(kinds)}",
+    )
+
+
+def _only_key(value: object) -> str | None:
+    """Return the only key of a section, or None, which is an error."""
     keys = list(value) if isinstance(value, dict) else list(getattr(value, "model_fields_set", ()))
     return str(keys[0]) if len(keys) == 1 else None
 
 
-def named_kind(field: str, *kinds: str) -> Callable[[object], str | None]:
-    """Return a function that reads a section's kind from a field, with the first kind as default.
-
-    For a union's ``Discriminator``. The function returns None, which is an error, for any other
-    value.
-    """
+def _named_kind(field: str, *kinds: str) -> Callable[[object], str | None]:
+    """Return a function that reads a section's kind, or returns None, which is an error."""
 
     def kind_of(value: object) -> str | None:
         if isinstance(value, dict):

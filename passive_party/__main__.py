@@ -20,19 +20,7 @@ from splitveil.common.errors import (
     SettingsError,
 )
 from splitveil.common.models.factory import build_bottom_model
-from splitveil.common.party.command_line import (
-    draw_nonce,
-    end_program,
-    exit_code_of,
-    overrides_of,
-    parse_arguments,
-    prepare,
-    report_check,
-    resumes,
-    save_resolved,
-    torch_device,
-    verify_transcript,
-)
+from splitveil.common.party import command_line
 from splitveil.common.party.credentials import CredentialFiles, credential_files
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData, open_earlier_model
@@ -47,6 +35,7 @@ from splitveil.common.storage.model_files import save_model
 from splitveil.common.storage.run_folder import open_run_folder
 from splitveil.common.storage.run_store import RunStore
 from splitveil.common.text.log_lines import configure_logging
+from splitveil.common.text.version import VERSION
 from splitveil.common.wire.endpoint import check_security
 from splitveil.passive_party.assembly import TrainerBuilder, http_proxy
 from splitveil.passive_party.connection import PeerConnection
@@ -59,20 +48,22 @@ from splitveil.passive_party.settings import PassiveSettings
 logger = logging.getLogger("splitveil.passive_party")
 
 BACK_WITHIN_S = 15.0
-"""How long the active party of a run that it has ended for good may take to serve again."""
+"""Time in which the active party of a run that it has ended for good has to serve again."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command and exit with its code."""
-    parsed = parse_arguments("passive-party", arguments)
+    parsed = command_line.parse_arguments("passive-party", arguments)
     configure_logging("passive", parsed.verbose - parsed.quiet)
-    actions = {"run": _run, "check": _check, "verify-transcript": verify_transcript}
-    exit_code = exit_code_of(partial(actions[parsed.command], parsed))
-    end_program(exit_code, is_program=arguments is None)
+    actions = {"run": _run, "check": _check, "verify-transcript": command_line.verify_transcript}
+    exit_code = command_line.exit_code_of(partial(actions[parsed.command], parsed))
+    command_line.end_program(exit_code, is_program=arguments is None)
 
 
 def _load(parsed: argparse.Namespace) -> PassiveSettings:
-    return load_party_settings(PassiveSettings, parsed.settings, overrides_of(parsed, "passive"))
+    return load_party_settings(
+        PassiveSettings, parsed.settings, command_line.overrides_of(parsed, "passive")
+    )
 
 
 def _run(parsed: argparse.Namespace) -> None:
@@ -81,7 +72,7 @@ def _run(parsed: argparse.Namespace) -> None:
     settings = _load(parsed)
     credentials = credential_files(settings, settings.party)
     _check_files_and_address(settings, credentials)
-    device = prepare(settings)
+    device = command_line.prepare(settings)
     data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
     logger.info("%d rows read from %s", len(data.ids), data.table.source)
     labels = _evaluation_labels(settings)
@@ -90,9 +81,9 @@ def _run(parsed: argparse.Namespace) -> None:
         settings.runs_dir,
         settings.contract.run_name,
         settings.folder_name(),
-        lambda folder: resumes(settings, fresh=parsed.fresh, folder=folder),
+        lambda folder: command_line.resumes(settings, fresh=parsed.fresh, folder=folder),
     )
-    save_resolved(settings, folder)
+    command_line.save_resolved(settings, folder)
     if end_of(folder) is not None and not _peer_is_back(settings, interruption):
         logger.warning("no active party answers at %s; %s", settings.connect, _ENDED)
         return
@@ -122,10 +113,10 @@ def _run(parsed: argparse.Namespace) -> None:
         except (PeerError, ContractMismatch) as error:
             if end_of(folder) is None:
                 raise
-            logger.warning("the active party does not go on with this run: %s", error)
+            logger.warning("the active party does not resume this run: %s", error)
         finally:
             aligner.engine.close()
-            # Of a run that does not go on, what it ended with stays.
+            # A run that has ended for good and is not resumed keeps the model that it ended with.
             if run.trainer is not None and end_of(folder) is None:
                 saved = save_model(folder, run.trainer.model, build_trainer.encoder)
                 logger.info("model saved in %s", saved)
@@ -133,20 +124,20 @@ def _run(parsed: argparse.Namespace) -> None:
         logger.warning(_ENDED)
         return
     summary = recorder.summary()
-    if transcript is not None:
-        summary = replace(summary, transcript=transcript.summary())
+    end = None if transcript is None else transcript.summary()
+    summary = replace(summary, transcript=end, version=VERSION)
     _leave_results(folder, summary, stopped)
     aligner.tried.forget()
-    store.forget_finished()  # last: whatever ended this process before, it would not train anew
+    store.forget_finished()  # last: a process that ends before this does not train from scratch
 
 
 def _aligner(settings: PassiveSettings, data: PartyData, folder: Path) -> Aligner:
-    """Build what finds the common rows, before the first gRPC channel: it may start processes."""
+    """Build the aligner. Call it before the first gRPC channel, because it may start processes."""
     alignment = settings.contract.alignment
     return Aligner(
         Participant(settings.contract, settings.party, data.ids, data.table.splits),
         build_engine(alignment, AlignmentResources(workers=settings.alignment_workers)),
-        partial(draw_nonce, settings),
+        partial(command_line.draw_nonce, settings),
         TriedIds(alignment.max_set_size, settings.alignment_attempts, file_of_count(folder)),
     )
 
@@ -154,7 +145,7 @@ def _aligner(settings: PassiveSettings, data: PartyData, folder: Path) -> Aligne
 def _check_files_and_address(
     settings: PassiveSettings, credentials: CredentialFiles | None
 ) -> None:
-    """Find out what would end a run, before its folder is opened and earlier results move aside."""
+    """Check what would end a run, before its folder is opened and earlier results move aside."""
     security = check_security(credentials, settings.connect, "connect")
     logger.log(logging.WARNING if credentials is None else logging.INFO, "security: %s", security)
     http_proxy(settings)
@@ -163,7 +154,7 @@ def _check_files_and_address(
 
 
 _ENDED = (
-    "the active party has ended this run for good, and nothing is trained; --fresh begins anew "
+    "the active party has ended this run for good, and nothing is trained; --fresh starts over "
     "once the active party does"
 )
 
@@ -178,7 +169,7 @@ def _leave_results(folder: Path, summary: Summary, stopped: PeerEndedForGood | N
 
 
 def _peer_is_back(settings: PassiveSettings, interruption: Interruption) -> bool:
-    """Find out whether the active party, which had ended the run for good, serves again."""
+    """Return whether the active party, which had ended the run for good, serves again."""
     until = time.monotonic() + min(BACK_WITHIN_S, settings.reconnect.max_s)
     with _peer(settings) as peer:
         while time.monotonic() < until:
@@ -230,11 +221,11 @@ def _check(parsed: argparse.Namespace) -> None:
         names = try_custom_attacks(adversary, settings.contract.cut_shape)
         return f"attacks: {', '.join(names)} can score gradients"
 
-    report_check(
+    command_line.report_check(
         settings,
         [
             connection,
-            lambda: f"device: {torch_device(settings.device)}",
+            lambda: f"device: {command_line.torch_device(settings.device)}",
             *([own_attacks] if adversary is not None and adversary.custom_attacks else []),
             data_and_model,
             labels,

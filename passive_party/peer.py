@@ -3,15 +3,7 @@
 from typing import Protocol
 
 from splitveil.common.alignment import AlignChannel
-from splitveil.common.run.messages import (
-    Activation,
-    Answer,
-    AuditQuestion,
-    Course,
-    LeaveReason,
-    Offer,
-    Opening,
-)
+from splitveil.common.run import messages
 
 
 class Peer(Protocol):
@@ -21,27 +13,27 @@ class Peer(Protocol):
     """
 
     def handshake(
-        self, party: str, canonical_contract: str, commitment: bytes, offer: Offer | None = None
-    ) -> Opening:
+        self, party: str, contract_json: str, commitment: bytes, offer: messages.Offer | None = None
+    ) -> messages.Opening:
         """Open a run, or resume one."""
 
     def open_alignment(self) -> AlignChannel:
         """Open the channel on which the two alignment engines talk."""
 
     def close_alignment(self) -> None:
-        """Wait until the peer has taken the alignment's result, too."""
+        """Wait until the peer has the alignment's result as well."""
 
-    def send_activation(self, activation: Activation) -> None:
+    def send_activation(self, activation: messages.Activation) -> None:
         """Send the activation of a training batch."""
 
-    def receive_gradient(self) -> Answer:
+    def receive_gradient(self) -> messages.Answer:
         """Wait for the defended gradient of the activation sent last."""
 
-    def evaluate(self, activation: Activation) -> Course:
+    def evaluate(self, activation: messages.Activation) -> messages.Course:
         """Send the activation of held-out rows, and return whether the run continues."""
 
-    def audit(self, question: AuditQuestion) -> float:
-        """Ask for the leak AUC of scores of the training rows; it has two digits."""
+    def audit(self, question: messages.AuditQuestion) -> float:
+        """Ask for the leak AUC of the scores of the training rows, which has two digits."""
 
-    def leave(self, run_id: str, reason: LeaveReason) -> None:
-        """Leave the run, and say why."""
+    def leave(self, run_id: str, reason: messages.LeaveReason) -> None:
+        """Leave the run, and give the reason."""

@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.common.alignment import AlignmentEngine
+from splitveil.common.errors import Interrupted
 from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.simulation import InProcessPeer
 
-__all__ = ["AtSteps", "DiesAt", "FaultyPeer", "InProcessPeer", "Lost", "dying"]
+__all__ = ["AtSteps", "DiesAt", "FaultyPeer", "InProcessPeer", "Lost", "StopsAtFirstStep", "dying"]
 
 
 class FaultyPeer(InProcessPeer):
@@ -25,6 +26,21 @@ class FaultyPeer(InProcessPeer):
         self._count += 1
         first = super().receive_gradient()
         return super().receive_gradient() if self._loses(self._count) else first
+
+
+class StopsAtFirstStep(InProcessPeer):
+    """Keeps the first training message instead of sending it."""
+
+    def receive_gradient(self) -> Answer:
+        raise Interrupted
+
+    @property
+    def kept(self) -> Activation:
+        assert self._sent is not None
+        return self._sent
+
+    def leave(self, run_id: str, reason: LeaveReason) -> None:
+        """Leave without a word: the session stays open for the test."""
 
 
 class Lost(BaseException):

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import torch
 import yaml
 from torch import Tensor
 
@@ -159,8 +158,3 @@ def run_in_process(several: Several, **connect: Connect) -> None:
     finish([start(several, name, connect.get(name, PartyPeer)) for name in several.passive])
     for error in several.errors.values():
         raise error
-
-
-def assert_same_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)

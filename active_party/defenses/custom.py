@@ -5,7 +5,7 @@ tried out on a few batches, and during the run each of its answers is checked. A
 the amount that its report states, and without bound if the report does not state a charge.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import torch
@@ -21,15 +21,13 @@ from splitveil.active_party.defenses.interface import (
     LabelMove,
     LeakCharge,
     RawBatch,
+    RememberingDefense,
 )
 from splitveil.active_party.defenses.noise import NoiseSource, SecureNoise
 from splitveil.active_party.defenses.section import (
-    NO_SECRETS,
+    BuildInputs,
     DefenseContext,
-    Examples,
-    NoiseSecrets,
     NoisyDefense,
-    require_key,
 )
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import load_class
@@ -54,21 +52,8 @@ class CustomDefense(NoisyDefense):
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments with which the class is built."""
 
-    def build(
-        self,
-        context: DefenseContext,
-        secrets: NoiseSecrets = NO_SECRETS,
-        examples: Examples | None = None,  # noqa: ARG002
-    ) -> Defense:
-        """Build the defense.
-
-        Raises:
-            ValueError: persistent noise has no noise key.
-            SettingsError: the class cannot be loaded or built, or is not a defense.
-        """
-        if self.noise == "persistent":
-            require_key(secrets.noise_key, self.name)
-        return self._load(context, self.noise_source(secrets))
+    def _build(self, given: BuildInputs, /) -> Defense:
+        return self._load(given.context, self.keyed_noise_source(given.secrets))
 
     def require_usable(self, context: DefenseContext, /) -> None:
         """Try out the class on batches of all classes, of one class, and of zeros.
@@ -128,7 +113,7 @@ class CustomDefense(NoisyDefense):
             ) from error
 
 
-class CheckedDefense(Defense):
+class CheckedDefense(RememberingDefense):
     """Checks the answers of a defense that is not part of this package.
 
     Args:
@@ -136,6 +121,7 @@ class CheckedDefense(Defense):
     """
 
     def __init__(self, own: Defense) -> None:
+        super().__init__(own)
         self._own = own
 
     def defend(self, batch: RawBatch) -> Defended:
@@ -168,14 +154,6 @@ class CheckedDefense(Defense):
     def charge_covering(self, move: LabelMove, /) -> LeakCharge:
         """Return the user's own charge."""
         return self._own.charge_covering(move)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the state of the user's defense."""
-        return self._own.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replace the state of the user's defense."""
-        self._own.load_state_dict(state)
 
 
 def _check_gradient(gradient: object, raw: Tensor) -> None:

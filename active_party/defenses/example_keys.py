@@ -20,6 +20,7 @@ from torch import Tensor
 
 from splitveil.active_party.defenses.noise import box_muller
 from splitveil.common.errors import SettingsError, StorageError
+from splitveil.common.run.sample_order import keyed_digests
 
 NoiseKey = NewType("NoiseKey", bytes)
 """32 secret bytes."""
@@ -76,12 +77,7 @@ def example_keys(key: NoiseKey, ids: Sequence[str], purpose: bytes) -> Tensor:
     Returns:
         (ids, 2) int64, on the CPU.
     """
-    keyed = hashlib.blake2b(digest_size=16, key=key, person=purpose)
-    bits = bytearray()
-    for text in ids:
-        digest = keyed.copy()
-        digest.update(text.encode())
-        bits += digest.digest()
+    bits = keyed_digests(ids, key, purpose)
     return torch.from_numpy(np.frombuffer(bits, dtype="<i8").astype(np.int64).reshape(-1, 2))
 
 

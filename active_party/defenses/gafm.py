@@ -6,7 +6,6 @@ settings, the objective that replaces the cross entropy, and the charge of the m
 
 import hashlib
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Literal, Self
 
@@ -42,6 +41,7 @@ from splitveil.active_party.defenses.interface import (
     LabelledRows,
     LabelMove,
     RawBatch,
+    RememberingDefense,
 )
 from splitveil.active_party.defenses.iso import IsoDefense
 from splitveil.active_party.defenses.marvell import MarvellDefense
@@ -57,7 +57,7 @@ from splitveil.active_party.defenses.objective import (
     descend,
 )
 from splitveil.active_party.defenses.section import (
-    NO_SECRETS,
+    BuildInputs,
     DefenseContext,
     Examples,
     NoiseSecrets,
@@ -145,17 +145,11 @@ class GafmDefense(SeededDefense):
         """The terms that are mixed, and their weights."""
         return MixedTerms(self.terms, self.gan_weight, self.response_width)
 
-    def build(
-        self,
-        context: DefenseContext,
-        secrets: NoiseSecrets = NO_SECRETS,
-        examples: Examples | None = None,
-    ) -> Defense:
+    def _build(self, given: BuildInputs, /) -> Defense:
         """Build the defense of the mixed gradient, which charges for the move of a label."""
-        self._raise_if_refused(context)
         if self.insecure_noise_seed is not None:
             warn_about_seed()
-        return MixedGradientDefense(self.composed_with.build(context, secrets, examples))
+        return MixedGradientDefense(self.composed_with.build(*given))
 
     def objective(
         self, top: TopModel, secrets: NoiseSecrets, examples: Examples, /
@@ -227,7 +221,7 @@ class GafmDefense(SeededDefense):
         return self.composed_with.bounds_label_move(cut_dim, is_known=is_known)
 
 
-class MixedGradientDefense(Defense):
+class MixedGradientDefense(RememberingDefense):
     """Defends a mixed gradient, and charges for a peer that knows everything but one label.
 
     Args:
@@ -235,6 +229,7 @@ class MixedGradientDefense(Defense):
     """
 
     def __init__(self, behind: Defense) -> None:
+        super().__init__(behind)
         self.behind = behind
 
     def defend(self, batch: RawBatch) -> Defended:
@@ -256,14 +251,6 @@ class MixedGradientDefense(Defense):
     def targets(self, batch: LabelledRows, /) -> Tensor:
         """Return the labels from which critic and softened labels are computed."""
         return self.behind.targets(batch)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the state of the defense behind."""
-        return self.behind.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replace the state of the defense behind."""
-        self.behind.load_state_dict(state)
 
 
 class Adversarial:

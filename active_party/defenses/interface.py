@@ -179,7 +179,7 @@ class Memory(Protocol):
 
 
 class RememberingDefense(Defense):
-    """A defense whose only state is a memory of earlier batches."""
+    """A defense whose only state is a memory of earlier batches, or that of a defense behind it."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory

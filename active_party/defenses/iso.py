@@ -31,12 +31,10 @@ from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.persistent import label_moves, own_scalars, repeated_report
 from splitveil.active_party.defenses.rows import as_positive, as_rows
 from splitveil.active_party.defenses.section import (
-    NO_SECRETS,
     PERSISTENT_NOISE_HONESTY,
     PERSISTENT_NOISE_LIMIT,
+    BuildInputs,
     DefenseContext,
-    Examples,
-    NoiseSecrets,
     NoisyDefense,
     refusal_of_persistent,
     require_key,
@@ -71,18 +69,11 @@ class IsoDefense(NoisyDefense):
             return math.sqrt(self.power_ratio)
         return 1.0 if self.noise_ratio is None else self.noise_ratio
 
-    def build(
-        self,
-        context: DefenseContext,
-        secrets: NoiseSecrets = NO_SECRETS,
-        examples: Examples | None = None,  # noqa: ARG002
-    ) -> Defense:
-        """Build the defense."""
-        self._raise_if_refused(context)
-        noise = self.noise_source(secrets)
+    def _build(self, given: BuildInputs, /) -> Defense:
+        noise = self.noise_source(given.secrets)
         if self.noise == "fresh":
-            return Isotropic(self.norm_ratio, noise, context.num_classes)
-        key = require_key(secrets.noise_key, self.name)
+            return Isotropic(self.norm_ratio, noise, given.context.num_classes)
+        key = require_key(given.secrets.noise_key, self.name)
         return PersistentIsotropic(self.norm_ratio, noise, key_name(key))
 
     def noise_key_strength(self, context: DefenseContext, /) -> str | None:

@@ -57,13 +57,11 @@ from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.persistent import label_moves, own_scalars, repeated_report
 from splitveil.active_party.defenses.rows import as_positive, as_rows, row_norms
 from splitveil.active_party.defenses.section import (
-    NO_SECRETS,
     PERSISTENT_NOISE_HONESTY,
     PERSISTENT_NOISE_LIMIT,
     SEE,
+    BuildInputs,
     DefenseContext,
-    Examples,
-    NoiseSecrets,
     NoisyDefense,
     refusal_of_persistent,
     require_key,
@@ -99,23 +97,15 @@ class MarvellDefense(NoisyDefense):
     positives. Choose ``running`` if batches hold few positives and the peer might count them.
     """
 
-    def build(
-        self,
-        context: DefenseContext,
-        secrets: NoiseSecrets = NO_SECRETS,
-        examples: Examples | None = None,  # noqa: ARG002
-    ) -> Defense:
-        """Build the defense."""
-        self._raise_if_refused(context)
-        noise = self.noise_source(secrets)
+    def _build(self, given: BuildInputs, /) -> Defense:
+        num_classes = given.context.num_classes
+        noise = self.noise_source(given.secrets)
         if self.noise == "persistent":
-            key = require_key(secrets.noise_key, self.name)
+            key = require_key(given.secrets.noise_key, self.name)
             return PersistentMarvell(repeated_sum_kl(self.strength), key_name(key))
         from_earlier = self.statistics == "running"
-        if context.num_classes > 2:
-            return MultiClassMarvell(
-                self.strength, noise, context.num_classes, from_earlier=from_earlier
-            )
+        if num_classes > 2:
+            return MultiClassMarvell(self.strength, noise, num_classes, from_earlier=from_earlier)
         return Marvell(power_rule(self.strength), noise, from_earlier=from_earlier)
 
     def noise_key_strength(self, _context: DefenseContext, /) -> str | None:

@@ -34,12 +34,9 @@ from splitveil.active_party.defenses.persistent import own_scalars
 from splitveil.active_party.defenses.row_noise import missing_norms, stretch_rows
 from splitveil.active_party.defenses.rows import as_rows
 from splitveil.active_party.defenses.section import (
-    NO_SECRETS,
+    BuildInputs,
     DefenseContext,
-    Examples,
-    NoiseSecrets,
     NoisyDefense,
-    require_key,
 )
 
 
@@ -79,17 +76,9 @@ class MaxNormDefense(NormAligningDefense):
 
     name: Literal["max_norm"] = "max_norm"
 
-    def build(
-        self,
-        context: DefenseContext,
-        secrets: NoiseSecrets = NO_SECRETS,
-        examples: Examples | None = None,  # noqa: ARG002
-    ) -> Defense:
-        """Build the defense."""
-        noise = self.noise_source(secrets)
-        if self.noise == "persistent":
-            require_key(secrets.noise_key, self.name)
-        return MaxNorm(noise, context.num_classes, is_persistent=self.noise == "persistent")
+    def _build(self, given: BuildInputs, /) -> Defense:
+        noise = self.keyed_noise_source(given.secrets)
+        return MaxNorm(noise, given.context.num_classes, is_persistent=self.noise == "persistent")
 
 
 class MaxNorm(RememberingDefense):

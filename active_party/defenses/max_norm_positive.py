@@ -19,11 +19,8 @@ from torch import Tensor
 from splitveil.active_party.defenses.interface import Defense, RawBatch
 from splitveil.active_party.defenses.max_norm import MaxNorm, NormAligningDefense
 from splitveil.active_party.defenses.section import (
-    NO_SECRETS,
+    BuildInputs,
     DefenseContext,
-    Examples,
-    NoiseSecrets,
-    require_key,
     two_classes_alone,
 )
 
@@ -33,17 +30,8 @@ class MaxNormPositiveDefense(NormAligningDefense):
 
     name: Literal["max_norm_positive"] = "max_norm_positive"
 
-    def build(
-        self,
-        context: DefenseContext,
-        secrets: NoiseSecrets = NO_SECRETS,
-        examples: Examples | None = None,  # noqa: ARG002
-    ) -> Defense:
-        """Build the defense."""
-        self._raise_if_refused(context)
-        noise = self.noise_source(secrets)
-        if self.noise == "persistent":
-            require_key(secrets.noise_key, self.name)
+    def _build(self, given: BuildInputs, /) -> Defense:
+        noise = self.keyed_noise_source(given.secrets)
         return MaxNormPositive(noise, is_persistent=self.noise == "persistent")
 
     def refusal(self, context: DefenseContext, /) -> str | None:

@@ -53,10 +53,8 @@ from splitveil.active_party.defenses.interface import (
 from splitveil.active_party.defenses.noise import open_uniform
 from splitveil.active_party.defenses.rows import as_classes, as_rows
 from splitveil.active_party.defenses.section import (
-    NO_SECRETS,
+    BuildInputs,
     DefenseContext,
-    Examples,
-    NoiseSecrets,
     SeededDefense,
     require_key,
 )
@@ -129,15 +127,10 @@ class NoisyLabelDefense(SeededDefense):
         """Whether the top model learns from the noisy labels."""
         return self.top_labels == "noisy"
 
-    def build(
-        self,
-        context: DefenseContext,
-        secrets: NoiseSecrets = NO_SECRETS,
-        examples: Examples | None = None,
-    ) -> Defense:
+    def _build(self, given: BuildInputs, /) -> Defense:
         """Build the defense; without examples it lacks the noisy labels for training."""
-        self._raise_if_refused(context)
-        key, num_classes = require_key(secrets.noise_key, self.name), context.num_classes
+        num_classes, examples = given.context.num_classes, given.examples
+        key = require_key(given.secrets.noise_key, self.name)
         noisy = None
         if examples is not None:
             noisy = draw_noisy_labels(

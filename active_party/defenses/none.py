@@ -13,13 +13,7 @@ from splitveil.active_party.defenses.interface import (
     RawBatch,
 )
 from splitveil.active_party.defenses.rows import as_classes, as_rows
-from splitveil.active_party.defenses.section import (
-    NO_SECRETS,
-    DefenseContext,
-    DefenseSection,
-    Examples,
-    NoiseSecrets,
-)
+from splitveil.active_party.defenses.section import BuildInputs, DefenseContext, DefenseSection
 
 
 class NoDefense(DefenseSection):
@@ -27,14 +21,8 @@ class NoDefense(DefenseSection):
 
     name: Literal["none"] = "none"
 
-    def build(
-        self,
-        context: DefenseContext,
-        secrets: NoiseSecrets = NO_SECRETS,  # noqa: ARG002
-        examples: Examples | None = None,  # noqa: ARG002
-    ) -> Defense:
-        """Build the defense."""
-        return Undefended(context.num_classes)
+    def _build(self, given: BuildInputs, /) -> Defense:
+        return Undefended(given.context.num_classes)
 
     def forecast(self, _context: DefenseContext) -> Forecast:
         """Return an infinite charge for every answer."""

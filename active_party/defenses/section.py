@@ -10,7 +10,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, final
 
 import torch
 from pydantic import Field
@@ -89,6 +89,19 @@ class Examples(NamedTuple):
     """The device on which the top model is trained."""
 
 
+class BuildInputs(NamedTuple):
+    """Everything from which a defense is built, beside its settings."""
+
+    context: DefenseContext
+
+    secrets: NoiseSecrets = NO_SECRETS
+    """The secrets from which noise is drawn."""
+
+    examples: Examples | None = None
+    """The examples of the run; a defense that replaces their labels needs them for
+    ``Defense.targets``."""
+
+
 class DefenseSection(Section):
     """The base of all defenses' settings, with the answers for a defense without noise."""
 
@@ -112,7 +125,7 @@ class DefenseSection(Section):
         """Whether the top model learns from ``Defense.targets``, and not from the true labels."""
         return True
 
-    @abstractmethod
+    @final
     def build(
         self,
         context: DefenseContext,
@@ -123,14 +136,21 @@ class DefenseSection(Section):
 
         Args:
             context: facts about the run.
-            secrets: secrets from which noise is drawn.
-            examples: the examples of the run; a defense that replaces their labels needs them for
-                ``Defense.targets``.
+            secrets: see `BuildInputs`.
+            examples: see `BuildInputs`.
 
         Raises:
             ValueError: the defense is refused, or lacks a noise key that it needs.
             SettingsError: a class written by the user cannot be loaded or built.
         """
+        refusal = self.refusal(context)
+        if refusal is not None:
+            raise ValueError(refusal)
+        return self._build(BuildInputs(context, secrets, examples))
+
+    @abstractmethod
+    def _build(self, given: BuildInputs, /) -> Defense:
+        """Build the defense, which is not refused; raises what ``build`` does."""
 
     @abstractmethod
     def forecast(self, context: DefenseContext) -> Forecast:
@@ -204,11 +224,6 @@ class DefenseSection(Section):
             return key_for(load_or_create_key(path), strength)
         warn_about_seed()
         return key_for(key_from_insecure_seed(self.noise_seed), strength)
-
-    def _raise_if_refused(self, context: DefenseContext) -> None:
-        refusal = self.refusal(context)
-        if refusal is not None:
-            raise ValueError(refusal)
 
 
 class SeededDefense(DefenseSection):
@@ -294,6 +309,16 @@ class NoisyDefense(SeededDefense):
             "persistent noise is measured by what a label moves in a cross "
             "entropy's gradient, which this is not; expected noise: fresh, or noisy_label"
         )
+
+    def keyed_noise_source(self, secrets: NoiseSecrets) -> NoiseSource:
+        """Return the source of fresh noise, once persistent noise is known to have its key.
+
+        Raises:
+            ValueError: the noise is persistent, and there is no noise key.
+        """
+        if self.noise == "persistent":
+            require_key(secrets.noise_key, self.title)
+        return self.noise_source(secrets)
 
     def noise_source(self, secrets: NoiseSecrets) -> NoiseSource:
         """Return the source of fresh noise."""

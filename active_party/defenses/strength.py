@@ -14,11 +14,11 @@ enough. It is also unbounded where theirs ends at 4.
 from collections.abc import Callable
 from typing import Annotated
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
 from splitveil.active_party.defenses.class_statistics import ClassEstimate
 from splitveil.active_party.defenses.sum_kl import power_for_sum_kl, sum_kl_for_leak_auc
-from splitveil.common.settings import Section, only_key
+from splitveil.common.settings import Section, kind_by_only_key
 
 
 class PowerRatio(Section):
@@ -57,11 +57,13 @@ Strength = Annotated[
     | Annotated[SumKl, Tag("sum_kl")]
     | Annotated[DetectionError, Tag("detection_error")]
     | Annotated[LeakAuc, Tag("leak_auc")],
-    Discriminator(
-        only_key,
-        custom_error_type="strength_key",
-        custom_error_message="expected exactly one of power_ratio, sum_kl, detection_error, "
-        "leak_auc; to replace another one, set the whole: strength={power_ratio: 4}",
+    kind_by_only_key(
+        "power_ratio",
+        "sum_kl",
+        "detection_error",
+        "leak_auc",
+        error_type="strength_key",
+        advice="; to replace another one, set the whole: strength={power_ratio: 4}",
     ),
 ]
 """The strength of marvell; the key that is present names the unit."""

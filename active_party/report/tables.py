@@ -210,6 +210,8 @@ def summary_rows(run: RunFiles) -> Iterator[tuple[str, str]]:
     ledger = ledger_of(run)
     if ledger is not None and ledger.epsilon is not None:
         yield "label differential privacy, epsilon", figure(ledger.epsilon, 4)
+    if run.active.summary.version is not None:
+        yield "splitveil version", run.active.summary.version
 
 
 def settings_tables(settings: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:

@@ -36,6 +36,7 @@ from splitveil.common.errors import (
     ProtocolError,
     SplitveilError,
 )
+from splitveil.common.run.messages import Activation
 from splitveil.common.wire.audit_codec import decode_question
 from splitveil.common.wire.enums import leave_reason_from_wire
 from splitveil.common.wire.evaluation_codec import encode_course
@@ -67,7 +68,7 @@ class _Caller:
         self.evaluate_slots = StreamSlots()
 
     def hear(self) -> None:
-        """Note that a message came, or that this party is ready for one."""
+        """Note that a message has arrived, or that this party is ready for one."""
         self.heard_at = time.monotonic()
 
 
@@ -132,7 +133,7 @@ class ActiveService:
         if caller.exchange_of_ids is not None:
             # The peer has given the exchange up, although the end of its stream may never arrive.
             caller.exchange_of_ids.close()
-        caller.align_slots.clear()  # it may never read what it was sent, either
+        caller.align_slots.clear()  # the peer may never read what it was sent, either
         logger.info("handshake done: run %s with party %s", opening.run_id, greeting.party)
         return encode_opening(opening)
 
@@ -184,7 +185,7 @@ class ActiveService:
                 channel,
                 nonce=session.nonce,
                 run_id=run_id,
-                # An interrupted session says so now, and not only once all ids are through.
+                # An interrupted session says so now, and not only after all ids.
                 progress=lambda _done_ids, _total_ids: session.require_aligning(run_id, party),
                 agree=agreeing(session, party) if self._is_multi_party else None,
                 splits=session.file_splits,
@@ -194,38 +195,32 @@ class ActiveService:
             session.end(error)  # now: the peer is about to leave for the same reason
             raise
         except PeerUnreachable as error:
-            # The peer may come back and align again; nothing has been answered yet.
+            # The peer may return and align again; nothing has been answered yet.
             raise NotOpen(f"the alignment broke off: {error}") from error
         if not self._is_multi_party:
             session.aligned(alignment.rows, alignment.peer_nonce)
 
     def train(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Answer activations with defended gradients; learn from each after its answer has left."""
-        assembler = TensorAssembler.of_activations(self._limits)
         caller = self._caller(context)
         with caller.train_slots.enter(context):
-            for frame in self._heard(caller, requests):
-                activation = assembler.add(frame)
-                if activation is not None:
-                    answer = self._session.exchange(activation, caller.name, context.is_active)
-                    caller.train_slots.answered(context)
-                    yield from encode_answer(answer, self._limits)
-                    self._session.finish_step()
+            for activation in self._activations(caller, requests):
+                answer = self._session.exchange(activation, caller.name, context.is_active)
+                caller.train_slots.answered(context)
+                yield from encode_answer(answer, self._limits)
+                self._session.finish_step()
 
     def evaluate(
         self, requests: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[pb.EvaluateReply]:
         """Score the activations of held-out rows."""
-        assembler = TensorAssembler.of_activations(self._limits)
         caller = self._caller(context)
         with caller.evaluate_slots.enter(context):
-            for frame in self._heard(caller, requests):
-                activation = assembler.add(frame)
-                if activation is not None:
-                    course = self._session.evaluate(activation, caller.name, context.is_active)
-                    caller.evaluate_slots.answered(context)
-                    yield encode_course(activation.batch, course)
-                    self._session.finish_step()
+            for activation in self._activations(caller, requests):
+                course = self._session.evaluate(activation, caller.name, context.is_active)
+                caller.evaluate_slots.answered(context)
+                yield encode_course(activation.batch, course)
+                self._session.finish_step()
 
     def audit(self, request: pb.AuditRequest, context: grpc.ServicerContext) -> pb.AuditReply:
         """Measure scores of the peer."""
@@ -278,8 +273,16 @@ class ActiveService:
             raise InvalidMessage("a call that names no passive party of the contract")
         return self._callers[str(named[0])]
 
+    def _activations(self, caller: _Caller, requests: Iterator[bytes]) -> Iterator[Activation]:
+        """Yield the activations of which a stream's messages are the parts."""
+        assembler = TensorAssembler.of_activations(self._limits)
+        for frame in self._heard(caller, requests):
+            activation = assembler.add(frame)
+            if activation is not None:
+                yield activation
+
     def _heard(self, caller: _Caller, requests: Iterator[Any]) -> Iterator[Any]:
-        """Yield the messages of a stream; a broken one just ends, as the peer may come again."""
+        """Yield the messages of a stream; a broken one just ends, as the peer may reconnect."""
         while True:
             caller.hear()  # the peer's silence starts when this party is ready for a message
             try:

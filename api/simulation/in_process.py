@@ -18,15 +18,7 @@ from splitveil.common.errors import (
     ProtocolError,
     SplitveilError,
 )
-from splitveil.common.run.messages import (
-    Activation,
-    Answer,
-    AuditQuestion,
-    Course,
-    LeaveReason,
-    Offer,
-    Opening,
-)
+from splitveil.common.run import messages
 
 ResultT = TypeVar("ResultT")
 
@@ -54,7 +46,7 @@ class InProcessPeer:
         self._patience_s = patience_s
         self._aligning: threading.Thread | None = None
         self._failure: SplitveilError | None = None
-        self._sent: Activation | None = None
+        self._sent: messages.Activation | None = None
 
     @property
     def session(self) -> ActiveSession:
@@ -62,13 +54,13 @@ class InProcessPeer:
         return self._session
 
     def handshake(
-        self, party: str, canonical_contract: str, commitment: bytes, offer: Offer | None = None
-    ) -> Opening:
+        self, party: str, contract_json: str, commitment: bytes, offer: messages.Offer | None = None
+    ) -> messages.Opening:
         """Open the run, or resume it; wait until the other passive parties do so, too."""
         until = time.monotonic() + self._patience_s
         while True:
             try:
-                return self.session.handshake(party, canonical_contract, commitment, offer)
+                return self.session.handshake(party, contract_json, commitment, offer)
             except OthersAwaited:
                 if time.monotonic() > until:
                     raise
@@ -93,11 +85,11 @@ class InProcessPeer:
             with _as_the_status_says():
                 raise self._failure
 
-    def send_activation(self, activation: Activation) -> None:
+    def send_activation(self, activation: messages.Activation) -> None:
         """Keep the activation until its gradient is asked for."""
         self._sent = activation
 
-    def receive_gradient(self) -> Answer:
+    def receive_gradient(self) -> messages.Answer:
         """Let the session answer the activation that was sent last."""
         session, sent = self.session, self._sent
         if sent is None:
@@ -107,7 +99,7 @@ class InProcessPeer:
         session.finish_step()
         return reply
 
-    def evaluate(self, activation: Activation) -> Course:
+    def evaluate(self, activation: messages.Activation) -> messages.Course:
         """Let the session score held-out rows."""
         session = self.session
         with _as_the_status_says():
@@ -115,11 +107,11 @@ class InProcessPeer:
         session.finish_step()
         return course
 
-    def audit(self, question: AuditQuestion) -> float:
+    def audit(self, question: messages.AuditQuestion) -> float:
         """Let the session measure scores of the training rows."""
         return self.session.audit(question, self._party)
 
-    def leave(self, run_id: str, reason: LeaveReason) -> None:
+    def leave(self, run_id: str, reason: messages.LeaveReason) -> None:
         """Say goodbye, and wait until the other passive parties do."""
         while True:
             session = self.session

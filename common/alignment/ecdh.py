@@ -1,7 +1,7 @@
 """Private set intersection by Diffie-Hellman on ristretto255: the default alignment engine.
 
-    hello   both    name and parameters of the engine, size of the own set, own nonce
-    points  both    a H(id) for every own id, shuffled, in chunks
+    hello   both    name and parameters of the engine, size of the sender's set, its nonce
+    points  both    a H(id) for every id of the sender, shuffled, in chunks
     tags    both    reply to each chunk: the first bytes of b (a H(id)), in the same order
     done    both    count and SHA-256 of the sorted common tags
 
@@ -38,13 +38,7 @@ from splitveil.common.errors import (
     TooLarge,
 )
 from splitveil.common.wire import limits
-from splitveil.protos.split_learning_pb2 import (
-    AlignDone,
-    AlignFrame,
-    AlignHello,
-    MaskedPoints,
-    Tags,
-)
+from splitveil.protos import split_learning_pb2 as pb
 
 ENGINE = "ecdh-ristretto255"
 VERSION = 1
@@ -106,7 +100,7 @@ class EcdhEngine:
             raise AlignmentError(f"expected 1 to {self._max_set_size} own ids, got {len(ids)}")
         return EcdhExchange(
             ids,
-            hello=AlignHello(
+            hello=pb.AlignHello(
                 engine=ENGINE,
                 version=VERSION,
                 normalisation=NORMALISATION,
@@ -139,7 +133,7 @@ class EcdhExchange:
         self,
         ids: Sequence[str],
         *,
-        hello: AlignHello,
+        hello: pb.AlignHello,
         scalar: bytes,
         group: GroupOperations,
         min_aligned: int,
@@ -155,13 +149,13 @@ class EcdhExchange:
         self._max_set_size = max_set_size
         self._shuffled_rows = _secret_permutation(len(ids))
         self._chunks_sent = 0
-        self._peer_hello: AlignHello | None = None
-        # Tags of the own ids, in shuffled order, as computed by the peer; and of the peer's ids.
+        self._peer_hello: pb.AlignHello | None = None
+        # Tags of this party's ids, in shuffled order, computed by the peer; and of the peer's ids.
         self._own_tags = bytearray()
         self._peer_tags = bytearray()
         self._common_rows: RowIndices | None = None
-        self._own_done: AlignDone | None = None
-        self._peer_done: AlignDone | None = None
+        self._own_done: pb.AlignDone | None = None
+        self._peer_done: pb.AlignDone | None = None
 
     @property
     def peer_nonce(self) -> bytes:
@@ -193,12 +187,12 @@ class EcdhExchange:
         """Whether nothing more will be sent or is expected."""
         return self._own_done is not None and self._peer_done is not None
 
-    def hello(self) -> AlignFrame:
+    def hello(self) -> pb.AlignFrame:
         """Return the frame that opens the exchange."""
-        return AlignFrame(hello=self._hello)
+        return pb.AlignFrame(hello=self._hello)
 
-    def own_frames(self) -> Iterator[AlignFrame]:
-        """Mask the own ids, chunk by chunk. Call it after the peer's hello was received."""
+    def own_frames(self) -> Iterator[pb.AlignFrame]:
+        """Mask this party's ids, chunk by chunk. Call it after the peer's hello was received."""
         self._require_hello()
         for chunk, first in enumerate(range(0, len(self._ids), CHUNK_IDS)):
             rows = self._shuffled_rows[first : first + CHUNK_IDS].tolist()
@@ -206,9 +200,9 @@ class EcdhExchange:
             points = self._group.mask(digests, self._scalar)
             # Before the frame leaves: its reply may arrive before this generator resumes.
             self._chunks_sent = chunk + 1
-            yield AlignFrame(points=MaskedPoints(chunk=chunk, points=points))
+            yield pb.AlignFrame(points=pb.MaskedPoints(chunk=chunk, points=points))
 
-    def receive(self, frame: AlignFrame) -> list[AlignFrame]:
+    def receive(self, frame: pb.AlignFrame) -> list[pb.AlignFrame]:
         """Process the peer's next frame and return the frames to send in reply.
 
         Raises:
@@ -230,7 +224,7 @@ class EcdhExchange:
             case _:
                 raise InvalidMessage("the alignment frame is empty")
         if self.done_ids == self.total_ids:
-            replies.append(AlignFrame(done=self._intersect()))
+            replies.append(pb.AlignFrame(done=self._intersect()))
         return replies
 
     def result(self) -> RowIndices:
@@ -263,7 +257,7 @@ class EcdhExchange:
             )
         return self._common_rows
 
-    def _receive_hello(self, peer: AlignHello) -> None:
+    def _receive_hello(self, peer: pb.AlignHello) -> None:
         if self._peer_hello is not None:
             raise OutOfStep("received a second alignment hello")
         own = self._hello
@@ -283,7 +277,7 @@ class EcdhExchange:
             raise TooLarge(f"expected at most {self._max_set_size} ids, got {peer.set_size}")
         self._peer_hello = peer
 
-    def _answer_points(self, message: MaskedPoints) -> AlignFrame:
+    def _answer_points(self, message: pb.MaskedPoints) -> pb.AlignFrame:
         received = len(self._peer_tags) // TAG_BYTES
         expected = min(CHUNK_IDS, self.peer_set_size - received)
         if not expected:
@@ -296,9 +290,9 @@ class EcdhExchange:
             raise InvalidMessage(f"points of chunk {message.chunk}: {error}") from error
         tags = _first_bytes(products)
         self._peer_tags += tags
-        return AlignFrame(tags=Tags(chunk=message.chunk, tags=tags))
+        return pb.AlignFrame(tags=pb.Tags(chunk=message.chunk, tags=tags))
 
-    def _receive_tags(self, message: Tags) -> None:
+    def _receive_tags(self, message: pb.Tags) -> None:
         received = len(self._own_tags) // TAG_BYTES
         chunk = -(-received // CHUNK_IDS)
         if chunk >= self._chunks_sent:
@@ -308,7 +302,7 @@ class EcdhExchange:
         _check_length("tags", message.tags, expected * TAG_BYTES)
         self._own_tags += message.tags
 
-    def _receive_done(self, message: AlignDone) -> None:
+    def _receive_done(self, message: pb.AlignDone) -> None:
         if self._own_done is None or self._peer_done is not None:
             raise OutOfStep("the other party is done while points or tags are outstanding")
         if len(message.digest) != hashlib.sha256().digest_size:
@@ -318,7 +312,7 @@ class EcdhExchange:
             raise InvalidMessage(f"expected a split digest of 32 bytes or none, got {length}")
         self._peer_done = message
 
-    def _intersect(self) -> AlignDone:
+    def _intersect(self) -> pb.AlignDone:
         """Find the common ids once all tags have arrived."""
         own, peer = np.frombuffer(self._own_tags, _TAG), np.frombuffer(self._peer_tags, _TAG)
         order = np.argsort(own)
@@ -331,7 +325,7 @@ class EcdhExchange:
         self._common_rows = self._shuffled_rows[order[is_common]]
         common = own[is_common]
         digest = hashlib.sha256(common.tobytes())
-        self._own_done = AlignDone(
+        self._own_done = pb.AlignDone(
             count=len(common), digest=digest.digest(), split_digest=self._split_digest(digest)
         )
         return self._own_done
@@ -344,7 +338,7 @@ class EcdhExchange:
         found.update(self._splits[self._common_rows].astype(np.int8).tobytes())
         return found.digest()
 
-    def _require_hello(self) -> AlignHello:
+    def _require_hello(self) -> pb.AlignHello:
         if self._peer_hello is None:
             raise OutOfStep("expected an alignment hello before anything else")
         return self._peer_hello

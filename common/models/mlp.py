@@ -40,24 +40,33 @@ class FeatureInput(nn.Module):
         return torch.cat(parts, dim=1)
 
 
-class MlpBottom(nn.Module):
-    """Maps features to the cut layer's activation."""
+class DenseBottom(nn.Module):
+    """Maps features to the cut layer's activation; a subclass sets the dense ``layers``."""
 
-    def __init__(self, settings: MlpModel, shapes: FeatureShapes, cut_shape: Sequence[int]) -> None:
+    layers: nn.Module
+
+    def __init__(self, embedding_dim: int, shapes: FeatureShapes, cut_shape: Sequence[int]) -> None:
         super().__init__()
         self.cut_shape = tuple(cut_shape)
-        self.input = FeatureInput(shapes, settings.embedding_dim)
+        self.input = FeatureInput(shapes, embedding_dim)
+
+    def forward(self, features: Features) -> Tensor:
+        """Return the activation, (rows, *cut shape)."""
+        activation: Tensor = self.layers(self.input(features))
+        return activation.reshape(-1, *self.cut_shape)
+
+
+class MlpBottom(DenseBottom):
+    """Maps features to the cut layer's activation by dense layers alone."""
+
+    def __init__(self, settings: MlpModel, shapes: FeatureShapes, cut_shape: Sequence[int]) -> None:
+        super().__init__(settings.embedding_dim, shapes, cut_shape)
         self.layers = _dense_layers(
             settings,
             self.input.output_dim,
             math.prod(cut_shape),
             nn.ReLU() if settings.output_activation == "relu" else None,
         )
-
-    def forward(self, features: Features) -> Tensor:
-        """Return the activation, (rows, *cut shape)."""
-        activation: Tensor = self.layers(self.input(features))
-        return activation.reshape(-1, *self.cut_shape)
 
 
 class MlpTop(nn.Module):

@@ -17,19 +17,18 @@ from torch import Tensor, nn
 
 from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.errors import SettingsError
-from splitveil.common.models.mlp import FeatureInput, dense_relu, without_single
+from splitveil.common.models.mlp import DenseBottom, FeatureInput, dense_relu, without_single
 from splitveil.common.models.settings import WideDeepModel
 
 EMBEDDING_RANGE = 0.05
 
 
-class WideDeepBottom(nn.Module):
+class WideDeepBottom(DenseBottom):
     """Maps features to the activation: the lower deep layers."""
 
     def __init__(
         self, settings: WideDeepModel, shapes: FeatureShapes, cut_shape: Sequence[int]
     ) -> None:
-        super().__init__()
         _check_no_image(shapes, "bottom_model")
         cut_dim = math.prod(cut_shape)
         if settings.hidden[-1] != cut_dim:
@@ -37,16 +36,10 @@ class WideDeepBottom(nn.Module):
                 f"bottom_model.hidden: the last width, {settings.hidden[-1]}, is the cut layer's, "
                 f"and contract.cut_shape {list(cut_shape)} has {cut_dim} values"
             )
-        self.cut_shape = tuple(cut_shape)
-        self.input = FeatureInput(shapes, settings.embedding_dim)
+        super().__init__(settings.embedding_dim, shapes, cut_shape)
         if self.input.embedding is not None:
             nn.init.uniform_(self.input.embedding.weight, -EMBEDDING_RANGE, EMBEDDING_RANGE)
         self.layers = dense_relu(self.input.output_dim, settings.hidden)
-
-    def forward(self, features: Features) -> Tensor:
-        """Return the activation, (rows, *cut shape)."""
-        activation: Tensor = self.layers(self.input(features))
-        return activation.reshape(-1, *self.cut_shape)
 
 
 class WideDeepTop(nn.Module):

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Discriminator, Field, StringConstraints, Tag
+from pydantic import AfterValidator, Field, StringConstraints, Tag
 
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.settings import OptimizerSettings
 from splitveil.common.run.contract import Contract
-from splitveil.common.settings import Section, apply_overrides, named_kind, read_yaml, validate
+from splitveil.common.settings import Section, apply_overrides, kind_by_field, read_yaml, validate
 from splitveil.common.text.addresses import usable
 
 Address = Annotated[str, AfterValidator(usable)]
@@ -47,11 +47,7 @@ class Insecure(Section):
 
 SecuritySettings = Annotated[
     Annotated[MutualTls, Tag("mtls")] | Annotated[Insecure, Tag("insecure")],
-    Discriminator(
-        named_kind("mode", "mtls", "insecure"),
-        custom_error_type="security_mode",
-        custom_error_message="expected mode mtls or insecure",
-    ),
+    kind_by_field("mode", "mtls", "insecure", error_type="security_mode"),
 ]
 
 

@@ -33,20 +33,8 @@ from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
+from splitveil.common.privacy import scores
 from splitveil.common.privacy.gradient_rows import Gradients
-from splitveil.common.privacy.scores import (
-    KnownClasses,
-    cosine,
-    cosine_majority,
-    hint_distance,
-    hint_inner_product,
-    lda,
-    mean,
-    median,
-    norm,
-    regress_out,
-    spectral,
-)
 
 BatchAttackName: TypeAlias = Literal[
     "norm",
@@ -113,7 +101,7 @@ class Knowledge(NamedTuple):
     hints: Tensor | None = None
     """Gradients of known positives, (hints, ...)."""
 
-    classes: KnownClasses | None = None
+    classes: scores.KnownClasses | None = None
     activations: Tensor | None = None
     """(batch, ...)."""
 
@@ -160,7 +148,7 @@ def _needed(value: KnowledgeT | None, what: SideInformation, attack: str) -> Kno
 
 def _score_cosine(gradients: Gradients, knowledge: Knowledge) -> Tensor:
     known = _needed(knowledge.positive_gradient, SideInformation.POSITIVE_GRADIENT, "cosine")
-    return cosine(gradients, known)
+    return scores.cosine(gradients, known)
 
 
 def _score_with_hints(
@@ -176,19 +164,21 @@ def _score_with_hints(
 
 
 def _score_with_classes(
-    score: Callable[[Gradients, KnownClasses], Tensor], gradients: Gradients, known: Knowledge
+    score: Callable[[Gradients, scores.KnownClasses], Tensor],
+    gradients: Gradients,
+    known: Knowledge,
 ) -> Tensor:
     return score(gradients, _needed(known.classes, SideInformation.CLASSES, score.__name__))
 
 
 def _score_regress_out(gradients: Gradients, knowledge: Knowledge) -> Tensor:
     known = _needed(knowledge.activations, SideInformation.ACTIVATIONS, "regress_out")
-    return regress_out(gradients, known)
+    return scores.regress_out(gradients, known)
 
 
 def _score_activations(_: Gradients, knowledge: Knowledge) -> Tensor:
     known = _needed(knowledge.activations, SideInformation.ACTIVATIONS, "activation_spectral")
-    return spectral(known)
+    return scores.spectral(known)
 
 
 def _hinted(score: Callable[[Gradients, Tensor], Tensor], num_hints: int) -> Attack:
@@ -196,7 +186,7 @@ def _hinted(score: Callable[[Gradients, Tensor], Tensor], num_hints: int) -> Att
     return Attack(scored, frozenset({SideInformation.HINTS}), num_hints)
 
 
-def _classed(score: Callable[[Gradients, KnownClasses], Tensor]) -> Attack:
+def _classed(score: Callable[[Gradients, scores.KnownClasses], Tensor]) -> Attack:
     return Attack(partial(_score_with_classes, score), frozenset({SideInformation.CLASSES}))
 
 
@@ -204,19 +194,21 @@ _MINORITY = frozenset({SideInformation.POSITIVES_ARE_FEWER})
 
 ATTACKS: Mapping[BatchAttackName, Attack] = MappingProxyType(
     {
-        "norm": Attack(lambda gradients, _: norm(gradients), frozenset()),
+        "norm": Attack(lambda gradients, _: scores.norm(gradients), frozenset()),
         "cosine": Attack(_score_cosine, frozenset({SideInformation.POSITIVE_GRADIENT})),
-        "cosine_majority": Attack(lambda gradients, _: cosine_majority(gradients), _MINORITY),
-        "hint_inner_product_1": _hinted(hint_inner_product, 1),
-        "hint_inner_product_3": _hinted(hint_inner_product, 3),
-        "hint_inner_product_5": _hinted(hint_inner_product, 5),
-        "hint_distance_1": _hinted(hint_distance, 1),
-        "hint_distance_3": _hinted(hint_distance, 3),
-        "hint_distance_5": _hinted(hint_distance, 5),
-        "mean": _classed(mean),
-        "median": _classed(median),
-        "lda": _classed(lda),
-        "spectral": Attack(lambda gradients, _: spectral(gradients), _MINORITY),
+        "cosine_majority": Attack(
+            lambda gradients, _: scores.cosine_majority(gradients), _MINORITY
+        ),
+        "hint_inner_product_1": _hinted(scores.hint_inner_product, 1),
+        "hint_inner_product_3": _hinted(scores.hint_inner_product, 3),
+        "hint_inner_product_5": _hinted(scores.hint_inner_product, 5),
+        "hint_distance_1": _hinted(scores.hint_distance, 1),
+        "hint_distance_3": _hinted(scores.hint_distance, 3),
+        "hint_distance_5": _hinted(scores.hint_distance, 5),
+        "mean": _classed(scores.mean),
+        "median": _classed(scores.median),
+        "lda": _classed(scores.lda),
+        "spectral": Attack(lambda gradients, _: scores.spectral(gradients), _MINORITY),
         "regress_out": Attack(_score_regress_out, _MINORITY | {SideInformation.ACTIVATIONS}),
         "activation_spectral": Attack(
             _score_activations,

@@ -105,6 +105,8 @@ class Summary:
     leak: LeakFigures | None = None
     """None if attacks were not run."""
     transcript: TranscriptEnd | None = None
+    version: str | None = None
+    """The version of splitveil that ended the run."""
 
     @property
     def of_active(self) -> ActiveFigures:
@@ -131,6 +133,7 @@ def to_json(summary: Summary) -> dict[str, Any]:
         **({} if summary.leak is None else leak_to_json(summary.leak)),
         **({} if active is None or active.gate is None else _write_gate(active.gate)),
         **({} if summary.transcript is None else {"transcript": summary.transcript._asdict()}),
+        **({} if summary.version is None else {"version": summary.version}),
     }
 
 
@@ -147,6 +150,7 @@ def from_json(document: object) -> Summary:
         audited=_read_audited(values) if "audit" in values else None,
         leak=leak_from_json(values),
         transcript=_read_transcript(values),
+        version=as_text(values.get("version")),
     )
 
 

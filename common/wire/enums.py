@@ -1,8 +1,8 @@
-"""The enumerations of the wire and the project's own, in both directions."""
+"""Translates between the enumerations of the wire and the project's own, in both directions."""
 
 from typing import TypeVar
 
-from splitveil.common.errors import InvalidMessage, OutOfStep
+from splitveil.common.errors import InvalidMessage, OutOfStep, ProtocolError
 from splitveil.common.run.messages import Course, LeaveReason
 from splitveil.common.run.splits import SplitName
 from splitveil.protos import split_learning_pb2 as pb
@@ -27,24 +27,13 @@ LEAVE_REASON_TO_WIRE: dict[LeaveReason, pb.LeaveReason] = {
 }
 
 
-def _inverse(mapping: dict[OursT, TheirsT]) -> dict[TheirsT, OursT]:
-    return {theirs: ours for ours, theirs in mapping.items()}
-
-
-_SPLITS = _inverse(SPLIT_TO_WIRE)
-_COURSES = _inverse(COURSE_TO_WIRE)
-_LEAVE_REASONS = _inverse(LEAVE_REASON_TO_WIRE)
-
-
 def split_from_wire(split: pb.Split) -> SplitName:
     """Return the split of a message.
 
     Raises:
-        OutOfStep: the message names none; no batch of the run is that message's.
+        OutOfStep: the message names none, so it belongs to no batch of the run.
     """
-    if split not in _SPLITS:
-        raise OutOfStep("a tensor of no split")
-    return _SPLITS[split]
+    return _from_wire(SPLIT_TO_WIRE, split, OutOfStep("a tensor that belongs to no split"))
 
 
 def course_from_wire(course: pb.Course) -> Course:
@@ -53,9 +42,8 @@ def course_from_wire(course: pb.Course) -> Course:
     Raises:
         InvalidMessage: the reply names none.
     """
-    if course not in _COURSES:
-        raise InvalidMessage("the evaluation reply does not say whether to continue")
-    return _COURSES[course]
+    refusal = InvalidMessage("the evaluation reply does not say whether to continue")
+    return _from_wire(COURSE_TO_WIRE, course, refusal)
 
 
 def leave_reason_from_wire(reason: pb.LeaveReason) -> LeaveReason:
@@ -64,6 +52,12 @@ def leave_reason_from_wire(reason: pb.LeaveReason) -> LeaveReason:
     Raises:
         InvalidMessage: the request gives none.
     """
-    if reason not in _LEAVE_REASONS:
-        raise InvalidMessage("a leave request without a reason")
-    return _LEAVE_REASONS[reason]
+    refusal = InvalidMessage("a leave request without a reason")
+    return _from_wire(LEAVE_REASON_TO_WIRE, reason, refusal)
+
+
+def _from_wire(to_wire: dict[OursT, TheirsT], received: TheirsT, refusal: ProtocolError) -> OursT:
+    for ours, theirs in to_wire.items():
+        if theirs == received:
+            return ours
+    raise refusal

@@ -8,15 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
-from splitveil.active_party.defenses import (
-    DefenseSettings,
-    IsoDefense,
-    MarvellDefense,
-    MaxNormDefense,
-    MaxNormPositiveDefense,
-    NoDefense,
-    RawBatch,
-)
+from splitveil.active_party import defenses
+from splitveil.active_party.defenses import DefenseSettings, RawBatch
 from splitveil.active_party.defenses.strength import PowerRatio
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound, sum_kl_along_gap
 from splitveil.common.privacy.leakage import leak_auc
@@ -29,13 +22,13 @@ GAP = torch.tensor([3.0, 0.0, 4.0, 0.0])
 def settings_of(name: str) -> DefenseSettings:
     match name:
         case "iso":
-            return IsoDefense(noise_ratio=2.0, insecure_noise_seed=77)
+            return defenses.IsoDefense(noise_ratio=2.0, insecure_noise_seed=77)
         case "max_norm":
-            return MaxNormDefense(insecure_noise_seed=77)
+            return defenses.MaxNormDefense(insecure_noise_seed=77)
         case "max_norm_positive":
-            return MaxNormPositiveDefense(insecure_noise_seed=77)
+            return defenses.MaxNormPositiveDefense(insecure_noise_seed=77)
         case _:
-            return MarvellDefense(insecure_noise_seed=77)
+            return defenses.MarvellDefense(insecure_noise_seed=77)
 
 
 def binary_batch(rows: int = 400, seed: int = 5) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,7 +89,7 @@ def test_a_class_without_noise_is_infinitely_told(bare: tuple[float, float]) -> 
 
 
 def test_no_defense_is_charged_infinitely() -> None:
-    assert charge(NoDefense(), binary_batch()) == math.inf
+    assert charge(defenses.NoDefense(), binary_batch()) == math.inf
 
 
 def test_iso_is_charged_its_gap_against_its_noise() -> None:
@@ -159,9 +152,11 @@ def test_leak_of_classes_without_spread_is_what_the_charge_says(
     labels = torch.arange(40_000) % 2 == 0
     gradients = torch.where(labels[:, None], 0.5 * GAP, -0.5 * GAP)
     settings = (
-        IsoDefense(power_ratio=4 * 4 * power_ratio, insecure_noise_seed=77)
+        defenses.IsoDefense(power_ratio=4 * 4 * power_ratio, insecure_noise_seed=77)
         if name == "iso"
-        else MarvellDefense(strength=PowerRatio(power_ratio=power_ratio), insecure_noise_seed=77)
+        else defenses.MarvellDefense(
+            strength=PowerRatio(power_ratio=power_ratio), insecure_noise_seed=77
+        )
     )
     defended, report = build_defense(settings).defend(RawBatch(gradients, labels))
     charged = report.charge.sum_kl
@@ -241,17 +236,17 @@ def test_zeros_tell_nothing_once_both_classes_are_zero(name: str) -> None:
 
 
 def test_noise_that_is_nowhere_on_the_gap_is_no_protection() -> None:
-    assert charge(IsoDefense(noise_ratio=0.0), binary_batch()) == math.inf
+    assert charge(defenses.IsoDefense(noise_ratio=0.0), binary_batch()) == math.inf
     labels = torch.tensor([0, 0, 1, 1])
     rows = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [2.0, 0.0], [-2.0, 0.0]])  # no gap at all
-    assert charge(MaxNormDefense(), (rows, labels, torch.full((4,), 0.5))) == math.inf
+    assert charge(defenses.MaxNormDefense(), (rows, labels, torch.full((4,), 0.5))) == math.inf
 
 
 def test_running_statistics_are_charged_the_longer_gap() -> None:
     gradients, labels, _ = binary_batch()
     charges = {}
     for factor in (0.1, 1.0, 3.0):
-        settings = MarvellDefense(statistics="running", insecure_noise_seed=77)
+        settings = defenses.MarvellDefense(statistics="running", insecure_noise_seed=77)
         defense = build_defense(settings)
         _, first = defense.defend(RawBatch(gradients, labels))
         assert first.charge.sum_kl == 0  # no signal yet

@@ -8,16 +8,8 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from splitveil.active_party.defenses import (
-    Defense,
-    DefenseSettings,
-    IsoDefense,
-    MarvellDefense,
-    MaxNormDefense,
-    MaxNormPositiveDefense,
-    NoDefense,
-    RawBatch,
-)
+from splitveil.active_party import defenses
+from splitveil.active_party.defenses import Defense, DefenseSettings, RawBatch
 from splitveil.active_party.defenses.class_statistics import RunningClasses, measure_classes
 from splitveil.active_party.defenses.noise import EntropyNoise, fill_state
 from splitveil.active_party.defenses.strength import PowerRatio
@@ -32,16 +24,16 @@ NOISY = ["iso", "max_norm", "max_norm_positive", "marvell"]
 def settings_of(name: str, seed: int | None = None, power_ratio: float = 4.0) -> DefenseSettings:
     match name:
         case "iso":
-            return IsoDefense(insecure_noise_seed=seed)
+            return defenses.IsoDefense(insecure_noise_seed=seed)
         case "max_norm":
-            return MaxNormDefense(insecure_noise_seed=seed)
+            return defenses.MaxNormDefense(insecure_noise_seed=seed)
         case "max_norm_positive":
-            return MaxNormPositiveDefense(insecure_noise_seed=seed)
+            return defenses.MaxNormPositiveDefense(insecure_noise_seed=seed)
         case "marvell":
             strength = PowerRatio(power_ratio=power_ratio)
-            return MarvellDefense(insecure_noise_seed=seed, strength=strength)
+            return defenses.MarvellDefense(insecure_noise_seed=seed, strength=strength)
         case _:
-            return NoDefense()
+            return defenses.NoDefense()
 
 
 def binary_batch(
@@ -138,7 +130,7 @@ def test_iso_takes_the_amplitude_ratio() -> None:
     """t = r^2: twice the ratio is four times the power."""
     batch = RawBatch(*binary_batch())
     once, twice = (
-        build_defense(IsoDefense(noise_ratio=ratio)).defend(batch).report.noise_power
+        build_defense(defenses.IsoDefense(noise_ratio=ratio)).defend(batch).report.noise_power
         for ratio in (1.0, 2.0)
     )
     assert twice == pytest.approx(4 * once)
@@ -146,7 +138,7 @@ def test_iso_takes_the_amplitude_ratio() -> None:
 
 def test_none_changes_no_bit() -> None:
     gradients, labels = binary_batch()
-    defended, report = build_defense(NoDefense()).defend(RawBatch(gradients, labels))
+    defended, report = build_defense(defenses.NoDefense()).defend(RawBatch(gradients, labels))
     assert torch.equal(defended, gradients)
     assert report.noise_power == 0
 
@@ -192,7 +184,7 @@ def test_max_norm_brings_every_row_to_the_largest_norm() -> None:
 
 def test_max_norm_keeps_to_each_rows_line() -> None:
     gradients, labels = binary_batch()
-    defended, _ = build_defense(MaxNormDefense()).defend(RawBatch(gradients, labels))
+    defended, _ = build_defense(defenses.MaxNormDefense()).defend(RawBatch(gradients, labels))
     aligned = torch.cosine_similarity(defended, gradients).abs()
     assert torch.allclose(aligned, torch.ones(len(labels)), atol=1e-5)
 
@@ -201,7 +193,7 @@ def test_max_norm_keeps_to_each_rows_line() -> None:
 def test_max_norm_hides_rows_without_a_direction(tiny: float) -> None:
     gradients, labels = binary_batch()
     gradients[::2] = tiny
-    defended, _ = build_defense(MaxNormDefense()).defend(RawBatch(gradients, labels))
+    defended, _ = build_defense(defenses.MaxNormDefense()).defend(RawBatch(gradients, labels))
     hidden = defended[::2]
     assert torch.allclose(hidden.norm(dim=1), gradients.norm(dim=1).max(), rtol=1e-5)
     assert float(torch.cosine_similarity(hidden[:-1], hidden[1:]).abs().max()) < 0.99
@@ -239,7 +231,7 @@ def test_max_norm_positive_brings_rows_to_the_least_expected_positive(
         gradients, probabilities = gradients[labels == 0], probabilities[labels == 0]
         labels = labels[labels == 0]
     smallest = float(probabilities[labels == 1].min() if positives else probabilities.min())
-    defense = build_defense(MaxNormPositiveDefense(insecure_noise_seed=1))
+    defense = build_defense(defenses.MaxNormPositiveDefense(insecure_noise_seed=1))
     samples = defended_often(defense, gradients, labels, probabilities, times=5000)
     powers = powers_by_hand(labels, probabilities, smallest)
     assert not row_powers_differ(samples, powers)
@@ -255,7 +247,7 @@ def test_max_norm_positive_hides_the_norm_of_every_row_below_its_target() -> Non
     powers = powers_by_hand(labels, probabilities, smallest)
     short = (labels == 1) | (probabilities < 1 - smallest)
     assert torch.allclose(powers[short], powers[short][0].expand(int(short.sum())))
-    _, report = build_defense(MaxNormPositiveDefense()).defend(
+    _, report = build_defense(defenses.MaxNormPositiveDefense()).defend(
         RawBatch(gradients, labels, probabilities=probabilities)
     )
     expected = float(powers.mean() - gradients.double().square().sum(dim=1).mean())
@@ -276,7 +268,7 @@ def test_max_norm_positive_needs_probabilities(
 ) -> None:
     gradients, labels, _ = sigmoid_batch()
     with pytest.raises(ValueError, match=complaint):
-        build_defense(MaxNormPositiveDefense()).defend(
+        build_defense(defenses.MaxNormPositiveDefense()).defend(
             RawBatch(gradients, labels, probabilities=probabilities)
         )
 
@@ -284,7 +276,7 @@ def test_max_norm_positive_needs_probabilities(
 def test_max_norm_positive_stands_predictions_without_doubt() -> None:
     gradients, labels, _ = sigmoid_batch()
     for certain in (labels.float(), 1 - labels.float(), torch.zeros(60), torch.ones(60)):
-        defended, _ = build_defense(MaxNormPositiveDefense()).defend(
+        defended, _ = build_defense(defenses.MaxNormPositiveDefense()).defend(
             RawBatch(gradients, labels, probabilities=certain)
         )
         assert torch.isfinite(defended).all()
@@ -441,7 +433,7 @@ def test_class_statistics_survive_a_checkpoint() -> None:
     with pytest.raises(ValueError, match="expected class statistics"):
         after.load_state_dict({"pos_mean": torch.zeros(16)})
     with pytest.raises(ValueError, match="no state"):
-        build_defense(NoDefense()).load_state_dict(before.state_dict())
+        build_defense(defenses.NoDefense()).load_state_dict(before.state_dict())
 
 
 def test_running_statistics_follow_the_gradients() -> None:
@@ -668,7 +660,7 @@ def test_noise_on_a_gpu_has_the_power_reported(name: str) -> None:
 def test_settings_are_chosen_by_name_and_a_typo_is_an_error() -> None:
     adapter: TypeAdapter[DefenseSettings] = TypeAdapter(DefenseSettings)
     marvell = adapter.validate_python({"name": "marvell", "strength": {"power_ratio": 9.0}})
-    assert marvell == MarvellDefense(strength=PowerRatio(power_ratio=9.0))
+    assert marvell == defenses.MarvellDefense(strength=PowerRatio(power_ratio=9.0))
     assert adapter.validate_python({"name": "marvell"}) == settings_of("marvell")
     assert adapter.validate_json(adapter.dump_json(marvell)) == marvell
     for wrong in (

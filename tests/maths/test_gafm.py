@@ -26,20 +26,9 @@ from splitveil.active_party.defenses import (
     NoisyLabelDefense,
     RawBatch,
 )
+from splitveil.active_party.defenses import gafm_losses as losses
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.gafm import Adversarial
-from splitveil.active_party.defenses.gafm_losses import (
-    MixedGradient,
-    Oriented,
-    build_critic,
-    clip_weights,
-    draw_shifts,
-    gan_loss,
-    generator_loss,
-    mix,
-    persistent_shifts,
-    soften,
-)
 from splitveil.active_party.defenses.interface import DefenseReport, LeakCharge
 from splitveil.active_party.defenses.noise import SecureNoise
 from splitveil.active_party.defenses.noisy_label import RandomizedResponse
@@ -80,17 +69,17 @@ class Case:
         # What features tell of the label is in the activation.
         self.activation = seeded(batch, cut_dim) + 0.5 * self.labels[:, None]
         self.generator = generator_of(cut_dim).double()
-        self.critic = build_critic(5, 0.5, ENTROPY).double()
+        self.critic = losses.build_critic(5, 0.5, ENTROPY).double()
         self.shifts = 0.05 * (1 + torch.arange(batch) % 4).double() / 4
 
     def predictions(self, activation: Tensor) -> Tensor:
         return torch.sigmoid(self.generator(activation, None))
 
-    def mix(self, settings: GafmDefense, labels: Tensor | None = None) -> MixedGradient:
-        soft = soften(self.labels if labels is None else labels, self.shifts)
+    def mix(self, settings: GafmDefense, labels: Tensor | None = None) -> losses.MixedGradient:
+        soft = losses.soften(self.labels if labels is None else labels, self.shifts)
         activation = self.activation.clone().requires_grad_()
         predicted = self.predictions(activation)
-        return mix(settings.mixed_terms, activation, predicted, self.critic, soft)
+        return losses.mix(settings.mixed_terms, activation, predicted, self.critic, soft)
 
 
 def slopes(function: Callable[[Tensor], float], at: Tensor) -> Tensor:
@@ -118,8 +107,8 @@ def test_the_adversarial_loss_is_the_difference_of_the_critics_means() -> None:
 
     noisy, predicted = case.labels + 0.01, case.predictions(case.activation).detach()
     with torch.no_grad():
-        loss = float(gan_loss(case.critic, noisy, predicted))
-        of_generator = float(generator_loss(case.critic, predicted))
+        loss = float(losses.gan_loss(case.critic, noisy, predicted))
+        of_generator = float(losses.generator_loss(case.critic, predicted))
     assert loss == pytest.approx(score(noisy) - score(predicted), rel=1e-12)
     assert of_generator == pytest.approx(-score(predicted), rel=1e-12)
     assert abs(loss) > 1e-3
@@ -127,7 +116,7 @@ def test_the_adversarial_loss_is_the_difference_of_the_critics_means() -> None:
 
 def test_what_is_sent_is_the_sum_of_both_slopes_at_norm_one() -> None:
     case = Case()
-    soft = soften(case.labels, case.shifts)
+    soft = losses.soften(case.labels, case.shifts)
 
     def adversarial(activation: Tensor) -> float:
         with torch.no_grad():
@@ -169,7 +158,7 @@ def test_the_adversarial_term_alone_does_not_see_which_label_is_whose() -> None:
 
 def test_a_term_without_any_slope_is_left_out_and_no_nan_is_sent() -> None:
     case = Case()
-    clip_weights(case.critic, 0.0)
+    losses.clip_weights(case.critic, 0.0)
     with_both = case.mix(GafmDefense()).raw
     assert torch.equal(with_both, case.mix(GafmDefense(terms="ce_only")).raw)
     assert torch.isfinite(with_both).all()
@@ -177,8 +166,8 @@ def test_a_term_without_any_slope_is_left_out_and_no_nan_is_sent() -> None:
 
 def test_a_critic_starts_within_its_limit_from_its_entropy_alone() -> None:
     state = torch.random.get_rng_state()
-    first, again = build_critic(16, 0.1, ENTROPY), build_critic(16, 0.1, ENTROPY)
-    other = build_critic(16, 0.1, ENTROPY[::-1])
+    first, again = losses.build_critic(16, 0.1, ENTROPY), losses.build_critic(16, 0.1, ENTROPY)
+    other = losses.build_critic(16, 0.1, ENTROPY[::-1])
     assert torch.equal(torch.random.get_rng_state(), state)
     weights, same, others = (
         nn.utils.parameters_to_vector(critic.parameters()).detach()
@@ -194,7 +183,7 @@ def test_a_critic_starts_within_its_limit_from_its_entropy_alone() -> None:
 def test_predictions_rise_with_the_label_whichever_way_the_generator_turns(direction: int) -> None:
     labels = (torch.arange(64) % 3 == 0).float()
     generator = generator_of(3)
-    oriented = Oriented(generator)
+    oriented = losses.Oriented(generator)
     before = oriented(seeded(64, 3).float(), None)
     assert torch.equal(before, generator(seeded(64, 3).float(), None))
     oriented.watch(torch.sigmoid(direction * (2 * labels - 1)), labels)
@@ -213,11 +202,11 @@ def test_softened_labels_are_uniform_on_their_side_of_a_half(response: str) -> N
     """Kolmogorov-Smirnov; rejects a width 5 % off."""
     labels = (torch.arange(20_000) % 4 == 0).float()
     if response == "fresh":
-        shifts = draw_shifts(answer_noise(), labels, 0.3)
+        shifts = losses.draw_shifts(answer_noise(), labels, 0.3)
     else:
         ids = [str(number) for number in range(len(labels))]
-        shifts = persistent_shifts(key_from_insecure_seed(1), ids, 0.3)
-    soft = soften(labels, shifts)
+        shifts = losses.persistent_shifts(key_from_insecure_seed(1), ids, 0.3)
+    soft = losses.soften(labels, shifts)
     for label, low in ((1, 0.5), (0, 0.2)):
         part = soft[labels == label].numpy()
         assert stats.kstest(part, stats.uniform(low, 0.3).cdf).pvalue > 0.001
@@ -227,31 +216,31 @@ def test_softened_labels_are_uniform_on_their_side_of_a_half(response: str) -> N
 def test_a_softened_label_still_tells_the_label() -> None:
     """Unlike a randomised response, it has no label-DP of any epsilon: no value is of both."""
     labels = (torch.arange(1000) % 2).float()
-    soft = soften(labels, draw_shifts(answer_noise(), labels, 0.5))
+    soft = losses.soften(labels, losses.draw_shifts(answer_noise(), labels, 0.5))
     assert torch.equal(soft > 0.5, labels == 1)
 
 
 def test_fresh_responses_follow_the_question_and_persistent_ones_the_example() -> None:
     labels = torch.ones(64)
-    first, same, other = (draw_shifts(answer_noise(seed), labels, 0.5) for seed in (1, 1, 2))
+    first, same, other = (losses.draw_shifts(answer_noise(seed), labels, 0.5) for seed in (1, 1, 2))
     assert torch.equal(first, same)
     assert float((first == other).float().mean()) < 0.1
     key, ids = key_from_insecure_seed(1), [str(number) for number in range(64)]
-    shifts = persistent_shifts(key, ids, 0.5)
-    assert torch.equal(persistent_shifts(key, ids[::-1], 0.5), shifts.flip(0))
-    elsewhere = persistent_shifts(key_from_insecure_seed(2), ids, 0.5)
+    shifts = losses.persistent_shifts(key, ids, 0.5)
+    assert torch.equal(losses.persistent_shifts(key, ids[::-1], 0.5), shifts.flip(0))
+    elsewhere = losses.persistent_shifts(key_from_insecure_seed(2), ids, 0.5)
     assert float((shifts == elsewhere).float().mean()) < 0.1
 
 
 # ---- what it tells
 
 
-def one_number_batch(width: float) -> tuple[Tensor, Tensor, MixedGradient]:
+def one_number_batch(width: float) -> tuple[Tensor, Tensor, losses.MixedGradient]:
     """Make an answer about a cut of one value that tells part of the label."""
     case = Case(batch=1000, cut_dim=1)
     case.labels = (torch.arange(1000) % 5 < 2).double()
     case.activation = 0.4 * seeded(1000, 1) + 0.3 * (case.labels[:, None] - 0.4)
-    case.shifts = draw_shifts(answer_noise(), case.labels, width)
+    case.shifts = losses.draw_shifts(answer_noise(), case.labels, width)
     return case.labels, case.activation, case.mix(GafmDefense(response_width=width))
 
 
@@ -389,7 +378,7 @@ def objective(settings: GafmDefense, shifts: Tensor | None = None) -> Adversaria
     return Adversarial(
         settings,
         TopModel(model, torch.optim.Adam(model.parameters(), lr=1e-2), lambda step: 1 / (1 + step)),
-        critic=build_critic(settings.critic_width, settings.weight_limit, ENTROPY),
+        critic=losses.build_critic(settings.critic_width, settings.weight_limit, ENTROPY),
         noise=answer_noise(),
         shifts=shifts,
     )
@@ -416,15 +405,15 @@ def test_critic_and_generator_learn_before_the_answer_and_pull_in_their_directio
     activation = seeded(64, 3, dtype=torch.float32).requires_grad_()
     labels = (torch.arange(64) % 3 == 0).float()
     before = found.state_dict()
-    critic, model = build_critic(16, 1.0, ENTROPY), generator_of(3)
+    critic, model = losses.build_critic(16, 1.0, ENTROPY), generator_of(3)
     critic.load_state_dict(before["critic"])
     model.load_state_dict(found._generator.state_dict())
     found.compute(activation, None, batch_of(labels))
     with torch.no_grad():
         old = torch.sigmoid(model(activation, None))
         new = torch.sigmoid(found._generator(activation, None))
-        assert gan_loss(found._critic, labels, old) > gan_loss(critic, labels, old)
-        assert generator_loss(found._critic, new) < generator_loss(found._critic, old)
+        assert losses.gan_loss(found._critic, labels, old) > losses.gan_loss(critic, labels, old)
+        assert losses.generator_loss(found._critic, new) < losses.generator_loss(found._critic, old)
     assert activation.grad is None
 
 

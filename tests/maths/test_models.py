@@ -1,7 +1,7 @@
 """Models are built from settings alone, and the gradients at their layers can be watched."""
 
 import io
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -227,30 +227,41 @@ def test_conv_may_end_in_dense_layers_below_the_cut_and_meet_own_features_above(
 
 
 HALVES = [
-    pytest.param(wide_deep(hidden=[12, 6]), wide_deep(hidden=[8]), CRITEO, (6,), id="wide_deep"),
+    pytest.param((wide_deep(hidden=[12, 6]), wide_deep(hidden=[8]), CRITEO, (6,)), id="wide_deep"),
     pytest.param(
-        conv(channels=[4, 6]), conv(channels=[4], hidden=[5]), SMALL_IMAGES, (6, 3, 3), id="conv"
+        (conv(channels=[4, 6]), conv(channels=[4], hidden=[5]), SMALL_IMAGES, (6, 3, 3)), id="conv"
     ),
-    pytest.param(model(hidden=[9]), model(hidden=[7]), SHAPES, (6,), id="mlp"),
+    pytest.param((model(hidden=[9]), model(hidden=[7]), SHAPES, (6,)), id="mlp"),
 ]
 
 
-@pytest.mark.parametrize(("below", "above", "shapes", "cut_shape"), HALVES)
-def test_no_row_of_a_batch_has_an_influence_on_another(
-    below: ModelSettings,
-    above: ModelSettings,
-    shapes: FeatureShapes,
-    cut_shape: tuple[int, ...],
-) -> None:
-    """Noise that belongs to an example, and scores per example, are only of that example then."""
+class Halves(NamedTuple):
+    """Both models of a run, and what they read: the top one no images."""
+
+    bottom: nn.Module
+    top: nn.Module
+    shapes: FeatureShapes
+
+    def own(self, features: Features) -> Features | None:
+        """Return the features that the top model reads."""
+        return features if self.shapes.image_shape is None else None
+
+
+@pytest.fixture(params=HALVES)
+def halves(request: pytest.FixtureRequest) -> Halves:
+    below, above, shapes, cut_shape = request.param
     own_shapes = shapes if shapes.image_shape is None else None
     bottom = build_bottom_model(below, shapes, cut_shape, seed=0)
-    top = build_top_model(above, cut_shape, own_shapes, seed=0)
-    features = batch(6, shapes)
+    return Halves(bottom, build_top_model(above, cut_shape, own_shapes, seed=0), shapes)
+
+
+def test_no_row_of_a_batch_has_an_influence_on_another(halves: Halves) -> None:
+    """Noise that belongs to an example, and scores per example, are only of that example then."""
+    features = batch(6, halves.shapes)
 
     def gradient_and_activation(picked: Features) -> tuple[Tensor, Tensor]:
-        activation = bottom(picked).detach().requires_grad_()
-        logits = top(activation, picked if own_shapes else None)
+        activation = halves.bottom(picked).detach().requires_grad_()
+        logits = halves.top(activation, halves.own(picked))
         (gradient,) = torch.autograd.grad(torch.sigmoid(logits).sum(), activation)
         return gradient, activation.detach()
 
@@ -262,17 +273,9 @@ def test_no_row_of_a_batch_has_an_influence_on_another(
         torch.testing.assert_close(whole[4], one[0])
 
 
-@pytest.mark.parametrize(("below", "above", "shapes", "cut_shape"), HALVES)
-def test_halves_learn_together(
-    below: ModelSettings,
-    above: ModelSettings,
-    shapes: FeatureShapes,
-    cut_shape: tuple[int, ...],
-) -> None:
+def test_halves_learn_together(halves: Halves) -> None:
     """Every parameter of both halves gets a gradient, and the loss falls."""
-    own_shapes = shapes if shapes.image_shape is None else None
-    bottom = build_bottom_model(below, shapes, cut_shape, seed=0)
-    top = build_top_model(above, cut_shape, own_shapes, seed=0)
+    bottom, top, shapes = halves
     features = batch(16, shapes)
     labels = torch.arange(16) % 2.0
     if features.image is not None:  # brighter for the positives: noise alone takes long to learn
@@ -284,7 +287,7 @@ def test_halves_learn_together(
     for _ in range(60):
         for half in optimizers:
             half.zero_grad()
-        logits = top(bottom(features), features if own_shapes else None)
+        logits = top(bottom(features), halves.own(features))
         loss = nn.functional.binary_cross_entropy_with_logits(logits, labels)
         torch.autograd.backward(loss)
         losses.append(float(loss.detach()))

@@ -11,15 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses import (
-    Defense,
-    DefenseSettings,
-    IsoDefense,
-    MarvellDefense,
-    MaxNormDefense,
-    MaxNormPositiveDefense,
-    RawBatch,
-)
+from splitveil.active_party import defenses
+from splitveil.active_party.defenses import Defense, DefenseSettings, RawBatch
 from splitveil.active_party.defenses.example_keys import (
     GRADIENT_NOISE,
     LABEL_NOISE,
@@ -46,10 +39,10 @@ IDS = [f"person-{number:05d}" for number in range(4000)]
 CUT_DIM = 8
 
 PERSISTENT: list[DefenseSettings] = [
-    IsoDefense(noise="persistent"),
-    MaxNormDefense(noise="persistent"),
-    MaxNormPositiveDefense(noise="persistent"),
-    MarvellDefense(noise="persistent"),
+    defenses.IsoDefense(noise="persistent"),
+    defenses.MaxNormDefense(noise="persistent"),
+    defenses.MaxNormPositiveDefense(noise="persistent"),
+    defenses.MarvellDefense(noise="persistent"),
 ]
 BOUNDED = [PERSISTENT[0], PERSISTENT[3]]
 
@@ -175,10 +168,10 @@ def test_fresh_noise_adds_up_and_persistent_noise_does_not(
     assert fresh_leak == pytest.approx(NormalDist().cdf(math.sqrt(num_epochs / 4 / 2)), abs=1e-3)
     still = epochs_of_a_run(1) * num_epochs
     labels = still[0].labels
-    fresh = leak_auc(added_up(defended(MarvellDefense(), still)), labels)
+    fresh = leak_auc(added_up(defended(defenses.MarvellDefense(), still)), labels)
     assert fresh == pytest.approx(fresh_leak, abs=0.025)
     for epochs in (still, epochs_of_a_run(num_epochs)):
-        answers = defended(MarvellDefense(noise="persistent"), epochs)
+        answers = defended(defenses.MarvellDefense(noise="persistent"), epochs)
         assert leak_auc(added_up(answers), labels) == pytest.approx(formula(2), abs=0.025)
 
 
@@ -238,7 +231,8 @@ def test_a_power_that_alternates_between_1_and_4_is_solved_for() -> None:
         answer
         for epoch, ratio in zip(epochs, ratios, strict=True)
         for answer in defended(
-            MarvellDefense(noise="persistent", strength=PowerRatio(power_ratio=ratio**2)), [epoch]
+            defenses.MarvellDefense(noise="persistent", strength=PowerRatio(power_ratio=ratio**2)),
+            [epoch],
         )
     ]
     labels = epochs[0].labels
@@ -252,7 +246,9 @@ def test_another_strength_draws_other_noise_from_the_same_file(tmp_path: Path) -
     epochs = epochs_of_a_run(2)
     answers, charge = [], 0.0
     for epoch, ratio in zip(epochs, (1.0, 2.0), strict=True):
-        settings = MarvellDefense(noise="persistent", strength=PowerRatio(power_ratio=ratio**2))
+        settings = defenses.MarvellDefense(
+            noise="persistent", strength=PowerRatio(power_ratio=ratio**2)
+        )
         key = settings.open_noise_key(context_of(CUT_DIM), tmp_path / "noise.key")
         assert key is not None
         sent, report = build_defense(settings, key).defend(
@@ -276,10 +272,10 @@ def test_another_strength_draws_other_noise_from_the_same_file(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        (IsoDefense(noise_ratio=1.0), IsoDefense(noise_ratio=2.0)),
-        (MarvellDefense(), MarvellDefense(strength=SumKl(sum_kl=0.2))),
-        (IsoDefense(), MarvellDefense()),
-        (MaxNormDefense(), MarvellDefense()),
+        (defenses.IsoDefense(noise_ratio=1.0), defenses.IsoDefense(noise_ratio=2.0)),
+        (defenses.MarvellDefense(), defenses.MarvellDefense(strength=SumKl(sum_kl=0.2))),
+        (defenses.IsoDefense(), defenses.MarvellDefense()),
+        (defenses.MaxNormDefense(), defenses.MarvellDefense()),
     ],
 )
 def test_a_file_gives_every_strength_a_key_and_keeps_it(
@@ -291,13 +287,13 @@ def test_a_file_gives_every_strength_a_key_and_keeps_it(
 
     assert key_of(first) == key_of(first)
     assert key_of(first) != key_of(second)
-    assert (key_of(first) != key_of(first, 9)) is isinstance(first, IsoDefense)
+    assert (key_of(first) != key_of(first, 9)) is isinstance(first, defenses.IsoDefense)
 
 
 def test_the_same_strength_in_another_unit_is_the_same_noise(tmp_path: Path) -> None:
     strengths: list[Strength] = [PowerRatio(power_ratio=4), SumKl(sum_kl=0.25)]
     keys = {
-        MarvellDefense(noise="persistent", strength=strength).open_noise_key(
+        defenses.MarvellDefense(noise="persistent", strength=strength).open_noise_key(
             context_of(8), tmp_path / "noise.key"
         )
         for strength in strengths
@@ -442,7 +438,7 @@ def answer(defense: Defense, rows: slice = slice(None), factor: float = 1.0) -> 
 
 def test_marvell_repeats_itself_whatever_the_batch_and_the_worker() -> None:
     """Same model, same example: the same answer, from another object, in another batch, alone."""
-    settings = MarvellDefense(noise="persistent")
+    settings = defenses.MarvellDefense(noise="persistent")
     whole = answer(build_defense(settings, KEY))
     for rows in (slice(0, 1), slice(100, 300), slice(1, 512, 7)):
         assert torch.equal(answer(build_defense(settings, KEY), rows), whole[rows])
@@ -464,7 +460,7 @@ def test_another_key_gives_other_noise(settings: DefenseSettings) -> None:
 def test_marvell_is_unbiased_over_keys_and_of_the_power_it_reports() -> None:
     """Accepts the raw gradient and the report; rejects a mean 30 % and a power 5 % off."""
     raw, labels, probabilities, _ = batch()
-    defense = build_defense(MarvellDefense(noise="persistent"), KEY)
+    defense = build_defense(defenses.MarvellDefense(noise="persistent"), KEY)
     samples = torch.stack(
         [
             defense.defend(
@@ -495,7 +491,7 @@ def test_marvell_is_unbiased_over_keys_and_of_the_power_it_reports() -> None:
 def test_iso_spends_its_power_evenly_over_all_directions() -> None:
     """Persistent along J, fresh across it, and the same variance in both. Within 3 %."""
     raw, labels, probabilities, _ = batch()
-    defense = build_defense(IsoDefense(noise="persistent", noise_ratio=2.0), KEY)
+    defense = build_defense(defenses.IsoDefense(noise="persistent", noise_ratio=2.0), KEY)
     moves = label_moves(raw, labels == 1, probabilities).values.double()
     units = moves / moves.norm(dim=1, keepdim=True)
     along, total = [], []
@@ -528,7 +524,7 @@ def test_every_strength_is_met_by_all_answers_together(
     strength: Strength, sum_kl: float | None
 ) -> None:
     raw, labels, probabilities, keys = batch()
-    defense = build_defense(MarvellDefense(noise="persistent", strength=strength), KEY)
+    defense = build_defense(defenses.MarvellDefense(noise="persistent", strength=strength), KEY)
     _, report = defense.defend(
         RawBatch(raw, labels, example_keys=keys, probabilities=probabilities)
     )
@@ -547,13 +543,13 @@ def test_an_identity_names_defense_strength_and_key_and_nothing_else_changes_it(
         )
         return report.charge.noise_identity
 
-    marvell = MarvellDefense(noise="persistent")
+    marvell = defenses.MarvellDefense(noise="persistent")
     others = {
-        identity(MarvellDefense(noise="persistent", strength=PowerRatio(power_ratio=9))),
+        identity(defenses.MarvellDefense(noise="persistent", strength=PowerRatio(power_ratio=9))),
         identity(marvell, key_from_insecure_seed(2)),
-        identity(IsoDefense(noise="persistent")),
-        identity(IsoDefense(noise="persistent", noise_ratio=2)),
-        identity(MarvellDefense()),
+        identity(defenses.IsoDefense(noise="persistent")),
+        identity(defenses.IsoDefense(noise="persistent", noise_ratio=2)),
+        identity(defenses.MarvellDefense()),
     }
     assert identity(marvell) == identity(marvell)
     assert len(others | {identity(marvell)}) == 6
@@ -568,7 +564,7 @@ def test_rows_that_the_model_is_sure_of_borrow_the_batchs_move() -> None:
     moves = label_moves(raw, epoch.labels == 1, probabilities)
     assert torch.allclose(moves.values, epoch.moves, rtol=1e-9)
     assert torch.allclose(moves.norms, epoch.moves.norm(dim=1), rtol=1e-9)
-    defense = build_defense(MarvellDefense(noise="persistent"), KEY)
+    defense = build_defense(defenses.MarvellDefense(noise="persistent"), KEY)
     sent, _ = defense.defend(
         RawBatch(raw, epoch.labels, example_keys=keys_of(IDS), probabilities=probabilities)
     )
@@ -579,7 +575,7 @@ def test_rows_that_the_model_is_sure_of_borrow_the_batchs_move() -> None:
 def test_a_batch_of_one_class_is_answered_with_the_same_ratio(label: float) -> None:
     """It needs no statistics: the very rows get the very answer that they get in a mixed batch."""
     raw, labels, probabilities, keys = batch()
-    settings = MarvellDefense(noise="persistent")
+    settings = defenses.MarvellDefense(noise="persistent")
     whole = answer(build_defense(settings, KEY))
     one = labels == label
     sent, _ = build_defense(settings, KEY).defend(

@@ -32,9 +32,9 @@ from splitveil.common.text.files import read_bytes
 from splitveil.common.text.yaml_text import AS_WRITTEN, MAX_DEPTH, Extent, load_yaml
 from splitveil.passive_party.__main__ import main as passive_main
 from splitveil.passive_party.settings import PassiveSettings
+from tests.programs import run_program
 from tests.runs import write_example
 
-ROOT = Path(__file__).parents[2]
 MAX_NODES = AS_WRITTEN.max_nodes
 MARK = "bad.example"
 """In the name of every bad file, and so in the one line that refuses it."""
@@ -286,9 +286,7 @@ def test_a_line_without_end_is_read_in_bounded_memory(folder: Path) -> None:
         "resource.setrlimit(resource.RLIMIT_AS, (used + 2**31,) * 2); main(sys.argv[1:])"
     )
     words = ["run", str(folder / "passive.yaml"), "--set", f"data.source.path={MARK}.csv"]
-    ended = subprocess.run(
-        [sys.executable, "-c", code, *words], check=False, capture_output=True, text=True, cwd=ROOT
-    )
+    ended = run_program(sys.executable, "-c", code, *words, stderr=subprocess.PIPE)
     assert ended.returncode == 3, ended.stderr
     assert "Traceback" not in ended.stderr
     assert f"{MARK}.csv: " in ended.stderr

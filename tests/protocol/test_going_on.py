@@ -4,6 +4,7 @@ import hashlib
 import logging
 import pickle
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from splitveil.common.run.messages import Answer, Offer
 from splitveil.common.storage import state_file
 from splitveil.common.storage.run_folder import write_bytes_atomically
 from splitveil.common.storage.run_store import RunStore
+from tests.compared import assert_same
 from tests.peers import InProcessPeer, Lost, dying
 from tests.runs import Parties, build_parties, run_in_process, write_example
 from tests.waiting import HANGS_AFTER_S
@@ -52,12 +54,16 @@ def run_on(parties: Parties) -> None:
     run_in_process(parties)
 
 
-def assert_same(found: Parties, expected: Parties) -> None:
-    one, other = found.weights(), expected.weights()
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    assert found.active.evaluations[-1] == expected.active.evaluations[-1]
-    assert found.active.ledger[-1] == expected.active.ledger[-1]
+def interrupted(
+    example: Path, runs: Path, active: Sequence[str], at: int, *, after: bool
+) -> tuple[Parties, Parties, Parties]:
+    """Return a whole run, one whose passive party was killed, and those that can resume it."""
+    whole = build_parties(example, active, [EVERY_2])
+    run_in_process(whole)
+    first = build_parties(example, active, [EVERY_2], runs=runs)
+    with pytest.raises(Lost):
+        run_in_process(first, dying(at, after=after))
+    return whole, first, build_parties(example, active, [EVERY_2], runs=runs)
 
 
 @pytest.mark.parametrize("defense", DEFENSES)
@@ -66,12 +72,7 @@ def test_with_both_parties_killed_the_run_ends_as_if_nothing_had_happened(
     example: Path, tmp_path: Path, defense: str, at: int, after: bool
 ) -> None:
     active = overrides(defense)
-    whole = build_parties(example, active, [EVERY_2])
-    run_in_process(whole)
-    first = build_parties(example, active, [EVERY_2], runs=tmp_path)
-    with pytest.raises(Lost):
-        run_in_process(first, dying(at, after=after))
-    second = build_parties(example, active, [EVERY_2], runs=tmp_path)
+    whole, _, second = interrupted(example, tmp_path, active, at, after=after)
     run_on(second)
     assert second.active.resumed != []
     assert_same(second, whole)
@@ -82,12 +83,7 @@ def test_with_the_passive_party_killed_the_active_one_goes_back_with_it(
     example: Path, tmp_path: Path, at: int, after: bool
 ) -> None:
     active = overrides("{name: marvell, statistics: running}")
-    whole = build_parties(example, active, [EVERY_2])
-    run_in_process(whole)
-    first = build_parties(example, active, [EVERY_2], runs=tmp_path)
-    with pytest.raises(Lost):
-        run_in_process(first, dying(at, after=after))
-    second = build_parties(example, active, [EVERY_2], runs=tmp_path)
+    whole, first, second = interrupted(example, tmp_path, active, at, after=after)
     second.session, second.active = first.session, first.active
     run_in_process(second)
     assert_same(second, whole)
@@ -290,7 +286,7 @@ def test_a_state_that_is_not_plain_is_left_out(
     path.write_bytes(hashlib.sha256(harmful).digest() + harmful)
     with caplog.at_level(logging.WARNING):
         assert store.checkpoints() == [3]
-    assert "is no state of a run" in caplog.text
+    assert "is not the state of a run" in caplog.text
 
 
 def test_a_finished_run_can_still_be_gone_on_with_until_the_goodbye(

@@ -23,6 +23,7 @@ from splitveil.common.storage.run_store import RunStore
 from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.retrying import MAX_DAMAGED
+from tests.compared import assert_same_weights
 from tests.peers import InProcessPeer
 from tests.runs import Parties, build_parties, run_in_process, serving
 
@@ -50,11 +51,6 @@ class LostAfterTheLast(Silent):
         return course
 
 
-def assert_same_weights(one: Parties, other: Parties) -> None:
-    found, expected = one.weights(), other.weights()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
 # ---- around the last answer ----
 
 
@@ -69,7 +65,7 @@ def test_an_active_party_that_was_lost_after_its_last_answer_has_all_of_the_run(
     assert again.session.stage is Stage.FINISHED
     assert not again.session.wait_for_farewell(0)
     again.run = parties.run
-    assert_same_weights(again, parties)
+    assert_same_weights(again.weights(), parties.weights())
     again.session.leave(again.session.run_id, LeaveReason.FINISHED)
     assert again.session.wait_for_farewell(0)
     assert again.session.error is None
@@ -123,7 +119,7 @@ def test_with_the_active_party_killed_between_handshake_and_alignment_both_start
     run_in_process(parties, ReplacedBeforeAligning)
     run_in_process(whole)
     anew.run = parties.run
-    assert_same_weights(anew, whole)
+    assert_same_weights(anew.weights(), whole.weights())
 
 
 def test_a_run_that_the_active_party_has_lost_is_said_so(example: Path, tmp_path: Path) -> None:
@@ -177,7 +173,7 @@ def test_a_damaged_answer_is_asked_for_again(example: Path, address: str) -> Non
     damaged_gradients(parties, MAX_DAMAGED)
     run_over(parties, address)
     run_in_process(whole)
-    assert_same_weights(parties, whole)
+    assert_same_weights(parties.weights(), whole.weights())
 
 
 def test_answers_that_stay_damaged_end_the_run(example: Path, address: str) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy import gradient_rows
@@ -27,6 +26,7 @@ from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.summary import Summary, to_json
 from splitveil.common.run.course import Batch
 from splitveil.passive_party.recorder import PassiveRecorder
+from tests.recorded import recorders
 from tests.runs import build_parties, run_in_process, write_example
 from tests.stored import same, stored
 from tests.waiting import wait_until
@@ -48,28 +48,12 @@ def record(
     """Run both parties with their recorders."""
     write_example(folder)
     parties = build_parties(folder, active, passive)
-    settings = parties.passive_settings
-    assert settings.adversary is not None
-    assert settings.adversary.labels is not None
-    labels = PartyData.load(settings.adversary.labels, folder)
-    ids = PartyData.load(settings.data, folder).ids
-    folders = folder / "active", folder / "passive"
-    for party in folders:
-        party.mkdir()
-    with (
-        ActiveRecorder(parties.active_settings, folders[0]) as monitor,
-        PassiveRecorder(settings, folders[1], ids, labels) as adversary,
-    ):
-        parties.session.lifecycle.observer = monitor
-        parties.run.observer = adversary
+    with recorders(parties, folder) as both:
         run_in_process(parties)
-    active_lines, passive_lines = (
-        [json.loads(line) for line in (party / "metrics.jsonl").read_text().splitlines()]
-        for party in folders
-    )
+    active_lines, passive_lines = both.lines()
     return (
-        Recorded(active_lines, to_json(monitor.summary({}))),
-        Recorded(passive_lines, to_json(adversary.summary())),
+        Recorded(active_lines, to_json(both.active.summary({}))),
+        Recorded(passive_lines, to_json(both.passive.summary())),
     )
 
 

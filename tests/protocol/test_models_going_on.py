@@ -9,8 +9,9 @@ import torch
 import yaml
 from PIL import Image
 
+from tests.compared import assert_same
 from tests.peers import Lost, dying
-from tests.protocol.test_going_on import EVERY_2, assert_same, run_on
+from tests.protocol.test_going_on import EVERY_2, run_on
 from tests.runs import ACTIVE, CONTRACT, PASSIVE, Parties, build_parties, run_in_process
 
 OPTIMIZERS = {

@@ -18,7 +18,6 @@ from torch import Tensor
 from splitveil.active_party.report import write_comparison, write_report
 from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.common.errors import SettingsError
-from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.accumulation import standardised
 from splitveil.common.privacy.attacks import ATTACKS, AttackName, BatchAttackName
 from splitveil.common.privacy.audit import LeakAudit
@@ -26,8 +25,8 @@ from splitveil.common.privacy.observation import Observation
 from splitveil.common.record.run_record import write_summary
 from splitveil.common.run.messages import Answer
 from splitveil.common.storage.run_store import RunStore
-from splitveil.passive_party.recorder import PassiveRecorder
 from tests.peers import InProcessPeer
+from tests.recorded import recorders
 from tests.runs import build_parties
 from tests.several_classes import CLASSES, write_classes
 from tests.stored import same, stored
@@ -308,27 +307,16 @@ def record(
     """Run both parties with their recorders and checkpoints, and summarise."""
     overrides = ["contract.epochs=3", "contract.checkpoints.every_steps=2"]
     parties = build_parties(folder, [*overrides, *active], overrides, runs=runs)
-    settings = parties.passive_settings
-    assert settings.adversary is not None
-    assert settings.adversary.labels is not None
-    labels = PartyData.load(settings.adversary.labels, folder)
-    ids = PartyData.load(settings.data, folder).ids
-    folders = runs / "active", runs / "passive"
-    with (
-        ActiveRecorder(parties.active_settings, folders[0]) as monitor,
-        PassiveRecorder(settings, folders[1], ids, labels) as adversary,
-    ):
-        parties.session.lifecycle.observer = monitor
-        parties.run.observer = adversary
+    with recorders(parties, runs) as both:
         parties.session.reopen()
         parties.run.run(connect(parties.session, parties.engine))
     (runs / "active" / "settings.yaml").write_text(
         json.dumps(parties.active_settings.model_dump(mode="json"))
     )
     found = []
-    for party, summary in zip(folders, (monitor.summary({}), adversary.summary()), strict=True):
+    summaries = both.active.summary({}), both.passive.summary()
+    for party, lines, summary in zip(both.folders, both.lines(), summaries, strict=True):
         write_summary(party, summary)
-        lines = [json.loads(line) for line in (party / "metrics.jsonl").read_text().splitlines()]
         written = json.loads((party / "summary.json").read_text())
         found.append(Recorded(lines, written))
     first, second = found

@@ -30,7 +30,7 @@ class UnreachedPeer(ListeningPeer):
     """Is being called when a signal comes."""
 
     def handshake(
-        self, party: str, canonical_contract: str, commitment: bytes, offer: Offer | None = None
+        self, party: str, contract_json: str, commitment: bytes, offer: Offer | None = None
     ) -> Opening:
         raise Interrupted
 

@@ -101,18 +101,17 @@ def charged(folder: Path, overrides: Sequence[str]) -> tuple[float, float]:
     return bounds.sum_kl.max, bounds.guarantee.max
 
 
-@pytest.mark.parametrize("defense", [one for one in TWO if one in PROMISED])
-def test_no_run_is_charged_more_than_the_plan_promises(two: Path, defense: str) -> None:
+@pytest.mark.parametrize(
+    ("classes", "defense"),
+    [("two", one) for one in TWO if one in PROMISED]
+    + [("four", one) for one in FOUR if one in PROMISED],
+)
+def test_no_run_is_charged_more_than_the_plan_promises(
+    request: pytest.FixtureRequest, classes: str, defense: str
+) -> None:
+    folder: Path = request.getfixturevalue(classes)
     overrides = [*BY_HEART, f"defense={{{defense}, {SEED}}}"]
-    promised, found = promises(plan_of(two, overrides)), charged(two, overrides)
-    assert found[0] <= promised[0] * (1 + 1e-9) < math.inf
-    assert found[1] <= promised[1] * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("defense", [one for one in FOUR if one in PROMISED])
-def test_nor_is_one_of_several_classes(four: Path, defense: str) -> None:
-    overrides = [*BY_HEART, f"defense={{{defense}, {SEED}}}"]
-    promised, found = promises(plan_of(four, overrides)), charged(four, overrides)
+    promised, found = promises(plan_of(folder, overrides)), charged(folder, overrides)
     assert found[0] <= promised[0] * (1 + 1e-9) < math.inf
     assert found[1] <= promised[1] * (1 + 1e-9)
 

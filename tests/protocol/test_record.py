@@ -10,28 +10,8 @@ import pytest
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.transcript import TranscriptEnd
+from splitveil.common.record import leak_figures, lines
 from splitveil.common.record.figures import AttackFigure, LedgerFigures, SpreadFigures
-from splitveil.common.record.leak_figures import (
-    BatchCounts,
-    BatchFigures,
-    ClassFigures,
-    LeakByClass,
-    LeakFigures,
-    RunFigures,
-)
-from splitveil.common.record.lines import (
-    AlarmLine,
-    AlignmentLine,
-    AuditLine,
-    EpochLeakLine,
-    EvaluationLine,
-    GateLine,
-    HistogramLine,
-    LeakLine,
-    LedgerLine,
-    Line,
-    TrainingLine,
-)
 from splitveil.common.record.run_record import (
     METRICS,
     SUMMARY,
@@ -61,18 +41,26 @@ BOUNDS = LedgerFigures(
 )
 NORM = AttackFigure("cut", "norm", 0.75)
 ELSEWHERE = AttackFigure("ads/bank: first", "spectral", None)
+EVALUATED = {
+    "epoch": 1,
+    "step": None,
+    "loss": 0.5,
+    "auc": 0.75,
+    "calibration_error": 0.125,
+    "train_loss": 0.25,
+}
 
-LINES: Mapping[str, tuple[Line, dict[str, Any]]] = {
+LINES: Mapping[str, tuple[lines.Line, dict[str, Any]]] = {
     "alignment": (
-        AlignmentLine(569),
+        lines.AlignmentLine(569),
         {"kind": "alignment", "epoch": None, "step": None, "aligned_rows": 569},
     ),
     "training": (
-        TrainingLine(1, 2, 0.5, 0.25),
+        lines.TrainingLine(1, 2, 0.5, 0.25),
         {"kind": "train", "epoch": 1, "step": 2, "loss": 0.5, "noise_power": 0.25},
     ),
     "leak": (
-        LeakLine(1, 2, (NORM, ELSEWHERE), 0.5),
+        lines.LeakLine(1, 2, (NORM, ELSEWHERE), 0.5),
         {
             "kind": "leak",
             "epoch": 1,
@@ -83,7 +71,7 @@ LINES: Mapping[str, tuple[Line, dict[str, Any]]] = {
         },
     ),
     "epoch leak": (
-        EpochLeakLine(1, (NORM, ELSEWHERE)),
+        lines.EpochLeakLine(1, (NORM, ELSEWHERE)),
         {
             "kind": "epoch_leak",
             "epoch": 1,
@@ -93,7 +81,7 @@ LINES: Mapping[str, tuple[Line, dict[str, Any]]] = {
         },
     ),
     "ledger": (
-        LedgerLine(1, BOUNDS),
+        lines.LedgerLine(1, BOUNDS),
         {
             "kind": "ledger",
             "epoch": 1,
@@ -111,38 +99,25 @@ LINES: Mapping[str, tuple[Line, dict[str, Any]]] = {
         },
     ),
     "evaluation": (
-        EvaluationLine(1, "validation", 0.5, 0.75, 0.125, 0.25),
-        {
-            "kind": "validation",
-            "epoch": 1,
-            "step": None,
-            "loss": 0.5,
-            "auc": 0.75,
-            "calibration_error": 0.125,
-            "train_loss": 0.25,
-        },
+        lines.EvaluationLine(1, "validation", 0.5, 0.75, 0.125, 0.25),
+        {"kind": "validation", **EVALUATED},
     ),
     "evaluation by class": (
-        EvaluationLine(1, "test", 0.5, 0.75, 0.125, 0.25, 0.875, {"van": 0.75, "a/b": None}),
+        lines.EvaluationLine(1, "test", 0.5, 0.75, 0.125, 0.25, 0.875, {"van": 0.75, "a/b": None}),
         {
             "kind": "test",
-            "epoch": 1,
-            "step": None,
-            "loss": 0.5,
-            "auc": 0.75,
-            "calibration_error": 0.125,
-            "train_loss": 0.25,
+            **EVALUATED,
             "accuracy": 0.875,
             "auc/van": 0.75,
             "auc/a/b": None,
         },
     ),
     "audit": (
-        AuditLine(1, NORM),
+        lines.AuditLine(1, NORM),
         {"kind": "audit", "epoch": 1, "step": None, "cut/norm": 0.75},
     ),
     "gate": (
-        GateLine(1, 2, NORM, 0.5, 0.625),
+        lines.GateLine(1, 2, NORM, 0.5, 0.625),
         {
             "kind": "leak_gate",
             "epoch": 1,
@@ -153,7 +128,7 @@ LINES: Mapping[str, tuple[Line, dict[str, Any]]] = {
         },
     ),
     "alarm": (
-        AlarmLine(1, NORM, 0.125, 0.625),
+        lines.AlarmLine(1, NORM, 0.125, 0.625),
         {
             "kind": "leak_alarm",
             "epoch": 1,
@@ -164,7 +139,7 @@ LINES: Mapping[str, tuple[Line, dict[str, Any]]] = {
         },
     ),
     "histogram": (
-        HistogramLine(1, 2, "cosine", (-1.0, 0.0, 1.0), {"before/positive": (3, 4)}),
+        lines.HistogramLine(1, 2, "cosine", (-1.0, 0.0, 1.0), {"before/positive": (3, 4)}),
         {
             "kind": "histogram",
             "epoch": 1,
@@ -178,7 +153,7 @@ LINES: Mapping[str, tuple[Line, dict[str, Any]]] = {
 
 
 def test_every_type_of_line_has_its_form_below() -> None:
-    assert {type(line) for line, _ in LINES.values()} == set(get_args(Line))
+    assert {type(line) for line, _ in LINES.values()} == set(get_args(lines.Line))
 
 
 @pytest.mark.parametrize("name", LINES)
@@ -191,12 +166,12 @@ def test_a_line_has_its_form_in_the_file_and_is_read_back(tmp_path: Path, name: 
     assert found == (0.123457, line)
 
 
-CLASSES = ClassFigures(("van", "bus"), 0.75, 0.5, {"van": 0.75}, {"van": 0.5})
-LEAK = LeakFigures(
-    batches={"cut": {"norm": BatchFigures(0.75, 0.625, 0.5625, 0.5)}},
+CLASSES = leak_figures.ClassFigures(("van", "bus"), 0.75, 0.5, {"van": 0.75}, {"van": 0.5})
+LEAK = leak_figures.LeakFigures(
+    batches={"cut": {"norm": leak_figures.BatchFigures(0.75, 0.625, 0.5625, 0.5)}},
     worst_epoch={"cut": {"norm": 0.6875}},
-    run_level={"cut": {"accumulated_cosine": RunFigures(0.75, 0.625, 0.875, 569)}},
-    counts=BatchCounts(42, 1, 2),
+    run_level={"cut": {"accumulated_cosine": leak_figures.RunFigures(0.75, 0.625, 0.875, 569)}},
+    counts=leak_figures.BatchCounts(42, 1, 2),
 )
 LEAK_FORM = {
     "leak": {
@@ -276,10 +251,14 @@ SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
             active=ActiveFigures(
                 model=ModelFigures(0.75, 0.5, 0.125, 0.25, 0.875, {"van": 0.75}), defense=DEFENSE
             ),
-            leak=LeakFigures(
-                by_class=LeakByClass(
+            leak=leak_figures.LeakFigures(
+                by_class=leak_figures.LeakByClass(
                     {"cut": {"norm": CLASSES}},
-                    {"cut": {"norm": ClassFigures(("van", "bus"), classes={"van": 0.75})}},
+                    {
+                        "cut": {
+                            "norm": leak_figures.ClassFigures(("van", "bus"), classes={"van": 0.75})
+                        }
+                    },
                 )
             ),
         ),
@@ -340,9 +319,9 @@ def test_a_summary_has_its_form_in_the_file_and_is_read_back(tmp_path: Path, nam
 def test_figures_that_are_not_finite_become_null_and_are_read_as_absent(tmp_path: Path) -> None:
     model = ModelFigures(test_auc=math.nan, train_loss=math.inf)
     write_summary(tmp_path, Summary(active=ActiveFigures(model=model)))
-    append_lines(tmp_path, TrainingLine(0, 0, loss=math.nan, noise_power=-math.inf))
+    append_lines(tmp_path, lines.TrainingLine(0, 0, loss=math.nan, noise_power=-math.inf))
     assert read_summary(tmp_path).of_active.model == ModelFigures()
-    assert read_metrics(tmp_path).of(TrainingLine) == [TrainingLine(0, 0, None, None)]
+    assert read_metrics(tmp_path).of(lines.TrainingLine) == [lines.TrainingLine(0, 0, None, None)]
 
 
 def test_the_bounds_of_answers_ahead_are_read_back(tmp_path: Path) -> None:
@@ -353,10 +332,10 @@ def test_the_bounds_of_answers_ahead_are_read_back(tmp_path: Path) -> None:
 
 def test_lines_that_are_cut_off_or_unknown_are_left_out(tmp_path: Path) -> None:
     (tmp_path / METRICS).write_text('{"kind": "of later", "epoch": 1}\n[1]\n{"kind": "tr\n')
-    append_lines(tmp_path, AlignmentLine(7))
+    append_lines(tmp_path, lines.AlignmentLine(7))
     with (tmp_path / METRICS).open("a") as metrics:
         metrics.write('{"time_s": 1, "kind": "train", "epo')
-    assert [line for _, line in read_metrics(tmp_path).timed] == [AlignmentLine(7)]
+    assert [line for _, line in read_metrics(tmp_path).timed] == [lines.AlignmentLine(7)]
 
 
 def test_a_folder_without_a_record_is_empty_and_a_summary_that_must_be_there_is_missed(
@@ -381,9 +360,9 @@ def test_a_record_of_another_format_is_refused_in_one_line(tmp_path: Path, versi
 def test_a_record_that_names_the_first_format_is_read(tmp_path: Path) -> None:
     (tmp_path / SUMMARY).write_text(json.dumps({"format": 1, "steps": 3}))
     (tmp_path / METRICS).write_text(json.dumps({"kind": "format", "format": 1}) + "\n")
-    append_lines(tmp_path, AlignmentLine(7))
+    append_lines(tmp_path, lines.AlignmentLine(7))
     assert read_summary(tmp_path).counts.steps == 3
-    assert read_metrics(tmp_path).of(AlignmentLine) == [AlignmentLine(7)]
+    assert read_metrics(tmp_path).of(lines.AlignmentLine) == [lines.AlignmentLine(7)]
 
 
 def test_a_damaged_summary_is_refused_in_words(tmp_path: Path) -> None:

@@ -26,10 +26,9 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.run.course import Batch
-from splitveil.common.run.messages import Activation, Answer, LeaveReason
 from splitveil.common.text.upper_bounds import at_most
 from splitveil.common.wire.status import error_from, status_for
-from tests.peers import FaultyPeer, InProcessPeer
+from tests.peers import FaultyPeer, StopsAtFirstStep
 from tests.runs import Parties, build_parties, run_in_process
 
 MARVELL = "defense={name: marvell, strength: {power_ratio: 16}}"
@@ -39,21 +38,6 @@ LONGER = "contract.epochs=5"
 
 def parties_with(folder: Path, *active: str) -> Parties:
     return build_parties(folder, active, [o for o in active if o.startswith("contract.")])
-
-
-class StopsAtFirstStep(InProcessPeer):
-    """Keeps the first training message instead of sending it."""
-
-    def receive_gradient(self) -> Answer:
-        raise Interrupted
-
-    @property
-    def kept(self) -> Activation:
-        assert self._sent is not None
-        return self._sent
-
-    def leave(self, run_id: str, reason: LeaveReason) -> None:
-        """Leave without a word: the session stays open for the test."""
 
 
 def test_each_epoch_charges_every_training_example_once_and_no_other(example: Path) -> None:

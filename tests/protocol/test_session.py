@@ -15,25 +15,10 @@ from splitveil.common.errors import (
     OutOfStep,
     PeerLeft,
 )
-from splitveil.common.run.messages import Activation, Answer, LeaveReason
+from splitveil.common.run.messages import Activation, LeaveReason
 from splitveil.passive_party.run import PassiveRun
-from tests.peers import FaultyPeer, InProcessPeer
+from tests.peers import FaultyPeer, StopsAtFirstStep
 from tests.runs import Parties, build_parties, run_in_process, write_example
-
-
-class StopsAtFirstStep(InProcessPeer):
-    """Keeps the first training message instead of sending it."""
-
-    def receive_gradient(self) -> Answer:
-        raise Interrupted
-
-    @property
-    def kept(self) -> Activation:
-        assert self._sent is not None
-        return self._sent
-
-    def leave(self, run_id: str, reason: LeaveReason) -> None:
-        """Leave without a word: the session stays open for the test."""
 
 
 def at_first_step(folder: Path, *overrides: str) -> tuple[Parties, Activation]:

@@ -29,8 +29,9 @@ from splitveil.common.run.messages import Answer, AuditQuestion
 from splitveil.common.run.sample_order import positions_digest
 from splitveil.common.settings import validate
 from splitveil.common.text.upper_bounds import at_most
+from tests.compared import assert_same
 from tests.peers import InProcessPeer
-from tests.runs import Parties, build_parties, run_in_process, run_over_grpc
+from tests.runs import build_parties, run_in_process, run_over_grpc
 from tests.several import build_several, write_several
 from tests.several import run_in_process as run_in_process_several
 from tests.several_classes import CLASSES, write_classes
@@ -299,14 +300,6 @@ class DiesAt(InProcessPeer):
 
 def dying(at: int) -> Callable[..., InProcessPeer]:
     return type("Dies", (DiesAt,), {"at": at})
-
-
-def assert_same(found: Parties, expected: Parties) -> None:
-    one, other = found.weights(), expected.weights()
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    assert found.active.evaluations[-1] == expected.active.evaluations[-1]
-    assert found.active.ledger[-1] == expected.active.ledger[-1]
 
 
 @pytest.mark.parametrize("at", [3, 7])

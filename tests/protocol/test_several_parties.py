@@ -35,10 +35,8 @@ from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import Batch
 from splitveil.common.run.messages import (
-    Activation,
     Answer,
     AuditQuestion,
-    Course,
     LeaveReason,
     Opening,
 )
@@ -46,13 +44,14 @@ from splitveil.common.run.sample_order import positions_digest
 from splitveil.common.storage.run_store import RunStore
 from splitveil.common.wire.limits import ALIGN_FRAME_BYTES, check_fields
 from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
+from tests.compared import assert_same_weights
 from tests.defended import build_defense
+from tests.peers import DiesAt, Lost
 from tests.runs import CPU, ActiveRecording
 from tests.several import (
     NAMES,
     PartyPeer,
     Several,
-    assert_same_weights,
     build_passive,
     build_several,
     finish,
@@ -232,33 +231,8 @@ def test_a_party_that_leaves_ends_the_run_of_all_by_name(three: Path) -> None:
 # ---- going on ----
 
 
-class Lost(BaseException):
-    """Stands for kill -9: nothing of ours catches it."""
-
-
-class Dies(PartyPeer):
-    """Ends its process at one of its messages, before or after the active party sees it."""
-
-    at = 0
-    after = False
-    _calls = 0
-
-    def _count(self, *, after: bool) -> None:
-        self._calls += not after
-        if after is self.after and self._calls == self.at:
-            raise Lost
-
-    def receive_gradient(self) -> Answer:
-        self._count(after=False)
-        reply = super().receive_gradient()
-        self._count(after=True)
-        return reply
-
-    def evaluate(self, activation: Activation) -> Course:
-        self._count(after=False)
-        course = super().evaluate(activation)
-        self._count(after=True)
-        return course
+class Dies(DiesAt, PartyPeer):
+    """Says nothing when it ends, whatever the reason."""
 
     def leave(self, run_id: str, reason: LeaveReason) -> None:
         """A killed process says nothing."""
@@ -525,7 +499,7 @@ def test_a_handshake_waits_for_all_and_the_newest_of_a_party_counts(three: Path)
     assert len(openings) == 3
     assert len({(opening.run_id, opening.nonce) for opening in openings}) == 1
     assert openings[0].commitments[0] == b"b" * 32
-    # With the nonce known, another commitment begins anew, with another nonce, for all.
+    # With the nonce known, another commitment starts over, with another nonce, for all.
     later = shake("ash", b"c" * 32)
     wait_until(lambda: set(session.awaited()) == {"birch", "cedar"})
     assert session.nonce == openings[0].nonce  # of the test's seed

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from splitveil import simulation
 from splitveil.common.errors import AlignmentError, SettingsError
 from splitveil.passive_party.peer import Peer
 from splitveil.simulation import PartiesSettings, Simulation
+from tests.compared import assert_same_weights
 from tests.peers import Lost, dying
 from tests.several import NAMES, write_several
 
@@ -21,11 +21,6 @@ def met(settings: PartiesSettings) -> Simulation:
     run = simulation.build(settings)
     run.meet()
     return run
-
-
-def assert_same_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.fixture

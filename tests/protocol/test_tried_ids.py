@@ -95,11 +95,11 @@ class GuessingPeer(InProcessPeer):
     rounds = 0
 
     def handshake(
-        self, party: str, canonical_contract: str, commitment: bytes, offer: Offer | None = None
+        self, party: str, contract_json: str, commitment: bytes, offer: Offer | None = None
     ) -> Opening:
         if self.rounds == ROUNDS:
             raise PeerError("the guesser has what it wanted")
-        self.opening = super().handshake(party, canonical_contract, commitment, offer)
+        self.opening = super().handshake(party, contract_json, commitment, offer)
         return self.opening
 
     def open_alignment(self) -> AlignChannel:

@@ -1,7 +1,6 @@
 """Runs of the real processes that several tests examine."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,9 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.waiting import HANGS_AFTER_S
-
-ROOT = Path(__file__).parents[2]
+from tests.programs import run_program
 
 SAME_SPLIT = (
     *("active.insecure_nonce_seed=1", "passive.insecure_nonce_seed=2"),
@@ -37,15 +34,7 @@ class LocalRun(NamedTuple):
 def run_locally(runs_dir: Path, example: str, *options: str) -> LocalRun:
     """Run an example as a user would, two processes and all."""
     command = [sys.executable, "-m", "splitveil.deploy.local", f"deploy/examples/{example}"]
-    done = subprocess.run(
-        [*command, "--runs", str(runs_dir), *options],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=HANGS_AFTER_S,
-        check=False,
-    )
+    done = run_program(*command, "--runs", str(runs_dir), *options)
     return LocalRun(done.returncode, done.stdout, runs_dir)
 
 

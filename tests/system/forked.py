@@ -17,9 +17,8 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
+from tests.programs import ROOT
 from tests.system import fast_clock
-
-ROOT = Path(__file__).parents[2]
 
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(

@@ -9,25 +9,19 @@ from pathlib import Path
 import pytest
 
 from tests.own_defenses import write_own_defenses
+from tests.programs import run_program
 from tests.runs import write_example
 
 
 def run_with(folder: Path, name: str) -> subprocess.CompletedProcess[str]:
     write_example(folder / "settings")
     module = write_own_defenses(folder / "settings", "my_defenses")
-    return subprocess.run(
-        [
-            *(sys.executable, "-P", "-m", "splitveil.deploy.local", str(folder / "settings")),
-            *("--runs", str(folder / "runs"), "--set", "contract.epochs=2"),
-            f"active.defense={{name: custom, module: '{module}:{name}'}}",
-        ],
+    return run_program(
+        *(sys.executable, "-P", "-m", "splitveil.deploy.local", str(folder / "settings")),
+        *("--runs", str(folder / "runs"), "--set", "contract.epochs=2"),
+        f"active.defense={{name: custom, module: '{module}:{name}'}}",
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
-        check=False,
     )
 
 

@@ -1,6 +1,5 @@
 """A whole experiment: real two-process runs, resumed, collected, shown."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -8,8 +7,7 @@ import pytest
 import yaml
 from pyarrow import parquet
 
-from tests.system.conftest import ROOT
-from tests.waiting import HANGS_AFTER_S
+from tests.programs import ROOT, run_program
 
 EXPERIMENT = {
     "title": "Tiny",
@@ -103,15 +101,7 @@ LABS = {
 
 def run(folder: Path) -> str:
     command = [sys.executable, "-m", "splitveil.experiments", "run", str(folder / "tiny.yaml")]
-    done = subprocess.run(
-        [*command, "--jobs", "2", "--output", str(folder / "out")],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=HANGS_AFTER_S,
-        check=False,
-    )
+    done = run_program(*command, "--jobs", "2", "--output", str(folder / "out"))
     assert done.returncode == 0, done.stdout
     return done.stdout
 

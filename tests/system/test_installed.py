@@ -1,8 +1,9 @@
 """The wheel and the sdist, installed beside folders with the names of our packages."""
 
+import json
 import os
+import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -12,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.conftest import ROOT
+from tests.programs import ROOT, run_program
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FOLDERS = PROJECT["tool"]["setuptools"]["package-dir"]
+VERSION = PROJECT["project"]["version"]
 COMMANDS = sorted(PROJECT["project"]["scripts"])
 TAKEN = ("common", "protos", "deploy", "active_party", "passive_party", "experiments", "api")
 """Names that a folder of the user's, or another distribution, may have."""
@@ -45,16 +47,8 @@ class Installed:
 
 def run(*command: str, cwd: Path | None = None) -> str:
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        env={**environment, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    done = run_program(*command, cwd=cwd, env=environment)
     assert done.returncode == 0, done.stdout
     return done.stdout.strip()
 
@@ -122,7 +116,7 @@ def test_the_sdist_makes_the_same_wheel(source: Path, wheel: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_prints_its_version(installed: Installed, command: str) -> None:
-    assert installed.run(command, "--version") == f"{command} {PROJECT['project']['version']}"
+    assert installed.run(command, "--version") == f"{command} {VERSION}"
 
 
 def test_the_demo_needs_no_repository_and_minds_no_folder_of_another(installed: Installed) -> None:
@@ -131,6 +125,13 @@ def test_the_demo_needs_no_repository_and_minds_no_folder_of_another(installed: 
     assert "wrong" not in printed
     reports = sorted(path.parts[-3] for path in installed.here.glob("runs/*/active/report.html"))
     assert reports == ["breast_cancer-marvell", "breast_cancer-none"]
+    for party in ("active", "passive"):
+        folder = installed.here / "runs" / "breast_cancer-none" / party
+        assert json.loads((folder / "summary.json").read_text())["version"] == VERSION
+        opening = (folder / "transcript.jsonl").read_text().splitlines()[0]
+        assert json.loads(opening)["version"] == VERSION
+    report = installed.here / "runs" / "breast_cancer-none" / "active" / "report.html"
+    assert re.search(rf"version</t[hd]>\s*<td[^>]*>{re.escape(VERSION)}<", report.read_text())
 
 
 def test_modules_are_found_under_one_name_alone(installed: Installed) -> None:

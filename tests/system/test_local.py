@@ -6,7 +6,6 @@ import os
 import random
 import re
 import socket
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -23,6 +22,7 @@ from splitveil.common.record.leak_figures import BatchFigures, LeakFigures, RunF
 from splitveil.common.record.summary import ActiveFigures, ModelFigures, RunCounts, Summary
 from splitveil.deploy.comparison import RunResults, comparison_table
 from splitveil.deploy.local import Overrides, held_port, parse_defense
+from tests.programs import run_program
 from tests.runs import write_example
 from tests.system.conftest import SAME_SPLIT, LocalRun, run_locally
 
@@ -142,20 +142,13 @@ def test_folders_of_the_user_with_our_names_are_left_alone(tmp_path: Path) -> No
         (tmp_path / "here" / name).mkdir(parents=True)
         for module in ("__init__.py", "__main__.py", "local.py"):
             (tmp_path / "here" / name / module).write_text(f"raise SystemExit('wrong {name}')")
-    done = subprocess.run(
-        [
-            # As the command itself is started: without the working directory on the module path.
-            *(sys.executable, "-P", "-m", "splitveil.deploy.local", str(tmp_path / "settings")),
-            *("--runs", str(tmp_path / "runs"), "--set", "contract.epochs=1"),
-            "passive.bottom_model={kind: custom, module: my_models:Bottom}",
-        ],
+    done = run_program(
+        # As the command itself is started: without the working directory on the module path.
+        *(sys.executable, "-P", "-m", "splitveil.deploy.local", str(tmp_path / "settings")),
+        *("--runs", str(tmp_path / "runs"), "--set", "contract.epochs=1"),
+        "passive.bottom_model={kind: custom, module: my_models:Bottom}",
         cwd=tmp_path / "here",
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
-        check=False,
     )
     assert done.returncode == 0, done.stdout
     assert "wrong" not in done.stdout

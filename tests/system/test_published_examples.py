@@ -1,15 +1,14 @@
 """The examples of the published models, on real rows: checked, and run by two processes."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.system.conftest import ROOT, SAME_SPLIT, run_locally
+from tests.programs import run_program
+from tests.system.conftest import SAME_SPLIT, run_locally
 from tests.system.processes import free_address
-from tests.waiting import HANGS_AFTER_S
 
 pytestmark = pytest.mark.skipif(
     "SPLITVEIL_DATA" not in os.environ, reason="SPLITVEIL_DATA names no folder with data sets"
@@ -19,24 +18,17 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("party", ["active", "passive"])
 @pytest.mark.parametrize(("example", "rows"), [("criteo", 8000), ("avazu", 7999), ("isic", 1000)])
 def test_settings_and_data_pass_the_check(example: str, rows: int, party: str) -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", f"splitveil.{party}_party", "check"),
-            f"deploy/examples/{example}/{party}.yaml",
-            *("--set", "security={mode: insecure}", "--set", f"listen={free_address()}")[
-                : 4 if party == "active" else 2
-            ],
+    done = run_program(
+        *(sys.executable, "-m", f"splitveil.{party}_party", "check"),
+        f"deploy/examples/{example}/{party}.yaml",
+        *("--set", "security={mode: insecure}", "--set", f"listen={free_address()}")[
+            : 4 if party == "active" else 2
         ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=HANGS_AFTER_S,
-        check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout
     model = "top" if party == "active" else "bottom"
-    assert f"ok: data: {rows} rows in" in done.stdout + done.stderr
-    assert f"the {model} model fits them" in done.stdout + done.stderr
+    assert f"ok: data: {rows} rows in" in done.stdout
+    assert f"the {model} model fits them" in done.stdout
 
 
 def test_avazu_is_learnt_from_columns_on_disk(tmp_path: Path) -> None:

@@ -20,11 +20,10 @@ from splitveil.active_party.plan import print_plan
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
+from tests.programs import run_program
 from tests.runs import write_example
-from tests.system.forked import ROOT
 from tests.system.processes import Pair, side_by_side, started
 from tests.system.restarted import Both, Restarted, Settings, kept_up
-from tests.waiting import HANGS_AFTER_S
 
 BUDGET = [
     "defense={name: marvell, strength: {power_ratio: 16}, insecure_noise_seed: 7}",
@@ -123,21 +122,8 @@ def test_the_peer_learns_that_the_run_has_ended_and_nothing_else(
 
 
 def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "splitveil.active_party",
-            "plan",
-            str(folder / "active.yaml"),
-            *arguments,
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANGS_AFTER_S,
-    )
+    plan = (sys.executable, "-m", "splitveil.active_party", "plan", str(folder / "active.yaml"))
+    return run_program(*plan, *arguments, stderr=subprocess.PIPE)
 
 
 def test_plan_is_a_command_that_trains_nothing(tmp_path: Path) -> None:
@@ -192,7 +178,7 @@ def test_a_supervisor_starts_a_run_that_its_budget_ended_once_more_and_a_raised_
         assert [party.starts for party in both] == [2, 2], both.outputs
         assert "this run was ended for good by its run_budget" in both.active.said
         assert "the active party has ended this run for good" in both.passive.said
-        assert all("--fresh begins anew" in party.said for party in both)
+        assert all("--fresh starts over" in party.said for party in both)
         for word in ("budget", "ledger", "sum_kl"):
             assert word not in both.passive.output
         answered = train_lines(both.active.folder)

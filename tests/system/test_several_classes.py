@@ -11,8 +11,9 @@ import pytest
 
 from splitveil.active_party.report.run_files import read_run
 from splitveil.common.record.lines import EvaluationLine
+from tests.programs import ROOT
 from tests.runs import build_parties, run_in_process
-from tests.system.conftest import ROOT, SAME_SPLIT, LocalRun, run_locally
+from tests.system.conftest import SAME_SPLIT, LocalRun, run_locally
 
 VEHICLE = ROOT / "deploy" / "examples" / "vehicle"
 MARVELL = "{name: marvell, strength: {power_ratio: 16}, insecure_noise_seed: 7}"

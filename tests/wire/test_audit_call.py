@@ -1,7 +1,6 @@
 """Audits, in process and over the real wire: the figure, and every limit to it."""
 
 import dataclasses
-import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,6 @@ from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.serving.service import ActiveService
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.common.errors import (
     AuditRefused,
     InvalidMessage,
@@ -26,7 +24,6 @@ from splitveil.common.errors import (
     SettingsError,
     TooLarge,
 )
-from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.privacy.observation import Observation
@@ -36,9 +33,9 @@ from splitveil.common.run.sample_order import positions_digest
 from splitveil.common.wire.audit_codec import encode_question
 from splitveil.common.wire.endpoint import method_path
 from splitveil.passive_party.label_free_audit import LabelFreeAudit
-from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.protos import split_learning_pb2 as pb
+from tests.recorded import recorders
 from tests.runs import (
     Parties,
     build_parties,
@@ -79,36 +76,21 @@ def audited(example: Path, folder: Path, meet: Callable[[Parties], None], *activ
     """Run both parties with their recorders; the passive party knows no label."""
     mine = [ALLOWED, LARGE, "adversary={audit: true, queue_batches: 512, max_cpu_share: null}"]
     parties = build_parties(example, [ALLOWED, LARGE, NOISY, *active], mine)
-    settings = parties.passive_settings
-    ids = PartyData.load(settings.data, example).ids
-    folders = folder / "active", folder / "passive"
-    for party in folders:
-        party.mkdir()
-    with (
-        ActiveRecorder(parties.active_settings, folders[0]) as monitor,
-        PassiveRecorder(settings, folders[1], ids, None) as adversary,
-    ):
-        parties.session.lifecycle.observer = monitor
-        parties.run.observer = parties.run.auditor = adversary
+    with recorders(parties, folder) as both:
+        parties.run.auditor = both.passive
         meet(parties)
-    lines = [
-        [json.loads(line) for line in (party / "metrics.jsonl").read_text().splitlines()]
-        for party in folders
-    ]
-    return Audited(parties, lines[0], lines[1], to_json(adversary.summary()))
+    return Audited(parties, *both.lines(), to_json(both.passive.summary()))
+
+
+def meeting(wire: str, port: int) -> Callable[[Parties], None]:
+    return (lambda parties: run_over_grpc(parties, port)) if wire == "gRPC" else run_in_process
 
 
 @pytest.mark.parametrize("wire", ["in process", "gRPC"])
 def test_an_audit_tells_the_monitor_s_figure_with_two_digits(
     example: Path, tmp_path: Path, port: int, wire: str
 ) -> None:
-    def meet(parties: Parties) -> None:
-        if wire == "gRPC":
-            run_over_grpc(parties, port)
-        else:
-            run_in_process(parties)
-
-    found = audited(example, tmp_path, meet, "allow_audits=true")
+    found = audited(example, tmp_path, meeting(wire, port), "allow_audits=true")
     measured = {
         line["epoch"]: line["cut/accumulated_spectral"]
         for line in found.of_kind("active", "epoch_leak")
@@ -134,15 +116,8 @@ def test_a_refused_audit_ends_no_run_and_is_asked_for_once(
     example: Path, tmp_path: Path, port: int, caplog: pytest.LogCaptureFixture, wire: str
 ) -> None:
     """Allowed by the contract alone: off by default."""
-
-    def meet(parties: Parties) -> None:
-        if wire == "gRPC":
-            run_over_grpc(parties, port)
-        else:
-            run_in_process(parties)
-
     with caplog.at_level(logging.WARNING):
-        found = audited(example, tmp_path, meet)
+        found = audited(example, tmp_path, meeting(wire, port))
     assert found.parties.session.stage is Stage.FINISHED
     assert found.of_kind("passive", "audit") == found.of_kind("active", "audit") == []
     assert found.summary["audit"] == {}

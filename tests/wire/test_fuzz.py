@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,42 @@ def assert_undisturbed(parties: Parties, example: Path) -> None:
     assert parties.active.evaluations == alone.active.evaluations
 
 
+class Mutants:
+    """Mutants of the requests that a run has answered so far, and the statuses that they got."""
+
+    def __init__(self, parties: Parties, tape: Tape, port: int) -> None:
+        self.statuses: list[str] = []
+        self._run = parties.run
+        self._tape = tape
+        self._port = port
+        self._executor = ThreadPoolExecutor(1)
+        self._flood: Future[None] | None = None
+
+    def send_straight(self, service: ActiveService) -> None:
+        """Send some to the handlers, while the run waits."""
+        mutator = Mutator(self._tape.requests(), seed=1, run_id=self._run.run_id)
+        self._send(DirectSender(service, self._run.contract), mutator, 4000)
+
+    def begin_flood(self, _service: ActiveService) -> None:
+        """Begin to send some over the wire, while the run goes on."""
+        mutator = Mutator(self._tape.requests(), seed=2, run_id=self._run.run_id)
+        self._flood = self._executor.submit(self._send_over_wire, mutator)
+
+    def finish_flood(self, _service: ActiveService) -> None:
+        """Wait for the last of those."""
+        assert self._flood is not None
+        self._flood.result(HANGS_AFTER_S)
+        self._executor.shutdown()
+
+    def _send_over_wire(self, mutator: Mutator) -> None:
+        sender = WireSender(self._port)
+        self._send(sender, mutator, 800)
+        sender.close()
+
+    def _send(self, sender: DirectSender | WireSender, mutator: Mutator, count: int) -> None:
+        self.statuses.extend(status for _, status in send_mutants(sender, mutator, count))
+
+
 def test_mutants_in_the_midst_of_a_run_change_no_bit_of_it(
     example: Path, port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -65,39 +101,22 @@ def test_mutants_in_the_midst_of_a_run_change_no_bit_of_it(
     right header, is an activation that a peer may send.
     """
     parties, tape = build_parties(example), Tape()
-    statuses: list[str] = []
-    executor = ThreadPoolExecutor(1)
-    futures: list[Any] = []
+    mutants = Mutants(parties, tape, port)
+    acts = {
+        2: mutants.send_straight,
+        3: mutants.begin_flood,
+        5: mutants.send_straight,
+        8: mutants.finish_flood,
+    }
 
-    def straight(service: ActiveService) -> None:
-        sender = DirectSender(service, parties.run.contract)
-        counted = send_mutants(
-            sender, Mutator(tape.requests(), seed=1, run_id=parties.run.run_id), 4000
-        )
-        statuses.extend(status for _, status in counted)
+    service = run_disturbed(parties, port, tape, acts)
 
-    def begin(service: ActiveService) -> None:
-        requests = tape.requests()
-
-        def flood() -> None:
-            sender = WireSender(port)
-            counted = send_mutants(
-                sender, Mutator(requests, seed=2, run_id=parties.run.run_id), 800
-            )
-            statuses.extend(status for _, status in counted)
-            sender.close()
-
-        futures.append(executor.submit(flood))
-
-    def finish(service: ActiveService) -> None:
-        futures[0].result(HANGS_AFTER_S)
-
-    service = run_disturbed(parties, port, tape, {2: straight, 3: begin, 5: straight, 8: finish})
-    executor.shutdown()
     assert FAULT not in caplog.text
-    assert not NO_MUTANT_GETS & set(statuses)
-    assert statuses.count("UNAVAILABLE") == 0  # streams that ended are no longer counted
-    assert {"INVALID_ARGUMENT", "FAILED_PRECONDITION", "RESOURCE_EXHAUSTED"} <= set(statuses)
+    assert not NO_MUTANT_GETS & set(mutants.statuses)
+    assert mutants.statuses.count("UNAVAILABLE") == 0  # streams that ended are no longer counted
+    assert {"INVALID_ARGUMENT", "FAILED_PRECONDITION", "RESOURCE_EXHAUSTED"} <= set(
+        mutants.statuses
+    )
     assert service.refused["InvalidMessage"] > 100
     assert service.refused["OutOfStep"] > 100
     assert_undisturbed(parties, example)

@@ -1,9 +1,8 @@
 """The certificates that each party accepts as the other's follow the same rule on both sides."""
 
 import socket
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -29,7 +28,8 @@ from tests.certificates import (
     spoil_signature,
 )
 from tests.peers import AtSteps
-from tests.runs import Parties, build_parties, in_background, run_in_process, write_example
+from tests.runs import Parties, build_parties, run_in_process, write_example
+from tests.wire.between import Relay
 
 WRONG_NAME = "does not carry the active party's name"
 
@@ -204,55 +204,7 @@ def test_only_ascii_letters_have_another_case() -> None:
 # ---- what is looked at, and who is then spoken to ----
 
 
-class Switch:
-    """Passes connections on to ports of localhost: the first to one, all later ones to another."""
-
-    def __init__(self, first: int, then: int) -> None:
-        self.connections = 0
-        self._ports = [first]
-        self._then = then
-        self._open = ExitStack()
-        self._sockets: list[socket.socket] = []
-        self._listener = self._open.enter_context(socket.create_server(("127.0.0.1", 0)))
-        self.port = int(self._listener.getsockname()[1])
-        in_background(self._accept)
-
-    def __enter__(self) -> "Switch":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.cut()
-        self._open.close()
-
-    def cut(self) -> None:
-        """Break every connection."""
-        for end in self._sockets:
-            with suppress(OSError):  # closed by the other end already
-                end.shutdown(socket.SHUT_RDWR)
-
-    def _accept(self) -> None:
-        with suppress(OSError):  # closed
-            while True:
-                near, _ = self._listener.accept()
-                port = self._ports.pop() if self._ports else self._then
-                far = socket.create_connection(("127.0.0.1", port))
-                self.connections += 1
-                self._sockets += [near, far]
-                self._open.enter_context(near)
-                self._open.enter_context(far)
-                for ends in ((near, far), (far, near)):
-                    threading.Thread(target=self._copy, args=ends, daemon=True).start()
-
-    @staticmethod
-    def _copy(source: socket.socket, sink: socket.socket) -> None:
-        with suppress(OSError):
-            while data := source.recv(65536):
-                sink.sendall(data)
-        with suppress(OSError):
-            sink.shutdown(socket.SHUT_RDWR)
-
-
-def test_a_relay_that_passes_the_look_on_and_then_answers_itself_is_not_spoken_to(
+def test_whoever_passes_the_look_on_and_then_answers_by_itself_is_spoken_to_by_nobody(
     parties: Parties, tmp_path: Path
 ) -> None:
     """Somebody on the way, with a wildcard certificate of the same authority."""
@@ -261,7 +213,7 @@ def test_a_relay_that_passes_the_look_on_and_then_answers_itself_is_not_spoken_t
     with (
         serving(parties, files(folder, "active")) as genuine,
         serving(parties, Unchecked(folder, "between")) as between,
-        Switch(genuine, between) as switch,
+        Relay(genuine, between) as switch,
         peer_of(parties, switch.port, files(folder, "passive")) as peer,
     ):
         with pytest.raises(PeerError, match="another certificate than before"):
@@ -280,7 +232,7 @@ def test_a_renewed_certificate_of_the_active_party_is_looked_at_when_it_is_met(
     settings = parties.passive_settings
     with (
         serving(parties, files(folder, "active")) as port,
-        Switch(port, port) as switch,
+        Relay(port, port) as switch,
         AtSteps(
             PeerConnection(
                 f"127.0.0.1:{switch.port}", settings.contract, credentials=files(folder, "passive")

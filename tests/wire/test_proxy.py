@@ -21,7 +21,7 @@ from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.settings import PassiveSettings
 from tests.certificates import files, make, use
 from tests.runs import Parties, build_parties, write_example
-from tests.wire.connect_proxy import ConnectProxy
+from tests.wire.between import ConnectProxy
 
 HASTY = ["reconnect={max_s: 1, first_wait_s: 0.3, longest_wait_s: 0.3}"]
 UNREPEATED = "hunter2"
@@ -133,7 +133,7 @@ def test_a_proxy_that_is_dead_or_refuses_is_named_without_its_password(
 
 def test_plain_text_goes_through_no_proxy(example: Path) -> None:
     contract = build_parties(example).run.contract
-    with pytest.raises(SettingsError, match=r"proxy: .*127\.0\.0\.1:9 would read what travels"):
+    with pytest.raises(SettingsError, match=r"proxy: .*127\.0\.0\.1:9 would read every message"):
         open_channel("127.0.0.1:1", contract, None, HttpProxy("127.0.0.1", 9))
 
 

@@ -30,6 +30,7 @@ from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.retrying import Retrying
 from splitveil.protos import split_learning_pb2 as pb
+from tests.compared import assert_same_weights
 from tests.runs import (
     Parties,
     build_parties,
@@ -41,17 +42,11 @@ from tests.runs import (
 from tests.waiting import HANGS_AFTER_S
 
 
-def assert_same_weights(one: Parties, other: Parties) -> None:
-    expected, found = one.weights(), other.weights()
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
-
-
 def test_a_run_over_grpc_is_bit_equal_to_one_in_process(example: Path, port: int) -> None:
     there, here = build_parties(example), build_parties(example)
     run_over_grpc(there, port)
     run_in_process(here)
-    assert_same_weights(there, here)
+    assert_same_weights(there.weights(), here.weights())
     assert there.active.evaluations == here.active.evaluations
     assert there.active.losses == here.active.losses
     assert all(
@@ -77,7 +72,7 @@ def test_chunked_tensors_change_nothing(example: Path, port: int) -> None:
     here = build_parties(example, overrides, overrides)
     run_over_grpc(there, port)
     run_in_process(here)
-    assert_same_weights(there, here)
+    assert_same_weights(there.weights(), here.weights())
 
 
 class BreakingPeer(GrpcPeer):
@@ -103,7 +98,7 @@ def test_broken_streams_are_opened_again_and_change_no_bit(example: Path, port: 
     ):
         broken.run.run(peer)
     run_in_process(whole)
-    assert_same_weights(broken, whole)
+    assert_same_weights(broken.weights(), whole.weights())
 
 
 def test_the_passive_party_waits_for_an_active_one_that_comes_later(
@@ -240,9 +235,9 @@ class AtFirstStep(GrpcPeer):
     kept: Activation
 
     def handshake(
-        self, party: str, canonical_contract: str, commitment: bytes, offer: Offer | None = None
+        self, party: str, contract_json: str, commitment: bytes, offer: Offer | None = None
     ) -> Opening:
-        self.opening = super().handshake(party, canonical_contract, commitment, offer)
+        self.opening = super().handshake(party, contract_json, commitment, offer)
         return self.opening
 
     def send_activation(self, activation: Activation) -> None:
@@ -357,7 +352,7 @@ def test_a_fault_of_this_party_is_not_described_to_the_peer(example: Path, port:
         raise ValueError("secret detail")
 
     parties.session.exchange = break_down  # type: ignore[method-assign, assignment]
-    with pytest.raises(PeerError, match="fault of its own") as caught:
+    with pytest.raises(PeerError, match="internal fault") as caught:
         run_over_grpc(parties, port)
     assert "secret" not in str(caught.value)
     assert parties.session.stage is Stage.ENDED

@@ -35,11 +35,11 @@ from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
 from tests.certificates import files
+from tests.compared import assert_same_weights
 from tests.mutations import Mutator, Tape, WireSender, send_mutants
 from tests.several import (
     NAMES,
     Several,
-    assert_same_weights,
     build_passive,
     build_several,
     finish,

@@ -5,11 +5,9 @@ import os
 import re
 import socket
 import ssl
-import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +31,10 @@ from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
 from tests.certificates import NAMES, Unchecked, add_expired, files, make
 from tests.peers import AtSteps
+from tests.programs import run_program
 from tests.runs import Parties, build_parties, in_background, run_in_process
-from tests.waiting import HANGS_AFTER_S
+from tests.wire.between import Relay
 
-ROOT = Path(__file__).parents[2]
 HASTY = ["reconnect={max_s: 1, first_wait_s: 0.3, longest_wait_s: 0.3}"]
 
 
@@ -111,7 +109,7 @@ def test_a_run_over_mutual_tls_is_bit_equal_to_one_in_process(
     ("server", "reason"),
     [
         ("late-active", "the peer's certificate has expired"),
-        ("foreign", "is signed by nobody in security.authority"),
+        ("foreign", "is not signed by any authority in security.authority"),
         ("mallory", "does not carry the active party's name"),
         (None, "the peer answers without TLS"),
     ],
@@ -224,7 +222,7 @@ def test_a_genuine_certificate_with_another_name_reaches_no_handler(
     (line,) = warnings(caplog)
     assert re.fullmatch(
         r"refused ipv4:127\.0\.0\.1:\d+ with certificate CN=mallory\.splitveil: "
-        r"it carries the name of no passive party of the contract",
+        r"it does not carry the name of any passive party of the contract",
         line,
     )
     assert parties.session.stage is Stage.WAITING
@@ -395,15 +393,7 @@ server.stop(0).wait()
 def without_the_cipher_list(*arguments: str) -> str:
     """Run Python where nothing has set gRPC's variable, and return its standard output."""
     environment = {n: value for n, value in os.environ.items() if n != "GRPC_SSL_CIPHER_SUITES"}
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=HANGS_AFTER_S,
-        check=False,
-    )
+    done = run_program(sys.executable, *arguments, env=environment, stderr=None)
     assert done.returncode == 0, done.stdout
     return done.stdout
 
@@ -484,49 +474,6 @@ def test_plain_text_goes_to_loopback_only(example: Path, address: str) -> None:
 # ---- rotation ----
 
 
-class Relay:
-    """A connection's way through this process, so that a test can cut it."""
-
-    def __init__(self, port: int) -> None:
-        self.connections = 0
-        self._target = port
-        self._open: list[socket.socket] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._listener.getsockname()[1])
-        in_background(self._accept)
-
-    def cut(self) -> None:
-        """Break every connection."""
-        for end in self._open:
-            with suppress(OSError):  # closed by the other end already
-                end.shutdown(socket.SHUT_RDWR)
-        self._open.clear()
-
-    def close(self) -> None:
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-                far = socket.create_connection(("127.0.0.1", self._target))
-            except OSError:
-                return
-            self.connections += 1
-            self._open += [near, far]
-            for source, sink in ((near, far), (far, near)):
-                threading.Thread(target=self._copy, args=(source, sink), daemon=True).start()
-
-    def _copy(self, source: socket.socket, sink: socket.socket) -> None:
-        try:
-            while data := source.recv(65536):
-                sink.sendall(data)
-        except OSError:
-            pass
-        finally:
-            sink.close()
-
-
 def test_replaced_certificates_are_taken_up_without_a_restart_and_cut_no_connection(
     example: Path, tmp_path: Path, port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -548,6 +495,7 @@ def test_replaced_certificates_are_taken_up_without_a_restart_and_cut_no_connect
 
     settings = parties.passive_settings
     with (
+        relay,
         serving(parties, port, files(own, "active")),
         AtSteps(
             PeerConnection(
@@ -558,7 +506,6 @@ def test_replaced_certificates_are_taken_up_without_a_restart_and_cut_no_connect
     ):
         peer.actions = {2: rotate, 5: cut}
         parties.run.run(peer)
-    relay.close()
     run_in_process(undisturbed)
     assert connections == [2]  # the look at the certificate, and the channel
     assert parties.session.stage is Stage.FINISHED

@@ -28,6 +28,7 @@ from splitveil.common.party.transcript import (
 from splitveil.common.party.transcript_lines import KINDS
 from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
+from tests.programs import run_program
 from tests.runs import Parties, build_parties, run_in_process
 
 Lines = list[str]
@@ -273,13 +274,7 @@ def test_a_line_without_end_is_read_in_bounded_memory(tmp_path: Path) -> None:
         "resource.setrlimit(resource.RLIMIT_AS, (used + 2**30,) * 2); "
         "main(['verify-transcript', sys.argv[1]])"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", code, str(path)],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
+    ended = run_program(sys.executable, "-c", code, str(path), stderr=subprocess.PIPE)
     assert ended.returncode == 1, ended.stderr
     assert "line 1: the line is not an entry: expected at most 65,536 bytes\n" in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -227,7 +227,7 @@ class Reference:
 
 
 def _is_bare_tag(info: FieldInfo) -> bool:
-    """Whether a field only repeats what its section's heading says."""
+    """Whether a field only repeats the heading of its section."""
     return isinstance(only_value(info), str) and not info.description
 
 

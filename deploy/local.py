@@ -112,11 +112,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_example(example_dir: Path, options: argparse.Namespace, program: str) -> int:
-    """Run an example and return the exit code; say on the standard error stream what went wrong.
+    """Run an example and return the exit code; errors are printed to the standard error stream.
 
     Args:
         example_dir: folder with a settings file for each party.
-        options: what a parser with ``add_run_arguments`` has read.
+        options: options from a parser with ``add_run_arguments``.
         program: the command's name, for the message.
     """
     try:

@@ -95,10 +95,10 @@ class LabelFreeAudit:
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what ``state_dict`` returned.
+        """Resume from a state that ``state_dict`` returned.
 
         Raises:
-            ValueError: the state is of other attacks, or of another number of examples.
+            ValueError: the state belongs to other attacks or to another number of examples.
         """
         if list(state["attacks"]) != list(self._attacks):
             raise ValueError(

@@ -36,7 +36,7 @@ def names(numbers: Sequence[int]) -> list[str]:
 
 
 class Outcome:
-    """What one party got: its alignment or its error."""
+    """The outcome of one party: its alignment or its error."""
 
     def __init__(self, work: Callable[[], Alignment]) -> None:
         self.error: Exception | None = None

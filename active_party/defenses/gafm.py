@@ -238,7 +238,7 @@ class MixedGradientDefense(RememberingDefense):
         That defense charges for the gap of the class means, which here is not the label's move.
 
         Raises:
-            ValueError: as for every defense, or the batch does not say what a label moves.
+            ValueError: as for every defense, or the batch lacks the move of a label.
         """
         if batch.label_move is None:
             raise ValueError("expected a gradient of gafm's objective, with its label_move")

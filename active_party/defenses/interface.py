@@ -40,7 +40,7 @@ class LeakCharge:
 
 @dataclass(frozen=True, slots=True)
 class DefenseReport:
-    """A description of what a defense did to one batch."""
+    """A description of a defense's effect on one batch."""
 
     noise_power: float
     """Mean expected squared noise norm per example."""

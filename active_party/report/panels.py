@@ -150,7 +150,7 @@ def shared_leak_panel(runs: Sequence[Coloured], layer: str, attack: str) -> Pane
 def ledger_panels(
     run: RunFiles, series: Sequence[LeakSeries], accumulated: Sequence[RunLevel]
 ) -> list[Panel]:
-    """Return the ledger over epochs against what was measured, and the divergence charged."""
+    """Return the ledger over epochs against the measured leak, and the divergence charged."""
     lines = run.active.metrics.of(LedgerLine)
     if not lines:
         return []

@@ -264,7 +264,7 @@ def compare(one: Verified, other: Verified) -> Comparison:
 def _write_whole(file: FileIO, line: bytes) -> None:
     """Append a line to a file, or leave the file as it was.
 
-    The file is unbuffered: a buffer would keep what a full disk refuses and fail again on close.
+    The file is unbuffered: a buffer would keep bytes that a full disk refuses and fail on close.
     """
     begin, written = file.seek(0, SEEK_END), 0
     try:

@@ -101,7 +101,7 @@ class ContinuousSign:
         return {"direction": None if direction is None else direction.cpu().clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what ``state_dict`` returned."""
+        """Resume from a state that ``state_dict`` returned."""
         self._direction = state["direction"]
 
 
@@ -143,10 +143,10 @@ class AccumulatedScores:
         return {"sums": self._sums.clone(), "counts": self._counts.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what ``state_dict`` returned.
+        """Resume from a state that ``state_dict`` returned.
 
         Raises:
-            ValueError: the state is of another number of examples.
+            ValueError: the state belongs to another number of examples.
         """
         _check_shape(state["sums"], self._sums)
         self._sums = state["sums"].clone()
@@ -196,10 +196,10 @@ class ScoreHistory:
         return {"sums": self._sums.clone(), "epochs_per_stretch": self._epochs_per_stretch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what ``state_dict`` returned.
+        """Resume from a state that ``state_dict`` returned.
 
         Raises:
-            ValueError: the state is of another number of examples.
+            ValueError: the state belongs to another number of examples.
         """
         _check_shape(state["sums"], self._sums)
         self._sums = state["sums"].clone()

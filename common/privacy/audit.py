@@ -299,10 +299,10 @@ class LeakAudit(BatchRecord):
             return state | {"num_classes": self._classes.num_classes, "by_class": by_class}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what ``state_dict`` returned.
+        """Resume from a state that ``state_dict`` returned.
 
         Raises:
-            ValueError: the state is of other attacks or classes, or another number of examples.
+            ValueError: the state belongs to other attacks, classes or number of examples.
         """
         self._check_attacks(state)
         stored, expected = state.get("num_classes", 2), self._classes.num_classes

@@ -91,10 +91,10 @@ class GatheredLayer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what ``state_dict`` returned.
+        """Resume from a state that ``state_dict`` returned.
 
         Raises:
-            ValueError: the state is of other attacks, or of another number of examples.
+            ValueError: the state belongs to other attacks or to another number of examples.
         """
         history = state["history"]
         has_history = self._is_multi_class or bool(self.combining)

@@ -77,7 +77,7 @@ class MultiClassTally:
         return {name: one.state_dict() for name, one in self._means.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what ``state_dict`` returned."""
+        """Resume from a state that ``state_dict`` returned."""
         for name, one in self._means.items():
             one.load_state_dict(state[name])
 

@@ -161,10 +161,10 @@ class RunAudit:
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what ``state_dict`` returned.
+        """Resume from a state that ``state_dict`` returned.
 
         Raises:
-            ValueError: the state is of other attacks, or of another number of examples.
+            ValueError: the state belongs to other attacks or to another number of examples.
         """
         if state["labels"].shape != self._labels.shape:
             raise ValueError(

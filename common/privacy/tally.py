@@ -50,7 +50,7 @@ class AucCounts:
         return {"counts": torch.from_numpy(self._counts.copy())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what ``state_dict`` returned."""
+        """Resume from a state that ``state_dict`` returned."""
         self._counts = state["counts"].numpy().copy()
 
 
@@ -121,7 +121,7 @@ class AttackTally:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what ``state_dict`` returned."""
+        """Resume from a state that ``state_dict`` returned."""
         self.batches, self.last_epoch = state["batches"], state["last_epoch"]
         self._sum, self._worst_before = state["sum"], state["worst_before"]
         self._measured.load_state_dict(state["measured"])

@@ -37,7 +37,7 @@ class BatchFigures(NamedTuple):
 
 
 class RunFigures(NamedTuple):
-    """One attack that gathers over the run, on one layer."""
+    """One attack that accumulates over the run, on one layer."""
 
     auc: float
     """The leak AUC."""

@@ -109,7 +109,7 @@ def ledger_table(ledger: LedgerFigures, title: str = "Leak ledger") -> Table:
 
 
 def run_level_table(leak: ByAttack[RunFigures], title: str = "Leak AUC of the whole run") -> Table:
-    """Return the table of attacks that gather over the run: one row per layer and attack.
+    """Return the table of attacks that accumulate over the run: one row per layer and attack.
 
     Args:
         leak: layer -> attack -> figures.

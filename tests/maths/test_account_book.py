@@ -56,7 +56,7 @@ def test_every_byte_of_a_name_counts() -> None:
 
 
 def test_a_run_that_begins_with_no_book_counts_from_nothing() -> None:
-    """What the sum above is compared with: without the book Tuesday's run forgets Monday's."""
+    """The counterpart of the sum above: without the book, Tuesday's run forgets Monday's."""
     tuesday = after_run(AccountBook.empty(), TUESDAY, LeakCharge(1.0))
     assert of(tuesday) == [1.0, 0, 1.0, 1.0, 0]
 

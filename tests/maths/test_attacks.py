@@ -106,7 +106,7 @@ def test_gradients_without_labels_in_them_leak_nothing() -> None:
 
 
 def test_a_class_mean_that_holds_the_example_finds_a_leak_in_noise() -> None:
-    """Why the oracles' classes are other examples: with their own, noise looks like labels."""
+    """The oracles' classes must be other examples: with their own, noise looks like labels."""
     labels = (torch.arange(400) % 5 == 0).float()
     gradients = torch.randn(400, 64, generator=torch.Generator().manual_seed(2))
     own = KnownClasses(gradients[labels == 0], gradients[labels == 1])

@@ -41,7 +41,7 @@ Reference = Literal["sent", "sent, its sign not kept", "clean"]
 
 
 class Noisy(NamedTuple):
-    """How a run's gradients are covered: along the direction that tells, as Marvell does."""
+    """Noise on a run's gradients, along the direction that reveals the label, as in Marvell."""
 
     deviation: float
     persistent: bool = False

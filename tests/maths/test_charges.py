@@ -42,7 +42,7 @@ def binary_batch(rows: int = 400, seed: int = 5) -> tuple[Tensor, Tensor, Tensor
 
 
 def charge(settings: DefenseSettings, *batches: tuple[Tensor, Tensor, Tensor]) -> float:
-    """Return what the last of some batches is charged."""
+    """Return the charge of the last batch."""
     defense = build_defense(settings)
     for gradients, labels, predicted in batches:
         _, report = defense.defend(RawBatch(gradients, labels, probabilities=predicted))

@@ -71,7 +71,7 @@ def dispatch_sites(source: str, module: str) -> list[int]:
     return visitor.lines
 
 
-def test_nobody_but_the_defense_itself_asks_which_defense_it_is() -> None:
+def test_only_the_defense_itself_asks_which_defense_it_is() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}"
         for folder in FOLDERS

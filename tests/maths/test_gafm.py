@@ -271,14 +271,14 @@ def test_a_labels_own_move_is_bounded_and_the_bound_is_reached() -> None:
 
 
 def behind(settings: GafmDefense, mixed: Tensor, labels: Tensor) -> DefenseReport:
-    """Return what the defense behind the mixed gradient reports by itself."""
+    """Return the report of the defense behind the mixed gradient, used by itself."""
     key = key_from_insecure_seed(1)
     defense = build_defense(settings.composed_with, key, lambda: b"k" * 32)
     return defense.defend(RawBatch(mixed, labels)).report
 
 
 def whole(settings: GafmDefense, mixed: Tensor, labels: Tensor, label_move: float) -> DefenseReport:
-    """Return what gafm reports, with the same noise."""
+    """Return the report of gafm, with the same noise."""
     defense = build_defense(settings, key_from_insecure_seed(1), lambda: b"k" * 32)
     return defense.defend(RawBatch(mixed, labels, label_move=label_move)).report
 
@@ -417,7 +417,7 @@ def test_critic_and_generator_learn_before_the_answer_and_pull_in_their_directio
     assert activation.grad is None
 
 
-def test_it_goes_on_from_its_state_bit_for_bit() -> None:
+def test_it_resumes_from_its_state_bit_for_bit() -> None:
     settings = GafmDefense(label_noise=0.0)
     shifts = 0.05 * torch.rand(32, generator=torch.Generator().manual_seed(1))
     whole, first, second, other = (objective(settings, shifts) for _ in range(4))

@@ -87,7 +87,7 @@ def holds(simulation: Simulation) -> bool:
 
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("epochs", [1, 5, 30])
-def test_whoever_adds_up_the_answers_measures_no_more_than_the_ledger_says(
+def test_adding_up_the_answers_measures_no_more_than_the_ledger_says(
     epochs: int,
     persistent: bool,
 ) -> None:
@@ -175,7 +175,7 @@ def test_epsilons_add_up_over_identities_and_are_lost_with_any_other_answer() ->
     assert epsilon_after(LeakCharge(1.0)) is None
 
 
-def test_a_restored_ledger_goes_on_where_the_saved_one_was() -> None:
+def test_a_restored_ledger_resumes_where_the_saved_one_was() -> None:
     ledger, batch = LeakLedger(5), np.array([1, 3])
     ledger.charge(batch, LeakCharge(0.25))
     ledger.charge(batch, LeakCharge(0.5, "key a", epsilon=1.0))

@@ -595,7 +595,7 @@ def test_a_schedule_changes_the_rate_of_dense_and_sparse_parameters_alike() -> N
 
 
 @pytest.mark.parametrize("values", [{}, {"sparse_from_rows": 1}, {"sparse_from_rows": None}])
-def test_training_goes_on_from_a_saved_state_bit_for_bit(values: dict[str, Any]) -> None:
+def test_training_resumes_from_a_saved_state_bit_for_bit(values: dict[str, Any]) -> None:
     """State and schedule go through a file that holds tensors and plain values only."""
     rule_settings = optimizer(kind="adam", learning_rate=0.1, **values)
 

@@ -168,7 +168,7 @@ def test_the_other_strengths_leave_the_worst_pair_what_they_allow(
 
 
 def worst_oracle_auc(defended: Tensor, means: Tensor, labels: Tensor) -> float:
-    """Leak AUC of the worst pair to whoever knows the means and noise covariance of each pair."""
+    """Leak AUC of the worst pair, given each pair's means and noise covariance."""
     rows = defended.double()
     noise = torch.cov((rows - means[labels]).T)
     worst = 0.0
@@ -313,7 +313,7 @@ def test_noise_fitted_to_earlier_batches_is_charged_for_longer_gaps() -> None:
 
 
 @pytest.mark.parametrize("name", DEFENSES)
-def test_a_loaded_state_goes_on_alike(name: str) -> None:
+def test_a_loaded_state_resumes_alike(name: str) -> None:
     batches = [softmax_batch(60, seed=seed) for seed in range(4)]
 
     def after(defense: MultiClass, rows: slice) -> list[Tensor]:

@@ -59,14 +59,14 @@ def keys_of(ids: list[str], key: NoiseKey = KEY) -> Tensor:
 
 
 class Answer(NamedTuple):
-    """What one epoch tells an adversary who knows the model: all but label and noise."""
+    """One epoch for an adversary that knows the model: all but label and noise."""
 
     sent: Tensor  # (rows, cut_dim)
     moves: Tensor  # J, (rows, cut_dim)
     probabilities: Tensor  # (rows,)
 
     def measured(self) -> Tensor:
-        """Return what the answer says of y: the part along J, in units of J, less what p says."""
+        """Return the answer's statement about y: p minus the part along J, in units of J."""
         along = (self.sent * self.moves).sum(dim=1) / self.moves.square().sum(dim=1)
         return self.probabilities - along
 
@@ -224,7 +224,7 @@ def test_noise_in_proportion_to_the_gap_is_solved_for() -> None:
 
 
 def test_a_power_that_alternates_between_1_and_4_is_solved_for() -> None:
-    """Why k is fixed for the run: two ratios are two equations for label and noise."""
+    """The ratio k must be fixed for the run: two ratios give two equations for label and noise."""
     epochs = epochs_of_a_run(2)
     ratios = (1.0, 2.0)
     answers = [

@@ -160,7 +160,7 @@ def test_workers_give_the_same_bytes(num_elements: int) -> None:
         pool.close()
 
 
-def test_workers_name_the_bad_element_and_go_on() -> None:
+def test_workers_name_the_bad_element_and_continue() -> None:
     pool = WorkerPool(3, ristretto.load().name)
     try:
         with pytest.raises(NotInGroupError) as caught:

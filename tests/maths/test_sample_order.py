@@ -171,7 +171,7 @@ def test_the_split_takes_the_fractions_it_was_told() -> None:
     assert {positions.dtype for positions in split.values()} == {np.dtype(np.int64)}
 
 
-def test_an_example_keeps_its_split_whoever_else_is_there() -> None:
+def test_an_example_keeps_its_split_among_any_others() -> None:
     digests = keyed_id_digests([str(number) for number in range(1000)], _SEED)
     half = digests[::2]
     whole_split, half_split = (split_rows(rows, 0.6, 0.2, 0.2) for rows in (digests, half))

@@ -78,7 +78,7 @@ def test_memory_does_not_grow_with_the_run() -> None:
     assert size() == before
 
 
-def test_a_stored_tally_goes_on_where_it_was() -> None:
+def test_a_stored_tally_resumes_where_it_was() -> None:
     whole, first, second = AttackTally(), AttackTally(), AttackTally()
     values = values_of(4, 5)
     for value in values:

@@ -53,7 +53,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def complaints(source: Path, bodies: Sequence[str]) -> list[str]:
-    """Return what mypy says of functions with these bodies, which have a raw gradient to send."""
+    """Return mypy's messages about functions with these bodies, which send a raw gradient."""
     names = [f"snippet_{number}.py" for number in range(len(bodies))]
     for name, body in zip(names, bodies, strict=True):
         (source / name).write_text(SNIPPET.format(body=body))

@@ -1,4 +1,4 @@
-"""The log of answers: what it keeps, and that damage to it is found before anything is answered."""
+"""The log of answers: its content, and that damage is detected before anything is answered."""
 
 import errno
 import hashlib

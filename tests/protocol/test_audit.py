@@ -1,4 +1,4 @@
-"""The audit: what it measures and remembers, and that its worker never holds training up."""
+"""The audit: its measurements and state, and that its worker never delays training."""
 
 import dataclasses
 import itertools
@@ -452,7 +452,7 @@ def _whole_run(cut: int | None) -> tuple[LeakAudit, list[object]]:
     return audit, figures
 
 
-def test_a_run_cut_at_any_batch_goes_on_bit_for_bit() -> None:
+def test_a_run_cut_at_any_batch_resumes_bit_for_bit() -> None:
     uninterrupted, expected = _whole_run(None)
     for cut in range(25):
         audit, figures = _whole_run(cut)
@@ -470,7 +470,7 @@ def test_a_state_of_other_attacks_or_examples_is_refused() -> None:
             other.load_state_dict(state)
 
 
-def test_label_free_scores_of_a_run_cut_at_any_batch_go_on_bit_for_bit() -> None:
+def test_label_free_scores_of_a_run_cut_at_any_batch_resume_bit_for_bit() -> None:
     def gathered(cut: int | None) -> LabelFreeAudit:
         audit = LabelFreeAudit(LABEL_FREE, 1, 5 * 64)
         for number, observation in enumerate(_run(num_epochs=3)):

@@ -79,7 +79,7 @@ def test_no_audit_is_answered_with_fewer_than_a_thousand_of_a_class(rare: int) -
 
 
 @pytest.mark.parametrize("label", [0, 1])
-def test_one_answer_tells_the_last_label_to_whoever_knows_the_others(label: int) -> None:
+def test_one_answer_tells_the_last_label_to_a_peer_that_knows_the_others(label: int) -> None:
     """Audits are no protection of a single label, however many rows of each class there are."""
     rows, last = np.arange(4000), 3999
     if_0 = (torch.arange(4000) < 1500).float()
@@ -136,7 +136,7 @@ def question(parties: Parties, layer: str, attack: str = "norm") -> AuditQuestio
 
 
 def test_answers_and_layers_outlive_a_killed_process(example: Path, tmp_path: Path) -> None:
-    """The checkpoint that it goes on from was taken before any of the answers."""
+    """The checkpoint from which it resumes was taken before any of the answers."""
     parties = parties_in(example, tmp_path)
     run_in_process(parties)
     for number in range(MAX_LAYERS):

@@ -1,4 +1,4 @@
-"""Files that are no such files, or claim to hold more than they can: one line, in bounded time.
+"""Invalid files, or files that claim too much content: refused in one line, in bounded time.
 
 Each is given to a party's own command. What is refused ends it with the exit code of settings (2)
 or of data (3), with lines of the log and never with a traceback; nothing is waited for.
@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 class Ended(NamedTuple):
-    """How a command ended."""
+    """The end of a command: exit code and output."""
 
     exit_code: int
     errors: list[str]
@@ -55,7 +55,7 @@ class Ended(NamedTuple):
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
-    """Return what gives a party's command words, in this process."""
+    """Return a function that runs a party's command in this process."""
 
     def run(main: Callable[[list[str]], None], *words: object) -> Ended:
         with pytest.raises(SystemExit) as ended:

@@ -1,4 +1,4 @@
-"""What a command says of how it ended, and with which exit code."""
+"""How commands report their end: messages and exit codes."""
 
 import logging
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Certificates as a party reads them: what is refused at the start, and what a change does."""
+"""Certificates as a party reads them: refusals at the start, and the effect of replaced files."""
 
 import logging
 import os
@@ -258,7 +258,7 @@ def certificate_of(folder: Path, party: str) -> x509.Certificate:
     return x509.load_pem_x509_certificate(PartyFolder(folder / party).certificate.read_bytes())
 
 
-def test_the_certificates_hold_for_their_party_and_for_nobody_else(folder: Path) -> None:
+def test_the_certificates_hold_for_their_party_only(folder: Path) -> None:
     (root,) = x509.load_pem_x509_certificates(
         PartyFolder(folder / "passive").authority.read_bytes()
     )

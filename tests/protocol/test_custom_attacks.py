@@ -1,4 +1,4 @@
-"""Attacks of the user's own: what they are told, where their figures stand, what is refused."""
+"""User-defined attacks: their side information, their figures, and refusals."""
 
 import dataclasses
 import itertools
@@ -174,7 +174,7 @@ def test_activations_are_handed_over() -> None:
     assert "mine" not in without.leak["cut"]
 
 
-def test_a_stored_audit_goes_on_with_them_to_the_same_figures() -> None:
+def test_a_stored_audit_resumes_with_them_to_the_same_figures() -> None:
     chosen = settings_of(*OWN, "accumulated_cosine")
     whole, first = new_audit(chosen), new_audit(chosen)
     places = list(itertools.product(range(2), range(2)))

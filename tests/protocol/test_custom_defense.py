@@ -1,4 +1,4 @@
-"""A defense of the user's own: tried out, checked, charged what it states, and run as any other."""
+"""User-defined defenses are tried out, checked, charged what they state, and run like any other."""
 
 import io
 import math

@@ -1,4 +1,4 @@
-"""A party's file becomes checked columns, whatever kind of file it is; bad files are explained."""
+"""A party's file of any kind becomes checked columns; bad files are explained."""
 
 import gzip
 import os

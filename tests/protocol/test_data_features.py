@@ -1,4 +1,4 @@
-"""Features are scaled and encoded by what the training rows say, and by nothing else."""
+"""Features are scaled and encoded by the training rows alone."""
 
 import json
 from pathlib import Path

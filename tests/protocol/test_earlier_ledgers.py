@@ -1,4 +1,4 @@
-"""A run that counts what earlier ones told: its ledger, its budget, and what it leaves behind."""
+"""A run that counts the charges of earlier runs: its ledger, budget and own account book."""
 
 import io
 import re
@@ -50,7 +50,7 @@ def leave(parties: Parties, folder: Path) -> None:
 
 
 def divergences(parties: Parties) -> dict[str, float]:
-    """Return what each example's label may have been told of, by id."""
+    """Return the divergence charged for each example's label, by id."""
     rows, session = parties.active.rows, parties.session
     assert rows is not None
     return {
@@ -119,7 +119,7 @@ def test_noise_that_is_kept_over_runs_tells_no_more_the_second_time(
     assert max(divergences(run(example, other, after)).values()) == 0.25 + 1 / 16
 
 
-def test_a_run_that_goes_on_counts_earlier_ones_once(example: Path, tmp_path: Path) -> None:
+def test_a_run_that_resumes_counts_earlier_ones_once(example: Path, tmp_path: Path) -> None:
     whole = run(example, MARVELL, AFTER_FIRST, EVERY_2)
     first = parties_with(example, MARVELL, AFTER_FIRST, EVERY_2, runs=tmp_path)
     with pytest.raises(Lost):
@@ -136,7 +136,7 @@ def settings(folder: Path, *overrides: str) -> ActiveSettings:
     return load_party_settings(ActiveSettings, folder / "active.yaml", [MARVELL, *overrides])
 
 
-def test_rows_that_only_have_numbers_are_nobody_s_accounts(example: Path) -> None:
+def test_rows_that_only_have_numbers_do_not_have_accounts(example: Path) -> None:
     with pytest.raises(SettingsError, match=r"earlier_ledgers: needs data\.id_column"):
         settings(example, AFTER_FIRST, "data.id_column=null")
 

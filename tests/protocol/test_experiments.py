@@ -1,4 +1,4 @@
-"""Experiments: what their files mean, which cells run, and what becomes of the figures."""
+"""Experiments: the meaning of their files, the choice of cells, and the figures."""
 
 import io
 import json
@@ -360,7 +360,7 @@ def test_a_day_is_another_when_the_day_before_is() -> None:
     assert one in {cell.digest for cell in cells_of(among, Choice(seeds=1))}
 
 
-def test_whoever_chooses_a_day_gets_the_days_before_it() -> None:
+def test_choosing_a_day_includes_the_days_before_it() -> None:
     chosen = cells_of(chain(), Choice(seeds=1, only=("tuesday/none",)))
     assert [cell.name for cell in chosen] == ["monday, none, seed 0", "tuesday, none, seed 0"]
 

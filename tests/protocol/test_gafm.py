@@ -1,4 +1,4 @@
-"""Whole runs with GAFM: that they train, what the ledger says of them, and what leaves."""
+"""Whole runs with GAFM: that they train, their charges, and the gradients that leave."""
 
 import io
 import logging

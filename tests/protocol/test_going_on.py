@@ -1,4 +1,4 @@
-"""A run that goes on after one party, or both, were lost: bit for bit what it would have been."""
+"""A run that resumes after one party, or both, were lost equals an undisturbed run bit for bit."""
 
 import hashlib
 import logging
@@ -94,7 +94,7 @@ def test_with_the_passive_party_killed_the_active_one_goes_back_with_it(
 
 
 class ForgetsTheActive(InProcessPeer):
-    """Replaces the active party by one that was started anew, at one training message."""
+    """Replaces the active party by a restarted one, at one training message."""
 
     anew: Parties
     at = 3
@@ -163,7 +163,7 @@ def test_a_step_done_again_with_other_bytes_is_refused_for_good(
     assert second.active.sent == []
 
 
-def test_a_peer_cannot_go_on_with_a_run_that_is_not_its_own(example: Path, tmp_path: Path) -> None:
+def test_a_peer_cannot_resume_a_run_that_is_not_its_own(example: Path, tmp_path: Path) -> None:
     parties = build_parties(example, [EVERY_2], [EVERY_2], runs=tmp_path)
     with pytest.raises(Lost):
         run_in_process(parties, dying(4, after=True))
@@ -232,7 +232,7 @@ def test_a_store_keeps_the_newest_few_readable_by_their_owner_alone(tmp_path: Pa
         store.load(5)
 
 
-def test_a_state_saved_soon_is_the_one_at_the_call_and_is_there_for_whoever_asks(
+def test_a_state_saved_soon_is_the_one_at_the_call_and_is_there_for_every_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_write = threading.Event()

@@ -1,4 +1,4 @@
-"""Where something fails halfway no checkpoint is saved: the run goes on from the one before."""
+"""If something fails halfway, a checkpoint is not saved: the run resumes from the previous one."""
 
 from collections.abc import Callable
 from pathlib import Path

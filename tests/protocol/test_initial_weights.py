@@ -1,4 +1,4 @@
-"""Beginning with an earlier run's model: the same weights, encoded features and test AUC."""
+"""Starting from an earlier run's model: the same weights, encoded features and test AUC."""
 
 import shutil
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_without_them_a_run_begins_elsewhere(tmp_path: Path) -> None:
 
 
 def test_features_are_encoded_as_they_were_in_the_earlier_run(tmp_path: Path) -> None:
-    """Fitting anew would move every input under weights that know the old scale."""
+    """Fitting again would move every input under weights trained at the old scale."""
     write_example(tmp_path)
     first = finished(tmp_path)
     header, *rows = (tmp_path / "passive.csv").read_text().splitlines()
@@ -163,7 +163,7 @@ def test_other_columns_than_the_model_s_are_refused(tmp_path: Path) -> None:
         run_in_process(none)
 
 
-def test_a_run_that_goes_on_has_its_own_weights_and_not_the_earlier_ones(tmp_path: Path) -> None:
+def test_a_run_that_resumes_has_its_own_weights_and_not_the_earlier_ones(tmp_path: Path) -> None:
     write_example(tmp_path)
     finished(tmp_path)
     runs = tmp_path / "runs"

@@ -71,7 +71,7 @@ def test_an_active_party_that_was_lost_after_its_last_answer_has_all_of_the_run(
     assert again.session.error is None
 
 
-def test_an_active_party_that_was_lost_after_the_goodbye_waits_for_nobody(
+def test_an_active_party_that_was_lost_after_the_goodbye_does_not_wait(
     example: Path, tmp_path: Path
 ) -> None:
     run_in_process(build(example, tmp_path))
@@ -110,7 +110,7 @@ class ReplacedBeforeAligning(InProcessPeer):
         return super().open_alignment()
 
 
-def test_with_the_active_party_killed_between_handshake_and_alignment_both_begin_anew(
+def test_with_the_active_party_killed_between_handshake_and_alignment_both_start_over(
     example: Path, tmp_path: Path
 ) -> None:
     parties, whole = build(example, tmp_path), build(example)
@@ -211,7 +211,7 @@ def test_half_a_checkpoint_of_a_killed_process_is_deleted(tmp_path: Path) -> Non
 
 
 def test_a_finished_run_that_is_forgotten_fails_in_nothing_more(tmp_path: Path) -> None:
-    """Whoever ended with an error then would be started again, and would train anew."""
+    """A party that ended with an error would be restarted, and would train again."""
     store = RunStore(tmp_path, keep=2)
     store.save_run({})
     store.save(2, {"place": 2})

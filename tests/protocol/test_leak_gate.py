@@ -1,4 +1,4 @@
-"""The leak gate: what the leak monitor measures may end a run."""
+"""The leak gate: the leak monitor's measurements may end a run."""
 
 import io
 import statistics
@@ -85,7 +85,7 @@ def test_one_finding_per_window() -> None:
     assert found == [2, 5, 8, 11]
 
 
-def test_a_gate_and_an_alarm_cut_at_any_batch_go_on_the_same() -> None:
+def test_a_gate_and_an_alarm_cut_at_any_batch_resume_the_same() -> None:
     """Both find something here: the gate once per window, the alarm once there are enough."""
 
     def findings(cut: int | None) -> list[object]:

@@ -1,4 +1,4 @@
-"""What both parties write down of the leak: per batch, per epoch, over the run."""
+"""The leak figures that both parties record: per batch, per epoch, over the run."""
 
 import itertools
 import json
@@ -33,7 +33,7 @@ from tests.waiting import wait_until
 
 
 class Recorded(NamedTuple):
-    """What one party left behind."""
+    """The files that one party left behind."""
 
     lines: list[dict[str, Any]]
     summary: dict[str, Any]
@@ -269,7 +269,7 @@ def test_an_attack_is_refused_where_there_are_no_activations_for_it(
 
 
 class Attacked(NamedTuple):
-    """What a passive party's attacks found, and what they took."""
+    """The findings of a passive party's attacks, and their cost."""
 
     summary: Summary
     gathered: dict[str, Any] | None

@@ -113,7 +113,7 @@ def parties(
 
 @pytest.mark.parametrize("rule", OPTIMIZERS)
 @pytest.mark.parametrize(("at", "after"), [(3, True), (7, False)])
-def test_a_run_goes_on_bit_for_bit(
+def test_a_run_resumes_bit_for_bit(
     example: Path, tmp_path: Path, rule: str, at: int, after: bool
 ) -> None:
     batches = "contract.batch_size=16"

@@ -1,4 +1,4 @@
-"""Audits of several classes: against scikit-learn, from checkpoints, and what parties write."""
+"""Audits with more than two classes: against scikit-learn, from checkpoints, and in files."""
 
 import dataclasses
 import itertools
@@ -234,7 +234,7 @@ def test_a_batch_without_a_class_is_measured_for_the_others() -> None:
     assert audit.counts().skipped_one_class == 1
 
 
-def test_a_stored_audit_goes_on_to_the_same_figures() -> None:
+def test_a_stored_audit_resumes_to_the_same_figures() -> None:
     whole, first = new_audit(), new_audit()
     everything = list(batches(whole))
     for seen in everything:
@@ -272,7 +272,7 @@ def test_another_audit_s_state_is_refused(other: LeakAudit, part: str) -> None:
 
 
 class Recorded(NamedTuple):
-    """What one party left behind."""
+    """The files that one party left behind."""
 
     lines: list[dict[str, Any]]
     summary: dict[str, Any]
@@ -407,7 +407,7 @@ def test_after_a_loss_of_both_parties_their_files_are_the_same(
         assert numbers == of_whole
 
 
-def test_attacks_of_another_number_of_classes_end_a_run_that_goes_on(
+def test_attacks_of_another_number_of_classes_end_a_run_that_resumes(
     example: Path, tmp_path: Path
 ) -> None:
     audit = new_audit()

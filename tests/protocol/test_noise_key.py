@@ -156,7 +156,7 @@ def key_path(runs: Path) -> Path:
 
 
 def noise_of(parties: Parties) -> Tensor:
-    """Return what a trainer draws its noise from: secret bits, or noisy less true labels."""
+    """Return the source of a trainer's noise: secret bits, or noisy minus true labels."""
     trainer = parties.session.trainer
     assert trainer is not None
     if isinstance(trainer.defense, NoisyLabel):
@@ -191,7 +191,7 @@ def test_a_run_that_needs_no_key_makes_none(example: Path, tmp_path: Path, defen
 
 
 @pytest.mark.parametrize("defense", [KEYED[3], KEYED[4], KEYED[6]])
-def test_a_run_that_goes_on_keeps_its_noise_and_a_new_one_draws_its_own(
+def test_a_run_that_resumes_keeps_its_noise_and_a_new_one_draws_its_own(
     example: Path, tmp_path: Path, defense: str
 ) -> None:
     def run() -> Tensor:

@@ -1,4 +1,4 @@
-"""What the passive party tells the peer when its run ends early."""
+"""The goodbyes of the passive party when its run ends early."""
 
 from pathlib import Path
 
@@ -63,7 +63,7 @@ class InterruptedAudit(InProcessPeer):
         raise Interrupted
 
 
-def test_a_run_that_is_stopped_in_its_last_audit_is_over_when_it_goes_on(tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_in_its_last_audit_is_over_when_it_resumes(tmp_path: Path) -> None:
     write_example(tmp_path)
     epochs = "contract.epochs=5"
     active = [epochs, "early_stopping={patience_epochs: 1, min_gain: 0.5}"]

@@ -1,4 +1,4 @@
-"""What the plan promises before a run, against what the ledger then charges it.
+"""The plan's promises before a run, compared with the ledger's charges afterwards.
 
 The runs are small, and learn their examples by heart: spreads of the classes come apart late in
 training, and small batches lack a class, which is what drives charges up.

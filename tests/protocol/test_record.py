@@ -1,4 +1,4 @@
-"""The record of a run: its form in the files, read back as it was written, or refused in words."""
+"""The record of a run: its form in the files, read back as written, or refused with a message."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Which batches' gradients the active party counts by class, and that only its own files say so."""
+"""The batches whose gradients the active party counts by class, in its own files only."""
 
 import json
 from pathlib import Path

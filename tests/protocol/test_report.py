@@ -1,4 +1,4 @@
-"""The report: what it reads, what it computes, what it says, and that it always opens."""
+"""The report: its input, figures and sentences, and that it always opens."""
 
 import json
 import logging

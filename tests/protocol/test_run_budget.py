@@ -1,4 +1,4 @@
-"""The leak ledger and the run's budget, on the session itself: what is charged, and what stops."""
+"""The leak ledger and the run's budget on the session itself: charges, and the end of a run."""
 
 import dataclasses
 import io
@@ -229,7 +229,7 @@ def test_a_budget_that_may_hold_an_answer_is_not(
 
 
 class LyingRecorder(ActiveRecorder):
-    """Is told of a small charge, whatever was sent."""
+    """Receives a small charge, independent of what was sent."""
 
     def on_step(self, batch: Batch, result: StepResult) -> None:
         report = dataclasses.replace(result.report, charge=LeakCharge(0.0625))

@@ -1,4 +1,4 @@
-"""The rules of a run, on the session object itself: no wire."""
+"""The rules of a run, on the session object itself, without a wire."""
 
 from pathlib import Path
 from typing import Any
@@ -204,7 +204,7 @@ def test_a_second_peer_cannot_join_a_run_that_has_begun(example: Path) -> None:
         parties.session.handshake("passive", contract, b"c" * 32)
 
 
-def test_a_peer_lost_before_the_first_answer_may_begin_anew_with_another_run(
+def test_a_peer_lost_before_the_first_answer_may_start_over_with_another_run(
     example: Path,
 ) -> None:
     parties, message = at_first_step(example)

@@ -1,4 +1,4 @@
-"""Several classes from the file to the ledger: labels, refusals, training, resume, plan, audits."""
+"""More than two classes, from file to ledger: labels, refusals, training, resume, plan, audits."""
 
 import io
 import math

@@ -1,4 +1,4 @@
-"""Runs with several passive parties: what they learn together, and for whom they wait."""
+"""Runs with several passive parties: their joint knowledge, and their waiting for each other."""
 
 import hashlib
 import statistics
@@ -299,7 +299,7 @@ class Twice(PartyPeer):
         return again
 
 
-def test_a_handshake_whose_answer_was_lost_takes_nobody_back_again(
+def test_a_handshake_whose_answer_was_lost_does_not_take_parties_back_again(
     three: Path, tmp_path: Path, undisturbed: Several
 ) -> None:
     several = build_several(three, EVERY_2, MARVELL, runs=tmp_path)
@@ -327,7 +327,7 @@ def test_the_active_party_that_is_killed_comes_back_and_all_go_back_with_it(
     assert_same_weights(several.weights(), undisturbed.weights())
 
 
-def test_before_the_first_answer_all_align_anew(three: Path, tmp_path: Path) -> None:
+def test_before_the_first_answer_all_align_again(three: Path, tmp_path: Path) -> None:
     several = build_several(three, EVERY_2, MARVELL, runs=tmp_path)
     threads = [start(several, name) for name in ("ash", "cedar")]
     finish([start(several, "birch", dying(1, after=False))])
@@ -341,7 +341,7 @@ def test_before_the_first_answer_all_align_anew(three: Path, tmp_path: Path) -> 
     assert len({name for name in NAMES if several.passive[name].run.run_id != first}) == 3
 
 
-def test_a_party_that_goes_on_with_other_bytes_is_refused_alone(
+def test_a_party_that_resumes_with_other_bytes_is_refused_alone(
     three: Path, tmp_path: Path
 ) -> None:
     several = build_several(three, EVERY_2, MARVELL, runs=tmp_path)

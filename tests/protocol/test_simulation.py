@@ -1,4 +1,4 @@
-"""The public package: parties of a run in one process, as a user builds them and lets them meet."""
+"""The public package `splitveil.simulation`: a user's run of both parties in one process."""
 
 from pathlib import Path
 

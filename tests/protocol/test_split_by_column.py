@@ -1,4 +1,4 @@
-"""A split by a column: every party comes to the same one, or the run ends before its first step."""
+"""A split by a column: all parties derive the same split, or the run ends before its first step."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -148,7 +148,7 @@ def test_one_of_several_parties_that_disagrees_ends_the_run_of_all(tmp_path: Pat
     assert not several.seen.sent
 
 
-def test_a_run_goes_on_with_the_same_split_and_not_with_another(tmp_path: Path) -> None:
+def test_a_run_resumes_with_the_same_split_and_not_with_another(tmp_path: Path) -> None:
     write_both(tmp_path)
     halfway = ["contract.epochs=2", BY_COLUMN]
     parties = build_parties(tmp_path, halfway, halfway, runs=tmp_path / "runs")

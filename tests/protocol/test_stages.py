@@ -1,4 +1,4 @@
-"""The state machine of a run: its table is its drawing, and no call ever leaves the table."""
+"""The state machine of a run: its table matches its drawing, and calls never leave the table."""
 
 import hashlib
 import random

@@ -1,4 +1,4 @@
-"""What a run writes and shows: metrics, progress, log lines, tables, and files whole or not."""
+"""The output of a run: metrics, progress, log lines, tables, and damaged files."""
 
 import errno
 import io
@@ -131,7 +131,7 @@ def test_a_closed_log_writes_nothing_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", [1, 20, 45, 75, 400])
-def test_a_metrics_file_that_was_cut_in_a_line_has_whole_lines_when_a_run_goes_on(
+def test_a_metrics_file_that_was_cut_in_a_line_has_whole_lines_when_a_run_resumes(
     tmp_path: Path, lost: int
 ) -> None:
     """A run writes its first line before it goes back to its state."""
@@ -151,7 +151,7 @@ def test_a_metrics_file_that_was_cut_in_a_line_has_whole_lines_when_a_run_goes_o
     assert [line["step"] for line in lines if line["kind"] == "train"][-1] == 6
 
 
-def test_a_metrics_file_goes_on_behind_the_lines_of_its_state(tmp_path: Path) -> None:
+def test_a_metrics_file_resumes_after_the_lines_of_its_state(tmp_path: Path) -> None:
     with MetricsLog(tmp_path) as log:
         log.write(TrainingLine(0, 0, loss=0.5, noise_power=1 / 3))
         state = log.state_dict()
@@ -280,7 +280,7 @@ def test_tables_without_codes_for_their_frames_disturb_nothing(
 
 
 @pytest.mark.parametrize("failed", [True, False])
-def test_a_thread_of_tensorboard_that_cannot_write_says_so_to_whoever_writes(
+def test_a_thread_of_tensorboard_that_cannot_write_says_so_to_the_writer(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

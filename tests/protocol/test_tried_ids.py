@@ -1,4 +1,4 @@
-"""A peer that guesses ids: exchanges that it breaks off are counted, over all starts, and end."""
+"""A peer that guesses ids: aborted exchanges are counted over all starts, and limited."""
 
 import hashlib
 import random
@@ -33,7 +33,7 @@ ENGINE = EcdhEngine(min_aligned=1, max_set_size=CAP, workers=0)
 
 
 def guesses() -> list[list[str]]:
-    """Return what somebody tries who knows how ids look: 7,200 of which 400 exist."""
+    """Return the guesses of a peer that knows the form of ids: 7,200 ids, of which 400 exist."""
     every = [f"person-{number:05d}" for number in range(CAP * ROUNDS)]
     random.Random(5).shuffle(every)
     return [every[first : first + CAP] for first in range(0, len(every), CAP)]

@@ -1,4 +1,4 @@
-"""What was answered stays charged: a run that goes back, or a process that is killed, forgets none.
+"""Answers stay charged when a run goes back to a checkpoint or a process is killed.
 
 The peers here take answers, go back to an earlier checkpoint, and leave, which costs them nothing.
 """
@@ -130,7 +130,7 @@ def test_the_next_run_begins_with_what_was_told_and_its_budget_counts_it(
 
 @pytest.mark.parametrize("defense", [MARVELL, PERSISTENT, ISO, NOISY])
 @pytest.mark.parametrize("killed", ["the passive party", "both"])
-def test_whoever_honestly_goes_back_is_charged_nothing_twice(
+def test_an_honest_return_to_a_checkpoint_is_not_charged_twice(
     example: Path, tmp_path: Path, defense: str, killed: str
 ) -> None:
     whole = parties_in(example, tmp_path / "whole", defense)

@@ -1,4 +1,4 @@
-"""Runs of the real processes that several tests look at."""
+"""Runs of the real processes that several tests examine."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ sums in one order, however many cores there are."""
 
 
 class LocalRun(NamedTuple):
-    """What one call of the local launcher left behind."""
+    """The results of one call of the local launcher."""
 
     exit_code: int
     output: str

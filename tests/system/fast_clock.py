@@ -1,4 +1,4 @@
-"""A clock that goes a minute a second from SIGUSR1 on.
+"""A clock that advances a minute per second after SIGUSR1.
 
 So a test can give a party as much patience as the slowest machine needs to come to an event, and
 then let the patience run out in seconds. Only Python's monotonic clock is fast, by which the

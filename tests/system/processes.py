@@ -1,4 +1,4 @@
-"""The two parties as real processes: started, limited, signalled, and what they left behind."""
+"""The two parties as real processes: starting, limiting and signalling them, and their results."""
 
 import resource
 import signal
@@ -59,7 +59,7 @@ class Party:
 
     @property
     def output(self) -> str:
-        """What it has printed so far."""
+        """The party's output so far."""
         return self._log.read_text(encoding="utf-8")
 
     def results(self, run_name: str = "small") -> Path:
@@ -136,7 +136,7 @@ class Pair(NamedTuple):
 
     @property
     def outputs(self) -> str:
-        """What both have printed, for the message of a failed test."""
+        """The output of both parties, for the message of a failed test."""
         return "\n".join(f"--- {party.party}\n{party.output}" for party in self)
 
 
@@ -174,7 +174,7 @@ def started(
 
 @contextmanager
 def alone(party: PartyName, folder: Path, *overrides: str) -> Iterator[Party]:
-    """Start one party, at a free port where nobody else is; kill it in the end."""
+    """Start one party at a free port; kill it in the end."""
     setting = "listen" if party == "active" else "connect"
     process = Party(party, folder, f"{setting}={free_address()}", *overrides)
     try:
@@ -184,7 +184,7 @@ def alone(party: PartyName, folder: Path, *overrides: str) -> Iterator[Party]:
 
 
 def free_address() -> str:
-    """Return an address of this machine at which nobody listens."""
+    """Return a free address on loopback."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return f"127.0.0.1:{listener.getsockname()[1]}"
 

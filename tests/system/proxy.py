@@ -1,4 +1,4 @@
-"""What stands between two parties and harms what passes: bytes of a connection, or whole messages.
+"""Proxies that damage the traffic between two parties: bytes of a connection, or whole messages.
 
 Each proxy counts what passes in a direction over all its connections, so that one fault-free run
 tells where a fault can strike.

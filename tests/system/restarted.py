@@ -1,4 +1,4 @@
-"""Parties that are killed, stopped, and started again with the same command, and what they leave.
+"""Parties that are killed, stopped, and restarted with the same command, and their results.
 
 The run that they are compared with takes place in this process, without a fault.
 """
@@ -157,7 +157,7 @@ class Restarted:
 
     @property
     def folder(self) -> Path:
-        """Where its results are."""
+        """The folder of its results."""
         return self._process.results()
 
     @property
@@ -170,7 +170,7 @@ class Restarted:
 
     @property
     def lines(self) -> int:
-        """How many lines its metrics have."""
+        """The number of lines in its metrics."""
         try:
             return (self.folder / "metrics.jsonl").read_bytes().count(b"\n")
         except FileNotFoundError:
@@ -183,12 +183,12 @@ class Restarted:
 
     @property
     def said(self) -> str:
-        """What it has printed since its last start."""
+        """Its output since its last start."""
         return self._process.output
 
     @property
     def output(self) -> str:
-        """What it has printed in all."""
+        """Its complete output."""
         return "\n-- started again\n".join([*self._outputs, self.said])
 
 
@@ -218,7 +218,7 @@ class Both(NamedTuple):
 
     @property
     def outputs(self) -> str:
-        """What both have printed, for the message of a failed test."""
+        """The output of both parties, for the message of a failed test."""
         return "\n".join(f"--- {party.party}\n{party.output}" for party in self)
 
 
@@ -248,7 +248,7 @@ def kept_up(folder: Path, settings: Settings, log: str = "run") -> Iterator[Both
 
 
 class Wire(NamedTuple):
-    """How the two parties of one run are connected."""
+    """The connection of the two parties of one run."""
 
     between: Callable[[str], AbstractContextManager[Any]] | None = None
     """Puts something before the active party's address; what it gives has an ``address``."""

@@ -1,4 +1,4 @@
-"""Two real processes: the passive party, which holds no label, learns what its attacks find."""
+"""Two real processes: a passive party without labels learns the leak AUC of its attacks."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What each kind of bad input gets: exit codes and messages of both parties' real processes."""
+"""Bad input of each kind: exit codes and messages of both parties' real processes."""
 
 import csv
 import json
@@ -24,7 +24,7 @@ Rows = list[list[str]]
 
 
 class Ended(NamedTuple):
-    """How one process ended."""
+    """The end of one process: exit code and output."""
 
     exit_code: int
     output: str
@@ -411,7 +411,7 @@ def test_a_signal_while_aligning_does_not_wait_for_the_last_id(tmp_path: Path) -
     assert not any(party.has_checkpoint for pair in (told, left) for party in pair)
 
 
-def test_a_signal_to_both_stops_both_whoever_hears_of_the_other_first(tmp_path: Path) -> None:
+def test_a_signal_to_both_stops_both_in_either_order(tmp_path: Path) -> None:
     """As from Ctrl-C in a terminal, which reaches every process started there."""
     with started(example(tmp_path), ENDLESS) as pair:
         pair.wait_until_training()

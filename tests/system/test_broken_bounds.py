@@ -1,4 +1,4 @@
-"""Bounds that do not hold, and the attacks that show it: what docs say of them must stay true.
+"""Bounds that do not hold, and the attacks that show it: the documents' claims about them are true.
 
 Labels are dealt out at random, so that features tell nothing, and the attacks know no label.
 A defense that holds against an attack stands beside the one that does not, so that an attack that

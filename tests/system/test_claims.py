@@ -1,4 +1,4 @@
-"""What `docs/defenses.md` promises of each defense, held against every attack that there is.
+"""The promises of `docs/defenses.md` about each defense, tested against every attack.
 
 Whole runs on `breast_cancer`, most of them with the labels dealt out anew at random: then features
 tell nothing of a label, every attack works without a defense, and what one finds under a defense is

@@ -1,4 +1,4 @@
-"""A defense of the user's own beside the settings file, in a run of two processes."""
+"""A user-defined defense beside the settings file, in a run of two processes."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Whatever goes wrong between and around the parties, a run ends as if nothing had happened.
+"""After any fault between and around the parties, a run ends as if nothing had happened.
 
 Faults are drawn at random: a process is killed or stopped for a while; bytes or messages are lost,
 held back, doubled or cut off. Each test says its seed when it fails: ``FAULT_SEED=<seed> pytest
@@ -166,7 +166,7 @@ SAID = {
 
 
 class Blow(NamedTuple):
-    """What is done to a process, and when."""
+    """A fault that a process suffers, and its time."""
 
     party: Literal["active", "passive", "both"]
     kills: bool

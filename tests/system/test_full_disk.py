@@ -1,4 +1,4 @@
-"""A full disk: what cannot be written ends a party with 1, what cannot be printed is lost."""
+"""A full disk: a file that cannot be written ends a party with 1; lost output does not."""
 
 from functools import partial
 from pathlib import Path
@@ -54,7 +54,7 @@ def limited(party: Literal["active", "passive"], folder: Path, whole: Outcome) -
     assert_same(outcome(folder / "runs"), whole, both.outputs)
 
 
-def test_a_transcript_that_does_not_fit_ends_both_and_they_go_on_bit_for_bit(
+def test_a_transcript_that_does_not_fit_ends_both_and_they_resume_bit_for_bit(
     tmp_path: Path, whole: Outcome
 ) -> None:
     side_by_side(

@@ -1,4 +1,4 @@
-"""The wheel and the sdist, installed beside folders that have the names of ours."""
+"""The wheel and the sdist, installed beside folders with the names of our packages."""
 
 import json
 import os

@@ -44,7 +44,7 @@ def test_two_defenses_are_run_and_set_side_by_side(compared: LocalRun) -> None:
     assert "ledger: guarantee" in table
 
 
-def test_whoever_reads_the_log_counts_epochs_from_1(compared: LocalRun) -> None:
+def test_the_log_counts_epochs_from_1(compared: LocalRun) -> None:
     told = {int(number) for number in re.findall(r"epoch (\d+)", compared.output)}
     assert told == {1, 2, 3, 4, 5, 6}
 
@@ -227,7 +227,7 @@ def test_overrides_reach_the_party_they_name_and_the_contract_both() -> None:
     assert routed.passive == ["party=p", "contract.epochs=2"]
 
 
-def test_an_override_for_nobody_is_refused() -> None:
+def test_an_override_for_an_unknown_party_is_refused() -> None:
     with pytest.raises(SettingsError, match=r"expected active\.NAME=VALUE"):
         Overrides([], []).adding("epochs=2")
 

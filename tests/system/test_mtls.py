@@ -17,7 +17,7 @@ def protected_example(folder: Path) -> Path:
     return folder
 
 
-def test_a_run_goes_on_while_certificates_are_replaced(tmp_path: Path) -> None:
+def test_a_run_continues_while_certificates_are_replaced(tmp_path: Path) -> None:
     folder = protected_example(tmp_path)
     with started(folder, "contract.epochs=40") as pair:
         pair.wait_until_training()

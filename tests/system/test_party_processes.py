@@ -1,4 +1,4 @@
-"""Two processes side by side, with small programs in the place of the parties."""
+"""Two processes side by side, with small programs instead of the parties."""
 
 import os
 import signal
@@ -51,7 +51,7 @@ def test_the_party_that_knows_why_gives_the_exit_code_though_its_peer_ended_firs
 
 
 def test_a_party_that_does_not_notice_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of itself it would go on for longer than a test may take."""
+    """By itself it would continue for longer than a test may take."""
     monkeypatch.setattr(party_processes, "PEER_NOTICES_S", 0.2)
     assert run_parties({"active": python("raise SystemExit(2)"), "passive": python(WAIT)}) == 2
 

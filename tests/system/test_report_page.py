@@ -39,7 +39,7 @@ needs_browser = pytest.mark.skipif(BROWSER is None, reason="there is no chromium
 
 
 class Opened(NamedTuple):
-    """What a browser made of a page."""
+    """The result of opening a page in a browser."""
 
     dom: str
     console: list[str]

@@ -46,7 +46,7 @@ def settings(defense: str = "{name: none}") -> Settings:
 
 @pytest.fixture(scope="module")
 def whole(example: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """Return what each defense's run leaves when nothing happens to it."""
+    """Return the results of an undisturbed run with each defense."""
     return {
         name: run_here(example, tmp_path_factory.mktemp("whole"), settings(defense))
         for name, defense in DEFENSES.items()
@@ -135,7 +135,7 @@ def given_up(lost: Literal["active", "passive"], both: Both, whole: Outcome) -> 
     assert all("resuming in epoch" in party.said for party in both)
 
 
-def begun_anew_by_option(both: Both, whole: Outcome) -> None:
+def started_over_by_option(both: Both, whole: Outcome) -> None:
     both.start()
     wait_for_line(both, len(whole.metrics["active"]) // 3)
     for party in both:
@@ -147,7 +147,7 @@ def begun_anew_by_option(both: Both, whole: Outcome) -> None:
         assert "going on" not in party.said
 
 
-def begun_anew_by_settings(both: Both, whole: Outcome) -> None:
+def started_over_by_settings(both: Both, whole: Outcome) -> None:
     """What the run was cannot be gone on with; what is named differs."""
     both.start()
     wait_for_line(both, len(whole.metrics["active"]) // 3)
@@ -181,15 +181,15 @@ def refused_twice(both: Both, whole: Outcome) -> None:
 Story = Callable[[Both, Outcome], None]
 
 
-def test_whoever_ends_a_run_before_its_end_can_go_on_with_it_or_begin_anew(
+def test_a_run_that_was_ended_early_can_be_resumed_or_started_over(
     tmp_path: Path, whole: dict[str, Outcome]
 ) -> None:
     stories: list[tuple[str, Story, bool]] = [
         ("interrupted", interrupted, True),
         ("active-lost", partial(given_up, "active"), True),
         ("passive-lost", partial(given_up, "passive"), True),
-        ("fresh", begun_anew_by_option, True),
-        ("changed", begun_anew_by_settings, False),
+        ("fresh", started_over_by_option, True),
+        ("changed", started_over_by_settings, False),
         ("twice", refused_twice, True),
     ]
 

@@ -168,7 +168,7 @@ ENDED_EARLY = Settings(
 )
 
 
-def test_a_supervisor_starts_a_run_that_its_budget_ended_once_more_and_a_raised_one_goes_on(
+def test_a_supervisor_starts_a_run_that_its_budget_ended_once_more_and_a_raised_one_resumes(
     tmp_path: Path,
 ) -> None:
     write_example(tmp_path)

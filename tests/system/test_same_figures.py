@@ -1,4 +1,4 @@
-"""On the same bytes, the label owner's leak monitor and the peer's adversary find the same.
+"""On the same bytes, the label owner's leak monitor and the peer's adversary measure the same leak.
 
 Two real processes, every attack that both can run, no batch left out. The leak monitor's default
 reference is a clean gradient, which the adversary has not: it is told the one sent here.
@@ -33,7 +33,7 @@ TOLERANCE = 1e-12
 
 
 class Figures(NamedTuple):
-    """What one party found at the cut layer."""
+    """The figures of one party at the cut layer."""
 
     lines: Mapping[tuple[str, int, int | None], Mapping[str, Any]]
     """Kind, epoch, step -> the numbers of a line."""

@@ -110,7 +110,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str,
 
 
 @pytest.mark.parametrize("victims", [("birch",), ("active",), ("ash", "active", "cedar")])
-def test_whoever_is_killed_and_started_again_changes_no_bit(
+def test_a_party_that_is_killed_and_restarted_does_not_change_a_bit(
     tmp_path: Path, undisturbed: dict[str, dict[str, bytes]], victims: tuple[str, ...]
 ) -> None:
     with all_parties(tmp_path) as processes:

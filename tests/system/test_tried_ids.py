@@ -1,4 +1,4 @@
-"""The real processes and the count of what a peer has tried: kept over starts, gone with a run."""
+"""The real processes and the count of tried ids: kept over restarts, deleted by a finished run."""
 
 import json
 from pathlib import Path

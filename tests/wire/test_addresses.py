@@ -1,4 +1,4 @@
-"""Addresses: which are refused before anything else happens, and where plain text really goes."""
+"""Addresses: early refusals, and the actual destination of plain text."""
 
 import socket
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The look at the active party's certificate: it ends in time, and with an error that says why."""
+"""The look at the active party's certificate: it ends in time, and its errors give the reason."""
 
 import socket
 import ssl
@@ -40,7 +40,7 @@ def contract(tmp_path_factory: pytest.TempPathFactory) -> Contract:
 
 @contextmanager
 def answering(folder: Path, party: str) -> Iterator[int]:
-    """Shake hands in TLS with whoever comes, as a party, and say nothing more."""
+    """Complete the TLS handshake with every caller, as a party would, and then stay silent."""
     own = PartyFolder(folder / party)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(own.certificate, own.private_key)

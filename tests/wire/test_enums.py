@@ -1,4 +1,4 @@
-"""Every value of the wire's enumerations has one of ours, and the unspecified ones are refused."""
+"""Every value of the wire's enumerations maps to one of ours; unspecified values are refused."""
 
 from typing import get_args
 

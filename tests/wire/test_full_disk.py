@@ -123,7 +123,7 @@ def test_a_goodbye_that_cannot_be_noted_is_said_all_the_same(
     assert noted.parties.session.error is None
 
 
-def test_a_transcript_on_a_full_disk_holds_whole_lines_and_goes_on(tmp_path: Path) -> None:
+def test_a_transcript_on_a_full_disk_holds_whole_lines_and_resumes(tmp_path: Path) -> None:
     transcript = Transcript(tmp_path, "active")
     transcript._file = FullDisk(transcript._file, 500)  # type: ignore[assignment]
     for step in range(8):

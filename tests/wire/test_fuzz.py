@@ -1,4 +1,4 @@
-"""Mutated messages, towards either party: refused, and the run between honest ones goes on."""
+"""Mutated messages to either party are refused, and the run of the honest parties continues."""
 
 import socket
 from collections.abc import Callable, Iterator, Sequence

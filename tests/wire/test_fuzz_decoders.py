@@ -1,4 +1,4 @@
-"""Whatever the bytes: what reads them believes what the rules allow, or names the broken rule."""
+"""Decoders of any bytes accept what the rules allow, or name the broken rule."""
 
 import json
 from typing import Any

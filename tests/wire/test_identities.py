@@ -1,4 +1,4 @@
-"""Which certificates either party takes for the other's: the same ones on both sides."""
+"""The certificates that each party accepts as the other's follow the same rule on both sides."""
 
 import socket
 from collections.abc import Callable, Iterator

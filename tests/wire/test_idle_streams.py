@@ -1,4 +1,4 @@
-"""Streams that say nothing: whom they keep from being answered, and whom not any more."""
+"""Idle streams do not keep other callers waiting, and silent alignments end."""
 
 import queue
 from collections.abc import Iterator
@@ -79,7 +79,7 @@ def run_honestly(parties: Parties, port: int) -> None:
 
 
 @pytest.mark.parametrize("method", ["Train", "Evaluate", "Align"])
-def test_idle_streams_hold_nobody_up(example: Path, port: int, method: str) -> None:
+def test_idle_streams_do_not_hold_others_up(example: Path, port: int, method: str) -> None:
     parties = build_parties(example)
     with met(parties, port) as (_, hostile):
         hostile.handshake(parties)

@@ -1,4 +1,4 @@
-"""Every field that a peer may fill has a bound, and the check knows it."""
+"""Every field that a peer may fill has a bound, and the check for missing bounds works."""
 
 from collections.abc import Callable
 
@@ -72,7 +72,7 @@ def test_a_field_without_a_bound_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     ("data", "error"),
     [(b"\xff", InvalidMessage), (b"\x0a\x02\xff\xfe", InvalidMessage), (bytes(1025), TooLarge)],
 )
-def test_what_cannot_be_read_is_kept_as_bytes_and_believed_by_nobody(
+def test_what_cannot_be_read_is_kept_as_bytes_and_never_believed(
     data: bytes, error: type[ProtocolError]
 ) -> None:
     message = reader(pb.LeaveRequest, 1024)(data)
@@ -134,7 +134,7 @@ def test_a_stream_that_is_answered_takes_the_place_of_the_one_before(enter: Ente
     assert (lost.active, again.active) == (False, True)
 
 
-def test_a_stream_that_was_given_up_in_the_queue_pushes_nobody_out(enter: Enter) -> None:
+def test_a_stream_that_was_given_up_in_the_queue_does_not_push_others_out(enter: Enter) -> None:
     places, newest = StreamSlots(), Call()
     enter(places, newest)
     enter(places, Call(active=False))

@@ -1,4 +1,4 @@
-"""Proxies that the environment names: looked at only where the settings say so, and with mTLS."""
+"""The environment's proxies are used only if the settings say so, and only with mTLS."""
 
 import logging
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The real wire over localhost: the same results as without it, and what a bad peer gets."""
+"""The real wire over localhost: the same results as without it, and the replies to a bad peer."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Several passive parties over gRPC: each on its own streams, and under its own name alone."""
+"""Several passive parties over gRPC: each on its own streams, and only under its own name."""
 
 import hashlib
 import socket
@@ -306,7 +306,7 @@ def test_a_certificate_lets_its_own_party_in_and_no_other(
 
 
 class Tapes:
-    """What each passive party has sent and received."""
+    """The messages that each passive party has sent and received."""
 
     def __init__(self) -> None:
         self.of = {name: Tape() for name in NAMES}

@@ -1,4 +1,4 @@
-"""Whether anything but the gradients tells one set of labels from another."""
+"""Side channels: only the gradients may differ between two sets of labels."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def with_other_labels(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def sent(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], ...]:
-    """Return what the active party sent in two runs that differ in the labels alone."""
+    """Return the active party's messages in two runs that differ only in their labels."""
     folder = tmp_path_factory.mktemp("two label sets")
     found = []
     for name in ("one", "other"):

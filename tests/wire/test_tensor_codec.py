@@ -1,4 +1,4 @@
-"""Tensors on the wire: legal protobuf both ways, and nothing wrong gets through."""
+"""Tensors on the wire: valid protobuf in both directions, and invalid messages are refused."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Who gets through mutual TLS, who does not, and what each refusal leaves in a log."""
+"""Mutual TLS: accepted and refused peers, and the log lines of each refusal."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""What crossed, written down by both parties: whole, matching, and broken by any change."""
+"""Transcripts of both parties: complete, matching, and broken by any change."""
 
 import hashlib
 import json

@@ -45,15 +45,16 @@ from splitveil.common.storage.model_files import delete_saved, save_model, save_
 from splitveil.common.storage.run_folder import open_run_folder
 from splitveil.common.storage.run_store import RunStore
 from splitveil.common.text.log_lines import configure_logging
+from splitveil.common.text.version import VERSION
 from splitveil.common.wire.endpoint import check_security
 
 logger = logging.getLogger("splitveil.active_party")
 
 GRACE_S = 5.0
 LAST_WORDS_S = 2.0
-"""How long a party that ends early waits for its peer's next call, which tells the peer so."""
+"""Time that a party that ends early waits for its peer's next call, whose status says so."""
 FINAL_WORDS_S = 30.0
-"""How long it waits if it ends for good: a peer that did not hear of it would retry for ever."""
+"""The same time if the run ends for good: a peer that did not learn of it would retry forever."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -165,8 +166,8 @@ def _run(parsed: argparse.Namespace) -> None:
     # The monitor measures the last batches only after the last answer has left.
     stopped = stopped or recorder.objection()
     summary = recorder.summary(dict(service.refused))
-    if transcript is not None:
-        summary = replace(summary, transcript=transcript.summary())
+    end = None if transcript is None else transcript.summary()
+    summary = replace(summary, transcript=end, version=VERSION)
     _leave_results(settings, folder, summary, stopped)
     service.tried.forget()
     store.forget_finished()  # last: a process that ends before this does not train from scratch

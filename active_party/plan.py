@@ -1,8 +1,8 @@
-"""The plan of a run: a forecast of what it tells about the labels, printed before any training.
+"""The plan of a run: a forecast of what it reveals about the labels, printed before any training.
 
 The defense forecasts the charge of one answer (see ``defenses.forecast`` for the kinds of forecast,
-and the modules of the defenses for their proofs); here it is extended to the whole run, and held
-against the run's budget.
+and the modules of the defenses for their proofs); here it is extended to the whole run and compared
+with the run's budget.
 """
 
 import math
@@ -29,8 +29,8 @@ from splitveil.common.text.upper_bounds import at_most, auc_at_most
 def stop_epoch(charge: float, epochs: int, max_sum_kl: float) -> int | None:
     """Return the epoch, from 0, in which a budget ends a run with fresh noise; None if it does not.
 
-    Each epoch answers once about every training example. The first answer too many comes in the
-    epoch after the last one that fits whole.
+    Each epoch answers once about every training example. The first answer beyond the budget comes
+    in the epoch after the last one that fits completely.
     """
     whole = num_answers_within(max_sum_kl, charge)
     return None if whole >= epochs else int(whole)
@@ -42,18 +42,18 @@ def print_plan(
     target_leak_auc: float | None = None,
     console: Console | None = None,
 ) -> None:
-    """Print what a run with these settings would tell, and the power ratio that meets a target.
+    """Print what a run with these settings would reveal, and the power ratio that meets a target.
 
     Args:
-        settings: with the contract.
+        settings: the active party's settings, with the contract.
         data: the label file, not yet aligned.
-        target_leak_auc: AUC below which the whole run is to stay.
-        console: prints elsewhere.
+        target_leak_auc: AUC below which the whole run should stay.
+        console: the console to print on; by default the standard output stream.
     """
     console = console or Console(file=sys.stdout, highlight=False)
     contract = settings.contract
     labels, num_classes = data.labels_of(data.ids), data.settings.num_classes
-    # Several classes have no positives: no charge depends on their shares.
+    # With more than two classes there are no positives, and charges do not depend on shares.
     pos_fraction = float(labels.double().mean()) if num_classes == 2 else 1 / num_classes
     training_rows = data.training_rows(contract.split)
     steps = training_rows / contract.batch_size
@@ -115,7 +115,7 @@ def _remarks(settings: ActiveSettings, forecast: Forecast) -> list[str]:
     if settings.run_budget is None:
         return [*remarks, "run_budget: none is set"]
     budget, epochs = settings.run_budget.max_sum_kl, settings.contract.epochs
-    # Repeated noise either exceeds the budget with its first answer or never.
+    # Repeated noise exceeds the budget either with its first answer or never.
     epochs_charged = epochs if forecast.configured == "fresh" else 1
     charge = forecast.charge
     last = stop_epoch(charge.low, epochs_charged, budget)
@@ -132,8 +132,9 @@ def _end_in_words(first: int | None, last: int | None, epochs: int, charge: Char
     """Describe when a budget ends the run.
 
     Args:
-        first: the epoch in which it does so at the highest charge; None if it does not.
-        last: the same at the lowest charge.
+        first: the epoch in which the budget ends the run at the highest charge; None if it does
+            not.
+        last: the same epoch at the lowest charge.
         epochs: number of epochs of the run.
         charge: forecast for one answer.
     """
@@ -179,7 +180,7 @@ def _target_table(target: float, epochs: int, context: DefenseContext) -> Table:
 
 
 def _fresh_ratio(sum_kl: float, epochs: int, context: DefenseContext) -> float:
-    """Return the power ratio at which the fresh answers of a run leave so much."""
+    """Return the power ratio at which the fresh answers of a run leave this divergence."""
     if context.num_classes > 2:
         return worst_pair_factor(context.num_classes) * epochs / sum_kl
     return power_ratio_for(sum_kl, epochs, context.cut_dim, context.pos_fraction)

@@ -33,12 +33,12 @@ class LeakAucBudget(Section):
     """Limit on what a run may reveal, as an AUC."""
 
     leak_auc: float = Field(gt=0.5, lt=1)
-    """No score computed from all answers together may reach a higher AUC about any example.
+    """Highest AUC that a score computed from all answers together may reach on any example.
 
     This holds against peers that the charges describe: every peer for ``noisy_label``, and not
     every peer for other defenses.
-    The ledger's guarantee is what counts, which holds for every score, and not its estimate, which
-    is lower.
+    The limit applies to the ledger's guarantee, which holds for every score, and not to its
+    estimate, which is lower.
     """
 
     @property
@@ -67,13 +67,14 @@ RunBudget = Annotated[
 
 
 class LeakGateSettings(Section):
-    """What happens if the leak monitor's attacks reach more than they should."""
+    """A limit on the leak AUCs that the leak monitor's attacks reach, and the reaction to it."""
 
     attack: str | None = None
-    """The attack that counts, one of the leak monitor's; ``null`` for the strongest of all."""
+    """The attack to which the limit applies, one of the leak monitor's; ``null`` for the strongest
+    of all."""
 
     max_leak_auc: float = Field(default=0.65, gt=0.5, lt=1)
-    """Largest leak AUC over the window that is accepted.
+    """Largest accepted leak AUC over the window.
 
     Random scores reach 0.5 + 0.23 / sqrt(positives in a batch) on average, so a limit near that is
     exceeded by chance. With more than two classes the worst pair counts, whose AUC is higher by
@@ -81,7 +82,7 @@ class LeakGateSettings(Section):
     """
 
     window_steps: int = Field(default=100, ge=1, le=100_000)
-    """Number of audited batches that are judged together; until there are as many, none is."""
+    """Number of audited batches that are judged together; with fewer batches nothing is judged."""
 
     quantile: Literal["mean"] | Annotated[float, Field(gt=0, lt=1)] = "mean"
     """Statistic of the window: its mean, or a quantile such as 0.95 (stricter above 0.5)."""
@@ -100,14 +101,14 @@ class DistributionSettings(Section):
 
 
 class LeakMonitorSettings(AuditSettings):
-    """Attacks that this party runs on the gradients it sends, to know what they leak."""
+    """Attacks that this party runs on the gradients it sends, to measure what they leak."""
 
     reference: Literal["clean", "sent"] = "clean"
     """The gradient of a positive example that the cosine attack is given.
 
-    ``clean``, from before the defense, is the stronger reading: it carries no noise, so the figure
-    holds for an attacker who knows more than this party ever sends. ``sent``, as it leaves, is what
-    the passive party's own adversary uses: both sides' figures are then equal.
+    ``clean``, from before the defense, is the stricter choice: it is free of noise, so the figure
+    holds for an attacker that knows more than this party ever sends. ``sent``, after the defense,
+    is the gradient that the passive party's own adversary uses: both sides' figures are then equal.
     """
 
     @model_validator(mode="after")
@@ -126,7 +127,7 @@ class LeakMonitorSettings(AuditSettings):
 
 
 class ActiveSettings(PartySettings):
-    """The label owner's settings, which it shows to nobody."""
+    """The label owner's settings, which stay private."""
 
     listen: Address = "127.0.0.1:50051"
     """Host and port at which the passive party reaches this one."""
@@ -138,16 +139,17 @@ class ActiveSettings(PartySettings):
     """The half of the network above the cut layer."""
 
     defense: DefenseSettings
-    """What is done to each gradient before it is sent. Private: the peer is never told."""
+    """The defense that is applied to each gradient before it is sent. It is private: the peer never
+    learns it."""
 
     noise_key_path: Path | None = None
     """File of the secret key of persistent noise and noisy labels, made with mode 0600.
 
-    Relative to this settings file. By default it lies beside the checkpoint: a run that resumes
-    keeps its noise, and a new run draws its own. Give a path to keep the noise over several runs on
-    the same labels with the same defense, which together then reveal no more than the first one.
-    With another strength, what they reveal adds up. Anyone who can read this file can subtract the
-    noise.
+    The path is relative to this settings file. By default the file lies beside the checkpoint: a
+    run that resumes keeps its noise, and a new run draws new noise. Give a path to keep the noise
+    over several runs on the same labels with the same defense, which together then reveal no more
+    than the first one. With another strength, the information in the runs adds up. Anyone who can
+    read this file can subtract the noise.
     """
 
     leak_monitor: LeakMonitorSettings | None = LeakMonitorSettings()
@@ -155,12 +157,12 @@ class ActiveSettings(PartySettings):
 
     distributions: DistributionSettings | None = DistributionSettings()
     """Histograms of gradients before and after the defense, by class, in this party's own metrics
-    and report; ``null`` for none. A run with more than two classes has none."""
+    and report; ``null`` for none. They are not made in a run with more than two classes."""
 
     run_budget: RunBudget | None = None
     """Limit on what the run may reveal about each label in total; ``null`` for no limit.
 
-    What the runs of ``earlier_ledgers`` revealed counts as well. Before an answer would exceed the
+    The charges of the runs in ``earlier_ledgers`` count as well. Before an answer would exceed the
     limit, the run ends with a checkpoint and exit code 5. The peer then learns when the run ends,
     and that it has ended for good.
     """
@@ -169,33 +171,34 @@ class ActiveSettings(PartySettings):
     """Folders with the ledgers of earlier runs about the same labels: this party's ``checkpoint``
     folder of each, such as ``runs/monday/active/checkpoint``, written like ``initial_weights``. The
     ledger of this run starts with what they have revealed about its examples, and so does its
-    budget. The ledger that it leaves includes them, so of a chain of runs the newest is enough.
+    budget. The ledger that it leaves includes them, so that the newest run of a chain is enough.
     Needs ``data.id_column``. By default the ledger starts at zero, as if there had been no earlier
     answers about any example."""
 
     leak_gate: LeakGateSettings | None = None
-    """Whether the leak monitor's figures may end the run; ``null`` for never.
+    """Limit at which the leak monitor's figures end the run; ``null`` for never.
 
-    The monitor measures while training goes on: whatever is answered in the meantime has left.
+    The monitor measures while training continues: answers that are given in the meantime have left.
     """
 
     allow_audits: bool = False
     """Whether to tell the peer the leak AUC of scores that it sends, if the contract's
     ``audits_allowed`` is set as well.
 
-    At most once per attack, layer and epoch, for at least 1,000 training rows of each class, with
-    two digits. The peer chooses the scores, and the ledger does not count these answers: allow them
-    only to a peer that audits the run together with you.
+    The peer is told a figure at most once per attack, layer and epoch, for at least 1,000 training
+    rows of each class, with two digits. The peer chooses the scores, and the ledger does not count
+    these answers: allow them only to a peer that audits the run together with you.
     """
 
     early_stopping: EarlyStopping | None = None
-    """When to stop before the contract's last epoch. The peer then learns when the run ends."""
+    """Rule for stopping before the contract's last epoch; ``null`` for none. The peer then learns
+    when the run ends."""
 
     def defense_context(self, pos_fraction: float = 0.5) -> DefenseContext:
         """Return the facts about the run that the defense depends on.
 
         Args:
-            pos_fraction: share of positives; matters for forecasts alone.
+            pos_fraction: share of positives; it matters only for forecasts.
         """
         shape, num_classes = self.contract.aggregate_shape, self.data.num_classes
         return DefenseContext(shape, num_classes, pos_fraction)
@@ -207,7 +210,7 @@ class ActiveSettings(PartySettings):
         return self.runs_dir / self.contract.run_name / ACTIVE / "checkpoint" / "noise.key"
 
     def earlier_answers(self) -> AccountBook:
-        """Return how much earlier runs may have revealed, by example.
+        """Return the ledgers of earlier runs: what they may have revealed, by example.
 
         Raises:
             SettingsError: a ledger cannot be read, or belongs to this run.

@@ -34,7 +34,7 @@ from splitveil.settings_wording import (
 
 
 class Root(NamedTuple):
-    """A settings file: where its fields begin."""
+    """A settings file, whose fields stand at the top level."""
 
     key: str
     """Begins every anchor of the file's own fields."""
@@ -104,11 +104,11 @@ class Place:
     """A section in the document."""
 
     key: str
-    """Anchor of its heading; a field's is this and the field's name."""
+    """Anchor of its heading; a field's anchor is this and the field's name."""
 
     section: type[Section]
     tag: str | None = None
-    """The word that tells the section from its alternatives."""
+    """The word that distinguishes the section from its alternatives."""
 
     root: Root | None = None
     paths: list[str] = field(default_factory=list)
@@ -162,7 +162,7 @@ class Reference:
         return "\n".join([_INTRODUCTION, *contents, "", *self._body()])
 
     def _collect(self, parent: Place, prefix: str) -> None:
-        """Note the sections below a section, depth first; each has its place where it is first."""
+        """Collect the sections below a section, depth first, each at its first use."""
         for name, info in parent.fields():
             path = f"{prefix}{name}"
             new: list[Place] = []

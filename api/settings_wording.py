@@ -1,4 +1,4 @@
-"""How the types, bounds and defaults of settings read in the reference of all settings."""
+"""Describes the types, bounds and defaults of settings for the reference of all settings."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ _COMPARISONS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 def sections_of(
     annotation: Any, tag: str | None = None
 ) -> Iterator[tuple[type[Section], str | None]]:
-    """Yield the sections that a type may hold, each with what tells it from its alternatives."""
+    """Yield the sections that a type may hold, each with the tag that distinguishes it."""
     origin = get_origin(annotation)
     if origin is Annotated:
         inner, *metadata = get_args(annotation)
@@ -44,19 +44,19 @@ def sections_of(
 
 
 def literal_tag(section: type[Section]) -> str | None:
-    """Return the word by which a section names its own kind; None where it has none."""
+    """Return the word by which a section names its kind; None if it does not have one."""
     values = (only_value(info) for info in section.model_fields.values())
     return next((str(value) for value in values if isinstance(value, str)), None)
 
 
 def only_value(info: FieldInfo) -> Any:
-    """Return the one value that a field can have; None where it can have several."""
+    """Return the only value that a field can have; None if it can have several."""
     values = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
     return values[0] if len(values) == 1 else None
 
 
 def scalar(annotation: Any, metadata: Sequence[Any]) -> str:
-    """Describe the values of a type that holds no others."""
+    """Describe the values of a type that does not contain other types."""
     if annotation is NoneType:
         return "`null`"
     if get_origin(annotation) is Literal:
@@ -92,7 +92,7 @@ def _bounded(words: str, metadata: Sequence[Any]) -> str:
 
 
 def lengths(metadata: Sequence[Any], unit: str = "entries") -> str:
-    """Say how many entries or characters there may be; nothing where that is not bounded."""
+    """Describe the allowed number of entries or characters; empty if it is not bounded."""
     fewest = most = None
     for item in _flat(metadata):
         fewest = getattr(item, "min_length", None) or fewest
@@ -116,7 +116,7 @@ def joined(words: Sequence[str]) -> str:
 
 
 def default_of(info: FieldInfo) -> str:
-    """Say what a field is if it is not set."""
+    """Describe the value of a field that is not set."""
     if info.is_required():
         return "required"
     value = info.get_default(call_default_factory=True)

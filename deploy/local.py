@@ -57,7 +57,7 @@ class NamedDefense(NamedTuple):
 
 
 class Overrides(NamedTuple):
-    """Overrides ``NAME=VALUE`` of each party's settings, including those of the contract."""
+    """Overrides ``NAME=VALUE`` of each party's settings, including the contract's."""
 
     active: list[str]
     passive: list[str]

@@ -83,7 +83,7 @@ class Cell(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Digest of its settings and of those of all cells before it, 16 hexadecimal digits."""
+        """Digest of its settings and the settings of all cells before it, 16 hexadecimal digits."""
         before = [] if self.after is None else [self.after.digest]
         canonical = json.dumps([FORMAT, self.prepare, self.settings, *before], sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]

@@ -171,7 +171,7 @@ def _run(
     if exit_code not in ENDED_AS_ASKED:
         return Ending(cell, exit_code, wall_s, _last_lines(folder / "output.log"))
     write_json_atomically(folder / FINISHED, _marker(cell) | _circumstances(wall_s, threads))
-    # No other cell needs these weights, and they take most of the disk space.
+    # Other cells do not need these weights, and they take most of the disk space.
     for checkpoint in [] if cell.is_followed else folder.glob("runs/*/*/checkpoint"):
         shutil.rmtree(checkpoint)
     return Ending(cell, exit_code, wall_s, "")

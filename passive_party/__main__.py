@@ -34,6 +34,7 @@ from splitveil.common.storage.model_files import save_model
 from splitveil.common.storage.run_folder import open_run_folder
 from splitveil.common.storage.run_store import RunStore
 from splitveil.common.text.log_lines import configure_logging
+from splitveil.common.text.version import VERSION
 from splitveil.common.wire.endpoint import check_security
 from splitveil.passive_party.assembly import TrainerBuilder, http_proxy
 from splitveil.passive_party.connection import PeerConnection
@@ -46,7 +47,7 @@ from splitveil.passive_party.settings import PassiveSettings
 logger = logging.getLogger("splitveil.passive_party")
 
 BACK_WITHIN_S = 15.0
-"""How long the active party of a run that it has ended for good may take to serve again."""
+"""Time in which the active party of a run that it has ended for good has to serve again."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -105,10 +106,10 @@ def _run(parsed: argparse.Namespace) -> None:
         except (PeerError, ContractMismatch) as error:
             if end_of(folder) is None:
                 raise
-            logger.warning("the active party does not go on with this run: %s", error)
+            logger.warning("the active party does not resume this run: %s", error)
         finally:
             aligner.engine.close()
-            # Of a run that does not go on, what it ended with stays.
+            # A run that has ended for good and is not resumed keeps the model that it ended with.
             if run.trainer is not None and end_of(folder) is None:
                 saved = save_model(folder, run.trainer.model, build_trainer.encoder)
                 logger.info("model saved in %s", saved)
@@ -116,15 +117,15 @@ def _run(parsed: argparse.Namespace) -> None:
         logger.warning(_ENDED)
         return
     summary = recorder.summary()
-    if transcript is not None:
-        summary = replace(summary, transcript=transcript.summary())
+    end = None if transcript is None else transcript.summary()
+    summary = replace(summary, transcript=end, version=VERSION)
     _leave_results(folder, summary, stopped)
     aligner.tried.forget()
-    store.forget_finished()  # last: whatever ended this process before, it would not train anew
+    store.forget_finished()  # last: a process that ends before this does not train from scratch
 
 
 def _aligner(settings: PassiveSettings, data: PartyData, folder: Path) -> Aligner:
-    """Build what finds the common rows, before the first gRPC channel: it may start processes."""
+    """Build the aligner. Call it before the first gRPC channel, because it may start processes."""
     alignment = settings.contract.alignment
     return Aligner(
         Participant(settings.contract, settings.party, data.ids, data.table.splits),
@@ -137,7 +138,7 @@ def _aligner(settings: PassiveSettings, data: PartyData, folder: Path) -> Aligne
 def _check_files_and_address(
     settings: PassiveSettings, credentials: CredentialFiles | None
 ) -> None:
-    """Find out what would end a run, before its folder is opened and earlier results move aside."""
+    """Check what would end a run, before its folder is opened and earlier results move aside."""
     security = check_security(credentials, settings.connect, "connect")
     logger.log(logging.WARNING if credentials is None else logging.INFO, "security: %s", security)
     http_proxy(settings)
@@ -146,7 +147,7 @@ def _check_files_and_address(
 
 
 _ENDED = (
-    "the active party has ended this run for good, and nothing is trained; --fresh begins anew "
+    "the active party has ended this run for good, and nothing is trained; --fresh starts over "
     "once the active party does"
 )
 
@@ -161,7 +162,7 @@ def _leave_results(folder: Path, summary: Summary, stopped: PeerEndedForGood | N
 
 
 def _peer_is_back(settings: PassiveSettings, interruption: Interruption) -> bool:
-    """Find out whether the active party, which had ended the run for good, serves again."""
+    """Return whether the active party, which had ended the run for good, serves again."""
     until = time.monotonic() + min(BACK_WITHIN_S, settings.reconnect.max_s)
     with _peer(settings) as peer:
         while time.monotonic() < until:

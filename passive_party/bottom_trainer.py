@@ -64,7 +64,7 @@ class BottomTrainer:
         return activation.detach()
 
     def backward(self, gradient: Tensor) -> dict[str, Tensor]:
-        """Learn from the gradient that came back for the last activation.
+        """Learn from the gradient received for the last activation.
 
         Returns:
             The gradients at the tapped layers, (batch, ...) each.

@@ -18,9 +18,9 @@ class PeerConnection:
     Args:
         address: host and port of the active party.
         contract: gives the limits of messages, and the active party's identity.
-        credentials: this party's; without them plain text is spoken, on loopback only.
-        transcript: notes what crosses, if there is one.
-        proxy: what to connect through, with credentials only.
+        credentials: this party's; without them the channel uses plain text, on loopback only.
+        transcript: notes every message that crosses, if there is one.
+        proxy: the proxy to connect through, with credentials only.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class PeerConnection:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether there is a channel that the next call replaces, with all of its streams."""
+        """Whether the next call replaces an existing channel, with all of its streams."""
         return self._is_outdated and self._channel is not None
 
     def channel(self) -> grpc.Channel:
-        """Return the channel, replaced if it was opened with other certificates than are in use.
+        """Return the channel, replaced if it was opened with certificates no longer in use.
 
         Raises:
-            PeerError: nobody answers, or not somebody whom this party believes.
+            PeerError: no server answers, or one that this party does not trust.
         """
         if self.is_outdated:
             self.close()
@@ -64,7 +64,7 @@ class PeerConnection:
     def renew(self) -> bool:
         """Use the certificates as they are now, and return whether they have changed.
 
-        A channel keeps those that it was opened with.
+        An open channel keeps the certificates with which it was opened.
         """
         now = None if self._files is None else self._files.current()
         if now is self._shown:

@@ -1,4 +1,4 @@
-"""The active party at the other end of a gRPC channel: calls, deadlines, streams."""
+"""Calls the active party at the other end of a gRPC channel, with deadlines and streams."""
 
 import threading
 import time
@@ -39,18 +39,18 @@ from splitveil.passive_party.retrying import Retrying
 from splitveil.protos import split_learning_pb2 as pb
 
 GOODBYE_S = 15.0
-"""How long the last goodbye is repeated to a peer that may just be starting again."""
+"""Time for which the last goodbye is repeated to a peer that may just be starting again."""
 HEALTH_TIMEOUT_S = 3.0
 
 MessageT = TypeVar("MessageT", bound=Message)
 
 
 class GrpcPeer:
-    """Speaks to the active party, and again after the connection was lost.
+    """Calls the active party, and reconnects when the connection was lost.
 
     Args:
         connection: the channel to the active party, which this peer closes in the end.
-        reconnect: how long to try, and how long one answer may take.
+        reconnect: how long to keep trying, and how long one answer may take.
         interruption: returns the signal that asks this party to stop, once there is one.
         party: this party's name, which every call carries if the run has several passive parties.
     """
@@ -63,8 +63,8 @@ class GrpcPeer:
         party: str | None = None,
     ) -> None:
         self.connection = connection
-        several = len(connection.contract.passive_parties) > 1
-        self._metadata = ((PARTY_KEY, party),) if several and party is not None else None
+        is_multi_party = len(connection.contract.passive_parties) > 1
+        self._metadata = ((PARTY_KEY, party),) if is_multi_party and party is not None else None
         self._limits = TensorLimits.of(connection.contract)
         self._reconnect = reconnect
         self._interruption = interruption
@@ -92,7 +92,7 @@ class GrpcPeer:
     def handshake(
         self, party: str, contract_json: str, commitment: bytes, offer: messages.Offer | None = None
     ) -> messages.Opening:
-        """Open a run, or go on with one, waiting for an active party that is not there yet."""
+        """Open a run, or resume one, waiting for an active party that does not serve yet."""
         self._drop_streams()
         request = encode_greeting(Greeting(party, contract_json, commitment, offer))
 
@@ -106,7 +106,7 @@ class GrpcPeer:
         """Ask once whether the active party serves.
 
         Raises:
-            PeerError: nobody answers, or not somebody whom this party believes.
+            PeerError: no server answers, or one that this party does not trust.
         """
         try:
             reply = health_pb2_grpc.HealthStub(self._connected()).Check(
@@ -137,7 +137,7 @@ class GrpcPeer:
         return connect
 
     def close_alignment(self) -> None:
-        """Wait until the peer has its own result, and is ready to train."""
+        """Wait until the peer has the result as well, and is ready to train."""
         call, self._align = self._align, None
         ended = threading.Event()
         if call.add_callback(ended.set) and not ended.wait(self._reconnect.deadline_s):
@@ -147,13 +147,13 @@ class GrpcPeer:
             raise error_from(call.code(), call.details())
 
     def send_activation(self, activation: messages.Activation) -> None:
-        """Send the activation of a training batch, without waiting for anything."""
+        """Send the activation of a training batch, without waiting for its answer."""
         self._last_activation = activation
         if self._train is not None:
             self._train.send_all(encode_activation(activation, self._limits))
 
     def receive_gradient(self) -> messages.Answer:
-        """Wait for the gradient of the last activation, asking again where the stream broke."""
+        """Wait for the gradient of the last activation, asking again if the stream broke off."""
         return self._retrying.until_answered(self._gradient_of_last_activation)
 
     def evaluate(self, activation: messages.Activation) -> messages.Course:
@@ -174,16 +174,16 @@ class GrpcPeer:
         return self._retrying.until_answered(ask)
 
     def audit(self, question: messages.AuditQuestion) -> float:
-        """Ask for the leak AUC of scores, once: it is worth no waiting."""
+        """Ask for the leak AUC of scores, only once: an audit is not worth a wait."""
         request = encode_question(question)
         reply = self._unary("Audit", request, pb.AuditReply, self._reconnect.deadline_s)
         percent: int = reply.leak_auc_percent
         if not 50 <= percent <= 100:
-            raise InvalidMessage(f"audit: {percent} % is no leak AUC")
+            raise InvalidMessage(f"audit: {percent} % is not a leak AUC")
         return percent / 100
 
     def leave(self, run_id: str, reason: messages.LeaveReason) -> None:
-        """Say goodbye, once; but for a while that a run has finished, as the peer waits for it."""
+        """Say goodbye once; after a finished run for a while, because the peer waits for it."""
         request = pb.LeaveRequest(run_id=run_id, reason=LEAVE_REASON_TO_WIRE[reason])
         patience_s = GOODBYE_S if reason is messages.LeaveReason.FINISHED else 0.0
         deadline = time.monotonic() + min(patience_s, self._reconnect.max_s)
@@ -192,7 +192,9 @@ class GrpcPeer:
                 self._unary("Leave", request, pb.LeaveReply, timeout_s=5.0)
             except PeerUnreachable as error:
                 if isinstance(error, OthersAwaited):
-                    deadline = time.monotonic() + patience_s  # the active party says when to go
+                    deadline = (
+                        time.monotonic() + patience_s
+                    )  # the active party decides when to leave
                 if time.monotonic() > deadline:
                     raise
                 self._retrying.sleep(self._reconnect.first_wait_s)
@@ -200,7 +202,7 @@ class GrpcPeer:
                 return
 
     def _drop_streams(self) -> None:
-        """Forget what was under way: the peer answers nothing of it after a handshake."""
+        """Drop the open streams: after a handshake the peer answers nothing sent before it."""
         self._drop_tensor_streams()
         if self._align is not None:
             self._align.cancel()
@@ -214,7 +216,7 @@ class GrpcPeer:
 
     def _gradient_of_last_activation(self) -> messages.Answer:
         if self._last_activation is None:
-            raise RuntimeError("no activation was sent")
+            raise RuntimeError("an activation must be sent first")
         if self._train is None:
             self._train = self._open("Train", None)
             self._train.send_all(encode_activation(self._last_activation, self._limits))
@@ -225,7 +227,7 @@ class GrpcPeer:
                 if answer is None:
                     continue
                 if answer.batch != self._last_activation.batch:
-                    raise InvalidMessage("a gradient came for another step than the last one")
+                    raise InvalidMessage("received a gradient for another step than the last one")
                 return answer
         except SplitveilError:
             self._train = None
@@ -233,10 +235,10 @@ class GrpcPeer:
             raise
 
     def _connected(self) -> grpc.Channel:
-        """Return the channel; streams of one that is replaced are dropped.
+        """Return the channel, and drop the streams of a channel that was replaced.
 
         Raises:
-            PeerError: nobody answers, or not somebody whom this party believes.
+            PeerError: no server answers, or one that this party does not trust.
         """
         if self.connection.is_outdated:
             self._drop_tensor_streams()
@@ -261,7 +263,7 @@ class GrpcPeer:
         method: str,
         read: Callable[[bytes], Any] | None,
     ) -> MessageStream:
-        """Open a stream of tensors, and of answers to them, which stay bytes without ``read``."""
+        """Open a stream of tensors and their answers, which stay bytes without ``read``."""
         call: Any = self._connected().stream_stream(method_path(method), response_deserializer=read)
         named = partial(call, metadata=self._metadata)
         return MessageStream(

@@ -1,4 +1,4 @@
-"""Gathers the adversary's scores without any label, for the active party to measure.
+"""Accumulates the adversary's scores without any label, for the active party to measure.
 
 Every attack becomes one score per training example: the sum over the epochs of its standardised
 score of each batch. ``spectral`` is turned by each batch's own skewness, ``accumulated_spectral``
@@ -26,21 +26,21 @@ class GatheredScores(NamedTuple):
     attack: AttackName
     layer: str
     scores: Tensor
-    """(examples,), float32; 0, the mean, for an example not seen yet."""
+    """(examples,), float32; 0, which is the mean, for an example that has not been seen yet."""
 
 
 class LabelFreeAudit:
-    """Gathers scores over a run: 12 bytes per example, attack and layer. Thread-safe.
+    """Accumulates scores over a run: 12 bytes per example, attack and layer. Thread-safe.
 
     Args:
-        attacks: which to run; those that need labels are passed over.
-        every_steps: which steps of an epoch to attack.
-        num_examples: aligned examples of the run.
+        attacks: the attacks to run; attacks that need labels are skipped.
+        every_steps: only steps of an epoch that are a multiple of this are attacked.
+        num_examples: number of aligned examples of the run.
     """
 
     def __init__(self, attacks: Sequence[str], every_steps: int, num_examples: int) -> None:
         self.left_out = 0
-        """Batches that were to be attacked and were not."""
+        """Number of batches that should have been attacked and were not."""
         self._attacks = tuple(name for name in LABEL_FREE if name in attacks)
         self._every_steps = every_steps
         self._num_examples = num_examples
@@ -53,7 +53,7 @@ class LabelFreeAudit:
         return step % self._every_steps == 0
 
     def leave_out(self) -> None:
-        """Count a batch that was to be attacked and was not."""
+        """Count a batch that should have been attacked and was not."""
         with self._lock:
             self.left_out += 1
 
@@ -71,7 +71,7 @@ class LabelFreeAudit:
                     self._sums[layer, attack].add(observation.positions, standardised(scores))
 
     def gathered(self, positions: Positions) -> Iterator[GatheredScores]:
-        """Yield the scores of every attack on every layer for some examples so far."""
+        """Yield the scores that every attack on every layer has given to some examples so far."""
         rows = torch.from_numpy(positions)
         with self._lock:
             found = {key: self._sums[key].result() for key in sorted(self._sums)}
@@ -81,7 +81,7 @@ class LabelFreeAudit:
             yield GatheredScores(attack, layer, values[rows])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of what is gathered so far."""
+        """Return a copy of all sums so far."""
         with self._lock:
             sums: dict[str, dict[str, Any]] = {}
             for (layer, attack), gathered in self._sums.items():

@@ -19,7 +19,7 @@ def first_layer(model: nn.Module) -> nn.Module:
     In an mlp and in wide_deep that is the first dense layer with its activation, as in Marvell's
     paper; with no hidden layer it is the cut layer itself. In conv it is the first convolution with
     activation and pooling: the gradient before the pooling has the same norms, in four times the
-    values. In a model of the user's own it is the first part, in the order of definition, that has
+    values. In a user-defined model it is the first submodule, in the order of definition, that has
     parameters of its own; settings can name another.
 
     Raises:
@@ -58,8 +58,8 @@ def _named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 class LayerTap:
     """Keeps the latest gradient with respect to a layer's output.
 
-    It costs one reference per step, no copy: the gradient must not be changed in place. Whatever a
-    backward pass brings replaces what was kept; a new forward pass in training forgets it.
+    It costs one reference per step and does not copy: the gradient must not be changed in place.
+    Each backward pass replaces the stored gradient; a new forward pass in training discards it.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -77,7 +77,7 @@ class LayerTap:
         return gradient
 
     def close(self) -> None:
-        """Leave the layer as it was found."""
+        """Remove the hook, which restores the layer."""
         self._handle.remove()
         self._gradient = None
 

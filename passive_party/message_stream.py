@@ -1,4 +1,4 @@
-"""One bidirectional gRPC stream, with a deadline for every answer instead of one for the stream."""
+"""Wraps a bidirectional gRPC stream, with a deadline per answer instead of one for the stream."""
 
 import queue
 import threading
@@ -11,7 +11,7 @@ import grpc
 from splitveil.common.errors import PeerUnreachable, SplitveilError
 
 FAREWELL_S = 2.0
-"""How long the other side of a stream may take to close it, too."""
+"""Time that the other side of a stream may take to close it as well."""
 
 Interruption = Callable[[], int | None]
 
@@ -36,7 +36,7 @@ class MessageStream:
         threading.Thread(target=self._watch, name="stream-deadline", daemon=True).start()
 
     def send_all(self, messages: Iterable[Any]) -> None:
-        """Queue several messages."""
+        """Queue messages to be sent."""
         for message in messages:
             self._outgoing.put(message)
 
@@ -61,7 +61,7 @@ class MessageStream:
         self.drop()
 
     def drop(self) -> None:
-        """Abandon the stream; what was not received is lost."""
+        """Abandon the stream; messages not yet received are lost."""
         self._closed.set()
         self._outgoing.put(None)
         self._call.cancel()

@@ -100,7 +100,7 @@ class Aligner:
             peer: the active party.
             opening: its reply to the handshake of this run.
             nonce: this party's share of the joint seed.
-            on_progress: called with the number of ids that are through, and of all ids.
+            on_progress: called with the number of ids that have been processed, and of all ids.
             stop_if_interrupted: called while this party waits; raises Interrupted to stop.
 
         Returns:
@@ -153,10 +153,10 @@ class Aligner:
 
 
 def check_nonce(nonce: bytes) -> None:
-    """Make sure that the active party's share of the joint seed has its length.
+    """Check the length of the active party's share of the joint seed.
 
     Raises:
-        InvalidMessage: it has not.
+        InvalidMessage: it has another length than a nonce.
     """
     if len(nonce) != NONCE_BYTES:
         raise InvalidMessage(f"nonce: expected {NONCE_BYTES} bytes, got {len(nonce)}")

@@ -21,7 +21,7 @@ class Peer(Protocol):
         """Open the channel on which the two alignment engines talk."""
 
     def close_alignment(self) -> None:
-        """Wait until the peer has taken the alignment's result, too."""
+        """Wait until the peer has the alignment's result as well."""
 
     def send_activation(self, activation: messages.Activation) -> None:
         """Send the activation of a training batch."""
@@ -33,7 +33,7 @@ class Peer(Protocol):
         """Send the activation of held-out rows, and return whether the run continues."""
 
     def audit(self, question: messages.AuditQuestion) -> float:
-        """Ask for the leak AUC of scores of the training rows; it has two digits."""
+        """Ask for the leak AUC of the scores of the training rows, which has two digits."""
 
     def leave(self, run_id: str, reason: messages.LeaveReason) -> None:
-        """Leave the run, and say why."""
+        """Leave the run, and give the reason."""

@@ -28,11 +28,11 @@ from splitveil.passive_party.settings import PassiveSettings
 logger = logging.getLogger(__name__)
 
 CATCH_UP_S = 5.0
-"""Time that an audit waits for the attacks on an epoch's last batches."""
+"""Longest time that an audit waits for the attacks on an epoch's last batches."""
 
 
 class PassiveRecorder:
-    """Observes a run, and attacks the gradients that were really received.
+    """Observes a run, and attacks the gradients that were received.
 
     Args:
         settings: the party's settings.
@@ -65,11 +65,11 @@ class PassiveRecorder:
         self._steps = 0
         self._epochs = 0
         self._leaks: LeakRecorder | None = None
-        """With evaluation labels; it then runs the label-free audit, too."""
+        """Present with evaluation labels; it then runs the label-free audit as well."""
         self._rows: AlignedRows | None = None
         self._label_free: LabelFreeAudit | None = None
         self._worker: AuditWorker | None = None
-        """Runs the label-free audit where there are no evaluation labels."""
+        """Runs the label-free audit if there are no evaluation labels."""
         self._audit_refused = False
         self._audited: dict[str, dict[str, float]] = {}
 
@@ -80,11 +80,11 @@ class PassiveRecorder:
         self._resources.close()
 
     def on_opened(self) -> None:
-        """Let a run that had ended for good go on: the active party has opened it again."""
+        """Unmark a run that had ended for good: the active party has opened it again."""
         clear_mark(self._folder)
 
     def on_alignment_progress(self, done_ids: int, total_ids: int) -> None:
-        """Show nothing: small sets are aligned before a bar could be drawn."""
+        """Show nothing: small sets are aligned before a progress bar could be drawn."""
 
     def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
         """Look up the evaluation labels, start the progress bar and the adversary."""
@@ -131,12 +131,12 @@ class PassiveRecorder:
         self._metrics.write(AuditLine(epoch, figure))
 
     def on_audit_failed(self, epoch: int, error: PeerError) -> None:
-        """Log it; where the active party refuses all audits, no scores are sent again."""
+        """Log the error; if the active party refuses all audits, send no more scores."""
         self._audit_refused = self._audit_refused or isinstance(error, AuditRefused)
         logger.warning("epoch %d: no audit: %s", epoch + 1, error)
 
     def summary(self) -> Summary:
-        """Return the run's summary; call it after the recorder was closed."""
+        """Return the run's summary; call it after the recorder has been closed."""
         speed = self._progress.steps_per_s if self._progress else None
         audited = None
         if self._label_free is not None:
@@ -148,7 +148,7 @@ class PassiveRecorder:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of everything noted, once the attacks on all batches so far are done.
+        """Return a copy of the recorded state, once the attacks on all batches so far are done.
 
         Call it between steps, after `on_aligned`.
 
@@ -169,12 +169,12 @@ class PassiveRecorder:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from what ``state_dict`` returned; call it after `on_aligned`.
+        """Resume from a state that ``state_dict`` returned; call it after `on_aligned`.
 
         Measuring may be switched on and off within a run, but its attacks may not change.
 
         Raises:
-            SettingsError: the state is of other attacks than the settings name.
+            SettingsError: the state belongs to other attacks than the settings name.
         """
         self._wait_until_idle(IDLE_S)
         self._steps, self._epochs = state["steps"], state["epochs"]
@@ -192,7 +192,7 @@ class PassiveRecorder:
         self._metrics.load_state_dict(state["metrics"])
 
     def _start_attacks(self, rows: AlignedRows, seed: bytes) -> None:
-        """Look up the evaluation labels, and start what the settings and the labels allow."""
+        """Look up the evaluation labels, and start the attacks that they and the settings allow."""
         names: Sequence[str] = ()
         if self._evaluation_labels is not None:
             ids = [self._ids[row] for row in rows.file_rows]
@@ -205,7 +205,7 @@ class PassiveRecorder:
             self._rows = rows
             self._label_free = LabelFreeAudit(chosen.attack_names, chosen.every_steps, len(rows))
         if self._labels is not None:
-            # One thread for both audits: they share one budget, and the scores that both compute.
+            # One thread for both audits: they share one budget, and the scores that both need.
             self._leaks = self._of_run.enter_context(
                 LeakRecorder(
                     chosen,
@@ -243,7 +243,7 @@ class PassiveRecorder:
         positions = torch.from_numpy(batch.positions.copy())
         if self._leaks is not None and self._labels is not None:
             labels = self._labels[positions]
-            # This side has no clean gradient: its reference is a positive's gradient as received.
+            # This side has no clean gradient, so its reference is a positive's received gradient.
             self._leaks.submit(batch, gradients, labels, activations=sent)
         elif self._worker is not None:
             self._worker.submit(

@@ -12,14 +12,14 @@ from splitveil.common.party.party_settings import ReconnectSettings
 logger = logging.getLogger(__name__)
 
 MAX_DAMAGED = 3
-"""How often in a row one question is asked again because it, or its answer, came damaged."""
+"""Times in a row that a question is asked again because it, or its answer, arrived damaged."""
 
 ResultT = TypeVar("ResultT")
 Interruption = Callable[[], int | None]
 
 
 class Retrying:
-    """Asks again and again, with growing waits.
+    """Repeats a question, with growing waits in between.
 
     Args:
         settings: how long to try, and how long to wait in between.
@@ -44,12 +44,12 @@ class Retrying:
     def until_answered(self, ask: Callable[[], ResultT]) -> ResultT:
         """Ask until an answer comes, ``reconnect.max_s`` have passed, or a signal says stop.
 
-        A question that came damaged, or whose answer did, is asked a few times more: the same bytes
-        get the same answer.
+        A question that arrived damaged, or whose answer did, is asked a few more times: the same
+        bytes get the same answer.
 
         Raises:
-            PeerUnreachable: no answer came in time.
-            PeerUntrusted: whoever answers is not believed.
+            PeerUnreachable: no answer arrived in time.
+            PeerUntrusted: the server that answers is not trusted.
             ProtocolError: the answers stay damaged.
             Interrupted: a signal came.
         """
@@ -60,7 +60,7 @@ class Retrying:
             try:
                 answer = ask()
             except (PeerUntrusted, ProtocolError) as error:
-                # What the peer is believed by may have been replaced since the channel was made.
+                # The trusted certificates may have been replaced since the channel was made.
                 if isinstance(error, PeerUntrusted) and self._renew():
                     continue
                 damaged += 1

@@ -1,4 +1,4 @@
-"""The passive party's way through a run: opening, training, leaving, and resuming where needed.
+"""The passive party's part in a run: opening, training, leaving, and resuming where needed.
 
 If either party was restarted, the run resumes from the newest checkpoint that all parties have.
 """
@@ -39,10 +39,10 @@ from splitveil.passive_party.peer import Peer
 from splitveil.passive_party.training import Auditor, NoAudits, RunObserver, Training
 
 _MAX_ALIGNMENTS = 20
-"""How many alignments one process starts because the peer was lost during the one before."""
+"""Alignments that one process starts because the peer was lost during the previous one."""
 
 _MAX_DAMAGED = 3
-"""How many of them because a message of the alignment was not what it has to be."""
+"""Alignments among these that may be due to an invalid message of the previous one."""
 
 TrainerFactory = Callable[[AlignedRows], BottomTrainer]
 
@@ -87,7 +87,7 @@ class PassiveRun:
         return None if self._training is None else self._training.trainer
 
     def run(self, peer: Peer) -> None:
-        """Go through the whole run, and tell the peer how it ended.
+        """Take part in the whole run, and tell the peer how it ended.
 
         Raises:
             SplitveilError: the reason why the run ended before its last step; Interrupted takes
@@ -97,7 +97,7 @@ class PassiveRun:
         try:
             self._go_through(peer)
         except (PeerUnreachable, PeerLeft, ContractMismatch):
-            # A terminal's Ctrl-C reaches both parties: then either may hear of the other's first.
+            # Ctrl-C in a terminal reaches both parties, so either may hear about the other's first.
             self._stop_if_interrupted()
             raise
         except SplitveilError as error:
@@ -128,14 +128,14 @@ class PassiveRun:
     # ---- opening ----
 
     def _open_patiently(self, peer: Peer) -> Training:
-        """Open a new run, with another handshake if the alignment does not come to its end."""
+        """Open a new run, with another handshake if the alignment is not completed."""
         damaged = 0
         for _ in range(_MAX_ALIGNMENTS - 1):
             try:
                 return self._open(peer)
             except (PeerUnreachable, PeerRestarted, ProtocolError) as error:
                 damaged += isinstance(error, ProtocolError)
-                # Where not even a handshake was answered, the peer has been waited for long enough.
+                # If not even a handshake was answered, the peer has been awaited long enough.
                 if not self.run_id or damaged > _MAX_DAMAGED:
                     raise
                 self._stop_if_interrupted()
@@ -168,7 +168,7 @@ class PassiveRun:
         return opening
 
     def _prepare(self, file_rows: Positions, seed: bytes) -> tuple[Training, AlignedRows]:
-        """Make everything that the common rows are needed for."""
+        """Build everything that depends on the common rows."""
         rows = AlignedRows.derive(
             self.contract, seed, self._me.ids, file_rows, self._me.file_splits
         )
@@ -208,7 +208,7 @@ class PassiveRun:
     def _resume(self, peer: Peer, training: Training) -> Training:
         """Agree with the other parties on a checkpoint, and go back to it."""
         if training.progress.is_over and not self._me.has_companions:
-            return training  # whatever the peer has left to do, it does without this party
+            return training  # the peer completes the rest without this party
         if not self._store.keeps:
             raise PeerLeft("the peer was restarted, and this party keeps no checkpoints")
         offer = Offer(self.run_id, frozenset(self._store.checkpoints()))
@@ -267,7 +267,7 @@ def _reason(error: SplitveilError) -> LeaveReason:
 
 
 def _state_of(identity: RunIdentity, nonce: bytes) -> State:
-    """Return what is stored of a run, and of this party's nonce in it."""
+    """Return the stored state of a run's identity, with this party's nonce."""
     return {
         "run_id": identity.run_id,
         "nonce": nonce,

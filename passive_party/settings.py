@@ -24,7 +24,7 @@ class AdversarySettings(AuditSettings):
     AUC."""
 
     audit: bool = False
-    """Whether the active party is asked after every epoch to measure the scores of those attacks
+    """Whether the active party is asked after every epoch to measure the scores of the attacks
     that need no labels. Needs ``audits_allowed`` in the contract; the active party may still
     refuse."""
 

@@ -29,7 +29,7 @@ class RunObserver(Protocol):
         """The active party has opened the run, or resumes it."""
 
     def on_alignment_progress(self, done_ids: int, total_ids: int) -> None:
-        """Part of both parties' ids has been through the alignment."""
+        """The alignment has processed a part of both parties' ids."""
 
     def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
         """Both parties hold the same rows."""
@@ -37,7 +37,7 @@ class RunObserver(Protocol):
     def on_step(
         self, batch: Batch, sent: Tensor, received: Tensor, layers: dict[str, Tensor]
     ) -> None:
-        """A gradient came for an activation, and the bottom model learned from it."""
+        """A gradient was received for an activation, and the bottom model learned from it."""
 
     def on_epoch(self, epoch: int) -> None:
         """An epoch is over, its evaluation included."""
@@ -46,10 +46,10 @@ class RunObserver(Protocol):
         """The run resumes from a checkpoint, in an epoch, or None if nothing is left to do."""
 
     def state_dict(self) -> State:
-        """Return what was seen so far, for a checkpoint."""
+        """Return the observer's state, for a checkpoint."""
 
     def load_state_dict(self, state: State) -> None:
-        """Forget what was seen since."""
+        """Restore a state, and forget everything seen since."""
 
 
 class Auditor(Protocol):
@@ -95,7 +95,7 @@ class Training:
         run_id: names the run.
         rows: the common rows.
         trainer: this party's half of the network.
-        progress: the place in the course.
+        progress: the progress through the course.
         observer: receives the steps and epochs.
         auditor: gives the scores for audits.
     """
@@ -192,7 +192,7 @@ class Training:
         """Train on a batch, and return the features of the batch after it."""
         activation = self.trainer.forward(features)
         peer.send_activation(Activation(batch.identity(self._run_id), activation))
-        # The peer computes now, so nobody waits for what is done here.
+        # The peer computes now, so no party waits for this.
         self._report_step()
         following = self._features_of(self.progress.following)
         answer = peer.receive_gradient()
@@ -208,7 +208,7 @@ class Training:
         held_out = Activation(batch.identity(self._run_id), self.trainer.embed(features))
         stops = peer.evaluate(held_out) is Course.STOP
         if stops and not batch.closes_epoch:
-            raise InvalidMessage("the run is said to be over in the middle of an epoch")
+            raise InvalidMessage("the peer ends the run in the middle of an epoch")
         self.progress.advance()
         if stops:
             self.progress.finish()
@@ -227,7 +227,7 @@ class Training:
         is_due = answer.batch == batch.identity(self._run_id)
         if not is_due or len(answer.values) != len(batch.positions):
             raise InvalidMessage(
-                "the gradient that came back is not for " + batch_in_words(batch.epoch, batch.step)
+                "the received gradient is not for " + batch_in_words(batch.epoch, batch.step)
             )
 
     def _audit(self, peer: Peer, epoch: int, stop_if_interrupted: Callable[[], None]) -> None:
@@ -240,7 +240,7 @@ class Training:
             except PeerError as error:
                 self._auditor.on_audit_failed(epoch, error)
                 if isinstance(error, ProtocolError) and not isinstance(error, AuditRefused):
-                    continue  # it was about these scores only
+                    continue  # the error concerns these scores only
                 return  # where the peer is gone, the next step notices
             self._auditor.on_audit(epoch, scored, leak_auc)
 

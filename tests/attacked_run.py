@@ -1,7 +1,7 @@
 """Whole runs in one process, with every attack on every gradient that the passive party receives.
 
-Session, sample order, defense and tensors are those of a run over gRPC, which gives the same bits
-(`tests/wire/test_service.py`). The audits run inline: they leave no batch out.
+Session, sample order, defense and tensors are the same as in a run over gRPC, which gives the same
+bits (`tests/wire/test_service.py`). The audits run inline, so that they never leave a batch out.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ RUN_ATTACKS: tuple[RunAttackName, ...] = get_args(RunAttackName)
 
 
 class AttackedRun(NamedTuple):
-    """What the attacks found, and what the active party said of it."""
+    """The findings of the attacks, and the active party's figures about them."""
 
     test_aucs: list[float]
     """After each epoch."""
@@ -70,15 +70,15 @@ def attacked_run(
 ) -> AttackedRun:
     """Train once and attack the cut layer and the passive party's first layer.
 
-    At the cut layer the oracle's positive is a clean gradient. At the first layer there is none,
-    and it is one that came of the gradient received.
+    At the cut layer the oracle's positive is a clean gradient. The first layer does not have clean
+    gradients; there it follows from the received gradient.
 
     Args:
         example: folder of the settings.
         active: overrides of the active party's settings.
-        passive: overrides of the passive party's.
-        attacks: which ones.
-        on_step: told of every batch, too.
+        passive: overrides of the passive party's settings.
+        attacks: the attacks to run.
+        on_step: also called with every batch.
     """
     sender = _Sender()
     red_team = _RedTeam(sender, attacks, on_step)
@@ -98,12 +98,12 @@ def attacked_run(
 
 
 def deal_labels(example: Path, folder: Path, seed: int) -> list[str]:
-    """Write the example's labels to a file, dealt out anew at random among its ids.
+    """Write the example's labels to a file, permuted at random among its ids.
 
-    Features then tell nothing of a label, so that whatever an attack finds is the gradients' leak.
+    Features then reveal nothing about a label, so that every leak comes from the gradients.
 
     Returns:
-        The overrides by which the active party takes them, and gives up its own features.
+        Overrides with which the active party reads these labels and drops its own features.
     """
     settings = load_party_settings(ActiveSettings, example / "active.yaml", [])
     data = PartyData.load(settings.data, example)
@@ -134,7 +134,7 @@ def _features_alone(parties: Parties) -> dict[RunAttackName, float]:
 
 
 class _Sender(ActiveRecording):
-    """Remembers the last step, which the red team is about to see the defended side of."""
+    """Remembers the last step, of which the red team is about to see the defended gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class _Sender(ActiveRecording):
 
 
 class _RedTeam(PassiveRecording):
-    """Attacks what was received; labels and clean gradients come from the other party."""
+    """Attacks the received gradients; labels and clean gradients come from the other party."""
 
     def __init__(
         self, sender: _Sender, attacks: Sequence[AttackName], on_step: StepListener | None

@@ -1,20 +1,20 @@
-"""Attacks that pass the ledger's guarantee, each by a peer that knows no label.
+"""Attacks that exceed the ledger's guarantee, each by a peer that does not know any label.
 
-They stand here, and not among the attacks of `common/privacy`, because no audit runs them yet: they
-show for whom a bound does not hold, and `docs/attacks.md` names them.
+They are here, and not among the attacks of `common/privacy`, because audits do not run them yet:
+they show for which peers a bound does not hold, and `docs/attacks.md` names them.
 
 One peer follows the protocol and keeps what it receives. Fresh ``marvell`` gives its noise across
 the gap of the class means to one class only. Gradients hardly vary in most directions, so that the
 energy of a row outside the batch's strongest directions tells its class (`weak_directions`).
 
 Another peer chooses its activations: one long random vector for each of four groups of rows. The
-top model is then certain of each group, rightly or wrongly. A row whose label is the one that the
-model is certain of has next to no gradient, and one with the other label has a whole one, in a
-direction that all rows of its group share. Noise along one line hides neither, whatever its
-strength: that of an example is not where the gradient is (`off_the_common_line`), and that of the
-gap of the class means leaves bare what lies across the gap (`across_the_gap`).
+top model is then certain about each group, rightly or wrongly. A row with the label of which the
+model is certain has almost no gradient, and a row with the other label has a full one, in a
+direction that all rows of its group share. Noise along a line hides neither, at any strength: noise
+of an example does not lie along the gradient (`off_the_common_line`), and noise along the gap of
+the class means leaves everything across the gap bare (`across_the_gap`).
 
-The sign of every score comes from positives being the smaller class.
+The sign of every score follows from the positives being the smaller class.
 """
 
 import itertools
@@ -45,7 +45,7 @@ Score = Callable[[Tensor], Tensor]
 
 
 class Broken(NamedTuple):
-    """What one peer found without a label, and what the ledger said."""
+    """The AUC that one peer reached without labels, and the ledger's figures."""
 
     first_batch: float
     """AUC on the run's first batch alone."""
@@ -111,10 +111,10 @@ def run_attack(
     """Let the peer of an attack go through a run, in this process.
 
     Args:
-        attack: ``weak_directions`` is an honest peer's; those of the others choose activations.
+        attack: ``weak_directions`` has an honest peer; the peers of the others choose activations.
         example: folder of the settings.
         active: overrides of the active party's settings.
-        passive: overrides of the passive party's.
+        passive: overrides of the passive party's settings.
     """
     observer = _Observer(ATTACKS[attack])
     parties = build_parties(example, active, passive, passive_seen=observer)
@@ -134,7 +134,7 @@ def run_attack(
 
 
 class _Observer(PassiveRecording):
-    """Scores every gradient that comes."""
+    """Scores every received gradient."""
 
     def __init__(self, score: Score) -> None:
         super().__init__()

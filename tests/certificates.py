@@ -40,14 +40,14 @@ def use(folder: Path, example: Path) -> None:
 
 
 def add_expired(folder: Path, party: str, name: str) -> None:
-    """Add a party whose certificate has ended yesterday."""
+    """Add a party whose certificate expired yesterday."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(certs, "CLOCK_SKEW", timedelta(days=9))
         keep_certificates(folder, {party: name}, days=-1)
 
 
 class Unchecked(CredentialFiles):
-    """Files that are shown as they are: what a peer does that checks nothing of its own."""
+    """Files that are presented unchecked, as by a peer that does not check its own files."""
 
     def __init__(self, folder: Path, party: str) -> None:
         own = PartyFolder(folder / party)
@@ -69,7 +69,7 @@ class Unchecked(CredentialFiles):
 
 
 def make(folder: Path, **others: str) -> Path:
-    """Make an authority, the two parties' certificates, and more where names are given."""
+    """Make an authority, the two parties' certificates, and more certificates for given names."""
     make_certificates(folder, NAMES | others)
     return folder
 
@@ -88,17 +88,17 @@ def add_unusual(
     extensions: Sequence[x509.ExtensionType] = (),
     replaced: tuple[bytes, bytes] = (b"", b""),
 ) -> None:
-    """Add a party with a certificate of the folder's authority that ``splitveil-certs`` makes not.
+    """Add a party with a certificate that ``splitveil-certs`` would not issue.
 
     Args:
-        folder: as ``make`` leaves it.
-        party: gets a folder of its own.
-        names: the subject alternative name; without any there is no such extension.
-        common_name: the subject.
-        purposes: the extended key usage; without any there is no such extension.
-        days: until its end, which may lie in the past.
-        extensions: more of them.
-        replaced: bytes of what is signed, and others of the same length that are signed instead.
+        folder: a folder made by ``make``, whose authority signs the certificate.
+        party: name of the party, which gets its own folder.
+        names: names in the subject alternative name; without any, the extension is left out.
+        common_name: common name of the subject.
+        purposes: purposes in the extended key usage; without any, the extension is left out.
+        days: days until it expires, which may be in the past.
+        extensions: further extensions.
+        replaced: bytes of the signed part, and bytes of the same length that are signed instead.
     """
     authority, own = PartyFolder(folder / "authority"), PartyFolder(folder / party)
     signer = serialization.load_pem_private_key(authority.private_key.read_bytes(), None)
@@ -140,7 +140,7 @@ def add_unusual(
 def _signed_anew(
     der: bytes, signed: bytes, replaced: tuple[bytes, bytes], signer: ec.EllipticCurvePrivateKey
 ) -> bytes:
-    """Replace some of what is signed, which the library would refuse to build, and sign that."""
+    """Replace bytes of the signed part with bytes that the library would refuse, and sign it."""
     other = signed.replace(*replaced)
     signature = signer.sign(other, ec.ECDSA(hashes.SHA256()))
     algorithm = bytes.fromhex("300a06082a8648ce3d040302")  # ecdsa-with-SHA256

@@ -1,7 +1,7 @@
-"""What all tests share.
+"""Fixtures and settings that all tests share.
 
-Sums over several threads are in another order, and so have other last digits: with one thread the
-figures of a test are the same however many cores there are.
+Sums over several threads are added in another order and differ in their last digits: with one
+thread, the figures of a test are the same for any number of cores.
 """
 
 import logging
@@ -27,7 +27,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def _own_logging() -> Iterator[None]:
-    """Put back what a command that runs in the tests' own process sets up for its log."""
+    """Restore the logging that a command changes when it runs in the tests' own process."""
     root, hook = logging.getLogger(), threading.excepthook
     handlers, level = root.handlers[:], root.level
     yield
@@ -39,7 +39,7 @@ def _own_logging() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a small example; a module with another one has a fixture of its own."""
+    """Return the folder of a small example; a module may override it with another example."""
     folder = tmp_path_factory.mktemp("example")
     write_example(folder)
     return folder
@@ -47,6 +47,6 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def port() -> int:
-    """Return a port of loopback that nobody listens at."""
+    """Return a free port on loopback."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Defenses as tests build them: from their settings and a few secrets, without a run."""
+"""Builds defenses for tests from their settings and a few secrets, without a run."""
 
 from splitveil.active_party.defenses import Defense, DefenseContext, DefenseSettings, NoiseSecrets
 from splitveil.active_party.defenses.example_keys import NoiseKey

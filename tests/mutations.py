@@ -1,4 +1,4 @@
-"""Messages of a real run, and what a broken or hostile peer might make of them."""
+"""Messages of a real run, and mutants of them as a broken or hostile peer might send."""
 
 import random
 import threading
@@ -29,7 +29,7 @@ _EXTREMES = (0, 1, 127, 128, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**6
 
 
 class Tape:
-    """Keeps every message that crosses, where a transcript keeps its digest."""
+    """Keeps every message that crosses the wire, where a transcript keeps its digest."""
 
     def __init__(self) -> None:
         self.messages: dict[str, list[bytes]] = {}
@@ -43,7 +43,7 @@ class Tape:
             self.messages.setdefault(crossing.kind, []).append(crossing.data)
 
     def requests(self) -> dict[str, list[bytes]]:
-        """Return what the passive party has sent so far, by method; goodbyes for another run."""
+        """Return the passive party's messages so far, by method; goodbyes are for another run."""
         with self._lock:
             sent = {m: list(self.messages.get(f"{m} request", ())) for m in METHODS}
         run_id = pb.TensorFrame.FromString(sent["Train"][0]).run_id
@@ -62,7 +62,7 @@ class Tape:
 
 
 class Mutant(NamedTuple):
-    """A message to send, and how it came about."""
+    """A message to send, and its history."""
 
     method: str
     data: bytes
@@ -70,13 +70,14 @@ class Mutant(NamedTuple):
 
 
 class Mutator:
-    """Draws mutants of recorded messages, the same ones for the same seed.
+    """Draws mutants of recorded messages; the same seed gives the same mutants.
 
     Args:
-        messages: by method. Of tensors, only such as were answered: one that was not, with other
-            numbers under its right header, is an activation that a peer may send.
-        seed: of everything that is drawn.
-        run_id: of a run to which nobody says goodbye: that is a peer's right, too.
+        messages: messages by method. Tensors must have been answered: an unanswered one with other
+            numbers under its valid header would be an activation that a peer may send.
+        seed: seed of all draws.
+        run_id: id of the run under attack; valid goodbyes to it, which a peer may send, are not
+            drawn.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Mutator:
         }
 
     def draw(self) -> Mutant:
-        """Return the next mutant: half of them changed more than once, one in ten to the wrong."""
+        """Return the next mutant: half are changed repeatedly, one in ten has a wrong method."""
         mutant = self._draw()
         while mutant.method == "Leave" and self._is_goodbye(mutant.data):
             mutant = self._draw()
@@ -123,7 +124,7 @@ class Mutator:
         return Mutant(method, data, "+".join(ways))
 
     def mutate(self, data: bytes) -> bytes:
-        """Return one message, changed in one way; by chance it is the same."""
+        """Return one message, changed in one way; by chance it may remain the same."""
         return self._random.choice(list(self._ways.values()))(data)
 
     def _flip_bits(self, data: bytes) -> bytes:
@@ -190,7 +191,7 @@ class Mutator:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield tag and value of each field, as far as the bytes can be read as fields."""
+    """Yield tag and value of each field, up to the first byte that cannot be parsed."""
     at = 0
     while at < len(data):
         try:
@@ -232,11 +233,11 @@ def _varint(value: int) -> bytes:
 
 
 class _Aborted(Exception):
-    """What gRPC's own context raises, too."""
+    """Stands for the exception with which gRPC's own context aborts."""
 
 
 class _Context:
-    """A call in this process: keeps its status."""
+    """The context of a call in this process, which keeps its status."""
 
     def __init__(self) -> None:
         self.code = grpc.StatusCode.OK
@@ -256,8 +257,8 @@ class DirectSender:
     """Calls the handlers of a service in this process, as the server does, but without a wire.
 
     Args:
-        service: to call.
-        contract: that it serves under.
+        service: the service to call.
+        contract: the contract under which it serves.
     """
 
     def __init__(self, service: ActiveService, contract: Contract) -> None:
@@ -289,11 +290,11 @@ def _always(handler: Any) -> Callable[[Any], Any]:
 
 
 class WireSender:
-    """Calls a server over a connection of its own.
+    """Calls a server over a separate connection.
 
     Args:
-        port: of localhost.
-        party: whose name it calls under, where there are several passive parties.
+        port: port on localhost.
+        party: name of the calling party if there are several passive parties.
     """
 
     def __init__(self, port: int, party: str | None = None) -> None:
@@ -324,7 +325,7 @@ class WireSender:
 def send_mutants(
     sender: DirectSender | WireSender, mutator: Mutator, count: int
 ) -> Counter[tuple[str, str]]:
-    """Send that many mutants, on streams up to four in a row, and count statuses by method."""
+    """Send mutants, up to four in a row on a stream, and count statuses by method."""
     statuses: Counter[tuple[str, str]] = Counter()
     row: list[bytes] = []
     for number in range(count):
@@ -358,7 +359,7 @@ class AtStep(GrpcPeer):
 def run_disturbed(
     parties: Parties, port: int, tape: Tape, actions: Mapping[int, Callable[[ActiveService], None]]
 ) -> ActiveService:
-    """Run over localhost, and do something in the midst of it."""
+    """Run over localhost, and perform an action in the middle of the run."""
     contract, settings = parties.active_settings.contract, parties.passive_settings
     service = ActiveService(parties.session, parties.engine, deadline_s=300)
     server = start_server(service, contract, f"127.0.0.1:{port}", transcript=tape.as_transcript())

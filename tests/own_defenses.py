@@ -1,4 +1,4 @@
-"""Defenses as a user writes them: one that states its charge, and some that do not fit."""
+"""User-defined defenses: one that states its charge, and some that are invalid."""
 
 from pathlib import Path
 

@@ -44,7 +44,7 @@ class StopsAtFirstStep(InProcessPeer):
 
 
 class Lost(BaseException):
-    """Stands for kill -9: nothing of ours catches it."""
+    """Stands for kill -9: the program never catches it."""
 
 
 class DiesAt(InProcessPeer):
@@ -73,18 +73,18 @@ class DiesAt(InProcessPeer):
         return course
 
     def leave(self, run_id: str, reason: LeaveReason) -> None:
-        """A killed process says nothing; one that has finished does."""
+        """Say goodbye unless the process was killed."""
         if reason == LeaveReason.FINISHED:
             super().leave(run_id, reason)
 
 
 def dying(at: int, *, after: bool) -> Callable[..., InProcessPeer]:
-    """Return a peer whose process ends at this one of its messages."""
+    """Return a peer whose process ends at the given message."""
     return type("Dies", (DiesAt,), {"at": at, "after": after})
 
 
 class AtSteps(GrpcPeer):
-    """Does something before it asks for the gradients of some steps."""
+    """Performs an action before it requests the gradients of some steps."""
 
     actions: dict[int, Callable[[], None]]
     count = 0

@@ -1,4 +1,4 @@
-"""The files of a run, written by the schema of its record and without a run."""
+"""Writes the files of a run with the types of its record, without a run."""
 
 import json
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from splitveil.common.record.run_record import METRICS
 
 
 def append_lines(folder: Path, *lines: Line, time_s: float = 0.1) -> None:
-    """Write lines behind those in a party's metrics."""
+    """Append lines to a party's metrics."""
     with (folder / METRICS).open("a", encoding="utf-8") as metrics:
         metrics.writelines(text_of(lines, time_s))
 

@@ -127,7 +127,7 @@ def write_example(folder: Path, rows: int = 400, seed: int = 3) -> None:
 
 @dataclass
 class PassiveRecording(simulation.PassiveRecording):
-    """Looks at the alignment's progress, too."""
+    """Also records the alignment's progress."""
 
     def on_alignment_progress(self, done_ids: int, total_ids: int) -> None:
         assert done_ids <= total_ids
@@ -146,7 +146,7 @@ class Parties:
     engine: AlignmentEngine
 
     def simulation(self) -> Simulation:
-        """Return the two as they are now."""
+        """Return the two parties in their present state as a simulation."""
         active = ActiveParty(self.active_settings, self.session, self.engine, self.active)
         passive = PassiveParty(self.passive_settings, self.run, self.passive)
         return Simulation(active, {self.passive_settings.party: passive})
@@ -169,11 +169,11 @@ def build_parties(
     """Build both parties with overrides of their settings; ``contract.`` ones may differ, too.
 
     Args:
-        folder: where the settings are.
-        active: overrides.
-        passive: overrides.
-        runs: where both keep checkpoints, in a folder for each; by default they keep none.
-        device: where both models are.
+        folder: folder of the settings.
+        active: overrides of the active party's settings.
+        passive: overrides of the passive party's settings.
+        runs: folder in which both keep checkpoints, one folder each; by default they do not.
+        device: device of both models.
         active_seen: the active party's observer.
         passive_seen: the passive party's.
     """
@@ -206,7 +206,7 @@ def run_over_grpc(parties: Parties, port: int) -> None:
 
 
 def in_background(action: Callable[[], None]) -> threading.Thread:
-    """Start something beside the test."""
+    """Run a function in a thread beside the test."""
     thread = threading.Thread(target=action, daemon=True)
     thread.start()
     return thread

@@ -30,7 +30,7 @@ NAMES = ("ash", "birch", "cedar")
 
 
 def write_several(folder: Path, parties: int = 3, rows: int = 400, seed: int = 3) -> None:
-    """Write data of an active and several passive parties, of which each lacks other rows."""
+    """Write data of an active and several passive parties, each of which lacks different rows."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(seed)
     x, own = generator.normal(size=(rows, 2 * parties)), generator.normal(size=(rows, 2))
@@ -77,7 +77,7 @@ class Several:
     errors: dict[str, BaseException] = field(default_factory=dict)
 
     def simulation(self) -> Simulation:
-        """Return all as they are now."""
+        """Return all parties in their present state as a simulation."""
         active = ActiveParty(self.settings, self.session, self.engine, self.seen)
         return Simulation(active, self.passive)
 
@@ -96,10 +96,10 @@ def build_several(
     """Build all parties with overrides.
 
     Args:
-        folder: where ``write_several`` has written.
-        both: overrides for all.
+        folder: the folder that ``write_several`` has filled.
+        both: overrides for all parties.
         active: overrides for the active party.
-        runs: where all keep checkpoints; by default they keep none.
+        runs: folder in which all keep checkpoints; by default they do not.
     """
     settings = load_party_settings(ActiveSettings, folder / "active.yaml", [*both, *active])
     one = build_active(settings, runs=runs)
@@ -119,9 +119,9 @@ def build_passive(
 
 
 class PartyPeer(InProcessPeer):
-    """The active party in the same process, for one of several: what fails there, ends the run.
+    """The active party in the same process, for one of several parties: its errors end the run.
 
-    Where the test replaces the session, the active party was started again.
+    A test replaces the session to simulate a restart of the active party.
     """
 
     def __init__(self, several: Several, party: str) -> None:
@@ -137,7 +137,7 @@ Connect = Callable[[Several, str], PartyPeer]
 
 
 def start(several: Several, name: str, connect: Connect = PartyPeer) -> threading.Thread:
-    """Let one passive party run beside the test."""
+    """Run one passive party in a thread beside the test."""
     several.errors.pop(name, None)
     return several.simulation().start(
         name,
@@ -147,7 +147,7 @@ def start(several: Several, name: str, connect: Connect = PartyPeer) -> threadin
 
 
 def finish(threads: Sequence[threading.Thread]) -> None:
-    """Wait for their end."""
+    """Wait for the passive parties to end."""
     for thread in threads:
         thread.join(HANGS_AFTER_S)
         assert not thread.is_alive(), f"{thread.name} hangs"

@@ -1,4 +1,4 @@
-"""Small runs with several classes: data of two parties, and settings as a user writes them."""
+"""Small runs with more than two classes: data of two parties, and their settings files."""
 
 from pathlib import Path
 

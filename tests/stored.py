@@ -1,4 +1,4 @@
-"""What becomes of a state in a checkpoint: plain names and values, copied, in no order."""
+"""The form of a state in a checkpoint: plain names and values, copied, in arbitrary order."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def stored(state: Any) -> Any:
-    """Return a state as a checkpoint would give it back; refuse what a checkpoint cannot hold."""
+    """Return a state as a checkpoint would restore it; refuse values that it cannot hold."""
     if isinstance(state, dict):
         assert all(isinstance(name, str) for name in state)
         return {name: stored(state[name]) for name in sorted(state, reverse=True)}
@@ -18,7 +18,7 @@ def stored(state: Any) -> Any:
 
 
 def same(first: Any, second: Any) -> bool:
-    """Say whether two states are equal bit for bit."""
+    """Return whether two states are equal bit for bit."""
     if isinstance(first, dict) and isinstance(second, dict):
         return first.keys() == second.keys() and all(same(first[k], second[k]) for k in first)
     if isinstance(first, Tensor) and isinstance(second, Tensor):

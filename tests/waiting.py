@@ -1,14 +1,14 @@
-"""How tests wait: for events, and for no event longer than any machine takes."""
+"""Waiting in tests: for events, with a time limit that is generous for any machine."""
 
 import time
 from collections.abc import Callable
 
 HANGS_AFTER_S = 600.0
-"""How long anything may take before a test says that it hangs: a limit that nothing comes near."""
+"""Seconds after which a test reports that it hangs, far more than anything takes."""
 
 
 def wait_until(condition: Callable[[], bool], every_s: float = 0.01) -> None:
-    """Wait for what another thread or process does."""
+    """Wait until another thread or process has caused a condition."""
     until = time.monotonic() + HANGS_AFTER_S
     while not condition():
         assert time.monotonic() < until, "hangs"

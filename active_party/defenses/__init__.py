@@ -1,11 +1,12 @@
-"""Defenses: what the active party does so that a gradient tells little about the labels.
+"""Defenses, which the active party applies so that a gradient reveals little about the labels.
 
 Every defense takes the raw gradient and the labels of one batch. All but ``none`` scale with the
-gradient: k g is answered as k times the answer to g. Most defend the gradient of the cross entropy;
-``noisy_label`` replaces the labels from which the gradient is computed, and ``gafm`` the loss.
+gradient: the answer to k g is k times the answer to g. Most defend the gradient of the cross
+entropy; ``noisy_label`` replaces the labels from which the gradient is computed, and ``gafm`` the
+loss.
 
-A defense is one module: its settings class answers for it (see ``section``), and its name stands in
-the list below.
+A defense is one module: its settings class answers every question about it (see ``section``) and is
+a member of the union below.
 """
 
 from typing import Annotated
@@ -67,4 +68,4 @@ DefenseSettings = Annotated[
     | CustomDefense,
     Field(discriminator="name"),
 ]
-"""The settings of a defense; ``name`` tells which."""
+"""The settings of a defense; ``name`` selects the defense."""

@@ -16,7 +16,7 @@ from splitveil.active_party.defenses.rows import as_unit, in_chunks, largest_siz
 
 
 class ClassMeans(NamedTuple):
-    """The classes of a batch, or the best that is known about them."""
+    """The classes of a batch, or the best available estimate of them."""
 
     means: Tensor
     """(classes, cut_dim) float64; zeros for a class without examples."""
@@ -49,7 +49,7 @@ def measure_class_means(rows: Tensor, classes: Tensor, num_classes: int) -> Clas
     Args:
         rows: raw gradients, (batch, cut_dim).
         classes: class index of each row, (batch,) int64.
-        num_classes: how many classes there are.
+        num_classes: number of classes.
     """
     unit = as_unit(largest_size(rows))
     counts = torch.bincount(classes, minlength=num_classes).double()
@@ -75,16 +75,16 @@ class RunningMeans:
         self._counts = torch.zeros(num_classes, dtype=torch.float64)
 
     def earlier(self, batch: ClassMeans) -> ClassMeans | None:
-        """Return a batch with the means before it; None if a class had not been seen by then."""
+        """Return a batch with the means before it; None if a class had not been seen before."""
         if self._means is None or not bool((self._counts > 0).all()):
             return None
         return batch._replace(means=self._means.to(batch.means.device), counts=self._counts.clone())
 
     def take_in(self, batch: ClassMeans) -> ClassMeans | None:
-        """Remember a batch, and return its classes, with running means for those that it lacks.
+        """Remember a batch, and return its classes, with running means for classes that it lacks.
 
         Returns:
-            The classes; None if one of those that it lacks has never been seen.
+            The classes; None if the batch lacks a class that has never been seen.
         """
         present = (batch.counts > 0)[:, None].to(batch.means.device)
         if self._means is None:
@@ -110,8 +110,8 @@ class RunningMeans:
         """Replace the means.
 
         Raises:
-            ValueError: the state does not have the names that ``state_dict`` gives, or is of
-                another number of classes.
+            ValueError: the state does not have the names that ``state_dict`` gives, or belongs to
+                a different number of classes.
         """
         if set(state) not in ({"means", "counts"}, set[str]()):
             raise ValueError(f"expected means and counts of classes, got {sorted(state)}")

@@ -74,8 +74,8 @@ def measure_classes(
     Args:
         rows: raw gradients, (batch, cut_dim).
         positive: (batch,) bool.
-        reduce: adds up a tensor over all workers and gives each the sum, for a batch that is spread
-            over workers. Every worker then gets the estimate of the whole batch.
+        reduce: adds up a tensor over all workers and returns the sum to each, for a batch that is
+            spread over workers. Every worker then gets the estimate of the whole batch.
     """
     shards = _identity if reduce is None else reduce
     unit = as_unit(shards(largest_size(rows)))
@@ -92,7 +92,7 @@ def measure_classes(
         distances = torch.linalg.vector_norm(chunk.sub_(means[classes[part]]), dim=1)
         squares.addmv_(shares[:, part], distances.square_())
     squares = shards(squares)
-    # One transfer, because each makes the processor wait for the device.
+    # A single transfer, because each one makes the processor wait for the device.
     neg_rows, pos_rows, neg_square, pos_square, size = torch.cat(
         (counts, squares, unit[None])
     ).tolist()
@@ -106,7 +106,7 @@ def measure_classes(
 
 
 def measure_means(rows: Tensor, positive: Tensor) -> tuple[BatchClasses, Tensor]:
-    """Estimate only the means, as if the classes had no spread, in one pass and float64.
+    """Estimate only the means, for classes without spread, in one pass and float64.
 
     Returns:
         The classes, and the norms of the rows, (batch,) float64.
@@ -146,7 +146,7 @@ class RunningClasses:
         self._rows = {"neg": 0, "pos": 0}
 
     def earlier(self, device: torch.device) -> ClassEstimate | None:
-        """Estimate both classes from the batches taken in so far; None before both were seen."""
+        """Estimate both classes from earlier batches; None until both have been seen."""
         return self._estimate(
             self._moments.get("neg"), self._moments.get("pos"), self._rows, device
         )
@@ -155,8 +155,8 @@ class RunningClasses:
         """Remember a batch, and estimate both classes.
 
         Returns:
-            The batch's own estimate if it has both classes. If one is missing, the running
-            statistics stand in for it; None if it has never been seen.
+            The batch's own estimate if it has both classes. If one is missing, its running
+            statistics are used instead; None if it has never been seen.
         """
         own_rows = {"neg": batch.neg_rows, "pos": batch.pos_rows}
         for name, count in own_rows.items():

@@ -1,8 +1,8 @@
-"""A defense written by the user: a class of the user's own, loaded by name.
+"""User-defined defenses: a class written by the user, loaded by name.
 
 The class is a `Defense`, built as ``Class(context, noise, **arguments)``. Before a run starts it is
 tried out on a few batches, and during the run each of its answers is checked. An answer is charged
-what its report states, and without bound where it states nothing.
+the amount that its report states, and without bound if the report does not state a charge.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ _PROBE_ROWS = 8
 
 
 class CustomDefense(NoisyDefense):
-    """A defense of the user's own: a subclass of ``splitveil.active_party.defenses.Defense``.
+    """A user-defined defense: a subclass of ``splitveil.active_party.defenses.Defense``.
 
     It is built as ``Class(context, noise, **arguments)`` with a ``DefenseContext`` and a
     ``NoiseSource``, its only source of randomness: the same question then gets the same noise, also
@@ -59,7 +59,7 @@ class CustomDefense(NoisyDefense):
         """Try out the class on batches of all classes, of one class, and of zeros.
 
         Raises:
-            SettingsError: it cannot be loaded or built, fails, or returns something else than a
+            SettingsError: it cannot be loaded or built, fails, or returns something other than a
                 defended batch.
         """
         defense = self._load(context, SecureNoise())
@@ -80,22 +80,22 @@ class CustomDefense(NoisyDefense):
         return f"custom {self.module} {sorted(self.arguments.items())!r}"
 
     def fresh_charge(self, _context: DefenseContext) -> ChargeForecast:
-        """Say that only the class knows."""
+        """Return that the charge is unknown: only the class itself states it."""
         return UNKNOWN
 
     def repeated_charge(self, _context: DefenseContext) -> ChargeForecast:
-        """Say that only the class knows."""
+        """Return that the charge is unknown: only the class itself states it."""
         return UNKNOWN
 
     def honesty(self, _context: DefenseContext) -> str:
-        """Say how far the forecast can be relied on."""
+        """Describe how reliable the forecast is."""
         return (
             f"{self.module} states its charges itself: nothing can be said before the run. "
             "Where it states none, the charge is infinite."
         )
 
     def guarantee_limit(self) -> str:
-        """Say that the guarantee is as good as the charges that the class states."""
+        """Explain that the guarantee is as good as the charges that the class states."""
         return f"The guarantee relies on the charges that {self.module} states itself."
 
     def _load(self, context: DefenseContext, noise: NoiseSource) -> Defense:
@@ -139,10 +139,10 @@ class CheckedDefense(RememberingDefense):
         return answer
 
     def targets(self, batch: LabelledRows, /) -> Tensor:
-        """Return the labels that the user's defense puts in the place of the true ones.
+        """Return the labels with which the user's defense replaces the true ones.
 
         Raises:
-            ValueError: there is not one finite number per row.
+            ValueError: the result does not have one finite number per row.
         """
         targets: object = self._own.targets(batch)
         if not isinstance(targets, Tensor) or targets.shape != batch.labels.shape:

@@ -1,9 +1,9 @@
 """The secret noise key, and the secret bits that each example derives from it for the whole run.
 
 An example's bits are BLAKE2b of its canonical id, keyed with the noise key and separated by
-purpose. They need no table: a restarted party, a second worker, another epoch or another batch
-finds the same ones. Anyone who knows the key can subtract the noise, so its file is readable only
-by its owner, and the key appears in no log and no message.
+purpose. They do not need a table: a restarted party, a second worker, another epoch or another
+batch derives the same bits. Anyone who knows the key can subtract the noise, so its file is
+readable only by its owner, and the key never appears in a log or a message.
 """
 
 import hashlib
@@ -36,9 +36,9 @@ def load_or_create_key(path: Path) -> NoiseKey:
     """Read the noise key, or create it. Safe for workers that start at the same time.
 
     Raises:
-        SettingsError: the file is not a key, or others than this process's user own it or may read
-            or write it.
-        StorageError: there is none, and none can be written.
+        SettingsError: the file is not a key, or a user other than this process's owns it or may
+            read or write it.
+        StorageError: the file does not exist and cannot be written.
     """
     if not path.exists():
         _create(path)
@@ -51,7 +51,7 @@ def key_from_insecure_seed(seed: int) -> NoiseKey:
 
 
 def key_for(key: NoiseKey, strength: str) -> NoiseKey:
-    """Derive the key of one strength of one defense: noise of two strengths has nothing in common.
+    """Derive the key of one strength of one defense: noise of two strengths is independent.
 
     Two answers with the same noise at different strengths could be solved for it.
     """
@@ -92,7 +92,7 @@ def scalars(keys: Tensor) -> Tensor:
 
 
 def _load(path: Path) -> NoiseKey:
-    # Not blocking, for a pipe in the file's place would be waited for.
+    # Non-blocking, because opening a pipe in the file's place would wait for a writer.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         descriptor = os.open(path, flags)
@@ -125,8 +125,8 @@ def _refuse_if_shared(path: Path, status: os.stat_result) -> None:
 
 
 def _create(path: Path) -> None:
-    # Written whole under another name first, so that a crash leaves no part of a key, and given
-    # its own name by a link, which fails where another worker was faster.
+    # Written completely under another name first, so that a crash never leaves part of a key; then
+    # linked to its own name, which fails if another worker was faster.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

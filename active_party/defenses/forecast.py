@@ -1,7 +1,7 @@
-"""Forecasts: what the settings of a defense say about its charges before any training.
+"""Forecasts of a defense's charges, made from its settings before any training.
 
-The defense, the epochs and the labels are known before a run; the gradients are not. So a forecast
-is one of four kinds:
+The defense, the epochs and the labels are known before a run; the gradients are not. Therefore a
+forecast is one of four kinds:
 
     exact       the strength alone decides: persistent noise, noisy labels, no credit at all
     bound       no gradient is charged more; proved where it is computed
@@ -20,16 +20,16 @@ Certainty = Literal["exact", "bound", "estimate", "unknown"]
 
 
 class ChargeForecast(NamedTuple):
-    """A divergence as far as it is known before the run."""
+    """A divergence, as precisely as it is known before the run."""
 
     low: float
     high: float
     certainty: Certainty
-    """Whether the charge is ``high`` (then ``low`` is the same), at most ``high``, probably between
-    the two, or anything at all."""
+    """The relation of the charge to the two figures: exactly ``high`` (then ``low`` is the same),
+    at most ``high``, probably between the two, or anything at all."""
 
     def times(self, answers: int) -> "ChargeForecast":
-        """Return the sum over several answers, each with noise of its own."""
+        """Return the sum over several answers with independent noise."""
         return self._replace(low=self.low * answers, high=self.high * answers)
 
     @classmethod
@@ -39,7 +39,7 @@ class ChargeForecast(NamedTuple):
 
     @property
     def is_promise(self) -> bool:
-        """Whether no run is charged more than ``high``."""
+        """Whether a run is never charged more than ``high``."""
         return self.certainty in ("exact", "bound")
 
 
@@ -47,17 +47,17 @@ UNKNOWN = ChargeForecast(0.0, math.inf, "unknown")
 
 
 class Forecast(NamedTuple):
-    """The answer of a defense's settings to the question what a run would be charged."""
+    """A forecast of the charges of a run with a defense's settings."""
 
     charges: Mapping[NoiseKind, ChargeForecast]
-    """The charge of one answer, for each kind of noise that could be set; that of persistent noise
-    covers all repetitions."""
+    """The charge of one answer, for each kind of noise that could be set; the charge of persistent
+    noise covers all repetitions."""
 
     configured: NoiseKind
     """The kind of noise that is set, one of the keys of ``charges``."""
 
     honesty: str
-    """A sentence about how far the forecast can be relied on."""
+    """A sentence about how reliable the forecast is."""
 
     @property
     def charge(self) -> ChargeForecast:
@@ -66,7 +66,7 @@ class Forecast(NamedTuple):
 
 
 def depends_on_gradients(name: str) -> str:
-    """Say that nothing is known about a charge before the run."""
+    """Explain that a charge is unknown before the run."""
     return (
         f"The charge of {name} depends on the gradients alone: nothing can be said "
         "before the run. Its ledger tells after each epoch."

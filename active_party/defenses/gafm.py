@@ -1,6 +1,6 @@
 """GAFM: training the cut layer against a critic and softened labels instead of the labels.
 
-The losses, and what they tell a peer, are described in ``gafm_losses``. This module holds the
+The losses, and what they reveal to a peer, are described in ``gafm_losses``. This module holds the
 settings, the objective that replaces the cross entropy, and the charge of the mixed gradient.
 """
 
@@ -74,8 +74,8 @@ class GafmDefense(SeededDefense):
     """Train the cut layer against a critic and softened labels instead of the labels.
 
     The top model becomes the generator; the paper's has one hidden layer with leaky ReLU. By itself
-    this does not defend the gradients' numbers: the leak ledger gives it no credit, see
-    ``composed_with``. As in the paper on Spambase, with its own Marvell behind it:
+    this does not defend the gradients' values: the leak ledger gives it no credit, see
+    ``composed_with``. As in the paper on Spambase, with Marvell behind it:
 
         top_model: {kind: mlp, hidden: [16], activation: leaky_relu}
         defense:
@@ -87,23 +87,25 @@ class GafmDefense(SeededDefense):
     name: Literal["gafm"] = "gafm"
 
     gan_weight: float = Field(default=1.0, gt=0, le=1000)
-    """Weight of the adversarial term beside the cross entropy, both brought to norm 1 first."""
+    """Weight of the adversarial term relative to the cross entropy, after both are scaled to norm
+    1."""
 
     response_width: float = Field(default=0.05, ge=0, le=0.5)
     """Largest distance of a softened label from 1/2."""
 
     response: Literal["fresh", "persistent"] = "fresh"
-    """Whether a label is softened anew for every answer, or once for the whole run.
+    """Whether a label is softened again for every answer, or once for the whole run.
 
-    Fresh ones average out over epochs. Persistent ones come from the key at ``noise_key_path``.
-    Neither hides on which side of 1/2 a softened label lies, which is the label.
+    Fresh softened labels average out over epochs. Persistent ones come from the key at
+    ``noise_key_path``. Neither hides on which side of 1/2 a softened label lies, and that side is
+    the label.
     """
 
     terms: Literal["both", "gan_only", "ce_only"] = "both"
     """The terms that are sent: both, or one of them for comparison.
 
-    The adversarial term alone does not say which rows are the positive ones; what it teaches the
-    cut layer may have little to do with the labels.
+    The adversarial term alone does not say which rows are positive; the cut layer may learn
+    something from it that has little to do with the labels.
     """
 
     label_noise: float = Field(default=0.01, ge=0, le=1)
@@ -116,17 +118,17 @@ class GafmDefense(SeededDefense):
     """Size to which the critic's weights are clipped."""
 
     critic_learning_rate: float = Field(default=1e-4, gt=0, le=1)
-    """Step size of the critic's Adam; the contract's schedule holds for it, too."""
+    """Step size of the critic's Adam; the contract's schedule applies to it, too."""
 
     composed_with: Annotated[
         NoDefense | IsoDefense | MaxNormDefense | MarvellDefense | NoisyLabelDefense,
         Field(discriminator="name"),
     ] = NoDefense()
-    """The defense of the mixed gradient before it leaves.
+    """The defense that is applied to the mixed gradient before it leaves.
 
-    ``noisy_label`` keeps its guarantee: critic and softened labels then see noisy labels only. The
-    others add fresh noise; the leak ledger gives credit to ``iso``, and to ``marvell`` where the
-    cut has one value per example.
+    ``noisy_label`` keeps its guarantee: critic and softened labels then only see noisy labels. The
+    others add fresh noise; the leak ledger gives credit to ``iso``, and to ``marvell`` if the cut
+    has one value per example.
     """
 
     @model_validator(mode="after")
@@ -144,7 +146,7 @@ class GafmDefense(SeededDefense):
         return MixedTerms(self.terms, self.gan_weight, self.response_width)
 
     def _build(self, given: BuildInputs, /) -> Defense:
-        """Build the defense of the mixed gradient, with a charge for what a label moves."""
+        """Build the defense of the mixed gradient, which charges for the move of a label."""
         if self.insecure_noise_seed is not None:
             warn_about_seed()
         return MixedGradientDefense(self.composed_with.build(*given))
@@ -152,7 +154,7 @@ class GafmDefense(SeededDefense):
     def objective(
         self, top: TopModel, secrets: NoiseSecrets, examples: Examples, /
     ) -> Objective | None:
-        """Return the training against a critic."""
+        """Return the objective of training against a critic."""
         seed, shifts = self.insecure_noise_seed, None
         if self.response == "persistent" and secrets.noise_key is not None:
             shifts = persistent_shifts(secrets.noise_key, examples.ids, self.response_width)
@@ -171,8 +173,8 @@ class GafmDefense(SeededDefense):
     def noise_key_strength(self, context: DefenseContext, /) -> str | None:
         """Name the strength for which the noise key is derived.
 
-        The key of noisy labels is that of ``noisy_label`` by itself: a label's flip is drawn once,
-        whatever the flipped label is used for.
+        The key of noisy labels is the same as for ``noisy_label`` by itself: a label's flip is
+        drawn once for all uses of the flipped label.
         """
         behind = self.composed_with.noise_key_strength(context)
         if behind is not None or self.response == "fresh":
@@ -180,7 +182,7 @@ class GafmDefense(SeededDefense):
         return f"gafm {self.response_width!r}"
 
     def forecast(self, context: DefenseContext) -> Forecast:
-        """Say what one answer will be charged: that of noisy labels, or nothing is known."""
+        """Forecast the charge of one answer: that of noisy labels; otherwise it is unknown."""
         behind = self.composed_with.forecast(context)
         if behind.configured == "persistent":
             return behind
@@ -195,11 +197,11 @@ class GafmDefense(SeededDefense):
         )
 
     def refusal(self, context: DefenseContext, /) -> str | None:
-        """Say why the defense cannot be used with several classes."""
+        """Explain why the defense cannot be used with more than two classes."""
         return two_classes_alone(self.name) if context.num_classes > 2 else None
 
     def budget_refusal(self, context: DefenseContext, /) -> str | None:
-        """Say why the first answer would exceed every budget."""
+        """Explain why the first answer would exceed every budget."""
         if self._is_credited(context.cut_dim):
             return None
         return (
@@ -209,7 +211,7 @@ class GafmDefense(SeededDefense):
         )
 
     def guarantee_limit(self) -> str:
-        """Say for which peers the ledger's guarantee does not hold; empty if it holds for all."""
+        """Describe the peers for which the guarantee does not hold; empty if it holds for all."""
         exact = self.composed_with.guarantee_limit() == ""
         return "" if exact else super().guarantee_limit()
 
@@ -220,7 +222,7 @@ class GafmDefense(SeededDefense):
 
 
 class MixedGradientDefense(RememberingDefense):
-    """Defends a mixed gradient, and charges it for a peer that knows all but a label.
+    """Defends a mixed gradient, and charges for a peer that knows everything but one label.
 
     Args:
         behind: the defense that adds the noise.
@@ -233,7 +235,7 @@ class MixedGradientDefense(RememberingDefense):
     def defend(self, batch: RawBatch) -> Defended:
         """Let the defense behind answer, and correct the charge.
 
-        The gap of the class means, which that defense charges, is not what a label moves here.
+        That defense charges for the gap of the class means, which here is not the label's move.
 
         Raises:
             ValueError: as for every defense, or the batch does not say what a label moves.
@@ -247,7 +249,7 @@ class MixedGradientDefense(RememberingDefense):
         return Defended(defended, replace(report, charge=charge, leak_auc_bound=bound))
 
     def targets(self, batch: LabelledRows, /) -> Tensor:
-        """Return the labels that critic and softened labels see."""
+        """Return the labels from which critic and softened labels are computed."""
         return self.behind.targets(batch)
 
 
@@ -259,11 +261,11 @@ class Adversarial:
     two learn.
 
     Args:
-        settings: of GAFM.
+        settings: settings of GAFM.
         generator: the top model, which maps (activation, own features or None) to logits (batch,).
         critic: scores single numbers; its learning rate follows the same schedule.
-        noise: for the noise on labels, and for responses that are fresh.
-        shifts: responses of the whole run, (aligned,); None where they are fresh.
+        noise: source of the noise on labels, and of fresh responses.
+        shifts: responses for the whole run, (aligned,); None if they are fresh.
     """
 
     def __init__(

@@ -9,13 +9,13 @@ prediction Y^; a critic D on single numbers tells labels Y from predictions.
     Y~    = 1/2 + u where Y = 1, 1/2 - u where Y = 0, u uniform between 0 and D_max
     sent  = w grad_f L_GAN / |grad_f L_GAN|  +  grad_f L_CE / |grad_f L_CE|
 
-D's weights are clipped to [-c, c], and the norms are those of the whole batch.
+D's weights are clipped to [-c, c], and the norms are taken over the whole batch.
 
 The paper calls Y~ a randomised response. It is not one in the sense of differential privacy: the
 side of 1/2 on which it lies *is* the label. The passive party knows f, and everything in the sum
-but Y~ is a smooth function of f, so it can fit that function and read the labels off the rest;
+but Y~ is a smooth function of f, so it can fit that function and read the labels off the residual;
 norms and class means, which the paper measures, do not show this. So an answer is charged without
-bound unless a defense behind the sum covers what the example's own label moves, which is at most
+bound unless a defense behind the sum covers the move caused by the example's own label, at most
 
     2 D_max / |sigmoid(sum of f) - Y~|    (norm over the batch)
 
@@ -23,11 +23,11 @@ along the direction in which all coordinates of the cut are equal. The classes' 
 wrong measure here, because the two terms make them cancel while each label's own share stays. As
 for every fresh charge, what G and D have learned about the labels is not counted.
 
-Nothing in the two losses says which end of Y^ is the positive one: L_GAN compares distributions,
-and L_CE never sees G. Of ten runs on Spambase two ended with a Y^ that falls where the label rises;
-of ten more that began the right way round, one turned on the way. So the label owner, who can see
-it, watches which end its labels are at, and predicts 1 - Y^ where the positives are at the lower
-one (`Oriented`). Nothing that is sent depends on it.
+The two losses do not determine which end of Y^ is the positive one: L_GAN compares distributions,
+and L_CE never sees G. Of ten runs on Spambase, two ended with a Y^ that falls as the label rises;
+of ten more that started with the right orientation, one flipped during training. Therefore the
+label owner tracks the end at which its positives are, and predicts 1 - Y^ if it is the lower one
+(`Oriented`). Nothing that is sent depends on it.
 """
 
 import math
@@ -65,12 +65,12 @@ class MixedGradient(NamedTuple):
     """Like the activation."""
 
     label_move: float
-    """The most by which one example's label moves its own row, all else equal; infinite where it is
-    not known how labels enter."""
+    """The most by which one example's label moves its own row, all else equal; infinite if it is
+    unknown how labels enter."""
 
 
 class Oriented(nn.Module):
-    """A generator, and the end of its output at which the positives are.
+    """A generator, and the orientation of its output: the end at which the positives are.
 
     Args:
         generator: maps (activation, own features or None) to logits (batch,).
@@ -89,11 +89,11 @@ class Oriented(nn.Module):
         return self.orient(self.generator(activation, features))
 
     def orient(self, logits: Tensor) -> Tensor:
-        """Negate the generator's logits if its positives are at the lower end."""
+        """Negate the generator's logits if the positives are at the lower end."""
         return torch.where(self.agreement < 0, -logits, logits)
 
     def watch(self, predictions: Tensor, labels: Tensor) -> None:
-        """Take in a batch: the generator's own predictions and the labels, (batch,) each."""
+        """Note a batch: the generator's own predictions and the labels, (batch,) each."""
         positive = labels == 1
         if bool(positive.any()) and not bool(positive.all()):
             apart = predictions[positive].mean() - predictions[~positive].mean()
@@ -104,7 +104,7 @@ def build_critic(width: int, weight_limit: float, entropy: bytes) -> nn.Sequenti
     """Return a critic of single numbers: two dense layers, clipped.
 
     Args:
-        width: of the hidden layer.
+        width: width of the hidden layer.
         weight_limit: largest size of any weight.
         entropy: 2,496 secret bytes, for the initial weights.
     """
@@ -121,7 +121,7 @@ def build_critic(width: int, weight_limit: float, entropy: bytes) -> nn.Sequenti
 
 
 def clip_weights(critic: nn.Module, weight_limit: float) -> None:
-    """Bring every weight into [-weight_limit, weight_limit]."""
+    """Clip every weight to [-weight_limit, weight_limit]."""
     with torch.no_grad():
         for parameter in critic.parameters():
             parameter.clamp_(-weight_limit, weight_limit)
@@ -144,14 +144,14 @@ def soften(labels: Tensor, shifts: Tensor) -> Tensor:
 
 
 def draw_shifts(noise: NoiseSource, labels: Tensor, width: float) -> Tensor:
-    """Draw how far each label lies from 1/2, anew, uniform between 0 and ``width``, (batch,)."""
+    """Draw fresh distances of each label from 1/2, uniform between 0 and ``width``, (batch,)."""
     numbers = noise.standard_normal(tuple(labels.shape), labels)
     uniform: Tensor = torch.special.ndtr(numbers)
     return uniform * width
 
 
 def persistent_shifts(key: NoiseKey, ids: Sequence[str], width: float) -> Tensor:
-    """Return how far each example's label lies from 1/2 for the whole run, (aligned,) float32."""
+    """Return the distance of each label from 1/2 for the whole run, (aligned,) float32."""
     words = example_keys(key, ids, _LABEL_RESPONSE)[:, 0]
     return (width * open_uniform(words, torch.float64)).float()
 
@@ -162,8 +162,8 @@ def mix(
     """Compute the gradient that GAFM sends, before any defense behind it.
 
     Args:
-        terms: which terms, and their weights.
-        activation: (batch, *cut_shape), with respect to which is differentiated.
+        terms: the terms to mix, and their weights.
+        activation: the losses are differentiated with respect to it, (batch, *cut_shape).
         predictions: Y^ with the graph that leads to the activation, (batch,).
         critic: D, on single numbers.
         soft: softened labels, (batch,).
@@ -190,6 +190,6 @@ def _score(critic: nn.Module, predictions: Tensor) -> Tensor:
 
 def _unit_gradient(loss: Tensor, activation: Tensor) -> Tensor:
     (gradient,) = torch.autograd.grad(loss, activation, retain_graph=True)
-    # In float64: where sigmoids saturate, the squares of what is left underflow float32.
+    # In float64: where sigmoids saturate, the squares of the remaining gradients underflow float32.
     norm = torch.linalg.vector_norm(gradient.double())
     return gradient if float(norm) == 0 else (gradient / norm).to(gradient.dtype)

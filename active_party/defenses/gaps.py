@@ -1,9 +1,10 @@
-"""The gaps between the classes of a batch, and charges for the gap that is worst covered by noise.
+"""The gaps between the classes of a batch, and charges for the gap that noise covers the least.
 
-Two classes have one gap; of several classes the pair that an answer leaves furthest apart counts.
+Two classes have one gap; with more classes, the pair that an answer leaves furthest apart counts.
 The divergence of that pair bounds every other pair, and also any class against the rest: the rest
-is a mixture of classes, and no mixture is easier to tell from a class than the easiest of its
-parts. A class that no batch has held so far leaves the worst gap unknown, and the charge infinite.
+is a mixture of classes, and a mixture is never easier to tell from a class than the easiest of its
+parts. While a class has not occurred in any batch, the worst gap is unknown and the charge is
+infinite.
 """
 
 import math
@@ -31,7 +32,7 @@ from splitveil.active_party.defenses.sum_kl import sum_kl_along_gap
 
 
 class BatchGaps(Protocol):
-    """The gaps between the classes of one batch."""
+    """The gaps between the classes of a batch."""
 
     @property
     def norms(self) -> Tensor:
@@ -46,7 +47,7 @@ class BatchGaps(Protocol):
     def longest(self) -> float:
         """Return the distance of the two classes furthest apart.
 
-        Infinite where a class has never been seen, and 0 where all rows are zero.
+        It is infinite if a class has never been seen, and 0 if all rows are zero.
         """
         ...
 
@@ -72,7 +73,7 @@ class GapMemory(Memory, Protocol):
 
 
 def gap_memory(num_classes: int) -> GapMemory:
-    """Return an empty memory for so many classes."""
+    """Return an empty memory for a number of classes."""
     return GapOfTwo() if num_classes == 2 else GapsOfSeveral(num_classes)
 
 
@@ -94,9 +95,10 @@ class TwoClassGap(NamedTuple):
     def charge(self, noise: RowNoise) -> LeakCharge:
         """Charge the gap against the mean noise variance that each class has on it.
 
-        In a batch of one class, a row at the other's running mean stands in for it, stretched to
-        the largest norm of the answer. If that mean is longer, such a row would have had no noise,
-        and the charge is infinite. It is also infinite where the other class has never been seen.
+        In a batch of one class, a row at the other class's running mean represents that class,
+        stretched to the largest norm of the answer. If that mean is longer, such a row would not
+        have received any noise, and the charge is infinite. It is also infinite if the other class
+        has never been seen.
         """
         target = float(torch.hypot(self.norms, noise.norms).max())
         if target == 0:
@@ -146,8 +148,8 @@ class MultiClassGaps(NamedTuple):
     def charge(self, noise: RowNoise) -> LeakCharge:
         """Charge each pair's gap against the mean noise variance that either class has on it.
 
-        For a class that the batch lacks, a row at its running mean stands in, stretched as the
-        others are.
+        A class that the batch lacks is represented by a row at its running mean, stretched as the
+        other rows are.
         """
         target = float(torch.hypot(self.norms, noise.norms).max())
         if target == 0:
@@ -206,7 +208,7 @@ def _worst_pair(coordinates: Tensor, moments: Tensor) -> float:
     gaps = coordinates[:, None] - coordinates[None]
     squares = gaps.square().sum(dim=2)
     pairs = ~torch.eye(len(coordinates), dtype=torch.bool, device=coordinates.device)
-    if not bool((squares[pairs] > 0).all()):  # no gap to measure the noise by
+    if not bool((squares[pairs] > 0).all()):  # noise cannot be measured against a gap of 0
         return math.inf
     along = gaps / squares.clamp(min=1e-300).sqrt()[:, :, None]
     # Row i: the variance that class i has along its gap to every other class.
@@ -230,7 +232,7 @@ def _second_moments(
         members = classes == class_index
         of_class = coordinates[members]
         bare = noise.norms[noise.bare][members[noise.bare]] / target
-        # A row without a direction of its own got a random one: the same along every axis.
+        # A row without a direction got a random one: the same variance along every axis.
         of_bare = bare.square().sum() / noise.directions.shape[1]
         moment = of_class.T @ of_class
         moment.diagonal().add_(of_bare)

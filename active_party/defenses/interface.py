@@ -13,27 +13,27 @@ from splitveil.active_party.defenses.sum_kl import NoiseSolution
 from splitveil.common.run import messages
 
 DefendedGradient = messages.DefendedGradient
-"""A gradient that may leave the active party. Only defenses create it."""
+"""A gradient that may leave the active party. Only defenses create one."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeakCharge:
-    """The amount by which an answer adds to what the peer may learn about each example in it."""
+    """The amount that an answer adds to what the peer may learn about each example in it."""
 
     sum_kl: float
-    """Divergence of the classes along their gap, computed as if the classes had no spread of their
-    own, because the peer may predict the spread from its activations. Infinite for a bare gradient.
+    """Divergence of the classes along their gap, computed as if the classes had zero spread,
+    because the peer may predict the spread from its activations. Infinite for a bare gradient.
     """
 
     noise_identity: str | None = None
     """None for fresh noise, whose charges add up. Answers with the same identity repeat the same
-    noise for each example: of their charges the largest counts, not the sum."""
+    noise for each example: the largest of their charges counts, not the sum."""
 
     epsilon: float | None = None
     """Label differential privacy that holds for all answers of this identity together."""
 
     def __post_init__(self) -> None:
-        """Replace a divergence that is not a number by infinity, which fits into no budget."""
+        """Replace a divergence that is not a number by infinity, which exceeds every budget."""
         if not self.sum_kl >= 0:
             object.__setattr__(self, "sum_kl", math.inf)
 
@@ -52,7 +52,7 @@ class DefenseReport:
     """Divergence that the noise leaves; None where it was not estimated."""
 
     leak_auc_bound: float | None = None
-    """AUC that no attack on this answer alone exceeds, as far as the estimate holds."""
+    """AUC that no attack on this answer alone exceeds, if the estimate holds."""
 
     solution: NoiseSolution | None = None
     """The noise of each class, where a solver chose it."""
@@ -78,8 +78,8 @@ class RawBatch(NamedTuple):
     """The model's predictions, (batch,) for label 1, or (batch, classes)."""
 
     label_move: float | None = None
-    """The most by which an example's own label moves its own row; None where the gap of the class
-    means stands for it, as it does for a cross entropy."""
+    """The most by which an example's own label moves its own row; None if the gap of the class
+    means represents it, as it does for a cross entropy."""
 
 
 class Defended(NamedTuple):
@@ -108,7 +108,7 @@ class LabelMove(NamedTuple):
     """The influence of an example's own label on its own row, and the noise put on that row."""
 
     size: float
-    """The most by which the label moves the row, as a norm; infinite where nothing is known."""
+    """The most by which the label moves the row, as a norm; infinite if it is unknown."""
 
     cut_dim: int
     """Number of values per row."""
@@ -120,8 +120,8 @@ class LabelMove(NamedTuple):
 class Defense(ABC):
     """Turns raw gradients into gradients that may be sent.
 
-    A subclass has to define `defend`. All other methods have defaults that suit a defense that
-    keeps no state and adds noise to the gradient of the true labels.
+    A subclass has to define `defend`. All other methods have defaults for a stateless defense that
+    adds noise to the gradient of the true labels.
     """
 
     @abstractmethod
@@ -144,19 +144,19 @@ class Defense(ABC):
     def charge_covering(self, _move: LabelMove, /) -> LeakCharge:
         """Return a charge that also holds for a peer that knows all but the example's own label.
 
-        By default nothing is known about such a peer, and the charge is infinite.
+        By default the charge for such a peer is unknown, and therefore infinite.
         """
         return LeakCharge(math.inf)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what later batches need to know about earlier ones; by default nothing."""
+        """Return the state that later batches need about earlier ones; empty by default."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Resume from what ``state_dict`` returned.
+        """Resume from a state that ``state_dict`` returned.
 
         Raises:
-            ValueError: the state is that of another defense.
+            ValueError: the state belongs to another defense.
         """
         if state:
             raise ValueError(f"this defense keeps no state, got {sorted(state)}")
@@ -173,7 +173,7 @@ class Memory(Protocol):
         """Replace the statistics.
 
         Raises:
-            ValueError: the state is that of another kind of memory.
+            ValueError: the state belongs to another kind of memory.
         """
         ...
 
@@ -192,13 +192,13 @@ class RememberingDefense(Defense):
         """Replace the memory.
 
         Raises:
-            ValueError: the state is that of another defense.
+            ValueError: the state belongs to another defense.
         """
         self._memory.load_state_dict(state)
 
 
 def release(rows: Tensor, gradients: Tensor) -> DefendedGradient:
-    """Give defended rows the shape of the raw gradient, and let them leave.
+    """Give defended rows the shape of the raw gradient, and mark them as fit to leave.
 
     Noise can overflow the dtype only where the raw gradient is close to its limit; such values
     become the largest finite ones.

@@ -1,9 +1,10 @@
 """Isotropic noise: every row gets N(0, (t/d) max|g|^2 I), whatever its label, with t = r^2.
 
-The charge of fresh noise is forecast by an estimate: 4 d/t bounds the charge of a batch that holds
-all classes, because its class means are at most twice its largest norm apart. The last rows of an
-epoch, small batches and rare classes make batches that do not hold all of them; there a mean of
-earlier batches stands in, which may lie anywhere, or there is none, and the charge is infinite.
+The forecast of the charge of fresh noise is an estimate: 4 d/t bounds the charge of a batch that
+holds all classes, because its class means are at most twice its largest norm apart. The last rows
+of an epoch, small batches and rare classes make batches that do not hold all of them; there a mean
+of earlier batches is used instead, which may lie anywhere, or none exists and the charge is
+infinite.
 """
 
 import math
@@ -49,11 +50,11 @@ class IsoDefense(NoisyDefense):
     noise_ratio: float | None = Field(default=None, ge=0, le=1e6)
     """Root-mean-square noise norm r, in units of the batch's largest gradient norm.
 
-    Either this or ``power_ratio``; 1 where neither is given.
+    Give either this or ``power_ratio``; it is 1 if neither is given.
     """
 
     power_ratio: float | None = Field(default=None, ge=0, le=1e12)
-    """The same as power, the papers' t: t = r^2."""
+    """The same as a ratio of powers, the papers' t: t = r^2."""
 
     @model_validator(mode="after")
     def _have_one_ratio(self) -> Self:
@@ -63,7 +64,7 @@ class IsoDefense(NoisyDefense):
 
     @property
     def norm_ratio(self) -> float:
-        """The ratio r of noise norm to largest gradient norm, however it was given."""
+        """The ratio r of noise norm to largest gradient norm, given by either setting."""
         if self.power_ratio is not None:
             return math.sqrt(self.power_ratio)
         return 1.0 if self.noise_ratio is None else self.noise_ratio
@@ -89,12 +90,12 @@ class IsoDefense(NoisyDefense):
         return ChargeForecast(0.0, 4 * context.cut_dim / power_ratio, "estimate")
 
     def repeated_charge(self, context: DefenseContext) -> ChargeForecast:
-        """Return the charge of all answers together: a constant of the defense."""
+        """Return the charge of all answers together, which is a constant of the defense."""
         ratio = self.norm_ratio
         return ChargeForecast.exactly(context.cut_dim / ratio**2 if ratio else math.inf)
 
     def honesty(self, _context: DefenseContext) -> str:
-        """Say how far the forecast can be relied on."""
+        """Describe how reliable the forecast is."""
         if self.noise == "persistent":
             return PERSISTENT_NOISE_HONESTY
         return (
@@ -105,33 +106,33 @@ class IsoDefense(NoisyDefense):
         )
 
     def refusal(self, context: DefenseContext, /) -> str | None:
-        """Say why persistent noise cannot be used with several classes."""
+        """Explain why persistent noise cannot be used with more than two classes."""
         return refusal_of_persistent(self, context)
 
     def budget_refusal(self, _context: DefenseContext, /) -> str | None:
-        """Say why the first answer would exceed every budget."""
+        """Explain why the first answer would exceed every budget."""
         if self.norm_ratio:
             return None
         return "the first answer without noise would pass every budget; set noise_ratio above 0"
 
     def guarantee_limit(self) -> str:
-        """Say for which peers the ledger's guarantee does not hold."""
+        """Describe the peers for which the ledger's guarantee does not hold."""
         return PERSISTENT_NOISE_LIMIT if self.noise == "persistent" else super().guarantee_limit()
 
     def bounds_label_move(self, _cut_dim: int, *, is_known: bool) -> bool:
-        """Whether a finite charge covers the label's move: its noise lies in all directions."""
+        """Whether a finite charge covers the label's move: the noise lies in all directions."""
         return is_known
 
 
 class Isotropic(RememberingDefense):
     """Adds the same amount of Gaussian noise to every example.
 
-    The labels decide what is charged for an answer, and nothing in it.
+    The labels only decide the charge for an answer; the answer itself does not depend on them.
 
     Args:
         norm_ratio: root-mean-square noise norm r in units of the batch's largest gradient norm.
         noise: the only source of randomness.
-        num_classes: how many classes there are.
+        num_classes: number of classes.
     """
 
     def __init__(self, norm_ratio: float, noise: NoiseSource, num_classes: int = 2) -> None:
@@ -160,14 +161,14 @@ class Isotropic(RememberingDefense):
 
 
 class PersistentIsotropic(Defense):
-    """Adds noise in all directions, persistent along what the label moves and fresh across it.
+    """Adds noise in all directions: persistent along the label's move and fresh across it.
 
-    Across it there is nothing of the label to hide, and nothing to gain from repeating.
+    Across it, the gradient does not depend on the label, and repeated noise would have no benefit.
 
     Args:
-        norm_ratio: root-mean-square noise norm r in units of what one unit of label moves.
+        norm_ratio: root-mean-square noise norm r in units of the move by one unit of label.
         noise: source of the fresh part.
-        key_name: tells this run's noise from that of another key, in the ledger.
+        key_name: distinguishes this run's noise in the ledger from noise of another key.
     """
 
     def __init__(self, norm_ratio: float, noise: NoiseSource, key_name: str) -> None:

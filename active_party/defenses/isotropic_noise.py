@@ -1,4 +1,4 @@
-"""Noise of one size in all directions, added to a signal or sent in its place."""
+"""Noise of equal size in all directions, added to a signal or sent in its place."""
 
 from torch import Tensor
 
@@ -13,11 +13,11 @@ def isotropic_noise(rows: Tensor, noise_norm: float, noise: NoiseSource) -> Tens
 
 
 def noise_alone(rows: Tensor, gradients: Tensor, largest: float, noise: NoiseSource) -> Defended:
-    """Answer with noise of the batch's largest norm and no signal, which tells nothing.
+    """Answer with noise of the batch's largest norm without any signal, which reveals nothing.
 
     Args:
         rows: raw gradients, (batch, cut_dim).
-        gradients: the same in the shape of the answer.
+        gradients: the same gradients in the shape of the answer.
         largest: their largest norm.
         noise: the only source of randomness.
     """

@@ -3,24 +3,25 @@
 Each class k gets N(0, l2k I + (l1k - l2k) D D^T / c), where D is the gap between the class means
 and c = |D|^2. It is sampled as one scalar along D and, where l2k > 0, an isotropic vector.
 
-Across D only one class gets noise. Where the gradients hardly vary, its energy tells that class
-from the other, at every strength. An answer is charged for the gap alone, against the noise on it.
+Across D only one class gets noise. Where the gradients hardly vary, the energy of that noise
+distinguishes that class from the other, at every strength. An answer is charged only for the gap,
+against the noise on it.
 
-Three classes or more get another law, see ``multi_class_marvell``.
+Three classes or more follow another law, see ``multi_class_marvell``.
 
-Forecasts of fresh noise for two classes are estimates: the ledger gives spread no credit, and an
-answer to classes without any (u = v = 0) is charged the K of that solution at the labels' share of
-positives. The solver plans for the spreads that are there and may move noise away from the gap,
-shift it from one class to the other, or count on the spread instead of it, and leave a class bare.
-What that adds to K is of the order of K^2 as long as the spreads are not larger than the squared
-gap; the forecast is K to K (1 + K). Late in training the spreads are larger, or one of them is:
-then nothing bounds the charge. A batch with fewer positives than their share may be charged less.
+Forecasts of fresh noise for two classes are estimates: the ledger does not give credit to spread,
+and an answer to classes without any (u = v = 0) is charged the K of that solution at the labels'
+share of positives. The solver plans for the actual spreads and may move noise away from the gap,
+shift it from one class to the other, or rely on the spread instead, which leaves a class bare. This
+adds an amount of the order of K^2 to K as long as the spreads are not larger than the squared gap;
+the forecast is K to K (1 + K). Late in training the spreads are larger, or one of them is: then the
+charge is not bounded. A batch with fewer positives than their share may be charged less.
 
-With several classes the charge is that of the pair left furthest apart. No spread is then given
+With several classes the charge belongs to the pair left furthest apart. Spread is then not given
 credit when the noise is placed, so that charges are bounded as long as the noise is fitted to the
-batch itself (``statistics: batch``): the strengths other than a power ratio s are met by every
-batch, and a ratio leaves a pair (K - 1)(1 + sqrt(K - 1))/(2 s) at most, whatever the means of the K
-classes. Noise fitted to earlier batches may meet a gap that was not there before.
+batch itself (``statistics: batch``): every batch meets the strengths other than a power ratio s,
+and a ratio leaves a pair at most (K - 1)(1 + sqrt(K - 1))/(2 s) for any means of the K classes.
+Noise fitted to earlier batches may meet a gap that did not exist before.
 """
 
 import math
@@ -87,13 +88,13 @@ class MarvellDefense(NoisyDefense):
     name: Literal["marvell"] = "marvell"
 
     strength: Strength = PowerRatio(power_ratio=4.0)
-    """How much noise."""
+    """The amount of noise."""
 
     statistics: Literal["batch", "running"] = "batch"
-    """What the noise is fitted to: this batch, or averages over the batches before it.
+    """The statistics to which the noise is fitted: this batch, or averages over earlier batches.
 
-    The scale of noise that is fitted to a batch tells something about the batch's share of
-    positives. Choose ``running`` where a batch holds few of them, and the peer might count.
+    The scale of noise that is fitted to a batch reveals something about the batch's share of
+    positives. Choose ``running`` if batches hold few positives and the peer might count them.
     """
 
     def _build(self, given: BuildInputs, /) -> Defense:
@@ -112,13 +113,13 @@ class MarvellDefense(NoisyDefense):
         return f"marvell {repeated_sum_kl(self.strength)!r}" if self.noise == "persistent" else None
 
     def fresh_charge(self, context: DefenseContext) -> ChargeForecast:
-        """Say what one answer will be charged: an estimate, or with several classes a bound.
+        """Forecast the charge of one answer: an estimate, or with several classes a bound.
 
         With several classes the ledger charges the largest entry of ``pair_divergences`` at a
         spread of 0. For a power ratio s, ``worst_pair_factor`` proves that no entry is above
-        factor/s. The other strengths choose the power P as that of a trial solution times its
-        largest entry over what they allow, and without spread every entry falls as 1/P. An answer
-        without signal is charged 0.
+        factor/s. The other strengths choose the power P as the power of a trial solution times its
+        largest entry divided by the divergence that they allow, and without spread every entry
+        falls as 1/P. An answer without signal is charged 0.
         """
         ratio = self.strength.power_ratio if isinstance(self.strength, PowerRatio) else None
         if context.num_classes > 2:
@@ -133,11 +134,11 @@ class MarvellDefense(NoisyDefense):
         return ChargeForecast(charge, charge * (1 + charge), "estimate")
 
     def repeated_charge(self, _context: DefenseContext) -> ChargeForecast:
-        """Return the charge of all answers together: a constant of the defense."""
+        """Return the charge of all answers together, which is a constant of the defense."""
         return ChargeForecast.exactly(repeated_sum_kl(self.strength))
 
     def honesty(self, context: DefenseContext) -> str:
-        """Say how far the forecast can be relied on."""
+        """Describe how reliable the forecast is."""
         if context.num_classes > 2:
             return self._honesty_of_bound()
         if self.noise == "persistent":
@@ -165,11 +166,11 @@ class MarvellDefense(NoisyDefense):
         )
 
     def refusal(self, context: DefenseContext, /) -> str | None:
-        """Say why persistent noise cannot be used with several classes."""
+        """Explain why persistent noise cannot be used with more than two classes."""
         return refusal_of_persistent(self, context)
 
     def guarantee_limit(self) -> str:
-        """Say for which peers the ledger's guarantee does not hold."""
+        """Describe the peers for which the ledger's guarantee does not hold."""
         if self.noise == "persistent":
             return PERSISTENT_NOISE_LIMIT
         return (
@@ -187,7 +188,7 @@ class MarvellDefense(NoisyDefense):
 def power_ratio_for(sum_kl: float, answers: int, cut_dim: int, pos_fraction: float) -> float:
     """Return the power ratio at which several fresh answers together leave this divergence.
 
-    For two classes without any spread.
+    It holds for two classes without any spread.
     """
     return power_for_sum_kl(0.0, 0.0, 1.0, cut_dim, pos_fraction, sum_kl / answers)
 
@@ -195,21 +196,22 @@ def power_ratio_for(sum_kl: float, answers: int, cut_dim: int, pos_fraction: flo
 class Marvell(RememberingDefense):
     """Adds to each class the noise that a solver chose for the batch.
 
-    A batch of one class borrows the other from earlier batches. Where there is none yet, or where
-    the solution would leave the labels bare (no gap to measure the power by, and spreads of which
-    one is zero), the answer is noise of the batch's largest norm without any signal: to skip an
-    answer, or to send zeros, would tell the peer what the batch contained. Only a batch of zeros
-    has no scale at all: with both classes, or before any statistics, it is answered by zeros.
+    A batch of one class uses the other class's statistics of earlier batches. If there are none
+    yet, or if the solution would leave the labels bare (without a gap as the unit of power, and
+    with one of the spreads at zero), the answer is noise of the batch's largest norm without any
+    signal: a missing answer, or zeros, would tell the peer what the batch contained. Only a batch
+    of zeros does not have a scale: with both classes, or before any statistics, the answer to it is
+    zeros.
 
     Args:
-        power: how much noise the classes call for.
+        power: rule for the amount of noise, given the classes.
         noise: the only source of randomness.
-        from_earlier: fit the noise to the batches before this one, so that this one's share of
+        from_earlier: fit the noise to the batches before this one, so that this batch's share of
             positives does not show in its scale. The first batches, until both classes have been
             seen, get noise without signal.
         reduce: adds up a tensor over all workers that hold parts of the same batch, so that they
-            add the noise that one worker with all of it would. Only an answer without signal goes
-            by the worker's own part.
+            add the same noise as one worker with the whole batch. Only an answer without signal
+            depends on the worker's own part.
     """
 
     def __init__(
@@ -228,7 +230,7 @@ class Marvell(RememberingDefense):
         self._reduce = reduce
 
     def defend(self, batch: RawBatch) -> Defended:
-        """Add noise; unbiased, except where there is no signal in the answer at all."""
+        """Add noise; the answer is unbiased unless it is noise without any signal."""
         rows = as_rows(batch.gradients)
         positive = as_positive(batch.labels, rows)
         classes = measure_classes(rows, positive, self._reduce)
@@ -290,8 +292,8 @@ class Marvell(RememberingDefense):
     ) -> Tensor:
         """Sample both classes' noise.
 
-        Rows of the class without noise across the gap draw numbers too, times zero: the time of an
-        answer must not depend on the labels.
+        Rows of the class without noise across the gap draw numbers, too, and multiply them by zero:
+        the time that an answer takes must not depend on the labels.
         """
         neg_along = math.sqrt(max(solution.neg_along - solution.neg_across, 0.0))
         pos_along = math.sqrt(max(solution.pos_along - solution.pos_across, 0.0))
@@ -312,11 +314,11 @@ class Marvell(RememberingDefense):
 
 
 class PersistentMarvell(Defense):
-    """Adds to each row one scalar of its example along what its label moves.
+    """Adds to each row noise along its label's move, scaled by one number of its example.
 
     Args:
         sum_kl: divergence that all answers about an example together leave, 1/k^2.
-        key_name: tells this run's noise from that of another key, in the ledger.
+        key_name: distinguishes this run's noise in the ledger from noise of another key.
     """
 
     def __init__(self, sum_kl: float, key_name: str) -> None:
@@ -324,7 +326,7 @@ class PersistentMarvell(Defense):
         self._charge = LeakCharge(sum_kl, noise_identity=f"marvell {sum_kl!r} {key_name}")
 
     def defend(self, batch: RawBatch) -> Defended:
-        """Add noise; a batch of one class is like any other, because no class is estimated.
+        """Add noise; a batch of one class is like any other, because classes are not estimated.
 
         Raises:
             ValueError: as for every defense, or keys or probabilities are missing.
@@ -340,7 +342,7 @@ class PersistentMarvell(Defense):
 def _charge(solution: NoiseSolution, estimate: ClassEstimate, current: ClassEstimate) -> LeakCharge:
     """Charge the gap against the noise on it.
 
-    Where the noise was fitted to earlier batches, this one's gap counts if it is the longer one.
+    If the noise was fitted to earlier batches, the longer of their gap and this batch's counts.
     """
     if not any((current.gap_squared, current.neg_variance, current.pos_variance)):
         return LeakCharge(0.0)
@@ -371,6 +373,6 @@ def _in_units_of_one(solution: NoiseSolution, unit: float) -> NoiseSolution:
 
 
 def _per_row(positive: Tensor, pos: float, neg: float, rows: Tensor) -> Tensor:
-    """Give each row its class's number, as a column."""
+    """Return each row's class-dependent number, as a column."""
     numbers = torch.tensor((neg, pos), dtype=rows.dtype, device=rows.device)
     return numbers[positive.long()][:, None]

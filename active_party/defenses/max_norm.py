@@ -2,10 +2,10 @@
 
 Row g becomes g (1 + s n) with n ~ N(0, 1) and s^2 = |g_max|^2/|g|^2 - 1, one scalar per row, so
 that E|row|^2 = |g_max|^2 for every row (Li et al., ICLR 2022, section 4.1). g_max is the largest
-row, not the batch: noise up to the norm of the whole batch, spread over all directions, leaves a
-smaller row more of it, and the norm leaks with its sign turned.
+row, not the whole batch: noise up to the batch's norm, spread over all directions, leaves a smaller
+row with more of it, and the norm leaks with the opposite sign.
 
-Persistent noise draws n once per example. That protects only against a peer that adds answers up
+Persistent noise draws n once per example. It protects only against a peer that adds up answers
 (see ``persistent``), and is charged without bound.
 """
 
@@ -48,21 +48,21 @@ class NormAligningDefense(NoisyDefense):
         return f"{self.title} to the largest norm" if self.noise == "persistent" else None
 
     def fresh_charge(self, _context: DefenseContext) -> ChargeForecast:
-        """Say that the gradients alone decide."""
+        """Return that the charge is unknown: it depends on the gradients alone."""
         return UNKNOWN
 
     def repeated_charge(self, _context: DefenseContext) -> ChargeForecast:
-        """Say that repeated noise is charged without bound."""
+        """Return an infinite charge: repeated noise is charged without bound."""
         return ChargeForecast.exactly(math.inf)
 
     def honesty(self, _context: DefenseContext) -> str:
-        """Say how far the forecast can be relied on."""
+        """Describe how reliable the forecast is."""
         if self.noise == "persistent":
             return f"The ledger gives persistent {self.title} no credit."
         return depends_on_gradients(self.title)
 
     def budget_refusal(self, _context: DefenseContext, /) -> str | None:
-        """Say why the first answer would exceed every budget."""
+        """Explain why the first answer would exceed every budget."""
         if self.noise == "fresh":
             return None
         return (
@@ -84,12 +84,13 @@ class MaxNormDefense(NormAligningDefense):
 class MaxNorm(RememberingDefense):
     """Aligns every row to the batch's largest norm.
 
-    A row without a direction of its own (zero, or too small to be divided by) gets a random one,
-    and the largest norm itself. The labels decide what is charged for an answer, and nothing in it.
+    A row without a direction of its own (zero, or too small to be divided by) gets a random
+    direction and exactly the largest norm. The labels only decide the charge for an answer; the
+    answer itself does not depend on them.
 
     Args:
         noise: the source of fresh noise, and of random directions.
-        num_classes: how many classes there are.
+        num_classes: number of classes.
         is_persistent: draw the scalars from the examples' keys; charged without bound.
     """
 
@@ -105,7 +106,7 @@ class MaxNorm(RememberingDefense):
         """Add noise.
 
         Raises:
-            ValueError: as for every defense, or what the norms or persistent noise depend on is
+            ValueError: as for every defense, or data that the norms or persistent noise need is
                 missing.
         """
         rows = as_rows(batch.gradients)

@@ -7,8 +7,8 @@ Learning", technical report, Algorithm 5), the row g becomes g (1 + s n) with n 
 
     positives  s^2 = ((1-q)/(1-p))^2 - 1        negatives  s^2 = max(((1-q)/p)^2 - 1, 0)
 
-A batch without positives has no q; there it is the smallest p of all, the least expected that any
-positive could have been, so that the negatives are as long as beside such a one.
+In a batch without positives, q is the smallest p of all rows, as if the least expected row were a
+positive; the negatives then have the same length as they would beside that positive.
 """
 
 from typing import Literal
@@ -35,14 +35,14 @@ class MaxNormPositiveDefense(NormAligningDefense):
         return MaxNormPositive(noise, is_persistent=self.noise == "persistent")
 
     def refusal(self, context: DefenseContext, /) -> str | None:
-        """Say why the defense cannot be used with several classes."""
+        """Explain why the defense cannot be used with more than two classes."""
         return two_classes_alone(self.name) if context.num_classes > 2 else None
 
 
 class MaxNormPositive(MaxNorm):
     """Aligns every row to the norm that the least expected positive of the batch has.
 
-    A row without a direction of its own is answered as ``max_norm`` does.
+    A row without a direction of its own is answered as by ``max_norm``.
     """
 
     def noise_norms(self, batch: RawBatch, rows: Tensor, norms: Tensor) -> Tensor:
@@ -67,9 +67,9 @@ def _deviations(predicted: Tensor, positive: Tensor) -> Tensor:
 
 
 def _as_probabilities(probabilities: Tensor | None, rows: Tensor) -> Tensor:
-    """Return the predictions as (batch,) float64, a hair away from 0 and 1.
+    """Return the predictions as (batch,) float64, slightly away from 0 and 1.
 
-    A row that is predicted without any doubt has no gradient, and so no ratio to it.
+    A row that is predicted with certainty has a gradient of zero, to which a ratio is undefined.
     """
     if probabilities is None:
         raise ValueError("max_norm_positive needs the predicted probabilities, got none")

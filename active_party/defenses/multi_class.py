@@ -1,15 +1,15 @@
-"""The shared noise covariance that tells C classes apart the least (square-root water-filling).
+"""The shared noise covariance that separates C classes the least (square-root water-filling).
 
 The classes' gradients are modelled as N(m_k, w I) with priors q_k. All get the same noise, so that
-its covariance tells nothing, and the total covariance S = w I + noise. With m the mean of the m_k,
+its covariance reveals nothing; the total covariance is S = w I + noise. With m the mean of the m_k,
 
     B = sum_k q_k (m_k - m)(m_k - m)^T      rank at most C - 1, eigenvalues b_k > 0
 
 minimise tr(S^-1 B), the sum over pairs of classes of the pair's symmetrised divergence weighted by
 the product of their priors, subject to tr(S - w I) = P and S >= w I. The best S has B's
-eigenvectors, and S_k = max(w, h sqrt(b_k)) along them: the level h spends the power, and a
-direction whose sqrt(b_k) is under water gets no noise. For two equally frequent classes this is
-Marvell's solution with u = v. For unequal ones Marvell's two covariances leave a little less.
+eigenvectors, and S_k = max(w, h sqrt(b_k)) along them: the level h uses up the power, and a
+direction whose sqrt(b_k) is under water does not get noise. For two equally frequent classes this
+is Marvell's solution with u = v. For unequal ones, Marvell's two covariances leave a little less.
 
 What the noise leaves between one pair of classes is (m_i - m_j)^T S^-1 (m_i - m_j). Without spread,
 w = 0, it falls as the reciprocal of the power, for every pair.
@@ -29,7 +29,7 @@ class SharedNoise(NamedTuple):
 
     directions: Tensor  # (rank, cut_dim) float64, orthonormal, by falling variance
     variances: Tensor  # (rank,) float64, noise along each direction; none in all others
-    separation: float  # tr(S^-1 B), what the noise leaves; infinite where the classes stay bare
+    separation: float  # tr(S^-1 B), left by the noise; infinite if the classes stay bare
 
 
 def solve_shared_noise(
@@ -73,10 +73,11 @@ def solve_shared_noise(
 
 
 def power_for_worst_pair(class_means: Tensor, priors: Tensor, sum_kl: float) -> float:
-    """Find the least noise power that leaves no pair of classes more divergence than this.
+    """Find the least noise power that leaves every pair of classes at most this divergence.
 
-    Spread within the classes is given no credit: the noise is that of ``solve_shared_noise`` with a
-    residual variance of 0, and the divergence what `pair_divergences` says.
+    Spread within the classes is not given credit: the noise is the solution of
+    ``solve_shared_noise`` with a residual variance of 0, and the divergence is that of
+    `pair_divergences`.
 
     Args:
         class_means: (classes, cut_dim).
@@ -104,7 +105,7 @@ def pair_divergences(
 ) -> Tensor:
     """Return the symmetrised divergence of every two classes, (classes, classes) float64.
 
-    Infinite for a pair whose means differ where there is neither noise nor spread.
+    It is infinite for a pair whose means differ where there is neither noise nor spread.
 
     Args:
         class_means: (classes, cut_dim).
@@ -116,7 +117,7 @@ def pair_divergences(
     gaps = (coordinates[:, None] - coordinates[None]).square()
     totals = solution.variances + residual_variance
     divergences = torch.where(gaps > 0, gaps / totals, 0.0).sum(dim=2)
-    # What the directions do not reach; rounding alone leaves some of it.
+    # The part that the directions do not span; rounding alone leaves some of it.
     rest = means - coordinates @ solution.directions
     uncovered = (rest[:, None] - rest[None]).square().sum(dim=2)
     longest = (means[:, None] - means[None]).square().sum(dim=2).max()

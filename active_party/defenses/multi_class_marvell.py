@@ -1,16 +1,16 @@
-"""``marvell`` for several classes: one noise, the same for all of them.
+"""``marvell`` for more than two classes: one noise distribution for all of them.
 
-An answer is charged the divergence of the pair of classes that it leaves furthest apart, as if the
-classes had no spread of their own, see ``gaps``. Until every class has been seen, the answer is
+An answer is charged the divergence of the pair of classes that it leaves furthest apart, computed
+as if the classes had zero spread, see ``gaps``. Until every class has been seen, the answer is
 noise without signal.
 
-The noise is placed by square-root water-filling (see ``multi_class``). All classes are weighed
-alike, and their spread gets no credit:
+The noise is placed by square-root water-filling (see ``multi_class``). All classes get the same
+weight, and their spread does not get credit:
 
-- With the batch's shares for weights, the gap of a rare class would get little noise; that pair is
-  then the worst one, which is what counts. The shares would also show in the noise.
-- With the spread counted, a direction under water gets no noise at all. The spread is what a peer
-  may predict from its activations, so that the ledger would have to charge infinity.
+- With the batch's shares as weights, the gap of a rare class would get little noise; its pair would
+  then be the worst one, which counts. The shares would also show in the noise.
+- With the spread counted, a direction under water does not get noise at all. A peer may predict
+  the spread from its activations, so that the ledger would have to charge infinity.
 
 A power ratio s is noise power s c, with c the squared distance of the two classes furthest apart.
 It has to cover up to K - 1 directions: of K classes the worst pair is left between 1/s and
@@ -57,9 +57,9 @@ class MultiClassMarvell(RememberingDefense):
     the batch's largest norm without any signal. Only a batch of zeros is answered by zeros.
 
     Args:
-        strength: how much noise.
+        strength: the amount of noise.
         noise: the only source of randomness.
-        num_classes: how many classes there are.
+        num_classes: number of classes.
         from_earlier: fit the noise to the batches before this one.
     """
 
@@ -79,7 +79,7 @@ class MultiClassMarvell(RememberingDefense):
         self._weights = torch.full((num_classes,), 1 / num_classes, dtype=torch.float64)
 
     def defend(self, batch: RawBatch) -> Defended:
-        """Add noise; unbiased, except where there is no signal in the answer at all."""
+        """Add noise; the answer is unbiased unless it is noise without any signal."""
         rows = as_rows(batch.gradients)
         num_classes = self._classes.num_classes
         measured = measure_class_means(
@@ -118,14 +118,14 @@ class MultiClassMarvell(RememberingDefense):
 
 
 def _charged(left: Tensor, fitted_means: Tensor, means: Tensor) -> Tensor:
-    """Charge each pair for its gap in the batch where that is longer than what was fitted to."""
+    """Charge each pair for its gap in the batch if that is longer than the fitted gap."""
     gaps, fitted = squared_distances(means), squared_distances(fitted_means)
     of_new_gaps = torch.where(gaps > 0, math.inf, 0.0)
     return torch.where(fitted > 0, left * (gaps / fitted).clamp(min=1.0), of_new_gaps)
 
 
 def worst_pair_factor(num_classes: int) -> float:
-    """Return the most that a power ratio times the divergence of the worst pair can be.
+    """Return the largest possible product of a power ratio and the worst pair's divergence.
 
     With Z the K class means around their centre, in rows and over sqrt K, and singular values r_k,
     the noise is h r_k along each direction, where h times the sum of the r_k is the power. A pair's

@@ -3,18 +3,18 @@
 ``SecureNoise`` turns the keystream of a cipher into normal numbers by the method of Box and Muller:
 of two words, one gives the radius sqrt(-2 ln u), the other the angle, and both coordinates are
 used. The radius's word has 31 bits for float32 and 63 for float64, and the smallest u is half a
-step, so no number is beyond sqrt(2 ln 2^32) = 6.66 or sqrt(2 ln 2^64) = 9.42; of true normal
-numbers one in 3.6e10 or 4.4e20 is.
+step, so numbers do not exceed sqrt(2 ln 2^32) = 6.66 or sqrt(2 ln 2^64) = 9.42; among true normal
+numbers, one in 3.6e10 or 4.4e20 does.
 
-``EntropyNoise`` uses torch's generators. A seed is not enough for them: of the 64 bits, the one for
-the CPU uses 32, which a peer can try one by one. Here the generator's whole state comes from the
+``EntropyNoise`` uses torch's generators. A seed is not enough for them: the CPU's generator uses 32
+of its 64 bits, which a peer can try one by one. Here the generator's whole state comes from the
 operating system's entropy. Its numbers are still the image of a linear recurrence (Mersenne
 Twister) or of a counter (Philox) that was never meant to withstand an adversary.
 
-Both start over for every draw, with a key of its own, so that a state recovered from one answer
-says nothing about the next. The keys have two sources: `fresh_key` asks the operating system, and
-`AnswerKeys` derives them from what the peer has sent, so that the same question gets the same
-noise, also from a party that was restarted in the meantime, and any other question other noise.
+Both start over for every draw with another key, so that a state recovered from one answer reveals
+nothing about the next. The keys have two sources: `fresh_key` asks the operating system, and
+`AnswerKeys` derives them from the peer's messages, so that a repeated question gets the same noise,
+also from a party that was restarted in the meantime, and any other question gets different noise.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ _CHUNK_PAIRS = 2**15
 
 
 class NoiseSource(Protocol):
-    """Hands out independent standard normal numbers."""
+    """A source of independent standard normal numbers."""
 
     def standard_normal(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Draw numbers with the dtype and on the device of ``like``."""
@@ -48,7 +48,7 @@ class NoiseSource(Protocol):
 
 
 DrawKeys = Callable[[], bytes]
-"""Gives 32 secret bytes for one draw, never the same for two draws that must be independent."""
+"""Returns 32 secret bytes for one draw, never the same for two draws that must be independent."""
 
 
 def fresh_key() -> bytes:
@@ -70,7 +70,7 @@ class AnswerKeys:
         """Start the draws of one answer.
 
         Args:
-            answer_key: 32 secret bytes, the same only where the whole question is.
+            answer_key: 32 secret bytes, equal only for equal questions.
         """
         self._answer_key = answer_key
         self._draws = 0
@@ -112,7 +112,7 @@ class EntropyNoise:
 
 
 class DefaultNoise:
-    """Secure noise on the CPU; elsewhere the device's own, which is faster than a copy."""
+    """Secure noise on the CPU; elsewhere the device's own generator, to save the copy."""
 
     def __init__(self, keys: DrawKeys = fresh_key) -> None:
         self._secure = SecureNoise(keys)
@@ -144,9 +144,9 @@ def secure_normal(count: int, dtype: torch.dtype, key: bytes) -> Tensor:
     """Turn the ChaCha20 keystream of a key into standard normal numbers.
 
     Args:
-        count: how many.
+        count: number of normal numbers.
         dtype: float32 or float64.
-        key: 32 secret bytes, used for nothing else.
+        key: 32 secret bytes that have no other use.
 
     Returns:
         (count,), on the CPU.
@@ -182,8 +182,8 @@ def box_muller(radius_bits: Tensor, angle_bits: Tensor, out: Tensor) -> None:
 def open_uniform(words: Tensor, dtype: torch.dtype) -> Tensor:
     """Turn int32 or int64 words into uniform numbers above 0 and at most 1; no sign bit is used.
 
-    Relative precision is the dtype's down to the smallest, 2^-32 or 2^-64: a logarithm's tail is
-    fine where the numbers themselves would be coarse near 1.
+    The numbers have the dtype's relative precision down to the smallest, 2^-32 or 2^-64, so that
+    the logarithm's tail is finely resolved; numbers near 1 would be too coarse for it.
     """
     limits = torch.iinfo(words.dtype)
     return words.bitwise_and(limits.max).to(dtype).add_(0.5).mul_(2.0 ** -(limits.bits - 1))

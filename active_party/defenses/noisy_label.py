@@ -1,26 +1,27 @@
-"""Noisy labels, drawn once per example, and training on those instead of the labels.
+"""Noisy labels, drawn once per example, and training on them instead of the labels.
 
-The gradient that is sent is that of the loss on the noisy labels, and nothing is added to it. With
+The gradient of the loss on the noisy labels is sent, and nothing is added to it. With
 ``top_labels: noisy`` the top model also learns from them: then everything that the peer ever sees
-is a function of features and noisy labels, and no adversary learns more about a label than the
-noisy one tells, whatever the epochs, the optimiser, the model and the number of passive parties.
+is a function of features and noisy labels, and an adversary learns no more about a label than the
+noisy label reveals, for any epochs, optimiser, model and number of passive parties.
 
     gaussian             y + k x, x ~ N(0, 1)            sumKL = 1/k^2, AUC <= Phi(1/(k sqrt 2))
     laplace              y + x/e, x ~ Laplace(1)         sumKL = 2 (e + exp(-e) - 1), e-label-DP
     randomized_response  flipped with prob. 1/(1+exp e)  sumKL = 2 e tanh(e/2), e-label-DP
 
-With K classes, randomized response gives the true one with probability exp e/(K-1+exp e), and
-otherwise one of the others, all equally likely. Between any two classes
+With K classes, randomized response returns the true class with probability exp e/(K-1+exp e), and
+otherwise one of the other classes, all equally likely. Between any two classes
 sumKL = 2 e (exp e - 1)/(K-1+exp e), e-label-DP; for K = 2 this is the line above. The other two
 mechanisms are for two classes only.
 
-With ``top_labels: true`` the top model learns from the labels themselves, and what it has learned
-shows in p and J of later gradients (p - noisy y) J. This has no proof. It is charged for the noisy
-label alone, as every defense is, without label-DP; the leak monitor watches the rest.
+With ``top_labels: true`` the top model learns from the labels themselves, and its knowledge shows
+in p and J of later gradients (p - noisy y) J. There is no proof for this case. It is charged for
+the noisy label alone, as every defense is, without label-DP; the leak monitor watches the rest.
 
-Noise is rounded to multiples of 2^-10. y is one itself, so that the rounded sum is the sum rounded:
-nothing of the guarantee is lost, and the low bits of a floating-point sum, which differ between
-y = 0 and y = 1, tell nothing. Laplace noise ends at 44/e; anything beyond has probability 2^-63.
+Noise is rounded to multiples of 2^-10. Since y is such a multiple itself, the rounded sum is the
+sum rounded: the guarantee is not weakened, and the low bits of a floating-point sum, which differ
+between y = 0 and y = 1, reveal nothing. Laplace noise ends at 44/e; anything beyond has probability
+2^-63.
 """
 
 import math
@@ -84,8 +85,8 @@ class LaplaceLabels(Section):
 class RandomizedResponse(Section):
     """y, or its opposite with probability 1/(1 + exp(epsilon)).
 
-    Of K classes the true one with probability exp(epsilon)/(K - 1 + exp(epsilon)), and else any of
-    the others alike.
+    With K classes, the true one with probability exp(epsilon)/(K - 1 + exp(epsilon)), and otherwise
+    one of the others, all equally likely.
     """
 
     kind: Literal["randomized_response"]
@@ -101,7 +102,7 @@ LabelMechanism = Annotated[
 
 
 def _word_of_true(value: object) -> object:
-    """Give YAML's ``true`` back as the word that was written."""
+    """Return YAML's ``true`` as the word that was written."""
     return "true" if value is True else value
 
 
@@ -111,14 +112,14 @@ class NoisyLabelDefense(SeededDefense):
     name: Literal["noisy_label"] = "noisy_label"
 
     mechanism: LabelMechanism = GaussianLabels(kind="gaussian")
-    """What noise. It is drawn from the key at ``noise_key_path``."""
+    """The kind and strength of the noise, which is drawn from the key at ``noise_key_path``."""
 
     top_labels: Annotated[Literal["noisy", "true"], BeforeValidator(_word_of_true)] = "noisy"
     """The labels from which the top model learns.
 
-    ``noisy``: nothing but the noisy labels shapes what is sent, and their guarantee is exact.
-    ``true``: the model serves better, and what it has learned about the labels shows in later
-    gradients: there is no proof, only the leak monitor.
+    ``noisy``: only the noisy labels influence what is sent, and their guarantee is exact.
+    ``true``: the model predicts better, and its knowledge of the labels shows in later gradients:
+    there is no proof, only the leak monitor.
     """
 
     @property
@@ -127,7 +128,7 @@ class NoisyLabelDefense(SeededDefense):
         return self.top_labels == "noisy"
 
     def _build(self, given: BuildInputs, /) -> Defense:
-        """Build the defense; without examples it has no noisy labels to train on."""
+        """Build the defense; without examples it lacks the noisy labels for training."""
         num_classes, examples = given.context.num_classes, given.examples
         key = require_key(given.secrets.noise_key, self.name)
         noisy = None
@@ -153,7 +154,7 @@ class NoisyLabelDefense(SeededDefense):
         return Forecast({"persistent": ChargeForecast.exactly(sum_kl)}, "persistent", honesty)
 
     def refusal(self, context: DefenseContext, /) -> str | None:
-        """Say why the mechanism cannot be used with several classes."""
+        """Explain why the mechanism cannot be used with more than two classes."""
         if context.num_classes == 2 or self.mechanism.kind == "randomized_response":
             return None
         return (
@@ -162,7 +163,7 @@ class NoisyLabelDefense(SeededDefense):
         )
 
     def guarantee_limit(self) -> str:
-        """Say that the guarantee is not proved where the top model learns true labels."""
+        """Explain that the guarantee is not proved if the top model learns from true labels."""
         if self.top_labels == "noisy":
             return ""
         return (
@@ -171,7 +172,7 @@ class NoisyLabelDefense(SeededDefense):
         )
 
     def composition_refusal(self) -> str | None:
-        """Say why the noisy labels cannot take the place of the labels of another loss."""
+        """Explain why the noisy labels cannot replace the labels of another loss."""
         if self.mechanism.kind == "randomized_response" and self.top_labels == "noisy":
             return None
         return (
@@ -180,19 +181,19 @@ class NoisyLabelDefense(SeededDefense):
         )
 
     def bounds_label_move(self, _cut_dim: int, *, is_known: bool) -> bool:  # noqa: ARG002
-        """Whether a finite charge covers the label: always, whatever is made of the noisy one."""
+        """Whether a finite charge covers the label: always, for any use of the noisy label."""
         return True
 
 
 class NoisyLabel(Defense):
-    """Lets gradients of noisy labels leave as they are, and charges what the noisy labels tell.
+    """Releases gradients of noisy labels unchanged, and charges what the noisy labels reveal.
 
     Args:
-        settings: the mechanism, and what the top model learns from.
+        settings: the mechanism, and the labels from which the top model learns.
         key: the noise key.
-        num_classes: how many classes there are.
+        num_classes: number of classes.
         noisy_labels: (aligned,) float32, on the device of training; None for a defense that is
-            only asked what it charges.
+            only asked for its charge.
     """
 
     def __init__(
@@ -220,14 +221,14 @@ class NoisyLabel(Defense):
         """Return the noisy labels of a batch, (batch,).
 
         Raises:
-            ValueError: none were drawn.
+            ValueError: noisy labels were not drawn.
         """
         if self.noisy_labels is None:
             raise ValueError("noisy_label was built without examples: there are no noisy labels")
         return self.noisy_labels[batch.rows]
 
     def defend(self, batch: RawBatch) -> Defended:
-        """Return the values unchanged. The labels' values are checked and not used."""
+        """Return the values unchanged. The labels' values are checked but not used."""
         as_classes(batch.labels, as_rows(batch.gradients), self._num_classes)
         return Defended(DefendedGradient(batch.gradients.detach()), self._report)
 
@@ -243,14 +244,14 @@ def draw_noisy_labels(
     ids: Sequence[str],
     num_classes: int = 2,
 ) -> Tensor:
-    """Draw each example's noisy label, the same whenever it is asked for.
+    """Draw each example's noisy label; repeated calls return the same labels.
 
     Args:
         mechanism: kind and strength of the noise.
         labels: (aligned,), 0 or 1, or class indices.
         key: the noise key.
         ids: canonical ids in the same order.
-        num_classes: how many classes there are.
+        num_classes: number of classes.
 
     Returns:
         (aligned,) float32. 0 or 1 for randomized response, or a class index; otherwise any
@@ -277,7 +278,7 @@ def draw_noisy_labels(
 
 
 def label_leak(mechanism: LabelMechanism, num_classes: int = 2) -> tuple[float, float | None]:
-    """Return a noisy label's divergence between two classes, and its epsilon where there is one."""
+    """Return a noisy label's divergence between two classes, and its epsilon if it has one."""
     match mechanism:
         case GaussianLabels():
             return mechanism.noise_ratio**-2, None

@@ -25,7 +25,7 @@ class NoDefense(DefenseSection):
         return Undefended(given.context.num_classes)
 
     def forecast(self, _context: DefenseContext) -> Forecast:
-        """Say that every answer is charged without bound."""
+        """Return an infinite charge for every answer."""
         return Forecast(
             {"fresh": ChargeForecast.exactly(math.inf)},
             "fresh",
@@ -33,7 +33,7 @@ class NoDefense(DefenseSection):
         )
 
     def budget_refusal(self, _context: DefenseContext, /) -> str | None:
-        """Say why the first answer would exceed every budget."""
+        """Explain why the first answer would exceed every budget."""
         return "the first answer without a defense would pass every budget; set a defense"
 
 

@@ -41,8 +41,8 @@ class BatchLabels(NamedTuple):
     """(batch,), 0 or 1, or the class index."""
 
     targets: Tensor
-    """The labels from which the gradient that leaves is computed: the true ones, or what a defense
-    puts in their place, (batch,)."""
+    """The labels from which the gradient that leaves is computed: the true ones, or the targets
+    with which a defense replaces them, (batch,)."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,15 @@ class StepOutcome:
     learn from it."""
 
     label_move: float | None = None
-    """The most by which an example's own label moves its own row; None where the gap of the class
-    means stands for it."""
+    """The most by which an example's own label moves its own row; None if the gap of the class
+    means represents it."""
 
 
 class Objective(Protocol):
     """A top model and the way it learns."""
 
     model: nn.Module
-    """The model that predictions come from. Maps (activation, own features or None) to logits,
+    """The model that makes the predictions. Maps (activation, own features or None) to logits,
     (batch,), or (batch, classes) with several classes."""
 
     def compute(self, activation: Tensor, own: Features | None, labels: BatchLabels) -> StepOutcome:
@@ -95,7 +95,7 @@ class Objective(Protocol):
 
 
 def descend(loss: Tensor, parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> None:
-    """Take one step down the loss, without leaving a gradient on anything else in its graph."""
+    """Take one optimiser step on the loss; nothing else in its graph keeps a gradient."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     optimizer.zero_grad(set_to_none=True)
     gradients = torch.autograd.grad(loss, trained, allow_unused=True)

@@ -2,33 +2,34 @@
 
 A second answer about the example then repeats the first.
 
-With a binary cross entropy the raw gradient of an example is (p - y) J: J is what one unit of p
-would move it, and -y J is the one part that holds its label. Noise k x J, with x ~ N(0, 1) drawn
-once per example and k fixed for the run, turns y into y - k x. However J, p and the model change,
-the answers hold y and x only in this one sum: an adversary who knows p and J in every epoch learns
-y - k x and no more, and reaches AUC = Phi(1/(k sqrt 2)), sumKL = 1/k^2, whatever the epochs.
+With a binary cross entropy the raw gradient of an example is (p - y) J: J is its move by one unit
+of p, and -y J is the only part that holds its label. Noise k x J, with x ~ N(0, 1) drawn once per
+example and k fixed for the run, turns y into y - k x. However J, p and the model change, the
+answers hold y and x only in this one sum: an adversary that knows p and J in every epoch learns
+y - k x and nothing else, and reaches AUC = Phi(1/(k sqrt 2)), sumKL = 1/k^2, in any number of
+epochs.
 
-Three obvious forms fail against an adversary who remembers, and their attacks stand in the tests:
+Three obvious forms fail against an adversary that remembers; the tests contain their attacks:
 
 - k x times the gap of the class means. The gap shrinks as the model learns to tell the classes
   apart, by c = 1 - mean p of the positives + mean p of the negatives; (p - y) + k c x with two
-  values of c is two equations for y and x.
-- A vector of the example, scaled by the batch's largest norm (``iso`` as it stands). J turns and
-  that noise does not, so that the difference of two scaled answers has no noise at all.
-- A scalar along the row that fills it up to the batch's largest norm (``max_norm`` as it stands).
-  Its k depends on p and y: only the true label explains all epochs by the same x.
+  values of c gives two equations for y and x.
+- A vector of the example, scaled by the batch's largest norm (``iso`` unchanged). J turns and that
+  noise does not, so that the difference of two scaled answers is free of noise.
+- A scalar along the row that fills it up to the batch's largest norm (``max_norm`` unchanged). Its
+  k depends on p and y: only the true label explains all epochs with the same x.
 
-So ``marvell`` and ``iso`` measure persistent noise by J, the gap of the classes as each example
-sees it. For ``max_norm`` there is no such form, because equalising the norms changes k: its
-persistent noise protects against a peer that only adds answers up, and is charged as if there were
-none.
+Therefore ``marvell`` and ``iso`` measure persistent noise in units of J, the gap of the classes as
+each example sees it. ``max_norm`` does not have such a form, because equalising the norms changes
+k: its persistent noise protects against a peer that only adds up answers, and is charged as if
+there were no noise.
 
 Three things are not covered. A peer that chooses its activations can saturate the top model: a row
-whose label is the one that the model is certain of then gets next to no gradient, and a row with
-the other label a whole one, in a direction that the noise does not cover. The model itself learns
-from the labels, so p may tell about y what a model trained on all labels tells (``noisy_label`` is
-the form without this). And unbiasedness holds over the key, not over steps: an example's error does
-not average out.
+with the label of which the model is certain then gets almost no gradient, and a row with the other
+label gets a full one, in a direction that the noise does not cover. The model itself learns from
+the labels, so p may reveal as much about y as a model trained on all labels does (``noisy_label``
+avoids this). And unbiasedness holds over the key, not over steps: an example's error does not
+average out.
 """
 
 from typing import NamedTuple
@@ -42,7 +43,7 @@ from splitveil.active_party.defenses.rows import in_chunks, largest_size, row_no
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 
 _SMALLEST_RESIDUAL = 2.0**-10
-"""Below this |p - y| a row is too little of J for float32 to find J in it."""
+"""Below this |p - y|, a row holds too little of J to recover J from it in float32."""
 
 
 class LabelMoves(NamedTuple):
@@ -55,8 +56,8 @@ class LabelMoves(NamedTuple):
 def label_moves(rows: Tensor, positive: Tensor, probabilities: Tensor | None) -> LabelMoves:
     """Divide each raw gradient (p - y) J by p - y.
 
-    Rows in which p - y is nearly nothing get the batch's J by least squares instead. A batch in
-    which p is exactly y everywhere is a batch of zeros, and all its J are taken as zero.
+    Rows in which p - y is nearly zero get the batch's J by least squares instead. A batch in which
+    p is exactly y everywhere is a batch of zeros, and all its J are taken as zero.
 
     Raises:
         ValueError: the probabilities are missing, of another number, or outside [0, 1].
@@ -90,8 +91,8 @@ def repeated_report(moves: LabelMoves, noise_ratio: float, charge: LeakCharge) -
 
     Args:
         moves: of the batch.
-        noise_ratio: root-mean-square noise norm, in units of what one unit of label moves.
-        charge: of all answers with this noise together.
+        noise_ratio: root-mean-square noise norm, in units of the move by one unit of label.
+        charge: charge of all answers with this noise together.
     """
     return DefenseReport(
         noise_power=float((moves.norms * noise_ratio).square_().mean()),

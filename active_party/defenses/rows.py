@@ -55,7 +55,7 @@ def as_classes(labels: Tensor, rows: Tensor, num_classes: int) -> Tensor:
     labels = labels.detach().to(rows.device).reshape(batch)
     classes = labels.long()
     if not bool(((classes == labels) & (classes >= 0) & (classes < num_classes)).all()):
-        raise ValueError(f"labels must be the places of {num_classes} classes, from 0 on")
+        raise ValueError(f"labels must be class indices from 0 to {num_classes - 1}")
     return classes
 
 
@@ -68,7 +68,7 @@ def largest_size(rows: Tensor) -> Tensor:
 def as_unit(largest: Tensor) -> Tensor:
     """Return the unit in which to measure values, given their largest size: 1 if it is 0.
 
-    Never so small that its reciprocal overflows.
+    The unit is never so small that its reciprocal overflows.
     """
     return torch.where(largest > 0, largest.clamp(min=_SMALLEST_UNIT), 1.0)
 
@@ -76,10 +76,10 @@ def as_unit(largest: Tensor) -> Tensor:
 def in_chunks(rows: Tensor, unit: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices of the batch with their rows in float64, divided by ``unit``.
 
-    They come a piece at a time: a float64 copy of a large batch would not fit into the processor's
-    cache.
+    The batch is processed in pieces, because a float64 copy of a large batch would not fit into the
+    processor's cache.
     """
-    inverse = unit.clamp(min=_SMALLEST_UNIT).reciprocal()  # to divide takes three times as long
+    inverse = unit.clamp(min=_SMALLEST_UNIT).reciprocal()  # division takes three times as long
     elements = 2**24 if rows.is_cuda else 2**17
     step = max(1, elements // rows.shape[1])
     for start in range(0, rows.shape[0], step):

@@ -2,7 +2,7 @@
 
 The settings class of a defense is its front door: it builds the defense, and it alone knows which
 noise key the defense needs, which charges to expect, and where the defense cannot be used. Other
-modules ask these questions and never which defense it is.
+modules ask these questions and never check which defense it is.
 """
 
 import logging
@@ -53,8 +53,8 @@ class DefenseContext(NamedTuple):
     num_classes: int = 2
 
     pos_fraction: float = 0.5
-    """Share of positives among the training rows, above 0 and below 1; with several classes no
-    charge depends on it."""
+    """Share of positives among the training rows, above 0 and below 1; with several classes,
+    charges do not depend on it."""
 
     @property
     def cut_dim(self) -> int:
@@ -69,8 +69,8 @@ class NoiseSecrets(NamedTuple):
     """The key of persistent noise and noisy labels; None where the defense needs none."""
 
     draw_keys: DrawKeys | None = None
-    """The source of the keys of fresh noise. None for the operating system, or for the settings'
-    ``insecure_noise_seed`` in tests."""
+    """The source of the keys of fresh noise. If it is None, they come from the operating system,
+    or in tests from the settings' ``insecure_noise_seed``."""
 
 
 NO_SECRETS = NoiseSecrets()
@@ -80,7 +80,7 @@ class Examples(NamedTuple):
     """The aligned examples of a run, in the common order."""
 
     ids: Sequence[str]
-    """Canonical ids; empty where the defense has no noise key."""
+    """Canonical ids; empty if the defense does not have a noise key."""
 
     labels: Tensor
     """True labels, (aligned,)."""
@@ -103,7 +103,7 @@ class BuildInputs(NamedTuple):
 
 
 class DefenseSection(Section):
-    """The base of all defenses' settings, with the answers of a defense without noise."""
+    """The base of all defenses' settings, with the answers for a defense without noise."""
 
     @property
     def title(self) -> str:
@@ -135,12 +135,12 @@ class DefenseSection(Section):
         """Build the defense.
 
         Args:
-            context: of the run.
+            context: facts about the run.
             secrets: see `BuildInputs`.
             examples: see `BuildInputs`.
 
         Raises:
-            ValueError: the defense is refused, or needs a noise key and has none.
+            ValueError: the defense is refused, or lacks a noise key that it needs.
             SettingsError: a class written by the user cannot be loaded or built.
         """
         refusal = self.refusal(context)
@@ -154,26 +154,27 @@ class DefenseSection(Section):
 
     @abstractmethod
     def forecast(self, context: DefenseContext) -> Forecast:
-        """Say what one answer will be charged, as far as that is known before the run."""
+        """Forecast the charge of one answer, as precisely as possible before the run."""
 
     def noise_key_strength(self, _context: DefenseContext, /) -> str | None:
         """Name the strength for which the noise key is derived; None if no key is needed.
 
-        The same noise at two strengths would be two equations for noise and label. So another
-        strength draws other noise, about which the peer knows no more than about fresh noise.
+        The same noise at two strengths would give two equations for noise and label. Therefore
+        another strength draws other noise, about which the peer knows no more than about fresh
+        noise.
         """
         return None
 
     def refusal(self, _context: DefenseContext, /) -> str | None:
-        """Say why the defense cannot be used with so many classes; None where it can."""
+        """Explain why the defense cannot be used with this number of classes; None if it can."""
         return None
 
     def budget_refusal(self, _context: DefenseContext, /) -> str | None:
-        """Say why the first answer would exceed every budget; None where it need not."""
+        """Explain why the first answer would exceed every budget; None if it need not."""
         return None
 
     def guarantee_limit(self) -> str:
-        """Say for which peers the ledger's guarantee does not hold; empty if it holds for all."""
+        """Describe the peers for which the guarantee does not hold; empty if it holds for all."""
         return GENERAL_LIMIT
 
     def composition_refusal(self) -> str | None:
@@ -196,11 +197,11 @@ class DefenseSection(Section):
         _examples: Examples,
         /,
     ) -> Objective | None:
-        """Return what the top model is trained for; None for the cross entropy of its logits."""
+        """Return the top model's objective; None for the cross entropy of its logits."""
         return None
 
     def require_usable(self, _context: DefenseContext, /) -> None:
-        """Try out whatever could fail only during the run.
+        """Try out everything that could otherwise fail only during the run.
 
         Raises:
             SettingsError: the defense would fail.
@@ -214,7 +215,7 @@ class DefenseSection(Section):
 
         Raises:
             SettingsError: the file is not a key, or others may know it.
-            StorageError: there is no file, and none can be written.
+            StorageError: the file does not exist and cannot be written.
         """
         strength = self.noise_key_strength(context)
         if strength is None:
@@ -230,7 +231,7 @@ class SeededDefense(DefenseSection):
 
     insecure_noise_seed: int | None = Field(default=None, ge=0, lt=2**63)
     """For tests only: anyone who knows the seed can reproduce everything that the defense draws,
-    and so remove the noise. Absent: the noise is unpredictable."""
+    and so remove the noise. Without it, the noise is unpredictable."""
 
     @property
     def noise_seed(self) -> int | None:
@@ -242,11 +243,12 @@ class NoisyDefense(SeededDefense):
     """The settings of every defense that adds noise to gradients."""
 
     noise: Literal["fresh", "persistent"] = "fresh"
-    """``fresh`` noise is drawn anew for every answer; what the answers tell adds up over epochs.
+    """``fresh`` noise is drawn again for every answer; the information in the answers adds up over
+    epochs.
 
     ``persistent`` noise belongs to the example for the whole run. For ``marvell`` and ``iso`` it
-    repeats one answer however long the run; for ``max_norm`` it protects only against a peer that
-    adds answers up, and the leak ledger gives no bound. It is drawn from the key at
+    repeats one answer however long the run is; for ``max_norm`` it protects only against a peer
+    that adds up answers, and the leak ledger does not give a bound. It is drawn from the key at
     ``noise_key_path``.
     """
 
@@ -255,8 +257,8 @@ class NoisyDefense(SeededDefense):
 
     ``true``: a cipher's keystream, computed on the CPU and copied to a GPU (about 6 ns per number
     and the copy). ``false``: the device's own generator, filled with the operating system's
-    entropy, but never meant to withstand an adversary. Absent: secure on the CPU, the device's own
-    generator on a GPU. Persistent noise is always cryptographic.
+    entropy, but never meant to withstand an adversary. Without a value: secure on the CPU, and the
+    device's own generator on a GPU. Persistent noise is always cryptographic.
     """
 
     @property
@@ -265,9 +267,9 @@ class NoisyDefense(SeededDefense):
         return self.noise == "persistent"
 
     def forecast(self, context: DefenseContext) -> Forecast:
-        """Say what one answer will be charged, for either kind of noise.
+        """Forecast the charge of one answer, for either kind of noise.
 
-        With several classes only the noise that is set is looked at.
+        With several classes, only the configured kind of noise is considered.
         """
         charges: dict[NoiseKind, ChargeForecast] = {
             "fresh": self.fresh_charge(context),
@@ -279,18 +281,18 @@ class NoisyDefense(SeededDefense):
 
     @abstractmethod
     def fresh_charge(self, context: DefenseContext) -> ChargeForecast:
-        """Say what one answer with fresh noise will be charged."""
+        """Forecast the charge of one answer with fresh noise."""
 
     @abstractmethod
     def repeated_charge(self, context: DefenseContext) -> ChargeForecast:
-        """Say what noise drawn once per example will be charged, with all its repetitions."""
+        """Forecast the charge of noise drawn once per example, with all its repetitions."""
 
     @abstractmethod
     def honesty(self, context: DefenseContext) -> str:
-        """Say how far the forecast can be relied on."""
+        """Describe how reliable the forecast is."""
 
     def guarantee_limit(self) -> str:
-        """Say for which peers the ledger's guarantee does not hold."""
+        """Describe the peers for which the ledger's guarantee does not hold."""
         if self.noise == "persistent":
             return GENERAL_LIMIT
         return (
@@ -339,7 +341,7 @@ PERSISTENT_NOISE_HONESTY = "Charges of persistent noise depend on the strength a
 
 
 def refusal_of_persistent(settings: NoisyDefense, context: DefenseContext) -> str | None:
-    """Say why noise that is measured by label moves cannot be used with several classes."""
+    """Explain why noise in units of label moves cannot be used with more than two classes."""
     if context.num_classes == 2 or settings.noise == "fresh":
         return None
     return (
@@ -349,7 +351,7 @@ def refusal_of_persistent(settings: NoisyDefense, context: DefenseContext) -> st
 
 
 def two_classes_alone(name: str) -> str:
-    """Say that a defense is for two classes, and name the others."""
+    """Explain that a defense is for two classes only, and name the other defenses."""
     return (
         f"{name} is defined for two classes alone; expected none, iso, max_norm, "
         "marvell or noisy_label"
@@ -357,10 +359,10 @@ def two_classes_alone(name: str) -> str:
 
 
 def require_key(noise_key: NoiseKey | None, name: str) -> NoiseKey:
-    """Return the noise key of a defense that cannot do without.
+    """Return the noise key of a defense that needs one.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the key is missing.
     """
     if noise_key is None:
         raise ValueError(f"{name} with these settings needs a noise key")

@@ -1,4 +1,4 @@
-"""The strength of ``marvell``: how much noise power it asks for, in four units.
+"""The strength of ``marvell``: the noise power that it asks for, in four units.
 
     power_ratio s        P = s c, with c the squared gap of the class means (Li et al., ICLR 2022)
     sum_kl e             the least P that leaves a divergence of at most e
@@ -66,10 +66,10 @@ Strength = Annotated[
         advice="; to replace another one, set the whole: strength={power_ratio: 4}",
     ),
 ]
-"""The strength of marvell; the key that is present tells the unit."""
+"""The strength of marvell; the key that is present names the unit."""
 
 PowerRule = Callable[[ClassEstimate, int], float]
-"""From the classes and ``cut_dim`` to the noise power, in units of the estimate's ``unit``^2."""
+"""Maps the classes and ``cut_dim`` to the noise power, in units of the estimate's ``unit``^2."""
 
 
 def power_rule(strength: Strength) -> PowerRule:

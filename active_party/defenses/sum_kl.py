@@ -8,14 +8,14 @@ Leakage and Protection in Two-party Split Learning", ICLR 2022, section 4.2)
     F = (d-1) [(l20+u)/(l21+v) + (l21+v)/(l20+u)] + (l10+u+c)/(l11+v) + (l11+v+c)/(l10+u)
 
 subject to  p l11 + p (d-1) l21 + (1-p) l10 + (1-p) (d-1) l20 = P  and  l1k >= l2k >= 0.
-Then sumKL = F/2 - d, which is written below as a sum of squares, so that nothing cancels.
+Then sumKL = F/2 - d, which is written below as a sum of squares, so that terms do not cancel.
 
 In the logarithms of the total variances (noise plus spread) this is a geometric program: F and the
 budget are posynomials, the other constraints are linear. It is convex, so its minimum is unique and
 one root of one derivative finds it. Only the class with the smaller variance, A, gets noise across
 the gap. Letters of the solver, where a and b are the classes' fractions:
 
-    x = l2A     noise across the gap, the one unknown       z = s_A + x     total variance across, A
+    x = l2A     noise across the gap, the only unknown      z = s_A + x     total variance across, A
     r = P - a (d-1) x     budget left along the gap         C = r + a s_A + b s_B
     X, Y        total variances along the gap, A and B      E = Y/X = sqrt((C + a c) / (C + b c))
 
@@ -29,7 +29,7 @@ from typing import NamedTuple
 from splitveil.active_party.defenses.root_finding import find_root
 
 _TINIEST = 1e-120
-"""Inputs below this share of the largest one, and class fractions below it, count as nothing.
+"""Inputs below this share of the largest one, and class fractions below it, count as zero.
 
 Their reciprocals' squares would overflow.
 """
@@ -62,7 +62,7 @@ class _Spread(NamedTuple):
 
 
 class _Noise(NamedTuple):
-    """A point of the search: the noise of A and B, and the differences that sumKL is made of."""
+    """A point of the search: the noise of A and B, and the differences in the terms of sumKL."""
 
     across_a: float
     along_a: float
@@ -93,7 +93,7 @@ def solve_noise(
         The solution. ``along`` is the total noise variance in the direction of the gap, ``across``
         the variance in each other direction (0 where there is none). ``sum_kl`` is infinite where
         the classes differ and one of them has neither spread nor noise. Classes that do not differ
-        at all need no noise and get none, whatever the power.
+        at all do not need noise and do not get any, at any power.
 
     Raises:
         ValueError: an argument is outside its range.
@@ -168,7 +168,7 @@ def power_for_sum_kl(
     spread = (1 - pos_fraction) * neg + pos_fraction * pos
     # sumKL >= c/2 (1/X + 1/Y), which is least, for a mean of X and Y, at c (sqrt a + sqrt b)^2/2.
     least = gap * (0.5 + math.sqrt(pos_fraction * (1 - pos_fraction))) / sum_kl - spread
-    # Noise that makes the classes alike, and then the same along the gap for both, is enough.
+    # It is enough to make the classes equal, and to add equal noise along the gap to both.
     frac_a = pos_fraction if pos < neg else 1 - pos_fraction
     enough = frac_a * cut_dim * abs(pos - neg) + max(gap / sum_kl - max(neg, pos), 0.0)
     if enough > _LARGEST:
@@ -212,9 +212,9 @@ def leak_auc_bound(sum_kl: float) -> float:
 def sum_kl_along_gap(neg_deviation: float, pos_deviation: float, gap: float) -> float:
     """Return the divergence of N(0, neg_deviation^2) and N(gap, pos_deviation^2).
 
-    What one answer tells a peer who already knows what the classes' own spreads would hide: the
-    noise along the gap is all that counts. Infinite where a class has none. The gap's sign does
-    not matter, and neither does a common scale.
+    This is the information in one answer for a peer that already knows everything that the classes'
+    own spreads would hide: only the noise along the gap counts. It is infinite if a class does not
+    have any noise. The gap's sign does not matter, and neither does a common scale.
     """
     if not (0 < neg_deviation < math.inf and 0 < pos_deviation < math.inf):
         return math.inf
@@ -341,7 +341,7 @@ def _difference_across(spread: _Spread, across: float) -> float:
 
 
 def _split_along(spread: _Spread, across: float, across_difference: float) -> _Noise:
-    """Divide what the noise across the gap leaves of the power between the two classes."""
+    """Divide the power that remains after the noise across the gap between the two classes."""
     var_a, var_b, _, across_dim, frac_a, frac_b, power = spread
     left = max(power - frac_a * across_dim * across, 0.0)
     ratio, along_a, along_b, total = _unclamped(spread, left)

@@ -72,7 +72,7 @@ class AccountBook:
         return self.ledger.state_dict() | {_EXAMPLES: torch.from_numpy(self.names)}
 
     def with_all_of(self, other: "AccountBook") -> "AccountBook":
-        """Return a book of the examples of both; what both revealed about one example adds up."""
+        """Return a book of the examples of both; accounts of the same example are added up."""
         at = _indices(other.names, self.names)
         new = np.flatnonzero(at < 0)
         at[new] = len(self) + np.arange(len(new))
@@ -86,7 +86,7 @@ class AccountBook:
 
         Args:
             ids: canonical ids in the common order.
-            num_examples: how many there are.
+            num_examples: number of ids.
         """
         ledger = LeakLedger(num_examples)
         if len(self):
@@ -119,7 +119,7 @@ def _names(ids: Iterable[str]) -> Names:
 
 
 def _indices(of: Names, among: Names) -> Positions:
-    """Return where each name stands among others, -1 for a name that is not among them."""
+    """Return the index of each name among others, -1 for a name that is not among them."""
     found = pc.index_in(_column(of), value_set=_column(among))
     indices: Positions = pc.fill_null(found, -1).to_numpy().astype(np.int64)
     return indices

@@ -1,7 +1,7 @@
 """The leak budget of a run: decides whether an answer may leave, and charges it before it does.
 
-The budget is compared with what all answers ever given have told, not only those up to where the
-run is now: a run that resumes from an earlier checkpoint does not get back what it has told since.
+The budget is compared with the charges of all answers ever given, not only of those up to the run's
+present position: a run that resumes from an earlier checkpoint gets back none of the charges since.
 """
 
 import math
@@ -18,7 +18,8 @@ from splitveil.common.run.course import AlignedRows, Batch, batch_in_words
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
 
 ROUNDING = 1e-6
-"""Share by which a sum may exceed a budget, so that ten times a strength pays for ten answers."""
+"""Relative excess of a sum that a budget allows, so that ten times a strength pays for ten answers.
+"""
 
 
 def fits(sum_kl: float, max_sum_kl: float) -> bool:
@@ -27,10 +28,10 @@ def fits(sum_kl: float, max_sum_kl: float) -> bool:
 
 
 def num_answers_within(max_sum_kl: float, charge: float) -> float:
-    """Return how many answers of the same charge a budget pays for, infinite if they are free.
+    """Return the number of answers of equal charge that a budget pays for; infinite for no charge.
 
     Args:
-        max_sum_kl: what is left of the budget; a negative rest pays for no answer.
+        max_sum_kl: the rest of the budget; a negative rest pays for no answer.
         charge: divergence that each answer adds.
     """
     return math.inf if charge == 0 else max(max_sum_kl, 0.0) * (1 + ROUNDING) // charge
@@ -38,20 +39,20 @@ def num_answers_within(max_sum_kl: float, charge: float) -> float:
 
 @dataclass(frozen=True)
 class Allowance:
-    """How much the label owner lets a run tell."""
+    """The label owner's limit to what a run may reveal, and the part already used."""
 
     max_sum_kl: float = math.inf
     """Divergence that no example may exceed over the whole run."""
 
     earlier: AccountBook = field(default_factory=AccountBook.empty)
-    """What earlier runs may have told about some of the ids; it counts towards the budget."""
+    """Accounts of earlier runs for some of the ids; they count towards the budget."""
 
 
 class LeakBudget:
     """The accounts of one run, held against its allowance.
 
     Args:
-        allowance: the limit, and what earlier runs have told.
+        allowance: the limit, and the accounts of earlier runs.
         ids: this party's canonical ids, by row of its file.
         rows: the rows that all parties have in common.
     """
@@ -70,7 +71,7 @@ class LeakBudget:
 
         Args:
             batch: the training rows that it is about.
-            charge: what it tells about each of them.
+            charge: the charge of each of them.
             is_repeated: whether this very answer has left before, so that it tells nothing new.
             log: writes the answer to the log of answers. Called once the answer is known to fit;
                 if it fails, nothing is charged.
@@ -96,11 +97,11 @@ class LeakBudget:
         return self.accounts.told.bounds(self._rows.splits["train"])
 
     def told_on_course(self) -> LeakBounds:
-        """Bound what the answers up to where the run is now may have told."""
+        """Bound what the answers up to the run's present position may have told."""
         return self.accounts.course.bounds(self._rows.splits["train"])
 
     def account_book(self) -> AccountBook:
-        """Return what this run and those before it may have told, by example."""
+        """Return the accounts of this run and the runs before it, by example."""
         return self._allowance.earlier.closed(self._ids_in_order(), self.accounts.told)
 
     @property
@@ -109,7 +110,7 @@ class LeakBudget:
         return len(self._allowance.earlier) > 0
 
     def num_charged(self) -> int:
-        """Return how many training examples have been charged anything so far."""
+        """Return the number of training examples that have been charged anything so far."""
         return self.accounts.course.num_charged(self._rows.splits["train"])
 
     def _ids_in_order(self) -> Iterator[str]:

@@ -17,7 +17,7 @@ SETTING = "earlier_ledgers"
 
 
 def open_books(folders: Sequence[Path]) -> AccountBook:
-    """Read the books of several runs as one.
+    """Read the account books of earlier runs, and return them as one book.
 
     Args:
         folders: the active party's ``checkpoint`` folder of each run.

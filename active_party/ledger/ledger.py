@@ -10,7 +10,7 @@ Two bounds hold for the AUC of anyone who has seen answers of divergence K about
 
     estimate    Phi(sqrt(K/2))                          best score, if the classes are Gaussian with
                                                         equal variances
-    guarantee   1/2 + V - V^2/2 with 4 V artanh V = K   every score, whatever the distributions
+    guarantee   1/2 + V - V^2/2 with 4 V artanh V = K   every score, under any distributions
                                                         (Gilardoni 2010 for the total variation V)
 
 Both hold as far as the charges do. Charges of fresh noise compare the means of the classes in a
@@ -57,7 +57,7 @@ class Spread(NamedTuple):
 
 
 class LeakBounds(NamedTuple):
-    """How much the run may have revealed about the labels so far."""
+    """Bounds on the information about the labels that a run may have revealed so far."""
 
     sum_kl: Spread
     estimate: Spread
@@ -142,14 +142,14 @@ class LeakLedger:
         return float((self._settled[positions] + self._current[positions]).max())
 
     def add(self, positions: Positions, other: "LeakLedger", other_positions: Positions) -> None:
-        """Add what another ledger has charged some of its examples.
+        """Add the charges of another ledger for some of its examples.
 
         For one noise identity the larger charge of the two counts, as within one run.
 
         Args:
-            positions: where the examples are here, each once.
+            positions: positions of the examples in this ledger, each once.
             other: the other ledger, with an order of its own.
-            other_positions: where the same examples are there.
+            other_positions: positions of the same examples in the other ledger.
         """
         theirs = other.state_dict()
         identity = bytes(theirs["identity"].tolist())
@@ -170,7 +170,7 @@ class LeakLedger:
 
         Args:
             earlier: the ledger with which this one began.
-            positions: where the earlier ledger has the examples that this one lacks.
+            positions: positions in the earlier ledger of the examples that this one lacks.
         """
         whole = LeakLedger(len(self) + len(positions))
         whole.add(np.arange(len(self), len(whole)), earlier, positions)
@@ -185,7 +185,7 @@ class LeakLedger:
         return whole
 
     def num_charged(self, positions: Positions) -> int:
-        """Return how many of some examples have been charged anything."""
+        """Return the number of examples, among those given, that have been charged anything."""
         return int(np.count_nonzero(self._settled[positions] + self._current[positions]))
 
     def bounds(self, positions: Positions) -> LeakBounds:
@@ -250,7 +250,7 @@ def estimated_auc(sum_kl: float) -> float:
 
 
 def logged(charge: LeakCharge) -> ChargedAnswer:
-    """Return a charge as the log of answers keeps it, with a digest in place of the identity."""
+    """Return a charge in the form of the log of answers, with a digest instead of the identity."""
     identity = charge.noise_identity
     if identity is None:  # fresh noise is Gaussian: the odds of a single answer have no bound
         return ChargedAnswer(charge.sum_kl, b"", math.inf)

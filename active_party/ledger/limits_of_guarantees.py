@@ -19,6 +19,6 @@ def limit_of_guarantee(defense: Mapping[str, Any]) -> str:
     """
     try:
         settings = _SETTINGS.validate_python(defense)
-    except ValidationError:  # of another version
+    except ValidationError:  # settings of another version
         return GENERAL_LIMIT
     return settings.guarantee_limit()

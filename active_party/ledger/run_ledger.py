@@ -1,4 +1,4 @@
-"""The two ledgers of a run that may resume: up to where it is, and of everything ever answered.
+"""The two ledgers of a run that may resume: of its course so far, and of all answers ever given.
 
 A run that resumes from a checkpoint takes its ledger from there, so that the ledger afterwards is,
 bit for bit, what it would have been. Later answers stay known to the peer, whether or not the run
@@ -27,13 +27,13 @@ class RunLedger:
 
     def __init__(self, begun: LeakLedger) -> None:
         self.course = begun
-        """Accounts of the answers up to where the run is: the same in every run that gets there."""
+        """Accounts of the answers on the run's course so far, the same in every such run."""
         self.told = begun
         """Accounts of all answers ever given; the same object while there are no others."""
 
     @property
     def is_behind(self) -> bool:
-        """Whether there were answers beyond where the run is."""
+        """Whether answers were given beyond the run's present position."""
         return self.told is not self.course
 
     def enter(self, positions: Positions, charge: ChargedAnswer) -> None:
@@ -50,7 +50,7 @@ class RunLedger:
         self.course = self.told
 
     def go_back(self, course: Mapping[str, Tensor]) -> None:
-        """Take the accounts of a checkpoint as those up to where the run is; no charge is lost.
+        """Take the accounts of a checkpoint as those of the course so far; no charge is lost.
 
         Raises:
             ValueError: they do not come from a ledger, or have another number of examples.

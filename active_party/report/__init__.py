@@ -1,8 +1,8 @@
-"""The report of a run: one HTML file that needs no network, no script and nothing but itself.
+"""The report of a run: one self-contained HTML file that needs neither network nor scripts.
 
-The charts are drawn by ``svg.py`` rather than by a plotting library: a page's own SVG follows its
-style sheet, so that it can be dark on a screen and black on paper, keeps text as text, and costs no
-dependency of the size of the rest of the program.
+The charts are drawn by ``svg.py`` rather than by a plotting library: SVG inside the page follows
+its style sheet, so that it can be dark on a screen and black on paper, keeps text as text, and
+avoids a dependency of the size of the rest of the program.
 """
 
 from splitveil.active_party.report.page import (

@@ -1,4 +1,4 @@
-"""The report's figures by class: how well each is predicted, and which are told apart."""
+"""The report's figures by class: the quality of predictions, and the classes told apart best."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple

@@ -19,11 +19,11 @@ _WORDS = {LOG10_NORM: "Norm", COSINE: "Direction"}
 _SIZE = (280.0, 185.0)
 _FEWEST_BINS, _MOST_BINS = 10, 40
 _WIDTHS = (1, 2, 4, 5, 8, 10, 20)
-"""Numbers of bins that may be joined to one: divisors of the cosine's 40."""
+"""Numbers of bins that may be merged into one: divisors of the cosine's 40 bins."""
 _MANTISSAS = (1, 2, 5)
 _MOST_NORM_TICKS = 4
 _ROOM = 0.15
-"""Least margin on either side of the norms, in decades."""
+"""Smallest margin on either side of the norms, in decades."""
 _NORMAL_Q975 = 1.959964
 """The absolute value of a standard normal draw lies below this with probability 0.95."""
 
@@ -61,7 +61,7 @@ def sent_panels(runs: Sequence[tuple[str, Sequence[ClassHistogram]]]) -> list[Pa
 
 
 def auc_of_counts(negatives: Numbers, positives: Numbers) -> float:
-    """Return the leak AUC of a figure, as far as its bins tell examples apart."""
+    """Return the leak AUC of a figure, at the resolution of its bins."""
     below = np.cumsum(negatives) - negatives
     wins = float((positives * (below + negatives / 2)).sum())
     auc = wins / float(positives.sum() * negatives.sum())
@@ -86,7 +86,7 @@ def _panel(histogram: ClassHistogram, side: str, axes: Mapping[str, Axis]) -> Pa
     negatives, positives = (histogram.counts[f"{side}/{c}"] for c in ("negative", "positive"))
     counts = [negatives, positives]
     if histogram.figure == LOG10_NORM:
-        # Before and after may lie decades apart: bins as fine as this side's own range allows.
+        # Before and after may lie decades apart: each side's bins are as fine as its range allows.
         edges, counts = _occupied(histogram.edges, counts)
     else:
         edges = histogram.edges
@@ -120,7 +120,7 @@ def _title(epoch: int, step: int, histograms: Sequence[ClassHistogram]) -> str:
 
 def _share_axis(shares: Numbers) -> Axis:
     covering = round_axis("% of class", shares, from_zero=True)
-    # On paper there is no room for more digits than these.
+    # Paper has room only for these digits.
     half = (covering.high / 2,) if covering.high % 2 == 0 else ()
     ticks = (0.0, *half, covering.high)
     return covering._replace(ticks=ticks, names=[f"{tick:g}" for tick in ticks])
@@ -160,7 +160,7 @@ def _occupied(edges: Numbers, counts: Sequence[Numbers]) -> tuple[Numbers, list[
 
 
 def _merged(edges: Numbers, counts: Sequence[Numbers]) -> tuple[Numbers, list[Numbers]]:
-    """Join neighbouring bins until there are as many as the smaller class can fill."""
+    """Merge neighbouring bins until there are only as many as the smaller class can fill."""
     examples = min(float(of_class.sum()) for of_class in counts)
     most = min(_MOST_BINS, max(_FEWEST_BINS, round(2 * math.sqrt(examples))))
     bins = len(edges) - 1

@@ -1,4 +1,4 @@
-"""Figures that a report computes from a run's series: windows, epochs, and what chance explains."""
+"""Figures that a report computes from a run's series: windows, epochs, and comparison to chance."""
 
 import math
 from collections.abc import Sequence
@@ -9,12 +9,13 @@ import numpy as np
 from splitveil.active_party.report.run_files import LeakSeries, Numbers
 
 MIN_WINDOW = 15
-"""Batches that a window's quantiles need at least."""
+"""Smallest number of batches for the quantiles of a window."""
 MAX_WINDOWS = 40
 LOW, HIGH = 0.1, 0.9
 """The quantiles that bound a band."""
 STANDARD_ERRORS = 4.0
-"""How many a mean must lie above that of random scores, as for the leak alarm."""
+"""Number of standard errors by which a mean must exceed the mean of random scores, as for the leak
+alarm."""
 
 WITHOUT_GRADIENTS = frozenset({"activation_spectral"})
 """Attacks that look only at a party's own activations: a baseline, and not a gradient leak."""
@@ -45,11 +46,11 @@ class Finding(NamedTuple):
     random_mean: float
     random_q95: float
     beats_chance: bool
-    """Whether its mean lies above that of random scores by more than chance explains."""
+    """Whether its mean exceeds the mean of random scores by more than chance explains."""
 
 
 def windows(steps: Numbers, values: Numbers) -> Windows:
-    """Summarise a series window by window; all windows hold about as many batches."""
+    """Summarise a series window by window; all windows hold about the same number of batches."""
     count = max(1, min(MAX_WINDOWS, len(values) // MIN_WINDOW))
     middles, rows = [], []
     for where in np.array_split(np.arange(len(values)), count):

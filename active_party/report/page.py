@@ -196,7 +196,7 @@ def _short(title: str) -> str:
 
 
 def _titles(runs: Sequence[RunFiles]) -> list[str]:
-    """Return the runs' names, with the folder where two have the same name."""
+    """Return the runs' names, with the folder if two runs have the same name."""
     names = [run.name for run in runs]
     return [
         name if names.count(name) == 1 else f"{name} ({run.folder})"
@@ -205,7 +205,7 @@ def _titles(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def _dots(compared: Sequence[_Compared]) -> tuple[list[Dot], str]:
-    """Return a point per run: test AUC and leak AUC, of the whole run where all measured it."""
+    """Return a point per run: test AUC and leak AUC, of the whole run if all runs measured it."""
     of_run = all(one.accumulated for one in compared)
     dots = []
     for one in compared:

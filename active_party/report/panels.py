@@ -83,7 +83,7 @@ def shared_training_panels(runs: Sequence[Coloured]) -> list[Panel]:
 
 
 def leak_panel(run: RunFiles, series: LeakSeries) -> Panel:
-    """Return one attack's leak AUC over steps, with that of random scores."""
+    """Return one attack's leak AUC over steps, with the leak AUC of random scores."""
     leak = windows(series.steps, series.leak)
     chart = Chart(
         f"leak AUC of {series.attack} at layer {series.layer} over training steps",
@@ -201,7 +201,7 @@ def trade_off(dots: Sequence[Dot], measured: str) -> Markup | None:
 
     Args:
         dots: leak AUC, test AUC and name of each run.
-        measured: what kind of leak AUC it is.
+        measured: the kind of leak AUC.
     """
     if not dots:
         return None
@@ -295,7 +295,7 @@ def _chance(series: LeakSeries) -> Iterator[Mark]:
 
 
 def _yardsticks(run: RunFiles, series: LeakSeries) -> Iterator[Rule]:
-    """Yield the level of random scores on most batches, and that of the features alone."""
+    """Yield the level of random scores on most batches, and the level of the features alone."""
     yield Rule(float(np.quantile(series.random, 0.95)), "floor")
     baseline = run.active.summary.of_active.model.test_auc
     if baseline is not None:

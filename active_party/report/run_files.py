@@ -1,8 +1,8 @@
 """The files of a run, read for a report: settings, summary and metrics of all its parties.
 
-A run that was killed has no summary, and its last line may be cut off; a party that keeps its files
-to itself has no folder here. Whatever is absent is empty and never an error, except the active
-party's metrics, without which there is nothing to report.
+A killed run does not have a summary, and its last line may be cut off; a party that keeps its files
+private does not have a folder here. Missing files are read as empty and never cause an error,
+except the active party's metrics, without which there is nothing to report.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -47,12 +47,12 @@ class PartyFiles(NamedTuple):
     """``active``, ``passive`` or, of several passive parties, one's name in the contract."""
     settings: Mapping[str, Any]
     summary: Summary
-    """Empty where the run has not ended."""
+    """Empty if the run has not ended."""
     has_ended: bool
     """Whether there is a summary."""
     metrics: Metrics
     ledger_ahead: LedgerFigures | None = None
-    """The bounds on all answers of a run that went back behind some of them."""
+    """The bounds on all answers of a run that resumed at a point before some of them."""
 
     def layer(self, name: str) -> str:
         """Return the name of a layer of this party beside other parties' layers."""
@@ -60,7 +60,7 @@ class PartyFiles(NamedTuple):
 
 
 class RunFiles(NamedTuple):
-    """The files that a report is made of."""
+    """The files from which a report is made."""
 
     folder: Path
     name: str
@@ -125,9 +125,10 @@ def read_run(run_dir: Path) -> RunFiles:
 def leak_series(run: RunFiles) -> list[LeakSeries]:
     """Return the measurements of every attack, the cut layer first.
 
-    These are the active party's where it has some, whose oracle attacks know a clean gradient; at
-    earlier layers they are the passive party's, which alone sees those. With several passive
-    parties, each one's own cut layer counts, too: it is not the joint one.
+    The active party's measurements come first, if it has any, because its oracle attacks know a
+    clean gradient; at earlier layers, which only the passive party sees, they are the passive
+    party's. With several passive parties, each party's own cut layer counts, too, because it is not
+    the joint one.
     """
     series = list(_series_of(run.active, steps_per_epoch_of(run)))
     seen = {one.layer for one in series}
@@ -136,7 +137,7 @@ def leak_series(run: RunFiles) -> list[LeakSeries]:
 
 
 def adversary_series(run: RunFiles) -> list[LeakSeries]:
-    """Return the measurements of the passive parties' adversaries, each one's cut layer first."""
+    """Return the measurements of the passive parties' adversaries, each party's cut layer first."""
     return [
         one
         for party in run.passives
@@ -160,7 +161,7 @@ def class_histograms(run: RunFiles) -> list[ClassHistogram]:
         )
         for line in run.active.metrics.of(HistogramLine)
     ]
-    # A run that was resumed may have counted a batch twice, and to the same counts.
+    # A resumed run may have counted a batch twice, with the same counts.
     by_step = {(one.step, one.figure): one for one in found}
     return sorted(by_step.values(), key=lambda one: one.step)
 
@@ -183,7 +184,7 @@ def test_lines(run: RunFiles) -> list[EvaluationLine]:
 
 
 def num_classes(run: RunFiles) -> int:
-    """Return how many classes a run has; 2 where it declares none."""
+    """Return the number of classes of a run; 2 if its settings do not declare classes."""
     declared = (run.active.settings.get("data") or {}).get("classes")
     if isinstance(declared, int):
         return declared
@@ -191,7 +192,7 @@ def num_classes(run: RunFiles) -> int:
 
 
 def steps_per_epoch_of(run: RunFiles) -> int:
-    """Return how many steps the longest epoch had."""
+    """Return the number of steps of the longest epoch."""
     metrics = run.active.metrics
     steps = [line.step for line in metrics.of(TrainingLine)]
     steps += [line.step for line in metrics.of(LeakLine)]
@@ -199,7 +200,7 @@ def steps_per_epoch_of(run: RunFiles) -> int:
 
 
 def column(values: Iterable[float | None]) -> Numbers:
-    """Return numbers as an array, NaN where one is absent."""
+    """Return numbers as an array, with NaN for None."""
     return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
 
@@ -222,7 +223,7 @@ def _series_of(party: PartyFiles, steps_per_epoch: int) -> Iterator[LeakSeries]:
 
 
 def _by_attack(lines: Sequence[LeakLine | EpochLeakLine]) -> dict[tuple[str, str], Numbers]:
-    """Return (layer, attack) -> leak AUC in every line, NaN where it is absent."""
+    """Return (layer, attack) -> leak AUC in every line; NaN if a line lacks it."""
     found: dict[tuple[str, str], Numbers] = {}
     for row, line in enumerate(lines):
         for layer, attack, leak_auc in line.figures:

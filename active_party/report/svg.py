@@ -1,6 +1,6 @@
-"""Draws charts as SVG inside a page, whose CSS gives the colours, also in the dark and on paper.
+"""Draws charts as SVG inside a page, whose CSS defines the colours, also for dark mode and paper.
 
-Text stays text. Elements are built as a tree, so that no name in a chart can become markup.
+Text stays text. Elements are built as a tree, so that names in a chart can never become markup.
 """
 
 import math
@@ -41,10 +41,10 @@ class Line:
     style: str
     """CSS classes, one of which names the colour."""
     label: str = ""
-    """Stands at the right of the last point."""
+    """The text to the right of the last point."""
     markers: bool = False
     written: Callable[[float], str] = "{:.4g}".format
-    """Writes the value at a marker: a bound is rounded up."""
+    """Formats the value at a marker: a bound is rounded up."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,13 @@ class Steps:
 
     edges: Numbers
     heights: Numbers
-    """One less than there are edges."""
+    """One height fewer than there are edges."""
     style: str
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A level that runs through the whole chart."""
+    """A horizontal line across the whole chart."""
 
     y: float
     style: str
@@ -78,7 +78,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Dot:
-    """One point, with its name beside it."""
+    """One labelled point."""
 
     x: float
     y: float
@@ -221,7 +221,7 @@ class _Drawing:
         self._dots.append(dot)
 
     def _draw_names_of_dots(self) -> None:
-        """Set each name beside its dot, towards the middle, and none over another."""
+        """Set each name beside its dot, towards the middle, without overlaps."""
         dots = sorted(self._dots, key=lambda dot: -dot.y)
         heights = _spread_out([self._y_of(dot.y) for dot in dots], self._top, self._bottom)
         for dot, height in zip(dots, heights, strict=True):
@@ -232,7 +232,7 @@ class _Drawing:
                 self._text(f"name end {dot.style}", x - 11, height + 4, dot.label)
 
     def _draw_labels(self) -> None:
-        """Set the labels under each other at the right edge, each joined to what it names."""
+        """Set the labels under each other at the right edge, each joined to its mark."""
         labels = sorted(self._labels, key=lambda label: label.y)
         heights = _spread_out([label.y for label in labels], self._top, self._bottom)
         for label, height in zip(labels, heights, strict=True):
@@ -259,7 +259,7 @@ class _Drawing:
     ) -> None:
         position = {"cx": f"{self._x_of(x):.1f}", "cy": f"{self._y_of(y):.1f}"}
         circle = SubElement(self._root, "circle", {"class": style, "r": f"{radius:g}"} | position)
-        # A browser shows it when the pointer rests there.
+        # A browser shows it as a tooltip.
         SubElement(circle, "title").text = f"{x:.4g}: {written(y)}"
 
     def _text(self, style: str, x: float, y: float, text: str) -> Element:
@@ -275,11 +275,11 @@ def round_axis(
     """Return an axis that covers values, with round numbers at its ends.
 
     Args:
-        label: what the axis is, with its unit.
-        values: what to cover; those that are not finite are left out.
+        label: name of the axis, with its unit.
+        values: values to cover; values that are not finite are ignored.
         from_zero: start at 0.
-        least_span: reach at least this far down from the largest value, so that differences that
-            mean nothing do not look large.
+        least_span: reach at least this far down from the largest value, so that meaningless
+            differences do not look large.
     """
     finite = [value for value in values.tolist() if math.isfinite(value)] or [0.0, 1.0]
     high = max(finite)
@@ -303,7 +303,7 @@ def _ticks(axis: Axis) -> list[tuple[float, str]]:
 
 
 def _round_unit(span: float, count: int) -> float:
-    """Return the smallest of 1, 2, 5, 10, ... and their tenths that makes no more ticks."""
+    """Return the smallest of 1, 2, 5, 10, ... and tenths of them that gives at most ``count``."""
     power: float = 10.0 ** math.floor(math.log10(span / count))
     return next((m * power for m in (1, 2, 5) if span / (m * power) <= count), 10 * power)
 

@@ -146,7 +146,7 @@ def alarm_rows(run: RunFiles) -> Iterator[AlarmRow]:
 
 
 def audit_rows(run: RunFiles) -> Iterator[AuditRow]:
-    """Yield what the peer was told about its scores, one row per attack and layer."""
+    """Yield the peer's audits of its scores, one row per attack and layer."""
     replies: dict[str, list[float]] = {}
     for line in run.active.metrics.of(AuditLine):
         if line.figure.leak_auc is not None:
@@ -157,7 +157,7 @@ def audit_rows(run: RunFiles) -> Iterator[AuditRow]:
 
 
 def watch_notes(run: RunFiles) -> Iterator[str]:
-    """Yield a sentence about each guard against the leak: whether it was on, and what it did."""
+    """Yield a sentence about each guard against the leak: whether it was on, and its actions."""
     settings, summary = run.active.settings, run.active.summary.of_active
     alarms = summary.leak_alarms
     if alarms is not None:
@@ -176,7 +176,7 @@ def watch_notes(run: RunFiles) -> Iterator[str]:
         )
     else:
         yield "Leak gate: not set, so no measured leak could end the run."
-    # The summary also counts audits that the run went back behind, which have no line any more.
+    # The summary also counts audits after the checkpoint resumed from, whose lines are gone.
     told = max(len(run.active.metrics.of(AuditLine)), summary.audits_answered or 0)
     if settings.get("allow_audits") or told:
         yield (
@@ -188,7 +188,7 @@ def watch_notes(run: RunFiles) -> Iterator[str]:
 
 
 def summary_rows(run: RunFiles) -> Iterator[tuple[str, str]]:
-    """Yield the figures of the run's summary, apart from its leak."""
+    """Yield the figures of the run's summary, except those about the leak."""
     counts, active = run.active.summary.counts, run.active.summary.of_active
     batches, model = run.active.summary.of_leak.counts, active.model
     yield "aligned rows", count(counts.aligned_rows)
@@ -210,10 +210,12 @@ def summary_rows(run: RunFiles) -> Iterator[tuple[str, str]]:
     ledger = ledger_of(run)
     if ledger is not None and ledger.epsilon is not None:
         yield "label differential privacy, epsilon", figure(ledger.epsilon, 4)
+    if run.active.summary.version is not None:
+        yield "splitveil version", run.active.summary.version
 
 
 def settings_tables(settings: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
-    """Return one table per section of the settings, first those outside any section."""
+    """Return one table per section of the settings; the first has settings outside sections."""
     tables: dict[str, list[tuple[str, str]]] = {"this party": []}
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
@@ -241,12 +243,12 @@ def guarantee(run: RunFiles) -> str:
 
 
 def figure(value: float | None, digits: int = 3) -> str:
-    """Write a figure, a dash where there is none."""
+    """Format a figure; a dash stands for a missing one."""
     return _ABSENT if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
 
 
 def count(value: int | None) -> str:
-    """Write a count, a dash where there is none."""
+    """Format a count; a dash stands for a missing one."""
     return _ABSENT if value is None else f"{value:,}"
 
 

@@ -1,6 +1,6 @@
 """The verdict on a run, in plain words, computed from its figures.
 
-It says what was recovered, what the ledger allows for, and what was not looked at. A measured
+It describes what was recovered, what the ledger allows for, and what was not examined. A measured
 figure is a lower bound on the leak (another attack may do better), and the ledger's guarantee is an
 upper bound against a peer that its charges describe.
 """
@@ -30,7 +30,7 @@ Level = Literal["recovered", "leaking", "unbounded", "bounded", "unknown"]
 RECOVERED = 0.9
 """Leak AUC at and above which labels count as recovered."""
 WEAK_GUARANTEE = 0.9
-"""Guarantee above which a ledger does not bound what matters."""
+"""Guarantee above which a ledger's bound is meaningless in practice."""
 BITS_PER_AUDIT = math.log2(51)
 """The reply to an audit is one of .50, .51, ..., 1.00."""
 NO_GUARANTEE = 0.999
@@ -51,7 +51,7 @@ class _Need(NamedTuple):
     is_free: bool = False
     """Whether every passive party knows it or can guess it."""
     is_oracle: bool = False
-    """Whether only an evaluation has it, and no passive party."""
+    """Whether only an evaluation has it, and a passive party does not."""
 
     def in_words(self) -> str:
         return f"{self.words} (evaluation only)" if self.is_oracle else self.words
@@ -65,7 +65,7 @@ _OF_BATCHES: Mapping[str, frozenset[_Need]] = {
     str(name): _needs(attack) for name, attack in ATTACKS.items()
 }
 _OF_UNKNOWN = frozenset({_Need("what that attack is told")})
-"""The needs of an attack of the user's own: nothing here says that it works without labels."""
+"""The needs of a user-defined attack: it cannot be assumed to work without labels."""
 
 _NEEDS: Mapping[str, frozenset[_Need]] = {
     **_OF_BATCHES,
@@ -87,7 +87,7 @@ class RunLevel(NamedTuple):
     low: float | None
     high: float | None
     examples: int | None
-    """The number of examples scored; None where the run did not write it."""
+    """The number of examples scored; None if the run did not record it."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Verdict:
 
 
 def needs_of(attack: str) -> str:
-    """Return what an attacker must know besides the gradients, in words."""
+    """Describe the side information that an attacker needs besides the gradients."""
     if attack not in _NEEDS:
         return "not known here"
     return "; ".join(sorted(need.in_words() for need in _NEEDS[attack])) or "nothing"
@@ -120,7 +120,7 @@ def is_oracle(attack: str) -> bool:
 
 
 def run_levels(run: RunFiles) -> list[RunLevel]:
-    """Return the run-level figures of both parties, as far as they were written."""
+    """Return the run-level figures of both parties that were recorded."""
     found: dict[tuple[str, str], RunLevel] = {}
     for party in run.parties:
         for name, attacks in party.summary.of_leak.run_level.items():
@@ -131,7 +131,7 @@ def run_levels(run: RunFiles) -> list[RunLevel]:
 
 
 def judge(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunLevel]) -> Verdict:
-    """Judge a run by what its attacks recovered and by what its ledger allows for."""
+    """Judge a run by the success of its attacks and by the bounds of its ledger."""
     summary = run.active.summary.of_active
     guarantee = guarantee_of(run)
     gaps = list(_not_measured(run, findings, accumulated))
@@ -156,7 +156,7 @@ def guarantee_of(run: RunFiles) -> float:
 
 
 def ledger_of(run: RunFiles) -> LedgerFigures | None:
-    """Return the ledger's last entry, or the bounds of a run that went back and was left there."""
+    """Return the ledger's last entry, or the bounds of a run abandoned after it went back."""
     if run.active.summary.of_active.ledger is not None:
         return run.active.summary.of_active.ledger
     entries = [line.bounds for line in run.active.metrics.of(LedgerLine)[-1:]]
@@ -228,7 +228,7 @@ def _headline(
 
 
 def _of_classes(run: RunFiles) -> Iterator[str]:
-    """Say which classes the figures compare where there are more than two."""
+    """Explain which classes the figures compare if there are more than two."""
     if num_classes(run) > 2:
         yield (
             f"With {num_classes(run)} classes, every leak AUC, measured or allowed for, is that of "
@@ -292,7 +292,7 @@ def _bounded(run: RunFiles, guarantee: float) -> Iterator[str]:
 
 
 def _told(summary: ActiveFigures) -> Iterator[str]:
-    """Yield how the run ended early and what it revealed besides gradients."""
+    """Yield the reason for an early end, and what the run revealed besides gradients."""
     if summary.gate is not None and summary.gate.closed:
         yield "The leak gate ended the run: its attacks measured more than the settings accept."
     answered = summary.audits_answered

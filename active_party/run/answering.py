@@ -2,7 +2,7 @@
 
 The answer to a training step is one gradient for all parties: their activations are aggregated, the
 top model's gradient is defended, the leak budget admits it, and each party gets its part. Held-out
-rows are scored, and every party is told only whether the run goes on.
+rows are scored, and every party is told only whether the run continues.
 
 Nothing here ends the run, saves it or reports it: failures are raised to the session.
 """
@@ -42,7 +42,7 @@ class TrainingSetup(NamedTuple):
     rows: AlignedRows
 
     progress: Progress
-    """Where the run is."""
+    """The run's progress through its course."""
 
     trainer: TopTrainer
     """The top model with its labels and its defense."""
@@ -55,7 +55,7 @@ class Unaligned(NamedTuple):
     """The part of a run before its rows are known."""
 
     earlier: AccountBook
-    """What earlier runs may have told."""
+    """The accounts of earlier runs."""
 
     @property
     def trainer(self) -> None:
@@ -73,11 +73,11 @@ class Unaligned(NamedTuple):
 
     @property
     def audits_answered(self) -> int:
-        """How many audits were answered."""
+        """Number of audits that have been answered."""
         return 0
 
     def account_book(self) -> AccountBook:
-        """Return what earlier runs may have told."""
+        """Return the accounts of earlier runs."""
         return self.earlier
 
 
@@ -87,8 +87,8 @@ class Answering:
     Args:
         run_id: names the run in every batch's id.
         parties: the parties whose questions are answered.
-        setup: what follows from the common rows.
-        questions: what was answered before.
+        setup: everything that follows from the common rows.
+        questions: the questions answered so far.
         evaluator: measures held-out rows, and decides whether training stops early.
     """
 
@@ -115,7 +115,7 @@ class Answering:
 
     @property
     def batch_number(self) -> int:
-        """Number of batches that have been answered up to where the run is."""
+        """Number of batches that have been answered up to the run's present position."""
         return self.progress.batch_number
 
     @property
@@ -145,7 +145,7 @@ class Answering:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Change several parts of what a checkpoint holds; if that fails, none is saved."""
+        """Change more than one part of a checkpoint's state; if that fails, none is saved."""
         self._is_midway = True
         yield
         self._is_midway = False
@@ -191,7 +191,7 @@ class Answering:
 
         Raises:
             OtherAnswer: the step was answered before, and differently.
-            BudgetExhausted: the answer would tell too much; it does not leave.
+            BudgetExhausted: the answer would exceed the leak budget; it does not leave.
             StorageError: the answer cannot be logged; it does not leave.
         """
         asked, aggregation = self._parties.questions, self.contract.aggregation
@@ -216,7 +216,7 @@ class Answering:
                 f"{batch_in_words(batch.epoch, batch.step)}: the same question would get another "
                 f"answer than before: the arithmetic has changed, as with another device, "
                 f"torch_threads or version of a library; restore those, or start over with "
-                f"--fresh, and let the other party do so, too"
+                f"--fresh at both parties"
             )
         self.budget.admit(
             batch,
@@ -226,10 +226,10 @@ class Answering:
         )
 
     def evaluate(self, batch: Batch) -> tuple[Evaluation | None, Sequence[Reply]]:
-        """Score the held-out rows that every party has asked about, and tell each what follows.
+        """Score the held-out rows that every party has asked about.
 
         Returns:
-            The figures of the split if this is its last batch, and what each party is told.
+            The figures of the split if this is its last batch, and the reply to each party.
 
         Raises:
             StorageError: the questions cannot be logged; they are not answered.
@@ -274,7 +274,7 @@ class Answering:
 
     @property
     def audits_answered(self) -> int:
-        """How many audits were answered, over all processes of the run."""
+        """Number of audits that have been answered, over all processes of the run."""
         return len(self.questions.noted())
 
     def learn(self) -> None:
@@ -285,7 +285,7 @@ class Answering:
     # ---- checkpoints ----
 
     def account_book(self) -> AccountBook:
-        """Return what this run and those before it may have told, by example."""
+        """Return the accounts of this run and the runs before it, by example."""
         return self.budget.account_book()
 
     def state_dict(self) -> State:
@@ -301,7 +301,7 @@ class Answering:
         }
 
     def load_state_dict(self, batch_number: int, state: State) -> None:
-        """Go to the checkpoint after some batches; what was told since stays charged."""
+        """Go to the checkpoint after some batches; all answers given since stay charged."""
         self._unlearned = None
         self.progress.go_to(batch_number)
         self._parties.forget_questions()
@@ -315,7 +315,7 @@ class Answering:
             self.progress.finish()
 
     def reopen(self, batch_number: int, state: State) -> None:
-        """Charge again what a process that has ended answered after its newest checkpoint."""
+        """Charge again the answers that an ended process gave after its newest checkpoint."""
         charged = self._charged_since(state["records"])
         self.budget.accounts.reopen(state["accounts"], charged)
         self.progress.go_to(batch_number)

@@ -1,19 +1,19 @@
-"""The audit desk: what the label owner measures for its peer, and the limits to it. No I/O.
+"""The audit desk: measures a peer's scores for it, within limits. No I/O.
 
 A leak AUC of scores that the peer chooses is an answer about the labels. Therefore the desk is
 closed unless the contract and this party's own settings open it, and then answers about all
 training examples at once, at least ``MIN_EXAMPLES`` of each class, once per attack, layer and
-epoch, for a few layers, with two digits. Of one positive among 20,000 rows four answers
-would tell which it is. Whoever knows all labels but one still reads it from one answer, at the
-edge between two figures. What was answered is counted for good; the ledger counts none of it.
+epoch, for a few layers, with two digits. If there were only one positive among 20,000 rows, four
+answers would identify it. Even so, a peer that knows all labels but one can read that one from a
+single answer at the edge between two figures. Answers are counted for good; none is in the ledger.
 
-With several classes the answer is the leak AUC of the pair told apart best, among the classes that
-hold ``MIN_EXAMPLES`` training examples each; scores of the others change nothing.
+With more than two classes the answer is the leak AUC of the best-separated pair among the classes
+that have ``MIN_EXAMPLES`` training examples each; scores of the other classes change nothing.
 
-Whether the scores are what the attack gives on the gradients that were sent is not checked. The
-active party does not know the gradients of layers before the cut, nor which batches the peer had
+The desk does not check whether the scores are those of the attack on the gradients that were sent.
+The active party knows neither the gradients of layers before the cut nor which batches the peer had
 time to measure, and its own figures at the cut would differ from the peer's in their last bits: a
-margin for those is room for other scores.
+tolerance for those would leave room for other scores.
 """
 
 import hashlib
@@ -33,15 +33,15 @@ from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions, positions_digest
 
 MIN_EXAMPLES = 1000
-"""Fewest training rows of each class that one audit is about: an AUC of a few positives, among
-however many negatives, tells about each of them."""
+"""Fewest training rows of each class in an audit: an AUC over a few positives, among any number of
+negatives, reveals something about each of them."""
 
 MAX_LAYERS = 4
-"""Different layers over the whole run. Their names are the peer's: without a limit each new one
+"""Most layers over the whole run. The peer chooses their names: without a limit, each new name
 would be another question."""
 
 _LAYER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-"""Printable as it is, in a report and on a terminal."""
+"""Names that can be printed unchanged in a report and on a terminal."""
 
 
 class AuditDesk:
@@ -60,13 +60,13 @@ class AuditDesk:
         self._reported: set[tuple[int, str, str]] = set()
 
     def state_dict(self) -> State:
-        """Return what goes back with the run."""
+        """Return the state that goes back with the run to a checkpoint."""
         return {"epoch": self._epoch}
 
     def load_state_dict(self, state: State) -> None:
-        """Go back to an earlier epoch; which layers were asked about stays."""
+        """Go back to an earlier epoch; the layers that were asked about stay counted."""
         self._epoch = state["epoch"]
-        self._reported.clear()  # an observer forgets it, too
+        self._reported.clear()  # an observer forgets it as well
 
     def report_once(self, question: AuditQuestion) -> bool:
         """Return whether a question is the first of its kind since the run was last resumed."""
@@ -76,15 +76,15 @@ class AuditDesk:
         return is_first
 
     def remember(self, noted: Iterable[bytes]) -> None:
-        """Take up what earlier processes of this run answered about.
+        """Count the layers about which earlier processes of this run answered.
 
         Args:
-            noted: of any party's questions.
+            noted: the digests that ``answer`` has noted, for questions of any party.
         """
         self._layers |= {about for about in noted if about[:1] == self._asker_byte}
 
     def open_epoch(self, epoch: int) -> None:
-        """Take questions about an epoch that is over, and no more about those before it."""
+        """Accept questions about an epoch that is over, and none about earlier epochs."""
         self._epoch = epoch
 
     def answer(
@@ -98,18 +98,18 @@ class AuditDesk:
         """Return the leak AUC of the scores, rounded to two digits.
 
         Args:
-            question: what the peer sent.
-            positions: of the training rows, ascending.
-            labels_of: gives the labels of some positions.
-            note: remembers which scores were measured under a number, and for which layer, for
-                good; raises OutOfStep where others were before.
-            num_classes: how many classes the labels are of.
+            question: the peer's question.
+            positions: positions of the training rows, ascending.
+            labels_of: returns the labels of some positions.
+            note: records for good which scores were measured under a number, and for which layer;
+                raises OutOfStep if other scores were measured under it before.
+            num_classes: number of classes of the labels.
 
         Raises:
             AuditRefused: there are no audits in this run, or too few examples for one.
-            OutOfStep: another epoch or other rows than those due, or a second question: the same
-                scores again get the same answer.
-            TooLarge: a layer beyond the first few.
+            OutOfStep: another epoch or other rows than those due, or a second question with other
+                scores; the same scores again get the same answer.
+            TooLarge: the run has asked about its most layers already, and this is another.
             InvalidMessage: the scores or names cannot be what they claim to be.
         """
         if not self._is_open:
@@ -132,7 +132,7 @@ class AuditDesk:
         return self._asker.to_bytes(1, "little")
 
     def _about(self, layer: str) -> bytes:
-        """Return what names a layer of this asker's in the log of answers, 32 bytes."""
+        """Return the 32 bytes that identify a layer of this party in the log of answers."""
         digest = hashlib.blake2b(layer.encode(), digest_size=31, person=b"audited layer")
         return self._asker_byte + digest.digest()
 
@@ -172,5 +172,5 @@ def _refuse_rare_classes(labels: Tensor, num_classes: int) -> None:
 def _measure(scores: Tensor, labels: Tensor, num_classes: int) -> float:
     if num_classes == 2:
         return leak_auc(scores, labels)
-    values, places = scores.double().numpy(), labels.numpy()
-    return worst_pair_leak_auc(values, places, num_classes, MIN_EXAMPLES)
+    values, classes = scores.double().numpy(), labels.numpy()
+    return worst_pair_leak_auc(values, classes, num_classes, MIN_EXAMPLES)

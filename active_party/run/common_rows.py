@@ -1,4 +1,4 @@
-"""Finds the rows that the pairwise alignments with several passive parties have in common."""
+"""Finds the rows that the pairwise alignments with the passive parties have in common."""
 
 from collections.abc import Sequence
 

@@ -1,6 +1,6 @@
-"""What all passive parties do together: they open, align, resume, ask and leave as one.
+"""Gathers the calls that all passive parties make together: open, align, resume, ask and leave.
 
-Each of these calls waits for those of the other parties, and the last one that comes acts for all.
+Each of these calls waits for those of the other parties, and the last one to arrive acts for all.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ from splitveil.common.run.messages import Activation, LeaveReason, Offer, Openin
 
 
 class Gathering:
-    """The calls that concern every party. The lock of ``lifecycle`` is held by whoever calls.
+    """The calls that concern every party. Callers hold the lock of ``lifecycle``.
 
     Args:
         contract: the agreement that all parties hold.
@@ -93,7 +93,7 @@ class Gathering:
                 lifecycle.move_to(Stage.HANDSHAKEN)
             self._wait_for_openings(asking, (Stage.HANDSHAKEN,), is_listening)
         commitments = tuple(party.commitment for party in self._parties)
-        return self._opening(None, commitments if self._parties.are_several else ())
+        return self._opening(None, commitments if self._parties.is_multi_party else ())
 
     def resume(
         self, asking: PassiveParty, commitment: bytes, offer: Offer, is_listening: Listening
@@ -174,7 +174,7 @@ class Gathering:
             self._lifecycle.begin(common_rows(self._contract, pairs))
 
     def share_of(self, aligned: PassiveParty, timeout_s: float) -> Share | None:
-        """Wait for what a party is told once every party is aligned, None if it takes longer.
+        """Wait for the share that a party is sent once every party is aligned; None on a timeout.
 
         Raises:
             NotOpen: the run has to be opened again, because another party does so.
@@ -196,15 +196,15 @@ class Gathering:
 
         Raises:
             NotOpen: a party resumes from a checkpoint, so that no other may leave.
-            OthersAwaited: other parties are not through yet; worth another attempt.
+            OthersAwaited: other parties have not finished yet; worth another attempt.
         """
         leaving.say_goodbye()
         self._rendezvous.wake()
         if self._lifecycle.stages.current is Stage.FINISHED:
-            self._lifecycle.save()  # a restart must not wait for a party that is through
+            self._lifecycle.save()  # a restart must not wait for a party that has finished
             if reason is LeaveReason.FINISHED:
                 self._wait_for_farewells(is_listening)
-        who = f"passive party {leaving.name!r}" if self._parties.are_several else "the peer"
+        who = f"passive party {leaving.name!r}" if self._parties.is_multi_party else "the peer"
         self._lifecycle.end(_error_of(reason, who))
 
     def _wait_for_farewells(self, is_listening: Listening) -> None:
@@ -228,11 +228,11 @@ class Gathering:
         *,
         is_training: bool,
     ) -> Reply:
-        """Return the reply to a question; the last party that asks has it computed for all.
+        """Return the reply to a question, which the call of the last party to ask computes for all.
 
         Raises:
             OutOfStep: another question than the one due, or the same with other bytes.
-            NotOpen: the run has to be opened first, or nobody waits for the reply any more.
+            NotOpen: the run has to be opened first, or the caller no longer waits for the reply.
             SplitveilError: the error that has ended the run.
         """
         lifecycle = self._lifecycle
@@ -255,7 +255,7 @@ class Gathering:
 
         Raises:
             NotOpen: the run has to be opened again, because another party does so; or the caller is
-                gone, so that nobody will hear of it.
+                gone, and will not receive this error.
             OutOfStep: the party has asked something else meanwhile.
         """
 

@@ -36,7 +36,7 @@ from splitveil.common.storage.answer_log import AnswerLog
 
 
 class ActiveStore(CheckpointStore, Protocol):
-    """Keeps checkpoints, and the log of what was answered."""
+    """Keeps checkpoints, and the log of answers."""
 
     def refuse_if_answered(self) -> None:
         """Raise a StorageError if a run without a checkpoint has answered something."""
@@ -49,11 +49,11 @@ class ActiveStore(CheckpointStore, Protocol):
 
 
 class Lifecycle:
-    """The lifecycle of one run. The lock of ``rendezvous`` is held by whoever calls.
+    """The lifecycle of one run. Callers hold the lock of ``rendezvous``.
 
     Args:
-        preparation: builds what depends on the common rows.
-        observer: is told about steps and evaluations.
+        preparation: builds everything that depends on the common rows.
+        observer: receives the steps and evaluations.
         store: keeps checkpoints.
         run: the id and the nonce with which the run opens.
     """
@@ -90,7 +90,7 @@ class Lifecycle:
 
     @property
     def where(self) -> Whereabouts:
-        """Where the run is, and the checkpoints from which it could resume."""
+        """The run's position, and the checkpoints from which it could resume."""
         return Whereabouts(self.phase.batch_number, frozenset(self._store.checkpoints()))
 
     @property
@@ -99,7 +99,7 @@ class Lifecycle:
         if self.error is None or not any(party.has_opened for party in self.parties):
             return False
         # If a peer ended the run, only the others have to be told.
-        return self.parties.are_several or not isinstance(self.error, PeerError)
+        return self.parties.is_multi_party or not isinstance(self.error, PeerError)
 
     # ---- refusals ----
 
@@ -109,7 +109,7 @@ class Lifecycle:
         Raises:
             NotOpen: this process has not opened the run with every party.
         """
-        can_resume = self._store.keeps or self.parties.are_several
+        can_resume = self._store.keeps or self.parties.is_multi_party
         if can_resume and not self.parties.have_opened:
             raise NotOpen(f"a message while {self.stages.current.value}")
 
@@ -121,7 +121,7 @@ class Lifecycle:
         """
         self.end_on_objection()
         if self.stages.current is Stage.ENDED and self.error is not None:
-            # Raised again for every call: its traceback would hold the frames of all of them.
+            # Raised again for every call: its traceback would keep the frames of all calls.
             raise self.error.with_traceback(None)
 
     # ---- beginning ----
@@ -162,7 +162,7 @@ class Lifecycle:
 
         Raises:
             DataError: this party's data differ from those with which the run began.
-            StorageError: what the run has answered cannot be known any more.
+            StorageError: the answers that the run has given are no longer known.
         """
         stored = self._store.run()
         if stored is None:
@@ -183,7 +183,7 @@ class Lifecycle:
         state = self._store.load(checkpoints[-1])
         with refusing_other_versions():
             answering.reopen(checkpoints[-1], state)
-        if state["is_last"]:  # a peer may have all that it needs, and never come back
+        if state["is_last"]:  # a peer may have everything that it needs, and never return
             self.parties.recall_goodbyes(state["left"])
             self._restore(checkpoints[-1], state)
         return True
@@ -227,7 +227,7 @@ class Lifecycle:
         """Write a checkpoint.
 
         Args:
-            soon: whether the disk may be left to another thread.
+            soon: whether another thread may write it.
 
         Raises:
             StorageError: it cannot be written.
@@ -264,7 +264,7 @@ class Lifecycle:
         """Score held-out rows about which every party has asked.
 
         Returns:
-            What each party is told, in the contract's order.
+            The reply to each party, in the contract's order.
 
         Raises:
             StorageError: the questions cannot be logged, or the finished run cannot be saved.
@@ -278,13 +278,13 @@ class Lifecycle:
             if batch.closes_epoch:
                 self.observer.on_epoch(batch.epoch)
         if answering.has_ended:
-            # Before the answer leaves: a peer that has it may never come back.
+            # Before the answer leaves: a peer that has it may never return.
             self.save()
             self.move_to(Stage.FINISHED)
         return replies
 
     def finish_step(self) -> None:
-        """Do what no peer need wait for: the top model's update, figures, a checkpoint."""
+        """Do the work that no peer waits for: the top model's update, figures, a checkpoint."""
         answering = self.phase
         if isinstance(answering, Unaligned):
             return
@@ -315,7 +315,7 @@ class Lifecycle:
         self.rendezvous.note_progress()
 
     def end_on_objection(self) -> None:
-        """End the run if its observer objects to going on."""
+        """End the run if its observer objects to its continuing."""
         # Asked here, so that an observer's own thread neither waits for the training nor does any.
         objection = None if self.stages.are_over else self.observer.objection()
         if objection is None:

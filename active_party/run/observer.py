@@ -24,17 +24,22 @@ class SessionObserver(Protocol):
         """A training step was answered, and the top model has learned from it."""
 
     def on_earlier_answers(self, examples: int, bounds: LeakBounds) -> None:
-        """Earlier runs answered about so many of the training examples, and told this much."""
+        """Earlier runs have answered about some of the training examples.
+
+        Args:
+            examples: number of these training examples.
+            bounds: bounds on what those answers may have revealed.
+        """
 
     def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
-        """The training rows of an epoch are through, or the run ends within it.
+        """The training rows of an epoch have been handled, or the run ends within the epoch.
 
         The bounds are those of the answers up to this point, even if more was answered before the
         run resumed from an earlier checkpoint.
         """
 
     def on_answers_ahead(self, bounds: LeakBounds) -> None:
-        """The run resumes from before some of its answers; all answers together told this much."""
+        """The run resumes from before some of its answers; the bounds are those of all answers."""
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """A held-out split was evaluated."""
@@ -52,7 +57,7 @@ class SessionObserver(Protocol):
         """Return the reason why the run must end, if there is one; asked before every answer."""
 
     def state_dict(self) -> State:
-        """Return what was seen so far, for a checkpoint."""
+        """Return the observer's state, for a checkpoint."""
 
     def load_state_dict(self, state: State) -> None:
-        """Forget what was seen since."""
+        """Restore a state, and forget everything seen since."""

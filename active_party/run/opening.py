@@ -26,7 +26,7 @@ RESUMABLE = (Stage.REJOINING, Stage.TRAINING, Stage.FINISHED)
 
 
 class NewRun(Enum):
-    """What a handshake for a new run leads to."""
+    """The outcome of a handshake for a new run."""
 
     REPEATED = "it was answered before, and gets the same reply"
     OPENED = "the run is opened with this party"
@@ -34,7 +34,7 @@ class NewRun(Enum):
 
 
 class Resumption(Enum):
-    """What a handshake for a stored run leads to."""
+    """The outcome of a handshake for a stored run."""
 
     REPEATED = "it was answered before, and gets the same reply"
     JOINED = "the run resumes once every party has asked for it"
@@ -60,12 +60,12 @@ class OpenRun(NamedTuple):
         return cls(secrets.token_hex(8), nonce, dropped)
 
     def start_over(self, nonce: bytes) -> "OpenRun":
-        """Return the run that takes the place of this one, with another nonce."""
+        """Return the run that replaces this one, with another nonce."""
         return OpenRun.new(nonce, self.dropped | {self.run_id})
 
 
 class Whereabouts(NamedTuple):
-    """Where a run is, and where it could go."""
+    """The position of a run in its course, and the positions to which it could return."""
 
     batch_number: int
     """Number of batches that have been answered up to here."""
@@ -75,7 +75,7 @@ class Whereabouts(NamedTuple):
 
 
 class CommonRows(NamedTuple):
-    """The rows that all parties have in common, and what each party is told about them."""
+    """The rows that all parties have in common, and the share that each party is sent."""
 
     file_rows: Positions
     nonces: tuple[bytes, ...]
@@ -102,7 +102,7 @@ def judge_new_run(stages: RunStages, *, is_known: bool, has_answered: bool) -> N
     """Decide about a handshake for a new run.
 
     Args:
-        stages: where the run is.
+        stages: the run's stage.
         is_known: whether the party committed to the same nonce before.
         has_answered: whether the run has answered anything yet.
 
@@ -122,17 +122,17 @@ def check_resumption(
     """Compare a handshake for a stored run with the run that there is.
 
     Args:
-        stages: where the run is.
+        stages: the run's stage.
         parties: the passive parties.
         run: the run that may be resumed.
-        offer: what the party asks for.
+        offer: the run and the checkpoints that the party offers.
         is_known: whether the party committed to the same nonce when the run began.
 
     Raises:
         NothingBegun: it asks for a run that has started over since, before its first answer.
         OutOfStep: it asks for another run.
     """
-    if parties.are_several and offer.run_id in run.dropped:
+    if parties.is_multi_party and offer.run_id in run.dropped:
         raise NothingBegun("a peer asks to resume a run that has started over")
     if stages.current not in RESUMABLE or offer.run_id != run.run_id or not is_known:
         raise OutOfStep("a peer asks to resume another run than this one")
@@ -146,8 +146,8 @@ def judge_resumption(
     Args:
         parties: the passive parties, before this handshake.
         run: the run that may be resumed.
-        where: where it is.
-        offer: what the party asks for.
+        where: its position, and its checkpoints.
+        offer: the run and the checkpoints that the party offers.
 
     Raises:
         OutOfStep: the party has no checkpoint in common with this one.
@@ -157,7 +157,7 @@ def judge_resumption(
     if not parties.have_opened:
         return Resumption.JOINED
     is_there = where.batch_number == run.resumed_at in offer.batch_numbers
-    return Resumption.REPEATED if parties.are_several and is_there else Resumption.BEGUN
+    return Resumption.REPEATED if parties.is_multi_party and is_there else Resumption.BEGUN
 
 
 def newest_common_checkpoint(parties: PassiveParties, checkpoints: frozenset[int]) -> int:

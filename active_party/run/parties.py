@@ -24,7 +24,7 @@ Reply = Answer | Course
 
 
 class PartyStage(Enum):
-    """Where a passive party is in the run, from the active party's side."""
+    """The stage of a passive party in the run, as the active party sees it."""
 
     UNKNOWN = "has not shaken hands with this process yet"
     AWAY = "has to open the run again"
@@ -42,7 +42,7 @@ class Question(NamedTuple):
 
     activation: Activation
     fingerprint: bytes
-    """Shows whether the same was asked about this batch before, 16 bytes."""
+    """Identifies the question's bytes, to detect a second question about the batch; 16 bytes."""
 
 
 class Answered(NamedTuple):
@@ -68,17 +68,17 @@ class PassiveParty:
 
     name: str
     index: int
-    """Where the contract lists it."""
+    """Its index in the contract's list."""
 
     audits: AuditDesk
 
     stage: PartyStage = PartyStage.UNKNOWN
 
     commitment: bytes = b""
-    """To its nonce, from the handshake."""
+    """Its commitment to its nonce, from the handshake."""
 
     handshakes: int = 0
-    """How many it began; only the newest one waits for the other parties."""
+    """Number of handshakes that it began; only the newest one waits for the other parties."""
 
     offer: frozenset[int] = frozenset()
     """Numbers of the batches at whose checkpoints it can resume."""
@@ -87,7 +87,7 @@ class PassiveParty:
     """Present once it is aligned with the active party."""
 
     share: Share | None = None
-    """Which rows of the pair all parties have; present once every party is aligned."""
+    """Mask of the pair's rows that all parties have; present once every party is aligned."""
 
     question: Question | None = None
     answered: Answered | None = None
@@ -171,7 +171,7 @@ class PassiveParty:
         self.pair = pair
 
     def take_share(self, share: Share) -> None:
-        """Keep what the party has to be told at the end of the alignment with all parties."""
+        """Keep the share to send to the party at the end of the alignment with all parties."""
         self.share = share
 
     def say_goodbye(self) -> None:
@@ -240,7 +240,7 @@ class PassiveParties:
         return len(self._parties)
 
     @property
-    def are_several(self) -> bool:
+    def is_multi_party(self) -> bool:
         """Whether there is more than one party."""
         return len(self._parties) > 1
 
@@ -275,7 +275,7 @@ class PassiveParties:
         Raises:
             OutOfStep: the contract names no such party.
         """
-        if name is None and not self.are_several:
+        if name is None and not self.is_multi_party:
             return self._parties[0]
         for party in self._parties:
             if party.name == name:

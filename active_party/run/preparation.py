@@ -37,10 +37,10 @@ class OwnRules:
     """The label owner's own decisions about a run."""
 
     early_stop: EarlyStop | None = None
-    """Decides after each epoch whether training goes on; None never stops early."""
+    """Decides after each epoch whether training continues; None never stops early."""
 
     allowance: Allowance = field(default_factory=Allowance)
-    """How much the run may tell, and what earlier runs have told."""
+    """The limit to what the run may tell, and the accounts of earlier runs."""
 
     allow_audits: bool = False
     """Whether scores of the passive parties are measured, if the contract allows it as well."""
@@ -50,12 +50,12 @@ class OwnRules:
 
 
 class Preparation:
-    """Builds what depends on the common rows.
+    """Builds everything that depends on the common rows.
 
     Args:
         contract: the agreement that all parties hold.
         own: this party's rows.
-        rules: what this party decides by itself.
+        rules: this party's own decisions.
         build_trainer: makes the trainer from the common rows.
     """
 
@@ -101,7 +101,7 @@ class Preparation:
 
 
 def state_of(identity: RunIdentity, secret: bytes) -> State:
-    """Return what is stored about a run when it begins.
+    """Return the state that is stored when a run begins.
 
     Args:
         identity: of the run.

@@ -1,8 +1,8 @@
-"""The questions that a run has answered, so that none is ever answered in two ways.
+"""Remembers the questions that a run has answered, so that none is ever answered in two ways.
 
-After a restart, what is done again is answered only if the same bytes come again, and then with the
-same noise: its key follows from the questions and a secret of the run. Such an answer tells nothing
-new and is not charged again.
+After a restart, a repeated step is answered only if the same bytes come again, and then with the
+same noise: its key is derived from the questions and a secret of the run. Such an answer tells
+nothing new and is not charged again.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from splitveil.common.errors import OutOfStep
 from splitveil.common.storage.answer_log import (
-    NO_PLACE,
+    FIRST_AUDIT_NUMBER,
     NO_REPLY,
     NOTHING_TOLD,
     AnswerLog,
@@ -33,7 +33,7 @@ class QuestionNumber(NamedTuple):
     """Number of its record in the log of answers, which is about one batch or one audit."""
 
     asker: int
-    """Where the record keeps its fingerprint."""
+    """Index of its fingerprint in the record."""
 
     key: int
     """Number from which the key of its fingerprint is derived; no other question has it."""
@@ -43,9 +43,9 @@ class QuestionNumber(NamedTuple):
         """Return the number of a party's question about a batch.
 
         Args:
-            batch_number: how many batches of the run come before it.
+            batch_number: number of batches of the run before it.
             asker: index of the party that asks.
-            num_askers: how many parties ask about each batch.
+            num_askers: number of parties that ask about each batch.
         """
         return cls(batch_number, asker, batch_number * num_askers + asker)
 
@@ -55,7 +55,7 @@ class QuestionNumber(NamedTuple):
         text = f"{epoch} {attack} {layer}"
         text += f" {asker}" if asker else ""
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        number = int.from_bytes(digest, "little") | NO_PLACE
+        number = int.from_bytes(digest, "little") | FIRST_AUDIT_NUMBER
         return cls(number, 0, number)
 
 
@@ -75,10 +75,10 @@ class AnsweredQuestions:
         return len(self._log)
 
     def fingerprint(self, batch_number: int, asker: int, values: Tensor) -> bytes:
-        """Return what distinguishes a question about a batch from any other, 16 bytes.
+        """Return the fingerprint of a question about a batch, 16 bytes.
 
         Args:
-            batch_number: how many batches of the run come before it.
+            batch_number: number of batches of the run before it.
             asker: index of the party that asks.
             values: its activation.
 
@@ -93,10 +93,10 @@ class AnsweredQuestions:
         return self._log.at(batch_number) is not None
 
     def reply_tag(self, batch_number: int, values: Tensor) -> bytes:
-        """Return what distinguishes an answer from any other, 16 bytes, which never leave.
+        """Return the fingerprint of an answer, 16 bytes, which never leaves this party.
 
         Args:
-            batch_number: how many batches of the run come before it.
+            batch_number: number of batches of the run before it.
             values: the answer that is about to leave.
         """
         return self._tag(batch_number, values.cpu(), b"reply")
@@ -107,11 +107,11 @@ class AnsweredQuestions:
         """Return whether the very same answer about a batch was given before, at the same charge.
 
         Arithmetic that is not repeatable, or another device, gives another answer to the same
-        question, possibly at the same charge. With the same noise, the two reveal their difference
-        without any noise.
+        question, possibly at the same charge. Since both carry the same noise, together they would
+        reveal their difference without any noise.
 
         Args:
-            batch_number: how many batches of the run come before it.
+            batch_number: number of batches of the run before it.
             charge: of the answer.
             reply: the answer's tag.
         """
@@ -141,15 +141,15 @@ class AnsweredQuestions:
         Raises:
             StorageError: the log holds fewer records than that, so that some are missing.
         """
-        return (record for record in self._log.since(count) if record.number < NO_PLACE)
+        return (record for record in self._log.since(count) if record.number < FIRST_AUDIT_NUMBER)
 
     def note(self, number: QuestionNumber, values: Tensor, about: bytes = b"") -> None:
-        """Make sure that no other audit is ever answered under a number.
+        """Ensure that no other audit is ever answered under a number.
 
         Args:
             number: of the audit.
             values: the scores.
-            about: may be read back later, at most 32 bytes.
+            about: at most 32 bytes that ``noted`` returns later.
 
         Raises:
             OutOfStep: another one has been answered.
@@ -160,14 +160,14 @@ class AnsweredQuestions:
             self._log.record(number.record, [fingerprint], ChargedAnswer(0.0, about, 0.0))
 
     def noted(self) -> list[bytes]:
-        """Return what the audits were about, one entry for each."""
-        return [record.charge.identity for record in self._log.of_no_place()]
+        """Return the ``about`` bytes of all noted audits."""
+        return [record.charge.identity for record in self._log.audits()]
 
     def answer_key(self, batch_number: int, fingerprints: Sequence[bytes]) -> bytes:
         """Return the key from which the noise of an answer is drawn, 32 bytes.
 
         Args:
-            batch_number: how many batches of the run come before it.
+            batch_number: number of batches of the run before it.
             fingerprints: of all parties' questions about the batch.
         """
         question = batch_number.to_bytes(8, "little") + b"".join(fingerprints)

@@ -10,13 +10,13 @@ from splitveil.active_party.run.parties import PassiveParties, PassiveParty
 from splitveil.active_party.run.stages import RunStages, Stage
 
 HANDSHAKE_WAIT_S = 10.0
-"""How long a handshake waits for those of the other parties before the caller has to ask again."""
+"""Time that a handshake waits for those of the other parties before the caller has to ask again."""
 
 FAREWELL_WAIT_S = 3.0
-"""How long a leave request waits for those of the other parties before it has to be sent again."""
+"""Time that a leave request waits for those of the other parties before it has to be sent again."""
 
 _POLL_S = 0.2
-"""How often a waiting call checks whether its caller is still connected."""
+"""Interval at which a waiting call checks whether its caller is still connected."""
 
 ResultT = TypeVar("ResultT")
 
@@ -34,7 +34,7 @@ class Rendezvous:
 
     Args:
         parties: the passive parties whose calls meet here.
-        stages: where the run is.
+        stages: the run's stage.
     """
 
     def __init__(self, parties: PassiveParties, stages: RunStages) -> None:
@@ -50,11 +50,11 @@ class Rendezvous:
         self._changed.release()
 
     def wake(self) -> None:
-        """Let every waiting call look again; the caller holds the lock."""
+        """Wake every waiting call, to check its condition again; the caller holds the lock."""
         self._changed.notify_all()
 
     def note_progress(self) -> None:
-        """Note that the run has moved on: parties that it awaits now are awaited from here."""
+        """Note that the run has moved on: the waiting time of its parties is counted from now."""
         self._moved_at = time.monotonic()
         self.wake()
 
@@ -69,7 +69,7 @@ class Rendezvous:
 
         Args:
             until: the condition; it is asked under the lock.
-            timeout_s: how long to wait at most.
+            timeout_s: longest wait.
         """
         with self:
             return self._changed.wait_for(until, timeout_s)
@@ -83,10 +83,10 @@ class Rendezvous:
         """Wait on behalf of a caller until something is found, and return it.
 
         Args:
-            find: looks for it under the lock, and returns None while it is not there; whatever it
-                raises ends the waiting.
-            is_listening: returns whether the caller is still connected; if not, nobody waits.
-            patience_s: how long to wait at most.
+            find: looks for it under the lock, and returns None while it is not there; an error
+                that it raises ends the wait.
+            is_listening: returns whether the caller is still connected; if not, the wait ends.
+            patience_s: longest wait.
 
         Returns:
             None if the caller is gone or out of patience.

@@ -5,15 +5,15 @@ other rooms return or raise: ``opening`` judges handshakes, ``parties`` knows ea
 ``gathering`` lets the calls of several parties wait for each other, and ``answering`` turns
 questions into answers.
 
-With several passive parties every step needs all of them: a question waits until each has asked its
-own, and then one gradient is computed, defended and charged for all. A party that opens the run
-again takes the others with it: they are told to open it again as well, and all resume from the same
+With several passive parties every step needs all of them: a question waits until each party has
+asked its own, and then one gradient is computed, defended and charged for all. When a party opens
+the run again, the others are told to open it again as well, and all resume from the same
 checkpoint.
 
 A run that has answered something never starts over. It resumes from a checkpoint that all parties
-have, and what is done again after it is answered only if the same bytes come again, with the same
+have, and the steps repeated after it are answered only if the same bytes come again, with the same
 noise. So neither a restart nor a peer that claims to have restarted leads to a second answer, nor
-does it take back what the first one was charged.
+takes back the charge of the first one.
 """
 
 from collections.abc import Callable, Mapping
@@ -58,9 +58,9 @@ class ActiveSession:
         contract: the agreement that all parties hold.
         own: this party's rows.
         build_trainer: makes the trainer once the common rows are known.
-        observer: is told about steps and evaluations.
-        draw_nonce: gives this party's share of the joint seed, 32 bytes, anew for each alignment.
-        rules: what this party decides by itself.
+        observer: receives the steps and evaluations.
+        draw_nonce: gives this party's share of the joint seed, 32 bytes, a new one per alignment.
+        rules: this party's own decisions.
         store: where checkpoints are kept; None for a run that cannot be resumed.
     """
 
@@ -104,7 +104,7 @@ class ActiveSession:
 
     @property
     def stage(self) -> Stage:
-        """Where the run is."""
+        """The stage of the run."""
         return self.lifecycle.stages.current
 
     @property
@@ -132,7 +132,7 @@ class ActiveSession:
         return self._rendezvous.awaited()
 
     def was_met(self, party: str) -> bool:
-        """Return whether a party has shaken hands with this process, or need not any more."""
+        """Return whether a party has shaken hands with this process, or no longer needs to."""
         return self.stage is Stage.FINISHED or self.parties.named(party).was_met
 
     def wait(self, timeout_s: float) -> bool:
@@ -142,10 +142,10 @@ class ActiveSession:
             return self._rendezvous.wait(lambda: self.over, timeout_s)
 
     def wait_for_farewell(self, timeout_s: float) -> bool:
-        """Wait until the run is over and nobody will come back, and return whether that is so.
+        """Wait until the run is over and no party will come back, and return whether that is so.
 
         A run that ended early is over at once. One that has finished is over when every party has
-        taken its last answer and said goodbye: until then it may come back and ask for it again.
+        taken its last answer and said goodbye: until then it may return and ask for it again.
         """
 
         def is_over() -> bool:
@@ -161,11 +161,11 @@ class ActiveSession:
     def reopen(self) -> bool:
         """Take up the stored run, if there is one, and return whether there is.
 
-        The passive parties have to come back.
+        The passive parties have to open it again.
 
         Raises:
             DataError: this party's data differ from those with which the run began.
-            StorageError: what the run has answered cannot be known any more.
+            StorageError: the answers that the run has given are no longer known.
         """
         with self._rendezvous:
             return self.lifecycle.reopen()
@@ -234,7 +234,7 @@ class ActiveSession:
             self._gathering.align(self.parties.named(party), Pair(file_rows, peer_nonce))
 
     def share_of(self, party: str, timeout_s: float) -> Share | None:
-        """Wait for what a party is told at the end of an alignment with several parties.
+        """Wait for the share that ends a party's alignment in a run with several passive parties.
 
         Returns:
             None if it takes longer.
@@ -261,8 +261,8 @@ class ActiveSession:
         Raises:
             OutOfStep: another message than the one expected now, or a repeat with other bytes.
             NotOpen: this process has not opened the run with the peer yet.
-            BudgetExhausted: the answer would tell too much; it is not given, and the run is over.
-            LeakGateClosed: earlier ones told too much; the run is over.
+            BudgetExhausted: the answer would exceed the budget; it is not given, and the run ends.
+            LeakGateClosed: earlier answers told too much; the run is over.
         """
         with self._rendezvous:
             asking = self.parties.named(party)
@@ -277,7 +277,7 @@ class ActiveSession:
         party: str | None = None,
         is_listening: Listening = always,
     ) -> messages.Course:
-        """Score held-out rows; tell the peer only whether the run goes on.
+        """Score held-out rows; tell the peer only whether the run continues.
 
         Raises:
             OutOfStep: as for ``exchange``.
@@ -293,7 +293,7 @@ class ActiveSession:
         """Measure the peer's scores of the training rows, to two digits.
 
         Raises:
-            ProtocolError: as for ``AuditDesk.answer``; the run goes on.
+            ProtocolError: as for ``AuditDesk.answer``; the run continues.
         """
         with self._rendezvous:
             self.finish_step()
@@ -307,17 +307,17 @@ class ActiveSession:
             return leak_auc
 
     def finish_step(self) -> None:
-        """Do what the peer need not wait for: the top model's update, figures, a checkpoint."""
+        """Do the work that no peer waits for: the top model's update, figures, a checkpoint."""
         with self._rendezvous:
             self.lifecycle.finish_step()
 
     @property
     def audits_answered(self) -> int:
-        """How many audits were answered, over all processes of the run."""
+        """Number of audits that have been answered, over all processes of the run."""
         return self.lifecycle.phase.audits_answered
 
     def account_book(self) -> AccountBook:
-        """Return what this run and those before it may have told, by example."""
+        """Return the accounts of this run and the runs before it, by example."""
         with self._rendezvous:
             return self.lifecycle.phase.account_book()
 
@@ -337,12 +337,12 @@ class ActiveSession:
     ) -> None:
         """Take note that a party leaves.
 
-        Of several, none is let go before the last has its last answer: a party that is killed just
-        before the end needs all others to resume with it.
+        With several passive parties, none may leave before every party has its last answer: a party
+        that is killed just before the end needs all others to resume with it.
 
         Raises:
             OutOfStep: it names another run.
-            OthersAwaited: other parties are not through yet; worth another attempt.
+            OthersAwaited: other parties have not finished yet; worth another attempt.
             NotOpen: another party resumes from a checkpoint, and this one has to as well.
         """
         with self._rendezvous:

@@ -20,7 +20,7 @@ from splitveil.common.errors import OutOfStep
 
 
 class Stage(Enum):
-    """Where a run is; the value completes the sentence "a message while …"."""
+    """The stage of a run; the value completes the sentence "a message while …"."""
 
     WAITING = "waiting for the peer"
     REJOINING = "waiting for the peer to come back"
@@ -49,7 +49,7 @@ class RunStages:
 
     @property
     def current(self) -> Stage:
-        """Where the run is."""
+        """The present stage."""
         return self._current
 
     @property
@@ -62,7 +62,7 @@ class RunStages:
 
         Args:
             stages: where the message is in order.
-            message: what came, with its article.
+            message: name of the message, with its article.
 
         Raises:
             OutOfStep: the run is at another stage.

@@ -1,4 +1,4 @@
-"""Turns errors of this party into statuses for the peer, in this one place."""
+"""Turns errors of this party into statuses for the peer; the only module that does."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,7 +18,7 @@ class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ign
     """Turns exceptions of the handlers into the statuses of ``common/wire/status.py``.
 
     Args:
-        on_error: is called with every error before the peer is told.
+        on_error: called with every error before the peer gets its status.
     """
 
     def __init__(self, on_error: ErrorListener) -> None:

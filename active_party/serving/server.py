@@ -56,8 +56,8 @@ def start_server(
     Raises:
         SettingsError: the address is taken, does not belong to this machine, or needs credentials.
     """
-    # The outermost comes first. Errors become statuses outside of the transcript, which may itself
-    # be what fails, on a full disk.
+    # The outermost comes first. Errors become statuses outside of the transcript, because the
+    # transcript itself may fail, on a full disk.
     interceptors: list[grpc.ServerInterceptor] = []
     parties = len(contract.passive_parties)
     if credentials is not None:
@@ -99,7 +99,7 @@ def method_handlers(
         "Align": grpc.stream_stream_rpc_method_handler(
             service.align, reader(pb.AlignFrame, ALIGN_FRAME_BYTES), pb.AlignFrame.SerializeToString
         ),
-        # Tensors come and go as raw bytes, which tensor_codec reads and writes.
+        # Tensors pass as raw bytes, which tensor_codec encodes and decodes.
         "Train": grpc.stream_stream_rpc_method_handler(service.train),
         "Evaluate": grpc.stream_stream_rpc_method_handler(
             service.evaluate, None, pb.EvaluateReply.SerializeToString

@@ -68,7 +68,7 @@ class _Caller:
         self.evaluate_slots = StreamSlots()
 
     def hear(self) -> None:
-        """Note that a message came, or that this party is ready for one."""
+        """Note that a message has arrived, or that this party is ready for one."""
         self.heard_at = time.monotonic()
 
 
@@ -133,7 +133,7 @@ class ActiveService:
         if caller.exchange_of_ids is not None:
             # The peer has given the exchange up, although the end of its stream may never arrive.
             caller.exchange_of_ids.close()
-        caller.align_slots.clear()  # it may never read what it was sent, either
+        caller.align_slots.clear()  # the peer may never read what it was sent, either
         logger.info("handshake done: run %s with party %s", opening.run_id, greeting.party)
         return encode_opening(opening)
 
@@ -185,7 +185,7 @@ class ActiveService:
                 channel,
                 nonce=session.nonce,
                 run_id=run_id,
-                # An interrupted session says so now, and not only once all ids are through.
+                # An interrupted session says so now, and not only after all ids.
                 progress=lambda _done_ids, _total_ids: session.require_aligning(run_id, party),
                 agree=agreeing(session, party) if self._is_multi_party else None,
                 splits=session.file_splits,
@@ -195,7 +195,7 @@ class ActiveService:
             session.end(error)  # now: the peer is about to leave for the same reason
             raise
         except PeerUnreachable as error:
-            # The peer may come back and align again; nothing has been answered yet.
+            # The peer may return and align again; nothing has been answered yet.
             raise NotOpen(f"the alignment broke off: {error}") from error
         if not self._is_multi_party:
             session.aligned(alignment.rows, alignment.peer_nonce)
@@ -282,7 +282,7 @@ class ActiveService:
                 yield activation
 
     def _heard(self, caller: _Caller, requests: Iterator[Any]) -> Iterator[Any]:
-        """Yield the messages of a stream; a broken one just ends, as the peer may come again."""
+        """Yield the messages of a stream; a broken one just ends, as the peer may reconnect."""
         while True:
             caller.hear()  # the peer's silence starts when this party is ready for a message
             try:

@@ -1,4 +1,4 @@
-"""Limits the open streams of one method, so that an idle one never occupies a thread for ever."""
+"""Limits the open streams of one method, so that an idle one never occupies a thread forever."""
 
 import threading
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ class Stream(Protocol):
         """Return whether the call is still open."""
 
     def cancel(self) -> object:
-        """End the call, whatever it waits for."""
+        """End the call, even while it waits."""
 
 
 class StreamSlots:

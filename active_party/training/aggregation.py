@@ -2,13 +2,13 @@
 
 The top model sees one activation, the aggregate, however many parties contribute to it, and the
 gradient of the aggregate is defended once. Each party's gradient then follows from it by the chain
-rule, without labels: the aggregate is linear in every party's activation. So parties that pool
-their gradients know the defended gradient of the aggregate and no more, whatever the defense, and
+rule, without labels: the aggregate is linear in every party's activation. So, with any defense,
+parties that pool their gradients know the defended gradient of the aggregate and nothing else, and
 the ledger's charge for it bounds all of them together.
 
 If noise were drawn for each party separately, it would be independent between parties, and parties
-that pool their gradients would average it out: with n parties, the divergence would be n times that
-of each one.
+that pool their gradients would average it out: with n parties, the divergence would be n times the
+divergence for a single party.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def aggregate(rule: Aggregation, activations: Sequence[Tensor]) -> Tensor:
         activations: of one batch, in the contract's order of parties, (batch, *cut_shape) each.
 
     Returns:
-        (batch, *aggregate_shape): a single party's activation as it is, otherwise float32.
+        (batch, *aggregate_shape): a single party's activation unchanged, otherwise float32.
     """
     if len(activations) == 1:
         return activations[0]

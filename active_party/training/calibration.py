@@ -3,9 +3,9 @@
     ACE = mean over bins of |share of positives in the bin - mean prediction in the bin|
 
 with bins of equally many examples, in the order of their predictions (Nixon et al., "Measuring
-Calibration in Deep Learning", 2019). With two classes both give the same error, so that one is
-enough. Random labels at the predicted rates do not reach 0: a bin of n examples is off by about
-0.8 sqrt(p (1 - p) / n) by chance.
+Calibration in Deep Learning", 2019). With two classes, both classes give the same error, so that
+one is enough. Random labels at the predicted rates do not reach 0: a bin of n examples is off by
+about 0.8 sqrt(p (1 - p) / n) by chance.
 """
 
 import torch

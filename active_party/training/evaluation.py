@@ -20,10 +20,10 @@ class Evaluation:
     split: SplitName
     loss: float
     auc: float
-    """With several classes the mean over them, each against the rest."""
+    """With more than two classes, the mean of each class's AUC against the rest."""
     calibration_error: float
     classes: ClassFigures | None = None
-    """Figures for each class, where there are several."""
+    """Figures for each class if there are more than two; otherwise None."""
 
 
 class Evaluator:
@@ -59,7 +59,7 @@ class Evaluator:
         return evaluation
 
     def ends_training(self, batch: Batch) -> bool:
-        """Return whether training is over after a batch. To be called once, after `add`."""
+        """Return whether training is over after a batch; call it once, after `add`."""
         return (
             batch.closes_epoch
             and self._early_stop is not None

@@ -15,8 +15,8 @@ class CrossEntropy:
 
     Args:
         top: the top model.
-        learns_targets: whether it learns from the labels from which the gradient is computed, where
-            a defense replaces them, or from the true ones.
+        learns_targets: whether the model learns from the targets of a defense that replaces labels,
+            from which the gradient is computed, or from the true labels.
     """
 
     def __init__(self, top: TopModel, *, learns_targets: bool = True) -> None:
@@ -26,7 +26,7 @@ class CrossEntropy:
         self._learns_targets = learns_targets
 
     def compute(self, activation: Tensor, own: Features | None, labels: BatchLabels) -> StepOutcome:
-        """Compute the gradient at the cut layer, and no more than that.
+        """Compute the gradient at the cut layer, and nothing else.
 
         The model's own gradients follow in ``learn``, so that the peer need not wait for them.
         """

@@ -1,9 +1,9 @@
 """Loss, probabilities and figures computed from logits, for two or more classes.
 
-Logits of shape (rows,) belong to two classes and are for label 1 against 0: a sigmoid. Logits of
-shape (rows, classes) belong to several classes: a softmax, and labels are class indices. The AUC of
-several classes is the mean of the AUCs of each class's probability, the class against the rest; a
-class without examples, or without any others, has no AUC and is left out.
+Logits of shape (rows,) belong to two classes and to a sigmoid, for label 1 against 0. Logits of
+shape (rows, classes) belong to more classes and to a softmax, and labels are class indices. The AUC
+of more than two classes is the mean of the AUCs of each class's probability, the class against the
+rest; a class without examples, or without any others, does not have an AUC and is left out.
 """
 
 import math
@@ -25,7 +25,7 @@ class ClassFigures(NamedTuple):
     """Share of examples whose class has the highest probability."""
 
     aucs: tuple[float, ...]
-    """Each class against the rest; NaN where it is not defined."""
+    """AUC of each class against the rest; NaN if it is not defined."""
 
 
 class PredictionFigures(NamedTuple):
@@ -36,7 +36,7 @@ class PredictionFigures(NamedTuple):
 
     auc: float
     calibration_error: float
-    """With several classes the mean over them, each against the rest."""
+    """With more than two classes, the mean of each class's error against the rest."""
 
     classes: ClassFigures | None
 
@@ -73,7 +73,7 @@ def measure_predictions(logits: Tensor, labels: Tensor) -> PredictionFigures:
     if logits.ndim == 1:
         error = adaptive_calibration_error(logits.sigmoid(), labels)
         return PredictionFigures(loss, auc(logits, labels), error, None)
-    # In float64: a softmax in float32 ties the surest rows.
+    # In float64: a softmax in float32 makes ties of the most certain rows.
     probabilities = probabilities_of(logits.double())
     members = [labels == index for index in range(logits.shape[1])]
     aucs = [

@@ -30,15 +30,16 @@ class TrainingRows(NamedTuple):
     """0 or 1, or class indices, (aligned,)."""
 
     features: Features | None = None
-    """This party's own features; None where it has none."""
+    """This party's own features; None if it does not have any."""
 
     num_classes: int = 2
 
     example_keys: Tensor | None = None
-    """Secret bits of each id, (aligned, 2) int64 on the CPU; None where the defense needs none."""
+    """Secret bits of each id, (aligned, 2) int64 on the CPU; None if the defense does not need
+    them."""
 
     digest: str = ""
-    """Tells other data from these when the run is resumed later."""
+    """Distinguishes these data from other data when the run is resumed later."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,11 @@ class TopTrainer:
     """Trains the top model on this party's rows, and defends every gradient that it returns.
 
     Args:
-        objective: the top model, and what it is trained for.
+        objective: the top model, and the loss for which it is trained.
         defense: applied to every gradient before it is returned.
         rows: this party's data about the aligned rows.
         device: the device of the model.
-        answer_keys: gives the defense the keys of fresh noise; None where it draws none.
+        answer_keys: gives the defense the keys of fresh noise; None if it does not draw any.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class TopTrainer:
         not wait for it.
 
         Args:
-            positions: of the rows, (batch,).
+            positions: positions of the rows, (batch,).
             activation: (batch, *cut_shape).
             answer_key: the key from which the noise of this answer is drawn, 32 secret bytes.
 
@@ -158,7 +159,7 @@ class TopTrainer:
         if self._unlearned is None:
             return
         self._objective.learn(self._unlearned)
-        self._unlearned = None  # only now: a model that has learned half of it is no state
+        self._unlearned = None  # only now: half-learned weights must not count as a state
 
     def predict(self, positions: Positions, activation: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits and labels of some rows, on the CPU, without learning.

@@ -1,1 +1,1 @@
-"""The leak monitor: what is measured during a run, and what follows from it."""
+"""The leak monitor: it measures the leak during a run, and acts on the results."""

@@ -1,4 +1,4 @@
-"""Raises the leak alarm: feeds it charges and measurements, and reports each of its alarms."""
+"""Operates the leak alarm: passes charges and measurements to it, and reports its alarms."""
 
 import logging
 from collections.abc import Collection
@@ -15,16 +15,16 @@ logger = logging.getLogger(__name__)
 
 
 class AlarmBell:
-    """Has the epochs judged as they are measured; every alarm is logged and written down.
+    """Has the epochs judged as they are measured; every alarm is logged and recorded.
 
     Args:
         metrics: gets a line for each alarm.
-        class_oracles: names of the attacks that are told classes, which the alarm passes over.
+        class_oracles: names of the attacks that know classes, which the alarm ignores.
     """
 
     def __init__(self, metrics: MetricsLog, class_oracles: Collection[str]) -> None:
         self.alarms = 0
-        """Alarms so far."""
+        """Number of alarms so far."""
         self._metrics = metrics
         self._alarm = LeakAlarm(class_oracles)
         self._measured_epoch = 0
@@ -41,13 +41,13 @@ class AlarmBell:
         self._alarm.note_leak(measured)
 
     def judge_measured(self) -> None:
-        """Judge all epochs up to the one measured last."""
+        """Judge all epochs up to the last one with a measured batch."""
         for alarm in self._alarm.judge(self._measured_epoch):
             self.alarms += 1
             self._report(alarm)
 
     def state_dict(self) -> State:
-        """Return all that is noted."""
+        """Return everything that was noted."""
         return {
             "alarm": self._alarm.state_dict(),
             "alarms": self.alarms,
@@ -55,7 +55,7 @@ class AlarmBell:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Resume from what ``state_dict`` returned; other entries are ignored."""
+        """Resume from a state that ``state_dict`` returned; other entries are ignored."""
         self._alarm.load_state_dict(state["alarm"])
         self.alarms, self._measured_epoch = state["alarms"], state["measured_epoch"]
 

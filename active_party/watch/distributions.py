@@ -4,14 +4,14 @@ Two figures per example, as in Figure 2 of Li et al., "Label Leakage and Protect
 Split Learning" (ICLR 2022), for the raw gradients and for the defended ones:
 
     log10_norm   log10 |g|
-    cosine       cos(g, m), m the mean raw gradient of the batch's positives
+    cosine       cos(g, m) with the mean raw gradient m of the batch's positives
 
-The paper takes one random positive for m, which makes its figure depend on the draw. A positive's
-own gradient is left out of its m: a mean that contains the example itself finds a resemblance in
-pure noise. After a defense, m is still the mean of raw gradients, as in the ``cosine`` attack.
+The paper uses one random positive as m, so that its figure depends on the draw. A positive's own
+gradient is left out of its m: a mean that contains the example itself finds a resemblance in pure
+noise. After a defense, m is still the mean of raw gradients, as in the ``cosine`` attack.
 
-Bins are 0.05 wide and lie at the same values in every batch and run, so that classes, sides of the
-defense and steps can be compared. All that remains of an example is a count in a bin of its class.
+Bins are 0.05 wide and have the same edges in every batch and run, so that classes, sides of the
+defense and steps can be compared. An example only leaves a count in a bin of its class.
 """
 
 from collections.abc import Mapping
@@ -26,10 +26,10 @@ BINS_PER_UNIT = 20
 """A bin of ``log10_norm`` is a twentieth of a decade, about 12 %, and one of ``cosine`` 0.05."""
 
 MIN_PER_CLASS = 5
-"""With fewer examples of a class, counts would list examples and not show a distribution."""
+"""With fewer examples of a class, counts would list examples instead of showing a distribution."""
 
 _DECADES = 6
-"""A norm more than this many decades below the largest counts as if it were not."""
+"""A norm more than this many decades below the largest is treated as this far below it."""
 
 
 class Histogram(NamedTuple):

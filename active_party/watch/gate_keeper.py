@@ -1,4 +1,4 @@
-"""Acts on the findings of the leak gate: writes them down, and warns or objects to the run."""
+"""Acts on the findings of the leak gate: records them, and warns or objects to the run."""
 
 import logging
 
@@ -16,16 +16,16 @@ logger = logging.getLogger(__name__)
 
 
 class GateKeeper:
-    """Shows measured batches to a leak gate, and does what the settings say about its findings.
+    """Shows measured batches to a leak gate, and acts on its findings as the settings say.
 
     Args:
-        settings: limit, window and action; None where there is no gate.
+        settings: limit, window and action; None without a gate.
         metrics: gets a line for each finding.
     """
 
     def __init__(self, settings: LeakGateSettings | None, metrics: MetricsLog) -> None:
         self.objection: LeakGateClosed | None = None
-        """Why the run must end, once the gate is closed."""
+        """The reason why the run must end, once the gate is closed."""
         self._metrics = metrics
         self._settings = settings
         self._gate = None if settings is None else LeakGate(settings)
@@ -47,18 +47,18 @@ class GateKeeper:
             logger.warning(sentence)
 
     def figures(self) -> GateFigures | None:
-        """Return what the gate did, for the summary; None where there is no gate."""
+        """Return the gate's actions for the summary; None without a gate."""
         if self._gate is None:
             return None
         return GateFigures(self._findings, self.objection is not None)
 
     def state_dict(self) -> State:
-        """Return all that is noted."""
+        """Return everything that was noted."""
         gate = None if self._gate is None else self._gate.state_dict()
         return {"gate": gate, "gate_findings": self._findings}
 
     def load_state_dict(self, state: State) -> None:
-        """Resume from what ``state_dict`` returned; other entries are ignored."""
+        """Resume from a state that ``state_dict`` returned; other entries are ignored."""
         if self._gate is not None and state["gate"] is not None:
             self._gate.load_state_dict(state["gate"])
         self._findings = state["gate_findings"]

@@ -1,4 +1,4 @@
-"""Counts the gradients of a few batches of a run by class, for the owner of the labels alone."""
+"""Counts the gradients of a few batches of a run by class, for the label owner only."""
 
 from collections.abc import Iterable
 
@@ -14,7 +14,7 @@ class GradientCounter:
     """Counts the first batch with enough examples of both classes in each of some epochs.
 
     Args:
-        settings: name the epochs.
+        settings: the epochs.
         metrics: gets two histograms for each batch counted.
     """
 
@@ -34,7 +34,7 @@ class GradientCounter:
             self._metrics.write(HistogramLine(batch.epoch, batch.step, figure, edges, counts))
 
     def state_dict(self) -> list[int]:
-        """Return the epochs still to be counted."""
+        """Return the epochs that remain to be counted."""
         return sorted(self._uncounted_epochs)
 
     def load_state_dict(self, state: Iterable[int]) -> None:

@@ -1,17 +1,17 @@
-"""The leak alarm: notices when an attack measures more than an answer can have revealed.
+"""The leak alarm: it detects that an attack measures more than an answer can have revealed.
 
-A bound on the AUC is about the mean over many draws, while a batch's AUC strays from its mean, the
-more so the fewer positives the batch holds. Therefore whole epochs are judged, several at once
-where one has fewer than ``MIN_BATCHES`` measured batches: the mean over the batches of an attack's
-leak AUC, less what random scores gained on the same batches by being turned around, and less
+A bound on the AUC applies to the mean over many draws, while a batch's AUC deviates from its mean,
+the more so the fewer positives the batch holds. Therefore whole epochs are judged, several at once
+if one has fewer than ``MIN_BATCHES`` measured batches: the mean over the batches of an attack's
+leak AUC, less the gain of random scores on the same batches from being inverted, and less
 ``STANDARD_ERRORS`` of that mean, is compared with the guarantee of the largest single charge among
 them. The single answer counts here, not the run: each attack of the monitor sees only one.
 
 An alarm means that the charge does not describe the gradients sent: an error in a defense, or
 gradients that its model of two classes does not fit.
 
-Oracles that are told the classes of half the batch are passed over: the guarantee is about what one
-answer reveals about an example's label, and not about what the labels of others add to it.
+Oracles that know the classes of half the batch are ignored: the guarantee is about the information
+in one answer about an example's label, and not about what other examples' labels add to it.
 """
 
 import math
@@ -47,7 +47,7 @@ class LeakAlarm:
     """Collects charges and measurements, and judges the epochs that are complete.
 
     Args:
-        class_oracles: names of the attacks to pass over.
+        class_oracles: names of the attacks to ignore.
     """
 
     def __init__(self, class_oracles: Collection[str] = _CLASS_ORACLES) -> None:
@@ -77,7 +77,7 @@ class LeakAlarm:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from what ``state_dict`` returned."""
+        """Resume from a state that ``state_dict`` returned."""
         self._largest = {int(epoch): charge for epoch, charge in state["largest"].items()}
         self._gains = {
             (attack, layer): list(values)
@@ -89,10 +89,10 @@ class LeakAlarm:
         """Judge the epochs whose batches are all noted and that were not judged before.
 
         Args:
-            last_epoch: the last epoch to judge. Charges of later ones may be noted already.
+            last_epoch: the last epoch to judge. Charges of later epochs may already be noted.
 
         Returns:
-            The alarms; none while there are too few batches, which are then kept for later.
+            The alarms; empty while there are too few batches, which are then kept for later.
         """
         if max(map(len, self._gains.values()), default=0) < MIN_BATCHES:
             return []

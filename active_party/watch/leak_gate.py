@@ -1,9 +1,9 @@
 """The leak gate: reports when the leak monitor has measured more than the label owner accepts.
 
-It judges the last ``window_steps`` batches of an attack together, since the leak AUC of one batch
-strays too far to end a run for it; before there are that many batches it judges nothing. Random
-scores reach more than 1/2 on small batches, as an attacker may invert a score: the value that they
-reach on the same batches is reported beside the figure.
+It judges the last ``window_steps`` batches of an attack together, because the leak AUC of one batch
+deviates too far to justify ending a run; it judges nothing until there are that many batches.
+Random scores reach more than 1/2 on small batches, because an attacker may invert a score: their
+leak AUC on the same batches is reported beside the figure.
 """
 
 from collections import deque
@@ -98,7 +98,7 @@ class LeakGate:
         return {"windows": windows, "until_next": self._until_next}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from what ``state_dict`` returned; a shorter window keeps its latest batches."""
+        """Resume from a state of ``state_dict``; a shorter window keeps its latest batches."""
         self._windows = {}
         for layer, attacks in state["windows"].items():
             for attack, lists in attacks.items():

@@ -1,4 +1,4 @@
-"""Watches the leak of a run: attacks the gradients sent, and acts on what the attacks measure."""
+"""Watches the leak of a run: attacks the gradients that are sent, and acts on the measurements."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,10 +19,10 @@ from splitveil.common.run.progress import State
 
 
 class LeakWatch:
-    """The leak monitor of a run with its alarm and its gate; each as far as it is switched on.
+    """The leak monitor of a run with its alarm and its gate, each of which may be switched off.
 
     Args:
-        settings: of the active party.
+        settings: settings of the active party.
         metrics: gets the lines of monitor, alarm and gate.
     """
 
@@ -33,7 +33,7 @@ class LeakWatch:
         self._bell = AlarmBell(metrics, _class_oracles(settings))
         self._gate = GateKeeper(settings.leak_gate, metrics)
         self.monitor: LeakRecorder | None = None
-        """None where no leak monitor is set, or before the rows are known."""
+        """None without a leak monitor in the settings, or before the rows are known."""
 
     @contextmanager
     def watching(self, seed: bytes, num_examples: int) -> Iterator[None]:
@@ -41,7 +41,7 @@ class LeakWatch:
 
         Args:
             seed: the joint seed.
-            num_examples: aligned examples of the run.
+            num_examples: number of aligned examples of the run.
         """
         if self._settings is None:
             yield
@@ -72,7 +72,7 @@ class LeakWatch:
         return {} if self.monitor is None else self.monitor.shown()
 
     def objection(self) -> LeakGateClosed | None:
-        """Return why the gate is closed, once it is."""
+        """Return the reason why the gate is closed; None while it is open."""
         return self._gate.objection
 
     def alarms(self) -> int | None:
@@ -80,15 +80,15 @@ class LeakWatch:
         return None if self.monitor is None else self._bell.alarms
 
     def gate(self) -> GateFigures | None:
-        """Return what the gate did; None without a gate."""
+        """Return the gate's actions; None without a gate."""
         return self._gate.figures()
 
     def figures(self) -> LeakFigures | None:
-        """Return what the attacks measured; None without a monitor."""
+        """Return the attacks' figures; None without a monitor."""
         return None if self.monitor is None else self.monitor.summary()
 
     def state_dict(self) -> State:
-        """Return all that is noted, once the monitor has measured what was sent so far.
+        """Return everything noted, once the monitor has measured all gradients sent so far.
 
         Raises:
             StorageError: a line of the metrics could not be written.
@@ -97,10 +97,10 @@ class LeakWatch:
         return {"leaks": leaks, **self._bell.state_dict(), **self._gate.state_dict()}
 
     def load_state_dict(self, state: State) -> None:
-        """Resume from what ``state_dict`` returned; other entries are ignored.
+        """Resume from a state that ``state_dict`` returned; other entries are ignored.
 
         Raises:
-            SettingsError: the state is of other attacks than the settings name.
+            SettingsError: the state belongs to attacks other than those in the settings.
         """
         if self.monitor is not None and state["leaks"] is not None:
             self.monitor.load_state_dict(state["leaks"])
@@ -113,7 +113,7 @@ class LeakWatch:
 
 
 def _class_oracles(settings: ActiveSettings) -> list[str]:
-    """Return the leak monitor's attacks that are told the classes of half a batch."""
+    """Return the leak monitor's attacks that know the classes of half a batch."""
     monitor = settings.leak_monitor
     needs = {} if monitor is None else monitor.batch_attack_needs
     return [name for name, needed in needs.items() if SideInformation.CLASSES in needed]

@@ -1,4 +1,4 @@
-"""Records a run at the active party: metrics, progress, checkpoints of both, and the summary."""
+"""Records a run at the active party: metrics, progress, their state in checkpoints, summary."""
 
 import logging
 from contextlib import ExitStack
@@ -50,7 +50,7 @@ class ActiveRecorder:
     """Observes a session. Its numbers are about batches and epochs, never about one example.
 
     Raises:
-        SettingsError: an attack of the user's own cannot be used.
+        SettingsError: a user-defined attack cannot be used.
     """
 
     def __init__(self, settings: ActiveSettings, folder: Path) -> None:
@@ -70,7 +70,7 @@ class ActiveRecorder:
         self._evaluations: dict[str, Evaluation] = {}
         self._bounds: LeakBounds | None = None
         self._ahead: LeakBounds | None = None
-        """The bounds on all answers when the run went back: no checkpoint takes those away."""
+        """The bounds on all answers when the run went back: restoring a checkpoint keeps them."""
         self._earlier: EarlierAnswers | None = None
         self._audits = 0
 
@@ -92,7 +92,7 @@ class ActiveRecorder:
         self._progress = self._of_run.enter_context(TrainingProgress("active", total))
 
     def on_earlier_answers(self, examples: int, bounds: LeakBounds) -> None:
-        """Note the bounds on what earlier runs may have told."""
+        """Note the bounds on what earlier runs may have revealed."""
         self._earlier = EarlierAnswers(examples, ledger_figures(bounds))
         logger.info(
             "earlier runs answered about %d of the training rows: sum_kl %s, leak AUC guaranteed "
@@ -120,7 +120,7 @@ class ActiveRecorder:
         self._watch.end_epoch(epoch)
 
     def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
-        """Note the bounds on what the run so far may have told."""
+        """Note the bounds on what the run may have revealed so far."""
         self._bounds = bounds
         self._metrics.write(LedgerLine(epoch, ledger_figures(bounds)))
         bounds = bounds.or_more(self._ahead)
@@ -134,16 +134,16 @@ class ActiveRecorder:
         )
 
     def on_answers_ahead(self, bounds: LeakBounds) -> None:
-        """Note the bounds on all answers of a run that resumes before some of them."""
+        """Note the bounds on all answers of a run that resumes at a point before some of them."""
         if bounds != self._ahead:
             logger.info(
-                "the run was ahead of where it resumes: the ledger keeps what was told there: "
+                "the run was ahead of where it resumes: the ledger keeps the later answers: "
                 "sum_kl %s, leak AUC guaranteed below %s (largest of all examples)",
                 at_most(bounds.sum_kl.max),
                 auc_at_most(bounds.guarantee.max),
             )
         self._ahead = bounds
-        # For the report of a run that is left here: the metrics end where the run has resumed.
+        # For the report of a run that is abandoned here: its metrics end where it has resumed.
         write_ledger_ahead(self._folder, ledger_figures(bounds))
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
@@ -164,14 +164,14 @@ class ActiveRecorder:
         self._metrics.write(line)
 
     def on_audit(self, question: AuditQuestion, leak_auc: float, party: str) -> None:
-        """Note what a passive party is told about its scores."""
+        """Note the leak AUC that a passive party is told about its scores."""
         multi_party = len(self._settings.contract.passive_parties) > 1
         layer = f"{party}: {question.layer}" if multi_party else question.layer
         figure = AttackFigure(layer, question.attack, leak_auc)
         self._metrics.write(AuditLine(question.epoch, figure))
 
     def on_audits_answered(self, count: int) -> None:
-        """Note the number of audits answered, including those that a run went back behind."""
+        """Note the number of audits answered, including those after the checkpoint resumed from."""
         self._audits = count
 
     def on_resumed(self, epoch: int | None) -> None:
@@ -179,7 +179,7 @@ class ActiveRecorder:
         logger.info("resuming %s", "at the end" if epoch is None else f"in epoch {epoch + 1}")
 
     def state_dict(self) -> State:
-        """Return all that is noted, once the leak monitor has measured what was sent so far.
+        """Return everything noted, once the leak monitor has measured all gradients sent so far.
 
         Raises:
             StorageError: a line of the metrics could not be written.
@@ -197,10 +197,10 @@ class ActiveRecorder:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Resume from what ``state_dict`` returned; call it after `on_aligned`.
+        """Resume from a state that ``state_dict`` returned; call it after `on_aligned`.
 
         Raises:
-            SettingsError: the state is of other attacks than the settings name.
+            SettingsError: the state belongs to attacks other than those in the settings.
             StorageError: the metrics cannot be changed.
         """
         self._watch.load_state_dict(state)
@@ -217,11 +217,11 @@ class ActiveRecorder:
             self._progress.resume_at(self._steps)
 
     def objection(self) -> LeakGateClosed | None:
-        """Return why the leak gate is closed, once it is."""
+        """Return the reason why the leak gate is closed; None while it is open."""
         return self._watch.objection()
 
     def summary(self, refused: dict[str, int]) -> Summary:
-        """Return the run's summary; call it after the recorder was closed.
+        """Return the run's summary; call it after closing the recorder.
 
         Args:
             refused: status word -> messages refused with it.

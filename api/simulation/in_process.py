@@ -1,4 +1,4 @@
-"""The active party in the same process: its session, without a wire."""
+"""The active party in the same process: its session, without gRPC."""
 
 import contextlib
 import threading
@@ -29,8 +29,8 @@ class InProcessPeer:
     Args:
         session: the active party's.
         engine: the active party's side of the alignment.
-        party: the name of the passive party that asks; None where there is only one.
-        patience_s: how long to wait for the other passive parties to open the run.
+        party: the name of the passive party that asks; None if there is only one.
+        patience_s: seconds to wait for the other passive parties to open the run.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class InProcessPeer:
     def handshake(
         self, party: str, contract_json: str, commitment: bytes, offer: messages.Offer | None = None
     ) -> messages.Opening:
-        """Open the run, or resume it; wait while the other passive parties have not come."""
+        """Open the run, or resume it; wait until the other passive parties do so, too."""
         until = time.monotonic() + self._patience_s
         while True:
             try:
@@ -77,7 +77,7 @@ class InProcessPeer:
         """Wait for the active party's engine.
 
         Raises:
-            SplitveilError: what its alignment ended with.
+            SplitveilError: the error with which its alignment ended.
         """
         if self._aligning is not None:
             self._aligning.join()
@@ -148,7 +148,7 @@ class InProcessPeer:
 
 @contextlib.contextmanager
 def _as_the_status_says() -> Iterator[None]:
-    """Turn an error of the session into the one that the passive party makes of its status."""
+    """Convert an error of the session to the error that its status causes at the passive party."""
     try:
         yield
     except NotOpen as error:

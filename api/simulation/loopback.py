@@ -14,14 +14,14 @@ from splitveil.simulation.parties import ActiveParty, Simulation
 
 
 def free_address() -> str:
-    """Return an address of this machine at which nobody listens."""
+    """Return a free address on loopback."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 @contextmanager
 def serving(active: ActiveParty, address: str) -> Iterator[ActiveService]:
-    """Serve an active party at an address, as its settings protect the connection.
+    """Serve an active party at an address, with the protection that its settings ask for.
 
     Args:
         active: the party.
@@ -48,7 +48,7 @@ def meet_over_grpc(simulation: Simulation, address: str | None = None) -> None:
         address: host and port of the active party; by default a free port of loopback.
 
     Raises:
-        SplitveilError: what ended the run.
+        SplitveilError: the error that ended the run.
     """
     address = address or free_address()
     with ExitStack() as resources:

@@ -78,15 +78,15 @@ class Simulation:
     def meet(self, connect: "Connect | None" = None) -> None:
         """Let all parties meet, and return when all of them have finished.
 
-        A run of which there are checkpoints is resumed. One passive party runs in the calling
-        thread, several in a thread each.
+        A run with checkpoints is resumed. A single passive party runs in the calling thread,
+        several parties in one thread each.
 
         Args:
-            connect: gives each passive party its way to the active party; by default the session
-                is asked directly.
+            connect: connects each passive party to the active party; by default the session is
+                called directly.
 
         Raises:
-            SplitveilError: what ended the run; of several passive parties the first error.
+            SplitveilError: the error that ended the run; with several passive parties the first.
         """
         connect = connect or connect_in_process
         if self.active.session.stage is Stage.WAITING:
@@ -111,8 +111,8 @@ class Simulation:
         """Let one passive party run in a thread of its own.
 
         Args:
-            name: the party's, in the contract.
-            connect: gives it its way to the active party.
+            name: the party's name in the contract.
+            connect: connects it to the active party.
             on_error: called in that thread with the error that ends the party's run, if one does.
         """
         party, connect = self.passive[name], connect or connect_in_process
@@ -120,7 +120,7 @@ class Simulation:
         def run() -> None:
             try:
                 party.run.run(connect(self, name))
-            except BaseException as error:  # whoever waits for the thread decides what it means
+            except BaseException as error:  # the thread's owner decides how to handle it
                 on_error(error)
 
         thread = threading.Thread(target=run, daemon=True, name=name)
@@ -134,7 +134,7 @@ class Simulation:
             ``top.<parameter>`` for the active party's, ``<party>.<parameter>`` for the others'.
 
         Raises:
-            RuntimeError: the parties have not aligned yet, so that there are no models.
+            RuntimeError: the parties have not aligned yet, so that models do not exist.
         """
         top = self.active.session.trainer
         if top is None:
@@ -149,11 +149,11 @@ class Simulation:
 
 
 Connect = Callable[[Simulation, str], Peer]
-"""Gives a passive party of a simulation, by its name, a way to the active party."""
+"""Connects a passive party of a simulation, given by its name, to the active party."""
 
 
 def connect_in_process(simulation: Simulation, name: str) -> Peer:
-    """Let a passive party ask the active party's session directly."""
+    """Connect a passive party directly to the active party's session."""
     active = simulation.active
     return InProcessPeer(active.session, active.engine, name)
 
@@ -166,12 +166,12 @@ def read_settings(
     Args:
         folder: with ``active.yaml`` and either ``passive.yaml`` or, for several passive parties,
             one file for each, such as ``passive_a.yaml``.
-        active: overrides of the active party's settings, ``dotted.name=yaml`` each; those of the
-            contract begin with ``contract.`` and are meant for ``passive``, too.
+        active: overrides of the active party's settings, ``dotted.name=yaml`` each; overrides of
+            the contract begin with ``contract.`` and belong in ``passive``, too.
         passive: overrides of every passive party's settings.
 
     Raises:
-        SettingsError: with every problem of a party's file and of the contract.
+        SettingsError: lists every problem of a party's file and of the contract.
     """
     files = sorted(folder.glob("passive_*.yaml")) or [folder / "passive.yaml"]
     read = [load_party_settings(PassiveSettings, path, passive) for path in files]
@@ -192,10 +192,10 @@ def build(
     """Build all parties of a run.
 
     Args:
-        settings: of all parties.
+        settings: settings of all parties.
         runs: folder in which each party keeps its checkpoints, in a subfolder of its name; by
-            default no party keeps any.
-        device: of all models; by default what each party's settings say.
+            default checkpoints are not kept.
+        device: device of all models; by default the device in each party's settings.
         active_seen: the active party's observer; a new recording by default.
         passive_seen: observers of passive parties, by name; new recordings by default.
 
@@ -218,7 +218,7 @@ def build_active(
     device: torch.device | None = None,
     seen: ActiveRecording | None = None,
 ) -> ActiveParty:
-    """Build the active party; the arguments are those of ``build``.
+    """Build the active party, with the same arguments as ``build``.
 
     Raises:
         SplitveilError: settings or data cannot be used.
@@ -244,7 +244,7 @@ def build_passive(
     device: torch.device | None = None,
     seen: PassiveRecording | None = None,
 ) -> PassiveParty:
-    """Build a passive party; the arguments are those of ``build``.
+    """Build a passive party, with the same arguments as ``build``.
 
     Raises:
         SplitveilError: settings or data cannot be used.
@@ -262,7 +262,7 @@ def build_passive(
 
 
 def _engine(settings: PartySettings) -> AlignmentEngine:
-    # Without workers: there is nothing to close.
+    # Without worker processes, so that nothing must be closed.
     return build_engine(settings.contract.alignment, AlignmentResources())
 
 
@@ -277,7 +277,7 @@ def _store(
 
 
 def _one_at_a_time(build: Callable[[AlignedRows], ResultT]) -> Callable[[AlignedRows], ResultT]:
-    """Let no two parties draw weights at the same time."""
+    """Prevent two parties from drawing weights at the same time."""
 
     def locked(rows: AlignedRows) -> ResultT:
         with _seeding:

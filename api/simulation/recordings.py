@@ -1,4 +1,4 @@
-"""Observers that keep what they are told: losses, gradients, evaluations and the ledger."""
+"""Observers that keep all events: losses, gradients, evaluations and the ledger."""
 
 from dataclasses import dataclass, field
 
@@ -14,7 +14,7 @@ from splitveil.common.run.messages import AuditQuestion
 
 @dataclass
 class Recording:
-    """What the observers of both parties keep.
+    """The events that the observers of both parties keep.
 
     The state that goes into a checkpoint is the length of every list. Restoring it shortens the
     lists to what they held then, so that a resumed run leaves one recording without repeats.
@@ -46,7 +46,7 @@ class Recording:
         return {name: len(seen) for name, seen in vars(self).items() if isinstance(seen, list)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Forget what came after the state; what another process saw before it is unknown here."""
+        """Forget events after the state; earlier events of another process are unknown here."""
         for name, count in state.items():
             if name != "resumed":
                 del getattr(self, name)[count:]
@@ -54,7 +54,7 @@ class Recording:
 
 @dataclass
 class ActiveRecording(Recording):
-    """What the active party's observer was told."""
+    """The events that the active party's observer received."""
 
     losses: list[float] = field(default_factory=list)
     """The training loss of every batch."""
@@ -66,7 +66,7 @@ class ActiveRecording(Recording):
     """Every evaluation of a held-out split."""
 
     ledger: list[tuple[int, LeakBounds]] = field(default_factory=list)
-    """The epoch, and what its answers and those before may have told."""
+    """The epoch, and the bounds on all answers up to its end."""
 
     audits: list[tuple[AuditQuestion, float]] = field(default_factory=list)
     """Scores that a passive party had measured, and the leak AUC that it was told."""
@@ -75,10 +75,10 @@ class ActiveRecording(Recording):
     """The number of audits that were answered; never reduced."""
 
     earlier: tuple[int, LeakBounds] | None = None
-    """The number of examples that earlier runs answered about, and what that may have told."""
+    """The number of examples about which earlier runs answered, and the bounds on these answers."""
 
     ahead: tuple[LeakBounds, ...] = ()
-    """What all answers had told whenever the run went back behind some; never shortened."""
+    """The bounds on all answers, at each resumption before some of them; never shortened."""
 
     def on_step(self, batch: Batch, result: StepResult) -> None:
         """Keep the loss and the gradient that was sent."""
@@ -90,7 +90,7 @@ class ActiveRecording(Recording):
         self.evaluations.append(evaluation)
 
     def on_earlier_answers(self, examples: int, bounds: LeakBounds) -> None:
-        """Keep what earlier runs may have told."""
+        """Keep the bounds on earlier runs."""
         self.earlier = (examples, bounds)
 
     def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
@@ -98,7 +98,7 @@ class ActiveRecording(Recording):
         self.ledger.append((epoch, bounds))
 
     def on_answers_ahead(self, bounds: LeakBounds) -> None:
-        """Keep the bounds of the answers that the run went back behind."""
+        """Keep the bounds on all answers of a run that resumes before some of them."""
         self.ahead += (bounds,)
 
     def on_audit(self, question: AuditQuestion, leak_auc: float, party: str) -> None:
@@ -116,7 +116,7 @@ class ActiveRecording(Recording):
 
 @dataclass
 class PassiveRecording(Recording):
-    """What a passive party's observer was told."""
+    """The events that a passive party's observer received."""
 
     received: list[Tensor] = field(default_factory=list)
     """The gradient that came back for every training batch, (batch, *cut_shape)."""

@@ -1,7 +1,7 @@
 """Private set intersection by Diffie-Hellman on ristretto255: the default alignment engine.
 
-    hello   both    name and parameters of the engine, size of the own set, own nonce
-    points  both    a H(id) for every own id, shuffled, in chunks
+    hello   both    name and parameters of the engine, size of the sender's set, its nonce
+    points  both    a H(id) for every id of the sender, shuffled, in chunks
     tags    both    reply to each chunk: the first bytes of b (a H(id)), in the same order
     done    both    count and SHA-256 of the sorted common tags
 
@@ -150,7 +150,7 @@ class EcdhExchange:
         self._shuffled_rows = _secret_permutation(len(ids))
         self._chunks_sent = 0
         self._peer_hello: pb.AlignHello | None = None
-        # Tags of the own ids, in shuffled order, as computed by the peer; and of the peer's ids.
+        # Tags of this party's ids, in shuffled order, computed by the peer; and of the peer's ids.
         self._own_tags = bytearray()
         self._peer_tags = bytearray()
         self._common_rows: RowIndices | None = None
@@ -192,7 +192,7 @@ class EcdhExchange:
         return pb.AlignFrame(hello=self._hello)
 
     def own_frames(self) -> Iterator[pb.AlignFrame]:
-        """Mask the own ids, chunk by chunk. Call it after the peer's hello was received."""
+        """Mask this party's ids, chunk by chunk. Call it after the peer's hello was received."""
         self._require_hello()
         for chunk, first in enumerate(range(0, len(self._ids), CHUNK_IDS)):
             rows = self._shuffled_rows[first : first + CHUNK_IDS].tolist()

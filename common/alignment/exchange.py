@@ -1,4 +1,4 @@
-"""Runs one alignment: moves frames between an exchange and a channel until both are through."""
+"""Runs one alignment: moves frames between an exchange and a channel until both are complete."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence

@@ -37,7 +37,7 @@ from splitveil.common.text.yaml_text import RESOLVED, read_yaml_file
 
 logger = logging.getLogger(__name__)
 
-# What add_subparsers returns has no public name.
+# The type that add_subparsers returns is private.
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # noqa: SLF001
 
 MAY_CHANGE = frozenset(
@@ -71,7 +71,7 @@ def parse_arguments(
 
     Args:
         program: the name of the party's program.
-        arguments: the words after it; by default those of this process.
+        arguments: the words after it; by default the arguments of this process.
         add_own_commands: adds the commands that only this kind of party has.
     """
     parser = argparse.ArgumentParser(prog=program)

@@ -60,5 +60,5 @@ class Interruption:
             # An exception would still wait for the peer, for other threads, and for the disk.
             os._exit(128 + number)
         self.signal_number = number
-        # No logging here: the signal may have arrived in the middle of a log line.
+        # Logging is unsafe here: the signal may have arrived in the middle of a log line.
         os.write(2, b"stopping after this step; send the signal again to stop at once\n")

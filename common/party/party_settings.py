@@ -101,9 +101,10 @@ class PartySettings(Section):
     """Number of worker processes for the alignment; with 0, this process does the arithmetic."""
 
     alignment_attempts: int = Field(default=ALIGNMENT_ATTEMPTS, ge=1, le=1000)
-    """How many times ``contract.alignment.max_set_size`` ids the other party may try before a run
-    has finished, over all exchanges of ids and all restarts: a peer that aborts exchanges could try
-    other ids each time. Also bounds the number of exchanges, at ten per attempt."""
+    """Number of ids that the other party may try before a run has finished, in multiples of
+    ``contract.alignment.max_set_size``, over all exchanges of ids and all restarts: a peer that
+    aborts exchanges could try other ids each time. It also bounds the number of exchanges, at ten
+    per attempt."""
 
     reconnect: ReconnectSettings = ReconnectSettings()
     """Waiting times for a silent or absent peer."""

@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple, Self
 from splitveil.common.errors import StorageError
 from splitveil.common.party.transcript_lines import Opening, Unreadable, read_lines
 from splitveil.common.storage.run_folder import open_unbuffered_to_append
+from splitveil.common.text.version import VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class Transcript:
         except OSError as error:
             raise self._storage_error(error) from error
         try:
-            self._write({"event": "opened", "party": party}, _now())
+            self._write({"event": "opened", "party": party, "version": VERSION}, _now())
         except OSError as error:
             self._close_file()
             raise self._storage_error(error) from error
@@ -105,7 +106,7 @@ class Transcript:
         """Record a message; waits only if the disk is far behind.
 
         Raises:
-            StorageError: an earlier message could not be written: none may cross unrecorded.
+            StorageError: an earlier message could not be written; messages must be recorded.
         """
         if self._error is not None:
             raise self._storage_error(self._error)

@@ -57,6 +57,8 @@ class Opening(_Line):
     """A process opened the transcript."""
 
     event: Literal["opened"]
+    version: Annotated[str, Field(max_length=64)] | None = None
+    """The version of splitveil that opened it."""
 
 
 class Crossed(_Line):

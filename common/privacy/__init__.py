@@ -1,1 +1,1 @@
-"""Attacks on the gradients that cross the wire, and what they find out: the leak AUC."""
+"""Attacks on the gradients that cross the wire, and the measure of their success: the leak AUC."""

@@ -1,9 +1,9 @@
-"""Attacks that gather over a run: many epochs together show what noise hides in one batch.
+"""Attacks that accumulate over a run: many epochs together show what noise hides in one batch.
 
     accumulated_spectral   sum of the batches' standardised projections on their top direction,
                            its sign kept from batch to batch
     accumulated_cosine     sum of the batches' standardised cosines; where the reference carries
-                           noise, which may turn it around, its sign is kept, too
+                           noise, which may flip its sign, that sign is kept, too
     hint_combiner_k        logistic regression on an example's scores in up to four stretches of
                            the run, fitted to k examples of known label
 
@@ -35,18 +35,18 @@ SOURCES: Mapping[RunAttackName, tuple[BatchAttackName, ...]] = MappingProxyType(
         "hint_combiner_200": ("spectral", "norm"),
     }
 )
-"""The scores of a batch that each attack gathers; ``spectral`` with its sign kept."""
+"""The scores of a batch that each attack accumulates; ``spectral`` with its sign kept."""
 
 NUM_HINTS: Mapping[RunAttackName, int] = MappingProxyType(
     {"hint_combiner_50": 50, "hint_combiner_200": 200}
 )
-"""How many labels an attack knows; none where it is not named."""
+"""Attack -> number of labels that it knows; attacks that are absent know none."""
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
 
 _STRETCHES = 4
 _MEMORY = 0.9
-"""Weight of the past in the direction that a new batch's is turned to agree with."""
+"""Weight of earlier batches in the direction with which a new batch's direction must agree."""
 
 _LARGEST_HALF = 6e4
 
@@ -55,7 +55,7 @@ class RunScores(NamedTuple):
     """The scores of the examples that an attack has seen."""
 
     positions: npt.NDArray[np.int64]
-    """In the common order, ascending."""
+    """Positions of the examples in the common order, ascending."""
 
     scores: npt.NDArray[np.float64]
 
@@ -71,17 +71,18 @@ def standardised(scores: Tensor) -> Tensor:
 
 
 class ContinuousSign:
-    """Turns each batch's top or reference direction to agree with those before it.
+    """Chooses the sign of each batch's top or reference direction to agree with earlier batches.
 
-    Skewness, by which a single batch is turned, errs in some batches under noise: their scores
-    would cancel the others' in a sum. Which of the two signs means positive remains open.
+    Skewness, which decides the sign of a single batch, errs in some batches under noise: their
+    scores would cancel other batches' scores in a sum. It remains open which of the two signs means
+    positive.
     """
 
     def __init__(self) -> None:
         self._direction: Tensor | None = None
 
     def turn(self, top: TopDirection) -> Tensor:
-        """Return the projections of a batch, turned."""
+        """Return the projections of a batch with their sign chosen."""
         direction = top.direction
         if self._direction is not None:
             self._direction = self._direction.to(direction.device)
@@ -95,7 +96,7 @@ class ContinuousSign:
         return -top.projections if turns else top.projections
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a later batch's turn depends on."""
+        """Return the state on which the signs of later batches depend."""
         direction = self._direction
         return {"direction": None if direction is None else direction.cpu().clone()}
 
@@ -124,8 +125,8 @@ class AccumulatedScores:
         """Add one batch.
 
         Args:
-            positions: of the examples in the common order, (batch,), each once.
-            scores: (batch,), standardised.
+            positions: positions of the examples in the common order, (batch,), each once.
+            scores: standardised scores, (batch,).
         """
         rows = positions.numpy()
         # The same memory, at a fraction of the cost of torch's indexing.
@@ -155,8 +156,8 @@ class AccumulatedScores:
 class ScoreHistory:
     """Sums two standardised scores per example in up to four stretches of the run: 16 bytes.
 
-    A stretch is one epoch at first. When a fifth is needed, two and two become one, and from then
-    on stretches are twice as long.
+    A stretch is one epoch at first. When a fifth stretch is needed, neighbouring stretches are
+    merged in pairs, and stretches are twice as long from then on.
 
     Args:
         num_examples: examples of the run.
@@ -176,7 +177,7 @@ class ScoreHistory:
 
         Args:
             epoch: counted from 0.
-            positions: of the examples in the common order, (batch,), each once.
+            positions: positions of the examples in the common order, (batch,), each once.
             scores: two standardised scores, (batch,) each.
         """
         while epoch // self._epochs_per_stretch >= _STRETCHES:
@@ -186,7 +187,7 @@ class ScoreHistory:
         self._sums[positions, :, stretch] = _to_half(sums)
 
     def features(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Return what is known about some examples, (examples, 8)."""
+        """Return the sums of some examples, (examples, 8)."""
         rows = self._sums[torch.from_numpy(positions)]
         return rows.flatten(start_dim=1).double().numpy()
 
@@ -217,17 +218,17 @@ def combine_with_hints(
     num_hints: int,
     generator: np.random.Generator,
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]] | None:
-    """Fit a logistic regression to some examples of known label, and score the others by it.
+    """Fit a logistic regression to some examples with known labels, and score the others with it.
 
     Args:
         features: (examples, features).
-        labels: 0 or 1, (examples,); only those of the hints are read.
-        num_hints: examples whose labels are known, drawn at random.
+        labels: 0 or 1, (examples,); only the labels of the hints are read.
+        num_hints: number of examples whose labels are known, drawn at random.
         generator: the only source of randomness.
 
     Returns:
-        The scores, and which examples are no hints; None where the hints are of one class, or
-        where all examples are hints.
+        The scores, and a mask of the examples that are not hints; None if the hints are all of one
+        class, or if all examples are hints.
     """
     # Importing it takes a second, which only a run with this attack should pay.
     from sklearn.linear_model import LogisticRegression  # noqa: PLC0415
@@ -246,14 +247,14 @@ def combine_with_hints(
 
 
 def _centre(values: _Floats) -> None:
-    """Take off the mean, in a unit in which squares stay in range."""
+    """Subtract the mean, in a unit in which squares stay in range."""
     _make_size_one(values)
     values -= values.sum() / max(len(values), 1)
     _make_size_one(values)
 
 
 def _make_size_one(values: _Floats) -> None:
-    """Give values a largest magnitude of 1; zeros stay as they are."""
+    """Scale values to a largest magnitude of 1; zeros remain zeros."""
     largest = max(values.max(initial=0.0), -values.min(initial=0.0))
     if largest > 0:
         values /= largest

@@ -1,7 +1,7 @@
-"""Attacks: from the gradients of one batch to one score per example, higher meaning "positive".
+"""Attacks: they map the gradients of a batch to one score per example; higher means "positive".
 
     norm                   |g|
-    cosine                 cos(g, g+), g+ the clean gradient of one random positive       (oracle)
+    cosine                 cos(g, g+) with the clean gradient g+ of a random positive     (oracle)
     cosine_majority        minus the fraction of the batch with a positive cosine to g
     hint_inner_product_k   largest <g, h> to any of k known positives' gradients h
     hint_distance_k        minus the smallest |g - h| to any of them
@@ -17,11 +17,11 @@
 No attack reads labels: everything that it needs to know besides the gradients is an explicit
 argument, and `ATTACKS` names it. With more than two classes, an attack that is told something about
 the positives runs once for each class, with that class as the positives. The scores themselves are
-defined in `splitveil.common.privacy.scores`, attacks that gather over a run in
-`splitveil.common.privacy.accumulation`, and attacks of the user's own are loaded by
+defined in `splitveil.common.privacy.scores`, attacks that accumulate over a run in
+`splitveil.common.privacy.accumulation`, and user-defined attacks are loaded by
 `splitveil.common.privacy.custom_attacks`.
 
-The oracles learn the classes from other examples than those that they score: a class mean that
+The oracles learn the classes from examples other than the ones that they score: a class mean that
 includes the scored example itself finds a leak in pure noise.
 """
 
@@ -85,7 +85,7 @@ class SideInformation(StrEnum):
 
     @property
     def is_oracle(self) -> bool:
-        """Whether only an evaluation has it, and no passive party."""
+        """Whether only an evaluation has it, and a passive party does not."""
         return self in (SideInformation.POSITIVE_GRADIENT, SideInformation.CLASSES)
 
     @property
@@ -127,7 +127,7 @@ class Attack(NamedTuple):
     needs: frozenset[SideInformation]
     num_hints: int = 0
     reads_gradients: bool = True
-    """False for an attack that finds the same at every layer."""
+    """False for an attack whose scores are the same at every layer."""
 
     @property
     def is_oracle(self) -> bool:
@@ -136,7 +136,7 @@ class Attack(NamedTuple):
 
     @property
     def is_free(self) -> bool:
-        """Whether every passive party can run it, without any label."""
+        """Whether every passive party can run it without knowing a label."""
         return all(need.is_free for need in self.needs)
 
 

@@ -1,11 +1,13 @@
 """Audits of a run: the leak AUC of every attack on every batch, and of the run as a whole.
 
-Both parties use them: the passive party on what it received, the active party on what it sent.
+Both parties use them: the passive party on the gradients that it received, the active party on the
+gradients that it sent.
 
-With more than two classes, the figure that stands for an attack is the leak AUC of its worst pair:
-of the two classes that it tells apart best. It is never below that of the worst class against the
-rest, and it is what the ledger bounds. The largest of several figures rises by chance, the more so
-the fewer examples a class has in a batch; random scores are measured in the same way beside it.
+With more than two classes, an attack is represented by the leak AUC of its worst pair: the two
+classes that it tells apart best. It is never below the leak AUC of the worst class against the
+rest, and it is the figure that the ledger bounds. The largest of several figures is raised by
+chance, the more so the fewer examples a class has in a batch; random scores are measured in the
+same way for comparison.
 """
 
 import math
@@ -52,7 +54,7 @@ class AttackSummary(TypedDict):
 
 
 class AuditCounts(NamedTuple):
-    """How many batches went which way."""
+    """The numbers of batches that were measured, skipped and left out."""
 
     observed: int
     skipped_one_class: int
@@ -60,13 +62,13 @@ class AuditCounts(NamedTuple):
 
 
 class BatchRecord:
-    """What an audit found in a run's batches: how many there were, and a tally of each attack.
+    """The findings of an audit in a run's batches: their numbers, and a tally of each attack.
 
     Safe to read while another thread observes.
 
     Args:
-        attacks: which attacks to run.
-        every_steps: which steps of an epoch to audit.
+        attacks: the attacks to run.
+        every_steps: only steps of an epoch that are a multiple of this are audited.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class BatchRecord:
         return step % self._every_steps == 0
 
     def leave_out(self) -> None:
-        """Count a batch that was to be audited and was not."""
+        """Count a batch that should have been audited and was not."""
         with self._lock:
             self._left_out += 1
 
@@ -109,9 +111,9 @@ class BatchRecord:
         return result
 
     def epoch_means(self, epoch: int) -> LeakByAttack:
-        """Return the mean leak AUCs over the batches of one epoch, absent where there is none.
+        """Return the mean leak AUCs over the batches of one epoch; an attack may be absent.
 
-        Known of the last 64 epochs in which an attack was measured.
+        They are kept for the last 64 epochs in which an attack was measured.
         """
         result: LeakByAttack = {}
         with self._lock:
@@ -134,7 +136,7 @@ class BatchRecord:
 
     @property
     def num_hints(self) -> int:
-        """How many positives of each batch the attacks want to be told."""
+        """The number of positives of each batch that the attacks need to know."""
         return max((attack.num_hints for attack in self._scored.values()), default=0)
 
     def latest(self) -> BatchLeak | None:
@@ -142,17 +144,17 @@ class BatchRecord:
         return self._latest
 
     def counts(self) -> AuditCounts:
-        """Return how many batches were measured, had one class, and were left out."""
+        """Return the numbers of batches that were measured, had one class, and were left out."""
         with self._lock:
             return AuditCounts(self._observed, self._skipped_one_class, self._left_out)
 
     def _skip(self) -> None:
-        """Count a batch of one class, which has no AUC."""
+        """Count a batch of a single class, for which an AUC is not defined."""
         with self._lock:
             self._skipped_one_class += 1
 
     def _remember(self, measured: BatchLeak) -> None:
-        """Add a batch's figures; call it with the lock."""
+        """Add a batch's figures; the caller holds the lock."""
         self._observed += 1
         for layer, attacks in measured.leak.items():
             for attack, value in attacks.items():
@@ -162,7 +164,7 @@ class BatchRecord:
         self._latest = measured
 
     def _recorded(self) -> dict[str, Any]:
-        """Return a copy of all that was found; call it with the lock."""
+        """Return a copy of all findings; the caller holds the lock."""
         tallies: dict[str, dict[str, Any]] = {}
         for (layer, attack), tally in self._tallies.items():
             tallies.setdefault(layer, {})[attack] = tally.state_dict()
@@ -176,7 +178,7 @@ class BatchRecord:
         }
 
     def _record_again(self, state: Mapping[str, Any]) -> None:
-        """Continue from what was found by then; call it with the lock."""
+        """Continue from the findings in a state; the caller holds the lock."""
         self._observed = state["observed"]
         self._tallies = {}
         for layer, attacks in state["tallies"].items():
@@ -199,11 +201,11 @@ class LeakAudit(BatchRecord):
     """The leak AUC of every attack on every layer and batch of a run, and of the run as a whole.
 
     Args:
-        attacks: names of the attacks to run, of single batches and over the run.
+        attacks: names of the attacks to run, on single batches and over the run.
         every_steps: only steps of an epoch that are a multiple of this are audited.
-        num_examples: number of aligned examples of the run, for the attacks that gather over it.
-        class_names: of more than two classes, in the order of their indices; empty for two.
-        custom: attacks on single batches of the user's own, by name.
+        num_examples: number of aligned examples of the run, for attacks that accumulate over it.
+        class_names: names of more than two classes, in the order of their indices; empty for two.
+        custom: user-defined attacks on single batches, by name.
     """
 
     def __init__(
@@ -228,10 +230,10 @@ class LeakAudit(BatchRecord):
     def clues(
         self, observation: Observation, seed: bytes, sources: Mapping[str, Tensor]
     ) -> dict[int, Clues]:
-        """Pick what attacks are told about each target class, the same on both sides of the wire.
+        """Pick the attacks' clues about each target class, the same on both sides of the wire.
 
         Args:
-            observation: the batch; clues that it holds already are not read.
+            observation: the batch; clues that it already holds are not read.
             seed: the joint seed.
             sources: layer -> gradients from which references are taken, (batch, ...).
         """
@@ -244,7 +246,7 @@ class LeakAudit(BatchRecord):
         """Attack one batch and remember the leak AUCs.
 
         Returns:
-            None if the batch has one class only, or its step is not to be audited.
+            None if the batch has only one class, or its step is not to be audited.
 
         Raises:
             ValueError: a label is not the index of a class, or a score is NaN.
@@ -254,7 +256,7 @@ class LeakAudit(BatchRecord):
         labels = self._classes.indices(observation.labels)
         if not self._classes.is_mixed(labels):
             self._skip()
-            if self._run.attacks:  # what they gather is useful whatever the batch's labels
+            if self._run.attacks:  # their sums need every batch, also one of a single class
                 self._gather(observation, self._scorer.score(observation, labels), labels)
             return None
         scored = self._scorer.score(observation, labels)
@@ -262,7 +264,7 @@ class LeakAudit(BatchRecord):
         return self._measure(observation, scored, labels)
 
     def classes(self) -> dict[str, dict[str, ClassLeak]]:
-        """Return layer -> attack -> what it told class by class; empty for two classes."""
+        """Return layer -> attack -> its figures class by class; empty for two classes."""
         result: dict[str, dict[str, ClassLeak]] = {}
         with self._lock:
             for (layer, attack), found in self._by_class.items():
@@ -270,11 +272,11 @@ class LeakAudit(BatchRecord):
         return result
 
     def end_run(self) -> None:
-        """Measure what was gathered up to the end of the last epoch."""
+        """Measure the sums up to the end of the last epoch."""
         self._run.close_epoch()
 
     def after_epoch(self, epoch: int) -> LeakByAttack:
-        """Return the leak AUCs of what was gathered up to the end of an epoch."""
+        """Return the leak AUCs of the sums up to the end of an epoch."""
         return self._run.after_epoch(epoch)
 
     def run_level(self) -> dict[str, dict[str, RunLevelLeak]]:
@@ -282,11 +284,11 @@ class LeakAudit(BatchRecord):
         return self.run_figures().leak
 
     def run_figures(self) -> RunFigures:
-        """Return the leak of the run so far, and what it is class by class."""
+        """Return the leak of the run so far, overall and class by class."""
         return self._run.result()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of all that was measured and gathered so far."""
+        """Return a copy of all measurements and sums so far."""
         with self._lock:
             state = self._recorded() | {"run": self._run.state_dict()}
             if not self.is_multi_class:
@@ -340,7 +342,7 @@ class LeakAudit(BatchRecord):
         result = BatchLeak(observation.epoch, observation.step, leak, of_random)
         with self._lock:
             for number, ((layer, attack), value) in enumerate(zip(measured, worst, strict=True), 1):
-                if math.isnan(value):  # the attack was told too little, or all there is of a class
+                if math.isnan(value):  # the attack knew too little, or every row of a class
                     continue
                 leak[layer][attack] = value
                 if by_class is not None:

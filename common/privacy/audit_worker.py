@@ -1,4 +1,4 @@
-"""Runs an audit in a thread of its own, so that training never waits for it."""
+"""Runs an audit in a separate thread, so that training never waits for it."""
 
 import os
 import queue
@@ -32,20 +32,20 @@ class Auditing(Protocol):
         """Attack one batch."""
 
     def leave_out(self) -> None:
-        """Count a batch that was to be audited and was not."""
+        """Count a batch that should have been audited and was not."""
 
 
 class CpuBudget:
-    """What the audit may still take of the CPU. Thread-safe.
+    """The CPU time that the audit may still use. Thread-safe.
 
-    Counted whether or not a core is idle: what the audit computes beside the training costs that
-    caches and the interpreter's lock, too.
+    It counts whether or not a core is idle, because the audit's computations also cost the training
+    cache space and time in which it waits for the interpreter's lock.
 
     Args:
-        max_share: of the time on the clock; None for all of it.
-        now_s: on a clock that never goes back. An `AuditWorker` takes that of the CPU time of its
-            process: where other programs leave the training half a core, half as much is left to
-            the audit.
+        max_share: largest share of the clock's time; None for all of it.
+        now_s: the time on a clock that never goes back. An `AuditWorker` uses the CPU time of its
+            process: where other programs leave half a core to the training, the audit has half as
+            much time, too.
     """
 
     def __init__(self, max_share: float | None, now_s: float) -> None:
@@ -71,13 +71,13 @@ class CpuBudget:
 
 
 class AuditWorker:
-    """Runs a `LeakAudit`, or something like it, in a thread of its own, behind a bounded queue.
+    """Runs a `LeakAudit`, or another audit, in a separate thread behind a bounded queue.
 
-    `submit` never blocks: what does not fit in the queue, or in the thread's share of the CPU time,
-    is left out and counted. An error while auditing costs its batch, never the training, and is
-    raised by `close`. So as not to slow the training, the thread computes on one core, gives way
-    where cores are short (there it falls behind, instead of the training), and uses a stream of its
-    own for gradients on a GPU.
+    `submit` never blocks: a batch that does not fit in the queue, or for which the thread's share
+    of the CPU time is used up, is left out and counted. An error while auditing costs its batch,
+    never the training, and is raised by `close`. To avoid slowing the training, the thread
+    computes on one core, yields where cores are scarce (so that it falls behind, and not the
+    training), and uses a separate stream for gradients on a GPU.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class AuditWorker:
         """Start the thread.
 
         Args:
-            audit: where the results go; counts, summary and latest values are read from it.
-            queue_batches: how many batches may wait.
+            audit: receives the batches; counts, summary and latest values are read from it.
+            queue_batches: number of batches that may wait.
             on_result: called in the worker's thread with each measured batch.
-            max_cpu_share: of the process's CPU time; None for no limit.
+            max_cpu_share: largest share of the process's CPU time; None for no limit.
         """
         self.audit = audit
         self._on_result = on_result
@@ -130,12 +130,12 @@ class AuditWorker:
         gradients: Mapping[str, Tensor],
         observation: Callable[[], Observation],
     ) -> bool:
-        """Do as `submit`, and leave it to the thread to put the observation together.
+        """Submit one batch as `submit` does, and let the thread build the observation.
 
         Args:
-            step: of the batch.
-            gradients: those of the observation.
-            observation: called in the worker's thread if the batch is taken.
+            step: step of the batch.
+            gradients: the observation's gradients.
+            observation: builds the observation, in the worker's thread, if the batch is taken.
         """
         if not self.audit.wants(step):
             return False
@@ -148,7 +148,7 @@ class AuditWorker:
         return False
 
     def wait_until_idle(self, timeout_s: float) -> bool:
-        """Wait until all that was submitted so far is audited, and say whether it is."""
+        """Wait until everything submitted so far is audited; return whether it is."""
         deadline = time.monotonic() + timeout_s
         reached = threading.Event()
         if self._closed:
@@ -159,9 +159,9 @@ class AuditWorker:
         return False
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Audit what is queued, then end the thread. Closing twice does nothing more.
+        """Audit the queued batches, then end the thread. Closing again has no effect.
 
-        What cannot be audited within ``timeout_s`` is left out and counted.
+        Batches that cannot be audited within ``timeout_s`` are left out and counted.
 
         Raises:
             Exception: the first error met while auditing.
@@ -191,7 +191,7 @@ class AuditWorker:
                 with _own_stream(submitted, streams):
                     self._audit(submitted.observation())
             except Exception as error:
-                # Whatever it is: training goes on, and `close` raises it.
+                # Training continues after any error; `close` raises it.
                 self.audit.leave_out()
                 self._error = self._error or error
             self._budget.pay(time.thread_time() - begun_s)
@@ -212,14 +212,14 @@ class AuditWorker:
 class _Submitted(NamedTuple):
     observation: Callable[[], Observation]
     device: torch.device | None
-    """Where the gradients are; None for the CPU."""
+    """The device of the gradients; None for the CPU."""
     computed: torch.cuda.Event | None
     """Passed once the gradients are there; None on the CPU, where they always are."""
 
 
 def _give_way() -> None:
-    """Leave the cores to other threads, as far as this thread can."""
-    # Asking first makes torch set this thread up; otherwise it would undo the limit later.
+    """Give other threads precedence on the cores, as far as this thread can."""
+    # Reading it first makes torch initialise this thread; otherwise it would undo the limit later.
     torch.get_num_threads()
     torch.set_num_threads(1)
     if sys.platform == "linux":  # elsewhere a priority belongs to the whole process
@@ -241,7 +241,7 @@ def _computed(device: torch.device | None) -> torch.cuda.Event | None:
 def _own_stream(
     submitted: _Submitted, streams: dict[torch.device, torch.cuda.Stream]
 ) -> Iterator[None]:
-    """Keep the audit's kernels out of the stream in which the training's wait for each other."""
+    """Run the audit's kernels in another stream than the training's, which wait for each other."""
     device = submitted.device
     if device is None or submitted.computed is None:
         yield

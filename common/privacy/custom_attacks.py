@@ -1,4 +1,4 @@
-"""Loads attacks of the user's own, and tries each on a few rows before the run."""
+"""Loads user-defined attacks, and tries each on a few rows before the run."""
 
 from collections.abc import Callable, Sequence
 
@@ -24,7 +24,7 @@ _ARGUMENTS = {
 
 
 def load_custom_attacks(settings: AuditSettings) -> dict[str, Attack]:
-    """Return the attacks of the user's own that settings name, by name.
+    """Return the user-defined attacks in the settings, by name.
 
     Raises:
         SettingsError: a function cannot be imported.
@@ -33,10 +33,10 @@ def load_custom_attacks(settings: AuditSettings) -> dict[str, Attack]:
 
 
 def try_custom_attacks(settings: AuditSettings | None, row_shape: Sequence[int]) -> list[str]:
-    """Load each attack of the user's own, and have it score random gradients.
+    """Load each user-defined attack, and have it score random gradients.
 
     Args:
-        settings: of the audit; None for no audit.
+        settings: settings of the audit; None for no audit.
         row_shape: shape of one example's gradient at the cut layer.
 
     Returns:
@@ -63,7 +63,7 @@ def _load(chosen: CustomAttack) -> Attack:
 
 
 class _Scorer:
-    """Calls the user's function, and checks what it returns."""
+    """Calls the user's function, and checks its result."""
 
     def __init__(self, chosen: CustomAttack, function: Callable[..., object]) -> None:
         self._chosen = chosen
@@ -79,7 +79,7 @@ class _Scorer:
         try:
             with torch.no_grad():
                 scores = self._function(rows, **told)
-        except Exception as error:  # whatever the user's own function raises
+        except Exception as error:  # the user's function may raise anything
             raise self._refusal(f"fails on {len(rows)} rows: {first_line(error)}") from error
         if not isinstance(scores, Tensor):
             raise self._refusal(f"expected a tensor of scores, got {type(scores).__name__}")

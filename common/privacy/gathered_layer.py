@@ -1,4 +1,4 @@
-"""Gathers the scores of one layer over a run, for the attacks that need many epochs."""
+"""Accumulates the scores of one layer over a run, for the attacks that need many epochs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,12 +23,12 @@ from splitveil.common.privacy.top_direction import TopDirection
 
 
 class GatheredLayer:
-    """What the attacks of a run gather from one layer.
+    """The scores of one layer that the attacks of a run accumulate.
 
     Args:
-        attacks: which attacks of a run to gather for.
+        attacks: the attacks of the run for which scores are accumulated.
         num_examples: number of aligned examples of the run.
-        classes: of the run's labels.
+        classes: classes of the run's labels.
     """
 
     def __init__(
@@ -50,20 +50,20 @@ class GatheredLayer:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of what is gathered."""
+        """Memory of the accumulated scores."""
         of_sums = sum(one.num_bytes for sums in self.sums.values() for one in sums)
         return of_sums + self._history.num_bytes
 
     def features(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Return what combining attacks know of some examples, (examples, features)."""
+        """Return the features of some examples for combining attacks, (examples, features)."""
         return self._history.features(positions)
 
     def add(self, epoch: int, positions: Tensor, found: LayerScores) -> None:
-        """Gather what the attacks found in one batch.
+        """Add the scores of one batch.
 
         Args:
-            epoch: of the batch, counted from 0.
-            positions: of its rows in the common order, (batch,), each once.
+            epoch: epoch of the batch, counted from 0.
+            positions: positions of its rows in the common order, (batch,), each once.
             found: the scores.
         """
         spectral = None if found.top is None else self._sign.turn(found.top)
@@ -73,7 +73,7 @@ class GatheredLayer:
             self._add_cosines(positions, found)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of what is gathered; of two classes without numbers of targets."""
+        """Return a copy of the sums; with two classes, without numbers of targets."""
         signs = [sign.state_dict() for sign in self._reference_signs]
         states = {attack: [one.state_dict() for one in sums] for attack, sums in self.sums.items()}
         if not self._is_multi_class:

@@ -1,4 +1,4 @@
-"""The gradients of one batch as rows of numbers, prepared once for all attacks on them.
+"""The gradients of one batch as rows of numbers, prepared once for all attacks.
 
 Rows are float64, in a unit in which no square leaves the range of float64.
 """
@@ -14,7 +14,7 @@ from splitveil.common.privacy.top_direction import TopDirection, top_direction_o
 
 
 class GradientRows:
-    """The gradients of one batch, with what several attacks compute from them.
+    """The gradients of one batch, with quantities that several attacks need.
 
     Args:
         gradients: (batch, ...).
@@ -50,7 +50,7 @@ def prepared(gradients: Gradients) -> GradientRows:
 
 
 def direction_of(gradient: Tensor, device: torch.device) -> Tensor:
-    """Return one gradient as a float64 row in a unit of its own, (row_dim,)."""
+    """Return one gradient as a float64 row, scaled to a unit of its own, (row_dim,)."""
     row, _ = _flat_rows(gradient.to(device).reshape(1, -1))
     return row[0]
 
@@ -76,7 +76,7 @@ def unit_vector(values: Tensor) -> Tensor:
 
 
 def scaled(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return values with a largest magnitude of 1, and their unit; zeros stay as they are."""
+    """Return values scaled to a largest magnitude of 1, and their unit; zeros remain zeros."""
     unit = values.new_ones(())
     if values.numel():
         largest = values.abs().amax()
@@ -95,8 +95,7 @@ def in_unit(scores: Tensor, unit: Tensor | None) -> Tensor:
 def _flat_rows(gradients: Tensor) -> tuple[Tensor, Tensor | None]:
     """Flatten to float64 rows, in a unit in which no square leaves the range of float64.
 
-    Gradients of a smaller dtype are safe as they are: they need no unit, which saves a pass over
-    the batch.
+    Gradients of a smaller dtype are safe without a unit, which saves a pass over the batch.
     """
     rows = gradients.detach().flatten(start_dim=1).double()
     return scaled(rows) if gradients.dtype == torch.float64 else (rows, None)

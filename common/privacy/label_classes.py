@@ -1,4 +1,4 @@
-"""The classes of a run's labels, and which of them the attacks take for the positives."""
+"""The classes of a run's labels, and the choice of a class that attacks treat as the positives."""
 
 from typing import NamedTuple
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 class LabelClasses(NamedTuple):
-    """Two classes, or several with names.
+    """Two classes, or more classes with names.
 
-    Of two classes, attacks look for the positives: there is one target, class 1, and one pair,
-    positives against negatives. Of more classes, each is a target in turn, and is measured against
-    each of the others.
+    With two classes, attacks look for the positives: there is one target, class 1, and one pair,
+    positives against negatives. With more classes, each is a target in turn, and is measured
+    against each other class.
     """
 
     names: tuple[str, ...] = ()
@@ -29,17 +29,17 @@ class LabelClasses(NamedTuple):
 
     @property
     def targets(self) -> tuple[int, ...]:
-        """Indices of the classes that attacks take for the positives, one after the other."""
+        """Indices of the classes that attacks treat as the positives in turn."""
         return tuple(range(self.num_classes)) if self.is_multi_class else (1,)
 
     def of_scores(self, num_scores: int) -> tuple[int | None, ...]:
-        """Return the class that each of an attack's scores is for.
+        """Return the class to which each of an attack's scores belongs.
 
         Args:
-            num_scores: 1 for a score that serves for all classes, or one score for each target.
+            num_scores: 1 for a score for all classes, or the number of targets.
 
         Returns:
-            Class indices; None for a score that serves for more than two classes.
+            Class indices; None for a score for more than two classes.
         """
         if num_scores == 1 and self.is_multi_class:
             return (None,)

@@ -6,8 +6,7 @@ LABEL_FREE: tuple[AttackName, ...] = (
     *(
         name
         for name, attack in ATTACKS.items()
-        if attack.is_free
-        and name != "activation_spectral"  # never sees a gradient: what features tell
+        if attack.is_free and name != "activation_spectral"  # reads features and never a gradient
     ),
     "accumulated_spectral",
 )

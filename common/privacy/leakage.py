@@ -1,7 +1,7 @@
-"""How much a score tells about the labels: the leak AUC.
+"""The leak AUC: a measure of how much a score reveals about the labels.
 
-The AUC is the chance that a random positive scores above a random negative, a tie counting one
-half. An attacker may turn a score around, so its leak is ``max(auc, 1 - auc)``.
+The AUC is the probability that a random positive scores above a random negative, where a tie counts
+one half. An attacker may invert a score, so its leak is ``max(auc, 1 - auc)``.
 """
 
 from typing import Any, NamedTuple, TypeAlias
@@ -18,7 +18,7 @@ _LARGEST_KEY = 2**63 - 1
 
 
 class OneClass(ValueError):
-    """The labels hold one class only, for which there is no AUC."""
+    """The labels hold only one class, for which the AUC is not defined."""
 
 
 def auc(scores: Values, labels: Values) -> float:
@@ -48,7 +48,7 @@ def auc_many(scores: Tensor, labels: Tensor, kept: Tensor | None = None) -> Tens
         kept: which examples count for which score, (scores, batch) of booleans; all by default.
 
     Returns:
-        (scores,) in float64; NaN where the examples kept are of one class, which has no AUC.
+        (scores,) in float64; NaN where the kept examples are all of one class.
 
     Raises:
         OneClass: the labels hold no positive, or no negative.
@@ -134,7 +134,7 @@ def leak_auc_interval(
 ) -> LeakInterval:
     """Return the leak AUC with its bootstrap interval, over examples drawn within each class.
 
-    500 draws of up to 10,000 examples, fewer of more examples, and no less than 100.
+    It takes 500 draws of up to 10,000 examples, and fewer of more examples, but at least 100.
 
     Raises:
         OneClass: there is no positive, or no negative.
@@ -171,7 +171,7 @@ def _by_sorted_keys(
     third of the time. Scores of two classes that differ in that bit alone count as tied.
     """
     positive = positives.numpy()
-    keys = (values.numpy() + 0.0).view(np.int64)  # there is but one zero then
+    keys = (values.numpy() + 0.0).view(np.int64)  # turns -0.0 into 0.0
     keys = keys ^ ((keys >> 63) & _LARGEST_KEY)
     keys = (keys & ~1) | positive
     num_positives: Any = np.count_nonzero(positive)
@@ -190,7 +190,7 @@ def _by_sorted_keys(
 
 
 def _by_average_ranks(values: Tensor, positive: Tensor, kept: Tensor | None) -> Tensor:
-    """Return the AUCs whatever is tied."""
+    """Return the AUCs for scores with any ties."""
     order = _ascending(values)
     ranked = values.gather(1, order)
     positive, negative = positive[order], ~positive[order]
@@ -212,8 +212,8 @@ def _refuse_nan(scores: Tensor) -> None:
 
 
 def _count(true: Tensor) -> int:
-    """Return how many are true."""
-    if true.device.type == "cpu":  # where numpy takes a fraction of torch's time
+    """Return the number of true values."""
+    if true.device.type == "cpu":  # there numpy takes a fraction of torch's time
         return int(np.count_nonzero(true.numpy()))
     return int(true.sum())
 
@@ -226,7 +226,7 @@ def _ascending(values: Tensor) -> Tensor:
 
 
 def _ends_of_ties(ranked: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each place of sorted rows the first and the last place of the same value."""
+    """Return for each index of sorted rows the first and the last index of the same value."""
     num_columns = ranked.shape[1]
     place = torch.arange(num_columns, device=ranked.device)
     differs = ranked[:, 1:] != ranked[:, :-1]

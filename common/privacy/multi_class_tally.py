@@ -26,14 +26,14 @@ class ClassLeak(TypedDict):
     """Leak AUC of each class against the rest."""
 
     random: dict[str, float]
-    """The same of random scores."""
+    """The same for random scores."""
 
 
 class MultiClassTally:
-    """Means over the batches of what one attack on one layer told about each class and pair.
+    """Means over the batches of one attack's leak AUCs on one layer, for each class and pair.
 
     Args:
-        num_classes: how many classes there are.
+        num_classes: number of classes.
     """
 
     def __init__(self, num_classes: int) -> None:

@@ -1,6 +1,6 @@
-"""Observations: what an audit sees of one training step, and what the attacks are told about it.
+"""Observations: the part of one training step that an audit sees, with the attacks' clues about it.
 
-Both parties pick the same rows of a batch to tell the attacks about, so that their figures can be
+Both parties pick the same rows of a batch as clues for the attacks, so that their figures can be
 compared: the choice depends only on the joint seed, the epoch and the step.
 """
 
@@ -20,20 +20,20 @@ from splitveil.common.privacy.label_classes import rows_of_class
 
 
 class Clues(NamedTuple):
-    """What attacks are told about one class of a batch."""
+    """The attacks' side information about one class of a batch."""
 
     references: Mapping[str, Tensor] = MappingProxyType({})
     """Layer name -> gradient of one example of the class; without it, ``cosine`` is not
     measured."""
     reference_row: int | None = None
-    """Row of that example. Its own cosine says nothing and is left out of the AUC."""
+    """Row of that example. Its own cosine is meaningless and is left out of the AUC."""
     hint_rows: tuple[int, ...] = ()
     """Rows of the class that hint attacks know; they are left out of those attacks' AUC."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the audit sees of one step. Its tensors must not be changed afterwards."""
+    """The part of one step that an audit sees. Its tensors must not be changed afterwards."""
 
     epoch: int
     step: int
@@ -42,15 +42,15 @@ class Observation:
     labels: Tensor
     """Class indices, (batch,) or (batch, 1)."""
     clues: Mapping[int, Clues] = field(default_factory=dict)
-    """Class index -> what attacks are told about the class; of two classes only the positives."""
+    """Class index -> clues about the class; with two classes, only about the positives."""
     positions: Tensor | None = None
-    """Positions of the rows in the common order, (batch,), each at most once; without them nothing
-    is gathered over the run."""
+    """Positions of the rows in the common order, (batch,), each at most once; without them no
+    scores are accumulated over the run."""
     activations: Tensor | None = None
-    """The passive party's, at the cut layer, (batch, ...); without them, attacks that use them are
-    not measured."""
+    """The passive party's activations at the cut layer, (batch, ...); without them, attacks that
+    use them are not measured."""
     references_are_clean: bool = True
-    """Whether the references are free of noise, which may turn them around."""
+    """Whether the references are free of noise, which may flip their sign."""
     prepared: Mapping[str, GradientRows] = field(default_factory=dict)
     """Layer name -> the same gradients, prepared once for all audits of this observation."""
 
@@ -67,13 +67,13 @@ def pick_clues(
     num_hints: int,
     class_index: int = 1,
 ) -> Clues:
-    """Pick what attacks are told about one class of a batch, the same on both sides of the wire.
+    """Pick the clues about one class of a batch, the same on both sides of the wire.
 
     Args:
         observation: the batch.
         sources: layer name -> gradients from which references are taken, (batch, ...).
         seed: the joint seed.
-        num_hints: how many rows the hint attacks want to know.
+        num_hints: number of rows that the hint attacks need to know.
         class_index: the class.
     """
     labels, epoch, step = observation.labels, observation.epoch, observation.step
@@ -105,8 +105,8 @@ def pick_hint_rows(
     """Pick the rows of a class that hint attacks know, the same on both sides of the wire.
 
     Returns:
-        Up to ``num_hints`` different rows, fewer in a batch with fewer. An attack with fewer hints
-        uses the first ones.
+        Up to ``num_hints`` different rows; fewer if the batch has fewer. An attack that needs fewer
+        hints uses the first ones.
     """
     if not num_hints:
         return ()
@@ -117,7 +117,7 @@ def pick_hint_rows(
 
 
 def random_scores(observation: Observation) -> Tensor:
-    """Draw scores that know nothing, from epoch and step alone, so that audits are repeatable."""
+    """Draw random scores from epoch and step alone, so that audits are repeatable."""
     seed = _draw(b"random scores", b"", observation.epoch, observation.step)
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(observation.labels.numel(), generator=generator, dtype=torch.float64)

@@ -1,7 +1,7 @@
-"""How much a score tells about several classes: each class against the rest, and in pairs.
+"""AUCs of a score for more than two classes: each class against the rest, and in pairs.
 
-    pair (i, j)     the chance that a random example of class i scores above one of class j
-    one vs rest     the chance that one of class i scores above one of any other class
+    pair (i, j)     probability that a random example of class i scores above one of class j
+    one vs rest     probability that one of class i scores above one of any other class
 
 A tie counts one half. The second is the mean of the first over the other classes, weighted by their
 numbers of examples: the worst pair always leaks at least as much as the worst class. All of them
@@ -27,9 +27,9 @@ ClassIndices = npt.NDArray[np.int64]
 
 
 class PairAucs(NamedTuple):
-    """The AUCs of one score, or of one for each class; NaN where a class has no examples.
+    """The AUCs of one score, or of one score per class; NaN where a class has no examples.
 
-    Leading dimensions, where there are any, stand for several attacks.
+    Leading dimensions, if there are any, stand for attacks.
     """
 
     pairs: Floats
@@ -55,24 +55,24 @@ class PairAucs(NamedTuple):
         return int(first), int(second)
 
     def worst(self) -> Floats:
-        """Return the leak AUC of the pair told apart best, (...); NaN where no pair has any."""
+        """Return the leak AUC of the pair told apart best, (...); NaN if no pair has an AUC."""
         folded = _folded(self.pairs)
         worst: Floats = np.fmax.reduce(folded, axis=(-2, -1))
         return worst
 
     def of(self, number: int) -> "PairAucs":
-        """Return the AUCs of one of several attacks."""
+        """Return the AUCs of one attack, by its index in the leading dimension."""
         return PairAucs(self.pairs[number], self.one_vs_rest[number])
 
     def put(self, found: "PairAucs", of_class: int | None) -> None:
-        """Take over the AUCs of one class's score, or of a score that serves for all classes."""
+        """Copy the AUCs of one class's score, or of a score for all classes, into this table."""
         rows = slice(None) if of_class is None else of_class
         self.pairs[rows] = found.pairs[rows]
         self.one_vs_rest[rows] = found.one_vs_rest[rows]
 
     @classmethod
     def none(cls, num_classes: int, *leading: int) -> "PairAucs":
-        """Return a table without any AUC."""
+        """Return a table in which every AUC is missing."""
         pairs = np.full((*leading, num_classes, num_classes), np.nan)
         return cls(pairs, np.full((*leading, num_classes), np.nan))
 
@@ -84,17 +84,17 @@ class Score(NamedTuple):
     """(batch,)."""
 
     left_out: tuple[int, ...] = ()
-    """Rows whose class the attack was told."""
+    """Rows whose class the attack knew."""
 
     of_class: int | None = None
-    """Index of the class that the score is for; None if it serves for more than two classes."""
+    """Index of the class to which the score belongs; None for a score for more than two classes."""
 
 
 class BatchAucs(NamedTuple):
-    """What several attacks reached on one batch."""
+    """The AUCs that several attacks reached on one batch."""
 
     worst: list[float]
-    """The leak AUC of each attack's worst pair; NaN for an attack that has none."""
+    """The leak AUC of each attack's worst pair; NaN for an attack without one."""
 
     leak: PairAucs | None
     """All leak AUCs, with a leading dimension, (attacks,); None for two classes, which have one
@@ -105,9 +105,9 @@ def batch_aucs(attacks: Sequence[Sequence[Score]], labels: Tensor, num_classes: 
     """Measure several attacks on one batch together.
 
     Args:
-        attacks: the scores of each, one or one for each class; of two classes at most one.
+        attacks: each attack's scores, one or one per class; with two classes at most one.
         labels: class indices, (batch,), of more than one class.
-        num_classes: how many there are.
+        num_classes: number of classes.
 
     Raises:
         ValueError: a score is NaN, or the shapes differ.
@@ -131,14 +131,14 @@ def batch_aucs(attacks: Sequence[Sequence[Score]], labels: Tensor, num_classes: 
 def pair_aucs(
     scores: Floats, labels: ClassIndices, num_classes: int, of_class: int | None = None
 ) -> PairAucs:
-    """Return the AUCs of one score that serves for all classes, or for one.
+    """Return the AUCs of one score, which belongs to all classes or to one.
 
     Args:
         scores: (examples,); infinities are allowed.
         labels: class indices, (examples,).
-        num_classes: how many there are.
-        of_class: the class that the score is for; the other classes then have none. None for a
-            score that serves for all of them.
+        num_classes: number of classes.
+        of_class: the class to which the score belongs; other classes then have no AUC. None for a
+            score for all classes.
 
     Raises:
         ValueError: a score is NaN, or the shapes differ.
@@ -153,7 +153,7 @@ def pair_aucs(
     ranked, members = scores[order], np.eye(num_classes)[labels[order]]
     up_to_here = np.concatenate([np.zeros((1, num_classes)), members.cumsum(axis=0)])
     first, last = (np.searchsorted(ranked, ranked, side) for side in ("left", "right"))
-    # Examples of each class below count twice, ties once: whole numbers, so nothing is rounded.
+    # Lower examples of each class count twice, ties once: integers, so nothing is rounded.
     twice_below = up_to_here[first] + up_to_here[last]
     if of_class is None:
         wins = members.T @ twice_below
@@ -177,11 +177,11 @@ def worst_pair_leak_auc(
     Args:
         scores: (examples,).
         labels: class indices, (examples,).
-        num_classes: how many there are.
+        num_classes: number of classes.
         min_examples: number of examples that each class of a pair needs for the pair to count.
 
     Raises:
-        OneClass: no pair has as many.
+        OneClass: no pair of classes has that many examples.
         ValueError: as for `pair_aucs`.
     """
     found = pair_aucs(scores, labels, num_classes)

@@ -1,8 +1,8 @@
-"""The leak of a whole run: what the attacks that gather over its epochs know in the end.
+"""The leak of a whole run: what attacks that accumulate over its epochs recover in the end.
 
 ``accumulated_spectral`` keeps one sum per example for all classes, ``accumulated_cosine`` one for
-each target class, whose references the attack is told. The combining attacks fit one target class
-after the other against the rest, on the same hints.
+each target class, because it is given a reference of each class. The combining attacks fit each
+target class in turn against the rest, on the same hints.
 """
 
 import math
@@ -35,12 +35,12 @@ class RunLevelLeak(TypedDict):
     """One attack on one layer over a whole run."""
 
     auc: float
-    """The leak AUC; of more than two classes that of the pair told apart best."""
+    """The leak AUC; with more than two classes, of the pair told apart best."""
     low: float
     """Lower end of its 95 % bootstrap interval; below 1/2 where the leak may be chance."""
     high: float
     examples: int
-    """Number of examples that were scored and whose label the attack was not told."""
+    """Number of examples that were scored and whose label the attack did not know."""
 
 
 class ClassRunLeak(TypedDict):
@@ -62,15 +62,15 @@ class RunFigures(NamedTuple):
 
 
 class RunAudit:
-    """Gathers scores over a run, and measures them. Safe to use from several threads.
+    """Accumulates scores over a run, and measures them. Safe to use from several threads.
 
-    Keeps, per layer, at most 16 bytes per example and attack (of more than two classes, per target
-    class for ``accumulated_cosine``), and once per example its label.
+    Keeps, per layer, at most 16 bytes per example and attack (with more than two classes, per
+    target class for ``accumulated_cosine``), and once per example its label.
 
     Args:
-        attacks: which attacks to run.
+        attacks: the attacks to run.
         num_examples: number of aligned examples of the run.
-        classes: of the run's labels.
+        classes: classes of the run's labels.
     """
 
     def __init__(
@@ -91,19 +91,19 @@ class RunAudit:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of what is gathered."""
+        """Memory of the accumulated scores and labels."""
         return self._labels.nbytes + sum(layer.num_bytes for layer in self._layers.values())
 
     def add(
         self, epoch: int, positions: Tensor, labels: Tensor, layers: Mapping[str, LayerScores]
     ) -> None:
-        """Gather one batch.
+        """Add the scores of one batch.
 
         Args:
-            epoch: of the batch, not before that of the previous batch.
-            positions: in the common order, (batch,), each at most once.
+            epoch: epoch of the batch, not before that of the previous batch.
+            positions: positions in the common order, (batch,), each at most once.
             labels: class indices, (batch,), for the measurement alone.
-            layers: layer -> what the attacks found in the batch.
+            layers: layer -> the attacks' scores of the batch.
         """
         if not self.attacks:
             return
@@ -117,7 +117,7 @@ class RunAudit:
                 self._layer(name).add(epoch, rows, found)
 
     def close_epoch(self) -> None:
-        """Measure the sums after the last epoch; for earlier epochs this happens by itself."""
+        """Measure the sums after the last epoch; for earlier epochs this is done automatically."""
         with self._lock:
             self._close_epoch()
 
@@ -129,8 +129,8 @@ class RunAudit:
     def result(self) -> RunFigures:
         """Measure every attack over the run so far.
 
-        An attack is absent if no two classes have examples. Of more than two classes, the interval
-        is that of the worst pair's AUC.
+        An attack is absent if no two classes have examples. With more than two classes, the
+        interval belongs to the AUC of the worst pair.
         """
         figures = RunFigures({}, {})
         with self._lock:
@@ -148,7 +148,7 @@ class RunAudit:
         return figures
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of what is gathered and measured so far."""
+        """Return a copy of all sums and measurements so far."""
         with self._lock:
             return {
                 "labels": self._labels.clone(),
@@ -198,7 +198,7 @@ class RunAudit:
             del self._after_epoch[earlier]
 
     def _measure_sums(self) -> dict[str, dict[str, float]]:
-        """Return layer -> attack -> leak AUC of the sums so far; called with the lock."""
+        """Return layer -> attack -> leak AUC of the sums so far; the caller holds the lock."""
         measured: dict[str, dict[str, float]] = {}
         for layer, attack, scores in self._found(hinted=False):
             worst = float(self._aucs(scores).worst())
@@ -239,9 +239,9 @@ class RunAudit:
         )
 
     def _found(self, *, hinted: bool) -> Iterator[tuple[str, RunAttackName, list[RunScores]]]:
-        """Yield each attack's scores of the examples whose labels it was not told.
+        """Yield each attack's scores of the examples whose labels it did not know.
 
-        There is one for all classes, or one for each target.
+        There is one score for all classes, or one for each target.
         """
         for layer, gathered in self._layers.items():
             for attack, sums in gathered.sums.items():

@@ -1,4 +1,4 @@
-"""Scores of one batch: functions from gradients, and side information, to a number per example.
+"""Scores of one batch: functions of gradients and side information that score each example.
 
 Scores are float64 on the gradients' device, finite for finite gradients, and higher for examples
 that look more like positives. `splitveil.common.privacy.attacks` lists them.
@@ -33,7 +33,7 @@ _NEGLIGIBLE = 1e-10
 
 
 class KnownClasses(NamedTuple):
-    """Gradients with their labels, of other examples than those to be scored."""
+    """Gradients and labels of examples other than the ones to be scored."""
 
     negatives: Tensor
     """(negatives, ...), at least one."""
@@ -72,7 +72,7 @@ def cosine(gradients: Gradients, reference: Tensor) -> Tensor:
 
 
 def cosine_majority(gradients: Gradients) -> Tensor:
-    """Score each example by how few of the batch's gradients point its way.
+    """Score each example by how few of the batch's gradients point in its direction.
 
     All examples of a batch of up to 2,048 vote; in a larger batch, evenly spaced ones do.
 
@@ -139,8 +139,8 @@ def lda(gradients: Gradients, classes: KnownClasses) -> Tensor:
     """Score each example by Fisher's linear discriminant: the best direction for normal noise.
 
     The pooled covariance S is shrunk towards its mean variance, by d / (n + d) for n gradients of
-    dimension d, so that a discriminant exists for few gradients, and for
-    gradients that all share one direction.
+    dimension d, so that a discriminant exists for few gradients, and for gradients that all share
+    one direction.
 
     Args:
         gradients: (batch, ...).
@@ -169,7 +169,7 @@ def spectral(gradients: Gradients) -> Tensor:
 
 
 def regress_out(gradients: Gradients, activations: Tensor) -> Tensor:
-    """Score each example by `spectral`, on what its activation does not explain of its gradient.
+    """Score each example by `spectral`, on the residual of its gradient given its activation.
 
     The prediction of a model of the activations alone does not depend on the example's label; the
     residual does.

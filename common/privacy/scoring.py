@@ -1,9 +1,10 @@
 """Runs the attacks on one batch: for each layer and attack, one score per example and target.
 
-An attack that needs no label scores a batch once for all classes. An attack that is told something
-about the positives scores it once for each target class: ``cosine`` with a gradient of the class,
-the hint attacks with some of its rows, the class oracles with the class against the rest. What does
-not depend on labels (rows in float64, their norms, their top direction) is computed once for all.
+An attack that does not need labels scores a batch once for all classes. An attack that is told
+something about the positives scores it once for each target class: ``cosine`` with a gradient of
+the class, the hint attacks with some of its rows, the class oracles with the class against the
+rest. Everything that does not depend on labels (rows in float64, their norms, their top direction)
+is computed once for all attacks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,21 +29,21 @@ class AttackScores(NamedTuple):
 
     by_target: Sequence[Tensor | None]
     """One score for all classes, or one for each target, (batch,) each; None for a target about
-    which the attack was told too little."""
+    which the attack knew too little."""
 
     left_out: Sequence[tuple[int, ...]]
-    """Rows whose class the attack was told, for each of the scores."""
+    """Rows whose class the attack knew, for each of the scores."""
 
 
 class LayerScores(NamedTuple):
-    """What the attacks found in one layer's gradients of one batch."""
+    """The attacks' scores of one layer's gradients in one batch."""
 
     scores: Mapping[str, AttackScores]
     top: TopDirection | None
     """Present if a spectral score is among the scores."""
 
     noisy_references: Sequence[Tensor | None] = ()
-    """The gradients behind each target's cosines, if noise may have turned them around."""
+    """The reference behind each target's cosines, if noise may have flipped its sign."""
 
 
 class BatchScorer:
@@ -50,7 +51,7 @@ class BatchScorer:
 
     Args:
         attacks: by name.
-        targets: the classes to take for the positives.
+        targets: the classes to treat as the positives.
     """
 
     def __init__(self, attacks: Mapping[str, Attack], targets: Sequence[int]) -> None:
@@ -108,11 +109,11 @@ class BatchScorer:
 def cross_scores(attack: Attack, gradients: Tensor, positive: Tensor) -> Tensor | None:
     """Score each half of a batch with the labels of the other half.
 
-    The AUC of scores that know nothing then strays further from 1/2 than that of random scores, by
-    a factor of the root of 2: chance moves both halves the same way.
+    The AUC of uninformative scores then strays further from 1/2 than the AUC of random scores, by a
+    factor of the square root of 2, because chance moves both halves in the same direction.
 
     Args:
-        attack: needs known classes, and nothing else.
+        attack: an attack that needs known classes, and nothing else.
         gradients: (batch, ...).
         positive: which examples are of the target class, (batch,) of booleans.
 
@@ -143,7 +144,7 @@ def _score_told(
     clues: Clues,
     reference: Tensor | None,
 ) -> tuple[Tensor | None, tuple[int, ...]]:
-    """Return the scores for one target, and the rows that the attack was told about."""
+    """Return the scores for one target, and the rows that the attack knew."""
     told = clues.hint_rows[: attack.num_hints]
     hints = gradients.gradients[list(told)] if told else None
     found = _score(attack, gradients, Knowledge(reference, hints, None, activations))

@@ -27,13 +27,13 @@ DEFAULT_ATTACKS: tuple[AttackName, ...] = (
 BUILT_IN_NAMES: tuple[AttackName, ...] = get_args(AttackName)
 
 _TAKEN_NAMES = (*BUILT_IN_NAMES, "random")
-"""Names that no attack of the user's own may have: metrics hold other figures under them."""
+"""Names that a user-defined attack may not have: metrics hold other figures under them."""
 
 _Need = Literal["positive_gradient", "positives_are_fewer", "hints", "classes", "activations"]
 
 
 class CustomAttack(Section):
-    """An attack of the user's own on single batches.
+    """A user-defined attack on single batches.
 
     It is called as ``score(gradients, **side_information)`` with a tensor (rows, ...) and returns
     one number per row, (rows,), higher for rows that look more like positives.
@@ -64,7 +64,7 @@ class CustomAttack(Section):
 
     @property
     def side_information(self) -> frozenset[SideInformation]:
-        """What it needs to know besides the gradients."""
+        """The side information that it needs besides the gradients."""
         return frozenset(SideInformation[need.upper()] for need in self.needs)
 
     @field_validator("name")
@@ -115,25 +115,26 @@ AttackChoice = Annotated[
     ),
     BeforeValidator(_known_name),
 ]
-"""An attack of this package by its name, or one of the user's own."""
+"""The name of a built-in attack, or the section of a user-defined one."""
 
 
 class AuditSettings(Section):
     """Attacks that a party runs against the gradients it sends or receives."""
 
     attacks: tuple[AttackChoice, ...] = Field(default=DEFAULT_ATTACKS, min_length=1)
-    """Which attacks score every audited batch, or gather over the run's epochs: names, or sections
-    with ``kind: custom``."""
+    """The attacks that score every audited batch, or accumulate over the run's epochs: names, or
+    sections with ``kind: custom``."""
 
     queue_batches: int = Field(default=8, ge=1, le=1024)
-    """Batches that may wait for the audit; when it falls further behind, batches are left out."""
+    """Number of batches that may wait for the audit; further batches are left out."""
 
     max_cpu_share: float | None = Field(default=0.03, gt=0, le=1)
     """Largest share of the party's CPU time that the audit may take; ``null`` for no limit.
 
-    Beyond it batches are left out and counted, so that training is hardly slowed down. Attacks that
-    gather over a run then see only some batches, and understate what a peer who keeps all of them
-    can learn. A short run is measured whole: one second of CPU time comes on top.
+    Beyond it, batches are left out and counted, so that training is hardly slowed down. Attacks
+    that accumulate over a run then see only some batches, and understate what a peer that keeps all
+    of them can learn. One second of CPU time is allowed on top, so that short runs are measured
+    completely.
     """
 
     every_steps: int = Field(default=1, ge=1)
@@ -146,12 +147,12 @@ class AuditSettings(Section):
 
     @property
     def custom_attacks(self) -> tuple[CustomAttack, ...]:
-        """The attacks of the user's own."""
+        """The user-defined attacks."""
         return tuple(one for one in self.attacks if isinstance(one, CustomAttack))
 
     @property
     def batch_attack_needs(self) -> dict[str, frozenset[SideInformation]]:
-        """Name of each attack on single batches -> what it needs to know besides the gradients."""
+        """Name of each attack on single batches -> the side information that it needs."""
         named = {
             str(name): attack.needs for name, attack in ATTACKS.items() if name in self.attacks
         }

@@ -29,7 +29,7 @@ class AucCounts:
         self._counts[min(int((auc - 0.5) * 2 * _CELLS), _CELLS - 1)] += 1
 
     def quantile(self, share: float) -> float:
-        """Return the quantile as numpy's default gives it, of the middles of the cells.
+        """Return the quantile of the cells' midpoints, interpolated as numpy does by default.
 
         Raises:
             ValueError: nothing was counted.
@@ -55,7 +55,7 @@ class AucCounts:
 
 
 class AttackTally:
-    """What one attack on one layer measured so far."""
+    """The measurements of one attack on one layer so far."""
 
     def __init__(self) -> None:
         self.batches = 0
@@ -70,9 +70,9 @@ class AttackTally:
         """Take one batch.
 
         Args:
-            epoch: not before that of the batch before.
-            auc: what the attack measured.
-            random: what random scores reached on the same batch.
+            epoch: epoch of the batch, not before that of the previous batch.
+            auc: leak AUC of the attack.
+            random: leak AUC of random scores on the same batch.
         """
         if epoch != self.last_epoch:
             self._begin(epoch)
@@ -94,7 +94,7 @@ class AttackTally:
         return max(self._worst_before, self.epoch_mean(self.last_epoch) or 0.5)
 
     def epoch_mean(self, epoch: int) -> float | None:
-        """Return the mean over one of the last epochs; None for another, or an empty one."""
+        """Return the mean over one of the last epochs; None for an older or an empty epoch."""
         if epoch not in self._epochs:
             return None
         total, count = self._epochs[epoch]
@@ -126,7 +126,7 @@ class AttackTally:
         self._sum, self._worst_before = state["sum"], state["worst_before"]
         self._measured.load_state_dict(state["measured"])
         self._random.load_state_dict(state["random"])
-        # In order: the state may come back in another.
+        # Sorted, because the state may come back in a different order.
         epochs = sorted((int(epoch), *found) for epoch, found in state["epochs"].items())
         self._epochs = {epoch: (total, count) for epoch, total, count in epochs}
 

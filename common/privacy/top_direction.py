@@ -1,6 +1,6 @@
 """Finds the direction in which a batch of gradients stretches most: its top right-singular vector.
 
-The leading direction loses nothing by squaring, so a few products with the batch, or one Gram
+Squaring costs the leading direction no precision, so a few products with the batch, or one Gram
 matrix, replace a full SVD.
 """
 
@@ -43,7 +43,7 @@ class TopDirection(NamedTuple):
 
 
 def top_direction_of_rows(rows: Tensor) -> TopDirection:
-    """Return the top direction of some rows, by Lanczos where it stands out enough.
+    """Return the top direction of some rows, by Lanczos' method if it stands out enough.
 
     Args:
         rows: (batch, row_dim), float64.
@@ -98,7 +98,7 @@ def _by_lanczos(rows: _Floats) -> tuple[_Floats, _Floats] | None:
         image = (rows @ basis[step]) @ rows
         parts = known @ image
         image -= parts @ known
-        image -= (known @ image) @ known  # removes what rounding left
+        image -= (known @ image) @ known  # removes the remainder that rounding left
         inner[step, max(step - 1, 0) : step + 1] = parts[max(step - 1, 0) :]
         if step % _STEPS_BETWEEN_CHECKS:
             continue

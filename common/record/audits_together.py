@@ -1,4 +1,4 @@
-"""Runs two audits on the same observations: one thread, one share of the CPU, no score twice."""
+"""Runs two audits on the same observations: one thread, one share of the CPU, each score once."""
 
 import logging
 from dataclasses import replace
@@ -14,13 +14,13 @@ logger = logging.getLogger(__name__)
 class AuditsTogether:
     """Shows every observation to two audits, which audit the same steps.
 
-    What both compute of a layer's gradients, such as the direction in which they stretch most, is
-    computed once. An error in the second audit costs it the batch and is logged, the first time
-    with its trace; an error in the first one costs both the batch and is raised.
+    Quantities that both derive from a layer's gradients, such as the direction in which they
+    stretch most, are computed once. An error in the second audit costs it the batch and is logged,
+    the first time with its trace; an error in the first one costs both the batch and is raised.
 
     Args:
-        first: its result is returned.
-        second: gathers something of its own.
+        first: the audit whose result is returned.
+        second: the audit that only accumulates scores.
     """
 
     def __init__(self, first: Auditing, second: Auditing) -> None:
@@ -47,6 +47,6 @@ class AuditsTogether:
         return measured
 
     def leave_out(self) -> None:
-        """Count a batch that was to be audited and was not."""
+        """Count a batch that should have been audited and was not."""
         self._first.leave_out()
         self._second.leave_out()

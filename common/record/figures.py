@@ -24,15 +24,15 @@ class SpreadFigures(NamedTuple):
 
 
 class LedgerFigures(NamedTuple):
-    """The bounds of a leak ledger on what the answers so far may have told."""
+    """The bounds of a leak ledger on what the answers so far may have revealed."""
 
     sum_kl: SpreadFigures = SpreadFigures()
     estimate: SpreadFigures = SpreadFigures()
     """AUC of the best score if the classes are Gaussian."""
     guarantee: SpreadFigures = SpreadFigures()
-    """AUC that no score of a peer exceeds whom the charges describe."""
+    """AUC that scores of a peer described by the charges cannot exceed."""
     epsilon: float | None = None
-    """Label differential privacy of all answers together; None where some answers have none."""
+    """Label differential privacy of all answers together; None if some answers lack it."""
 
     def flat(self) -> dict[str, float | None]:
         """Return the figures under the names that they have in files: ``sum_kl_max`` and so on."""

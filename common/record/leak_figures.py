@@ -1,4 +1,4 @@
-"""The part of a run's summary that is about the leak: its types, and their form in the file."""
+"""The part of a run's summary about the leak: its types, and their form in the file."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -45,7 +45,7 @@ class RunFigures(NamedTuple):
     """Lower end of its 95 % interval."""
     high: float | None = None
     examples: int | None = None
-    """Examples that were scored and whose label the attack was not told."""
+    """Number of examples that were scored and whose label the attack did not know."""
 
 
 class ClassFigures(NamedTuple):
@@ -60,10 +60,10 @@ class ClassFigures(NamedTuple):
     classes: Mapping[str, float | None] = MappingProxyType({})
     """Class -> leak AUC against the rest."""
     random: Mapping[str, float | None] = MappingProxyType({})
-    """The same of random scores; only on single batches."""
+    """The same for random scores; only on single batches."""
 
     def worst_class(self) -> tuple[str, float] | None:
-        """Return the class told best from the rest with its leak AUC, if any was measured."""
+        """Return the class separated best from the rest and its leak AUC, if any was measured."""
         measured = [
             (name, auc)
             for name, auc in self.classes.items()
@@ -73,7 +73,7 @@ class ClassFigures(NamedTuple):
 
 
 class BatchCounts(NamedTuple):
-    """The numbers of batches that the attacks measured and passed over."""
+    """The numbers of batches that the attacks measured and skipped."""
 
     observed: int | None = None
     skipped_one_class: int | None = None
@@ -129,7 +129,7 @@ def _write_run_class(found: ClassFigures) -> dict[str, Any]:
 
 
 def leak_from_json(values: Mapping[str, Any]) -> LeakFigures | None:
-    """Return the figures that a summary's JSON object holds; None where it has no such entry."""
+    """Return the figures that a summary's JSON object holds; None if it lacks such entries."""
     if not values.keys() & {*LEAK_TABLES, _COUNTS}:
         return None
     by_class = None
@@ -152,7 +152,7 @@ def _read_batches(value: object) -> BatchFigures | None:
 
 
 def _read_run(value: object) -> RunFigures | None:
-    """Read one attack over the run; an older file has its leak AUC alone."""
+    """Read one attack over the run; an older file only has its leak AUC."""
     values = as_mapping(value) or {"auc": value}
     auc = as_number(values.get("auc"))
     low, high = (as_number(values.get(name)) for name in ("low", "high"))

@@ -1,4 +1,4 @@
-"""Measures the leak of a run beside the training, and writes the figures down."""
+"""Measures the leak of a run during training, and records the figures."""
 
 import dataclasses
 import logging
@@ -51,22 +51,22 @@ class AuditedRun(NamedTuple):
     seed: bytes
     """The joint seed, from which both parties pick the same positives."""
     num_examples: int
-    """Aligned examples."""
+    """Number of aligned examples."""
     class_names: Sequence[str] = ()
     """Empty where there are two classes."""
 
 
 class LeakRecorder:
-    """Attacks the gradients of a run in a thread of its own, and writes its figures down.
+    """Attacks the gradients of a run in a separate thread, and records the figures.
 
     Both parties use one: the passive party's adversary on the gradients that it received, and the
-    active party's leak monitor on those that it sent.
+    active party's leak monitor on the gradients that it sent.
 
     Args:
-        settings: the attacks, and how often they run.
+        settings: the attacks, and the steps at which they run.
         metrics: gets a ``leak`` line per batch and an ``epoch_leak`` line per epoch, once all its
             batches are measured: the mean over them, and the leak AUC of the sums so far. With
-            more than two classes these are figures of the pair of classes told apart best.
+            more than two classes, the figures are about the pair of classes told apart best.
         run: the run that is attacked.
         on_leak: called in the audit's thread with each measured batch, after its line is written.
         beside: another audit that gets the same observations, in the same thread.
@@ -123,8 +123,8 @@ class LeakRecorder:
             batch: the step and its rows.
             gradients: layer -> gradients, (batch, ...), as on the wire or derived from it.
             labels: (batch,).
-            clean: layer -> gradients before the defense, from which the oracle takes a positive's;
-                without them it takes it from ``gradients``.
+            clean: layer -> gradients before the defense, from which the oracle takes that of a
+                positive; without them it takes it from ``gradients``.
             activations: of the cut layer, (batch, ...), for the attacks that use them.
 
         Raises:
@@ -151,7 +151,7 @@ class LeakRecorder:
         return {f"{name}_leak_auc": value for name, value in latest.leak[layer].items()}
 
     def summary(self) -> LeakFigures:
-        """Return the part of the summary that is about the leak; call it when closed."""
+        """Return the part of the summary about the leak; call it after closing."""
         run = self._audit.run_figures()
         by_class: LeakByClass | None = None
         if self._audit.is_multi_class:
@@ -181,8 +181,8 @@ class LeakRecorder:
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of all measurements, once all batches handed over are measured.
 
-        Their lines are written by then: lines that the metrics file gets afterwards, about later
-        batches, are written again when the run resumes from here.
+        Their lines are written by that time: lines about later batches, which the metrics file gets
+        afterwards, are written again when the run resumes from here.
 
         Raises:
             StorageError: a line could not be written.
@@ -198,10 +198,10 @@ class LeakRecorder:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from what ``state_dict`` returned, and drop all later measurements.
+        """Resume from a state that ``state_dict`` returned, and drop all later measurements.
 
         Raises:
-            SettingsError: the state is of other attacks than the settings name.
+            SettingsError: the state belongs to attacks other than those in the settings.
         """
         self.wait_until_idle()
         try:
@@ -219,7 +219,7 @@ class LeakRecorder:
         clean: Mapping[str, Tensor] | None,
         activations: Tensor | None,
     ) -> Observation:
-        """Return what the attacks see and know of a batch."""
+        """Return the attacks' view and knowledge of a batch."""
         seen = Observation(
             batch.epoch,
             batch.step,
@@ -261,7 +261,7 @@ class LeakRecorder:
 
 
 def attack_figures(leak: LeakByAttack) -> tuple[AttackFigure, ...]:
-    """Return leak AUCs by layer and attack one by one."""
+    """Return leak AUCs by layer and attack as a list of figures."""
     return tuple(
         AttackFigure(layer, attack, value)
         for layer, attacks in leak.items()

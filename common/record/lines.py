@@ -1,8 +1,8 @@
 """The lines of ``metrics.jsonl``: one type for each kind, and their form in the file.
 
-Each line is a JSON object with ``time_s``, ``kind``, ``epoch`` and ``step``, followed by what is
-particular to its kind. Names such as ``cut/norm_leak_auc`` are put together and taken apart here
-and nowhere else. The numbers are about batches, epochs and runs, never about one example.
+Each line is a JSON object with ``time_s``, ``kind``, ``epoch`` and ``step``, followed by the fields
+of its kind. Names such as ``cut/norm_leak_auc`` are composed and parsed only here. The numbers are
+about batches, epochs and runs, never about one example.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ _OF_A_CLASS = "auc/"
 
 
 class AlignmentLine(NamedTuple):
-    """The parties hold the same rows."""
+    """The end of the alignment: the parties hold the same rows."""
 
     aligned_rows: int | None
 
@@ -48,8 +48,8 @@ class LeakLine(NamedTuple):
 class EpochLeakLine(NamedTuple):
     """The attacks over one epoch.
 
-    An attack on single batches has its mean over the epoch's batches here, and an attack that
-    gathers over the run the leak AUC of all gradients up to the epoch's end.
+    For an attack on single batches the figure is its mean over the epoch's batches, and for an
+    attack that accumulates over the run it is the leak AUC of all gradients up to the epoch's end.
     """
 
     epoch: int
@@ -113,7 +113,7 @@ class HistogramLine:
     """The gradients of one batch, counted by one of their figures.
 
     Raises:
-        ValueError: a series has another number of counts than there are bins.
+        ValueError: the number of counts in a series differs from the number of bins.
     """
 
     epoch: int
@@ -169,7 +169,7 @@ def to_json(line: Line, time_s: float) -> dict[str, Any]:
 
     Args:
         line: the line.
-        time_s: since the start of the run.
+        time_s: seconds since the start of the run.
     """
     kind, epoch, step, values = to_fields(line)
     head = {"time_s": round(time_s, 6), "kind": kind, "epoch": epoch, "step": step}
@@ -178,7 +178,7 @@ def to_json(line: Line, time_s: float) -> dict[str, Any]:
 
 
 def from_json(document: object) -> Line | None:
-    """Return the line that a decoded JSON document holds; None if it is none that is known here."""
+    """Return the line that a decoded JSON document holds; None for an unknown kind of line."""
     values = as_mapping(document)
     form = _FORMS_BY_KIND.get(str(values.get("kind")))
     if form is None:
@@ -188,7 +188,7 @@ def from_json(document: object) -> Line | None:
     )
     try:
         line: Line = form.read(fields)
-    except ValueError:  # it lacks something essential
+    except ValueError:  # an essential field is missing
         return None
     return line
 
@@ -221,7 +221,7 @@ def _flat(figures: Iterable[AttackFigure], suffix: str = "") -> dict[str, float 
 
 
 def _figures(values: Mapping[str, Any], suffix: str = "") -> tuple[AttackFigure, ...]:
-    """Read the names of layers and attacks back; an attack's name has no slash."""
+    """Parse the names of layers and attacks; an attack's name never contains a slash."""
     return tuple(
         AttackFigure(layer, attack.removesuffix(suffix), as_number(value))
         for name, value in values.items()

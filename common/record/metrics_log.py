@@ -45,7 +45,7 @@ class MetricsLog:
         self._start = time.monotonic()
         try:
             _cut_to_whole_lines(self._path)
-            # Line by line: a reader, or a crash, never sees a line later than it was written.
+            # Line by line, so that a reader sees each line at once and a crash does not lose it.
             self._file = open_to_append(self._path)
             self._charts = _open_charts(folder)
         except OSError as error:
@@ -58,10 +58,10 @@ class MetricsLog:
         self.close()
 
     def write(self, line: Line, *, charted: bool = True) -> None:
-        """Write one line; after `close` nothing more is written.
+        """Write one line; it is ignored after `close`.
 
         Args:
-            line: its numbers are plain numbers; tensors and arrays are refused.
+            line: a line of plain numbers; tensors and arrays are refused.
             charted: whether TensorBoard gets the numbers, too.
 
         Raises:
@@ -119,7 +119,7 @@ class MetricsLog:
             self._next_chart_step = state["chart_step"]
 
     def close(self) -> None:
-        """Write out what is pending; closing twice does nothing more.
+        """Write pending output; closing again has no effect.
 
         Raises:
             StorageError: something cannot be written.
@@ -178,7 +178,7 @@ def _check_numbers(values: Mapping[str, object]) -> None:
 
 
 def _cut_to_whole_lines(path: Path, most_bytes: int | None = None) -> None:
-    """Cut a file off behind the last line that ends within its first bytes.
+    """Truncate a file after the last line that ends within its first bytes.
 
     A crash or a full disk leaves half a line, to which the next line would be appended.
     """
@@ -200,12 +200,12 @@ def _cut_to_whole_lines(path: Path, most_bytes: int | None = None) -> None:
 
 
 def _open_charts(folder: Path, purge_step: int | None = None) -> Any:
-    # Importing it takes seconds, which no other command should pay.
+    # Importing it takes seconds, which other commands should not pay.
     from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
 
     charts = SummaryWriter(str(folder), flush_secs=1, purge_step=purge_step)
     for path in folder.glob("events.out.tfevents.*"):
-        path.chmod(OWNER_ONLY)  # the library knows no mode
+        path.chmod(OWNER_ONLY)  # the library cannot set a mode
     return charts
 
 

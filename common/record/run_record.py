@@ -1,11 +1,11 @@
-"""The record that a run leaves in each party's folder: metrics, summary, and ledger of the past.
+"""The record that a run leaves in each party's folder: metrics, summary, and an earlier ledger.
 
     metrics.jsonl       one line per step, batch, epoch or event, written while the run trains
     summary.json        written when the run has ended
-    ledger_ahead.json   bounds on all answers, written when a run goes back behind some of them
+    ledger_ahead.json   bounds on all answers, written when a run resumes before some of them
 
-A record names its format where that is not the first: ``"format": 2`` in a JSON object, or a line
-``{"kind": "format", "format": 2}``. Without it a file is of format 1, the one that is written here.
+A record names its format unless it is the first: ``"format": 2`` in a JSON object, or a line
+``{"kind": "format", "format": 2}``. A file without it has format 1, which is written here.
 """
 
 import json
@@ -29,10 +29,10 @@ _FORMAT, _FORMAT_KEY = 1, "format"
 
 
 class TimedLine(NamedTuple):
-    """A line and when it was written."""
+    """A line and the time at which it was written."""
 
     time_s: float | None
-    """Since the start of the run, as far as the party was running."""
+    """Seconds since the start of the run, without the time in which the party was not running."""
     line: Line
 
 
@@ -69,7 +69,7 @@ def read_summary(folder: Path) -> Summary:
 
 
 def find_summary(folder: Path) -> Summary | None:
-    """Read the summary in a party's folder; None where there is none.
+    """Read the summary in a party's folder; None if there is none.
 
     Raises:
         SettingsError: it is damaged, or of another format.
@@ -84,10 +84,10 @@ def has_summary(folder: Path) -> bool:
 
 
 def read_metrics(folder: Path) -> Metrics:
-    """Read the metrics in a party's folder, none where there is no file.
+    """Read the metrics in a party's folder; empty if the file does not exist.
 
-    A line that is cut off, or of a kind that is not known here, is left out: the run may have been
-    killed, or may be writing it.
+    A line that is cut off, or of an unknown kind, is left out: the run may have been killed, or may
+    be writing it.
 
     Raises:
         SettingsError: they cannot be read, or are of another format.
@@ -96,7 +96,7 @@ def read_metrics(folder: Path) -> Metrics:
 
 
 def write_ledger_ahead(folder: Path, bounds: LedgerFigures) -> None:
-    """Write the bounds on all answers of a run that goes back behind some of them.
+    """Write the bounds on all answers of a run that resumes at a point before some of them.
 
     Raises:
         StorageError: they cannot be written.
@@ -105,7 +105,7 @@ def write_ledger_ahead(folder: Path, bounds: LedgerFigures) -> None:
 
 
 def find_ledger_ahead(folder: Path) -> LedgerFigures | None:
-    """Read the bounds on all answers; None where the run never went back.
+    """Read the bounds on all answers; None if the run never went back.
 
     Raises:
         SettingsError: the file is damaged, or of another format.

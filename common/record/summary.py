@@ -1,7 +1,7 @@
 """The summary of a run, ``summary.json``: its types, and their form in the file.
 
-Both parties write one. Only the active party's says how well the model predicts and what the ledger
-bounds; either may say how much the attacks measured.
+Both parties write one. Only the active party's summary contains the quality of the model and the
+bounds of the ledger; both may contain the figures of attacks.
 """
 
 from collections.abc import Mapping
@@ -37,10 +37,10 @@ class RunCounts(NamedTuple):
 
 
 class ModelFigures(NamedTuple):
-    """The quality of the model after the last epoch; None where that was not measured."""
+    """The quality of the model after the last epoch; None if it was not measured."""
 
     test_auc: float | None = None
-    """With more than two classes the mean over them, each against the rest."""
+    """With more than two classes, the mean of each class's AUC against the rest."""
     test_loss: float | None = None
     test_calibration_error: float | None = None
     train_loss: float | None = None
@@ -51,10 +51,10 @@ class ModelFigures(NamedTuple):
 
 
 class EarlierAnswers(NamedTuple):
-    """The bounds on what earlier runs told about the same labels."""
+    """The bounds on what earlier runs revealed about the same labels."""
 
     examples: int | None
-    """Training rows of this run about which earlier runs answered."""
+    """Number of training rows of this run about which earlier runs answered."""
     bounds: LedgerFigures
 
 
@@ -74,9 +74,9 @@ class ActiveFigures:
     defense: Mapping[str, Any] = field(default_factory=dict)
     """Its settings."""
     ledger: LedgerFigures | None = None
-    """The bounds on what all answers told; None before the first."""
+    """The bounds on what all answers revealed; None before the first answer."""
     audits_answered: int | None = None
-    """None where audits are not allowed and none was answered."""
+    """None if audits are not allowed and none was answered."""
     refused_messages: Mapping[str, int] = field(default_factory=dict)
     """Status word -> number."""
     earlier_answers: EarlierAnswers | None = None
@@ -101,10 +101,12 @@ class Summary:
     active: ActiveFigures | None = None
     """None in a passive party's summary."""
     audited: AuditedFigures | None = None
-    """None where the party had no audits made."""
+    """None if the party did not request audits."""
     leak: LeakFigures | None = None
-    """None where no attack was run."""
+    """None if attacks were not run."""
     transcript: TranscriptEnd | None = None
+    version: str | None = None
+    """The version of splitveil that ended the run."""
 
     @property
     def of_active(self) -> ActiveFigures:
@@ -113,7 +115,7 @@ class Summary:
 
     @property
     def of_leak(self) -> LeakFigures:
-        """The part about the leak, empty where no attack was run."""
+        """The part about the leak, empty if attacks were not run."""
         return self.leak or LeakFigures()
 
 
@@ -131,11 +133,12 @@ def to_json(summary: Summary) -> dict[str, Any]:
         **({} if summary.leak is None else leak_to_json(summary.leak)),
         **({} if active is None or active.gate is None else _write_gate(active.gate)),
         **({} if summary.transcript is None else {"transcript": summary.transcript._asdict()}),
+        **({} if summary.version is None else {"version": summary.version}),
     }
 
 
 def from_json(document: object) -> Summary:
-    """Return the summary that a decoded JSON document holds; what has another form is left out."""
+    """Return the summary that a decoded JSON document holds, without entries of another form."""
     values = as_mapping(document)
     aligned_rows, epochs, steps = (
         as_count(values.get(name)) for name in ("aligned_rows", "epochs", "steps")
@@ -147,11 +150,12 @@ def from_json(document: object) -> Summary:
         audited=_read_audited(values) if "audit" in values else None,
         leak=leak_from_json(values),
         transcript=_read_transcript(values),
+        version=as_text(values.get("version")),
     )
 
 
 def plain_figures(summary: Summary) -> dict[str, Any]:
-    """Return the figures that need no table of their own, by their names, in order."""
+    """Return the figures that are not in a separate table, by their names, in order."""
     written = to_json(summary)
     return {name: value for name, value in written.items() if name not in _WITH_TABLES}
 

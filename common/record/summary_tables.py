@@ -20,9 +20,9 @@ def print_summary(party: str, summary: Summary, *, console: Console | None = Non
     """Print a run's summary to the standard output stream: its numbers, then its leak tables.
 
     Args:
-        party: stands above each table.
-        summary: of the run.
-        console: prints elsewhere.
+        party: name above each table.
+        summary: summary of the run.
+        console: the console to print on; by default the standard output stream.
     """
     console = console or printing_console()
     table = Table(title=f"{party}: summary", title_justify="left", show_header=False)
@@ -86,11 +86,11 @@ def class_table(leak: ByAttack[ClassFigures], title: str) -> Table:
 
 
 def ledger_table(ledger: LedgerFigures, title: str = "Leak ledger") -> Table:
-    """Return the table of a ledger: what all answers together may have told about one example.
+    """Return the table of a ledger: what all answers together may have revealed about one example.
 
     Args:
-        ledger: its bounds.
-        title: stands above it.
+        ledger: bounds of the ledger.
+        title: heading of the table.
     """
     table = Table(title=title, title_justify="left")
     table.add_column("over all answers")
@@ -129,5 +129,5 @@ def run_level_table(leak: ByAttack[RunFigures], title: str = "Leak AUC of the wh
 
 
 def _auc(value: float | None) -> str:
-    """Write a leak AUC with three digits."""
+    """Format a leak AUC with three digits."""
     return f"{math.nan if value is None else value:.3f}"

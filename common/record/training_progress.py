@@ -33,9 +33,9 @@ class TrainingProgress:
 
         Args:
             party: name before the bar.
-            total_steps: steps of the whole run.
-            console: where to show it; the standard error stream by default.
-            log_every_s: minimum seconds between two log lines where there is no terminal.
+            total_steps: number of steps of the whole run.
+            console: the console to show it on; by default the standard error stream.
+            log_every_s: minimum seconds between two log lines if there is no terminal.
         """
         self.steps_done = 0
         self._steps_before = 0
@@ -88,7 +88,7 @@ class TrainingProgress:
     def advance(self, steps: int = 1, /, **numbers: float | None) -> None:
         """Count finished steps and show numbers such as ``loss``; None is not shown.
 
-        A narrow terminal has no room for all numbers: the last ones are left out first.
+        If a terminal is too narrow for all numbers, the last ones are left out first.
         """
         self.steps_done += steps
         now = time.monotonic()

@@ -1,7 +1,7 @@
 """Typed access to the values of a decoded JSON document that may hold anything.
 
 A record may have been written by another company's program, or cut off by a crash.
-Each function returns None, or an empty container, for a value of another form than it looks for.
+Each function returns None, or an empty container, for a value of a different form.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ ByAttack = Mapping[str, Mapping[str, ValueT]]
 """Layer -> attack -> value."""
 
 _LARGEST_NUMBER = 1e300
-"""JSON has numbers of any length; those above are not figures of a run."""
+"""JSON allows numbers of any size; larger ones are not figures of a run."""
 _LARGEST_COUNT = 2**63
 
 
@@ -52,7 +52,7 @@ def as_numbers(value: object) -> dict[str, float | None]:
 
 
 def by_attack(value: object, read: Callable[[Any], ValueT | None]) -> dict[str, dict[str, ValueT]]:
-    """Return layer -> attack -> value, without the values that ``read`` returns None for."""
+    """Return layer -> attack -> value, without values for which ``read`` returns None."""
     found: dict[str, dict[str, ValueT]] = {}
     for layer, attacks in as_mapping(value).items():
         read_attacks = {str(name): read(one) for name, one in as_mapping(attacks).items()}

@@ -1,1 +1,1 @@
-"""What a run is: its contract, its order of examples, its course. No gRPC, no protobuf, no disk."""
+"""Defines a run: its contract, order of examples and course. No gRPC, no protobuf, no disk."""

@@ -105,13 +105,13 @@ SplitSettings = Annotated[
 
 
 class LearningRateSchedule(Section):
-    """How both parties change their own learning rate over the run, in lockstep."""
+    """The course of both parties' learning rates over the run, in lockstep."""
 
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises linearly to its full value."""
 
     decay: Literal["none", "cosine"] = "none"
-    """How the learning rate falls afterwards, up to the last step of the contract's epochs."""
+    """Fall of the learning rate afterwards, up to the last step of the contract's epochs."""
 
     def factor(self, step: int, total_steps: int) -> float:
         """Return the multiplier of the learning rate at a step counted over the run, from 0."""
@@ -124,17 +124,17 @@ class LearningRateSchedule(Section):
 
 
 class WireLimits(Section):
-    """How tensors travel."""
+    """The sizes of the messages in which tensors travel."""
 
     unchunked_bytes: int = Field(default=4 * 1024 * 1024, ge=1, le=1024 * 1024 * 1024)
     """Tensors up to this many bytes travel in one message."""
 
     chunk_bytes: int = Field(default=1024 * 1024, ge=512 * 1024, le=1024 * 1024 * 1024)
-    """Larger ones travel in chunks of this many bytes."""
+    """Larger tensors travel in chunks of this many bytes."""
 
 
 class CheckpointPlan(Section):
-    """When both parties save a checkpoint, so that they have one in common to resume from."""
+    """The checkpoints that both parties save, so that they have one in common to resume from."""
 
     every_steps: PositiveInt = 500
     """Training steps between two checkpoints; every epoch ends with another one.
@@ -161,8 +161,8 @@ class Contract(Section):
     """The passive parties, in the order of their cut layers."""
 
     aggregation: Aggregation = "mean"
-    """How the activations of several passive parties become the top model's input: their ``mean``,
-    their ``sum``, or their concatenation along the first dimension (``concat``)."""
+    """Combination of several passive parties' activations into the top model's input: their
+    ``mean``, their ``sum``, or their concatenation along the first dimension (``concat``)."""
 
     identities: dict[Name, DnsName] = Field(default_factory=dict)
     """DNS name that each party's certificate carries, by the party's name; the active party is
@@ -189,19 +189,19 @@ class Contract(Section):
     """Whether an epoch leaves out its last batch if that is smaller than ``batch_size``."""
 
     split: SplitSettings = HashSplit()
-    """How the aligned rows are divided into training, validation and test rows."""
+    """Division of the aligned rows into training, validation and test rows."""
 
     schedule: LearningRateSchedule = LearningRateSchedule()
-    """How both learning rates change over the run."""
+    """Course of both learning rates over the run."""
 
     alignment: AlignmentSettings = AlignmentSettings()
-    """How the common ids are found."""
+    """Method of finding the common ids."""
 
     wire: WireLimits = WireLimits()
-    """How tensors travel."""
+    """Sizes of the messages in which tensors travel."""
 
     checkpoints: CheckpointPlan = CheckpointPlan()
-    """When the parties save checkpoints."""
+    """Interval and number of the checkpoints that the parties save."""
 
     audits_allowed: bool = False
     """Whether a passive party may ask the active party for the AUC of its scores."""
@@ -226,9 +226,9 @@ class Contract(Section):
             raise ValueError("passive_parties: two have the same name")
         unknown = self.identities.keys() - {ACTIVE, *self.passive_parties}
         if unknown:
-            raise ValueError(f"identities: there is no party {', '.join(sorted(unknown))}")
+            raise ValueError(f"identities: unknown party {', '.join(sorted(unknown))}")
         if len(set(self.identities.values())) < len(self.identities):
-            raise ValueError("identities: two parties have the same")
+            raise ValueError("identities: two parties have the same identity")
         return self
 
     @field_validator("cut_shape")

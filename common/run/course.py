@@ -1,4 +1,4 @@
-"""The course of a run: which rows are handled when. Both parties derive it, neither receives it."""
+"""The course of a run: the order of its batches. Both parties derive it; neither receives it."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ class AlignedRows:
     """Row of this party's own file at each position, (aligned,)."""
 
     splits: dict[SplitName, Positions]
-    """Positions of each split, disjoint, together all."""
+    """Positions of each split; disjoint, and together all positions."""
 
     order: SampleOrder
     """The order of the training positions in each epoch."""
@@ -55,7 +55,7 @@ class AlignedRows:
         and no party knows it before all nonces are known.
 
         Args:
-            contract: says how to split, and gives the batch size.
+            contract: defines the split and the batch size.
             joint_seed: derived from the nonces of all parties.
             ids: all canonical ids of this party.
             file_rows: indices into ``ids`` of the common ids, in any order, (aligned,).
@@ -111,7 +111,7 @@ def _by_column(
 
 
 def batch_in_words(epoch: int, step: int) -> str:
-    """Return a batch's epoch and step as people count, from 1; files and messages count from 0."""
+    """Return a batch's epoch and step, counted from 1; files and messages count them from 0."""
     return f"epoch {epoch + 1} step {step + 1}"
 
 

@@ -30,7 +30,7 @@ class BatchId(NamedTuple):
 
     split: SplitName
     positions_digest: bytes
-    """Digest of the rows' positions, which tells parties that have drifted apart."""
+    """Digest of the rows' positions, which reveals that the parties have drifted apart."""
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,11 @@ class LeaveReason(Enum):
 
 @dataclass(frozen=True)
 class AuditQuestion:
-    """Scores of the training rows whose leak AUC a passive party asks for."""
+    """A passive party's request for the leak AUC of its scores of the training rows."""
 
     run_id: str
     epoch: int
-    """The scores were gathered up to the end of this epoch."""
+    """The epoch up to whose end the scores were gathered."""
 
     attack: str
     layer: str

@@ -1,7 +1,7 @@
-"""The progress of one party through a run, and what has to survive its process. No disk here.
+"""The progress of one party through a run, and the state that must survive its process. No disk.
 
-``Progress`` knows which batch is due and when a checkpoint is; ``RunIdentity`` is what stays the
-same for the whole run. Both are kept by a ``CheckpointStore``: ``RunStore`` keeps them on disk,
+``Progress`` knows which batch is due and when a checkpoint is due; ``RunIdentity`` holds the
+constants of the whole run. Both are kept by a ``CheckpointStore``: ``RunStore`` keeps them on disk,
 ``NoStore`` forgets them (``common/storage/run_store.py``).
 """
 
@@ -23,13 +23,13 @@ class CheckpointStore(Protocol):
 
     @property
     def keeps(self) -> bool:
-        """Whether anything can be read back that was saved."""
+        """Whether saved states can be read back."""
 
     def run(self) -> State | None:
-        """Return what holds for the whole run; None if there is no run to resume."""
+        """Return the constants of the whole run; None if there is no run to resume."""
 
     def save_run(self, state: State) -> None:
-        """Start a run: keep what holds for all of it, and nothing of earlier runs."""
+        """Start a run: keep its constants, and delete everything of earlier runs."""
 
     def checkpoints(self) -> list[int]:
         """Return the batch numbers for which a state can be loaded, ascending."""
@@ -41,11 +41,11 @@ class CheckpointStore(Protocol):
         """Keep the state after a number of batches."""
 
     def save_soon(self, batch_number: int, state: State) -> None:
-        """Do as ``save``, but leave the disk to a thread where the store has one."""
+        """Save like ``save``, but in another thread if the store has one."""
 
 
 class RunIdentity(NamedTuple):
-    """What distinguishes a run from all others, and what it was started with."""
+    """The identity of a run, and the values with which it was started."""
 
     run_id: str
     active_nonce: bytes
@@ -66,29 +66,29 @@ class RunIdentity(NamedTuple):
         return joint_seed(self.active_nonce, *self.passive_nonces)
 
     def check_rows(self, num_rows: int) -> None:
-        """Make sure that this party's file still has the rows.
+        """Check that this party's file still has all rows of the run.
 
         Args:
             num_rows: rows of the file now.
 
         Raises:
-            DataError: it does not.
+            DataError: some are missing.
         """
         if len(self.file_rows) and int(self.file_rows.max()) >= num_rows:
             raise other_data()
 
     def check_data(self, data_digest: str) -> None:
-        """Make sure that this party's data are still those that the run was started with.
+        """Check that this party's data are still those with which the run was started.
 
         Raises:
-            DataError: they are not.
+            DataError: they have changed.
         """
         if data_digest != self.data_digest:
             raise other_data()
 
 
 class Progress:
-    """The place of one party in the course of a run.
+    """The progress of one party through the course of a run.
 
     Args:
         contract: gives the course, and the interval of checkpoints.
@@ -98,13 +98,13 @@ class Progress:
 
     def __init__(self, contract: Contract, rows: AlignedRows, store: CheckpointStore) -> None:
         self.batch_number = 0
-        """How many batches were handled."""
+        """Number of batches that have been handled."""
 
         self.due: Batch | None = None
-        """The batch that comes now; None after the last one."""
+        """The batch that is due; None after the last one."""
 
         self.checkpoint_due = False
-        """Whether a state has to be saved before the next batch."""
+        """Whether a checkpoint must be saved before the next batch."""
 
         self.store = store
         self._contract = contract
@@ -132,7 +132,7 @@ class Progress:
         return self._following
 
     def go_to(self, batch_number: int) -> None:
-        """Go to the place after a number of batches."""
+        """Go to the point after a number of batches."""
         self.batch_number = batch_number
         self._course = run_course(self._contract, self._rows, batch_number)
         self._is_ahead = False
@@ -156,7 +156,7 @@ class Progress:
 
         Args:
             state: returns everything that changes during the run.
-            soon: whether the disk may be left to a thread.
+            soon: whether another thread may write it.
 
         Raises:
             StorageError: the checkpoint cannot be written.
@@ -169,10 +169,10 @@ class Progress:
 
 @contextmanager
 def refusing_other_versions() -> Iterator[None]:
-    """Load the parts of a state, each of which checks its own.
+    """Hold while the parts of a state are loaded, each of which checks its own part.
 
     Raises:
-        StorageError: a part is not what this version of splitveil saves.
+        StorageError: a part does not have the form that this version of splitveil saves.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The order in which examples are trained on, derived by both parties and sent by neither.
+"""Derives the order in which examples are trained on; both parties derive it, and neither sends it.
 
 Everything here is a pure function of the joint seed and of the aligned ids. Only SHA-256, BLAKE2b
 and the raw output of Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
@@ -18,10 +18,10 @@ Positions = npt.NDArray[np.int64]
 """Indices of examples in the common order, counted from 0."""
 
 NONCE_BYTES = 32
-"""Length of a party's share of the joint seed: as much as the seed itself."""
+"""Length of a party's share of the joint seed, the same as that of the seed."""
 
 POSITIONS_DIGEST_BYTES = 16
-"""Length of a digest of positions, which finds mistakes and keeps no secret."""
+"""Length of a digest of positions, which detects mistakes and need not keep anything secret."""
 
 _SEED_DOMAIN = b"splitveil joint seed v1"
 _EPOCH_DOMAIN = b"splitveil sample order v1"
@@ -43,12 +43,12 @@ class SampleOrder:
             drop_last: whether to leave out a shorter last batch.
 
         Raises:
-            ValueError: the positions do not fill a batch, or a position comes twice.
+            ValueError: the positions do not fill a batch, or a position occurs twice.
         """
         if batch_size < 1:
             raise ValueError(f"expected a batch size of at least 1, got {batch_size}")
         if positions.ndim != 1 or len(np.unique(positions)) != len(positions):
-            raise ValueError("expected a row of positions, each at most once")
+            raise ValueError("expected a one-dimensional array of positions, each at most once")
         whole, rest = divmod(len(positions), batch_size)
         self.batch_size = batch_size
         self.steps_per_epoch = whole + (1 if rest and not drop_last else 0)
@@ -92,7 +92,7 @@ def joint_seed(*nonces: bytes) -> bytes:
 
 
 def positions_digest(positions: Positions) -> bytes:
-    """Return 16 bytes by which two parties notice whether they are at the same rows."""
+    """Return 16 bytes by which two parties detect that they are at different rows."""
     data = np.ascontiguousarray(positions, dtype="<i8")
     return hashlib.blake2b(data.data, digest_size=POSITIONS_DIGEST_BYTES).digest()
 
@@ -100,7 +100,7 @@ def positions_digest(positions: Positions) -> bytes:
 def keyed_id_digests(ids: Iterable[str], seed: bytes) -> npt.NDArray[np.uint8]:
     """Return one keyed digest per id, (ids, 16), which depends on the joint seed.
 
-    So nobody can choose ids by their digests before the seed is known.
+    Ids can therefore not be chosen by their digests before the seed is known.
 
     Args:
         ids: the normalised ids, iterated once.

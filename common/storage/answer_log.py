@@ -1,15 +1,15 @@
 """The log of a run's answers and their charges: private, and never undone.
 
-A run may go back to a checkpoint; what was answered since then stays answered. So the log is
-written before an answer leaves, and nothing in it is ever changed. It is a sequence of records:
+A run may go back to a checkpoint, but its later answers stay answered. So the log is written before
+an answer leaves, and nothing in it is ever changed. It is a sequence of records:
 
-    header    a name, the version, and how many fingerprints a record holds
+    header    a name, the version, and the number of fingerprints in a record
     record    number, fingerprints, reply, sum_kl, epsilon, noise identity, link
 
 The number is that of a batch in the run, or at least 2^63 for an answer that is not about a batch.
 The reply is a fingerprint of the answer, because answers with other noise may have the same charge.
 The link is a hash of the previous link and of the record itself; the first link is a hash of the
-run's name. So a reader notices a byte that was changed, inserted or removed, and the log of another
+run's name. So a reader detects a byte that was changed, inserted or removed, and the log of another
 run.
 """
 
@@ -23,11 +23,11 @@ from typing import NamedTuple, Self
 
 from splitveil.common.errors import StorageError
 
-NO_PLACE = 1 << 63
-"""Numbers from here on do not belong to a batch of the run."""
-HOW_TO_GO_ON = (
-    "what was answered cannot be known any more, nor what it told of the labels: put a copy of the "
-    "file back, or begin anew with --fresh, and let the other party do so, too"
+FIRST_AUDIT_NUMBER = 1 << 63
+"""Numbers from here on belong to audits, not to batches of the run."""
+HOW_TO_RECOVER = (
+    "the answers already given are no longer known, nor what they told about the labels: restore "
+    "a copy of the file, or start over with --fresh at both parties"
 )
 
 _NAME = b"splitveil answers"
@@ -39,7 +39,7 @@ _DIGEST_BYTES = 32
 
 
 class ChargedAnswer(NamedTuple):
-    """What an answer revealed about each of its examples, as the log keeps it."""
+    """The charge of an answer for each of its examples, as the log keeps it."""
 
     sum_kl: float
     identity: bytes
@@ -50,7 +50,7 @@ class ChargedAnswer(NamedTuple):
 
 NOTHING_TOLD = ChargedAnswer(0.0, b"", 0.0)
 NO_REPLY = bytes(_FINGERPRINT_BYTES)
-"""Stands for a reply that is determined by the questions alone."""
+"""Fingerprint of a reply that is determined by the questions alone."""
 
 
 class Record(NamedTuple):
@@ -68,14 +68,14 @@ class AnswerLog:
     """The questions that were answered, in the order of their answers.
 
     Args:
-        path: the file, which ``create`` has made; None to remember in this process alone.
-        questions: how many parties ask about each batch.
+        path: the file, which ``create`` has made; None to keep the log in this process only.
+        questions: number of parties that ask about each batch.
         run: identifies the run, so that another run's log is not taken for this one's.
-        first_batch: the first batch that may be asked about again; earlier records stay in the file
-            alone.
+        first_batch: the first batch that may be asked about again; earlier records are kept in the
+            file only.
 
     Raises:
-        StorageError: the file is missing or damaged, or of another version; or it cannot be read.
+        StorageError: the file is missing, damaged, of another version, or cannot be read.
     """
 
     def __init__(
@@ -127,12 +127,12 @@ class AnswerLog:
         return self._count
 
     def at(self, number: int) -> Record | None:
-        """Return the last record under a number that may be asked about again."""
+        """Return the last record of a number that may be asked about again."""
         return self._known.get(number)
 
-    def of_no_place(self) -> list[Record]:
-        """Return the records that do not belong to a batch, in no particular order."""
-        return [record for number, record in self._known.items() if number >= NO_PLACE]
+    def audits(self) -> list[Record]:
+        """Return the records of audits, in no particular order."""
+        return [record for number, record in self._known.items() if number >= FIRST_AUDIT_NUMBER]
 
     def record(
         self,
@@ -141,10 +141,10 @@ class AnswerLog:
         charge: ChargedAnswer = NOTHING_TOLD,
         reply: bytes = NO_REPLY,
     ) -> None:
-        """Note that a question is about to be answered.
+        """Record that a question is about to be answered.
 
         Raises:
-            StorageError: the note cannot be written; then the question must not be answered.
+            StorageError: the record cannot be written; then the question must not be answered.
         """
         if len(fingerprints) > self.questions:
             raise ValueError(f"expected {self.questions} questions, got {len(fingerprints)}")
@@ -158,7 +158,7 @@ class AnswerLog:
         self._known[number] = record
 
     def sync(self) -> None:
-        """Make the log survive a power failure, like the checkpoint that counts its records.
+        """Make the log survive a power failure, as the checkpoint that counts its records does.
 
         Raises:
             StorageError: the file cannot be written.
@@ -175,7 +175,7 @@ class AnswerLog:
             raise StorageError(f"{self._path}: cannot be written: {error.strerror}") from error
 
     def since(self, count: int) -> Iterator[Record]:
-        """Yield the records after the first ones.
+        """Yield the records that follow the first few.
 
         Args:
             count: number of records to skip.
@@ -186,18 +186,18 @@ class AnswerLog:
         if count > len(self):
             raise StorageError(
                 f"{self._path}: holds {len(self)} answers, and the checkpoint counts {count}: "
-                f"{HOW_TO_GO_ON}"
+                f"{HOW_TO_RECOVER}"
             )
         if self._path is None:
-            raise RuntimeError("what is not in a file is not read again")
+            raise RuntimeError("a log without a file cannot be read again")
         size = self._record.size + _LINK_BYTES
         data = _content(self._path)[_HEADER.size + count * size :]
         for start in range(0, len(data), size):
             yield self._unpacked(data[start : start + self._record.size])
 
     def forget_before(self, batch_number: int) -> None:
-        """Drop what this process remembers about earlier batches; the file keeps it."""
-        # Records that do not belong to a batch stay: their numbers are larger than any batch's.
+        """Drop the records of earlier batches from memory; the file keeps them."""
+        # Records of audits stay: their numbers are larger than any batch's.
         self._known = {
             number: known for number, known in self._known.items() if number >= batch_number
         }
@@ -206,11 +206,11 @@ class AnswerLog:
         data = _content(path)
         header = _header(self.questions)
         if not data:
-            raise StorageError(f"{path}: is empty: {HOW_TO_GO_ON}")
+            raise StorageError(f"{path}: is empty: {HOW_TO_RECOVER}")
         if data[: len(header)] != header:
             raise StorageError(
-                f"{path}: is damaged, or of another version of splitveil; resume with that one, or "
-                f"begin anew with --fresh, and let the other party do so, too"
+                f"{path}: is damaged, or of another version of splitveil; resume with that "
+                f"version, or start over with --fresh at both parties"
             )
         size = self._record.size + _LINK_BYTES
         self._count = (len(data) - len(header)) // size
@@ -219,7 +219,7 @@ class AnswerLog:
             packed = data[start : start + self._record.size]
             self._link = _link(self._link, packed)
             if data[start + len(packed) : start + size] != self._link:
-                raise StorageError(f"{path}: record {number + 1} is damaged: {HOW_TO_GO_ON}")
+                raise StorageError(f"{path}: record {number + 1} is damaged: {HOW_TO_RECOVER}")
             record = self._unpacked(packed)
             if record.number >= first_batch:
                 self._known[record.number] = record
@@ -235,7 +235,7 @@ class AnswerLog:
     def _unpacked(self, data: bytes) -> Record:
         number, joined, reply, sum_kl, epsilon, identity = self._record.unpack(data)
         if math.isnan(sum_kl) or math.isnan(epsilon):
-            raise StorageError(f"{self._path}: a charge is no number: {HOW_TO_GO_ON}")
+            raise StorageError(f"{self._path}: a charge is not a number: {HOW_TO_RECOVER}")
         fingerprints = tuple(
             joined[start : start + _FINGERPRINT_BYTES]
             for start in range(0, len(joined), _FINGERPRINT_BYTES)
@@ -249,7 +249,7 @@ def _header(questions: int) -> bytes:
 
 
 def _link(before: bytes, data: bytes) -> bytes:
-    # This finds accidents, not forgeries: who may write the file may change the program as well.
+    # This finds accidents, not forgeries: anyone who may write the file may change the program too.
     return hashlib.blake2b(before + data, digest_size=_LINK_BYTES).digest()
 
 
@@ -257,7 +257,7 @@ def _content(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError as error:
-        raise StorageError(f"{path}: is missing: {HOW_TO_GO_ON}") from error
+        raise StorageError(f"{path}: is missing: {HOW_TO_RECOVER}") from error
     except OSError as error:
         raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
 
@@ -273,8 +273,8 @@ def _cut_off(path: Path, length: int, whole: int) -> None:
 
 
 def _append(path: Path, record: bytes) -> None:
-    # Synced with the next checkpoint: a killed process loses nothing of it, and a peer cannot cause
-    # a power failure.
+    # Synced only with the next checkpoint: a killed process loses nothing that it has written, and
+    # a peer cannot cause a power failure.
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         try:

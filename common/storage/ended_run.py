@@ -1,6 +1,6 @@
-"""The mark in a run's folder that the run was ended for good, by a budget or a gate.
+"""Marks a run's folder as that of a run that a budget or a gate has ended for good.
 
-Without it, a supervisor that restarts every process that ends with an error would never stop.
+Without the mark, a supervisor that restarts every process that ends with an error would never stop.
 """
 
 import json
@@ -14,11 +14,11 @@ FILE = "ended.json"
 
 
 def mark_as_ended(folder: Path, why: Mapping[str, Any]) -> None:
-    """Mark a run.
+    """Mark a run as ended for good.
 
     Args:
         folder: the run's folder.
-        why: what the next start has to know, as values of JSON.
+        why: the facts that the next start needs, as JSON values.
 
     Raises:
         StorageError: the mark cannot be written.
@@ -27,9 +27,9 @@ def mark_as_ended(folder: Path, why: Mapping[str, Any]) -> None:
 
 
 def end_of(folder: Path) -> Mapping[str, Any] | None:
-    """Return the content of a run's mark; None if there is none, or it cannot be read.
+    """Return the content of a run's mark; None if there is none, or if it cannot be read.
 
-    A run that is resumed because its mark was lost ends again at the same place.
+    A run that is resumed because its mark was lost ends again at the same batch.
     """
     try:
         why = json.loads((folder / FILE).read_bytes())
@@ -39,7 +39,7 @@ def end_of(folder: Path) -> Mapping[str, Any] | None:
 
 
 def clear_mark(folder: Path) -> None:
-    """Let a run be resumed: its limits have changed since it ended.
+    """Delete the mark, so that a run whose limits have changed since can be resumed.
 
     Raises:
         StorageError: the mark cannot be deleted.

@@ -1,8 +1,8 @@
-"""A model that an earlier run has saved, for another run to begin with: weights and features.
+"""Lets a run begin with a model that an earlier run has saved: its weights and its features.
 
-The weights belong to what was fitted to the features then: a category's slot in an embedding, the
-mean that was subtracted. So vocabularies and scalers are taken over with them, nothing is fitted
-anew, and a category that is new since is unknown.
+The weights depend on the encoding that was fitted to the features then: a category's slot in an
+embedding, the mean that was subtracted. So vocabularies and scalers are taken over with them,
+nothing is fitted again, and a category that has appeared since counts as unknown.
 """
 
 from dataclasses import dataclass
@@ -25,14 +25,15 @@ _UNREADABLE = (
     *(SafetensorError, ValueError, LookupError, TypeError, AttributeError),
     *(RuntimeError, MemoryError),
 )
-"""What the libraries raise for files that are no such files; not those of the disk."""
+"""Errors that the libraries raise for files of another kind; errors of the disk are not among them.
+"""
 _MAX_ENCODER_BYTES = 2**31
-"""Twice what the vocabularies of a hundred million categories take."""
+"""Twice the size of vocabularies with a hundred million categories."""
 
 
 @dataclass(frozen=True)
 class EarlierModel:
-    """What lies in the ``checkpoint`` folder of one party of an earlier run."""
+    """The model in the ``checkpoint`` folder of one party of an earlier run."""
 
     folder: Path
 
@@ -41,11 +42,11 @@ class EarlierModel:
 
     @classmethod
     def open(cls, folder: Path) -> "EarlierModel":
-        """Look into a folder; the weights are checked now and used when they are needed.
+        """Open a folder. The weights are checked now, and loaded when they are needed.
 
         Raises:
-            SettingsError: it has no model that can be read, or one with a weight that is no finite
-                number, naming the first tensor that has.
+            SettingsError: the folder has no readable model, or a weight is not a finite number;
+                the message names the first such tensor.
         """
         try:
             check_regular(folder / WEIGHTS)
@@ -70,15 +71,15 @@ class EarlierModel:
         return cls(folder, encoder)
 
     def encoder_for(self, table: Table | None, source: str) -> FeatureEncoder | None:
-        """Return how features are encoded, once it is sure that they are those of that run.
+        """Return the encoder of that run, after checking that the table has the same features.
 
         Args:
-            table: with this party's features; None where it has none.
+            table: this party's features; None for a party without features.
             source: the table's name, for messages.
 
         Raises:
             SettingsError: the model was trained with other columns.
-            DataError: the table lacks one of them, or has other images.
+            DataError: the table lacks one of the columns, or its images are of another form.
         """
         if (table is None) != (self.encoder is None):
             had, has = ("features", "none") if table is None else ("no features", "some")
@@ -99,10 +100,11 @@ class EarlierModel:
         return self.encoder
 
     def put_into(self, model: nn.Module) -> None:
-        """Give a model the weights.
+        """Load the weights into a model.
 
         Raises:
-            SettingsError: they are not this model's, naming the first tensor that differs.
+            SettingsError: they do not fit the model; the message names the first tensor that
+                differs.
         """
         path = self.folder / WEIGHTS
         try:
@@ -122,12 +124,12 @@ class EarlierModel:
 
 
 def _first_not_finite(path: Path) -> str | None:
-    """Name the first tensor with a number that is not finite; one tensor is read at a time."""
+    """Return the name of the first tensor that is not finite; one tensor is read at a time."""
     with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 - it is no mapping
+        for name in file.keys():  # noqa: SIM118 - it is not a mapping
             tensor = file.get_tensor(name)
             if tensor.dtype.itemsize == 1:
-                tensor = tensor.float()  # torch looks for NaN in no smaller type
+                tensor = tensor.float()  # torch cannot check smaller types for NaN
             if not tensor.isfinite().all():
                 return str(name)
     return None

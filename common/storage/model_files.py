@@ -1,7 +1,7 @@
-"""Files of a trained model in a run's ``checkpoint`` folder, for anyone who wants to use it.
+"""Writes a trained model into a run's ``checkpoint`` folder, for anyone who wants to use it.
 
 checkpoint/model.safetensors     the weights
-checkpoint/encoder.json          how the features are encoded
+checkpoint/encoder.json          the encoding of the features
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ def save_model(folder: Path, model: nn.Module, encoder: FeatureEncoder | None) -
     """Write ``checkpoint/model.safetensors`` and ``checkpoint/encoder.json`` into a run's folder.
 
     Raises:
-        StorageError: something could not be written; what stood there before still does.
+        StorageError: a file cannot be written; its earlier version stays.
     """
     checkpoint = checkpoint_folder(folder)
     if encoder is not None:
@@ -39,7 +39,7 @@ def save_tensors(folder: Path, file_name: str, tensors: Mapping[str, Tensor]) ->
     """Write named tensors as ``checkpoint/<file_name>`` into a run's folder.
 
     Raises:
-        StorageError: they cannot be written; what stood there before still does.
+        StorageError: the file cannot be written; its earlier version stays.
     """
     path = checkpoint_folder(folder) / file_name
     plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}

@@ -1,10 +1,10 @@
-"""Where a run's results lie, and how a file is written so that a crash leaves no half of it.
+"""Manages the folder of a run's results, and writes files so that a crash leaves none half written.
 
 runs/<run name>/<party>/                the newest run of that name
 runs/<run name>/<party>.previous-1/     the oldest one, -2 the next, ...
 
-What a party writes follows from its labels or its features: its folder is its owner's alone (0700),
-and so are the files in it (0600), whatever the umask.
+A party's files are derived from its labels or its features. Its folder is therefore accessible to
+its owner only (0700), and so are the files in it (0600), under any umask.
 """
 
 import fcntl
@@ -24,9 +24,9 @@ from splitveil.common.text.files import sync
 _logger = logging.getLogger(__name__)
 
 OWNER_ONLY = 0o600
-"""Mode of a file that only its owner may read."""
+"""Mode of a file that only its owner may read and write."""
 AS_USUAL = 0o666
-"""Mode of a file that is there to be passed on: the process's umask decides."""
+"""Mode of a file that is meant to be passed on: the process's umask decides."""
 _OWNER_ONLY_FOLDER = 0o700
 _OTHERS = 0o077
 
@@ -40,20 +40,20 @@ def open_run_folder(
     runs_dir: Path,
     run_name: str,
     party: str,
-    goes_on: Callable[[Path], bool] = lambda _: False,
+    resumes: Callable[[Path], bool] = lambda _: False,
 ) -> Path:
     """Claim the folder for one party's results, for as long as this process lives.
 
     Args:
-        runs_dir: of all runs.
-        run_name: of this one.
-        party: ``active`` or ``passive``.
-        goes_on: tells whether the results already there are of the run that goes on now; otherwise
-            they are moved aside.
+        runs_dir: folder of all runs.
+        run_name: name of this run.
+        party: name of the party's folder, such as ``active`` or ``passive``.
+        resumes: returns whether the results in a folder belong to the run that is resumed now;
+            otherwise they are moved aside.
 
     Raises:
         SettingsError: the run's or the party's name cannot be the name of a folder, or another
-            process uses it.
+            process uses the folder.
         StorageError: the folder cannot be made.
     """
     for name in (run_name, party):
@@ -64,7 +64,7 @@ def open_run_folder(
         _claim(folder, _RUNS_ALREADY)
         if folder.is_dir():
             _close_to_others(folder)
-            if any(folder.iterdir()) and not goes_on(folder):
+            if any(folder.iterdir()) and not resumes(folder):
                 _move_aside(folder)
         folder.mkdir(_OWNER_ONLY_FOLDER, parents=True, exist_ok=True)
     except OSError as error:
@@ -73,7 +73,7 @@ def open_run_folder(
 
 
 def open_to_append(path: Path) -> TextIO:
-    """Open a text file in UTF-8 to add lines to, each written out at once; its owner's alone.
+    """Open a UTF-8 text file for appending, for its owner only; each line is written out at once.
 
     Raises:
         OSError: it cannot be opened.
@@ -82,7 +82,7 @@ def open_to_append(path: Path) -> TextIO:
 
 
 def open_unbuffered_to_append(path: Path) -> FileIO:
-    """Open a file to add bytes to, each written out at once; its owner's alone.
+    """Open a file for appending bytes, for its owner only; each write goes out at once.
 
     Raises:
         OSError: it cannot be opened.
@@ -98,15 +98,15 @@ def write_bytes_atomically(path: Path, data: bytes, mode: int = OWNER_ONLY) -> N
     """Replace a file as a whole: afterwards it holds the old content or the new, never a part.
 
     Args:
-        path: of the file.
+        path: the file.
         data: its new content.
-        mode: who may read and write it, less what the process's umask takes away.
+        mode: its permissions, less those that the process's umask takes away.
 
     Raises:
         StorageError: it cannot be written; the old file stays.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    # Whoever can write to the folder could have put a link there, to a file that would be changed.
+    # Anyone who can write to the folder could have put a link there, to a file that would change.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         temporary.unlink(missing_ok=True)  # left by a killed process that had this number
@@ -127,7 +127,7 @@ def write_text_atomically(path: Path, text: str, mode: int = OWNER_ONLY) -> None
     """Replace a text file as a whole, in UTF-8.
 
     Args:
-        path: of the file.
+        path: the file.
         text: its new content.
         mode: as for ``write_bytes_atomically``.
 
@@ -148,7 +148,7 @@ def write_json_atomically(path: Path, value: object) -> None:
 
 
 def finite_or_null(value: object) -> Any:
-    """Return a value as JSON can hold it: NaN and infinities, for which it has no word, as None."""
+    """Return a value that JSON can hold, with None for NaN and infinities, which it cannot."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -160,10 +160,10 @@ def finite_or_null(value: object) -> Any:
 
 @contextmanager
 def claimed(folder: Path, complaint: str) -> Iterator[None]:
-    """Keep other processes, and other callers in this one, out of a folder that they would change.
+    """Keep other processes, and other callers in this one, from changing a folder meanwhile.
 
     Raises:
-        SettingsError: one of them is there; ``complaint`` says what to do.
+        SettingsError: one of them already uses the folder; ``complaint`` says what to do.
     """
     descriptor = _claim(folder, complaint)
     try:
@@ -173,7 +173,7 @@ def claimed(folder: Path, complaint: str) -> Iterator[None]:
 
 
 def _claim(folder: Path, complaint: str) -> int:
-    """Return a descriptor that keeps others out until it is closed, or the process has ended."""
+    """Return a descriptor that keeps others out until it is closed or the process has ended."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     path = folder.with_name(f".{folder.name}.lock")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -186,13 +186,13 @@ def _claim(folder: Path, complaint: str) -> int:
 
 
 def _close_to_others(folder: Path) -> None:
-    """Take from everyone but its owner what an earlier version, or a person, gave them."""
+    """Withdraw any access that an earlier version, or a person, gave to others than the owner."""
     if not folder.stat().st_mode & _OTHERS:
         return
     try:
         folder.chmod(_OWNER_ONLY_FOLDER)
     except OSError as error:
-        # Another user's folder, or a file system that knows no such thing: results may still go in.
+        # Another user's folder, or a file system without modes: results may still be written there.
         _logger.warning("%s: others may read the results (%s)", folder, error.strerror)
 
 
@@ -206,7 +206,7 @@ def _move_aside(folder: Path) -> None:
 
 
 def checkpoint_folder(folder: Path) -> Path:
-    """Return the folder ``checkpoint`` of a run's folder, and make it if it is not there.
+    """Return the folder ``checkpoint`` of a run's folder, which is made if it does not exist.
 
     Raises:
         StorageError: it cannot be made.
@@ -220,7 +220,7 @@ def checkpoint_folder(folder: Path) -> Path:
 
 
 def delete(path: Path) -> None:
-    """Delete a file, if it is there.
+    """Delete a file, if it exists.
 
     Raises:
         StorageError: it cannot be deleted.

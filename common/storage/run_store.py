@@ -1,8 +1,8 @@
 """The checkpoints of a party on disk: the states from which a run can be resumed.
 
-checkpoint/run.state             what holds for the whole run: its id, nonces, common rows, secrets
+checkpoint/run.state             constants of the whole run: its id, nonces, common rows, secrets
 checkpoint/at-0000001234.state   everything that changes, after 1,234 batches
-checkpoint/answered.log          what was answered, and what that was charged (active party)
+checkpoint/answered.log          the answered questions and their charges (active party)
 """
 
 import logging
@@ -30,9 +30,9 @@ _RUN = "run.state"
 _ANSWERED = "answered.log"
 _CHECKPOINT = re.compile(r"at-([0-9]{10})\.state")
 _LOST = (
-    "the unfinished run in this folder cannot be resumed, and what it told of the labels so "
-    "far is in no ledger: put a copy of the file back, or begin anew with --fresh, and let the "
-    "other party do so, too"
+    "the unfinished run in this folder cannot be resumed, and no ledger holds what it has told "
+    "about the labels so far: restore a copy of the file, or start over with --fresh at both "
+    "parties"
 )
 
 
@@ -40,7 +40,7 @@ class NoStore:
     """Keeps nothing: a run without checkpoints cannot be resumed.
 
     Args:
-        questions_per_batch: how many parties ask about each batch.
+        questions_per_batch: number of parties that ask about each batch.
     """
 
     keeps = False
@@ -56,7 +56,7 @@ class NoStore:
         """Keep nothing."""
 
     def checkpoints(self) -> list[int]:
-        """Return that there are none."""
+        """Return an empty list."""
         return []
 
     def refuse_if_answered(self) -> None:
@@ -77,7 +77,7 @@ class NoStore:
         """Keep nothing."""
 
     def new_answers(self) -> AnswerLog:
-        """Return a log that this process alone remembers."""
+        """Return a log that exists in this process only."""
         return AnswerLog(questions=self._questions_per_batch)
 
     def answers(self) -> AnswerLog:
@@ -88,14 +88,14 @@ class NoStore:
 class RunStore:
     """Keeps what one party needs in order to resume a run after its process has ended.
 
-    Only one store at a time works on a folder.
+    Only one store at a time may use a folder.
 
     Args:
         folder: the run's folder.
-        keep: how many of the newest checkpoints to keep.
-        questions_per_batch: how many parties ask about each batch.
-        in_background: whether ``save_soon`` leaves the disk to a thread of its own. Such a store
-            has to be closed.
+        keep: number of checkpoints to keep, the newest ones.
+        questions_per_batch: number of parties that ask about each batch.
+        in_background: whether ``save_soon`` writes in a thread of its own. Such a store has to be
+            closed.
     """
 
     keeps = True
@@ -122,17 +122,17 @@ class RunStore:
         self.close()
 
     def close(self) -> None:
-        """Wait until everything is on the disk; nothing can be saved soon afterwards.
+        """Wait until everything is on disk; ``save_soon`` cannot be used afterwards.
 
         Raises:
-            StorageError: what was to be saved soon cannot be written.
+            StorageError: a state given to ``save_soon`` cannot be written.
         """
         if self._writer is not None:
             self._writer.shutdown()
         self._wait()
 
     def run(self) -> State | None:
-        """Return what holds for the whole run; None if there is no run to resume.
+        """Return the constants of the whole run; None if there is no run to resume.
 
         Raises:
             StorageError: there is a run, and its file is damaged, or of another version.
@@ -145,14 +145,14 @@ class RunStore:
             return None
         except OtherVersionError as error:
             raise StorageError(
-                f"{path}: {error}; resume with that one, or begin anew with --fresh, and let the "
-                f"other party do so, too"
+                f"{path}: {error}; resume with that version, or start over with --fresh at both "
+                f"parties"
             ) from error
         except UnreadableError as error:
             raise StorageError(f"{path}: {error}: {_LOST}") from error
 
     def save_run(self, state: State) -> None:
-        """Start a run: keep what holds for all of it, and nothing of earlier runs.
+        """Start a run: keep its constants, and delete everything of earlier runs.
 
         Raises:
             StorageError: the file cannot be written.
@@ -170,10 +170,10 @@ class RunStore:
         return [number for number, path in self._files() if self._read(path) is not None]
 
     def refuse_if_answered(self) -> None:
-        """Make sure that a run of which no state is left had answered nothing.
+        """Refuse to start over a run without any state left if it has answered something.
 
         Raises:
-            StorageError: it had; to start it over would be to answer again.
+            StorageError: it has; a run that starts over would answer again.
         """
         if AnswerLog.holds_answers(self._folder / _ANSWERED):
             raise StorageError(f"{self._folder}: no checkpoint can be read: {_LOST}")
@@ -189,14 +189,13 @@ class RunStore:
         self._forget_old_answers()
 
     def save_soon(self, batch_number: int, state: State) -> None:
-        """Do as ``save``, but wait for the disk only while it still writes the state before.
+        """Save like ``save``, but wait only until the previous state has been written.
 
-        The state may change afterwards. A process that is killed in between resumes from the state
-        before, like one that is killed earlier.
+        The state may change afterwards. A process that is killed before it is written resumes from
+        the previous state, like one that is killed earlier.
 
         Raises:
-            StorageError: this state, or one saved soon before, cannot be written; earlier ones
-                stay.
+            StorageError: this state, or the previous one, cannot be written; earlier ones stay.
         """
         if self._writer is None:
             self.save(batch_number, state)
@@ -215,7 +214,7 @@ class RunStore:
         self._delete_halves()
 
     def _wait(self) -> None:
-        """Wait until what was to be saved soon is on the disk."""
+        """Wait until the state given to ``save_soon`` is on disk."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -253,7 +252,7 @@ class RunStore:
         return self._answers
 
     def answers(self) -> AnswerLog:
-        """Return what was answered, in this process or before.
+        """Return the log of the answers, given in this process or before.
 
         Raises:
             StorageError: the file is missing, damaged, or of another version.
@@ -266,7 +265,7 @@ class RunStore:
         return self._answers
 
     def _run_name(self) -> bytes:
-        """Return what distinguishes this run's log of answers from others."""
+        """Return the bytes that distinguish this run's log of answers from others."""
         path = self._folder / _RUN
         try:
             return path.read_bytes()[:DIGEST_BYTES]
@@ -283,13 +282,13 @@ class RunStore:
         self._delete_halves()
 
     def forget_finished(self) -> None:
-        """Delete every state of a run that has come to its end, as the last thing that is done.
+        """Delete every state of a finished run; call it last.
 
-        Once the run itself is forgotten, nothing more fails: a party that ended with an error then
-        would be started again, and would train from the beginning.
+        Once the run itself is deleted, nothing fails any more: a party that then ended with an
+        error would be started again, and would train from the beginning.
 
         Raises:
-            StorageError: the run cannot be forgotten; started again, it ends at once.
+            StorageError: the run cannot be deleted; when it is started again, it ends at once.
         """
         self._wait()
         delete(self._folder / _RUN)
@@ -299,7 +298,7 @@ class RunStore:
             logger.warning("%s", error)
 
     def _delete_halves(self) -> None:
-        """Delete what a process left that was killed while it wrote: secrets may be in it."""
+        """Delete the half-written files of a process that was killed: they may contain secrets."""
         for path in self._folder.glob(".*.state.*.tmp"):
             delete(path)
 
@@ -318,5 +317,5 @@ class RunStore:
         except FileNotFoundError:
             return None
         except UnreadableError as error:
-            logger.warning("%s: %s, and left out", path, error)
+            logger.warning("%s: %s, and is ignored", path, error)
             return None

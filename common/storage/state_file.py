@@ -1,7 +1,7 @@
-"""A state on disk: a SHA-256 digest, and after it what ``torch.save`` made of the state. No pickle.
+"""A state on disk: a SHA-256 digest, followed by the output of ``torch.save``.
 
-A state is nested plain values and tensors. It is read with ``weights_only``, so a file cannot run
-code, and is its owner's alone (0600): there are secrets in it.
+A state consists of nested plain values and tensors. It is read with ``weights_only`` and not by
+unpickling, so a file cannot run code. Only its owner may access it (0600): it contains secrets.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ _VERSION = 2
 
 
 class UnreadableError(Exception):
-    """Why a file holds no state that can be used."""
+    """A file does not hold a usable state; the message says why."""
 
 
 class OtherVersionError(UnreadableError):
@@ -74,9 +74,9 @@ def _parsed(content: bytes) -> State:
         LookupError,
         TypeError,
     ) as error:
-        raise UnreadableError("is no state of a run") from error
+        raise UnreadableError("is not the state of a run") from error
     if version != _VERSION:
         raise OtherVersionError("was saved by another version of splitveil")
     if not isinstance(state, dict):
-        raise UnreadableError("is no state of a run")
+        raise UnreadableError("is not the state of a run")
     return state

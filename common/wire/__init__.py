@@ -1,1 +1,1 @@
-"""How messages look on the wire, and what of them is believed."""
+"""The messages on the wire: their encoding, their limits, and the checks before any is believed."""

@@ -1,4 +1,4 @@
-"""The question of an audit on the wire, and the one place where its bytes are checked and read."""
+"""Encodes the question of an audit; the only module that checks and decodes its bytes."""
 
 import torch
 
@@ -10,7 +10,7 @@ _FLOAT_BYTES = 4
 
 
 def encode_question(question: AuditQuestion) -> pb.AuditRequest:
-    """Write a question as a message."""
+    """Encode a question as a message."""
     return pb.AuditRequest(
         run_id=question.run_id,
         epoch=question.epoch,
@@ -22,15 +22,15 @@ def encode_question(question: AuditQuestion) -> pb.AuditRequest:
 
 
 def decode_question(request: pb.AuditRequest) -> AuditQuestion:
-    """Read a question.
+    """Decode a question.
 
     Raises:
-        InvalidMessage: the scores are no whole number of elements, or none.
+        InvalidMessage: there are no scores, or not a whole number of them.
     """
     size = len(request.scores)
     if not size or size % _FLOAT_BYTES:
-        raise InvalidMessage(f"audit: {size} bytes are no float32 scores")
-    # The copy is writable, which torch asks for.
+        raise InvalidMessage(f"audit: {size} bytes are not float32 scores")
+    # The copy is writable, which torch requires.
     scores = torch.frombuffer(bytearray(request.scores), dtype=torch.float32)
     return AuditQuestion(
         request.run_id,

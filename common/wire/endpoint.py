@@ -1,4 +1,4 @@
-"""How either end of the connection is made: names, options, and TLS unless it was declined."""
+"""Opens either end of the connection: names, options, and TLS unless it was declined."""
 
 import socket
 
@@ -18,7 +18,7 @@ HANDSHAKE_TIMEOUT_S = 20.0
 
 
 def method_path(method: str) -> str:
-    """Return the full name of an RPC, as gRPC wants it."""
+    """Return the full name of an RPC, as gRPC expects it."""
     return f"/{SERVICE}/{method}"
 
 
@@ -28,41 +28,43 @@ def open_channel(
     credentials: Credentials | None,
     proxy: HttpProxy | None = None,
 ) -> grpc.Channel:
-    """Return a channel to the active party, and to nobody else.
+    """Return a channel to the active party, and to no other server.
 
-    With credentials, whoever answers now is looked at first: the channel only ever connects to the
-    holder of the certificate that is shown now. Without, it connects with the first call.
+    With credentials, the certificate of the server that answers now is checked first: the channel
+    only ever connects to the holder of that certificate. Without credentials, it connects with the
+    first call.
 
     Args:
         address: host and port.
         contract: gives the limits, and the name that the active party's certificate must carry.
         credentials: this party's; None for plain text, which never leaves the machine.
-        proxy: to go through, with credentials only.
+        proxy: the proxy to connect through, with credentials only.
 
     Raises:
-        SettingsError: no credentials, and the address is beyond loopback or there is a proxy.
-        PeerUntrusted: whoever answers is not the active party.
-        PeerUnreachable: nobody answers.
+        SettingsError: there are no credentials, and the address is beyond loopback or there is a
+            proxy.
+        PeerUntrusted: the server that answers is not the active party.
+        PeerUnreachable: no server answers.
     """
     options = channel_options(contract) + (without_proxy() if proxy is None else proxy.through())
     if credentials is None:
         refuse_plain_text_through(proxy)
         literal = on_loopback(address, "connect")
         family = "ipv6" if literal.startswith("[") else "ipv4"
-        return grpc.insecure_channel(f"{family}:{literal}", options)  # gRPC looks up no name again
+        return grpc.insecure_channel(f"{family}:{literal}", options)  # an IP: no lookup
     identity = contract.identities[ACTIVE]
     pinned = _pinned(address, proxy, credentials.authority, identity)
-    # TLS then compares the certificate with this name, and not with the host of the address.
+    # TLS then compares the certificate with this name instead of the host in the address.
     options.append(("grpc.ssl_target_name_override", identity))
     return grpc.secure_channel(address, channel_credentials(credentials, pinned), options)
 
 
 def _pinned(address: str, proxy: HttpProxy | None, authority: bytes, identity: str) -> bytes:
-    """Look at whoever answers, at each number of the name in turn, as gRPC tries them."""
+    """Return the certificate to pin, trying each IP address of the name in turn, as gRPC does."""
     errors: list[PeerError] = []
-    for place in [address] if proxy is not None else _places_of(address):
+    for endpoint in [address] if proxy is not None else _resolved(address):
         try:
-            with _connection_to(place, proxy) as connection:
+            with _connection_to(endpoint, proxy) as connection:
                 return judged_certificate(connection, authority, identity)
         except PeerError as error:
             errors.append(error)
@@ -70,20 +72,20 @@ def _pinned(address: str, proxy: HttpProxy | None, authority: bytes, identity: s
     raise next(untrusted, errors[-1])
 
 
-def _places_of(address: str) -> list[str]:
-    """Look the name of an address up, and return its numbers with the port, each once."""
+def _resolved(address: str) -> list[str]:
+    """Resolve the name in an address, and return its IP addresses with the port, each once."""
     host, port = split_address(address)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise _unreachable(error) from error
-    return list(dict.fromkeys(":".join(map(str, place[:2])) for *_, place in found))
+    return list(dict.fromkeys(":".join(map(str, resolved[:2])) for *_, resolved in found))
 
 
-def _connection_to(place: str, proxy: HttpProxy | None) -> socket.socket:
+def _connection_to(endpoint: str, proxy: HttpProxy | None) -> socket.socket:
     if proxy is not None:
-        return proxy.connect(place, LOOK_TIMEOUT_S)
-    host, _, port = place.rpartition(":")
+        return proxy.connect(endpoint, LOOK_TIMEOUT_S)
+    host, _, port = endpoint.rpartition(":")
     try:
         return socket.create_connection((host, int(port)), LOOK_TIMEOUT_S)
     except OSError as error:
@@ -96,7 +98,7 @@ def _unreachable(error: Exception) -> PeerUnreachable:
 
 
 def add_port(server: grpc.Server, address: str, files: CredentialFiles | None) -> None:
-    """Let a server listen, and demand a certificate of whoever connects.
+    """Let a server listen, and require a certificate from every client.
 
     Args:
         server: not yet started.
@@ -104,7 +106,7 @@ def add_port(server: grpc.Server, address: str, files: CredentialFiles | None) -
         files: this party's credentials; None for plain text, which never leaves the machine.
 
     Raises:
-        SettingsError: the address is taken, or not this machine's, or needs credentials.
+        SettingsError: the address is taken, does not belong to this machine, or needs credentials.
     """
     try:
         if files is None:
@@ -119,11 +121,11 @@ def add_port(server: grpc.Server, address: str, files: CredentialFiles | None) -
 
 
 def check_security(files: CredentialFiles | None, address: str, setting: str) -> str:
-    """Return in words what protects the connection.
+    """Describe in words the protection of the connection.
 
     Args:
         files: this party's credentials; None for plain text.
-        address: host and port, on whichever side.
+        address: host and port, of either side.
         setting: name of the address in the settings.
 
     Raises:
@@ -132,18 +134,18 @@ def check_security(files: CredentialFiles | None, address: str, setting: str) ->
     if files is not None:
         return f"mtls as {describe(files.current())}"
     on_loopback(address, setting)
-    return "insecure: what travels is not encrypted"
+    return "insecure: the connection is not encrypted"
 
 
 def refuse_plain_text_through(proxy: HttpProxy | None) -> None:
-    """Refuse to show a proxy what the parties say.
+    """Refuse to send plain text through a proxy, which would read it.
 
     Raises:
         SettingsError: there is a proxy.
     """
     if proxy is not None:
         raise SettingsError(
-            f"proxy: security.mode is insecure, and {proxy} would read what travels; use "
+            f"proxy: security.mode is insecure, and {proxy} would read every message; use "
             f"security.mode mtls, or no proxy"
         )
 
@@ -151,8 +153,8 @@ def refuse_plain_text_through(proxy: HttpProxy | None) -> None:
 def channel_options(contract: Contract) -> ChannelOptions:
     """Return the options of a channel or server: explicit limits, keepalive, no surprises.
 
-    HTTP/2 windows, frame sizes and the bandwidth probe stay at gRPC's defaults: those measured
-    best.
+    HTTP/2 windows, frame sizes and the bandwidth probe stay at gRPC's defaults, which performed
+    best in measurements.
     """
     return [
         ("grpc.max_send_message_length", contract.max_message_bytes),
@@ -161,11 +163,11 @@ def channel_options(contract: Contract) -> ChannelOptions:
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        # A server that thinks pings of every 30 s are an attack would drop the connection.
+        # A server that takes a ping every 30 s for an attack would drop the connection.
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
         ("grpc.enable_retries", 0),
-        # By default a party that was away for minutes is looked for every two minutes only.
+        # By default, gRPC tries to reach a party that was away for minutes only every two minutes.
         ("grpc.initial_reconnect_backoff_ms", 200),
         ("grpc.max_reconnect_backoff_ms", 5_000),
         # Two servers on one port would each get some of the calls: the second must fail instead.

@@ -1,4 +1,4 @@
-"""The enumerations of the wire and the project's own, in both directions."""
+"""Translates between the enumerations of the wire and the project's own, in both directions."""
 
 from typing import TypeVar
 
@@ -31,9 +31,9 @@ def split_from_wire(split: pb.Split) -> SplitName:
     """Return the split of a message.
 
     Raises:
-        OutOfStep: the message names none; no batch of the run is that message's.
+        OutOfStep: the message names none, so it belongs to no batch of the run.
     """
-    return _from_wire(SPLIT_TO_WIRE, split, OutOfStep("a tensor of no split"))
+    return _from_wire(SPLIT_TO_WIRE, split, OutOfStep("a tensor that belongs to no split"))
 
 
 def course_from_wire(course: pb.Course) -> Course:

@@ -1,4 +1,4 @@
-"""The reply to held-out activations on the wire, and the one place where it is checked and read."""
+"""Encodes the reply to held-out activations; the only module that checks and decodes it."""
 
 from splitveil.common.errors import InvalidMessage
 from splitveil.common.run.messages import BatchId, Course
@@ -7,7 +7,7 @@ from splitveil.protos import split_learning_pb2 as pb
 
 
 def encode_course(batch: BatchId, course: Course) -> pb.EvaluateReply:
-    """Write the reply to a batch of held-out rows."""
+    """Encode the reply to a batch of held-out rows."""
     return pb.EvaluateReply(
         epoch=batch.epoch,
         step=batch.step,
@@ -17,7 +17,7 @@ def encode_course(batch: BatchId, course: Course) -> pb.EvaluateReply:
 
 
 def decode_course(reply: pb.EvaluateReply, asked: BatchId) -> Course:
-    """Read the reply to a batch.
+    """Decode the reply to a batch.
 
     Raises:
         InvalidMessage: the reply is for another batch, or does not say whether to continue.

@@ -1,4 +1,4 @@
-"""The messages of a handshake on the wire, and the one place where they are checked and read."""
+"""Encodes the messages of a handshake; the only module that checks and decodes them."""
 
 import re
 from typing import NamedTuple
@@ -26,7 +26,7 @@ class Greeting(NamedTuple):
 
 
 def encode_greeting(greeting: Greeting) -> pb.HandshakeRequest:
-    """Write a request as a message."""
+    """Encode a request as a message."""
     offer = greeting.offer
     return pb.HandshakeRequest(
         protocol_version=PROTOCOL_VERSION,
@@ -39,11 +39,11 @@ def encode_greeting(greeting: Greeting) -> pb.HandshakeRequest:
 
 
 def decode_greeting(request: pb.HandshakeRequest) -> Greeting:
-    """Read a request.
+    """Decode a request.
 
     Raises:
         ContractMismatch: the peer speaks another version of the protocol.
-        InvalidMessage: a part of the request is missing, or not as long as it has to be.
+        InvalidMessage: a part of the request is missing or has the wrong length.
     """
     if request.protocol_version != PROTOCOL_VERSION:
         raise ContractMismatch(["protocol_version"])
@@ -58,7 +58,7 @@ def decode_greeting(request: pb.HandshakeRequest) -> Greeting:
 
 
 def encode_opening(opening: Opening) -> pb.HandshakeReply:
-    """Write a reply as a message."""
+    """Encode a reply as a message."""
     return pb.HandshakeReply(
         run_id=opening.run_id,
         contract_digest=opening.contract_digest,
@@ -69,18 +69,17 @@ def encode_opening(opening: Opening) -> pb.HandshakeReply:
 
 
 def decode_opening(reply: pb.HandshakeReply, offer: Offer | None) -> Opening:
-    """Read a reply.
+    """Decode a reply.
 
     Args:
         reply: the message.
         offer: the run that this party has asked to resume.
 
     Raises:
-        InvalidMessage: the reply is for another run, or a part of it is not as long as it has to
-            be.
+        InvalidMessage: the reply is for another run, or a part of it has the wrong length.
     """
     if not re.fullmatch(RUN_ID_PATTERN, reply.run_id):
-        raise InvalidMessage("the handshake's reply names no run")
+        raise InvalidMessage("the handshake's reply does not name a run")
     commitments = tuple(reply.nonce_commitments)
     named = [("nonce", reply.nonce), ("contract_digest", reply.contract_digest)]
     for name, value in named + [("nonce_commitments", value) for value in commitments]:

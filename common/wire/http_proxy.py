@@ -1,8 +1,8 @@
-"""The HTTP proxy that a passive party may reach the active one through, if its settings allow it.
+"""Connects a passive party to the active party through an HTTP proxy, if its settings allow one.
 
-gRPC by itself obeys the environment's proxy variables on every channel: plain text to this very
-machine would leave for the proxy. ``without_proxy`` switches that off, all of it; ``through`` names
-the one proxy that this party has chosen.
+By itself, gRPC obeys the environment's proxy variables on every channel: even plain text to this
+very machine would go out to the proxy. ``without_proxy`` switches all of that off; ``through``
+names the one proxy that this party has chosen.
 """
 
 import base64
@@ -20,39 +20,40 @@ from splitveil.common.errors import PeerUnreachable, SettingsError
 ChannelOptions = list[tuple[str, int | str]]
 
 VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
-"""What names a proxy, the first that is set; an empty one names none. As gRPC reads them."""
+"""Variables that name a proxy, as gRPC reads them: the first that is set counts, and an empty one
+names none."""
 
 EXCEPTIONS = ("no_grpc_proxy", "no_proxy")
-"""What lists the hosts that are reached without it, the first that is set."""
+"""Variables that list the hosts to reach without the proxy: the first that is set counts."""
 
 _REPLY_BYTES = 8192
 
-# The environment has a second way to put a proxy before addresses, which the main switch leaves on.
+# The environment has a second way to impose a proxy, which the main switch does not turn off.
 _NO_ADDRESSES: ChannelOptions = [("grpc.address_http_proxy_enabled_addresses", "")]
 
 
 @dataclass(frozen=True)
 class HttpProxy:
-    """A proxy that makes a connection when asked to with ``CONNECT``."""
+    """A proxy that opens a connection on a ``CONNECT`` request."""
 
     host: str
     port: int
 
     credentials: str = field(default="", repr=False)
-    """``user:password``, percent-encoded as they came, or nothing; in no message."""
+    """``user:password``, percent-encoded as given, or empty; never part of a message."""
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def connect(self, address: str, timeout_s: float) -> socket.socket:
-        """Have the proxy make a connection, and return it.
+        """Have the proxy open a connection, and return it.
 
         Args:
             address: host and port.
             timeout_s: longest wait for a connection to the proxy, and then for its whole reply.
 
         Raises:
-            PeerUnreachable: the proxy does not answer, or does not make the connection.
+            PeerUnreachable: the proxy does not answer, or does not open the connection.
         """
         try:
             connection = socket.create_connection((self.host, self.port), timeout_s)
@@ -64,7 +65,7 @@ class HttpProxy:
                 raise
         except UnicodeError:  # not chained: it may quote the password
             raise PeerUnreachable(
-                "no connection to the proxy (its name, or what it is to know, is no text for it)"
+                "no connection to the proxy (its name, or the request to it, cannot be encoded)"
             ) from None
         except OSError as error:
             reason = error.strerror or "it does not answer in time"
@@ -85,18 +86,18 @@ class HttpProxy:
 
 
 def without_proxy() -> ChannelOptions:
-    """Return the options of a channel that goes through no proxy, whatever the environment says."""
+    """Return the options of a channel that uses no proxy, regardless of the environment."""
     return [("grpc.enable_http_proxy", 0), *_NO_ADDRESSES]
 
 
 def proxy_of_environment(address: str) -> HttpProxy | None:
-    """Return the proxy that the environment names for an address, if it names one.
+    """Return the proxy that the environment names for an address, or None.
 
     Args:
         address: host and port of the active party.
 
     Raises:
-        SettingsError: what it names is no proxy of this kind.
+        SettingsError: it names something that is not an HTTP proxy.
     """
     variable = next((name for name in VARIABLES if name in os.environ), None)
     if variable is None or not os.environ[variable] or _is_excepted(address.rpartition(":")[0]):
@@ -112,7 +113,7 @@ def proxy_of_environment(address: str) -> HttpProxy | None:
 
 
 def _read_consent(connection: socket.socket, deadline: float) -> None:
-    """Read the proxy's reply, and no byte of what follows."""
+    """Read the proxy's reply, and not a byte beyond it."""
     reply = b""
     while not reply.endswith(b"\r\n\r\n") and len(reply) < _REPLY_BYTES:
         left_s = deadline - time.monotonic()
@@ -138,7 +139,7 @@ def _proxy_of(url: SplitResult, port: int | None) -> HttpProxy:
 
 
 def _is_excepted(host: str) -> bool:
-    """Decide as gRPC does, which asks for itself: by the end of the name, or by a network."""
+    """Decide by the end of the name or by a network, as gRPC does, which decides for itself."""
     name = host.strip("[]").lower()
     return any(name.endswith(end) or _is_within(name, end) for end in _exceptions())
 

@@ -1,8 +1,8 @@
-"""Every bound on what a peer may send, and the one check of a message's fields against them.
+"""Bounds everything that a peer may send; the only module that checks the fields of a message.
 
-What a bound depends on the contract (rows, shape, length of a tensor) is checked where the tensor
-is put together, ``tensor_codec.py``; everything here holds whatever the contract says. A field
-without an entry in ``FIELDS`` or ``EXEMPT`` is refused, and fails a test.
+Bounds that depend on the contract (rows, shape and length of a tensor) are checked where the tensor
+is put together, in ``tensor_codec.py``; everything here holds under any contract. A field without
+an entry in ``FIELDS`` or ``EXEMPT`` is refused, and fails a test.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,85 +19,86 @@ from splitveil.common.run.sample_order import NONCE_BYTES, POSITIONS_DIGEST_BYTE
 MessageT = TypeVar("MessageT", bound=Message)
 
 PROTOCOL_VERSION = 1
-"""The version of the rules in ``protos/split_learning.proto``: there is one."""
+"""Version of the rules in ``protos/split_learning.proto``; there is only one."""
 
-# ---- lengths of what is computed, and so the same everywhere ----
+# ---- lengths of computed values, which are therefore the same everywhere ----
 
 DIGEST_BYTES = 32
 """SHA-256: commitments, digests of contracts and intersections."""
 POINT_BYTES = 32
 """A group element of ristretto255."""
 TAG_BYTES = 16
-"""So that two of a million ids share a tag with probability 2^-87."""
+"""With a million ids on each side, two different ones share a tag with probability 2^-87."""
 CHUNK_IDS = 4096
-"""128 KiB of points: small beside everything else, large beside a message's costs."""
+"""128 KiB of points: little memory, and still much more than the overhead of a message."""
 
-# ---- whole messages, in bytes: looked at before anything is parsed ----
+# ---- whole messages, in bytes: checked before anything is parsed ----
 
 CONTRACT_CHARACTERS = 64 * 1024
-"""Some fifty times a contract with every field set; parsed JSON takes many times its text."""
+"""About fifty times a contract with every field set; parsed JSON takes many times its text."""
 HANDSHAKE_BYTES = 4 * CONTRACT_CHARACTERS + 16 * 1024
-"""The contract, at up to four bytes a character, and what stands beside it."""
+"""The contract, at up to four bytes per character, and the other fields."""
 ALIGN_FRAME_BYTES = CHUNK_IDS * POINT_BYTES + 1024
 """One chunk of points, and the few bytes before them."""
 SMALL_BYTES = 1024
-"""Replies and goodbyes: some dozens of bytes each."""
+"""Replies and goodbyes: a few dozen bytes each."""
 TENSOR_HEADER_BYTES = 1024
-"""What stands beside a tensor's payload: some 80 bytes. Without it, a megabyte of shape would
-become twenty of Python numbers."""
+"""The fields beside a tensor's payload, about 80 bytes. Without this bound, a megabyte of shape
+would become twenty megabytes of Python numbers."""
 CONTRACT_DEPTH = 4
-"""Levels of sections in a contract; ours has three."""
+"""Levels of nested sections in a contract; the real one has three."""
 DETAILS_CHARACTERS = 2000
-"""Of a status from the peer, what is looked at."""
+"""Characters of a status from the peer that are read."""
 
 MASK_BYTES = CHUNK_IDS * POINT_BYTES
-"""A chunk of the mask that ends an alignment of several: as large as one of points."""
+"""A chunk of the mask that ends an alignment with several parties: as large as a chunk of points.
+"""
 
 # ---- several passive parties ----
 
 PARTY_KEY = "splitveil-party"
-"""Metadata of every call where there are several: the calling party's name in the contract."""
+"""Metadata key of every call in a run with several passive parties: the caller's name in the
+contract."""
 
 # ---- names ----
 
 RUN_ID_PATTERN = r"[A-Za-z0-9_-]{1,64}"
-"""Goes into logs and checkpoints as it is."""
+"""Run ids go into logs and checkpoints unchanged."""
 
 # ---- calls ----
 
 SERVER_THREADS = 12
-"""Two each for Train, Evaluate and Align (``stream_places.py``), the rest for what is unary: the
-longest of those waits for an alignment to end, five seconds."""
+"""Two each for Train, Evaluate and Align (``stream_slots.py``), the rest for unary calls, the
+longest of which waits five seconds for an alignment to end."""
 THREADS_PER_PARTY = 8
-"""More of them for each further passive party: its streams, and two calls that wait for others."""
+"""Additional threads for each further passive party: its streams, and two calls that wait for
+other parties."""
 CONCURRENT_RPCS = 64
-"""Calls under way or waiting for a thread, over all connections; the next one is sent away, and
-comes again."""
+"""Calls in progress or waiting for a thread, over all connections; the next one is turned away, and
+tries again."""
 STREAMS_PER_CONNECTION = 32
-"""So that one connection, whatever it opens, leaves room for calls on another."""
+"""Leaves room for calls on other connections, however many streams one connection opens."""
 REFUSALS_LOGGED = 20
-"""Refused messages of one kind that get a line each; then only every doubling does, so that a peer
-cannot fill the disk with this party's own log."""
+"""Refused messages of one kind that get a log line each; after that only every doubling does, so
+that a peer cannot fill the disk with this party's own log."""
 
 
 class Bound(NamedTuple):
-    """The most that a field may hold."""
+    """The largest value or size of a field, and the reason for it."""
 
     most: int
-    """Characters of a text, bytes, entries of a list, or a number itself."""
+    """In characters of a text, bytes, entries of a list, or as the value of a number."""
     why: str
 
 
-_NAME = Bound(
-    NAME_CHARACTERS, "names of runs and parties are at most this long in the contract, too"
-)
+_NAME = Bound(NAME_CHARACTERS, "the contract limits names of runs and parties to the same length")
 _DIGEST = Bound(DIGEST_BYTES, "SHA-256")
 _NONCE = Bound(NONCE_BYTES, "a nonce is as long as the joint seed")
-_POSITIONS = Bound(POSITIONS_DIGEST_BYTES, "as sample_order makes it")
-_VERSION = Bound(255, "there is one; another is answered with its name, not believed")
+_POSITIONS = Bound(POSITIONS_DIGEST_BYTES, "the length of the digests of sample_order")
+_VERSION = Bound(255, "there is only one; any other gets a reply that names the mismatch")
 _EPOCH = Bound(100_000, "the contract allows no more epochs")
-_STEP = Bound(2**31, "as many steps as rows, which are at most this many")
-_CHUNK = Bound(2**31 // CHUNK_IDS, "as many chunks as the largest set has")
+_STEP = Bound(2**31, "at most one step per row, and at most this many rows")
+_CHUNK = Bound(2**31 // CHUNK_IDS, "the number of chunks of the largest set")
 
 FIELDS: Mapping[str, Bound] = {
     "HandshakeRequest.protocol_version": _VERSION,
@@ -106,7 +107,7 @@ FIELDS: Mapping[str, Bound] = {
     "HandshakeRequest.nonce_commitment": _DIGEST,
     "HandshakeRequest.resume_run_id": _NAME,
     "HandshakeRequest.resume_places": Bound(
-        1024, "a party keeps at most 100 checkpoints, and some more while it clears old ones away"
+        1024, "a party keeps at most 100 checkpoints, and a few more while it deletes old ones"
     ),
     "HandshakeReply.run_id": _NAME,
     "HandshakeReply.contract_digest": _DIGEST,
@@ -116,7 +117,7 @@ FIELDS: Mapping[str, Bound] = {
     "AlignHello.version": _VERSION,
     "AlignHello.normalisation": _NAME,
     "AlignHello.tag_bytes": Bound(POINT_BYTES, "a tag is part of a point"),
-    "AlignHello.chunk_ids": Bound(2**20, "compared with this party's own"),
+    "AlignHello.chunk_ids": Bound(2**20, "compared with this party's own value"),
     "AlignHello.set_size": Bound(2**64 - 1, "the session knows the contract's max_set_size"),
     "AlignHello.nonce": _NONCE,
     "AlignHello.run_id": _NAME,
@@ -140,49 +141,49 @@ FIELDS: Mapping[str, Bound] = {
     "AuditRequest.run_id": _NAME,
     "AuditRequest.epoch": _EPOCH,
     "AuditRequest.attack": _NAME,
-    "AuditRequest.layer": Bound(256, "the desk says what a name looks like"),
+    "AuditRequest.layer": Bound(256, "the audit desk checks the form of the name"),
     "AuditRequest.positions_digest": _POSITIONS,
     "AuditReply.leak_auc_percent": Bound(100, "per cent"),
     "LeaveRequest.run_id": _NAME,
 }
 
 EXEMPT: Mapping[str, str] = {
-    "HandshakeRequest.resume_places[]": "only compared with places where this party has been",
-    "HandshakeReply.resumes_at": "has to be one of the places that were offered",
+    "HandshakeRequest.resume_places[]": "only compared with batches that this party has reached",
+    "HandshakeReply.resumes_at": "has to be one of the batches that were offered",
     "AlignFrame.hello": "a message: its own fields are bounded",
     "AlignFrame.points": "a message: its own fields are bounded",
     "AlignFrame.tags": "a message: its own fields are bounded",
     "AlignFrame.done": "a message: its own fields are bounded",
     "AlignFrame.wait": "a message, without fields",
     "AlignFrame.share": "a message: its own fields are bounded",
-    "AlignShare.nonces[]": "has to be what its commitment says",
-    "HandshakeReply.nonce_commitments[]": "grpc_peer wants 32 bytes",
-    "TensorFrame.rows": "tensor_codec holds it against the contract's max_rows",
-    "TensorFrame.total_bytes": "tensor_codec: exactly what the shape says",
-    "TensorFrame.offset": "tensor_codec: exactly what was received before",
+    "AlignShare.nonces[]": "has to match its commitment",
+    "HandshakeReply.nonce_commitments[]": "handshake_codec requires 32 bytes",
+    "TensorFrame.rows": "tensor_codec compares it with the contract's max_rows",
+    "TensorFrame.total_bytes": "tensor_codec: exactly the size that follows from the shape",
+    "TensorFrame.offset": "tensor_codec: exactly the bytes received before",
     "TensorFrame.data": "tensor_codec: one chunk, or the whole tensor",
     "TensorFrame.split": "an enumeration: one of its numbers",
     "TensorFrame.dtype": "an enumeration: one of its numbers",
     "EvaluateReply.course": "an enumeration: one of its numbers",
     "EvaluateReply.split": "an enumeration: one of its numbers",
-    "AuditRequest.scores": "the message's own bound; the desk wants one for each training row",
+    "AuditRequest.scores": "the message's own bound; the desk requires one per training row",
     "LeaveRequest.reason": "an enumeration: one of its numbers",
 }
 
 
 class Refused(bytes):
-    """A message that is not believed: its bytes, as they came, and why."""
+    """A message that was refused: its bytes as received, and the reason."""
 
     kind: type[ProtocolError]
     why: str
 
 
 def reader(kind: type[MessageT], most_bytes: int) -> Callable[[bytes], MessageT | Refused]:
-    """Return what gRPC parses messages with: never raises, for gRPC would say it in its own words.
+    """Return a parser for gRPC. It never raises, because gRPC would report the error its own way.
 
     Args:
-        kind: of message.
-        most_bytes: larger ones are not even parsed.
+        kind: the type of message.
+        most_bytes: larger messages are not even parsed.
     """
 
     def read(data: bytes) -> MessageT | Refused:
@@ -201,10 +202,10 @@ def reader(kind: type[MessageT], most_bytes: int) -> Callable[[bytes], MessageT 
 
 
 def believed(message: MessageT | Refused) -> MessageT:
-    """Return a message that a ``reader`` has read.
+    """Return a message that a ``reader`` has parsed.
 
     Raises:
-        ProtocolError: it is not to be believed.
+        ProtocolError: the reader has refused it.
     """
     if isinstance(message, Refused):
         raise message.kind(message.why)
@@ -212,16 +213,17 @@ def believed(message: MessageT | Refused) -> MessageT:
 
 
 def check_fields(message: Message) -> None:
-    """Hold every field of a message, and of those inside it, against its bound.
+    """Check every field of a message, and of the messages inside it, against its bound.
 
     Raises:
-        TooLarge: one is beyond it.
-        InvalidMessage: the number of an enumeration has no name, or the field no bound; or there
-            are fields that this version does not know. Both parties speak the same one: what has
-            others is a message of another kind, such as a tensor that reads as a goodbye.
+        TooLarge: a field exceeds its bound.
+        InvalidMessage: an enumeration has an unknown number, a field has no bound, or there are
+            fields that this version does not know. Both parties speak the same version, so a
+            message with unknown fields is of another kind, such as a tensor that parses as a
+            goodbye.
     """
     if len(UnknownFieldSet(message)):
-        raise InvalidMessage(f"{message.DESCRIPTOR.name}: fields that there are not")
+        raise InvalidMessage(f"{message.DESCRIPTOR.name}: has unknown fields")
     for field, value in message.ListFields():
         name = f"{message.DESCRIPTOR.name}.{field.name}"
         if field.message_type is not None:
@@ -236,7 +238,7 @@ def check_fields(message: Message) -> None:
 
 def _check_enumeration(name: str, enumeration: EnumDescriptor, value: int) -> None:
     if value not in enumeration.values_by_number:
-        raise InvalidMessage(f"{name}: there is no number {value}")
+        raise InvalidMessage(f"{name}: unknown number {value}")
 
 
 def _check_size(name: str, value: object) -> None:
@@ -247,8 +249,8 @@ def _check_size(name: str, value: object) -> None:
 
 
 def _refused(data: bytes, kind: type[ProtocolError], why: str) -> Refused:
-    # Not the error itself: with its traceback it would hold the call's frames, and they would hold
-    # it, and so gRPC's stream, until the garbage collector comes by.
+    # Not the error itself: its traceback would refer to the call's frames and these to the error,
+    # a cycle that keeps gRPC's stream alive until the garbage collector runs.
     refused = Refused(data)
     refused.kind, refused.why = kind, why
     return refused

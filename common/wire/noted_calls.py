@@ -1,7 +1,8 @@
 """Notes every message of every call in a transcript, on either side, as the bytes that cross.
 
-What cannot be noted does not cross, and ends the run with the transcript's ``StorageError``. Only a
-goodbye crosses all the same, so that the peer need not wait for a party that is gone.
+A message that cannot be noted does not cross, and ends the run with the transcript's
+``StorageError``. Only a goodbye crosses anyway, so that the peer need not wait for a party that is
+gone.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from splitveil.common.wire.limits import PARTY_KEY
 from splitveil.common.wire.tensor_codec import epoch_and_step_of
 
 if TYPE_CHECKING:
-    # grpcio's own class takes no type arguments at run time, only its type stubs do.
+    # The class takes type arguments in its stubs only, not at run time.
     _Handler = grpc.RpcMethodHandler[Any, Any]
 
 _PREFIX = f"/{SERVICE}/"
@@ -30,10 +31,10 @@ _NoteOf = Callable[[str | None, Direction, str, Any], Any]
 
 
 class NotingServer(grpc.ServerInterceptor):  # type: ignore[misc, unused-ignore]
-    """Notes what a server receives and sends.
+    """Notes every message that a server receives or sends.
 
     Args:
-        transcript: of the serving party.
+        transcript: the serving party's.
     """
 
     def __init__(self, transcript: Transcript) -> None:
@@ -74,10 +75,10 @@ class NotingClient(
     grpc.UnaryUnaryClientInterceptor,  # type: ignore[misc, unused-ignore]
     grpc.StreamStreamClientInterceptor,  # type: ignore[misc, unused-ignore]
 ):
-    """Notes what a client sends and receives.
+    """Notes every message that a client sends or receives.
 
     Args:
-        transcript: of the calling party.
+        transcript: the calling party's.
     """
 
     def __init__(self, transcript: Transcript) -> None:
@@ -112,10 +113,11 @@ class NotingClient(
 
 
 class _NotedCall:
-    """A call whose requests are noted when gRPC takes them, and its replies when they are taken.
+    """A call whose requests are noted as gRPC takes them, and its replies as they are read.
 
-    gRPC takes the requests in a thread of its own, in which an error would only be logged, and look
-    like a lost connection: it ends the call instead, and is raised to whoever waits for a reply.
+    gRPC takes the requests in a thread of its own, where an error would only be logged, and look
+    like a lost connection. Instead, the error ends the call, and is raised to the reader of the
+    replies.
     """
 
     def __init__(
@@ -163,14 +165,14 @@ def _own_method(path: str | bytes) -> str | None:
 
 
 def _caller(context: grpc.ServicerContext) -> str | None:
-    """Return the name that a call gives itself, which calls do where there are several parties."""
+    """Return the caller's name, which every call carries in a run with several passive parties."""
     named = [value for key, value in context.invocation_metadata() if key == PARTY_KEY]
     return str(named[0])[:NAME_CHARACTERS] if named else None
 
 
 def _noting(transcript: Transcript) -> _NoteOf:
     def note(party: str | None, direction: Direction, kind: str, message: Any) -> Any:
-        """Note a message, and hand it on."""
+        """Note a message, and return it."""
         if isinstance(message, bytes):
             data, (epoch, step) = message, epoch_and_step_of(message)
         else:

@@ -1,16 +1,18 @@
-"""The active party's certificate: looked at, judged and pinned before anything is said to it.
+"""Fetches, verifies and pins the active party's certificate before anything is sent to the party.
 
-gRPC's client takes a wildcard for a name, and the subject's common name where there is no
-subject alternative name; and it does not tell which certificate it was shown. So the passive party
-looks first. It begins a TLS handshake of its own, which verifies the certificate up to the
-authority, and compares its DNS names as the active party compares those of its callers: one of
-them has to be the contract's identity, letter for letter but for the case of ASCII letters. That
-certificate is then the only one that gRPC is given to trust. Whoever answers on gRPC's connection
-has to show this very certificate and to hold its key, and what was found true of it is true then.
+gRPC's client accepts a wildcard as a name, and the subject's common name where there is no subject
+alternative name; and it does not report which certificate it was shown. So the passive party looks
+first. It begins a TLS handshake of its own, which verifies the certificate up to the authority, and
+compares its DNS names in the way in which the active party compares those of its callers: one of
+them has to be the contract's identity, letter for letter except for the case of ASCII letters. That
+certificate is then the only one that gRPC is told to trust. A server that answers on gRPC's
+connection has to show this very certificate and to hold its key, so all that was verified holds for
+that server.
 
-The look ends before this party would have shown anything of itself; nothing is taken from it but
-the certificate. As in gRPC, a certificate without an extended key usage may be used for either end,
-one that has it has to allow that of a server, and an authority need not be self-signed.
+The first handshake ends before this party would show anything about itself, and only the
+certificate is kept from it. As in gRPC, a certificate without an extended key usage may serve
+either end, one with an extended key usage must allow that of a server, and an authority need not be
+self-signed.
 """
 
 import socket
@@ -27,32 +29,32 @@ LOOK_TIMEOUT_S = 10.0
 
 _CHUNK_BYTES = 65536
 _RECORDS_OF_TLS = frozenset(range(20, 24))
-"""How everything begins that TLS sends: change of cipher, alert, handshake, data."""
+"""First byte of every TLS record: change of cipher, alert, handshake, data."""
 
-# OpenSSL's numbers for what it finds wrong with a certificate; its words change with its version.
-_SIGNED_BY_NOBODY = frozenset({2, 18, 19, 20, 21})
+# OpenSSL's numbers for the faults of a certificate; its words change from version to version.
+_UNKNOWN_SIGNER = frozenset({2, 18, 19, 20, 21})
 _MEANINGS = {
-    7: "a signature in the peer's chain of certificates does not hold: it is damaged, or by one "
-    "who only has the name of an authority in security.authority",
-    9: "the peer's certificate does not hold yet, or this machine's clock is wrong",
+    7: "a signature in the peer's chain of certificates does not verify: it is damaged, or its "
+    "signer only shares the name of an authority in security.authority",
+    9: "the peer's certificate is not valid yet, or this machine's clock is wrong",
     10: "the peer's certificate has expired, or this machine's clock is wrong",
     26: "the peer's certificate is not for servers (extended key usage)",
 } | dict.fromkeys(
-    _SIGNED_BY_NOBODY, "the peer's certificate is signed by nobody in security.authority"
+    _UNKNOWN_SIGNER, "the peer's certificate is not signed by any authority in security.authority"
 )
 
 
 def judged_certificate(connection: socket.socket, authority: bytes, identity: str) -> bytes:
-    """Return the certificate of whoever answers, in PEM, once it is known to be the right one.
+    """Return the certificate of the server that answers, in PEM, once it has been verified.
 
     Args:
-        connection: to the active party, fresh; it is of no use afterwards.
-        authority: PEM, of those whose signature is believed.
+        connection: a fresh connection to the active party; it cannot be used afterwards.
+        authority: PEM certificates of the authorities whose signatures are trusted.
         identity: the DNS name that the certificate has to carry.
 
     Raises:
-        PeerUntrusted: it is not the right one; says what is wrong with it.
-        PeerUnreachable: nothing comes, or not all of a handshake.
+        PeerUntrusted: it is not the right certificate; the message says what is wrong with it.
+        PeerUnreachable: the server does not answer, or not with a whole handshake.
     """
     shown = _shown_certificate(connection, _context(authority), identity)
     names = _dns_names(shown)
@@ -68,7 +70,7 @@ def judged_certificate(connection: socket.socket, authority: bytes, identity: st
 
 def _context(authority: bytes) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False  # it would take a wildcard for a name; names are compared above
+    context.check_hostname = False  # it accepts wildcards; names are compared above
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.set_alpn_protocols(["h2"])
@@ -78,12 +80,12 @@ def _context(authority: bytes) -> ssl.SSLContext:
 
 
 def _shown_certificate(connection: socket.socket, context: ssl.SSLContext, identity: str) -> bytes:
-    """Follow a handshake until the peer's certificate is verified, and its key shown to be held.
+    """Run a handshake until the peer's certificate is verified, and its key is proved to be held.
 
-    The own last flight stays unsent, and so the peer learns nothing of this party.
+    This party's last flight is not sent, so the peer learns nothing about this party.
     """
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-    # As bytes: as text it would have to be a host's name, and an identity is looked up nowhere.
+    # As bytes: text would have to be a valid host name, while an identity is never looked up.
     tls = context.wrap_bio(incoming, outgoing, server_hostname=identity.encode())
     deadline = time.monotonic() + LOOK_TIMEOUT_S
     is_first = True
@@ -106,9 +108,9 @@ def _shown_certificate(connection: socket.socket, context: ssl.SSLContext, ident
 
 
 def _exchange(connection: socket.socket, data: bytes, deadline: float) -> bytes:
-    """Send what is to be sent, and wait for what comes next."""
+    """Send the given bytes, and return the next bytes received."""
     left_s = deadline - time.monotonic()
-    if left_s <= 0:  # something came all the time, and never enough
+    if left_s <= 0:  # bytes kept coming, but never enough
         raise PeerUnreachable("no connection to the peer (it does not answer in time)")
     try:
         connection.settimeout(left_s)
@@ -124,7 +126,7 @@ def _exchange(connection: socket.socket, data: bytes, deadline: float) -> bytes:
 
 def _meaning_of(error: ssl.SSLError) -> PeerError:
     if isinstance(error, ssl.SSLCertVerificationError):
-        otherwise = f"the peer's certificate cannot be believed ({error.verify_message})"
+        otherwise = f"the peer's certificate cannot be trusted ({error.verify_message})"
         return PeerUntrusted(_MEANINGS.get(error.verify_code, otherwise))
     reason = error.reason or "unknown reason"
     if "BAD_SIGNATURE" in reason:

@@ -1,8 +1,8 @@
-"""What the peer is told of an error, and which error a party makes of what it is told.
+"""Translates errors into the statuses that the peer receives, and received statuses into errors.
 
-The peer gets a gRPC status and a fixed sentence that starts with a code word. Nothing of a message
-for the own user goes out, with one exception: the names of the contract's fields in
-which the parties differ, which both hold anyway.
+The peer gets a gRPC status and a fixed sentence that starts with a code word. Messages for this
+party's own user never go out, with one exception: the names of the contract's fields in which the
+parties differ, which both hold anyway.
 """
 
 import re
@@ -36,7 +36,7 @@ from splitveil.common.wire.limits import DETAILS_CHARACTERS
 
 
 class PeerStatus(NamedTuple):
-    """A status as it travels."""
+    """A status as it is sent."""
 
     code: grpc.StatusCode
     details: str
@@ -44,11 +44,11 @@ class PeerStatus(NamedTuple):
 
 _MISMATCH = "contract-mismatch"
 _BUSY = "Concurrent RPC limit exceeded"
-"""gRPC's own words."""
+"""gRPC's own wording."""
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_. ()-]{1,100}")
 _OTHER_FIELDS = "(other fields)"
 
-# From the most special to the most general: the first that fits an error is sent.
+# From the most specific to the most general: the first that fits an error is sent.
 _SENT: tuple[tuple[type[Exception], PeerStatus], ...] = (
     (
         InvalidMessage,
@@ -108,7 +108,7 @@ _SENT: tuple[tuple[type[Exception], PeerStatus], ...] = (
         PeerStatus(grpc.StatusCode.ABORTED, "interrupted: this party was stopped"),
     ),
     (
-        # Whether it was a budget or a gate is not said.
+        # The status does not say whether it was a budget or a gate.
         EndedForGood,
         PeerStatus(grpc.StatusCode.ABORTED, "ended-for-good: this party has ended the run"),
     ),
@@ -119,34 +119,34 @@ _SENT: tuple[tuple[type[Exception], PeerStatus], ...] = (
 )
 
 UNTRUSTED = PeerStatus(grpc.StatusCode.UNAUTHENTICATED, "untrusted: not accepted")
-"""What a peer is told whose certificate is genuine, and not that of a party to the contract."""
+"""Sent to a peer whose certificate is genuine, but not that of a party to the contract."""
 
 _INTERNAL = PeerStatus(grpc.StatusCode.INTERNAL, "internal: this party has a fault of its own")
 
-# The code words of statuses that end this party's run, and what they become on the other side.
+# The code words of received statuses, and the errors that they become on this side.
 _RECEIVED: dict[str, tuple[type[SplitveilError], str]] = {
     "invalid-message": (ProtocolError, "the peer found a message of this party invalid"),
     "too-large": (ProtocolError, "the peer found a message of this party too large"),
     "not-open": (PeerRestarted, "the peer was restarted, and its run has to be opened again"),
     "others-awaited": (OthersAwaited, "the active party waits for another passive party"),
-    "nothing-begun": (NothingBegun, "the active party has begun anew before the first answer"),
+    "nothing-begun": (NothingBegun, "the active party has started over before the first answer"),
     "out-of-step": (ProtocolError, "the peer is at another run, epoch, step or other rows"),
-    "audit-refused": (AuditRefused, "the peer measures no scores in this run"),
+    "audit-refused": (AuditRefused, "the peer does not measure scores in this run"),
     "untrusted": (PeerUntrusted, "the peer does not accept this party's certificate"),
     "alignment-failed": (
         AlignmentError,
-        "the peer found no usable intersection of the ids, or wants no more; its log says which",
+        "the peer found no usable intersection of the ids, or accepts no more; its log says which",
     ),
     "interrupted": (PeerLeft, "the peer was stopped by a person or a supervisor"),
     "ended-for-good": (
         PeerEndedForGood,
         "the active party has ended this run for good; its own log says why",
     ),
-    "stopped": (PeerLeft, "the peer cannot go on; its own log says why"),
-    "internal": (PeerError, "the peer has a fault of its own; its own log says which"),
+    "stopped": (PeerLeft, "the peer cannot continue; its own log says why"),
+    "internal": (PeerError, "the peer has an internal fault; its own log says which"),
 }
 
-# What gRPC says of a connection that will never be made, and what it means: waiting is no use.
+# gRPC's words about a connection that will never be made, and their meaning: waiting is useless.
 _NOT_TO_BE: tuple[tuple[str, str], ...] = (
     (
         "Hostname Verification Check failed",
@@ -158,7 +158,7 @@ _NOT_TO_BE: tuple[tuple[str, str], ...] = (
     ),
     (
         "certificate is not yet valid",
-        "the peer's certificate does not hold yet, or this machine's clock is wrong",
+        "the peer's certificate is not valid yet, or this machine's clock is wrong",
     ),
     ("WRONG_VERSION_NUMBER", "the peer answers without TLS"),
     ("ALERT_HANDSHAKE_FAILURE", "the peer does not speak TLS 1.3"),
@@ -178,7 +178,7 @@ _PASSING = frozenset(
 
 
 def status_for(error: BaseException) -> PeerStatus:
-    """Return what the peer is told of an error."""
+    """Return the status that tells the peer about an error."""
     if isinstance(error, ContractMismatch):
         return PeerStatus(
             grpc.StatusCode.FAILED_PRECONDITION, f"{_MISMATCH}: {', '.join(error.fields)}"
@@ -192,8 +192,8 @@ def status_for(error: BaseException) -> PeerStatus:
 def error_from(code: grpc.StatusCode, details: str | None) -> SplitveilError:
     """Return the error that a status from the peer means for this party.
 
-    ``PeerUnreachable`` for what may pass; everything else ends the run. Of the peer's own words
-    only names of fields are repeated, and only where they look like such.
+    It is ``PeerUnreachable`` for a condition that may pass; every other error ends the run. Of the
+    peer's own words only names of fields are repeated, and only if they have the form of names.
     """
     word, _, rest = (details or "").partition(": ")
     if word == _MISMATCH:
@@ -207,13 +207,13 @@ def error_from(code: grpc.StatusCode, details: str | None) -> SplitveilError:
 
 
 def _error_of_connection(code: grpc.StatusCode, details: str) -> SplitveilError:
-    """Return what a status of gRPC itself means."""
+    """Return the meaning of a status that comes from gRPC itself."""
     if code is grpc.StatusCode.UNAVAILABLE:
         return _error_without_connection(details)
     if code in _PASSING:
         return PeerUnreachable(f"no connection to the peer ({code.name})")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and _BUSY in details:
-        return PeerUnreachable("the peer has as many calls as it takes at a time")
+        return PeerUnreachable("the peer has as many calls as it accepts at a time")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return TooLarge("a message is beyond the connection's limits")
     return PeerError(f"the peer refused a call ({code.name})")
@@ -224,12 +224,12 @@ def _error_without_connection(details: str) -> PeerError:
         if words in details:
             return PeerUntrusted(meaning)
     if "CERTIFICATE_VERIFY_FAILED" in details or "certificate signature failure" in details:
-        # A channel trusts one certificate only, which was judged when the channel was made.
+        # A channel trusts only one certificate, which was verified when the channel was made.
         return PeerRenewed("the peer shows another certificate than before")
     if "failed to connect" in details and "Socket closed" in details:
-        # Whoever refuses a certificate, or wants one, says nothing else.
+        # A server that refuses a certificate, or requires one, says nothing else.
         return PeerUnreachable(
             "no connection to the peer (it hangs up: it may refuse this party's certificate, or "
-            "want TLS; its own log says more)"
+            "require TLS; its own log says more)"
         )
     return PeerUnreachable("no connection to the peer (UNAVAILABLE)")

@@ -1,11 +1,11 @@
-"""Activations and answers on the wire, and the one place where the bytes of a tensor are checked.
+"""Encodes activations and answers; the only module that checks and decodes the bytes of a tensor.
 
-``encode_activation`` writes activations and ``encode_answer`` answers, whose values are nothing but
-defended gradients: mypy refuses to encode a raw one.
+``encode_activation`` encodes activations, and ``encode_answer`` encodes answers, whose values can
+only be defended gradients: mypy refuses to encode a raw one.
 
-A tensor travels as one ``TensorFrame``, or, beyond ``unchunked_bytes``, as several with rising
-offsets. The frames are legal protobuf messages. They are written and read here rather than by the
-generated class only because that class copies the payload twice more on each side.
+A tensor travels as one ``TensorFrame``, or, above ``unchunked_bytes``, as several with rising
+offsets. The frames are legal protobuf messages. They are encoded and decoded here rather than by
+the generated class only because that class copies the payload two more times on each side.
 """
 
 import math
@@ -65,7 +65,7 @@ class TensorLimits:
 
 
 def encode_activation(activation: Activation, limits: TensorLimits) -> Iterator[bytes]:
-    """Write an activation as serialised ``TensorFrame`` messages.
+    """Encode an activation as serialised ``TensorFrame`` messages.
 
     Args:
         activation: values of shape (rows, *cut_shape), of any float dtype and on any device.
@@ -75,7 +75,7 @@ def encode_activation(activation: Activation, limits: TensorLimits) -> Iterator[
 
 
 def encode_answer(answer: Answer, limits: TensorLimits) -> Iterator[bytes]:
-    """Write an answer as serialised ``TensorFrame`` messages.
+    """Encode an answer as serialised ``TensorFrame`` messages.
 
     Args:
         answer: defended gradient of shape (rows, *cut_shape), of any float dtype and on any device.
@@ -106,7 +106,7 @@ def _encode(batch: BatchId, tensor: Tensor, limits: TensorLimits) -> Iterator[by
 
 
 def epoch_and_step_of(frame: bytes) -> tuple[int | None, int | None]:
-    """Return the epoch and step of a serialised frame, None for junk; nothing else is checked."""
+    """Return the epoch and step of a serialised frame, None for junk. It checks nothing else."""
     try:
         fields, _ = _split_frame(frame)
     except ProtocolError:
@@ -117,11 +117,12 @@ def epoch_and_step_of(frame: bytes) -> tuple[int | None, int | None]:
 class TensorAssembler(Generic[MessageT]):
     """Reads the frames of one stream and returns whole, checked tensors.
 
-    It holds at most one tensor of the size that the contract allows, whatever the peer sends.
+    Regardless of what the peer sends, it holds at most one tensor of the size that the contract
+    allows.
 
     Args:
-        limits: bound the tensors.
-        build: makes a message of a tensor's batch and values.
+        limits: the limits of each tensor.
+        build: makes a message from a tensor's batch and values.
     """
 
     def __init__(self, limits: TensorLimits, build: Callable[[BatchId, Tensor], MessageT]) -> None:
@@ -133,25 +134,25 @@ class TensorAssembler(Generic[MessageT]):
 
     @staticmethod
     def of_activations(limits: TensorLimits) -> "TensorAssembler[Activation]":
-        """Return an assembler of what a passive party sends."""
+        """Return an assembler for the activations that a passive party sends."""
         return TensorAssembler(limits, Activation)
 
     @staticmethod
     def of_answers(limits: TensorLimits) -> "TensorAssembler[Answer]":
-        """Return an assembler of what the active party sends."""
+        """Return an assembler for the answers that the active party sends."""
         return TensorAssembler(limits, _received_answer)
 
     def add(self, frame: bytes) -> MessageT | None:
-        """Take one serialised frame; return the message if this was its last.
+        """Take one serialised frame, and return the message if this was its last frame.
 
         Raises:
             InvalidMessage: the frame is not a legal frame, or not the next one, or has wrong
                 values.
-            OutOfStep: the tensor belongs to no split of the rows.
+            OutOfStep: the tensor does not belong to any split of the rows.
             TooLarge: the frame announces more rows than the contract allows.
         """
         fields, data = _split_frame(frame)
-        begun, self._begun = self._begun, None  # an error below drops what was begun
+        begun, self._begun = self._begun, None  # an error below drops the unfinished tensor
         if begun is None:
             self._check_first(fields)
             if len(data) == fields.total_bytes:
@@ -193,7 +194,7 @@ class TensorAssembler(Generic[MessageT]):
 
     def _finish(self, fields: pb.TensorFrame, data: memoryview) -> MessageT:
         dtype = TORCH_DTYPES[self._limits.dtype]
-        # The copy makes the tensor writable and free of the message's memory.
+        # The copy makes the tensor writable and independent of the message's memory.
         flat = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy()).view(dtype)
         values = flat.view(fields.rows, *self._limits.cut_shape)
         if not bool(torch.isfinite(values).all()):
@@ -238,7 +239,7 @@ def _split_frame(frame: bytes) -> tuple[pb.TensorFrame, memoryview]:
 def _find_data(frame: bytes) -> tuple[tuple[int, int], int]:
     """Find the payload field: (offset of its tag, offset of its bytes), end of its bytes.
 
-    The search stops where the field has to have begun: it does not walk a megabyte of small fields.
+    The search stops where the field must have begun, so it never scans a megabyte of small fields.
     """
     at = 0
     while at < min(len(frame), TENSOR_HEADER_BYTES):

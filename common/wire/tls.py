@@ -1,4 +1,4 @@
-"""Mutual TLS as gRPC does it, and who may call once the certificate is known to be genuine."""
+"""Mutual TLS for gRPC, and the check that a genuine certificate belongs to a passive party."""
 
 import logging
 import threading
@@ -22,7 +22,7 @@ from splitveil.protos import split_learning_pb2 as pb
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    # grpcio's own class takes no type arguments at run time, only its type stubs do.
+    # The class takes type arguments in its stubs only, not at run time.
     _Handler = grpc.RpcMethodHandler[Any, Any]
 
 _Shown = Mapping[str, Sequence[bytes]]
@@ -32,7 +32,7 @@ _MAX_REMEMBERED = 1000
 
 
 def channel_credentials(credentials: Credentials, pinned: bytes) -> grpc.ChannelCredentials:
-    """Return what a client shows, and the one certificate that it believes.
+    """Return the credentials that a client shows, and the only certificate that it trusts.
 
     Args:
         credentials: the client's.
@@ -46,7 +46,7 @@ def channel_credentials(credentials: Credentials, pinned: bytes) -> grpc.Channel
 
 
 def server_credentials(files: CredentialFiles) -> grpc.ServerCredentials:
-    """Return what a server shows and believes; looked up again for every new connection.
+    """Return a server's credentials and authorities, read again for every new connection.
 
     Raises:
         SettingsError: the files cannot be used, or gRPC would agree to TLS 1.2.
@@ -62,7 +62,7 @@ def server_credentials(files: CredentialFiles) -> grpc.ServerCredentials:
         served = now
         return _configuration(now)
 
-    # None means unchanged, of which grpcio's stubs know nothing.
+    # None means unchanged, which grpcio's stubs do not allow for.
     fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", changed)
     return grpc.dynamic_ssl_server_credentials(
         _configuration(served), fetch, require_client_authentication=True
@@ -76,10 +76,10 @@ def _configuration(credentials: Credentials) -> grpc.ServerCertificateConfigurat
 
 
 class PartyInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ignore]
-    """Lets the contract's passive parties in, and nobody else whom the authority has certified.
+    """Admits only the contract's passive parties, of all whom the authority has certified.
 
-    It has to be a server's first interceptor: whoever is refused is told a fixed sentence, reaches
-    no handler, and leaves one line in the log for each connection.
+    It has to be a server's first interceptor: a refused caller gets a fixed sentence, reaches no
+    handler, and leaves one line in the log for each connection.
 
     Args:
         contract: lists the passive parties and their identities.
@@ -105,7 +105,7 @@ class PartyInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ign
 
     def _guarded(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(request: Any, context: grpc.ServicerContext) -> Any:
-            # grpcio's stubs say bytes where lists of bytes come.
+            # grpcio's stubs declare bytes where lists of bytes arrive.
             shown = cast("_Shown", context.auth_context())
             party = self._party_of(shown)
             claimed = {value for key, value in context.invocation_metadata() if key == PARTY_KEY}
@@ -135,7 +135,7 @@ class PartyInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ign
             self._told.add(peer)
         subject = b", ".join(shown.get("x509_subject", [])).decode(errors="replace")
         reason = (
-            "it carries the name of no passive party of the contract"
+            "it does not carry the name of any passive party of the contract"
             if party is None
             else f"it is {party}'s, and the {message} names another party"
         )

@@ -1,4 +1,4 @@
-"""That gRPC agrees to TLS 1.3 and nothing older, also where it was imported before splitveil."""
+"""Restricts gRPC to TLS 1.3, even where gRPC was imported before splitveil."""
 
 import socket
 from functools import cache
@@ -13,29 +13,29 @@ _TIMEOUT_S = 20.0
 _RECORD_HEADER = 5
 _SUITES_OF_TLS_1_3 = range(0x1301, 0x1306)
 _SUITE_NEVER_AGREED = 0xCCAC
-_RENEGOTIATION = 0x00FF  # a signal that stands among the suites
+_RENEGOTIATION = 0x00FF  # a signal in the list of suites, not a suite
 
 
 @cache
 def require_tls_1_3() -> None:
-    """Have gRPC leave TLS 1.2 out, if need be; what it does then is looked at and not assumed.
+    """Make gRPC leave out TLS 1.2 where necessary, and check that it does.
 
-    gRPC forms its list of suites when it first uses TLS, and never again. Whoever used it before
-    splitveil was imported cannot be helped.
+    gRPC builds its list of suites when it first uses TLS, and never changes it afterwards. A
+    process that used gRPC's TLS before it imported splitveil is therefore refused.
 
     Raises:
-        SettingsError: gRPC would agree to TLS 1.2, or it cannot be found out.
+        SettingsError: gRPC would agree to TLS 1.2, or its choice cannot be determined.
     """
     if not common.GRPC_CAME_FIRST:
         return
-    # Of no use in a later grpcio that reads the variable in time, or has another way to reset.
+    # Not needed with a later grpcio that reads the variable in time, or resets in another way.
     getattr(cygrpc, "reset_grpc_config_vars", lambda: None)()
     try:
         offered = _offered_suites()
     except OSError as error:
         raise SettingsError(
-            "gRPC was imported before splitveil, and whether it would agree to TLS 1.2 cannot be "
-            f"found out on a loopback connection ({error}): {_WAY_OUT}"
+            "gRPC was imported before splitveil, and a loopback connection does not show whether "
+            f"it would agree to TLS 1.2 ({error}): {_WAY_OUT}"
         ) from error
     if not all(_is_harmless(suite) for suite in offered):
         raise SettingsError(
@@ -57,10 +57,10 @@ def _is_harmless(suite: int) -> bool:
 
 
 def _offered_suites() -> list[int]:
-    """Return what a client of gRPC offers; its servers accept from the same list.
+    """Return the suites that a gRPC client offers; its servers accept from the same list.
 
     Raises:
-        OSError: no connection on loopback, or something else than a client's first message.
+        OSError: there is no connection on loopback, or its first message is not a ClientHello.
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(_TIMEOUT_S)
@@ -84,4 +84,4 @@ def _suites_of(client_hello: bytes) -> list[int]:
     suites = client_hello[at + 2 : at + 2 + length]
     if client_hello[:1] != b"\x01" or not suites or len(suites) != length:
         raise OSError("expected a ClientHello")
-    return [int.from_bytes(suites[place : place + 2]) for place in range(0, length, 2)]
+    return [int.from_bytes(suites[start : start + 2]) for start in range(0, length, 2)]

@@ -56,7 +56,7 @@ def prose(path: Path) -> Iterator[str]:
 
 
 def sentences(path: Path) -> Iterator[str]:
-    """Yield the lines of prose that hold sentences: no tables, no headings; code is blanked."""
+    """Yield the lines of prose, without tables and headings; code is blanked."""
     for line in prose(path):
         if line and not line.startswith(("|", "#", "!")):
             yield _CODE.sub("`code`", _ITEM.sub("", line))
@@ -71,7 +71,7 @@ def links(path: Path) -> Iterator[str]:
 
 
 def anchors(path: Path) -> set[str]:
-    """Return what a link into a document may name, as GitHub makes anchors of headings."""
+    """Return the anchors of a document, derived from its headings as on GitHub."""
     found: set[str] = set()
     for line in prose(path):
         found |= set(re.findall(r'<a id="([^"]+)">', line))

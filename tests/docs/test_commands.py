@@ -1,8 +1,8 @@
-"""What README and guide tell a reader to type and to write: it is run, or at least read, here.
+"""The commands and settings in README and guide work: they are run, or at least parsed, here.
 
 The settings files of the guide's own-data page are taken from the page, with small tables made to
-fit, and its commands are run on them in order. Every other command of these pages stands in a table
-below with what keeps it from being run; its options and settings are read all the same.
+fit, and its commands are run on them in order. Every other command of these pages is listed in a
+table below with the reason why it is not run; its options and settings are parsed all the same.
 """
 
 import argparse
@@ -96,7 +96,7 @@ MENTIONED = (
 
 
 class Done(NamedTuple):
-    """What a command left."""
+    """The outcome of a command."""
 
     exit_code: int | None
     output: str
@@ -154,7 +154,7 @@ MAINS: Mapping[str, Callable[[Sequence[str]], int | None]] = {
 
 
 def called(folder: Path, text: str) -> Done:
-    """Run a command in this process: starting one takes seconds."""
+    """Run a command in this process, because starting another takes seconds."""
     program, *arguments = shlex.split(text)
     printed = io.StringIO()
     with chdir(folder), redirect_stdout(printed), redirect_stderr(printed):
@@ -166,7 +166,7 @@ def called(folder: Path, text: str) -> Done:
 
 
 def both_run(folder: Path, active: str, passive: str) -> dict[str, Done]:
-    """Run both parties at the same time, shorter than the page's settings say."""
+    """Run both parties at the same time, for fewer epochs than the page's settings say."""
     address = free_address()
     ends = {active: f"listen={address}", passive: f"connect={address}"}
     processes = {}
@@ -190,7 +190,7 @@ def both_run(folder: Path, active: str, passive: str) -> dict[str, Done]:
 
 @pytest.fixture(scope="module")
 def done(own: Path) -> Mapping[str, Done]:
-    """Run what a reader of the page types, in order."""
+    """Run the page's commands in order."""
     results: dict[str, Done] = {}
     for text in RUN_HERE:
         if text in results:
@@ -218,7 +218,7 @@ def test_the_checks_say_what_was_found(done: Mapping[str, Done]) -> None:
 
 
 def test_ids_are_compared_as_the_page_says(own: Path, done: Mapping[str, Done]) -> None:
-    """The feature owner's ids have a blank before them, and stand in another order."""
+    """The feature owner's ids have a leading blank, and are in another order."""
     summaries = [*(own / "runs").glob("*/*/summary.json")]
     assert [yaml.safe_load(path.read_text())["aligned_rows"] for path in summaries] == [1200, 1200]
 
@@ -322,7 +322,7 @@ SNIPPETS = [
 
 
 def laid_over(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with those of a snippet in their place; ``data`` is only added to."""
+    """Return settings replaced by the settings of a snippet; ``data`` is only extended."""
     result = {**base, **more}
     if "data" in more:
         result["data"] = {**base["data"], **more["data"]}

@@ -14,7 +14,7 @@ OF_GRPC = "Handshake failed with error"
 
 
 def quoted(page: Path) -> set[str]:
-    """Return what stands in code style in the first column of a page's tables of messages."""
+    """Return the text in code style in the first column of a page's tables of messages."""
     found: set[str] = set()
     is_table = False
     for line in prose(page):
@@ -25,14 +25,14 @@ def quoted(page: Path) -> set[str]:
 
 
 def fixed_parts(message: str) -> list[str]:
-    """Return what a message always says: without what stands for a name, a number or a path."""
+    """Return the constant parts of a message, without names, numbers and paths."""
     parts = re.split(r"\.\.\.|\d+|\(defense\)|\w+\.\w+:", message)
     return [part.strip(" :") for part in parts if len(part.split()) > 1]
 
 
 @pytest.fixture(scope="module")
 def code() -> str:
-    """Return all source with the pieces of texts that span several lines put together."""
+    """Return all source, with string literals that span several lines joined."""
     files = [path for folder in CODE for path in (ROOT / folder).rglob("*.py")]
     text = "\n".join(path.read_text(encoding="utf-8") for path in files)
     return re.sub(r'"\s*\n\s*f?"', "", text)

@@ -1,4 +1,4 @@
-"""The reference of all settings is the one that the settings classes give."""
+"""The committed reference of all settings matches the settings classes."""
 
 from pathlib import Path
 

@@ -12,7 +12,12 @@ import torch
 
 from splitveil.active_party.run.questions import AnsweredQuestions
 from splitveil.common.errors import OutOfStep, StorageError
-from splitveil.common.storage.answer_log import NO_PLACE, NOTHING_TOLD, AnswerLog, ChargedAnswer
+from splitveil.common.storage.answer_log import (
+    FIRST_AUDIT_NUMBER,
+    NOTHING_TOLD,
+    AnswerLog,
+    ChargedAnswer,
+)
 from splitveil.common.storage.model_files import delete_saved
 from splitveil.common.storage.run_store import RunStore
 from tests.peers import Lost, dying
@@ -29,7 +34,7 @@ def log_of_three(path: Path) -> AnswerLog:
     log = AnswerLog.create(path)
     log.record(0, [b"f" * 16], FRESH)
     log.record(1, [b"g" * 16], REPEATED)
-    log.record(NO_PLACE + 7, [b"h" * 16])
+    log.record(FIRST_AUDIT_NUMBER + 7, [b"h" * 16])
     return log
 
 
@@ -47,8 +52,8 @@ def test_it_outlives_its_process_and_half_a_record(tmp_path: Path) -> None:
         assert again.at(5) is None
     again.record(2, [b"i" * 16], FRESH)
     found = AnswerLog(path)
-    assert [record.number for record in found.since(1)] == [1, NO_PLACE + 7, 2]
-    assert len(found.of_no_place()) == 1
+    assert [record.number for record in found.since(1)] == [1, FIRST_AUDIT_NUMBER + 7, 2]
+    assert len(found.audits()) == 1
 
 
 def test_what_can_no_more_be_asked_again_stays_in_the_file(tmp_path: Path) -> None:
@@ -58,7 +63,7 @@ def test_what_can_no_more_be_asked_again_stays_in_the_file(tmp_path: Path) -> No
     for one in (log, later):
         assert one.at(0) is None
         assert one.at(1) is not None
-        assert one.at(NO_PLACE + 7) is not None
+        assert one.at(FIRST_AUDIT_NUMBER + 7) is not None
         assert len(list(one.since(0))) == len(one) == 3
 
 
@@ -193,13 +198,13 @@ def started_again(example: Path, runs: Path) -> Parties:
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_log_is_refused_in_one_line_that_says_how_to_go_on(
+def test_a_damaged_log_is_refused_in_one_line_that_says_how_to_recover(
     example: Path, tmp_path: Path, damage: Callable[[bytes], bytes]
 ) -> None:
     path = answered(example, tmp_path)
     path.write_bytes(damage(path.read_bytes()))
     again = started_again(example, tmp_path)
-    with pytest.raises(StorageError, match="--fresh, and let the other party do so, too") as caught:
+    with pytest.raises(StorageError, match="--fresh at both parties") as caught:
         again.session.reopen()
     assert "\n" not in str(caught.value)
     assert "answered.log" in str(caught.value)
@@ -209,7 +214,9 @@ def test_so_is_a_missing_one_and_that_of_another_run(example: Path, tmp_path: Pa
     path = answered(example, tmp_path / "one")
     other = answered(example, tmp_path / "two").read_bytes()
     path.unlink()
-    with pytest.raises(StorageError, match="is missing: what was answered cannot be known"):
+    with pytest.raises(
+        StorageError, match="is missing: the answers already given are no longer known"
+    ):
         started_again(example, tmp_path / "one").session.reopen()
     path.write_bytes(other)
     with pytest.raises(StorageError, match="record 1 is damaged"):
@@ -231,7 +238,9 @@ def test_answers_of_which_no_checkpoint_is_left_are_not_given_a_second_time(
     log = answered(example, tmp_path)
     for state in log.parent.glob("at-*.state"):
         state.write_bytes(b"")
-    with pytest.raises(StorageError, match=r"no checkpoint can be read.*in no ledger.*--fresh"):
+    with pytest.raises(
+        StorageError, match=r"no checkpoint can be read.*no ledger.*--fresh at both parties"
+    ):
         started_again(example, tmp_path).session.reopen()
     log.write_bytes(log.read_bytes()[:HEADER_BYTES])  # killed before it had answered anything
     assert not started_again(example, tmp_path).session.reopen()
@@ -245,7 +254,7 @@ def rewritten(path: Path, version: int) -> None:
 
 
 @pytest.mark.parametrize("party", ["active", "passive"])
-def test_a_damaged_run_state_says_what_is_lost_and_how_to_go_on(
+def test_a_damaged_run_state_says_what_is_lost_and_how_to_recover(
     example: Path, tmp_path: Path, party: str
 ) -> None:
     answered(example, tmp_path)
@@ -253,7 +262,7 @@ def test_a_damaged_run_state_says_what_is_lost_and_how_to_go_on(
     whole = path.read_bytes()
     for damaged in (b"", whole[:100], bytes(len(whole)), whole[:40] + b"x" + whole[41:]):
         path.write_bytes(damaged)
-        with pytest.raises(StorageError, match=r"is damaged.*in no ledger.*--fresh.*other party"):
+        with pytest.raises(StorageError, match=r"is damaged.*no ledger.*--fresh at both parties"):
             RunStore(tmp_path / party, keep=3).run()
     path.write_bytes(whole)
     assert RunStore(tmp_path / party, keep=3).run() is not None

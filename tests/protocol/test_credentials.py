@@ -236,7 +236,7 @@ def test_every_party_has_an_identity_and_both_parties_compare_them() -> None:
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"identities": {"third": "third.example"}}, "identities: there is no party third"),
+        ({"identities": {"third": "third.example"}}, "identities: unknown party third"),
         ({"identities": {"active": "passive.splitveil"}}, "identities: two parties have the same"),
         ({"identities": {"active": "*.splitveil"}}, "identities.active: String should match"),
         ({"identities": ["active"]}, "identities: Input should be a valid dictionary"),

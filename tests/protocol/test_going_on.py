@@ -286,7 +286,7 @@ def test_a_state_that_is_not_plain_is_left_out(
     path.write_bytes(hashlib.sha256(harmful).digest() + harmful)
     with caplog.at_level(logging.WARNING):
         assert store.checkpoints() == [3]
-    assert "is no state of a run" in caplog.text
+    assert "is not the state of a run" in caplog.text
 
 
 def test_a_finished_run_can_still_be_gone_on_with_until_the_goodbye(

@@ -499,7 +499,7 @@ def test_a_handshake_waits_for_all_and_the_newest_of_a_party_counts(three: Path)
     assert len(openings) == 3
     assert len({(opening.run_id, opening.nonce) for opening in openings}) == 1
     assert openings[0].commitments[0] == b"b" * 32
-    # With the nonce known, another commitment begins anew, with another nonce, for all.
+    # With the nonce known, another commitment starts over, with another nonce, for all.
     later = shake("ash", b"c" * 32)
     wait_until(lambda: set(session.awaited()) == {"birch", "cedar"})
     assert session.nonce == openings[0].nonce  # of the test's seed

@@ -481,17 +481,17 @@ def test_results_are_closed_to_others_whatever_the_umask(tmp_path: Path) -> None
     assert {mode_of(path) for path in files} == {0o600}
 
 
-@pytest.mark.parametrize("goes_on", [True, False])
+@pytest.mark.parametrize("resumes", [True, False])
 def test_an_open_folder_is_closed_before_a_run_uses_it_or_moves_it_aside(
-    tmp_path: Path, goes_on: bool
+    tmp_path: Path, resumes: bool
 ) -> None:
     earlier = tmp_path / "demo" / "active"
     earlier.mkdir(parents=True)
     earlier.chmod(0o755)
     (earlier / "summary.json").write_text("{}")
-    folder = open_run_folder(tmp_path, "demo", "active", lambda _: goes_on)
+    folder = open_run_folder(tmp_path, "demo", "active", lambda _: resumes)
     assert mode_of(folder) == 0o700
-    assert (folder / "summary.json").exists() == goes_on
+    assert (folder / "summary.json").exists() == resumes
     for aside in folder.parent.glob("active.previous-*"):
         assert mode_of(aside) == 0o700
 

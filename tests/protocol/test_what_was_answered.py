@@ -91,16 +91,16 @@ def test_a_peer_that_goes_back_and_leaves_takes_no_charge_with_it(
     assert parties.session.leak_bounds() == bounds
 
 
-@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize("resumes", [False, True])
 def test_nor_does_one_whose_leaving_is_found_by_a_process_that_was_killed(
-    example: Path, tmp_path: Path, *, goes_on: bool
+    example: Path, tmp_path: Path, *, resumes: bool
 ) -> None:
     """The newest checkpoint is one step behind the answers, and the one it goes on from is 0."""
     charged = accounts(answered(example, tmp_path, MARVELL, messages=4).session)
     again = parties_in(example, tmp_path, MARVELL)
     assert again.session.reopen()
     assert torch.equal(told(accounts(again.session)), told(charged))
-    if goes_on:
+    if resumes:
         go_back(again.session)
         assert again.session.answering.budget.accounts.course.most(np.arange(10)) == 0
     leave(again.session)
@@ -275,6 +275,6 @@ def test_log_summary_and_report_say_what_was_told_and_not_where_the_run_went_bac
         with caplog.at_level(logging.INFO):
             go_back(parties.session)
         leave(parties.session)
-    assert "the ledger keeps what was told there" in caplog.text
+    assert "the ledger keeps the later answers" in caplog.text
     assert recorder.summary({}).of_active.ledger == ledger_figures(bounds)
     assert guarantee_of(read_run(folder)) == bounds.guarantee.max

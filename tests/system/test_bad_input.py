@@ -549,7 +549,7 @@ def test_a_disk_that_fills_up_in_training_ends_both_with_their_models_saved(
     )
     assert by_active == (1, 4), one.outputs
     assert ": cannot be written: File too large\n" in one.active.output
-    assert "the peer cannot go on; its own log says why\n" in one.passive.output
+    assert "the peer cannot continue; its own log says why\n" in one.passive.output
     assert by_passive == (4, 1), other.outputs
     assert ": cannot be written: File too large\n" in other.passive.output
     assert "the peer ended the run before its last step\n" in other.active.output

@@ -1,6 +1,8 @@
 """The wheel and the sdist, installed beside folders that have the names of ours."""
 
+import json
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -15,6 +17,7 @@ from tests.programs import ROOT, run_program
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FOLDERS = PROJECT["tool"]["setuptools"]["package-dir"]
+VERSION = PROJECT["project"]["version"]
 COMMANDS = sorted(PROJECT["project"]["scripts"])
 TAKEN = ("common", "protos", "deploy", "active_party", "passive_party", "experiments", "api")
 """Names that a folder of the user's, or another distribution, may have."""
@@ -113,7 +116,7 @@ def test_the_sdist_makes_the_same_wheel(source: Path, wheel: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_prints_its_version(installed: Installed, command: str) -> None:
-    assert installed.run(command, "--version") == f"{command} {PROJECT['project']['version']}"
+    assert installed.run(command, "--version") == f"{command} {VERSION}"
 
 
 def test_the_demo_needs_no_repository_and_minds_no_folder_of_another(installed: Installed) -> None:
@@ -122,6 +125,13 @@ def test_the_demo_needs_no_repository_and_minds_no_folder_of_another(installed: 
     assert "wrong" not in printed
     reports = sorted(path.parts[-3] for path in installed.here.glob("runs/*/active/report.html"))
     assert reports == ["breast_cancer-marvell", "breast_cancer-none"]
+    for party in ("active", "passive"):
+        folder = installed.here / "runs" / "breast_cancer-none" / party
+        assert json.loads((folder / "summary.json").read_text())["version"] == VERSION
+        opening = (folder / "transcript.jsonl").read_text().splitlines()[0]
+        assert json.loads(opening)["version"] == VERSION
+    report = installed.here / "runs" / "breast_cancer-none" / "active" / "report.html"
+    assert re.search(rf"version</t[hd]>\s*<td[^>]*>{re.escape(VERSION)}<", report.read_text())
 
 
 def test_modules_are_found_under_one_name_alone(installed: Installed) -> None:

@@ -63,7 +63,9 @@ def test_each_refusal_is_at_once_and_one_line(tmp_path: Path) -> None:
     ]
     authority, name, key = side_by_side(*cases)
     (line,) = problems(authority.passive)
-    assert line.endswith("ERROR the peer's certificate is signed by nobody in security.authority")
+    assert line.endswith(
+        "the peer's certificate is not signed by any authority in security.authority"
+    )
     (line,) = problems(name.passive)
     assert line.endswith("ERROR the peer does not accept this party's certificate")
     told = [text for text in problems(name.active) if "refused" in text]

@@ -253,7 +253,7 @@ def test_every_number_of_a_name_is_looked_at_until_one_is_the_active_party_s(
         numbers(monkeypatch, port, other, genuine)  # nobody, somebody else, and the right one
         open_channel("active.example:1", contract, credentials).close()
         numbers(monkeypatch, other, port)
-        with pytest.raises(PeerUntrusted, match="signed by nobody"):
+        with pytest.raises(PeerUntrusted, match="not signed by any authority"):
             open_channel("active.example:1", contract, credentials)
         numbers(monkeypatch, port, port)
         with pytest.raises(PeerUnreachable, match="no connection to the peer"):

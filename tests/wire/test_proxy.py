@@ -133,7 +133,7 @@ def test_a_proxy_that_is_dead_or_refuses_is_named_without_its_password(
 
 def test_plain_text_goes_through_no_proxy(example: Path) -> None:
     contract = build_parties(example).run.contract
-    with pytest.raises(SettingsError, match=r"proxy: .*127\.0\.0\.1:9 would read what travels"):
+    with pytest.raises(SettingsError, match=r"proxy: .*127\.0\.0\.1:9 would read every message"):
         open_channel("127.0.0.1:1", contract, None, HttpProxy("127.0.0.1", 9))
 
 

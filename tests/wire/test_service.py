@@ -352,7 +352,7 @@ def test_a_fault_of_this_party_is_not_described_to_the_peer(example: Path, port:
         raise ValueError("secret detail")
 
     parties.session.exchange = break_down  # type: ignore[method-assign, assignment]
-    with pytest.raises(PeerError, match="fault of its own") as caught:
+    with pytest.raises(PeerError, match="internal fault") as caught:
         run_over_grpc(parties, port)
     assert "secret" not in str(caught.value)
     assert parties.session.stage is Stage.ENDED

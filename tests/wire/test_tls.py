@@ -109,7 +109,7 @@ def test_a_run_over_mutual_tls_is_bit_equal_to_one_in_process(
     ("server", "reason"),
     [
         ("late-active", "the peer's certificate has expired"),
-        ("foreign", "is signed by nobody in security.authority"),
+        ("foreign", "is not signed by any authority in security.authority"),
         ("mallory", "does not carry the active party's name"),
         (None, "the peer answers without TLS"),
     ],
@@ -222,7 +222,7 @@ def test_a_genuine_certificate_with_another_name_reaches_no_handler(
     (line,) = warnings(caplog)
     assert re.fullmatch(
         r"refused ipv4:127\.0\.0\.1:\d+ with certificate CN=mallory\.splitveil: "
-        r"it carries the name of no passive party of the contract",
+        r"it does not carry the name of any passive party of the contract",
         line,
     )
     assert parties.session.stage is Stage.WAITING

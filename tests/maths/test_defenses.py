@@ -1,4 +1,4 @@
-"""What every defense promises: unbiased, finite, unpredictable, of the stated power, protective."""
+"""The promises of every defense: unbiased, finite, unpredictable, of the stated power, safe."""
 
 import math
 

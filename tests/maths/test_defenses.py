@@ -1,4 +1,4 @@
-"""The promises of every defense: unbiased, finite, unpredictable, of the stated power, safe."""
+"""Every defense is as promised: unbiased, finite, unpredictable, of the stated power, protective."""
 
 import math
 

@@ -34,7 +34,6 @@ from splitveil.common.party import command_line
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData, open_earlier_model
-from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.party.transcript import Transcript
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.record.run_record import write_summary
@@ -107,16 +106,10 @@ def _add_report(commands: command_line.Commands) -> None:
     command.add_argument("-q", "--quiet", action="count", default=0)
 
 
-def _load(parsed: argparse.Namespace) -> ActiveSettings:
-    return load_party_settings(
-        ActiveSettings, parsed.settings, command_line.overrides_of(parsed, "active")
-    )
-
-
 def _run(parsed: argparse.Namespace) -> None:
     interruption = Interruption()
     interruption.install()
-    settings = _load(parsed)
+    settings = command_line.load_settings(ActiveSettings, parsed, "active")
     contract = settings.contract
     credentials = credential_files(settings, ACTIVE)
     security = check_security(credentials, settings.listen, "listen")
@@ -260,7 +253,7 @@ def _parties_of(contract: Contract) -> str:
 
 
 def _check(parsed: argparse.Namespace) -> None:
-    settings = _load(parsed)
+    settings = command_line.load_settings(ActiveSettings, parsed, "active")
 
     def security() -> str:
         found = check_security(credential_files(settings, ACTIVE), settings.listen, "listen")
@@ -333,7 +326,7 @@ def _check_noise_key(settings: ActiveSettings) -> None:
 
 
 def _plan(parsed: argparse.Namespace) -> None:
-    settings = _load(parsed)
+    settings = command_line.load_settings(ActiveSettings, parsed, "active")
     target = parsed.target_leak_auc
     if target is not None and not 0.5 < target < 1:
         raise SettingsError(f"--target-leak-auc: expected an AUC between 0.5 and 1, got {target}")

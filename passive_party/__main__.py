@@ -24,7 +24,6 @@ from splitveil.common.party import command_line
 from splitveil.common.party.credentials import CredentialFiles, credential_files
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData, open_earlier_model
-from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.party.transcript import Transcript
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.record.run_record import write_summary
@@ -60,16 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command_line.end_program(exit_code, is_program=arguments is None)
 
 
-def _load(parsed: argparse.Namespace) -> PassiveSettings:
-    return load_party_settings(
-        PassiveSettings, parsed.settings, command_line.overrides_of(parsed, "passive")
-    )
-
-
 def _run(parsed: argparse.Namespace) -> None:
     interruption = Interruption()
     interruption.install()
-    settings = _load(parsed)
+    settings = command_line.load_settings(PassiveSettings, parsed, "passive")
     credentials = credential_files(settings, settings.party)
     _check_files_and_address(settings, credentials)
     device = command_line.prepare(settings)
@@ -188,7 +181,7 @@ def _evaluation_labels(settings: PassiveSettings) -> PartyData | None:
 
 
 def _check(parsed: argparse.Namespace) -> None:
-    settings = _load(parsed)
+    settings = command_line.load_settings(PassiveSettings, parsed, "passive")
 
     def connection() -> str:
         credentials = credential_files(settings, settings.party)

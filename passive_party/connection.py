@@ -39,7 +39,7 @@ class PeerConnection:
         self._files = credentials
         self._shown = None if credentials is None else credentials.current()
         self._transcript = transcript
-        # With credentials, opening it needs a peer that answers.
+        # With credentials, the channel can only be opened while the peer answers.
         self._channel = self._open() if credentials is None else None
         self._is_outdated = False
 

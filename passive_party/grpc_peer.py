@@ -192,9 +192,7 @@ class GrpcPeer:
                 self._unary("Leave", request, pb.LeaveReply, timeout_s=5.0)
             except PeerUnreachable as error:
                 if isinstance(error, OthersAwaited):
-                    deadline = (
-                        time.monotonic() + patience_s
-                    )  # the active party decides when to leave
+                    deadline = time.monotonic() + patience_s  # the peer decides when to go
                 if time.monotonic() > deadline:
                     raise
                 self._retrying.sleep(self._reconnect.first_wait_s)

@@ -37,7 +37,7 @@ class Participant:
 
     @property
     def index(self) -> int:
-        """The number of this party in the contract's order."""
+        """Index of this party in the contract's order."""
         return self.contract.passive_parties.index(self.name)
 
     @property

@@ -2,9 +2,8 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +15,9 @@ from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.leak_recorder import IDLE_S, AuditedRun, LeakRecorder
-from splitveil.common.record.lines import AlignmentLine, AuditLine
-from splitveil.common.record.metrics_log import MetricsLog
+from splitveil.common.record.lines import AuditLine
+from splitveil.common.record.run_recorder import RunRecorder
 from splitveil.common.record.summary import AuditedFigures, RunCounts, Summary
-from splitveil.common.record.training_progress import TrainingProgress
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.storage.ended_run import clear_mark
 from splitveil.passive_party.label_free_audit import GatheredScores, LabelFreeAudit
@@ -31,7 +29,7 @@ CATCH_UP_S = 5.0
 """Longest time that an audit waits for the attacks on an epoch's last batches."""
 
 
-class PassiveRecorder:
+class PassiveRecorder(RunRecorder):
     """Observes a run, and attacks the gradients that were received.
 
     Args:
@@ -52,17 +50,11 @@ class PassiveRecorder:
         evaluation_labels: PartyData | None,
     ) -> None:
         try_custom_attacks(settings.adversary, settings.contract.cut_shape)
-        self.aligned_rows = 0
-        self._folder = folder
+        super().__init__(folder)
         self._settings = settings
         self._ids = ids
         self._evaluation_labels = evaluation_labels
-        self._resources = ExitStack()
-        self._of_run = ExitStack()
-        self._metrics = self._resources.enter_context(MetricsLog(folder))
-        self._progress: TrainingProgress | None = None
         self._labels: Tensor | None = None
-        self._steps = 0
         self._epochs = 0
         self._leaks: LeakRecorder | None = None
         """Present with evaluation labels; it then runs the label-free audit as well."""
@@ -73,12 +65,6 @@ class PassiveRecorder:
         self._audit_refused = False
         self._audited: dict[str, dict[str, float]] = {}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._resources.close()
-
     def on_opened(self) -> None:
         """Unmark a run that had ended for good: the active party has opened it again."""
         clear_mark(self._folder)
@@ -88,14 +74,9 @@ class PassiveRecorder:
 
     def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
         """Look up the evaluation labels, start the progress bar and the adversary."""
-        self._of_run.close()
-        self._of_run = self._resources.enter_context(ExitStack())
-        self.aligned_rows = len(rows)
-        self._metrics.steps_per_epoch = rows.order.steps_per_epoch
-        self._metrics.write(AlignmentLine(len(rows)))
+        self._begin_run(rows)
         self._start_attacks(rows, seed)
-        total = rows.total_steps(self._settings.contract)
-        self._progress = self._of_run.enter_context(TrainingProgress("passive", total))
+        self._show_progress("passive", rows, self._settings.contract)
 
     def on_step(
         self, batch: Batch, sent: Tensor, received: Tensor, layers: dict[str, Tensor]

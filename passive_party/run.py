@@ -185,10 +185,10 @@ class PassiveRun:
     # ---- resuming ----
 
     def reopen(self) -> Training | None:
-        """Take up the run in the store; return None if there is none.
+        """Reopen the stored run; return None if there is none.
 
         Raises:
-            DataError: this party's data are not those that the run was started with.
+            DataError: this party's data are not those with which the run was started.
             StorageError: a file of the run is damaged, or of another version.
         """
         stored = self._store.run()

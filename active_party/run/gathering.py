@@ -43,7 +43,7 @@ class Gathering:
 
     Args:
         contract: the agreement that all parties hold.
-        lifecycle: of the run.
+        lifecycle: the run's lifecycle.
         draw_nonce: gives this party's share of the joint seed, 32 bytes, for a run that starts
             over.
     """

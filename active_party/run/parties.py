@@ -223,7 +223,7 @@ class PassiveParties:
     """All passive parties of a run, in the contract's order.
 
     Args:
-        names: as the contract lists them.
+        names: their names, as the contract lists them.
         allow_audits: whether the active party measures scores for them.
     """
 
@@ -288,7 +288,7 @@ class PassiveParties:
             party.recall(nonce)
 
     def recall_goodbyes(self, names: Iterable[str]) -> None:
-        """Take up which parties had left when a finished run was stored."""
+        """Recall the parties that had left when a finished run was stored."""
         for name in names:
             self.named(name).say_goodbye()
 

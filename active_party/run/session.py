@@ -44,6 +44,7 @@ from splitveil.common.errors import (
 )
 from splitveil.common.run import messages
 from splitveil.common.run.contract import Contract
+from splitveil.common.run.messages import Activation, Answer, Course
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.storage.run_store import NoStore
 
@@ -248,11 +249,8 @@ class ActiveSession:
     # ---- training ----
 
     def exchange(
-        self,
-        activation: messages.Activation,
-        party: str | None = None,
-        is_listening: Listening = always,
-    ) -> messages.Answer:
+        self, activation: Activation, party: str | None = None, is_listening: Listening = always
+    ) -> Answer:
         """Answer a training activation with its defended gradient.
 
         The same bytes again get the stored answer: fresh noise on a repeated step could be averaged
@@ -267,16 +265,13 @@ class ActiveSession:
         with self._rendezvous:
             asking = self.parties.named(party)
             reply = self._gathering.ask(asking, activation, is_listening, is_training=True)
-            if isinstance(reply, messages.Course):
+            if isinstance(reply, Course):
                 raise OutOfStep("a training activation where held-out rows are due")
             return reply
 
     def evaluate(
-        self,
-        activation: messages.Activation,
-        party: str | None = None,
-        is_listening: Listening = always,
-    ) -> messages.Course:
+        self, activation: Activation, party: str | None = None, is_listening: Listening = always
+    ) -> Course:
         """Score held-out rows; tell the peer only whether the run continues.
 
         Raises:
@@ -285,7 +280,7 @@ class ActiveSession:
         with self._rendezvous:
             asking = self.parties.named(party)
             reply = self._gathering.ask(asking, activation, is_listening, is_training=False)
-            if isinstance(reply, messages.Answer):
+            if isinstance(reply, Answer):
                 raise OutOfStep("held-out rows where a training activation is due")
             return reply
 

@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 
+from splitveil.common.wire.interceptor import HandlerInterceptor
 from splitveil.common.wire.status import status_for
 
 ErrorListener = Callable[[Exception], None]
 
 if TYPE_CHECKING:
-    # The class takes type arguments in its stubs only, not at run time.
-    _Handler = grpc.RpcMethodHandler[Any, Any]
+    from splitveil.common.wire.interceptor import Handler
 
 
-class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ignore]
+class ErrorInterceptor(HandlerInterceptor):
     """Turns exceptions of the handlers into the statuses of ``common/wire/status.py``.
 
     Args:
@@ -24,15 +24,8 @@ class ErrorInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ign
     def __init__(self, on_error: ErrorListener) -> None:
         self._on_error = on_error
 
-    def intercept_service(
-        self,
-        continuation: "Callable[[grpc.HandlerCallDetails], _Handler | None]",
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> "_Handler | None":
+    def wrap(self, handler: "Handler", _details: grpc.HandlerCallDetails, /) -> "Handler":
         """Wrap the handler of a call."""
-        handler = continuation(handler_call_details)
-        if handler is None:
-            return None
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(
                 self._wrap_unary(handler.unary_unary),

@@ -1,9 +1,7 @@
 """Records a run at the active party: metrics, progress, their state in checkpoints, summary."""
 
 import logging
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Self
 
 from splitveil.active_party.ledger.ledger import LeakBounds
 from splitveil.active_party.settings import ActiveSettings
@@ -22,14 +20,13 @@ from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.lines import (
-    AlignmentLine,
     AuditLine,
     EvaluationLine,
     LedgerLine,
     TrainingLine,
 )
-from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.run_record import write_ledger_ahead
+from splitveil.common.record.run_recorder import RunRecorder
 from splitveil.common.record.summary import (
     ActiveFigures,
     EarlierAnswers,
@@ -37,7 +34,6 @@ from splitveil.common.record.summary import (
     RunCounts,
     Summary,
 )
-from splitveil.common.record.training_progress import TrainingProgress
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.run.progress import State
@@ -46,7 +42,7 @@ from splitveil.common.text.upper_bounds import at_most, auc_at_most
 logger = logging.getLogger(__name__)
 
 
-class ActiveRecorder:
+class ActiveRecorder(RunRecorder):
     """Observes a session. Its numbers are about batches and epochs, never about one example.
 
     Raises:
@@ -55,16 +51,10 @@ class ActiveRecorder:
 
     def __init__(self, settings: ActiveSettings, folder: Path) -> None:
         try_custom_attacks(settings.leak_monitor, settings.contract.aggregate_shape)
-        self.aligned_rows = 0
-        self._folder = folder
+        super().__init__(folder)
         self._settings = settings
-        self._resources = ExitStack()
-        self._of_run = ExitStack()
-        self._metrics = self._resources.enter_context(MetricsLog(folder))
         self._watch = LeakWatch(settings, self._metrics)
         self._counter = GradientCounter(settings, self._metrics)
-        self._progress: TrainingProgress | None = None
-        self._steps = 0
         self._epoch_losses: list[float] = []
         self._train_loss = float("nan")
         self._evaluations: dict[str, Evaluation] = {}
@@ -74,22 +64,11 @@ class ActiveRecorder:
         self._earlier: EarlierAnswers | None = None
         self._audits = 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._resources.close()
-
     def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
         """Start the progress bar and the leak monitor."""
-        self._of_run.close()
-        self._of_run = self._resources.enter_context(ExitStack())
-        self.aligned_rows = len(rows)
-        self._metrics.steps_per_epoch = rows.order.steps_per_epoch
-        self._metrics.write(AlignmentLine(len(rows)))
+        self._begin_run(rows)
         self._of_run.enter_context(self._watch.watching(seed, len(rows)))
-        total = rows.total_steps(self._settings.contract)
-        self._progress = self._of_run.enter_context(TrainingProgress("active", total))
+        self._show_progress("active", rows, self._settings.contract)
 
     def on_earlier_answers(self, examples: int, bounds: LeakBounds) -> None:
         """Note the bounds on what earlier runs may have revealed."""

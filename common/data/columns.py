@@ -21,6 +21,25 @@ LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^[+-]?(?i:inf|infinity|nan)$"
 
 
+class WrittenColumn(NamedTuple):
+    """A column of some rows, as written in the file."""
+
+    cells: ArrowColumn
+
+    where: str
+    """The file and the column, for messages."""
+
+    missing_texts: Sequence[str] = ()
+    """Cells that mean "no value"."""
+
+    first_row: int = 1
+    """Number of the first row, for messages."""
+
+    def list_rows(self, is_wrong: NDArray[np.bool_]) -> str:
+        """Name the rows for which a condition holds."""
+        return list_rows(np.flatnonzero(is_wrong) + self.first_row)
+
+
 class CategoricalColumn(NamedTuple):
     """A column of text with few distinct values."""
 
@@ -84,79 +103,61 @@ def check_columns_exist(wanted: Sequence[str], names: Sequence[str], source: str
         raise DataError("\n".join(problems))
 
 
-def read_ids(column: ArrowColumn, where: str) -> list[str]:
+def read_ids(column: WrittenColumn) -> list[str]:
     """Return the ids as written in the file; a missing id becomes the empty text.
 
     Raises:
         DataError: the column holds neither text nor whole numbers.
     """
-    texts: list[str] = pc.fill_null(_as_text(column, where), "").to_pylist()
+    texts: list[str] = pc.fill_null(_as_text(column), "").to_pylist()
     return texts
 
 
-def read_labels(
-    column: ArrowColumn,
-    positive_label: str | None,
-    missing_texts: Sequence[str],
-    where: str,
-    first_row: int = 1,
-) -> NDArray[np.float32]:
+def read_labels(column: WrittenColumn, positive_label: str | None) -> NDArray[np.float32]:
     """Return the labels as 0 and 1.
 
     Args:
-        column: the labels as written in the file.
+        column: the labels.
         positive_label: the text that stands for 1.
-        missing_texts: cells that mean "no value".
-        where: file and column, for messages.
-        first_row: number of the first row, for messages.
 
     Raises:
         DataError: a label is missing or is neither 0 nor 1.
     """
     if positive_label is None:
-        labels = _read_numbers(column, missing_texts, where).values
+        labels = _read_numbers(column).values
         is_wrong = ~np.isin(labels, (0.0, 1.0))
         expected = "0 or 1 (data.positive_label names the text that stands for 1)"
     else:
-        text = _clean_text(column, missing_texts, where)
+        text = _clean_text(column)
         labels = pc.fill_null(pc.equal(text, positive_label), False).to_numpy().astype(np.float64)
         is_wrong = pc.is_null(text).to_numpy()
         expected = "a label"
     if is_wrong.any():
-        raise DataError(f"{where}: expected {expected} in {_rows(is_wrong, first_row)}")
+        raise DataError(f"{column.where}: expected {expected} in {column.list_rows(is_wrong)}")
     return labels.astype(np.float32)
 
 
 def read_classes(
-    column: ArrowColumn,
-    names: Sequence[str],
-    *,
-    are_numbers: bool,
-    missing_texts: Sequence[str],
-    where: str,
-    first_row: int = 1,
+    column: WrittenColumn, names: Sequence[str], *, are_numbers: bool
 ) -> NDArray[np.float32]:
     """Return each row's class index: the position of its class in ``names``.
 
     Args:
-        column: the labels as written in the file.
+        column: the labels.
         names: the classes.
         are_numbers: whether the column holds the class indices themselves, as numbers.
-        missing_texts: cells that mean "no value".
-        where: file and column, for messages.
-        first_row: number of the first row, for messages.
 
     Raises:
         DataError: a label is missing or unknown; the message says how many there are and where,
             never which.
     """
     if are_numbers:
-        class_indices = _read_numbers(column, missing_texts, where).values
+        class_indices = _read_numbers(column).values
         is_wrong = ~np.isin(class_indices, np.arange(len(names)))
         values = pa.chunked_array([pa.array(class_indices)])
         expected = f"a whole number from 0 to {len(names) - 1}"
     else:
-        values = _clean_text(column, missing_texts, where)
+        values = _clean_text(column)
         found = pc.index_in(values, value_set=pa.array(names, pa.string()))
         is_wrong = pc.is_null(found).to_numpy()
         class_indices = pc.fill_null(found, 0).to_numpy()
@@ -164,7 +165,7 @@ def read_classes(
     if is_wrong.any():
         unknown = pc.count_distinct(pc.filter(values, pa.array(is_wrong)), mode="all").as_py()
         raise DataError(
-            f"{where}: expected {expected} in {_rows(is_wrong, first_row)}; found {unknown} "
+            f"{column.where}: expected {expected} in {column.list_rows(is_wrong)}; found {unknown} "
             f"distinct value{'s' * (unknown != 1)} there"
         )
     return class_indices.astype(np.float32)
@@ -185,23 +186,18 @@ def check_all_classes(labels: NDArray[np.float32], names: Sequence[str], where: 
         )
 
 
-def read_splits(column: ArrowColumn, where: str, first_row: int = 1) -> NDArray[np.int8]:
+def read_splits(column: WrittenColumn) -> NDArray[np.int8]:
     """Return each row's split as an index into ``SPLITS``.
-
-    Args:
-        column: the splits as written in the file.
-        where: file and column, for messages.
-        first_row: number of the first row, for messages.
 
     Raises:
         DataError: a row holds none of these words.
     """
-    text = pc.utf8_trim_whitespace(_as_text(column, where))
+    text = pc.utf8_trim_whitespace(_as_text(column))
     indices = pc.index_in(text, value_set=pa.array(SPLITS, pa.string()))
     codes = pc.fill_null(indices, -1).to_numpy()
     if (codes < 0).any():
         expected = f"{', '.join(SPLITS[:-1])} or {SPLITS[-1]}"
-        raise DataError(f"{where}: expected {expected} in {_rows(codes < 0, first_row)}")
+        raise DataError(f"{column.where}: expected {expected} in {column.list_rows(codes < 0)}")
     return np.asarray(codes, np.int8)
 
 
@@ -218,18 +214,13 @@ def check_both_classes(labels: NDArray[np.float32], where: str) -> None:
 
 
 def read_numeric(
-    columns: Mapping[str, ArrowColumn],
-    settings: FeatureSettings,
-    source: str,
-    first_row: int = 1,
+    columns: Mapping[str, WrittenColumn], *, missing_is_error: bool
 ) -> dict[str, NDArray[np.float64]]:
     """Return the columns as finite numbers.
 
     Args:
-        columns: the columns as written in the file, by name.
-        settings: say how an empty cell is treated.
-        source: the file, for messages.
-        first_row: number of the first row, for messages.
+        columns: the columns by name.
+        missing_is_error: whether a cell without a number is refused, and not read as 0.
 
     Raises:
         DataError: has one line per kind of problem in each column.
@@ -237,22 +228,22 @@ def read_numeric(
     problems: list[str] = []
     result = {}
     for name, column in columns.items():
-        where = f"{source}: column {name!r}"
-        values, is_unreadable = _read_numbers(column, settings.missing_texts, where)
+        values, is_unreadable = _read_numbers(column)
         is_missing = np.isnan(values) & ~is_unreadable
         # Models compute in float32, where larger numbers become infinite.
         is_infinite = np.abs(values) > LARGEST_FLOAT32
         if is_unreadable.any():
             problems.append(
-                f"{where}: expected numbers, found text in {_rows(is_unreadable, first_row)}"
+                f"{column.where}: expected numbers, found text in {column.list_rows(is_unreadable)}"
             )
         if is_infinite.any():
             problems.append(
-                f"{where}: infinite or too large for float32 in {_rows(is_infinite, first_row)}"
+                f"{column.where}: infinite or too large for float32 in "
+                f"{column.list_rows(is_infinite)}"
             )
-        if is_missing.any() and settings.missing_numeric == "error":
+        if missing_is_error and is_missing.any():
             problems.append(
-                f"{where}: no number (empty or NaN) in {_rows(is_missing, first_row)}; with "
+                f"{column.where}: no number (empty or NaN) in {column.list_rows(is_missing)}; with "
                 f"data.features.missing_numeric: zero, these cells are read as 0"
             )
         result[name] = np.where(is_missing, 0.0, values)
@@ -261,11 +252,9 @@ def read_numeric(
     return result
 
 
-def read_categories(
-    column: ArrowColumn, missing_texts: Sequence[str], where: str
-) -> CategoricalColumn:
+def read_categories(column: WrittenColumn) -> CategoricalColumn:
     """Return a column's distinct texts, and the text of each row as an index into them."""
-    text = _clean_text(column, missing_texts, where)
+    text = _clean_text(column)
     encoded = pc.dictionary_encode(text).unify_dictionaries().combine_chunks()
     return CategoricalColumn(pc.fill_null(encoded.indices, -1).to_numpy(), encoded.dictionary)
 
@@ -284,40 +273,38 @@ def _matches_any(pattern: str, names: Sequence[str]) -> bool:
     return pattern in names or any(fnmatch.fnmatchcase(name, pattern) for name in names)
 
 
-def _rows(is_wrong: NDArray[np.bool_], first_row: int) -> str:
-    return list_rows(np.flatnonzero(is_wrong) + first_row)
-
-
-def _as_text(column: ArrowColumn, where: str) -> ArrowColumn:
+def _as_text(column: WrittenColumn) -> ArrowColumn:
     """Return a column as text: whole numbers in decimal, bytes as UTF-8."""
+    kind = column.cells.type
     try:
-        if pa.types.is_floating(column.type):
+        if pa.types.is_floating(kind):
             raise pa.ArrowTypeError("a floating-point number has no unique text form")
-        return pc.cast(column, pa.string())
+        return pc.cast(column.cells, pa.string())
     except pa.ArrowException as error:
-        raise DataError(f"{where}: expected text or whole numbers, not {column.type}") from error
+        raise DataError(f"{column.where}: expected text or whole numbers, not {kind}") from error
 
 
-def _clean_text(column: ArrowColumn, missing_texts: Sequence[str], where: str) -> ArrowColumn:
+def _clean_text(column: WrittenColumn) -> ArrowColumn:
     """Return text without surrounding white space, null for missing values."""
-    text = pc.utf8_trim_whitespace(_as_text(column, where))
-    is_missing = pc.is_in(text, value_set=pa.array(missing_texts, pa.string()))
+    text = pc.utf8_trim_whitespace(_as_text(column))
+    is_missing = pc.is_in(text, value_set=pa.array(column.missing_texts, pa.string()))
     return pc.if_else(is_missing, pa.scalar(None, pa.string()), text)
 
 
-def _read_numbers(column: ArrowColumn, missing_texts: Sequence[str], where: str) -> _Numbers:
-    is_unreadable = np.zeros(len(column), dtype=np.bool_)
-    if pa.types.is_dictionary(column.type):
-        column = pc.cast(column, column.type.value_type)
-    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-        column = _clean_text(column, missing_texts, where)
+def _read_numbers(column: WrittenColumn) -> _Numbers:
+    cells = column.cells
+    is_unreadable = np.zeros(len(cells), dtype=np.bool_)
+    if pa.types.is_dictionary(cells.type):
+        cells = pc.cast(cells, cells.type.value_type)
+    if pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type):
+        cells = _clean_text(column._replace(cells=cells))
     try:
-        numbers = pc.cast(column, pa.float64(), safe=False)
+        numbers = pc.cast(cells, pa.float64(), safe=False)
     except pa.ArrowNotImplementedError as error:
-        raise DataError(f"{where}: expected numbers, not {column.type}") from error
+        raise DataError(f"{column.where}: expected numbers, not {cells.type}") from error
     except pa.ArrowInvalid:
-        is_number = pc.match_substring_regex(column, NUMBER)
+        is_number = pc.match_substring_regex(cells, NUMBER)
         is_unreadable = ~pc.fill_null(is_number, True).to_numpy()
-        readable = pc.if_else(is_number, column, pa.scalar(None, pa.string()))
+        readable = pc.if_else(is_number, cells, pa.scalar(None, pa.string()))
         numbers = pc.cast(readable, pa.float64())
     return _Numbers(numbers.to_numpy(), is_unreadable)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from splitveil.common.data.columns import (
     CategoricalColumn,
+    WrittenColumn,
     check_all_classes,
     check_both_classes,
     check_columns_exist,
@@ -137,7 +138,7 @@ def read_table(settings: DataSettings, base_dir: Path, split_column: str | None 
 
 def part_ids(id_column: str, columns: Mapping[str, Any], source: str) -> list[str]:
     """Return the ids of some rows as written in the file."""
-    return read_ids(columns[id_column], f"{source}: column {id_column!r}")
+    return read_ids(_written(columns, id_column, source))
 
 
 def part_labels(
@@ -147,18 +148,11 @@ def part_labels(
     name = settings.label_column
     if name is None:
         return None
-    where = f"{source}: column {name!r}"
-    missing_texts = _missing_texts(settings)
+    column = _written(columns, name, source, _missing_texts(settings), first_row)
     if settings.classes is not None:
-        return read_classes(
-            columns[name],
-            settings.class_names,
-            are_numbers=isinstance(settings.classes, int),
-            missing_texts=missing_texts,
-            where=where,
-            first_row=first_row,
-        )
-    return read_labels(columns[name], settings.positive_label, missing_texts, where, first_row)
+        are_numbers = isinstance(settings.classes, int)
+        return read_classes(column, settings.class_names, are_numbers=are_numbers)
+    return read_labels(column, settings.positive_label)
 
 
 def check_classes(settings: DataSettings, labels: NDArray[np.float32], source: str) -> None:
@@ -167,7 +161,7 @@ def check_classes(settings: DataSettings, labels: NDArray[np.float32], source: s
     Raises:
         DataError: a class has no rows.
     """
-    where = f"{source}: column {settings.label_column!r}"
+    where = _place(source, settings.label_column)
     if settings.classes is None:
         check_both_classes(labels, where)
     else:
@@ -180,7 +174,7 @@ def part_splits(
     """Return the splits of some rows; None without a split column."""
     if split_column is None:
         return None
-    return read_splits(columns[split_column], f"{source}: column {split_column!r}", first_row)
+    return read_splits(_written(columns, split_column, source, first_row=first_row))
 
 
 def part_numeric(
@@ -193,8 +187,12 @@ def part_numeric(
     """Return the numbers of some rows, by column."""
     if settings.features is None:
         return {}
-    numeric = {name: columns[name] for name in selection.numeric}
-    return read_numeric(numeric, settings.features, source, first_row)
+    missing_texts = _missing_texts(settings)
+    numeric = {
+        name: _written(columns, name, source, missing_texts, first_row)
+        for name in selection.numeric
+    }
+    return read_numeric(numeric, missing_is_error=settings.features.missing_numeric == "error")
 
 
 def part_categories(
@@ -203,7 +201,7 @@ def part_categories(
     """Return the categories of some rows, by column."""
     missing_texts = _missing_texts(settings)
     return {
-        name: read_categories(columns[name], missing_texts, f"{source}: column {name!r}")
+        name: read_categories(_written(columns, name, source, missing_texts))
         for name in selection.categorical
     }
 
@@ -232,6 +230,20 @@ def part_image(
         rows = list_rows(np.flatnonzero(is_wrong) + first_row)
         raise DataError(f"{where}: NaN or infinite in {rows}")
     return image
+
+
+def _place(source: str, column: str | None) -> str:
+    return f"{source}: column {column!r}"
+
+
+def _written(
+    columns: Mapping[str, Any],
+    name: str,
+    source: str,
+    missing_texts: Sequence[str] = (),
+    first_row: int = 1,
+) -> WrittenColumn:
+    return WrittenColumn(columns[name], _place(source, name), missing_texts, first_row)
 
 
 def _missing_texts(settings: DataSettings) -> tuple[str, ...]:

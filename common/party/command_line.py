@@ -22,7 +22,11 @@ from splitveil.common.errors import (
     SplitveilError,
     StorageError,
 )
-from splitveil.common.party.party_settings import PartySettings
+from splitveil.common.party.party_settings import (
+    PartySettings,
+    PartySettingsT,
+    load_party_settings,
+)
 from splitveil.common.party.transcript import Broken, Verified, compare, verify
 from splitveil.common.storage.ended_run import end_of
 from splitveil.common.storage.run_folder import write_text_atomically
@@ -156,12 +160,23 @@ def _verified(path: Path) -> Verified:
     return found
 
 
-def overrides_of(arguments: argparse.Namespace, party: str) -> list[str]:
-    """Return the overrides including ``--runs``, without a leading name of the own party."""
+def load_settings(
+    section: type[PartySettingsT], arguments: argparse.Namespace, party: str
+) -> PartySettingsT:
+    """Load the settings that a command names, with its overrides and ``--runs``.
+
+    Args:
+        section: the settings class of this kind of party.
+        arguments: of the command.
+        party: this party's name in the overrides, where it may be left out.
+
+    Raises:
+        SettingsError: lists every problem of the settings and the contract.
+    """
     overrides = [text.removeprefix(f"{party}.") for text in arguments.overrides]
     if arguments.runs is not None:
         overrides.append(f"runs_dir={arguments.runs}")
-    return overrides
+    return load_party_settings(section, arguments.settings, overrides)
 
 
 def exit_code_of(action: Callable[[], None]) -> int:

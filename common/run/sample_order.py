@@ -110,7 +110,7 @@ def keyed_id_digests(ids: Iterable[str], seed: bytes) -> npt.NDArray[np.uint8]:
 
 
 def keyed_digests(texts: Iterable[str], key: bytes, purpose: bytes) -> bytearray:
-    """Return 16 bytes per text, one after another, which nobody without the key can predict.
+    """Return 16 bytes per text, one after another, unpredictable without the key.
 
     Args:
         texts: hashed as UTF-8, iterated once.

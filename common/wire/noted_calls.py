@@ -16,12 +16,12 @@ from splitveil.common.errors import StorageError
 from splitveil.common.party.transcript import Crossing, Direction, Transcript
 from splitveil.common.run.contract import NAME_CHARACTERS
 from splitveil.common.wire.endpoint import SERVICE
+from splitveil.common.wire.interceptor import HandlerInterceptor
 from splitveil.common.wire.limits import PARTY_KEY
 from splitveil.common.wire.tensor_codec import epoch_and_step_of
 
 if TYPE_CHECKING:
-    # The class takes type arguments in its stubs only, not at run time.
-    _Handler = grpc.RpcMethodHandler[Any, Any]
+    from splitveil.common.wire.interceptor import Handler
 
 _PREFIX = f"/{SERVICE}/"
 _GOODBYE = "Leave"
@@ -30,7 +30,7 @@ _Note = Callable[[Direction, str, Any], Any]
 _NoteOf = Callable[[str | None, Direction, str, Any], Any]
 
 
-class NotingServer(grpc.ServerInterceptor):  # type: ignore[misc, unused-ignore]
+class NotingServer(HandlerInterceptor):
     """Notes every message that a server receives or sends.
 
     Args:
@@ -40,27 +40,24 @@ class NotingServer(grpc.ServerInterceptor):  # type: ignore[misc, unused-ignore]
     def __init__(self, transcript: Transcript) -> None:
         self._note_of = _noting(transcript)
 
-    def intercept_service(
-        self,
-        continuation: "Callable[[grpc.HandlerCallDetails], _Handler | None]",
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> "_Handler | None":
+    def wrap(self, handler: "Handler", details: grpc.HandlerCallDetails, /) -> "Handler":
         """Listen to the handler of a call."""
-        handler: Any = continuation(handler_call_details)
-        method = _own_method(handler_call_details.method)
-        if handler is None or method is None:
-            return cast("_Handler | None", handler)
+        method = _own_method(details.method)
+        if method is None:
+            return handler
         note_of = self._note_of
-        if handler.unary_unary is not None:
-            answer = handler.unary_unary
+        # grpcio's stubs do not say that a handler is a named tuple.
+        own: Any = handler
+        if own.unary_unary is not None:
+            answer = own.unary_unary
 
             def unary(request: Any, context: grpc.ServicerContext) -> Any:
                 note = partial(note_of, _caller(context))
                 note("received", f"{method} request", request)
                 return note("sent", f"{method} reply", answer(request, context))
 
-            return cast("_Handler", handler._replace(unary_unary=unary))
-        stream_answers = handler.stream_stream
+            return cast("Handler", own._replace(unary_unary=unary))
+        stream_answers = own.stream_stream
 
         def stream(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
             note = partial(note_of, _caller(context))
@@ -68,7 +65,7 @@ class NotingServer(grpc.ServerInterceptor):  # type: ignore[misc, unused-ignore]
             for reply in stream_answers(heard, context):
                 yield note("sent", f"{method} reply", reply)
 
-        return cast("_Handler", handler._replace(stream_stream=stream))
+        return cast("Handler", own._replace(stream_stream=stream))
 
 
 class NotingClient(

@@ -14,6 +14,7 @@ from splitveil.common.party.credentials import (
     printable,
 )
 from splitveil.common.run.contract import Contract
+from splitveil.common.wire.interceptor import HandlerInterceptor
 from splitveil.common.wire.limits import PARTY_KEY
 from splitveil.common.wire.status import UNTRUSTED
 from splitveil.common.wire.tls_version import require_tls_1_3
@@ -22,8 +23,7 @@ from splitveil.protos import split_learning_pb2 as pb
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    # The class takes type arguments in its stubs only, not at run time.
-    _Handler = grpc.RpcMethodHandler[Any, Any]
+    from splitveil.common.wire.interceptor import Handler
 
 _Shown = Mapping[str, Sequence[bytes]]
 
@@ -75,7 +75,7 @@ def _configuration(credentials: Credentials) -> grpc.ServerCertificateConfigurat
     )
 
 
-class PartyInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ignore]
+class PartyInterceptor(HandlerInterceptor):
     """Admits only the contract's passive parties, of all whom the authority has certified.
 
     It has to be a server's first interceptor: a refused caller gets a fixed sentence, reaches no
@@ -90,17 +90,12 @@ class PartyInterceptor(grpc.ServerInterceptor):  # type: ignore[misc, unused-ign
         self._told: set[str] = set()
         self._lock = threading.Lock()
 
-    def intercept_service(
-        self,
-        continuation: "Callable[[grpc.HandlerCallDetails], _Handler | None]",
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> "_Handler | None":
+    def wrap(self, handler: "Handler", _details: grpc.HandlerCallDetails, /) -> "Handler":
         """Put the check before the handler of a call."""
-        handler: Any = continuation(handler_call_details)
-        if handler is None:
-            return None
-        kind = next(kind for kind in _KINDS if getattr(handler, kind) is not None)
-        guarded: _Handler = handler._replace(**{kind: self._guarded(getattr(handler, kind))})
+        # grpcio's stubs do not say that a handler is a named tuple.
+        own: Any = handler
+        kind = next(kind for kind in _KINDS if getattr(own, kind) is not None)
+        guarded: Handler = own._replace(**{kind: self._guarded(getattr(own, kind))})
         return guarded
 
     def _guarded(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:

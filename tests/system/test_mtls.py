@@ -70,7 +70,7 @@ def test_each_refusal_is_at_once_and_one_line(tmp_path: Path) -> None:
     assert line.endswith("ERROR the peer does not accept this party's certificate")
     told = [text for text in problems(name.active) if "refused" in text]
     assert len(told) == 1
-    assert "with certificate CN=passive.splitveil: it carries the name of no passive" in told[0]
+    assert "with certificate CN=passive.splitveil: it does not carry the name of any" in told[0]
     (line,) = problems(key.active)
     assert "private_key.pem has mode 0644, so that others may read it: chmod 600 " in line
     (line,) = problems(key.passive)

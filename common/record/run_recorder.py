@@ -1,0 +1,48 @@
+"""The part of a recorder that is the same at both parties: metrics, and progress through a run."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Self
+
+from splitveil.common.record.lines import AlignmentLine
+from splitveil.common.record.metrics_log import MetricsLog
+from splitveil.common.record.training_progress import TrainingProgress
+from splitveil.common.run.contract import Contract
+from splitveil.common.run.course import AlignedRows
+
+
+class RunRecorder:
+    """Writes metrics and shows progress; a party's recorder adds what that party observes.
+
+    Args:
+        folder: the run's folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.aligned_rows = 0
+        self._folder = folder
+        self._resources = ExitStack()
+        self._of_run = ExitStack()
+        """Closed when the run is aligned again, and with the recorder."""
+        self._metrics = self._resources.enter_context(MetricsLog(folder))
+        self._progress: TrainingProgress | None = None
+        self._steps = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._resources.close()
+
+    def _begin_run(self, rows: AlignedRows) -> None:
+        """End what belongs to an earlier alignment, and note the new one."""
+        self._of_run.close()
+        self._of_run = self._resources.enter_context(ExitStack())
+        self.aligned_rows = len(rows)
+        self._metrics.steps_per_epoch = rows.order.steps_per_epoch
+        self._metrics.write(AlignmentLine(len(rows)))
+
+    def _show_progress(self, party: str, rows: AlignedRows, contract: Contract) -> None:
+        """Start the progress bar."""
+        bar = TrainingProgress(party, rows.total_steps(contract))
+        self._progress = self._of_run.enter_context(bar)

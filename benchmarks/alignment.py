@@ -45,7 +45,7 @@ _FLOOR_IDS = 4096
 
 
 class PartyCost(NamedTuple):
-    """What one party's part took."""
+    """The cost of one party's part."""
 
     cpu_s: float
     wall_s: float

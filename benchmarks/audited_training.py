@@ -40,7 +40,7 @@ AUDITS: dict[str, dict[str, Any] | None] = {
 
 
 class Speed(NamedTuple):
-    """How fast a run went, and what was measured of it."""
+    """The speed of a run, and the measurements in it."""
 
     steps_per_s: float
     cpu_ms: float
@@ -50,7 +50,7 @@ class Speed(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """How far a run had come at some moment."""
+    """The progress of a run at some moment."""
 
     steps: int
     cpu_s: float
@@ -104,7 +104,7 @@ def run(folder: Path, name: str, epochs: int, audit: dict[str, Any] | None) -> S
 
 
 def num_steps(results: Path) -> int:
-    """Return how many steps a run that goes on has made."""
+    """Return the number of steps that a running run has made."""
     metrics = results / "active" / "metrics.jsonl"
     return metrics.read_text().count('"kind": "train"') if metrics.exists() else 0
 

@@ -1,4 +1,4 @@
-"""Where a benchmark ran, and how its figures spread."""
+"""The machine of a benchmark, and the spread of its figures."""
 
 import platform
 import statistics

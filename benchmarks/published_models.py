@@ -57,7 +57,7 @@ BOTTOM, TOP, DEFENSE, LEARNING = "bottom model", "top model", "defense", "top mo
 
 
 class Shape(NamedTuple):
-    """What is trained, and how much of it at a time."""
+    """The model and data that are trained, and the batch size."""
 
     model: str
     batch: int

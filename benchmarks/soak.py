@@ -33,7 +33,7 @@ ATTACKS = ["norm", "cosine", "spectral", "accumulated_spectral", "accumulated_co
 
 
 class Slope(NamedTuple):
-    """How fast a resident set grows."""
+    """The growth of a resident set."""
 
     mib_per_hour: float
     error: float

@@ -57,7 +57,7 @@ WARM_UP_EPOCHS = 2
 
 
 class Cost(NamedTuple):
-    """What one step took, the mean of an epoch's."""
+    """The cost of one step, as the mean over an epoch."""
 
     wall_ms: float
     cpu_ms: float

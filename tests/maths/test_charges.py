@@ -1,4 +1,4 @@
-"""What each fresh answer is charged: the divergence along the gap that its noise leaves."""
+"""The charge of each fresh answer: the divergence along the gap that its noise leaves."""
 
 import math
 from statistics import NormalDist

@@ -1,4 +1,4 @@
-"""What every defense promises: unbiased, finite, unpredictable, of the stated power, protective."""
+"""Every defense is, as promised, unbiased, finite, unpredictable, of stated power, protective."""
 
 import math
 

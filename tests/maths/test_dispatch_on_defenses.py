@@ -1,4 +1,4 @@
-"""A defense is one room: nobody else asks which defense it is.
+"""A defense is one room: no other module asks which defense it is.
 
 A dispatch site is a place outside a defense's own module that matches on, compares with, or asks by
 isinstance for one particular defense.

@@ -1,4 +1,4 @@
-"""GAFM: its losses, what it sends, what that tells, and what the ledger says of it."""
+"""GAFM: its losses, the gradient that it sends, the leak in it, and its charge."""
 
 import copy
 import hashlib

@@ -1,4 +1,4 @@
-"""The leak ledger: what it adds up, and that nobody who adds up answers measures more.
+"""The leak ledger: its sums, and that adding up the answers never measures more.
 
 In the simulations an example's answers are one-dimensional, the classes' means one apart: a score
 that adds them up is the best there is (the likelihood ratio), so that its AUC is the leak.

@@ -1,4 +1,4 @@
-"""Where fresh noise comes from: the distribution, its tails, and that nobody can repeat it."""
+"""The sources of fresh noise: the distribution, its tails, and that it cannot be repeated."""
 
 import math
 

@@ -133,7 +133,7 @@ def test_every_attack_is_measured_for_every_class_and_pair() -> None:
 
 
 def test_oracles_take_each_class_for_the_positives_as_for_two_classes() -> None:
-    """What is measured of class c alone is what an audit of two classes measures of it."""
+    """The figures for class c alone equal those of an audit of two classes."""
     oracles: tuple[BatchAttackName, ...] = ("mean", "median", "lda", "hint_inner_product_3")
     audit = new_audit(oracles)
     seen = observation(audit, 0, 1)

@@ -78,7 +78,7 @@ def plan_of(folder: Path, overrides: Sequence[str]) -> str:
 
 
 def promises(plan: str) -> tuple[float, float]:
-    """Return what no run passes, by the words of the plan: sum_kl, and the guaranteed AUC.
+    """Return the bounds that the plan promises for any run: sum_kl, and the guaranteed AUC.
 
     The second row of the configured noise is of the whole run. Infinite where it promises nothing.
     """

@@ -443,7 +443,7 @@ def with_classes(folder: Path) -> Path:
 
 @pytest.mark.parametrize("aggregation", ["mean", "concat"])
 def test_one_gradient_is_defended_for_all_passive_parties(tmp_path: Path, aggregation: str) -> None:
-    """What they receive, put together, is what was charged once: marvell on the whole cut."""
+    """Their parts together are the gradient that was charged once: marvell on the whole cut."""
     marvell = "defense={name: marvell, strength: {sum_kl: 0.2}, insecure_noise_seed: 7}"
     several = build_several(
         with_classes(tmp_path), [f"contract.aggregation={aggregation}"], ["data.classes=3", marvell]

@@ -95,7 +95,7 @@ def test_a_peer_that_goes_back_and_leaves_takes_no_charge_with_it(
 def test_nor_does_one_whose_leaving_is_found_by_a_process_that_was_killed(
     example: Path, tmp_path: Path, *, resumes: bool
 ) -> None:
-    """The newest checkpoint is one step behind the answers, and the one it goes on from is 0."""
+    """The newest checkpoint is one step behind the answers, and it resumes from checkpoint 0."""
     charged = accounts(answered(example, tmp_path, MARVELL, messages=4).session)
     again = parties_in(example, tmp_path, MARVELL)
     assert again.session.reopen()

@@ -149,7 +149,7 @@ def started(
     in_turn: bool = False,
     fast_clock: bool = False,
 ) -> Iterator[Pair]:
-    """Start both parties on a free port; whoever still runs in the end is killed.
+    """Start both parties on a free port; a party that still runs in the end is killed.
 
     Args:
         folder: as ``write_example`` leaves it.

@@ -224,7 +224,7 @@ class Both(NamedTuple):
 
 @contextmanager
 def kept_up(folder: Path, settings: Settings, log: str = "run") -> Iterator[Both]:
-    """Give both parties at a free port, not started; whoever still runs in the end is killed.
+    """Yield both parties at a free port, not started; one that still runs in the end is killed.
 
     Args:
         folder: as ``write_example`` leaves it.

@@ -1,8 +1,8 @@
 """The promises of `docs/defenses.md` about each defense, tested against every attack.
 
-Whole runs on `breast_cancer`, most of them with the labels dealt out anew at random: then features
-tell nothing of a label, every attack works without a defense, and what one finds under a defense is
-the gradients' leak alone. With the true labels, attacks that are told some examples' labels find
+Whole runs on `breast_cancer`, most of them with the labels permuted at random: then features
+reveal nothing about a label, every attack works without a defense, and its figure under a defense
+is only the gradients' leak. With the true labels, attacks that are told some examples' labels find
 in gradients what the party's features tell as well; one test shows how much that is.
 
 A claim about single answers is held against the mean leak AUC over the batches of a run, one about

@@ -148,7 +148,7 @@ def started_over_by_option(both: Both, whole: Outcome) -> None:
 
 
 def started_over_by_settings(both: Both, whole: Outcome) -> None:
-    """What the run was cannot be gone on with; what is named differs."""
+    """The old run cannot be resumed; the message names the setting that differs."""
     both.start()
     wait_for_line(both, len(whole.metrics["active"]) // 3)
     for party in both:

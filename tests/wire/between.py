@@ -67,7 +67,7 @@ class Relay(Between):
 
 
 class ConnectProxy(Between):
-    """Makes connections for whoever says ``CONNECT``, and writes down who.
+    """Makes connections for ``CONNECT`` requests, and records their senders.
 
     Args:
         reply: what it says instead of making the connection, where that is given.

@@ -133,7 +133,7 @@ def sequence(content: bytes) -> bytes:
 
 
 def strange_names(folder: Path) -> None:
-    """Make a certificate with its own name, and one of a kind that nobody reads (ediPartyName)."""
+    """Make a certificate with its own name, and one of an unsupported kind (ediPartyName)."""
     party_name = b"\xa5\x05\xa1\x03\x0c\x01x"
     value = sequence(dns(NAMES["active"]) + party_name)
     extension = x509.UnrecognizedExtension(SUBJECT_ALTERNATIVE_NAME, value)

@@ -73,7 +73,7 @@ class Mutants:
         self._send(DirectSender(service, self._run.contract), mutator, 4000)
 
     def begin_flood(self, _service: ActiveService) -> None:
-        """Begin to send some over the wire, while the run goes on."""
+        """Begin to send some over the wire, while the run continues."""
         mutator = Mutator(self._tape.requests(), seed=2, run_id=self._run.run_id)
         self._flood = self._executor.submit(self._send_over_wire, mutator)
 
@@ -95,7 +95,7 @@ class Mutants:
 def test_mutants_in_the_midst_of_a_run_change_no_bit_of_it(
     example: Path, port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Between two steps straight to the handlers, and over the wire while training goes on.
+    """Between two steps directly to the handlers, and over the wire while training continues.
 
     What is mutated was answered before: a mutated activation of the step that is due, under its
     right header, is an activation that a peer may send.

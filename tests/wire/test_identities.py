@@ -249,7 +249,7 @@ def test_a_renewed_certificate_of_the_active_party_is_looked_at_when_it_is_met(
 
 
 def test_a_pinned_certificate_is_all_that_grpc_believes(parties: Parties, tmp_path: Path) -> None:
-    """What the way of looking first rests on: an end certificate can be grpc's only anchor."""
+    """The look rests on this: an end certificate can be gRPC's only anchor."""
     folder = make(tmp_path / "certificates", other=NAMES["active"])
     own = Unchecked(folder, "passive").current()
     options = [("grpc.ssl_target_name_override", NAMES["active"])]

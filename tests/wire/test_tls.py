@@ -83,7 +83,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def core_lines(captured: str) -> list[str]:
-    """Return gRPC's own lines about handshakes: it tells nobody else what a client did wrong."""
+    """Return gRPC's own lines about handshakes: a client's error is reported nowhere else."""
     return [line for line in captured.splitlines() if "Handshake failed with error" in line]
 
 
@@ -477,7 +477,7 @@ def test_plain_text_goes_to_loopback_only(example: Path, address: str) -> None:
 def test_replaced_certificates_are_taken_up_without_a_restart_and_cut_no_connection(
     example: Path, tmp_path: Path, port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Both parties go over to another authority: whoever kept the old one would be refused."""
+    """Both parties change to another authority: a party with the old one would be refused."""
     caplog.set_level(logging.INFO)
     own, new = make(tmp_path / "own"), make(tmp_path / "new")
     parties, undisturbed = build_parties(example), build_parties(example)

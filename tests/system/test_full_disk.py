@@ -46,7 +46,7 @@ def limited(party: Literal["active", "passive"], folder: Path, whole: Outcome) -
         lines = [line for line in full.said.splitlines() if " ERROR " in line]
         assert lines[-1].endswith("transcript.jsonl: cannot be written: File too large")
         assert len(lines) == 1
-        told = "cannot go on" if party == "active" else "ended the run before its last step"
+        told = "cannot continue" if party == "active" else "ended the run before its last step"
         assert told in other.said
         both.start()
         assert both.wait() == (0, 0), both.outputs

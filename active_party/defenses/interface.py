@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,6 +15,19 @@ from splitveil.common.run import messages
 
 DefendedGradient = messages.DefendedGradient
 """A gradient that may leave the active party. Only defenses create one."""
+
+
+class Covers(StrEnum):
+    """The peers whom a charge describes, from the widest circle to the narrowest."""
+
+    ANYBODY = "anybody"
+    """Every peer: it may choose its activations, and know everything but the one label."""
+
+    PASSIVE_AND_HONEST = "passive and honest"
+    """A peer that sends its model's activations, whatever it knows of features and predictions."""
+
+    CLASS_MEANS = "knows class means only"
+    """A peer that follows the protocol and compares gradients with the class means of a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +45,14 @@ class LeakCharge:
 
     epsilon: float | None = None
     """Label differential privacy that holds for all answers of this identity together."""
+
+    covers: Covers = Covers.CLASS_MEANS
+    """The peers whom the charge describes."""
+
+    is_gaussian: bool = False
+    """Whether the answers are a Gaussian mechanism with mu^2 = ``sum_kl``. Then the best AUC is
+    Phi(mu / sqrt 2), exactly (Dong, Roth and Su 2022); otherwise only a bound for any distributions
+    is known."""
 
     def __post_init__(self) -> None:
         """Replace a divergence that is not a number by infinity, which exceeds every budget."""

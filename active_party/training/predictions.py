@@ -47,11 +47,11 @@ def cross_entropy_of(logits: Tensor, labels: Tensor) -> Tensor:
     Args:
         logits: (rows,) or (rows, classes).
         labels: (rows,), floating point: 0 or 1, noisy labels in between or beyond, or class
-            indices.
+            indices; or a share of each class, (rows, classes).
     """
     if logits.ndim == 1:
         return binary_cross_entropy_with_logits(logits, labels)
-    return cross_entropy(logits, labels.long())
+    return cross_entropy(logits, labels.long() if labels.ndim == 1 else labels)
 
 
 def probabilities_of(logits: Tensor) -> Tensor:

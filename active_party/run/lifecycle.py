@@ -89,6 +89,11 @@ class Lifecycle:
         return self.phase
 
     @property
+    def has_survey(self) -> bool:
+        """Whether a new run begins with a survey of the training rows' activations."""
+        return self._preparation.rules.has_survey
+
+    @property
     def where(self) -> Whereabouts:
         """The run's position, and the checkpoints from which it could resume."""
         return Whereabouts(self.phase.batch_number, frozenset(self._store.checkpoints()))
@@ -141,13 +146,14 @@ class Lifecycle:
             StorageError: the run cannot be stored.
         """
         seed = joint_seed(self.run.nonce, *common.nonces)
-        setup = self._prepare(common.file_rows, seed)
+        setup = self._prepare(common.file_rows, seed, has_survey=self.has_survey)
         identity = RunIdentity(
             self.run.run_id,
             self.run.nonce,
             common.nonces,
             setup.rows.file_rows,
             setup.trainer.data_digest,
+            self.has_survey,
         )
         secret = run_secret(self._preparation.rules.noise_seed)
         self._store.save_run(state_of(identity, secret))
@@ -175,7 +181,7 @@ class Lifecycle:
         self.run = OpenRun(identity.run_id, identity.active_nonce)
         self.parties.recall(identity.passive_nonces)
         identity.check_rows(len(self._preparation.own.ids))
-        setup = self._prepare(identity.file_rows, identity.seed)
+        setup = self._prepare(identity.file_rows, identity.seed, has_survey=identity.has_survey)
         identity.check_data(setup.trainer.data_digest)
         questions = AnsweredQuestions(stored["secret"], self._store.answers())
         answering = self._answer_with(setup, questions)
@@ -188,8 +194,8 @@ class Lifecycle:
             self._restore(checkpoints[-1], state)
         return True
 
-    def _prepare(self, file_rows: Positions, seed: bytes) -> TrainingSetup:
-        setup = self._preparation.prepare(file_rows, seed, self._store)
+    def _prepare(self, file_rows: Positions, seed: bytes, *, has_survey: bool) -> TrainingSetup:
+        setup = self._preparation.prepare(file_rows, seed, self._store, has_survey=has_survey)
         self.observer.on_aligned(setup.rows, seed)
         if setup.budget.counts_earlier_runs:
             self.observer.on_earlier_answers(setup.budget.num_charged(), setup.budget.told())

@@ -48,6 +48,9 @@ class OwnRules:
     noise_seed: int | None = None
     """For tests only: makes fresh noise predictable."""
 
+    has_survey: bool = False
+    """Whether the defense needs the activations of all training rows before the first epoch."""
+
 
 class Preparation:
     """Builds everything that depends on the common rows.
@@ -67,20 +70,23 @@ class Preparation:
         self.rules = rules
         self.build_trainer = build_trainer
 
-    def prepare(self, file_rows: Positions, seed: bytes, store: CheckpointStore) -> TrainingSetup:
+    def prepare(
+        self, file_rows: Positions, seed: bytes, store: CheckpointStore, *, has_survey: bool
+    ) -> TrainingSetup:
         """Put the common rows in order, and build the trainer and the accounts for them.
 
         Args:
             file_rows: this party's rows of the common ids, (aligned,), in any order.
             seed: the joint seed.
             store: keeps the checkpoints.
+            has_survey: whether the run begins with a survey.
 
         Raises:
             AlignmentError: too few rows for the splits.
             DataError: the common rows cannot be trained on, for instance because a class is absent.
         """
         ids, splits = self.own
-        rows = AlignedRows.derive(self.contract, seed, ids, file_rows, splits)
+        rows = AlignedRows.derive(self.contract, seed, ids, file_rows, splits, has_survey=has_survey)
         return TrainingSetup(
             self.contract,
             rows,
@@ -114,6 +120,7 @@ def state_of(identity: RunIdentity, secret: bytes) -> State:
         "secret": secret,
         "file_rows": torch.from_numpy(identity.file_rows),
         "data": identity.data_digest,
+        "survey": identity.has_survey,
     }
 
 
@@ -121,5 +128,11 @@ def identity_in(state: State) -> RunIdentity:
     """Return the identity of a stored run."""
     joined = state["peer_nonce"]
     nonces = (joined[i : i + NONCE_BYTES] for i in range(0, len(joined), NONCE_BYTES))
-    file_rows = state["file_rows"].numpy()
-    return RunIdentity(state["run_id"], state["nonce"], tuple(nonces), file_rows, state["data"])
+    return RunIdentity(
+        state["run_id"],
+        state["nonce"],
+        tuple(nonces),
+        state["file_rows"].numpy(),
+        state["data"],
+        state.get("survey", False),
+    )

@@ -10,6 +10,7 @@ from splitveil.active_party.watch.gate_keeper import GateKeeper
 from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.attacks import SideInformation
 from splitveil.common.privacy.audit import BatchLeak
+from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
 from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
 from splitveil.common.record.metrics_log import MetricsLog
@@ -29,6 +30,9 @@ class LeakWatch:
     def __init__(self, settings: ActiveSettings, metrics: MetricsLog) -> None:
         self._settings = settings.leak_monitor
         self._class_names: Sequence[str] = settings.data.class_names
+        self._keeps_activations = settings.leak_monitor is not None and any(
+            name in FINAL_ATTACKS for name in settings.leak_monitor.attack_names
+        )
         self._metrics = metrics
         self._bell = AlarmBell(metrics, _class_oracles(settings))
         self._gate = GateKeeper(settings.leak_gate, metrics)
@@ -60,7 +64,8 @@ class LeakWatch:
         if self.monitor is None or self._settings is None:
             return
         clean = {"cut": result.raw} if self._settings.reference == "clean" else None
-        self.monitor.submit(batch, {"cut": result.defended}, result.labels, clean)
+        seen = result.activations if self._keeps_activations else None
+        self.monitor.submit(batch, {"cut": result.defended}, result.labels, clean, seen)
 
     def end_epoch(self, epoch: int) -> None:
         """Note that an epoch is over."""

@@ -321,7 +321,13 @@ class LeakAudit(BatchRecord):
         self, observation: Observation, scored: Mapping[str, LayerScores], labels: Tensor
     ) -> None:
         if observation.positions is not None:
-            self._run.add(observation.epoch, observation.positions, labels, scored)
+            self._run.add(
+                observation.epoch,
+                observation.positions,
+                labels,
+                scored,
+                observation.activations,
+            )
 
     def _measure(
         self, observation: Observation, scored: Mapping[str, LayerScores], labels: Tensor

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from splitveil.common.privacy.accumulation import (
     NUM_HINTS,
+    SOURCES,
     AccumulatedScores,
     ContinuousSign,
     ScoreHistory,
@@ -20,6 +21,12 @@ from splitveil.common.privacy.gradient_rows import unit_vector
 from splitveil.common.privacy.label_classes import LabelClasses
 from splitveil.common.privacy.scoring import LayerScores
 from splitveil.common.privacy.top_direction import TopDirection
+
+_OF_TARGETS: tuple[RunAttackName, ...] = ("accumulated_cosine", "accumulated_nearest_hint")
+"""Attacks with one sum for each target class, because they are told something about each."""
+
+_WITH_SIGN: tuple[RunAttackName, ...] = ("accumulated_spectral", "accumulated_kmeans")
+"""Attacks that sum one score for all classes, which has a direction and an open sign."""
 
 
 class GatheredLayer:
@@ -42,10 +49,10 @@ class GatheredLayer:
         self._is_multi_class = classes.is_multi_class
         num_targets = len(classes.targets)
         for attack in attacks:
-            if attack not in NUM_HINTS:
-                num_sums = num_targets if attack == "accumulated_cosine" else 1
+            if attack in _OF_TARGETS or attack in _WITH_SIGN:
+                num_sums = num_targets if attack in _OF_TARGETS else 1
                 self.sums[attack] = [AccumulatedScores(num_examples) for _ in range(num_sums)]
-        self._sign = ContinuousSign()
+        self._signs = {"spectral": ContinuousSign(), "kmeans": ContinuousSign()}
         self._reference_signs = [ContinuousSign() for _ in range(num_targets)]
 
     @property
@@ -66,11 +73,21 @@ class GatheredLayer:
             positions: positions of its rows in the common order, (batch,), each once.
             found: the scores.
         """
-        spectral = None if found.top is None else self._sign.turn(found.top)
-        if spectral is not None and (self.combining or "accumulated_spectral" in self.sums):
-            self._add_spectral(epoch, positions, standardised(spectral), found)
-        if "accumulated_cosine" in self.sums and "cosine" in found.scores:
-            self._add_cosines(positions, found)
+        turned = {
+            source: standardised(self._signs[source].turn(top))
+            for source, top in found.directions.items()
+        }
+        for attack in _WITH_SIGN:
+            (source,) = SOURCES[attack]
+            if attack in self.sums and source in turned:
+                self.sums[attack][0].add(positions, turned[source])
+        norms = found.scores["norm"].by_target[0] if self.combining else None
+        if norms is not None and "spectral" in turned:
+            self._history.add(epoch, positions, (turned["spectral"], standardised(norms)))
+        for attack in _OF_TARGETS:
+            (source,) = SOURCES[attack]
+            if attack in self.sums and source in found.scores:
+                self._add_of_targets(attack, source, positions, found)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the sums; with two classes, without numbers of targets."""
@@ -80,15 +97,18 @@ class GatheredLayer:
             return {
                 "sums": {attack: of_targets[0] for attack, of_targets in states.items()},
                 "history": self._history.state_dict() if self.combining else None,
-                "sign": self._sign.state_dict(),
+                "signs": self._state_of_signs(),
                 "reference_sign": signs[0],
             }
         return {
             "sums": {attack: _numbered(of_targets) for attack, of_targets in states.items()},
             "history": self._history.state_dict(),
-            "sign": self._sign.state_dict(),
+            "signs": self._state_of_signs(),
             "reference_signs": _numbered(signs),
         }
+
+    def _state_of_signs(self) -> dict[str, Any]:
+        return {source: sign.state_dict() for source, sign in self._signs.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state that ``state_dict`` returned.
@@ -106,7 +126,8 @@ class GatheredLayer:
                 one.load_state_dict(stored[str(number)] if self._is_multi_class else stored)
         if history is not None:
             self._history.load_state_dict(history)
-        self._sign.load_state_dict(state["sign"])
+        for source, sign in self._signs.items():
+            sign.load_state_dict(state["signs"][source])
         for number, sign in enumerate(self._reference_signs):
             sign.load_state_dict(
                 state["reference_signs"][str(number)]
@@ -114,23 +135,16 @@ class GatheredLayer:
                 else state["reference_sign"]
             )
 
-    def _add_spectral(
-        self, epoch: int, positions: Tensor, spectral: Tensor, found: LayerScores
+    def _add_of_targets(
+        self, attack: RunAttackName, source: str, positions: Tensor, found: LayerScores
     ) -> None:
-        if "accumulated_spectral" in self.sums:
-            self.sums["accumulated_spectral"][0].add(positions, spectral)
-        norms = found.scores["norm"].by_target[0] if self.combining else None
-        if norms is not None:
-            self._history.add(epoch, positions, (spectral, standardised(norms)))
-
-    def _add_cosines(self, positions: Tensor, found: LayerScores) -> None:
-        cosines = found.scores["cosine"]
-        for number, sums in enumerate(self.sums["accumulated_cosine"]):
-            scores, told = cosines.by_target[number], cosines.left_out[number]
+        measured = found.scores[source]
+        for number, sums in enumerate(self.sums[attack]):
+            scores, told = measured.by_target[number], measured.left_out[number]
             if scores is None:
                 continue
             reference = found.noisy_references[number] if found.noisy_references else None
-            if reference is not None:
+            if reference is not None and source == "cosine":
                 direction = unit_vector(reference)
                 scores = self._reference_signs[number].turn(TopDirection(scores, direction))
             kept = np.ones(len(positions), dtype=np.bool_)

@@ -39,8 +39,9 @@ class LayerScores(NamedTuple):
     """The attacks' scores of one layer's gradients in one batch."""
 
     scores: Mapping[str, AttackScores]
-    top: TopDirection | None
-    """Present if a spectral score is among the scores."""
+    directions: Mapping[str, TopDirection]
+    """Attack -> its scores with the direction on which their sign depends, for `kmeans` and
+    `spectral`."""
 
     noisy_references: Sequence[Tensor | None] = ()
     """The reference behind each target's cosines, if noise may have flipped its sign."""
@@ -102,8 +103,13 @@ class BatchScorer:
                 for target in self._targets
             ]
             scores[name] = AttackScores(crossed, [()] * len(crossed))
-        top = gradients.top if "spectral" in self._free else None
-        return LayerScores(scores, top, () if observation.references_are_clean else references)
+        directions = {}
+        if "spectral" in self._free:
+            directions["spectral"] = gradients.top
+        if "kmeans" in self._free:
+            directions["kmeans"] = gradients.clusters
+        noisy = () if observation.references_are_clean else references
+        return LayerScores(scores, directions, noisy)
 
 
 def cross_scores(attack: Attack, gradients: Tensor, positive: Tensor) -> Tensor | None:
@@ -147,7 +153,12 @@ def _score_told(
     """Return the scores for one target, and the rows that the attack knew."""
     told = clues.hint_rows[: attack.num_hints]
     hints = gradients.gradients[list(told)] if told else None
-    found = _score(attack, gradients, Knowledge(reference, hints, None, activations))
+    others = None
+    if SideInformation.OTHER_HINTS in attack.needs:
+        others = gradients.gradients[list(clues.other_hint_rows)]
+        told = (*told, *clues.other_hint_rows)
+    knowledge = Knowledge(reference, hints, None, activations, others)
+    found = _score(attack, gradients, knowledge)
     row = clues.reference_row
     if SideInformation.POSITIVE_GRADIENT in attack.needs and row is not None:
         told = (*told, row)

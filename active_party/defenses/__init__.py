@@ -31,6 +31,7 @@ from splitveil.active_party.defenses.max_norm_positive import MaxNormPositiveDef
 from splitveil.active_party.defenses.noise import AnswerKeys, NoiseSource
 from splitveil.active_party.defenses.noisy_label import NoisyLabelDefense
 from splitveil.active_party.defenses.none import NoDefense
+from splitveil.active_party.defenses.projected_labels import ProjectedLabelsDefense
 from splitveil.active_party.defenses.section import DefenseContext, Examples, NoiseSecrets
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "NoiseSecrets",
     "NoiseSource",
     "NoisyLabelDefense",
+    "ProjectedLabelsDefense",
     "RawBatch",
     "release",
 ]
@@ -64,6 +66,7 @@ DefenseSettings = Annotated[
     | MaxNormPositiveDefense
     | MarvellDefense
     | NoisyLabelDefense
+    | ProjectedLabelsDefense
     | GafmDefense
     | CustomDefense,
     Field(discriminator="name"),

@@ -127,6 +127,11 @@ class NoisyLabelDefense(SeededDefense):
         """Whether the top model learns from the noisy labels."""
         return self.top_labels == "noisy"
 
+    @property
+    def model_is_label_free(self) -> bool:
+        """Whether the trained model depends on labels only through the noisy ones."""
+        return self.top_learns_targets
+
     def _build(self, given: BuildInputs, /) -> Defense:
         """Build the defense; without examples it lacks the noisy labels for training."""
         num_classes, examples = given.context.num_classes, given.examples

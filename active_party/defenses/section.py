@@ -56,6 +56,9 @@ class DefenseContext(NamedTuple):
     """Share of positives among the training rows, above 0 and below 1; with several classes,
     charges do not depend on it."""
 
+    epochs: int = 1
+    """Number of epochs of the run."""
+
     @property
     def cut_dim(self) -> int:
         """Number of values in one row of the gradient."""
@@ -88,6 +91,9 @@ class Examples(NamedTuple):
     device: torch.device
     """The device on which the top model is trained."""
 
+    training: Tensor | None = None
+    """Positions of the training rows, (training rows,) int64, ascending; None for all rows."""
+
 
 class BuildInputs(NamedTuple):
     """Everything from which a defense is built, beside its settings."""
@@ -118,6 +124,21 @@ class DefenseSection(Section):
     @property
     def needs_example_keys(self) -> bool:
         """Whether ``RawBatch.example_keys`` has to be given."""
+        return False
+
+    @property
+    def needs_survey(self) -> bool:
+        """Whether a run has to begin with a survey of the training rows' activations."""
+        return False
+
+    @property
+    def model_is_label_free(self) -> bool:
+        """Whether the trained model depends on labels only through what the defense released."""
+        return False
+
+    @property
+    def refits_top(self) -> bool:
+        """Whether the top model is fitted to the true labels once the last answer has left."""
         return False
 
     @property

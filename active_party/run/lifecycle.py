@@ -33,6 +33,7 @@ from splitveil.common.run.progress import (
 )
 from splitveil.common.run.sample_order import Positions, joint_seed
 from splitveil.common.storage.answer_log import AnswerLog
+from splitveil.common.storage.release_file import ReleaseFile
 
 
 class ActiveStore(CheckpointStore, Protocol):
@@ -46,6 +47,9 @@ class ActiveStore(CheckpointStore, Protocol):
 
     def answers(self) -> AnswerLog:
         """Return the log of the stored run."""
+
+    def releases(self) -> ReleaseFile:
+        """Return the releases of the run that has been saved."""
 
 
 class Lifecycle:
@@ -202,7 +206,9 @@ class Lifecycle:
         return setup
 
     def _answer_with(self, setup: TrainingSetup, questions: AnsweredQuestions) -> Answering:
-        phase = self._preparation.answering(self.run.run_id, self.parties, setup, questions)
+        phase = self._preparation.answering(
+            self.run.run_id, self.parties, setup, questions, self._store.releases()
+        )
         self.phase = phase
         return phase
 

@@ -72,6 +72,8 @@ class Lifecycle:
         contract, rules = preparation.contract, preparation.rules
         allows = rules.allow_audits and contract.audits_allowed
         self.observer = observer
+        self.has_survey = rules.has_survey
+        """Whether a new run begins with a survey of the training rows' activations."""
         self.run = run
         self.error: SplitveilError | None = None
         self.parties = PassiveParties(contract.passive_parties, allow_audits=allows)
@@ -91,11 +93,6 @@ class Lifecycle:
         if isinstance(self.phase, Unaligned):
             raise self.stages.refusal_of("a tensor")
         return self.phase
-
-    @property
-    def has_survey(self) -> bool:
-        """Whether a new run begins with a survey of the training rows' activations."""
-        return self._preparation.rules.has_survey
 
     @property
     def where(self) -> Whereabouts:

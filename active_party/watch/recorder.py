@@ -198,7 +198,7 @@ class ActiveRecorder(RunRecorder):
             self._progress.resume_at(self._steps)
 
     def note_refit(self, figures: PredictionFigures | None) -> None:
-        """Note the test figures of the model that was fitted to the true labels, if there is one."""
+        """Note the test figures of the refitted model, if there is one."""
         self._refit = figures
 
     def objection(self) -> LeakGateClosed | None:

@@ -17,6 +17,7 @@ from splitveil.active_party.assembly import (
     TrainerBuilder,
     build_session,
     open_label_owners_model,
+    subjects_of,
 )
 from splitveil.active_party.ledger.earlier_ledgers import LEDGER
 from splitveil.active_party.plan import print_plan
@@ -295,7 +296,9 @@ def _check(parsed: argparse.Namespace) -> None:
         )
         if earlier is not None:
             earlier.put_into(model)
-        return f"data: {data.summary()}; the top model fits them"
+        subjects = subjects_of(settings)
+        persons = "" if subjects is None else f" of {len(np.unique(subjects))} persons"
+        return f"data: {data.summary()}{persons}; the top model fits them"
 
     command_line.report_check(
         settings,

@@ -3,7 +3,9 @@
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from splitveil.active_party.defenses import AnswerKeys, Examples, NoiseSecrets
@@ -19,6 +21,7 @@ from splitveil.active_party.training.early_stopping import EarlyStop
 from splitveil.active_party.training.objectives import CrossEntropy
 from splitveil.active_party.training.top_trainer import TopTrainer, TrainingRows
 from splitveil.common.data.features import FeatureEncoder
+from splitveil.common.data.subjects import read_subjects
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.models.factory import build_top_model
 from splitveil.common.models.optimizers import build_optimizer
@@ -32,6 +35,7 @@ class TrainerBuilder:
     """Builds the trainer once the common rows are known, and keeps the encoder fitted on them.
 
     Raises:
+        DataError: there is no column of the persons whom rows are about, and the defense needs it.
         SettingsError: the existing noise key cannot be used, or a defense of the user's own fails.
         StorageError: a noise key is needed and cannot be written.
     """
@@ -43,6 +47,7 @@ class TrainerBuilder:
         self._device = device
         self._num_classes = settings.data.num_classes
         self._earlier = open_label_owners_model(settings)
+        self._subjects = subjects_of(settings)
         # Now, not at the first step: a key that others can read ends a run before it begins.
         context = settings.defense_context()
         settings.defense.require_usable(context)
@@ -85,7 +90,9 @@ class TrainerBuilder:
         with_ids = self._noise_key is not None
         ids = [self._data.ids[row] for row in rows.file_rows] if with_ids else []
         training = torch.from_numpy(rows.splits["train"]) if rows.has_survey else None
-        examples = Examples(ids, labels, self._device, training)
+        of_file = self._subjects
+        subjects = None if of_file is None else torch.from_numpy(of_file[rows.file_rows])
+        examples = Examples(ids, labels, self._device, training, subjects)
         return TopTrainer(
             self._build_objective(model, rows.total_steps(contract), secrets, examples),
             settings.defense.build(settings.defense_context(), secrets, examples),
@@ -132,6 +139,17 @@ class TrainerBuilder:
         top = TopModel(model, build_optimizer(settings.optimizer, model), schedule)
         objective = defense.objective(top, secrets, examples)
         return objective or CrossEntropy(top, learns_targets=defense.top_learns_targets)
+
+
+def subjects_of(settings: ActiveSettings) -> NDArray[np.int64] | None:
+    """Return a number for each row of the file, equal for rows of one person; None if none is read.
+
+    Raises:
+        DataError: there is no such column.
+        SettingsError: the column is a feature, too.
+    """
+    column = settings.defense.names_subjects
+    return None if column is None else read_subjects(settings.data, settings.base_dir, column)
 
 
 def open_label_owners_model(settings: ActiveSettings) -> EarlierModel | None:

@@ -147,6 +147,11 @@ class ProjectedLabelsDefense(SeededDefense):
         return True
 
     @property
+    def names_subjects(self) -> str | None:
+        """The column that names the person whom a row is about."""
+        return self.subject_column
+
+    @property
     def model_is_label_free(self) -> bool:
         """Whether the trained model depends on labels only through the sums: always."""
         return True
@@ -210,6 +215,8 @@ class ProjectedLabels(Defense):
             labels, num_classes = given.examples.labels, given.context.num_classes
             training = given.examples.training
             self._rows = torch.arange(len(labels)) if training is None else training
+            subjects = given.examples.subjects
+            self._subjects = None if subjects is None else subjects[self._rows]
             self._labels = _one_hot(labels[self._rows], num_classes)
             self._posterior = Posterior(settings.memory * MIB)
         mu = settings.strength.of_run
@@ -244,7 +251,7 @@ class ProjectedLabels(Defense):
         stage = self._next_stage
         if stage == len(self._epochs) or epoch < self._epochs[stage]:
             return None
-        rows = design(chunks, len(self._rows), self._settings.rank)
+        rows = design(chunks, len(self._rows), self._settings.rank, subjects=self._subjects)
         predictions = torch.cat([_probabilities(chunk.logits) for chunk in chunks()])
         return StageRelease(self, stage, rows, predictions)
 

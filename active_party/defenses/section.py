@@ -94,6 +94,9 @@ class Examples(NamedTuple):
     training: Tensor | None = None
     """Positions of the training rows, (training rows,) int64, ascending; None for all rows."""
 
+    subjects: Tensor | None = None
+    """A number for each person, (aligned,) int64; None if every row has a person of its own."""
+
 
 class BuildInputs(NamedTuple):
     """Everything from which a defense is built, beside its settings."""
@@ -130,6 +133,11 @@ class DefenseSection(Section):
     def needs_survey(self) -> bool:
         """Whether a run has to begin with a survey of the training rows' activations."""
         return False
+
+    @property
+    def names_subjects(self) -> str | None:
+        """The column that names the person whom a row is about; None if the defense reads none."""
+        return None
 
     @property
     def model_is_label_free(self) -> bool:

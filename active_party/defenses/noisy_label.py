@@ -32,6 +32,7 @@ import torch
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
+from splitveil.active_party.defenses.build_inputs import BuildInputs, DefenseContext
 from splitveil.active_party.defenses.example_keys import (
     LABEL_NOISE,
     NoiseKey,
@@ -52,12 +53,7 @@ from splitveil.active_party.defenses.interface import (
 )
 from splitveil.active_party.defenses.noise import open_uniform
 from splitveil.active_party.defenses.rows import as_classes, as_rows
-from splitveil.active_party.defenses.section import (
-    BuildInputs,
-    DefenseContext,
-    SeededDefense,
-    require_key,
-)
+from splitveil.active_party.defenses.section import SeededDefense, require_key
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.common.settings import Section
 

@@ -29,6 +29,7 @@ from pydantic import Field, Tag
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from splitveil.active_party.defenses.build_inputs import BuildInputs, DefenseContext
 from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast
 from splitveil.active_party.defenses.gaussian_dp import (
     leak_auc_of_mu,
@@ -53,7 +54,7 @@ from splitveil.active_party.defenses.projection.features import Chunks
 from splitveil.active_party.defenses.projection.posterior import Posterior
 from splitveil.active_party.defenses.projection.release import Release, draw_release
 from splitveil.active_party.defenses.rows import as_classes, as_rows
-from splitveil.active_party.defenses.section import BuildInputs, DefenseContext, SeededDefense
+from splitveil.active_party.defenses.section import SeededDefense
 from splitveil.common.settings import Section, kind_by_key
 
 MIB = 2**20

@@ -6,16 +6,19 @@ modules ask these questions and never check which defense it is.
 """
 
 import logging
-import math
 from abc import abstractmethod
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, final
+from typing import Literal, final
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
+from splitveil.active_party.defenses.build_inputs import (
+    NO_SECRETS,
+    BuildInputs,
+    DefenseContext,
+    Examples,
+    NoiseSecrets,
+)
 from splitveil.active_party.defenses.example_keys import (
     NoiseKey,
     key_for,
@@ -26,7 +29,6 @@ from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast, N
 from splitveil.active_party.defenses.interface import Defense
 from splitveil.active_party.defenses.noise import (
     DefaultNoise,
-    DrawKeys,
     EntropyNoise,
     InsecureSeededNoise,
     NoiseSource,
@@ -42,73 +44,6 @@ GENERAL_LIMIT = (
     f"The guarantee holds for attacks that the charges describe, and not for every peer: see {SEE}."
 )
 """The limit of a guarantee about which nothing more precise is known."""
-
-
-class DefenseContext(NamedTuple):
-    """The facts about a run that a defense depends on."""
-
-    cut_shape: tuple[int, ...]
-    """Shape of one row of the gradient that is defended."""
-
-    num_classes: int = 2
-
-    pos_fraction: float = 0.5
-    """Share of positives among the training rows, above 0 and below 1; with several classes,
-    charges do not depend on it."""
-
-    epochs: int = 1
-    """Number of epochs of the run."""
-
-    @property
-    def cut_dim(self) -> int:
-        """Number of values in one row of the gradient."""
-        return math.prod(self.cut_shape)
-
-
-class NoiseSecrets(NamedTuple):
-    """The secrets from which a defense draws its noise."""
-
-    noise_key: NoiseKey | None = None
-    """The key of persistent noise and noisy labels; None where the defense needs none."""
-
-    draw_keys: DrawKeys | None = None
-    """The source of the keys of fresh noise. If it is None, they come from the operating system,
-    or in tests from the settings' ``insecure_noise_seed``."""
-
-
-NO_SECRETS = NoiseSecrets()
-
-
-class Examples(NamedTuple):
-    """The aligned examples of a run, in the common order."""
-
-    ids: Sequence[str]
-    """Canonical ids; empty if the defense does not have a noise key."""
-
-    labels: Tensor
-    """True labels, (aligned,)."""
-
-    device: torch.device
-    """The device on which the top model is trained."""
-
-    training: Tensor | None = None
-    """Positions of the training rows, (training rows,) int64, ascending; None for all rows."""
-
-    subjects: Tensor | None = None
-    """A number for each person, (aligned,) int64; None if every row has a person of its own."""
-
-
-class BuildInputs(NamedTuple):
-    """Everything from which a defense is built, beside its settings."""
-
-    context: DefenseContext
-
-    secrets: NoiseSecrets = NO_SECRETS
-    """The secrets from which noise is drawn."""
-
-    examples: Examples | None = None
-    """The examples of the run; a defense that replaces their labels needs them for
-    ``Defense.targets``."""
 
 
 class DefenseSection(Section):

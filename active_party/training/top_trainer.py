@@ -122,6 +122,11 @@ class TopTrainer:
         """
         self._note(torch.from_numpy(positions.copy()), activation)
 
+    @property
+    def released_rows(self) -> Tensor | None:
+        """Positions of the rows that releases are about, (rows,); None for all training rows."""
+        return self.defense.released_rows
+
     def pending_release(self, epoch: int) -> PendingRelease | None:
         """Return the release that the defense needs before an epoch's next answer, if any.
 

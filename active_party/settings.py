@@ -201,7 +201,7 @@ class ActiveSettings(PartySettings):
             pos_fraction: share of positives; it matters only for forecasts.
         """
         shape, num_classes = self.contract.aggregate_shape, self.data.num_classes
-        return DefenseContext(shape, num_classes, pos_fraction)
+        return DefenseContext(shape, num_classes, pos_fraction, self.contract.epochs)
 
     def noise_key_file(self) -> Path:
         """Return the path of the noise key."""

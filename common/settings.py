@@ -85,6 +85,26 @@ def kind_by_only_key(*keys: str, error_type: str, advice: str = "") -> Discrimin
     )
 
 
+def kind_by_key(*keys: str, error_type: str) -> Discriminator:
+    """Return the discriminator of a union whose kinds have one key each that no other kind has.
+
+    Args:
+        keys: one for each kind, to be named in the message; a kind may have further keys.
+        error_type: pydantic's name of the error that there is not exactly one of them.
+    """
+
+    def kind_of(value: object) -> str | None:
+        given = value if isinstance(value, dict) else getattr(value, "model_fields_set", ())
+        found = [key for key in keys if key in given]
+        return found[0] if len(found) == 1 else None
+
+    return Discriminator(
+        kind_of,
+        custom_error_type=error_type,
+        custom_error_message=f"expected exactly one of {', '.join(keys)}",
+    )
+
+
 def kind_by_field(field: str, *kinds: str, error_type: str) -> Discriminator:
     """Return the discriminator of a union whose kind stands in a field, the first kind by default.
 

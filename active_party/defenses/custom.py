@@ -12,6 +12,7 @@ import torch
 from pydantic import Field, StringConstraints
 from torch import Tensor
 
+from splitveil.active_party.defenses.build_inputs import BuildInputs, DefenseContext
 from splitveil.active_party.defenses.forecast import UNKNOWN, ChargeForecast
 from splitveil.active_party.defenses.interface import (
     Defended,
@@ -24,11 +25,7 @@ from splitveil.active_party.defenses.interface import (
     RememberingDefense,
 )
 from splitveil.active_party.defenses.noise import NoiseSource, SecureNoise
-from splitveil.active_party.defenses.section import (
-    BuildInputs,
-    DefenseContext,
-    NoisyDefense,
-)
+from splitveil.active_party.defenses.section import NoisyDefense
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import load_class
 from splitveil.common.text.imports import first_line

@@ -31,6 +31,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from splitveil.active_party.defenses.build_inputs import BuildInputs, DefenseContext
 from splitveil.active_party.defenses.class_statistics import (
     ClassEstimate,
     RunningClasses,
@@ -60,8 +61,6 @@ from splitveil.active_party.defenses.section import (
     PERSISTENT_NOISE_HONESTY,
     PERSISTENT_NOISE_LIMIT,
     SEE,
-    BuildInputs,
-    DefenseContext,
     NoisyDefense,
     refusal_of_persistent,
     require_key,

@@ -14,7 +14,8 @@ from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.ledger import LeakBounds, logged
 from splitveil.active_party.ledger.run_ledger import RunLedger
 from splitveil.common.errors import BudgetExhausted
-from splitveil.common.run.course import AlignedRows, Batch, batch_in_words
+from splitveil.common.run.course import AlignedRows
+from splitveil.common.run.sample_order import Positions
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
 
 ROUNDING = 1e-6
@@ -65,13 +66,20 @@ class LeakBudget:
         self.accounts = RunLedger(begun)
 
     def admit(
-        self, batch: Batch, charge: LeakCharge, *, is_repeated: bool, log: Callable[[], None]
+        self,
+        positions: Positions,
+        charge: LeakCharge,
+        what: str,
+        *,
+        is_repeated: bool,
+        log: Callable[[], None],
     ) -> None:
-        """Charge an answer that is about to leave, or refuse it.
+        """Charge an answer or a release that is about to be given, or refuse it.
 
         Args:
-            batch: the training rows that it is about.
+            positions: positions of the training rows that it is about.
             charge: the charge of each of them.
+            what: names it in the refusal.
             is_repeated: whether this very answer has left before, so that it tells nothing new.
             log: writes the answer to the log of answers. Called once the answer is known to fit;
                 if it fails, nothing is charged.
@@ -79,12 +87,12 @@ class LeakBudget:
         Raises:
             BudgetExhausted: the answer would take an example past the limit; nothing is charged.
         """
-        told, positions = self.accounts.told, batch.positions
+        told = self.accounts.told
         reached = told.most(positions) if is_repeated else told.after(positions, charge)
         budget = self._allowance.max_sum_kl
         if not fits(reached, budget):
             raise BudgetExhausted(
-                f"run_budget: {batch_in_words(batch.epoch, batch.step)} would take an example to "
+                f"run_budget: {what} would take an example to "
                 f"sum_kl {at_most(reached)}, a guaranteed leak AUC of "
                 f"{auc_at_most(leak_auc_bound(reached))}; the budget is sum_kl {at_most(budget)}, "
                 f"a guaranteed leak AUC of {auc_at_most(leak_auc_bound(budget))}"

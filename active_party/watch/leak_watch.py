@@ -1,8 +1,10 @@
 """Watches the leak of a run: attacks the gradients that are sent, and acts on the measurements."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from splitveil.active_party.defenses.interface import Covers
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.active_party.watch.alarm_bell import AlarmBell
@@ -56,7 +58,11 @@ class LeakWatch:
 
     def note_step(self, batch: Batch, result: StepResult) -> None:
         """Note the charge of an answer, and hand its gradients to the monitor."""
-        self._bell.note_charge(batch.epoch, result.report.charge.sum_kl)
+        charge = result.report.charge
+        # A bound for everybody is about a label beyond what features tell, and the scores of a
+        # batch also tell what features do: only figures adjusted for that are held against it.
+        is_for_all = charge.covers is Covers.ANYBODY
+        self._bell.note_charge(batch.epoch, math.inf if is_for_all else charge.sum_kl)
         if self.monitor is None or self._settings is None:
             return
         clean = {"cut": result.raw} if self._settings.reference == "clean" else None

@@ -70,6 +70,9 @@ class StepResult:
     loss: Tensor
     """Cross entropy of the prediction, mean over the batch."""
 
+    activation: Tensor
+    """The aggregated activation, (batch, *cut_shape), without a graph."""
+
 
 class TopTrainer:
     """Trains the top model on this party's rows, and defends every gradient that it returns.
@@ -176,7 +179,13 @@ class TopTrainer:
         defended, report = self._defend(outcome, labels, positions)
         self._unlearned = outcome
         return StepResult(
-            outcome.raw, defended, report, labels, outcome.probabilities, outcome.loss.detach()
+            outcome.raw,
+            defended,
+            report,
+            labels,
+            outcome.probabilities,
+            outcome.loss.detach(),
+            cut.detach(),
         )
 
     def _targets(self, batch: LabelledRows) -> Tensor:

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
@@ -114,6 +114,10 @@ class Defended(NamedTuple):
     report: DefenseReport
 
 
+def _no_logits() -> Tensor:
+    raise ValueError("there is no model to ask for a prediction")
+
+
 class LabelledRows(NamedTuple):
     """A batch before its gradient is computed."""
 
@@ -125,6 +129,10 @@ class LabelledRows(NamedTuple):
 
     activation: Tensor
     """The aggregated activation, (batch, *cut_shape), without a graph."""
+
+    logits: Callable[[], Tensor] = _no_logits
+    """Computes what the top model predicts at this step, (batch,) or (batch, classes), without a
+    graph, dropout or any trace in the model. Costs a pass through the top model, if it is asked."""
 
 
 class LabelMove(NamedTuple):

@@ -158,12 +158,15 @@ class TopTrainer:
         self.learn()
         if self._answer_keys is not None and answer_key is not None:
             self._answer_keys.begin(answer_key)
-        self.model.train()
         rows = torch.from_numpy(positions.copy()).to(self._device)
         cut = activation.to(self._device, torch.float32).requires_grad_()
         self._note(rows, cut)
         labels = self._labels[rows]
-        targets = self._targets(LabelledRows(rows, labels, cut.detach()))
+        values = cut.detach()
+        targets = self._targets(
+            LabelledRows(rows, labels, values, lambda: self._logits(rows, values))
+        )
+        self.model.train()
         outcome = self._objective.compute(cut, self._own(rows), BatchLabels(rows, labels, targets))
         defended, report = self._defend(outcome, labels, positions)
         self._unlearned = outcome
@@ -227,12 +230,16 @@ class TopTrainer:
         Labels are (batch,), and so are logits, or (batch, classes) with several classes.
         """
         self.learn()
-        self.model.eval()
         rows = torch.from_numpy(positions.copy()).to(self._device)
         self._note(rows, activation)
-        with torch.no_grad():
-            logits = self.model(activation.to(self._device, torch.float32), self._own(rows))
+        logits = self._logits(rows, activation.to(self._device, torch.float32))
         return logits.cpu(), self._labels[rows].cpu()
+
+    def _logits(self, rows: Tensor, activation: Tensor) -> Tensor:
+        self.model.eval()
+        with torch.no_grad():
+            logits: Tensor = self.model(activation, self._own(rows))
+        return logits
 
     def state_dict(self) -> State:
         """Return everything that a step changes.

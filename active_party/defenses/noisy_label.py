@@ -15,8 +15,10 @@ sumKL = 2 e (exp e - 1)/(K-1+exp e), e-label-DP; for K = 2 this is the line abov
 mechanisms are for two classes only.
 
 With ``top_labels: true`` the top model learns from the labels themselves, and its knowledge shows
-in p and J of later gradients (p - noisy y) J. There is no proof for this case. It is charged for
-the noisy label alone, as every defense is, without label-DP; the leak monitor watches the rest.
+in p and J of later gradients (p - noisy y) J. Given p and J, a gradient is a function of the noisy
+label, so that its charge describes what a passive and honest peer learns beyond the predictions. A
+peer that chooses activations can make the top model learn a single label by heart, and read it
+from p: nothing bounds what it learns, and there is no label-DP.
 
 Noise is rounded to multiples of 2^-10. Since y is such a multiple itself, the rounded sum is the
 sum rounded: the guarantee is not weakened, and the low bits of a floating-point sum, which differ
@@ -54,11 +56,13 @@ from splitveil.active_party.defenses.noise import open_uniform
 from splitveil.active_party.defenses.rows import as_classes, as_rows
 from splitveil.active_party.defenses.section import (
     BuildInputs,
+    Coverage,
     DefenseContext,
     SeededDefense,
     require_key,
 )
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.settings import Section
 
 _GRID = 2.0**10
@@ -151,7 +155,10 @@ class NoisyLabelDefense(SeededDefense):
             if self.top_labels == "noisy"
             else "Charges of noisy labels depend on their mechanism alone."
         )
-        return Forecast({"persistent": ChargeForecast.exactly(sum_kl)}, "persistent", honesty)
+        charge = ChargeForecast.exactly(
+            sum_kl, self.coverage().covers, is_gaussian=self.mechanism.kind == "gaussian"
+        )
+        return Forecast({"persistent": charge}, "persistent", honesty)
 
     def refusal(self, context: DefenseContext, /) -> str | None:
         """Explain why the mechanism cannot be used with more than two classes."""
@@ -162,13 +169,18 @@ class NoisyLabelDefense(SeededDefense):
             "several classes expected mechanism: {kind: randomized_response, epsilon: ...}"
         )
 
-    def guarantee_limit(self) -> str:
-        """Explain that the guarantee is not proved if the top model learns from true labels."""
+    def coverage(self) -> Coverage:
+        """Return the peers whom the charge describes: everybody, if nothing else uses labels."""
         if self.top_labels == "noisy":
-            return ""
-        return (
-            "With top_labels true the guarantee is not proved: what the top model learns of "
-            "the labels is not charged."
+            return Coverage(
+                Covers.ANYBODY,
+                "Everything that the peer receives is a function of features and noisy labels.",
+            )
+        return Coverage(
+            Covers.PASSIVE_AND_HONEST,
+            "With top_labels true, the charge of the noisy label describes a peer that sends its "
+            "model's activations, and what it learns beyond the model's predictions. It does not "
+            "describe one that chooses activations to make the top model learn single labels.",
         )
 
     def composition_refusal(self) -> str | None:
@@ -214,6 +226,8 @@ class NoisyLabel(Defense):
                 sum_kl,
                 noise_identity=f"noisy_label {settings.mechanism!r} {key_name(key)}",
                 epsilon=epsilon if settings.top_labels == "noisy" else None,
+                covers=settings.coverage().covers,
+                is_gaussian=settings.mechanism.kind == "gaussian",
             ),
         )
 

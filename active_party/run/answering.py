@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.budget import LeakBudget
-from splitveil.active_party.ledger.ledger import logged
 from splitveil.active_party.run.parties import PassiveParties, PassiveParty, Question, Reply
 from splitveil.active_party.run.questions import AnsweredQuestions
 from splitveil.active_party.training.aggregation import aggregate, parts_of
@@ -208,7 +207,7 @@ class Answering:
         return replies
 
     def _admit(self, batch: Batch, result: StepResult, fingerprints: list[bytes]) -> None:
-        number, entry = self.batch_number, logged(result.report.charge)
+        number, entry = self.batch_number, self.budget.entry_of(result.report.charge)
         reply = self.questions.reply_tag(number, result.defended)
         is_repeated = self.questions.is_repeated(number, entry, reply)
         if self.questions.is_answered(number) and not is_repeated:
@@ -220,7 +219,7 @@ class Answering:
             )
         self.budget.admit(
             batch,
-            result.report.charge,
+            entry,
             is_repeated=is_repeated,
             log=lambda: self.questions.record(number, fingerprints, entry, reply),
         )

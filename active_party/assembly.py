@@ -1,6 +1,5 @@
 """Builds the active party's objects from its settings."""
 
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -212,7 +211,7 @@ def build_session(
     rules = OwnRules(
         early_stop=None if stopping is None else EarlyStop(stopping),
         allowance=Allowance(
-            max_sum_kl=math.inf if budget is None else budget.max_sum_kl,
+            limit=None if budget is None else budget.limit,
             earlier=earlier or AccountBook.empty(),
         ),
         allow_audits=settings.allow_audits,

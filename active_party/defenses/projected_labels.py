@@ -39,7 +39,8 @@ from splitveil.active_party.defenses.projected_stages import (
     StagePlan,
     stage_epochs,
 )
-from splitveil.active_party.defenses.section import SeededDefense
+from splitveil.active_party.defenses.section import Coverage, SeededDefense
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.settings import Section, kind_by_key
 
 MIB = 2**20
@@ -177,11 +178,18 @@ class ProjectedLabelsDefense(SeededDefense):
             f"private over the whole run, so no score of any peer exceeds AUC "
             f"{leak_auc_of_mu(mu):.3f}."
         )
-        return Forecast({"persistent": ChargeForecast.exactly(mu**2)}, "persistent", honesty)
+        return Forecast(
+            {"persistent": ChargeForecast.exactly(mu**2, Covers.ANYBODY, is_gaussian=True)},
+            "persistent",
+            honesty,
+        )
 
-    def guarantee_limit(self) -> str:
-        """Return an empty text: the guarantee holds for every peer."""
-        return ""
+    def coverage(self) -> Coverage:
+        """Return the peers whom the charges describe: everybody."""
+        return Coverage(
+            Covers.ANYBODY,
+            "Everything that the peer receives is a function of activations and noisy sums.",
+        )
 
     def composition_refusal(self) -> str | None:
         """Explain why another loss cannot train on targets."""

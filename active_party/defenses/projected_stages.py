@@ -11,7 +11,6 @@ from torch.nn.functional import one_hot
 from splitveil.active_party.defenses.build_inputs import BuildInputs
 from splitveil.active_party.defenses.gaussian_dp import leak_auc_of_mu
 from splitveil.active_party.defenses.interface import (
-    Covers,
     Defended,
     DefendedGradient,
     Defense,
@@ -28,6 +27,7 @@ from splitveil.active_party.defenses.projection.features import Chunks
 from splitveil.active_party.defenses.projection.posterior import Posterior
 from splitveil.active_party.defenses.projection.release import Release, draw_release
 from splitveil.active_party.defenses.rows import as_classes, as_rows
+from splitveil.common.privacy.covers import Covers
 
 
 class StagePlan(NamedTuple):

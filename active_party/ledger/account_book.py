@@ -64,8 +64,7 @@ class AccountBook:
 
     def most(self) -> float:
         """Return the largest divergence among all accounts, 0 if there are none."""
-        everybody = np.arange(len(self))
-        return self.ledger.bounds(everybody).sum_kl.max if len(self) else 0.0
+        return self.ledger.exposure(np.arange(len(self))).most if len(self) else 0.0
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the tensors from which ``from_state`` rebuilds the book."""

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from splitveil.active_party.defenses.interface import PendingRelease
 from splitveil.active_party.ledger.budget import LeakBudget
-from splitveil.active_party.ledger.ledger import logged
 from splitveil.active_party.run.questions import AnsweredQuestions
 from splitveil.common.errors import OtherAnswer, StorageError
 from splitveil.common.run.sample_order import Positions
+from splitveil.common.storage.answer_log import ChargedAnswer
 from splitveil.common.storage.release_file import LOST, ReleaseFile
 
 _DESIGN = "design"
@@ -52,7 +52,7 @@ class Releases:
             StorageError: the release was used before and is lost or damaged, or cannot be written.
             BudgetExhausted: the release would exceed the leak budget; it is not used.
         """
-        stage, charge = pending.stage, logged(pending.charge)
+        stage, charge = pending.stage, self._budget.entry_of(pending.charge)
         release = self._file.at(stage)
         known = self._questions.released(stage)
         if release is None:
@@ -68,12 +68,12 @@ class Releases:
                 f"arithmetic or the defense's settings have changed; restore those, or start over "
                 f"with --fresh at both parties"
             )
-        self._budget.admit(
-            self.positions,
-            pending.charge,
+        self._budget.admit_release(
             f"stage {stage + 1}",
+            self.positions,
+            charge,
             is_repeated=known is not None,
-            log=lambda: self._record(stage, tag, pending),
+            log=lambda: self._record(stage, tag, charge),
         )
         pending.use(release)
 
@@ -83,9 +83,9 @@ class Releases:
         self._file.keep(pending.stage, release)
         return release
 
-    def _record(self, stage: int, tag: bytes, pending: PendingRelease) -> None:
+    def _record(self, stage: int, tag: bytes, charge: ChargedAnswer) -> None:
         if self._questions.released(stage) is None:
-            self._questions.record_release(stage, tag, logged(pending.charge))
+            self._questions.record_release(stage, tag, charge)
 
 
 def _as_tensor(digest: bytes) -> Tensor:

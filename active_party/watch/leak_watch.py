@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from splitveil.active_party.defenses.interface import Covers
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.top_trainer import StepResult
@@ -14,6 +13,7 @@ from splitveil.active_party.watch.row_covariates import RowCovariates
 from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.attacks import SideInformation
 from splitveil.common.privacy.audit import BatchLeak
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
 from splitveil.common.record.metrics_log import MetricsLog

@@ -145,5 +145,7 @@ def _thinned(activations: Tensor) -> Tensor:
 def _logits(probabilities: Tensor) -> Tensor:
     """Return the predictions' logits, (rows, 1), or log-probabilities, (rows, classes)."""
     if probabilities.ndim == 1:
-        return probabilities.double().logit().clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT).float()[:, None]
+        return (
+            probabilities.double().logit().clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT).float()[:, None]
+        )
     return probabilities.double().log().clamp(-_LARGEST_LOGIT, 0.0).float()

@@ -61,9 +61,7 @@ def cross_fitted_predictions(
     return predictions
 
 
-def explained_by(
-    features: npt.NDArray[Any], scores: Floats, *, by_trees: bool = False
-) -> Floats:
+def explained_by(features: npt.NDArray[Any], scores: Floats, *, by_trees: bool = False) -> Floats:
     """Predict a score from features, by regressions that have not seen the row's score.
 
     Args:

@@ -218,4 +218,3 @@ def normal_scores(scores: Floats) -> Floats:
 
     quantiles: Floats = ndtri((rankdata(scores) - 0.5) / len(scores))
     return quantiles
-

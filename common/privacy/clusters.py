@@ -8,8 +8,6 @@ empty clusters through a state of the process.
 import torch
 from torch import Tensor
 
-from splitveil.common.privacy.top_direction import TopDirection
-
 _MAX_ROUNDS = 20
 """Rounds after which centres hardly move any more; they bound the time of a batch."""
 
@@ -42,7 +40,7 @@ def nearness(rows: Tensor, centres: Tensor) -> Tensor:
     return 2 * (rows @ centres.T) - centres.square().sum(dim=1)
 
 
-def two_clusters(rows: Tensor, along: Tensor) -> TopDirection:
+def two_clusters(rows: Tensor, along: Tensor) -> Tensor:
     """Group rows into two clusters, and score them by how much nearer they are to the smaller one.
 
     Args:
@@ -50,19 +48,13 @@ def two_clusters(rows: Tensor, along: Tensor) -> TopDirection:
         along: numbers that say where to begin: rows above their mean against the others, (rows,).
 
     Returns:
-        The scores, and the unit vector from the larger to the smaller cluster's centre; zeros
-        where all rows are on one side.
+        The difference of the squared distances to both centres, (rows,); zeros where all rows are
+        on one side of the mean.
     """
     above = along > along.mean()
     if not bool(above.any()) or bool(above.all()):
-        return TopDirection(torch.zeros_like(along), torch.zeros_like(rows[0]))
-    centres = settled_centres(
-        rows, torch.stack([rows[~above].mean(dim=0), rows[above].mean(dim=0)])
-    )
-    near = nearness(rows, centres)
+        return torch.zeros_like(along)
+    begin = torch.stack([rows[~above].mean(dim=0), rows[above].mean(dim=0)])
+    near = nearness(rows, settled_centres(rows, begin))
     margins = near[:, 1] - near[:, 0]
-    direction = centres[1] - centres[0]
-    if int((margins > 0).sum()) * 2 > len(rows):
-        margins, direction = -margins, -direction
-    length = torch.linalg.vector_norm(direction)
-    return TopDirection(margins, torch.where(length > 0, direction / length, 0.0))
+    return -margins if int((margins > 0).sum()) * 2 > len(rows) else margins

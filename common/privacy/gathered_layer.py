@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from splitveil.common.privacy.accumulation import (
+    AGREEING,
     NUM_HINTS,
     SOURCES,
     AccumulatedScores,
@@ -16,17 +17,15 @@ from splitveil.common.privacy.accumulation import (
     ScoreHistory,
     standardised,
 )
-from splitveil.common.privacy.attacks import RunAttackName
+from splitveil.common.privacy.attacks import BatchAttackName, RunAttackName
+from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
 from splitveil.common.privacy.gradient_rows import unit_vector
 from splitveil.common.privacy.label_classes import LabelClasses
-from splitveil.common.privacy.scoring import LayerScores
+from splitveil.common.privacy.scoring import AttackScores, LayerScores
 from splitveil.common.privacy.top_direction import TopDirection
 
 _OF_TARGETS: tuple[RunAttackName, ...] = ("accumulated_cosine", "accumulated_nearest_hint")
 """Attacks with one sum for each target class, because they are told something about each."""
-
-_WITH_SIGN: tuple[RunAttackName, ...] = ("accumulated_spectral", "accumulated_kmeans")
-"""Attacks that sum one score for all classes, which has a direction and an open sign."""
 
 
 class GatheredLayer:
@@ -49,10 +48,10 @@ class GatheredLayer:
         self._is_multi_class = classes.is_multi_class
         num_targets = len(classes.targets)
         for attack in attacks:
-            if attack in _OF_TARGETS or attack in _WITH_SIGN:
+            if attack not in NUM_HINTS and attack not in FINAL_ATTACKS:
                 num_sums = num_targets if attack in _OF_TARGETS else 1
                 self.sums[attack] = [AccumulatedScores(num_examples) for _ in range(num_sums)]
-        self._signs = {"spectral": ContinuousSign(), "kmeans": ContinuousSign()}
+        self._sign = ContinuousSign()
         self._reference_signs = [ContinuousSign() for _ in range(num_targets)]
 
     @property
@@ -73,17 +72,12 @@ class GatheredLayer:
             positions: positions of its rows in the common order, (batch,), each once.
             found: the scores.
         """
-        turned = {
-            source: standardised(self._signs[source].turn(top))
-            for source, top in found.directions.items()
-        }
-        for attack in _WITH_SIGN:
-            (source,) = SOURCES[attack]
-            if attack in self.sums and source in turned:
-                self.sums[attack][0].add(positions, turned[source])
-        norms = found.scores["norm"].by_target[0] if self.combining else None
-        if norms is not None and "spectral" in turned:
-            self._history.add(epoch, positions, (turned["spectral"], standardised(norms)))
+        spectral = None if found.top is None else self._sign.turn(found.top)
+        if spectral is not None and (self.combining or "accumulated_spectral" in self.sums):
+            self._add_spectral(epoch, positions, standardised(spectral), found)
+        for attack, source in AGREEING.items():
+            if attack in self.sums:
+                self._add_agreeing(attack, positions, found.scores[source])
         for attack in _OF_TARGETS:
             (source,) = SOURCES[attack]
             if attack in self.sums and source in found.scores:
@@ -97,18 +91,15 @@ class GatheredLayer:
             return {
                 "sums": {attack: of_targets[0] for attack, of_targets in states.items()},
                 "history": self._history.state_dict() if self.combining else None,
-                "signs": self._state_of_signs(),
+                "sign": self._sign.state_dict(),
                 "reference_sign": signs[0],
             }
         return {
             "sums": {attack: _numbered(of_targets) for attack, of_targets in states.items()},
             "history": self._history.state_dict(),
-            "signs": self._state_of_signs(),
+            "sign": self._sign.state_dict(),
             "reference_signs": _numbered(signs),
         }
-
-    def _state_of_signs(self) -> dict[str, Any]:
-        return {source: sign.state_dict() for source, sign in self._signs.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state that ``state_dict`` returned.
@@ -126,8 +117,7 @@ class GatheredLayer:
                 one.load_state_dict(stored[str(number)] if self._is_multi_class else stored)
         if history is not None:
             self._history.load_state_dict(history)
-        for source, sign in self._signs.items():
-            sign.load_state_dict(state["signs"][source])
+        self._sign.load_state_dict(state["sign"])
         for number, sign in enumerate(self._reference_signs):
             sign.load_state_dict(
                 state["reference_signs"][str(number)]
@@ -135,8 +125,22 @@ class GatheredLayer:
                 else state["reference_sign"]
             )
 
+    def _add_spectral(
+        self, epoch: int, positions: Tensor, spectral: Tensor, found: LayerScores
+    ) -> None:
+        if "accumulated_spectral" in self.sums:
+            self.sums["accumulated_spectral"][0].add(positions, spectral)
+        norms = found.scores["norm"].by_target[0] if self.combining else None
+        if norms is not None:
+            self._history.add(epoch, positions, (spectral, standardised(norms)))
+
+    def _add_agreeing(self, attack: RunAttackName, positions: Tensor, found: AttackScores) -> None:
+        (scores,), (sums,) = found.by_target, self.sums[attack]
+        if scores is not None:
+            sums.add(positions, sums.agreeing(positions, standardised(scores)))
+
     def _add_of_targets(
-        self, attack: RunAttackName, source: str, positions: Tensor, found: LayerScores
+        self, attack: RunAttackName, source: BatchAttackName, positions: Tensor, found: LayerScores
     ) -> None:
         measured = found.scores[source]
         for number, sums in enumerate(self.sums[attack]):

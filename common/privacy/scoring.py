@@ -39,9 +39,8 @@ class LayerScores(NamedTuple):
     """The attacks' scores of one layer's gradients in one batch."""
 
     scores: Mapping[str, AttackScores]
-    directions: Mapping[str, TopDirection]
-    """Attack -> its scores with the direction on which their sign depends, for `kmeans` and
-    `spectral`."""
+    top: TopDirection | None
+    """Present if a spectral score is among the scores."""
 
     noisy_references: Sequence[Tensor | None] = ()
     """The reference behind each target's cosines, if noise may have flipped its sign."""
@@ -103,13 +102,8 @@ class BatchScorer:
                 for target in self._targets
             ]
             scores[name] = AttackScores(crossed, [()] * len(crossed))
-        directions = {}
-        if "spectral" in self._free:
-            directions["spectral"] = gradients.top
-        if "kmeans" in self._free:
-            directions["kmeans"] = gradients.clusters
-        noisy = () if observation.references_are_clean else references
-        return LayerScores(scores, directions, noisy)
+        top = gradients.top if "spectral" in self._free else None
+        return LayerScores(scores, top, () if observation.references_are_clean else references)
 
 
 def cross_scores(attack: Attack, gradients: Tensor, positive: Tensor) -> Tensor | None:

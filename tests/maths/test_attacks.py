@@ -92,7 +92,9 @@ def test_undefended_logistic_gradients_leak_every_label() -> None:
     example = _logistic_example()
     # The last two never see a gradient.
     less = {"regress_out": 0.95, "activation_spectral": 0.75, "activation_kmeans": 0.75}
-    for name, scores in example.scores().items():
+    scores_of = example.scores()
+    del scores_of["residual_energy"]  # gradients along one line have no energy elsewhere
+    for name, scores in scores_of.items():
         assert auc(scores, example.labels) > less.get(name, 0.999), name
 
 

@@ -1,9 +1,9 @@
 """Accumulates the adversary's scores without any label, for the active party to measure.
 
 Every attack becomes one score per training example: the sum over the epochs of its standardised
-score of each batch. ``spectral``, ``residual_energy`` and ``kmeans`` are turned by each batch
-itself, ``accumulated_spectral`` keeps its sign from batch to batch, and the sums of the other two
-agree with earlier batches.
+score of each batch. ``spectral``, ``kmeans`` and ``residual_energy`` are turned by each batch
+itself, ``accumulated_spectral`` keeps its sign from batch to batch, and
+``accumulated_residual_energy`` agrees with earlier batches.
 """
 
 import threading
@@ -13,16 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from splitveil.common.privacy.accumulation import (
-    AGREEING,
-    AccumulatedScores,
-    ContinuousSign,
-    standardised,
-)
+from splitveil.common.privacy.accumulation import AccumulatedScores, ContinuousSign, standardised
 from splitveil.common.privacy.attacks import ATTACKS, CUT, AttackName, Knowledge
 from splitveil.common.privacy.gradient_rows import GradientRows
 from splitveil.common.privacy.label_free import LABEL_FREE
 from splitveil.common.privacy.observation import Observation
+from splitveil.common.privacy.residual_energy import residual_energy
 from splitveil.common.run.sample_order import Positions
 
 
@@ -126,7 +122,7 @@ class LabelFreeAudit:
         if (layer, attack) not in self._sums:
             self._sums[layer, attack] = AccumulatedScores(self._num_examples)
         sums = self._sums[layer, attack]
-        if attack in AGREEING:
+        if attack == "accumulated_residual_energy":
             scores = sums.agreeing(positions, scores)
         sums.add(positions, scores)
 
@@ -141,9 +137,8 @@ class LabelFreeAudit:
             at_this_layer = layer == CUT or attack.reads_gradients
             if name in self._attacks and at_this_layer:
                 scores[name] = attack.score(gradients, knowledge)
-        for gathering, source in AGREEING.items():
-            if gathering in self._attacks:
-                known = scores.get(source)
-                found = ATTACKS[source].score(gradients, knowledge) if known is None else known
-                scores[gathering] = found
+        if "accumulated_residual_energy" in self._attacks:
+            known = scores.get("residual_energy")
+            energies = residual_energy(gradients) if known is None else known
+            scores["accumulated_residual_energy"] = energies
         return {name: scores[name] for name in self._attacks if name in scores}

@@ -6,8 +6,8 @@
                                  the sign that agrees with what earlier ones said of its examples
     accumulated_cosine           sum of the batches' standardised cosines; where the reference
                                  carries noise, which may flip its sign, that sign is kept, too
-    accumulated_kmeans           sum of the batches' standardised distances to two clusters, each
-                                 batch with the sign that agrees with earlier ones
+    accumulated_kmeans           sum of the batches' standardised distances to two clusters, its
+                                 sign kept from batch to batch
     accumulated_nearest_hint     sum of the batches' standardised differences of cosines with one
                                  example of each class
     hint_combiner_k              logistic regression on an example's scores in up to four stretches
@@ -50,12 +50,8 @@ SOURCES: Mapping[RunAttackName, tuple[BatchAttackName, ...]] = MappingProxyType(
         "completion_40": (),
     }
 )
-"""The scores of a batch that each attack accumulates; ``spectral`` with its sign kept."""
-
-AGREEING: Mapping[RunAttackName, BatchAttackName] = MappingProxyType(
-    {"accumulated_residual_energy": "residual_energy", "accumulated_kmeans": "kmeans"}
-)
-"""Attack -> the score that it sums with the sign that agrees with the sums so far."""
+"""The scores of a batch that each attack accumulates; ``spectral`` and ``kmeans`` with their sign
+kept."""
 
 NUM_HINTS: Mapping[RunAttackName, int] = MappingProxyType(
     {"hint_combiner_50": 50, "hint_combiner_200": 200}

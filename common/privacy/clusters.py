@@ -8,6 +8,8 @@ empty clusters through a state of the process.
 import torch
 from torch import Tensor
 
+from splitveil.common.privacy.top_direction import TopDirection
+
 _MAX_ROUNDS = 20
 """Rounds after which centres hardly move any more; they bound the time of a batch."""
 
@@ -40,7 +42,7 @@ def nearness(rows: Tensor, centres: Tensor) -> Tensor:
     return 2 * (rows @ centres.T) - centres.square().sum(dim=1)
 
 
-def two_clusters(rows: Tensor, along: Tensor) -> Tensor:
+def two_clusters(rows: Tensor, along: Tensor) -> TopDirection:
     """Group rows into two clusters, and score them by how much nearer they are to the smaller one.
 
     Args:
@@ -48,13 +50,18 @@ def two_clusters(rows: Tensor, along: Tensor) -> Tensor:
         along: numbers that say where to begin: rows above their mean against the others, (rows,).
 
     Returns:
-        The difference of the squared distances to both centres, (rows,); zeros where all rows are
-        on one side of the mean.
+        The differences of the squared distances to both centres, and the unit vector from the
+        larger to the smaller cluster's; zeros where all rows are on one side of the mean.
     """
     above = along > along.mean()
     if not bool(above.any()) or bool(above.all()):
-        return torch.zeros_like(along)
+        return TopDirection(torch.zeros_like(along), torch.zeros_like(rows[0]))
     begin = torch.stack([rows[~above].mean(dim=0), rows[above].mean(dim=0)])
-    near = nearness(rows, settled_centres(rows, begin))
-    margins = near[:, 1] - near[:, 0]
-    return -margins if int((margins > 0).sum()) * 2 > len(rows) else margins
+    first, second = settled_centres(rows, begin)
+    margins = nearness(rows, second[None])[:, 0] - nearness(rows, first[None])[:, 0]
+    direction = second - first
+    length = torch.linalg.vector_norm(direction)
+    direction = torch.where(length > 0, direction / length, 0.0)
+    if int((margins > 0).sum()) * 2 > len(rows):
+        return TopDirection(-margins, -direction)
+    return TopDirection(margins, direction)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from splitveil.common.privacy.accumulation import (
-    AGREEING,
     NUM_HINTS,
     SOURCES,
     AccumulatedScores,
@@ -21,7 +20,7 @@ from splitveil.common.privacy.attacks import BatchAttackName, RunAttackName
 from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
 from splitveil.common.privacy.gradient_rows import unit_vector
 from splitveil.common.privacy.label_classes import LabelClasses
-from splitveil.common.privacy.scoring import AttackScores, LayerScores
+from splitveil.common.privacy.scoring import LayerScores
 from splitveil.common.privacy.top_direction import TopDirection
 
 _OF_TARGETS: tuple[RunAttackName, ...] = ("accumulated_cosine", "accumulated_nearest_hint")
@@ -52,6 +51,7 @@ class GatheredLayer:
                 num_sums = num_targets if attack in _OF_TARGETS else 1
                 self.sums[attack] = [AccumulatedScores(num_examples) for _ in range(num_sums)]
         self._sign = ContinuousSign()
+        self._cluster_sign = ContinuousSign()
         self._reference_signs = [ContinuousSign() for _ in range(num_targets)]
 
     @property
@@ -75,9 +75,11 @@ class GatheredLayer:
         spectral = None if found.top is None else self._sign.turn(found.top)
         if spectral is not None and (self.combining or "accumulated_spectral" in self.sums):
             self._add_spectral(epoch, positions, standardised(spectral), found)
-        for attack, source in AGREEING.items():
-            if attack in self.sums:
-                self._add_agreeing(attack, positions, found.scores[source])
+        if "accumulated_kmeans" in self.sums and found.clusters is not None:
+            turned = self._cluster_sign.turn(found.clusters)
+            self.sums["accumulated_kmeans"][0].add(positions, standardised(turned))
+        if "accumulated_residual_energy" in self.sums:
+            self._add_residual_energies(positions, found)
         for attack in _OF_TARGETS:
             (source,) = SOURCES[attack]
             if attack in self.sums and source in found.scores:
@@ -92,12 +94,14 @@ class GatheredLayer:
                 "sums": {attack: of_targets[0] for attack, of_targets in states.items()},
                 "history": self._history.state_dict() if self.combining else None,
                 "sign": self._sign.state_dict(),
+                "cluster_sign": self._cluster_sign.state_dict(),
                 "reference_sign": signs[0],
             }
         return {
             "sums": {attack: _numbered(of_targets) for attack, of_targets in states.items()},
             "history": self._history.state_dict(),
             "sign": self._sign.state_dict(),
+            "cluster_sign": self._cluster_sign.state_dict(),
             "reference_signs": _numbered(signs),
         }
 
@@ -118,6 +122,7 @@ class GatheredLayer:
         if history is not None:
             self._history.load_state_dict(history)
         self._sign.load_state_dict(state["sign"])
+        self._cluster_sign.load_state_dict(state["cluster_sign"])
         for number, sign in enumerate(self._reference_signs):
             sign.load_state_dict(
                 state["reference_signs"][str(number)]
@@ -134,10 +139,11 @@ class GatheredLayer:
         if norms is not None:
             self._history.add(epoch, positions, (spectral, standardised(norms)))
 
-    def _add_agreeing(self, attack: RunAttackName, positions: Tensor, found: AttackScores) -> None:
-        (scores,), (sums,) = found.by_target, self.sums[attack]
-        if scores is not None:
-            sums.add(positions, sums.agreeing(positions, standardised(scores)))
+    def _add_residual_energies(self, positions: Tensor, found: LayerScores) -> None:
+        (energies,) = found.scores["residual_energy"].by_target
+        (sums,) = self.sums["accumulated_residual_energy"]
+        if energies is not None:
+            sums.add(positions, sums.agreeing(positions, standardised(energies)))
 
     def _add_of_targets(
         self, attack: RunAttackName, source: BatchAttackName, positions: Tensor, found: LayerScores

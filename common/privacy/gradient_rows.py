@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from splitveil.common.privacy.clusters import two_clusters
 from splitveil.common.privacy.top_direction import TopDirection, top_direction_of_rows
 
 
@@ -38,6 +39,12 @@ class GradientRows:
         """The direction in which the gradients stretch most."""
         found = top_direction_of_rows(self.rows)
         return found._replace(projections=in_unit(found.projections, self.unit))
+
+    @cached_property
+    def clusters(self) -> TopDirection:
+        """The two clusters of the gradients' directions; scores are higher in the smaller one."""
+        directions = unit_rows(self.rows)
+        return two_clusters(directions, directions @ self.top.direction)
 
 
 Gradients: TypeAlias = Tensor | GradientRows

@@ -1,6 +1,5 @@
 """The attacks on received gradients that a party without any label can run."""
 
-from splitveil.common.privacy.accumulation import AGREEING
 from splitveil.common.privacy.attacks import ATTACKS, AttackName
 
 LABEL_FREE: tuple[AttackName, ...] = (
@@ -10,5 +9,5 @@ LABEL_FREE: tuple[AttackName, ...] = (
         if attack.is_free and attack.reads_gradients  # the others tell what features tell
     ),
     "accumulated_spectral",
-    *AGREEING,
+    "accumulated_residual_energy",
 )

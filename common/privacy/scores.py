@@ -212,9 +212,7 @@ def kmeans(gradients: Gradients) -> Tensor:
     Args:
         gradients: (batch, ...).
     """
-    known = prepared(gradients)
-    directions = unit_rows(known.rows)
-    return two_clusters(directions, directions @ known.top.direction)
+    return prepared(gradients).clusters.projections
 
 
 def activation_kmeans(activations: Gradients) -> Tensor:
@@ -225,7 +223,7 @@ def activation_kmeans(activations: Gradients) -> Tensor:
     """
     rows, _ = scaled(prepared(activations).rows)
     centred = rows - rows.mean(dim=0)
-    return two_clusters(centred, top_direction_of_rows(centred).projections)
+    return two_clusters(centred, top_direction_of_rows(centred).projections).projections
 
 
 def kmeans_hint(gradients: Gradients, hints: Tensor, other_hints: Tensor) -> Tensor:

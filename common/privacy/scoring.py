@@ -45,6 +45,9 @@ class LayerScores(NamedTuple):
     noisy_references: Sequence[Tensor | None] = ()
     """The reference behind each target's cosines, if noise may have flipped its sign."""
 
+    clusters: TopDirection | None = None
+    """Present if ``kmeans`` is among the scores."""
+
 
 class BatchScorer:
     """Scores batches with a fixed set of attacks.
@@ -103,7 +106,8 @@ class BatchScorer:
             ]
             scores[name] = AttackScores(crossed, [()] * len(crossed))
         top = gradients.top if "spectral" in self._free else None
-        return LayerScores(scores, top, () if observation.references_are_clean else references)
+        noisy = () if observation.references_are_clean else references
+        return LayerScores(scores, top, noisy, gradients.clusters if "kmeans" in scores else None)
 
 
 def cross_scores(attack: Attack, gradients: Tensor, positive: Tensor) -> Tensor | None:

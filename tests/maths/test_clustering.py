@@ -59,10 +59,12 @@ def test_the_clusters_are_those_of_scikit_learn() -> None:
     found = two_clusters(rows, rows[:, 0])
     assert np.allclose(settled_centres(rows, begin), theirs.cluster_centers_, atol=1e-9)
     smaller = np.bincount(theirs.labels_).argmin()
-    assert np.array_equal(found.numpy() > 0, theirs.labels_ == smaller)
+    assert np.array_equal(found.projections.numpy() > 0, theirs.labels_ == smaller)
     near = theirs.transform(rows.numpy()) ** 2
     expected = near[:, 1 - smaller] - near[:, smaller]
-    assert np.allclose(found, expected, atol=1e-9)
+    assert np.allclose(found.projections, expected, atol=1e-9)
+    along = theirs.cluster_centers_[smaller] - theirs.cluster_centers_[1 - smaller]
+    assert np.allclose(found.direction, along / np.linalg.norm(along))
 
 
 def test_a_centre_that_loses_its_rows_stays() -> None:

@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from splitveil.active_party.defenses.build_inputs import DefenseContext
 from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast
 from splitveil.active_party.defenses.interface import LeakCharge
 from splitveil.active_party.defenses.marvell import power_ratio_for
 from splitveil.active_party.defenses.multi_class_marvell import worst_pair_factor
-from splitveil.active_party.defenses.section import DefenseContext
 from splitveil.active_party.defenses.sum_kl import (
     estimated_auc,
     sum_kl_for_estimated_auc,

@@ -16,6 +16,12 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.optim import Adam
 from torch.optim.lr_scheduler import LambdaLR
 
+from splitveil.active_party.defenses.build_inputs import (
+    BuildInputs,
+    DefenseContext,
+    Examples,
+    NoiseSecrets,
+)
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.forecast import (
     UNKNOWN,
@@ -57,11 +63,7 @@ from splitveil.active_party.defenses.objective import (
     descend,
 )
 from splitveil.active_party.defenses.section import (
-    BuildInputs,
     Coverage,
-    DefenseContext,
-    Examples,
-    NoiseSecrets,
     SeededDefense,
     two_classes_alone,
     warn_about_seed,

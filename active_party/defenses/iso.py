@@ -13,6 +13,7 @@ from typing import Literal, Self
 import torch
 from pydantic import Field, model_validator
 
+from splitveil.active_party.defenses.build_inputs import BuildInputs, DefenseContext
 from splitveil.active_party.defenses.example_keys import key_name
 from splitveil.active_party.defenses.forecast import ChargeForecast
 from splitveil.active_party.defenses.gaps import gap_memory
@@ -33,9 +34,7 @@ from splitveil.active_party.defenses.rows import as_positive, as_rows
 from splitveil.active_party.defenses.section import (
     COVERS_PASSIVE_AND_HONEST,
     PERSISTENT_NOISE_HONESTY,
-    BuildInputs,
     Coverage,
-    DefenseContext,
     NoisyDefense,
     refusal_of_persistent,
     require_key,

@@ -31,6 +31,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from splitveil.active_party.defenses.build_inputs import BuildInputs, DefenseContext
 from splitveil.active_party.defenses.class_statistics import (
     ClassEstimate,
     RunningClasses,
@@ -60,9 +61,7 @@ from splitveil.active_party.defenses.section import (
     COVERS_PASSIVE_AND_HONEST,
     PERSISTENT_NOISE_HONESTY,
     SEE,
-    BuildInputs,
     Coverage,
-    DefenseContext,
     NoisyDefense,
     refusal_of_persistent,
     require_key,

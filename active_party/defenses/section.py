@@ -6,16 +6,19 @@ modules ask these questions and never check which defense it is.
 """
 
 import logging
-import math
 from abc import abstractmethod
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, final
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
+from splitveil.active_party.defenses.build_inputs import (
+    NO_SECRETS,
+    BuildInputs,
+    DefenseContext,
+    Examples,
+    NoiseSecrets,
+)
 from splitveil.active_party.defenses.example_keys import (
     NoiseKey,
     key_for,
@@ -26,7 +29,6 @@ from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast, N
 from splitveil.active_party.defenses.interface import Defense
 from splitveil.active_party.defenses.noise import (
     DefaultNoise,
-    DrawKeys,
     EntropyNoise,
     InsecureSeededNoise,
     NoiseSource,
@@ -63,64 +65,6 @@ COVERS_PASSIVE_AND_HONEST = Coverage(
 )
 
 
-class DefenseContext(NamedTuple):
-    """The facts about a run that a defense depends on."""
-
-    cut_shape: tuple[int, ...]
-    """Shape of one row of the gradient that is defended."""
-
-    num_classes: int = 2
-
-    pos_fraction: float = 0.5
-    """Share of positives among the training rows, above 0 and below 1; with several classes,
-    charges do not depend on it."""
-
-    @property
-    def cut_dim(self) -> int:
-        """Number of values in one row of the gradient."""
-        return math.prod(self.cut_shape)
-
-
-class NoiseSecrets(NamedTuple):
-    """The secrets from which a defense draws its noise."""
-
-    noise_key: NoiseKey | None = None
-    """The key of persistent noise and noisy labels; None where the defense needs none."""
-
-    draw_keys: DrawKeys | None = None
-    """The source of the keys of fresh noise. If it is None, they come from the operating system,
-    or in tests from the settings' ``insecure_noise_seed``."""
-
-
-NO_SECRETS = NoiseSecrets()
-
-
-class Examples(NamedTuple):
-    """The aligned examples of a run, in the common order."""
-
-    ids: Sequence[str]
-    """Canonical ids; empty if the defense does not have a noise key."""
-
-    labels: Tensor
-    """True labels, (aligned,)."""
-
-    device: torch.device
-    """The device on which the top model is trained."""
-
-
-class BuildInputs(NamedTuple):
-    """Everything from which a defense is built, beside its settings."""
-
-    context: DefenseContext
-
-    secrets: NoiseSecrets = NO_SECRETS
-    """The secrets from which noise is drawn."""
-
-    examples: Examples | None = None
-    """The examples of the run; a defense that replaces their labels needs them for
-    ``Defense.targets``."""
-
-
 class DefenseSection(Section):
     """The base of all defenses' settings, with the answers for a defense without noise."""
 
@@ -137,6 +81,26 @@ class DefenseSection(Section):
     @property
     def needs_example_keys(self) -> bool:
         """Whether ``RawBatch.example_keys`` has to be given."""
+        return False
+
+    @property
+    def needs_survey(self) -> bool:
+        """Whether a run has to begin with a survey of the training rows' activations."""
+        return False
+
+    @property
+    def names_subjects(self) -> str | None:
+        """The column that names the person whom a row is about; None if the defense reads none."""
+        return None
+
+    @property
+    def model_is_label_free(self) -> bool:
+        """Whether the trained model depends on labels only through what the defense released."""
+        return False
+
+    @property
+    def refits_top(self) -> bool:
+        """Whether the top model is fitted to the true labels once the last answer has left."""
         return False
 
     @property

@@ -6,6 +6,7 @@ from pathlib import Path
 from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation
+from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.active_party.watch.gradient_counter import GradientCounter
 from splitveil.active_party.watch.leak_watch import LeakWatch
@@ -64,6 +65,7 @@ class ActiveRecorder(RunRecorder):
         """The bounds on all answers when the run went back: restoring a checkpoint keeps them."""
         self._earlier: EarlierAnswers | None = None
         self._audits = 0
+        self._refit: PredictionFigures | None = None
 
     def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
         """Start the progress bar and the leak monitor."""
@@ -196,6 +198,10 @@ class ActiveRecorder(RunRecorder):
         if self._progress is not None:
             self._progress.resume_at(self._steps)
 
+    def note_refit(self, figures: PredictionFigures | None) -> None:
+        """Note the test figures of the refitted model, if there is one."""
+        self._refit = figures
+
     def objection(self) -> LeakGateClosed | None:
         """Return the reason why the leak gate is closed; None while it is open."""
         return self._watch.objection()
@@ -231,6 +237,8 @@ class ActiveRecorder(RunRecorder):
         if test is None:
             return ModelFigures(train_loss=self._train_loss)
         figures = ModelFigures(test.auc, test.loss, test.calibration_error, self._train_loss)
+        if self._refit is not None:
+            figures = figures._replace(test_auc_refit=self._refit.auc)
         if test.classes is None:
             return figures
         aucs = self._by_class(test.classes.aucs)

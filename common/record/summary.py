@@ -49,6 +49,8 @@ class ModelFigures(NamedTuple):
     """Only with more than two classes."""
     test_auc_by_class: Mapping[str, float | None] | None = None
     """Only with more than two classes."""
+    test_auc_refit: float | None = None
+    """Of the copy of the top model that was fitted to the true labels after the last gradient."""
 
 
 class PeerBound(NamedTuple):
@@ -175,11 +177,13 @@ def plain_figures(summary: Summary) -> dict[str, Any]:
 
 _MODEL = ("test_auc", "test_loss", "test_calibration_error", "train_loss")
 _OF_CLASSES = ("test_accuracy", "test_auc_by_class")
+_REFIT = "test_auc_refit"
 _GATE = ("leak_gate_findings", "leak_gate_closed")
 _OF_ACTIVE = {
     *_MODEL,
     *_OF_CLASSES,
     *_GATE,
+    _REFIT,
     *("defense", "ledger", "bounds", "audits_answered", "refused_messages", "earlier_answers"),
     "leak_alarms",
 }
@@ -189,6 +193,7 @@ _WITH_TABLES = {*LEAK_TABLES, "ledger", "bounds", "audit", "transcript"}
 def _write_model(model: ModelFigures) -> dict[str, Any]:
     return {
         "test_auc": model.test_auc,
+        **({} if model.test_auc_refit is None else {_REFIT: model.test_auc_refit}),
         "test_loss": model.test_loss,
         "test_calibration_error": model.test_calibration_error,
         "train_loss": model.train_loss,
@@ -234,6 +239,7 @@ def _read_active(values: Mapping[str, Any]) -> ActiveFigures:
 def _read_model(values: Mapping[str, Any]) -> ModelFigures:
     auc, loss, calibration_error, train_loss = (as_number(values.get(name)) for name in _MODEL)
     figures = ModelFigures(auc, loss, calibration_error, train_loss)
+    figures = figures._replace(test_auc_refit=as_number(values.get(_REFIT)))
     if not values.keys() & set(_OF_CLASSES):
         return figures
     accuracy, aucs = (values.get(name) for name in _OF_CLASSES)

@@ -6,7 +6,8 @@ an answer leaves, and nothing in it is ever changed. It is a sequence of records
     header    a name, the version, and the number of fingerprints in a record
     record    number, fingerprints, reply, sum_kl, epsilon, noise identity, caveats, link
 
-The number is that of a batch in the run, or at least 2^63 for an answer that is not about a batch.
+The number is that of a batch in the run, at least 2^62 for a release about all training rows, or at
+least 2^63 for an audit.
 The reply is a fingerprint of the answer, because answers with other noise may have the same charge.
 The link is a hash of the previous link and of the record itself; the first link is a hash of the
 run's name. So a reader detects a byte that was changed, inserted or removed, and the log of another
@@ -23,6 +24,8 @@ from typing import NamedTuple, Self
 
 from splitveil.common.errors import StorageError
 
+FIRST_RELEASE_NUMBER = 1 << 62
+"""Numbers from here on belong to releases about all training rows, one for each stage."""
 FIRST_AUDIT_NUMBER = 1 << 63
 """Numbers from here on belong to audits, not to batches of the run."""
 HOW_TO_RECOVER = (
@@ -199,7 +202,7 @@ class AnswerLog:
 
     def forget_before(self, batch_number: int) -> None:
         """Drop the records of earlier batches from memory; the file keeps them."""
-        # Records of audits stay: their numbers are larger than any batch's.
+        # Records of releases and audits stay: their numbers are larger than any batch's.
         self._known = {
             number: known for number, known in self._known.items() if number >= batch_number
         }

@@ -12,6 +12,7 @@ from splitveil.active_party.watch.gate_keeper import GateKeeper
 from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.attacks import SideInformation
 from splitveil.common.privacy.audit import BatchLeak
+from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
 from splitveil.common.record.metrics_log import MetricsLog
@@ -66,7 +67,11 @@ class LeakWatch:
         if self.monitor is None or self._settings is None:
             return
         clean = {"cut": result.raw} if self._settings.reference == "clean" else None
-        self.monitor.submit(batch, {"cut": result.defended}, result.labels, clean)
+        known = result.slopes
+        predictions = None if known is None else KnownPredictions(result.probabilities, known)
+        self.monitor.submit(
+            batch, {"cut": result.defended}, result.labels, clean, predictions=predictions
+        )
 
     def end_epoch(self, epoch: int) -> None:
         """Note that an epoch is over."""

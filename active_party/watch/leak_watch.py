@@ -15,6 +15,7 @@ from splitveil.common.privacy.attacks import SideInformation
 from splitveil.common.privacy.audit import BatchLeak
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
+from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
 from splitveil.common.record.metrics_log import MetricsLog
@@ -77,8 +78,15 @@ class LeakWatch:
         if self._covariates is not None:
             self._covariates.note_step(batch, result)
         clean = {"cut": result.raw} if self._settings.reference == "clean" else None
-        seen = result.activation if self._keeps_activations else None
-        self.monitor.submit(batch, {"cut": result.defended}, result.labels, clean, seen)
+        known = result.slopes
+        self.monitor.submit(
+            batch,
+            {"cut": result.defended},
+            result.labels,
+            clean,
+            result.activation if self._keeps_activations else None,
+            None if known is None else KnownPredictions(result.probabilities, known),
+        )
 
     def note_evaluation(self, evaluation: Evaluation) -> None:
         """Note how well the model tells the labels of held-out rows."""

@@ -10,6 +10,7 @@
                                  sign kept from batch to batch
     accumulated_nearest_hint     sum of the batches' standardised differences of cosines with one
                                  example of each class
+    accumulated_informed         sum of the log-likelihood ratios; answers that say more count more
     hint_combiner_k              logistic regression on an example's scores in up to four stretches
                                  of the run, fitted to k examples of known label
 
@@ -43,6 +44,7 @@ SOURCES: Mapping[RunAttackName, tuple[BatchAttackName, ...]] = MappingProxyType(
         "accumulated_cosine": ("cosine",),
         "accumulated_kmeans": ("kmeans",),
         "accumulated_nearest_hint": ("nearest_hint",),
+        "accumulated_informed": ("informed",),
         "hint_combiner_50": ("spectral", "norm"),
         "hint_combiner_200": ("spectral", "norm"),
         "final_kmeans": (),

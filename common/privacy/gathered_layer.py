@@ -24,6 +24,7 @@ from splitveil.common.privacy.scoring import LayerScores
 from splitveil.common.privacy.top_direction import TopDirection
 
 _OF_TARGETS: tuple[RunAttackName, ...] = ("accumulated_cosine", "accumulated_nearest_hint")
+_OF_EACH_TARGET = frozenset({*_OF_TARGETS, "accumulated_informed"})
 """Attacks with one sum for each target class, because they are told something about each."""
 
 
@@ -48,7 +49,7 @@ class GatheredLayer:
         num_targets = len(classes.targets)
         for attack in attacks:
             if attack not in NUM_HINTS and attack not in FINAL_ATTACKS:
-                num_sums = num_targets if attack in _OF_TARGETS else 1
+                num_sums = num_targets if attack in _OF_EACH_TARGET else 1
                 self.sums[attack] = [AccumulatedScores(num_examples) for _ in range(num_sums)]
         self._sign = ContinuousSign()
         self._cluster_sign = ContinuousSign()
@@ -80,6 +81,11 @@ class GatheredLayer:
             self.sums["accumulated_kmeans"][0].add(positions, standardised(turned))
         if "accumulated_residual_energy" in self.sums:
             self._add_residual_energies(positions, found)
+        if "accumulated_informed" in self.sums and "informed" in found.scores:
+            scores = found.scores["informed"].by_target
+            for of_target, sums in zip(scores, self.sums["accumulated_informed"], strict=True):
+                if of_target is not None:
+                    sums.add(positions, of_target)
         for attack in _OF_TARGETS:
             (source,) = SOURCES[attack]
             if attack in self.sums and source in found.scores:

@@ -64,11 +64,13 @@ class BatchScorer:
             for name, attack in attacks.items()
             if SideInformation.CLASSES in attack.needs
         }
-        self._told = {
+        self._informed = {
             name: attack
             for name, attack in attacks.items()
-            if name not in self._free and name not in self._crossed
+            if SideInformation.PREDICTIONS in attack.needs
         }
+        apart = self._free.keys() | self._crossed.keys() | self._informed.keys()
+        self._told = {name: attack for name, attack in attacks.items() if name not in apart}
         self._targets = tuple(targets)
 
     def score(self, observation: Observation, labels: Tensor) -> dict[str, LayerScores]:
@@ -99,6 +101,15 @@ class BatchScorer:
                 for known, reference in zip(clues, references, strict=True)
             ]
             scores[name] = AttackScores([found for found, _ in told], [rows for _, rows in told])
+        for name, attack in self._informed.items():
+            if layer == CUT and observation.predictions is not None:
+                knowing = [
+                    attack.score(
+                        gradients, Knowledge(predictions=observation.predictions, target=t)
+                    )
+                    for t in self._targets
+                ]
+                scores[name] = AttackScores(knowing, [()] * len(knowing))
         for name, attack in self._crossed.items():
             crossed = [
                 cross_scores(attack, gradients.gradients, labels == target)
@@ -155,7 +166,7 @@ def _score_told(
     if SideInformation.OTHER_HINTS in attack.needs:
         others = gradients.gradients[list(clues.other_hint_rows)]
         told = (*told, *clues.other_hint_rows)
-    knowledge = Knowledge(reference, hints, None, activations, others)
+    knowledge = Knowledge(reference, hints, None, activations, other_hints=others)
     found = _score(attack, gradients, knowledge)
     row = clues.reference_row
     if SideInformation.POSITIVE_GRADIENT in attack.needs and row is not None:

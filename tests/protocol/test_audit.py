@@ -15,10 +15,11 @@ import torch
 from pydantic import ValidationError
 from sklearn.metrics import roc_auc_score
 
-from splitveil.common.privacy.attacks import ATTACKS, AttackName, BatchAttackName, RunAttackName
+from splitveil.common.privacy.attacks import AttackName, BatchAttackName, RunAttackName
 from splitveil.common.privacy.audit import BatchLeak, LeakAudit
 from splitveil.common.privacy.audit_worker import AuditWorker, CpuBudget
 from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
+from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.label_free import LABEL_FREE
 from splitveil.common.privacy.observation import (
     Clues,
@@ -199,6 +200,7 @@ def _everything(observation: Observation) -> Observation:
         positions=rows,
         clues={1: clues},
         activations=observation.gradients["first"][:, :4] ** 2,
+        predictions=KnownPredictions(torch.full((len(rows),), 0.3), observation.gradients["cut"]),
     )
 
 
@@ -208,11 +210,14 @@ def test_every_attack_can_be_audited_at_every_layer() -> None:
     assert all(leak is not None for leak in measured)
     audit.end_run()
     for layer in ("cut", "first"):
-        at_cut = {str(name) for name, attack in ATTACKS.items() if not attack.reads_gradients}
-        here = set() if layer == "cut" else at_cut.union(FINAL_ATTACKS)
-        assert set(audit.summary()[layer]) == set(get_args(BatchAttackName)) - here
-        assert set(audit.run_level()[layer]) == set(get_args(RunAttackName)) - here
-        added_up = {name for name in get_args(RunAttackName) if name.startswith("accumulated_")}
+        at_cut = {"activation_spectral", "activation_kmeans", "informed", "accumulated_informed"}
+        of_batches, of_run = (
+            set(names) - (set() if layer == "cut" else at_cut.union(FINAL_ATTACKS))
+            for names in (get_args(BatchAttackName), get_args(RunAttackName))
+        )
+        assert set(audit.summary()[layer]) == of_batches
+        assert set(audit.run_level()[layer]) == of_run
+        added_up = {name for name in of_run if name.startswith("accumulated_")}
         assert set(audit.after_epoch(4)[layer]) == added_up
     for layer, attacks in audit.worst_epochs().items():
         for attack, worst in attacks.items():

@@ -150,13 +150,15 @@ class PassiveRun:
         found = self.aligner.align(
             peer, opening, self._nonce, self._on_alignment_progress, self._stop_if_interrupted
         )
-        training, rows = self._prepare(found.rows, joint_seed(opening.nonce, *found.nonces))
+        seed = joint_seed(opening.nonce, *found.nonces)
+        training, rows = self._prepare(found.rows, seed, has_survey=opening.survey)
         identity = RunIdentity(
             self.run_id,
             opening.nonce,
             found.nonces,
             rows.file_rows,
             training.trainer.data_digest,
+            opening.survey,
         )
         self._store.save_run(_state_of(identity, self._nonce))
         training.save()
@@ -167,10 +169,13 @@ class PassiveRun:
         self.observer.on_opened()
         return opening
 
-    def _prepare(self, file_rows: Positions, seed: bytes) -> tuple[Training, AlignedRows]:
+    def _prepare(
+        self, file_rows: Positions, seed: bytes, *, has_survey: bool
+    ) -> tuple[Training, AlignedRows]:
         """Build everything that depends on the common rows."""
+        me = self._me
         rows = AlignedRows.derive(
-            self.contract, seed, self._me.ids, file_rows, self._me.file_splits
+            self.contract, seed, me.ids, file_rows, me.file_splits, has_survey=has_survey
         )
         trainer = self._build_trainer(rows)
         progress = Progress(self.contract, rows, self._store)
@@ -200,7 +205,7 @@ class PassiveRun:
             seed, self._nonce = identity.seed, stored["nonce"]
         self.run_id = identity.run_id
         identity.check_rows(len(self._me.ids))
-        training, _ = self._prepare(identity.file_rows, seed)
+        training, _ = self._prepare(identity.file_rows, seed, has_survey=identity.has_survey)
         identity.check_data(training.trainer.data_digest)
         training.restore(checkpoints[-1])
         return training
@@ -275,6 +280,7 @@ def _state_of(identity: RunIdentity, nonce: bytes) -> State:
         "passive_nonces": list(identity.passive_nonces),
         "file_rows": torch.from_numpy(identity.file_rows),
         "data": identity.data_digest,
+        "survey": identity.has_survey,
     }
 
 
@@ -285,4 +291,5 @@ def _identity_in(stored: State) -> RunIdentity:
         tuple(stored["passive_nonces"]),
         stored["file_rows"].numpy(),
         stored["data"],
+        stored.get("survey", False),
     )

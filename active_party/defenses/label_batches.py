@@ -36,7 +36,6 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.defenses.interface import (
-    Covers,
     Defended,
     DefendedGradient,
     Defense,
@@ -50,6 +49,7 @@ from splitveil.active_party.defenses.label_mechanisms import ProjectedBatches, l
 from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.rows import as_classes, as_rows
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
+from splitveil.common.privacy.covers import Covers
 
 _GRID = 2.0**20
 _LIMIT = 4.0

@@ -129,10 +129,9 @@ class Gathering:
         self._lifecycle.resume_at(newest)
 
     def _opening(self, resumes_at: int | None, commitments: tuple[bytes, ...] = ()) -> Opening:
-        digest = self._contract.digest()
-        return Opening(
-            self._lifecycle.run.run_id, digest, self._lifecycle.run.nonce, resumes_at, commitments
-        )
+        run, digest = self._lifecycle.run, self._contract.digest()
+        survey = resumes_at is None and self._lifecycle.has_survey
+        return Opening(run.run_id, digest, run.nonce, resumes_at, commitments, survey)
 
     def _wait_for_openings(
         self, asking: PassiveParty, stages: Sequence[Stage], is_listening: Listening

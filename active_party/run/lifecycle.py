@@ -33,6 +33,7 @@ from splitveil.common.run.progress import (
 )
 from splitveil.common.run.sample_order import Positions, joint_seed
 from splitveil.common.storage.answer_log import AnswerLog
+from splitveil.common.storage.release_file import ReleaseFile
 
 
 class ActiveStore(CheckpointStore, Protocol):
@@ -46,6 +47,9 @@ class ActiveStore(CheckpointStore, Protocol):
 
     def answers(self) -> AnswerLog:
         """Return the log of the stored run."""
+
+    def releases(self) -> ReleaseFile:
+        """Return the releases of the run that has been saved."""
 
 
 class Lifecycle:
@@ -68,6 +72,8 @@ class Lifecycle:
         contract, rules = preparation.contract, preparation.rules
         allows = rules.allow_audits and contract.audits_allowed
         self.observer = observer
+        self.has_survey = rules.has_survey
+        """Whether a new run begins with a survey of the training rows' activations."""
         self.run = run
         self.error: SplitveilError | None = None
         self.parties = PassiveParties(contract.passive_parties, allow_audits=allows)
@@ -141,13 +147,14 @@ class Lifecycle:
             StorageError: the run cannot be stored.
         """
         seed = joint_seed(self.run.nonce, *common.nonces)
-        setup = self._prepare(common.file_rows, seed)
+        setup = self._prepare(common.file_rows, seed, has_survey=self.has_survey)
         identity = RunIdentity(
             self.run.run_id,
             self.run.nonce,
             common.nonces,
             setup.rows.file_rows,
             setup.trainer.data_digest,
+            self.has_survey,
         )
         secret = run_secret(self._preparation.rules.noise_seed)
         self._store.save_run(state_of(identity, secret))
@@ -175,7 +182,7 @@ class Lifecycle:
         self.run = OpenRun(identity.run_id, identity.active_nonce)
         self.parties.recall(identity.passive_nonces)
         identity.check_rows(len(self._preparation.own.ids))
-        setup = self._prepare(identity.file_rows, identity.seed)
+        setup = self._prepare(identity.file_rows, identity.seed, has_survey=identity.has_survey)
         identity.check_data(setup.trainer.data_digest)
         questions = AnsweredQuestions(stored["secret"], self._store.answers())
         answering = self._answer_with(setup, questions)
@@ -188,15 +195,17 @@ class Lifecycle:
             self._restore(checkpoints[-1], state)
         return True
 
-    def _prepare(self, file_rows: Positions, seed: bytes) -> TrainingSetup:
-        setup = self._preparation.prepare(file_rows, seed, self._store)
+    def _prepare(self, file_rows: Positions, seed: bytes, *, has_survey: bool) -> TrainingSetup:
+        setup = self._preparation.prepare(file_rows, seed, self._store, has_survey=has_survey)
         self.observer.on_aligned(setup.rows, seed)
         if setup.budget.counts_earlier_runs:
             self.observer.on_earlier_answers(setup.budget.num_charged(), setup.budget.told())
         return setup
 
     def _answer_with(self, setup: TrainingSetup, questions: AnsweredQuestions) -> Answering:
-        phase = self._preparation.answering(self.run.run_id, self.parties, setup, questions)
+        phase = self._preparation.answering(
+            self.run.run_id, self.parties, setup, questions, self._store.releases()
+        )
         self.phase = phase
         return phase
 

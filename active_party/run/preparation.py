@@ -10,6 +10,7 @@ from splitveil.active_party.ledger.budget import Allowance, LeakBudget
 from splitveil.active_party.run.answering import Answering, TrainingSetup
 from splitveil.active_party.run.parties import PassiveParties
 from splitveil.active_party.run.questions import AnsweredQuestions
+from splitveil.active_party.run.releases import Releases
 from splitveil.active_party.training.early_stopping import EarlyStop
 from splitveil.active_party.training.evaluation import Evaluator
 from splitveil.active_party.training.top_trainer import TopTrainer
@@ -18,6 +19,7 @@ from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.progress import CheckpointStore, Progress, RunIdentity, State
 from splitveil.common.run.sample_order import NONCE_BYTES, Positions
+from splitveil.common.storage.release_file import ReleaseFile
 
 TrainerFactory = Callable[[AlignedRows], TopTrainer]
 
@@ -48,6 +50,9 @@ class OwnRules:
     noise_seed: int | None = None
     """For tests only: makes fresh noise predictable."""
 
+    has_survey: bool = False
+    """Whether the defense needs the activations of all training rows before the first epoch."""
+
 
 class Preparation:
     """Builds everything that depends on the common rows.
@@ -67,20 +72,25 @@ class Preparation:
         self.rules = rules
         self.build_trainer = build_trainer
 
-    def prepare(self, file_rows: Positions, seed: bytes, store: CheckpointStore) -> TrainingSetup:
+    def prepare(
+        self, file_rows: Positions, seed: bytes, store: CheckpointStore, *, has_survey: bool
+    ) -> TrainingSetup:
         """Put the common rows in order, and build the trainer and the accounts for them.
 
         Args:
             file_rows: this party's rows of the common ids, (aligned,), in any order.
             seed: the joint seed.
             store: keeps the checkpoints.
+            has_survey: whether the run begins with a survey.
 
         Raises:
             AlignmentError: too few rows for the splits.
             DataError: the common rows cannot be trained on, for instance because a class is absent.
         """
         ids, splits = self.own
-        rows = AlignedRows.derive(self.contract, seed, ids, file_rows, splits)
+        rows = AlignedRows.derive(
+            self.contract, seed, ids, file_rows, splits, has_survey=has_survey
+        )
         return TrainingSetup(
             self.contract,
             rows,
@@ -95,9 +105,22 @@ class Preparation:
         parties: PassiveParties,
         setup: TrainingSetup,
         questions: AnsweredQuestions,
+        file: ReleaseFile,
     ) -> Answering:
-        """Return the part of the run that answers questions."""
-        return Answering(run_id, parties, setup, questions, Evaluator(self.rules.early_stop))
+        """Return the part of the run that answers questions.
+
+        Args:
+            run_id: of the run.
+            parties: the parties whose questions are answered.
+            setup: everything that follows from the common rows.
+            questions: the questions answered so far.
+            file: the releases made so far.
+        """
+        rows = setup.trainer.released_rows
+        about = setup.rows.splits["train"] if rows is None else rows.cpu().numpy()
+        releases = Releases(file, questions, setup.budget, about)
+        evaluator = Evaluator(self.rules.early_stop)
+        return Answering(run_id, parties, setup, questions, evaluator, releases)
 
 
 def state_of(identity: RunIdentity, secret: bytes) -> State:
@@ -114,6 +137,7 @@ def state_of(identity: RunIdentity, secret: bytes) -> State:
         "secret": secret,
         "file_rows": torch.from_numpy(identity.file_rows),
         "data": identity.data_digest,
+        "survey": identity.has_survey,
     }
 
 
@@ -121,5 +145,11 @@ def identity_in(state: State) -> RunIdentity:
     """Return the identity of a stored run."""
     joined = state["peer_nonce"]
     nonces = (joined[i : i + NONCE_BYTES] for i in range(0, len(joined), NONCE_BYTES))
-    file_rows = state["file_rows"].numpy()
-    return RunIdentity(state["run_id"], state["nonce"], tuple(nonces), file_rows, state["data"])
+    return RunIdentity(
+        state["run_id"],
+        state["nonce"],
+        tuple(nonces),
+        state["file_rows"].numpy(),
+        state["data"],
+        state.get("survey", False),
+    )

@@ -45,7 +45,12 @@ class Evaluator:
             batch: a batch of a held-out split, in the order of the run.
             logits: (batch,), or (batch, classes).
             labels: (batch,).
+
+        Raises:
+            ValueError: the batch is of the survey, which nothing is measured on.
         """
+        if batch.split == "survey":
+            raise ValueError("a survey is not evaluated")
         self._scores.append((logits, labels))
         if not batch.closes_split:
             return None

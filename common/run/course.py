@@ -19,7 +19,7 @@ from splitveil.common.run.sample_order import (
     positions_digest,
     split_rows,
 )
-from splitveil.common.run.splits import SPLITS, SplitName
+from splitveil.common.run.splits import SPLITS, PassName, SplitName
 
 HELD_OUT: tuple[SplitName, ...] = ("validation", "test")
 
@@ -40,6 +40,9 @@ class AlignedRows:
     order: SampleOrder
     """The order of the training positions in each epoch."""
 
+    has_survey: bool = False
+    """Whether the run begins with a survey: one pass over the training rows, without gradients."""
+
     @classmethod
     def derive(
         cls,
@@ -48,6 +51,8 @@ class AlignedRows:
         ids: Sequence[str],
         file_rows: Positions,
         file_splits: NDArray[np.int8] | None = None,
+        *,
+        has_survey: bool = False,
     ) -> "AlignedRows":
         """Put the rows of the intersection into the common order and split them.
 
@@ -61,6 +66,7 @@ class AlignedRows:
             file_rows: indices into ``ids`` of the common ids, in any order, (aligned,).
             file_splits: index into ``SPLITS`` of every row of the file, if the contract splits by a
                 column.
+            has_survey: whether the run begins with a survey.
 
         Raises:
             AlignmentError: there are too few common rows for a training and a test split.
@@ -85,7 +91,7 @@ class AlignedRows:
         samples = SampleOrder(
             joint_seed, splits["train"], contract.batch_size, drop_last=contract.drop_last
         )
-        return cls(file_rows[order], splits, samples)
+        return cls(file_rows[order], splits, samples, has_survey)
 
     def total_steps(self, contract: Contract) -> int:
         """Return the number of training steps of the whole run, unless it stops early."""
@@ -120,7 +126,7 @@ class Batch:
     """The rows that one message is about."""
 
     epoch: int
-    split: SplitName
+    split: PassName
     step: int
     """Number of the batch within the epoch's split, from 0."""
 
@@ -133,7 +139,7 @@ class Batch:
     """Whether it is the last batch of its epoch."""
 
     @property
-    def key(self) -> tuple[int, SplitName, int]:
+    def key(self) -> tuple[int, PassName, int]:
         """Epoch, split and step, which identify the batch within the run."""
         return (self.epoch, self.split, self.step)
 
@@ -145,6 +151,8 @@ class Batch:
 def run_course(contract: Contract, rows: AlignedRows, batch_number: int = 0) -> Iterator[Batch]:
     """Yield the batches of a run: each epoch's training rows, then its held-out rows.
 
+    A survey comes before the first epoch, and its batches count as the first epoch's.
+
     Args:
         contract: gives batch sizes and epochs.
         rows: the common rows.
@@ -153,6 +161,10 @@ def run_course(contract: Contract, rows: AlignedRows, batch_number: int = 0) -> 
     held_out = [name for name in HELD_OUT if len(rows.splits[name])]
     size = contract.evaluation_batch_size
     held_out_batches = sum(math.ceil(len(rows.splits[name]) / size) for name in held_out)
+    survey = list(_parts(rows.splits["train"], size)) if rows.has_survey else []
+    surveyed = _batches(0, "survey", survey, closes_epoch=False)
+    yield from islice(surveyed, batch_number, None)
+    batch_number = max(batch_number - len(survey), 0)
     first_epoch, left_out = divmod(batch_number, rows.order.steps_per_epoch + held_out_batches)
     for epoch in range(first_epoch, contract.epochs):
         batches = _epoch(contract, rows, held_out, epoch)
@@ -172,13 +184,16 @@ def _epoch(
 ) -> Iterator[Batch]:
     yield from _batches(epoch, "train", list(rows.order.epoch(epoch)), closes_epoch=False)
     for name in held_out:
-        positions, size = rows.splits[name], contract.evaluation_batch_size
-        parts = [positions[i : i + size] for i in range(0, len(positions), size)]
+        parts = list(_parts(rows.splits[name], contract.evaluation_batch_size))
         yield from _batches(epoch, name, parts, closes_epoch=name == held_out[-1])
 
 
+def _parts(positions: Positions, size: int) -> Iterator[Positions]:
+    return (positions[start : start + size] for start in range(0, len(positions), size))
+
+
 def _batches(
-    epoch: int, split: SplitName, parts: Sequence[Positions], *, closes_epoch: bool
+    epoch: int, split: PassName, parts: Sequence[Positions], *, closes_epoch: bool
 ) -> Iterator[Batch]:
     for step, positions in enumerate(parts):
         last = step == len(parts) - 1

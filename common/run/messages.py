@@ -10,7 +10,7 @@ from typing import NamedTuple, NewType
 
 from torch import Tensor
 
-from splitveil.common.run.splits import SplitName
+from splitveil.common.run.splits import PassName
 
 DefendedGradient = NewType("DefendedGradient", Tensor)
 """A gradient that may leave the active party, or that has left it.
@@ -28,7 +28,7 @@ class BatchId(NamedTuple):
     step: int
     """Number of the batch within the epoch's split, from 0."""
 
-    split: SplitName
+    split: PassName
     positions_digest: bytes
     """Digest of the rows' positions, which reveals that the parties have drifted apart."""
 
@@ -82,6 +82,9 @@ class Opening(NamedTuple):
 
     commitments: tuple[bytes, ...] = ()
     """Commitments to the nonces of all passive parties, if there is more than one."""
+
+    survey: bool = False
+    """Whether the run begins with a survey of the training rows' activations."""
 
 
 class LeaveReason(Enum):

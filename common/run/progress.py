@@ -60,6 +60,9 @@ class RunIdentity(NamedTuple):
     data_digest: str
     """Distinguishes this party's data from others."""
 
+    has_survey: bool = False
+    """Whether the run begins with a survey of the training rows' activations."""
+
     @property
     def seed(self) -> bytes:
         """The joint seed, 32 bytes."""

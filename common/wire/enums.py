@@ -4,13 +4,14 @@ from typing import TypeVar
 
 from splitveil.common.errors import InvalidMessage, OutOfStep, ProtocolError
 from splitveil.common.run.messages import Course, LeaveReason
-from splitveil.common.run.splits import SplitName
+from splitveil.common.run.splits import PassName
 from splitveil.protos import split_learning_pb2 as pb
 
 OursT = TypeVar("OursT")
 TheirsT = TypeVar("TheirsT")
 
-SPLIT_TO_WIRE: dict[SplitName, pb.Split] = {
+SPLIT_TO_WIRE: dict[PassName, pb.Split] = {
+    "survey": pb.SPLIT_SURVEY,
     "train": pb.SPLIT_TRAIN,
     "validation": pb.SPLIT_VALIDATION,
     "test": pb.SPLIT_TEST,
@@ -27,7 +28,7 @@ LEAVE_REASON_TO_WIRE: dict[LeaveReason, pb.LeaveReason] = {
 }
 
 
-def split_from_wire(split: pb.Split) -> SplitName:
+def split_from_wire(split: pb.Split) -> PassName:
     """Return the split of a message.
 
     Raises:

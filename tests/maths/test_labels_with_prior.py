@@ -18,9 +18,10 @@ from splitveil.active_party.defenses import (
 )
 from splitveil.active_party.defenses.exact_auc import auc_of_epsilon
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
-from splitveil.active_party.defenses.interface import Covers, LabelledRows
+from splitveil.active_party.defenses.interface import LabelledRows
 from splitveil.active_party.defenses.label_mechanisms import ResponseWithPrior, label_leak
 from splitveil.active_party.defenses.label_prior import LabelsWithPrior, draw_with_prior
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.leakage import leak_auc
 
 EVEN = (torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000

@@ -22,7 +22,7 @@ from splitveil.active_party.defenses import (
 )
 from splitveil.active_party.defenses.exact_auc import gaussian_auc, laplace_auc, response_auc
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
-from splitveil.active_party.defenses.interface import Covers, LabelledRows
+from splitveil.active_party.defenses.interface import LabelledRows
 from splitveil.active_party.defenses.label_mechanisms import (
     AlibiLabels,
     DrawnOnce,
@@ -33,6 +33,7 @@ from splitveil.active_party.defenses.label_mechanisms import (
     evidence,
     label_leak,
 )
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.leakage import leak_auc
 
 KEY = key_from_insecure_seed(1)
@@ -242,7 +243,7 @@ def test_predictions_must_not_know_the_labels(mechanism: dict[str, object]) -> N
     """Neither with true top labels, nor behind another loss, for which targets must be 0 or 1."""
     adapter: TypeAdapter[DefenseSettings] = TypeAdapter(DefenseSettings)
     settings = {"name": "noisy_label", "mechanism": mechanism}
-    assert adapter.validate_python(settings).guarantee_limit() == ""
+    assert adapter.validate_python(settings).coverage().covers is Covers.ANYBODY
     with pytest.raises(ValidationError, match="must not know the labels"):
         adapter.validate_python(settings | {"top_labels": True})
     with pytest.raises(ValidationError, match="critic compares"):

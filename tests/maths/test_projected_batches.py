@@ -16,7 +16,7 @@ from splitveil.active_party.defenses import (
 )
 from splitveil.active_party.defenses.exact_auc import gaussian_auc, strength_for_auc
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
-from splitveil.active_party.defenses.interface import Covers, Defense, LabelledRows
+from splitveil.active_party.defenses.interface import Defense, LabelledRows
 from splitveil.active_party.defenses.label_batches import (
     design_of,
     features_of,
@@ -25,6 +25,7 @@ from splitveil.active_party.defenses.label_batches import (
 )
 from splitveil.active_party.defenses.label_mechanisms import ProjectedBatches
 from splitveil.active_party.defenses.noise import secure_normal
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.leakage import leak_auc
 
 ROWS, WIDTH = 96, 12

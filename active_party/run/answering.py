@@ -336,7 +336,12 @@ class Answering:
             self.progress.finish()
 
     def reopen(self, batch_number: int, state: State) -> None:
-        """Charge again the answers that an ended process gave after its newest checkpoint."""
+        """Charge again the answers that an ended process gave after its newest checkpoint.
+
+        Raises:
+            StorageError: a release that was used is lost or damaged.
+        """
+        self._releases.check()
         charged = self._charged_since(state["records"])
         self.budget.accounts.reopen(state["accounts"], charged)
         self.progress.go_to(batch_number)

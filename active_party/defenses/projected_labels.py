@@ -22,7 +22,7 @@ learning allows because the active party sees every activation; LabelDP-Pro (Gha
 
 import hashlib
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import torch
 from pydantic import Field, Tag
@@ -174,6 +174,10 @@ class ProjectedLabelsDefense(SeededDefense):
             f"{leak_auc_of_mu(mu):.3f}."
         )
         return Forecast({"persistent": ChargeForecast.exactly(mu**2)}, "persistent", honesty)
+
+    def at_leak_auc(self, leak_auc: float, _context: DefenseContext, /) -> Self:
+        """Return these settings with that bound."""
+        return self.model_copy(update={"strength": LeakAucStrength(leak_auc=leak_auc)})
 
     def guarantee_limit(self) -> str:
         """Return an empty text: the guarantee holds for every peer."""

@@ -10,7 +10,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, final
+from typing import Literal, NamedTuple, Self, final
 
 import torch
 from pydantic import Field
@@ -192,6 +192,19 @@ class DefenseSection(Section):
 
     def budget_refusal(self, _context: DefenseContext, /) -> str | None:
         """Explain why the first answer would exceed every budget; None if it need not."""
+        return None
+
+    def at_leak_auc(self, _leak_auc: float, _context: DefenseContext, /) -> Self | None:
+        """Return these settings at the strength that bounds a run's leak AUC for every peer.
+
+        The bound is exact: it is met by the best score. None if no strength of this defense holds
+        against everybody.
+
+        Args:
+            _leak_auc: AUC over the whole run that no score of any peer may exceed, above 0.5 and
+                below 1.
+            _context: facts about the run, above all its number of epochs.
+        """
         return None
 
     def guarantee_limit(self) -> str:

@@ -88,6 +88,12 @@ class RunLevel(NamedTuple):
     high: float | None
     examples: int | None
     """The number of examples scored; None if the run did not record it."""
+    tpr_at_per_mille: float | None = None
+    """Share of the positives found while at most 0.1 % of the negatives are accused."""
+    tpr_at_percent: float | None = None
+    """The same for 1 %."""
+    precision_at_100: float | None = None
+    """Share of positives among the 100 highest scores."""
 
 
 @dataclass(frozen=True)

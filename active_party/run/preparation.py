@@ -86,7 +86,9 @@ class Preparation:
             DataError: the common rows cannot be trained on, for instance because a class is absent.
         """
         ids, splits = self.own
-        rows = AlignedRows.derive(self.contract, seed, ids, file_rows, splits, has_survey=has_survey)
+        rows = AlignedRows.derive(
+            self.contract, seed, ids, file_rows, splits, has_survey=has_survey
+        )
         return TrainingSetup(
             self.contract,
             rows,

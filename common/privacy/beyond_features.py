@@ -140,9 +140,7 @@ def _pairs(
         yield _PairScores(attack, target, scored)
 
 
-def _on(
-    positions: npt.NDArray[np.int64], found: RunScores
-) -> tuple[npt.NDArray[np.int64], Floats]:
+def _on(positions: npt.NDArray[np.int64], found: RunScores) -> tuple[npt.NDArray[np.int64], Floats]:
     """Return the rows that have a score, as indices of the positions, and the scores."""
     _, rows, chosen = np.intersect1d(
         positions, found.positions, assume_unique=True, return_indices=True

@@ -13,10 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from splitveil.active_party.assembly import TrainerBuilder, build_session
+from splitveil.active_party.assembly import (
+    TrainerBuilder,
+    build_session,
+    earlier_targets_of,
+    open_label_owners_model,
+    subjects_of,
+)
 from splitveil.active_party.ledger.earlier_ledgers import LEDGER
 from splitveil.active_party.plan import print_plan
 from splitveil.active_party.report import write_comparison, write_report
+from splitveil.active_party.results import save_results
 from splitveil.active_party.serving.server import start_server
 from splitveil.active_party.serving.service import ActiveService
 from splitveil.active_party.serving.supervisor import wait_for_end
@@ -33,7 +40,7 @@ from splitveil.common.models.factory import build_top_model
 from splitveil.common.party import command_line
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.interruption import Interruption
-from splitveil.common.party.party_data import PartyData, open_earlier_model
+from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.transcript import Transcript
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.record.run_record import write_summary
@@ -41,7 +48,7 @@ from splitveil.common.record.summary import Summary
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.storage.ended_run import clear_mark, end_of, mark_as_ended
-from splitveil.common.storage.model_files import delete_saved, save_model, save_tensors
+from splitveil.common.storage.model_files import delete_saved
 from splitveil.common.storage.run_folder import open_run_folder
 from splitveil.common.storage.run_store import RunStore
 from splitveil.common.text.log_lines import configure_logging
@@ -159,10 +166,7 @@ def _run(parsed: argparse.Namespace) -> None:
             service.tell_end(min(patience_s, settings.reconnect.max_s), interruption)
             server.stop(GRACE_S).wait()
             engine.close()
-            if session.trainer is not None:
-                saved = save_model(folder, session.trainer.model, build_trainer.encoder)
-                save_tensors(folder, LEDGER, session.account_book().state_dict())
-                logger.info("model saved in %s", saved)
+            recorder.note_refit(save_results(settings, folder, session, build_trainer))
     # The monitor measures the last batches only after the last answer has left.
     stopped = stopped or recorder.objection()
     summary = recorder.summary(dict(service.refused))
@@ -276,13 +280,17 @@ def _check(parsed: argparse.Namespace) -> None:
 
     monitor = settings.leak_monitor
 
+    def earlier_targets() -> str:
+        known = earlier_targets_of(settings)
+        return f"earlier targets: {0 if known is None else len(known.names)} examples"
+
     def own_attacks() -> str:
         names = try_custom_attacks(monitor, settings.contract.aggregate_shape)
         return f"attacks: {', '.join(names)} can score gradients"
 
     def data_and_model() -> str:
         data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
-        earlier = open_earlier_model(settings)
+        earlier = open_label_owners_model(settings)
         encoder = data.fit(np.arange(len(data.ids)), earlier)
         model = build_top_model(
             settings.top_model,
@@ -293,7 +301,9 @@ def _check(parsed: argparse.Namespace) -> None:
         )
         if earlier is not None:
             earlier.put_into(model)
-        return f"data: {data.summary()}; the top model fits them"
+        subjects = subjects_of(settings)
+        persons = "" if subjects is None else f" of {len(np.unique(subjects))} persons"
+        return f"data: {data.summary()}{persons}; the top model fits them"
 
     command_line.report_check(
         settings,
@@ -304,6 +314,7 @@ def _check(parsed: argparse.Namespace) -> None:
             noise_key,
             defense,
             *([earlier_answers] if settings.earlier_ledgers else []),
+            *([earlier_targets] if settings.defense.earlier_targets else []),
             *([own_attacks] if monitor is not None and monitor.custom_attacks else []),
             data_and_model,
         ],
@@ -314,7 +325,7 @@ def _check_files_and_address(settings: ActiveSettings) -> None:
     """Check what would end a run, before its folder is opened and earlier results move aside."""
     _check_listen(settings)
     _check_noise_key(settings)
-    open_earlier_model(settings)
+    open_label_owners_model(settings)
     try_custom_attacks(settings.leak_monitor, settings.contract.aggregate_shape)
 
 

@@ -1,9 +1,10 @@
 """Builds the active party's objects from its settings."""
 
-import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from splitveil.active_party.defenses import AnswerKeys, Examples, NoiseSecrets
@@ -11,6 +12,11 @@ from splitveil.active_party.defenses.example_keys import GRADIENT_NOISE, example
 from splitveil.active_party.defenses.objective import Objective, TopModel
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.budget import Allowance
+from splitveil.active_party.ledger.released_targets import (
+    SETTING,
+    ReleasedTargets,
+    read_targets,
+)
 from splitveil.active_party.run.observer import SessionObserver
 from splitveil.active_party.run.preparation import OwnRows, OwnRules
 from splitveil.active_party.run.session import ActiveSession
@@ -19,11 +25,14 @@ from splitveil.active_party.training.early_stopping import EarlyStop
 from splitveil.active_party.training.objectives import CrossEntropy
 from splitveil.active_party.training.top_trainer import TopTrainer, TrainingRows
 from splitveil.common.data.features import FeatureEncoder
-from splitveil.common.errors import DataError
+from splitveil.common.data.settings import expand_path
+from splitveil.common.data.subjects import read_subjects
+from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.models.factory import build_top_model
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.run.course import AlignedRows
+from splitveil.common.storage.initial_weights import EarlierModel
 from splitveil.common.storage.run_store import RunStore
 
 
@@ -31,6 +40,7 @@ class TrainerBuilder:
     """Builds the trainer once the common rows are known, and keeps the encoder fitted on them.
 
     Raises:
+        DataError: there is no column of the persons whom rows are about, and the defense needs it.
         SettingsError: the existing noise key cannot be used, or a defense of the user's own fails.
         StorageError: a noise key is needed and cannot be written.
     """
@@ -41,11 +51,19 @@ class TrainerBuilder:
         self._data = data
         self._device = device
         self._num_classes = settings.data.num_classes
-        self._earlier = open_earlier_model(settings)
+        self._earlier = open_label_owners_model(settings)
+        self._subjects = subjects_of(settings)
+        self._known_targets = earlier_targets_of(settings)
         # Now, not at the first step: a key that others can read ends a run before it begins.
         context = settings.defense_context()
         settings.defense.require_usable(context)
         self._noise_key = settings.defense.open_noise_key(context, settings.noise_key_file())
+
+    @property
+    def is_label_free(self) -> bool:
+        """Whether the trained model depends on labels only through what a defense released."""
+        began_free = self._earlier is None or self._earlier.is_label_free
+        return began_free and self._settings.defense.model_is_label_free
 
     def __call__(self, rows: AlignedRows) -> TopTrainer:
         """Build the trainer.
@@ -77,7 +95,15 @@ class TrainerBuilder:
         # Only if noise belongs to ids: many millions of texts take gigabytes.
         with_ids = self._noise_key is not None
         ids = [self._data.ids[row] for row in rows.file_rows] if with_ids else []
-        examples = Examples(ids, labels, self._device)
+        training = torch.from_numpy(rows.splits["train"]) if rows.has_survey else None
+        known = (
+            None
+            if self._known_targets is None
+            else self._known_targets.of(self._data.ids[row] for row in rows.file_rows)
+        )
+        of_file = self._subjects
+        subjects = None if of_file is None else torch.from_numpy(of_file[rows.file_rows])
+        examples = Examples(ids, labels, self._device, training, subjects, known)
         return TopTrainer(
             self._build_objective(model, rows.total_steps(contract), secrets, examples),
             settings.defense.build(settings.defense_context(), secrets, examples),
@@ -87,6 +113,7 @@ class TrainerBuilder:
                 self._num_classes,
                 self._example_keys(ids),
                 self._data.digest(self.encoder),
+                training,
             ),
             self._device,
             answer_keys,
@@ -125,6 +152,51 @@ class TrainerBuilder:
         return objective or CrossEntropy(top, learns_targets=defense.top_learns_targets)
 
 
+def subjects_of(settings: ActiveSettings) -> NDArray[np.int64] | None:
+    """Return a number for each row of the file, equal for rows of one person; None if none is read.
+
+    Raises:
+        DataError: there is no such column.
+        SettingsError: the column is a feature, too.
+    """
+    column = settings.defense.names_subjects
+    return None if column is None else read_subjects(settings.data, settings.base_dir, column)
+
+
+def earlier_targets_of(settings: ActiveSettings) -> ReleasedTargets | None:
+    """Return the targets of earlier runs that the defense uses again; None if it uses none.
+
+    Raises:
+        SettingsError: they cannot be read, or rows have no ids by which to know them again.
+    """
+    folders = settings.defense.earlier_targets
+    if folders and settings.data.id_column is None:
+        raise SettingsError(
+            f"{SETTING}: needs data.id_column: in another file, a row's number belongs to another "
+            f"example"
+        )
+    paths = [expand_path(SETTING, text, settings.base_dir) for text in folders]
+    return read_targets(paths, settings.data.num_classes)
+
+
+def open_label_owners_model(settings: ActiveSettings) -> EarlierModel | None:
+    """Open the model that the settings start from; None without one.
+
+    Raises:
+        SettingsError: it cannot be read, or true labels have entered it and would void the bound.
+    """
+    earlier = open_earlier_model(settings)
+    defense = settings.defense
+    if earlier is not None and defense.needs_survey and not earlier.is_label_free:
+        raise SettingsError(
+            f"initial_weights: {earlier.folder}: this model has learned from true labels, which "
+            f"its predictions would tell: the bound of {defense.name} would not hold; expected a "
+            f"model that a run with {defense.name}, or with noisy_label and top_labels: noisy, "
+            f"has left"
+        )
+    return earlier
+
+
 def build_session(
     settings: ActiveSettings,
     data: PartyData,
@@ -139,11 +211,12 @@ def build_session(
     rules = OwnRules(
         early_stop=None if stopping is None else EarlyStop(stopping),
         allowance=Allowance(
-            max_sum_kl=math.inf if budget is None else budget.max_sum_kl,
+            limit=None if budget is None else budget.limit,
             earlier=earlier or AccountBook.empty(),
         ),
         allow_audits=settings.allow_audits,
         noise_seed=settings.defense.noise_seed,
+        has_survey=settings.defense.needs_survey,
     )
     own = OwnRows(data.ids, data.table.splits)
     return ActiveSession(settings.contract, own, build_trainer, observer, draw_nonce, rules, store)

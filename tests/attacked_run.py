@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
-from splitveil.active_party.ledger.ledger import LeakBounds
+from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.party.party_data import PartyData

@@ -13,6 +13,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from splitveil.active_party.defenses.build_inputs import DefenseContext, Examples, NoiseSecrets
 from splitveil.active_party.defenses.custom import CustomDefense
 from splitveil.active_party.defenses.gafm import GafmDefense
 from splitveil.active_party.defenses.interface import (
@@ -31,10 +32,12 @@ from splitveil.active_party.defenses.max_norm_positive import MaxNormPositiveDef
 from splitveil.active_party.defenses.noise import AnswerKeys, NoiseSource
 from splitveil.active_party.defenses.noisy_label import NoisyLabelDefense
 from splitveil.active_party.defenses.none import NoDefense
-from splitveil.active_party.defenses.section import DefenseContext, Examples, NoiseSecrets
+from splitveil.active_party.defenses.projected_labels import ProjectedLabelsDefense
+from splitveil.common.privacy.covers import Covers
 
 __all__ = [
     "AnswerKeys",
+    "Covers",
     "CustomDefense",
     "Defended",
     "DefendedGradient",
@@ -53,6 +56,7 @@ __all__ = [
     "NoiseSecrets",
     "NoiseSource",
     "NoisyLabelDefense",
+    "ProjectedLabelsDefense",
     "RawBatch",
     "release",
 ]
@@ -64,6 +68,7 @@ DefenseSettings = Annotated[
     | MaxNormPositiveDefense
     | MarvellDefense
     | NoisyLabelDefense
+    | ProjectedLabelsDefense
     | GafmDefense
     | CustomDefense,
     Field(discriminator="name"),

@@ -2,32 +2,20 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from splitveil.active_party.defenses.projection.features import Chunks
 from splitveil.active_party.defenses.sum_kl import NoiseSolution
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.run import messages
 
 DefendedGradient = messages.DefendedGradient
 """A gradient that may leave the active party. Only defenses create one."""
-
-
-class Covers(StrEnum):
-    """The peers whom a charge describes, from the widest circle to the narrowest."""
-
-    ANYBODY = "anybody"
-    """Every peer: it may choose its activations, and know everything but the one label."""
-
-    PASSIVE_AND_HONEST = "passive and honest"
-    """A peer that sends its model's activations, whatever it knows of features and predictions."""
-
-    CLASS_MEANS = "knows class means only"
-    """A peer that follows the protocol and compares gradients with the class means of a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +101,10 @@ class Defended(NamedTuple):
     report: DefenseReport
 
 
+def _no_logits() -> Tensor:
+    raise ValueError("there is no model to ask for a prediction")
+
+
 class LabelledRows(NamedTuple):
     """A batch before its gradient is computed."""
 
@@ -124,6 +116,10 @@ class LabelledRows(NamedTuple):
 
     activation: Tensor
     """The aggregated activation, (batch, *cut_shape), without a graph."""
+
+    logits: Callable[[], Tensor] = _no_logits
+    """Computes what the top model predicts at this step, (batch,) or (batch, classes), without a
+    graph, dropout or any trace in the model. Costs a pass through the top model, if it is asked."""
 
 
 class LabelMove(NamedTuple):
@@ -137,6 +133,39 @@ class LabelMove(NamedTuple):
 
     report: DefenseReport
     """The report of the defense on the same batch."""
+
+
+class PendingRelease(ABC):
+    """A release about all training rows that is due, and neither drawn nor used yet.
+
+    It is drawn once, logged and charged, and only then used. Everything else that the defense sends
+    is computed from releases, so that nothing else is charged.
+    """
+
+    stage: int
+    """Number of the stage that begins with it, from 0."""
+
+    design: bytes
+    """Digest of everything, except labels and noise, on which the release depends."""
+
+    charge: LeakCharge
+    """The charge of each training row."""
+
+    @abstractmethod
+    def draw(self, key: bytes) -> Mapping[str, Tensor]:
+        """Compute the release.
+
+        Args:
+            key: the source of its noise, 32 secret bytes.
+        """
+
+    @abstractmethod
+    def use(self, release: Mapping[str, Tensor]) -> None:
+        """Begin the stage with a release that ``draw`` returned, now or in an earlier process.
+
+        Raises:
+            ValueError: its parts have other shapes.
+        """
 
 
 class Defense(ABC):
@@ -162,6 +191,25 @@ class Defense(ABC):
         rows here.
         """
         return batch.labels
+
+    def pending_release(self, _epoch: int, _chunks: Chunks, /) -> PendingRelease | None:
+        """Return the release that is due before an epoch's next answer; None if none is.
+
+        Args:
+            _epoch: the epoch, from 0.
+            _chunks: facts about the training rows.
+        """
+        return None
+
+    @property
+    def released_rows(self) -> Tensor | None:
+        """Positions of the rows that releases are about, (rows,); None for all training rows."""
+        return None
+
+    @property
+    def released_targets(self) -> Tensor | None:
+        """Targets of all aligned rows that were computed from releases alone, if there are any."""
+        return None
 
     def charge_covering(self, _move: LabelMove, /) -> LeakCharge:
         """Return a charge that also holds for a peer that knows all but the example's own label.

@@ -1,8 +1,8 @@
 """The verdict on a run, in plain words, computed from its figures.
 
 It describes what was recovered, what the ledger allows for, and what was not examined. A measured
-figure is a lower bound on the leak (another attack may do better), and the ledger's guarantee is an
-upper bound against a peer that its charges describe.
+figure is a lower bound on the leak (another attack may do better), and the ledger's bounds are
+upper bounds, each for the peers whom its charges describe. The one for anybody is its guarantee.
 """
 
 import math
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from splitveil.active_party.ledger.limits_of_guarantees import limit_of_guarantee
+from splitveil.active_party.ledger.coverage import coverage_of
 from splitveil.active_party.report.figures import (
     STANDARD_ERRORS,
     WITHOUT_GRADIENTS,
@@ -20,6 +20,7 @@ from splitveil.active_party.report.figures import (
 from splitveil.active_party.report.run_files import RunFiles, num_classes
 from splitveil.common.privacy.accumulation import NUM_HINTS, SOURCES
 from splitveil.common.privacy.attacks import ATTACKS, Attack
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.record.figures import LedgerFigures
 from splitveil.common.record.lines import LedgerLine
 from splitveil.common.record.summary import ActiveFigures
@@ -143,22 +144,27 @@ def judge(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunL
     gaps = list(_not_measured(run, findings, accumulated))
     findings = [found for found in findings if found.attack not in WITHOUT_GRADIENTS]
     measured = _measured(findings, accumulated)
-    reasons = [*_of_classes(run), *measured, *_bounded(run, guarantee), *_told(summary)]
-    doubts = list(_doubts(summary.leak_alarms, accumulated, guarantee))
-    limit = limit_of_guarantee(run.active.settings.get("defense", {}))
+    bounds = bounds_of(run)
+    reasons = [*_of_classes(run), *measured, *_bounded(run, bounds), *_told(summary)]
+    doubts = list(_doubts(summary.leak_alarms, accumulated, bounds))
     return Verdict(
-        _level(findings, accumulated, guarantee, trusted=not doubts and not limit),
-        _headline(findings, accumulated, guarantee, for_every_peer=not limit),
+        _level(findings, accumulated, guarantee, trusted=not doubts),
+        _headline(findings, accumulated, bounds),
         [*doubts, *reasons],
         gaps,
     )
 
 
 def guarantee_of(run: RunFiles) -> float:
-    """Return the AUC that the ledger guarantees for the most exposed example; NaN without one."""
+    """Return the bound for anybody on the leak AUC of the most exposed example; NaN without one."""
+    return bounds_of(run).get(Covers.ANYBODY, math.nan)
+
+
+def bounds_of(run: RunFiles) -> dict[Covers, float]:
+    """Return the bound for each circle of peers, of the most exposed example; empty without any."""
     ledger = ledger_of(run)
-    value = None if ledger is None else ledger.guarantee.max
-    return math.nan if value is None else value
+    found = {} if ledger is None else {peers: ledger.against(peers).max for peers in Covers}
+    return {peers: bound for peers, bound in found.items() if bound is not None}
 
 
 def ledger_of(run: RunFiles) -> LedgerFigures | None:
@@ -168,7 +174,7 @@ def ledger_of(run: RunFiles) -> LedgerFigures | None:
     entries = [line.bounds for line in run.active.metrics.of(LedgerLine)[-1:]]
     if run.active.ledger_ahead is not None:
         entries.append(run.active.ledger_ahead)
-    return max(entries, key=lambda bounds: bounds.guarantee.max or 0.0, default=None)
+    return max(entries, key=lambda bounds: bounds.sum_kl.max or math.inf, default=None)
 
 
 def _level(
@@ -191,9 +197,7 @@ def _level(
 def _headline(
     findings: Sequence[Finding],
     accumulated: Sequence[RunLevel],
-    guarantee: float,
-    *,
-    for_every_peer: bool,
+    bounds: Mapping[Covers, float],
 ) -> str:
     whole_run = _highest(accumulated)
     easiest = _highest([one for one in accumulated if not _more_than_free(one.attack)])
@@ -225,12 +229,25 @@ def _headline(
         tell = "No attack that was run did better than chance on single batches"
     if whole_run is not None:
         tell += f", and all epochs together reach AUC {whole_run.leak_auc:.3f}"
-    if math.isnan(guarantee):
-        return f"{tell}; nothing bounds the whole run."
-    limit = "" if for_every_peer or guarantee >= NO_GUARANTEE else ", but not against every peer"
+    return f"{tell}; {_limit_in_words(bounds)}."
+
+
+def _limit_in_words(bounds: Mapping[Covers, float]) -> str:
+    peers = _widest_bounded(bounds)
+    if peers is None:
+        return "nothing bounds the whole run"
+    bound = auc_at_most(bounds[peers])
+    if peers is Covers.ANYBODY:
+        return f"the ledger guarantees at most {bound} for the whole run"
     return (
-        f"{tell}; the ledger guarantees at most {auc_at_most(guarantee)} for the whole run{limit}."
+        f"over the whole run the ledger has a bound of {bound} for {peers.in_words}, and none for "
+        "others"
     )
+
+
+def _widest_bounded(bounds: Mapping[Covers, float]) -> Covers | None:
+    """Return the widest circle of peers for whom a bound says anything; None if there is none."""
+    return next((p for p in Covers if bounds.get(p, math.inf) < NO_GUARANTEE), None)
 
 
 def _of_classes(run: RunFiles) -> Iterator[str]:
@@ -268,33 +285,35 @@ def _measured(findings: Sequence[Finding], accumulated: Sequence[RunLevel]) -> I
         )
 
 
-def _bounded(run: RunFiles, guarantee: float) -> Iterator[str]:
-    if math.isnan(guarantee):
+def _bounded(run: RunFiles, bounds: Mapping[Covers, float]) -> Iterator[str]:
+    if not bounds:
         yield "The run has no ledger entry, so nothing bounds what its answers revealed."
         return
-    if guarantee >= NO_GUARANTEE:
-        yield (
-            "The ledger excludes nothing: over the whole run it allows for an AUC of "
-            f"{auc_at_most(guarantee)}."
-        )
+    peers = _widest_bounded(bounds)
+    if peers is None:
+        yield "The ledger excludes nothing: over the whole run it has no bound for any peer."
         return
     ledger = ledger_of(run)
     estimate = None if ledger is None else ledger.estimate.max
+    verb = "guarantees" if peers is Covers.ANYBODY else "states"
     yield (
-        f"Over the whole run the ledger guarantees at most AUC {auc_at_most(guarantee)} to any "
-        "score on all answers together, for the most exposed example"
+        f"Over the whole run the ledger {verb} at most AUC {auc_at_most(bounds[peers])} for any "
+        f"score of {peers.in_words} on all answers together, for the most exposed example"
         + ("." if estimate is None else f", and estimates {estimate:.3f}.")
     )
+    if peers is not Covers.ANYBODY:
+        yield (
+            f"That is a bound for {peers.in_words} alone, and no guarantee. "
+            f"{coverage_of(run.active.settings.get('defense', {})).why}"
+        )
     earlier = run.active.summary.of_active.earlier_answers
     if earlier is not None:
-        most = earlier.bounds.guarantee.max
+        most = earlier.bounds.against(peers).max
         yield (
             f"Earlier runs are included: they answered about {earlier.examples or 0:,} of the "
-            f"training rows, at most AUC {auc_at_most(math.nan if most is None else most)}."
+            f"training rows, at most AUC {auc_at_most(math.nan if most is None else most)} for "
+            f"{peers.in_words}."
         )
-    limit = limit_of_guarantee(run.active.settings.get("defense", {}))
-    if limit:
-        yield limit
 
 
 def _told(summary: ActiveFigures) -> Iterator[str]:
@@ -310,20 +329,24 @@ def _told(summary: ActiveFigures) -> Iterator[str]:
         )
 
 
-def _doubts(alarms: int | None, accumulated: Sequence[RunLevel], guarantee: float) -> Iterator[str]:
+def _doubts(
+    alarms: int | None, accumulated: Sequence[RunLevel], bounds: Mapping[Covers, float]
+) -> Iterator[str]:
     """Yield the evidence against the ledger's figures."""
     if alarms:
         yield (
             f"The leak alarm went off {alarms} time{'s' * (alarms > 1)}: an attack measured more "
-            "than the ledger guarantees for one answer, so its figures do not describe these "
+            "than the ledger states for one answer, so its figures do not describe these "
             "gradients."
         )
     for one in accumulated:
-        if one.low is not None and one.low > guarantee:
+        passed = [p for p, bound in bounds.items() if one.low is not None and one.low > bound]
+        if passed:
+            widest = passed[0]
             yield (
                 f"{one.attack} at layer {one.layer} measured {one.leak_auc:.3f} over the whole "
-                f"run, more than the {auc_at_most(guarantee)} that the ledger guarantees: its "
-                "figures do not describe these gradients."
+                f"run, more than the {auc_at_most(bounds[widest])} that the ledger states for "
+                f"{widest.in_words}: that bound does not describe this attack on these gradients."
             )
 
 

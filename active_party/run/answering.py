@@ -11,11 +11,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from torch import Tensor
+
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.budget import LeakBudget
-from splitveil.active_party.ledger.ledger import logged
 from splitveil.active_party.run.parties import PassiveParties, PassiveParty, Question, Reply
 from splitveil.active_party.run.questions import AnsweredQuestions
+from splitveil.active_party.run.releases import Releases
 from splitveil.active_party.training.aggregation import aggregate, parts_of
 from splitveil.active_party.training.evaluation import Evaluation, Evaluator
 from splitveil.active_party.training.top_trainer import StepResult, TopTrainer
@@ -25,7 +27,7 @@ from splitveil.common.run.course import AlignedRows, Batch, batch_in_words, run_
 from splitveil.common.run.messages import Activation, Answer, AuditQuestion, Course
 from splitveil.common.run.progress import Progress, State
 from splitveil.common.run.sample_order import Positions
-from splitveil.common.storage.answer_log import ChargedAnswer
+from splitveil.common.storage.answer_log import FIRST_RELEASE_NUMBER, ChargedAnswer
 
 
 class AnsweredStep(NamedTuple):
@@ -90,6 +92,7 @@ class Answering:
         setup: everything that follows from the common rows.
         questions: the questions answered so far.
         evaluator: measures held-out rows, and decides whether training stops early.
+        releases: begins the stages of a defense that has any.
     """
 
     def __init__(
@@ -99,12 +102,14 @@ class Answering:
         setup: TrainingSetup,
         questions: AnsweredQuestions,
         evaluator: Evaluator,
+        releases: Releases,
     ) -> None:
         self.contract, self.rows, self.progress, self.trainer, self.budget = setup
         self.questions = questions
         self._run_id = run_id
         self._parties = parties
         self._evaluator = evaluator
+        self._releases = releases
         self._unlearned: AnsweredStep | None = None
         self._is_midway = False
 
@@ -199,6 +204,7 @@ class Answering:
         cut = aggregate(aggregation, [question.activation.values for question in asked])
         key = self.questions.answer_key(self.batch_number, fingerprints)
         with self.changing():
+            self._begin_stage(batch)
             result = self.trainer.gradient(batch.positions, cut, key)
             self._admit(batch, result, fingerprints)
             parts = parts_of(aggregation, result.defended, len(asked))
@@ -207,8 +213,13 @@ class Answering:
         self._unlearned = AnsweredStep(batch, result)
         return replies
 
+    def _begin_stage(self, batch: Batch) -> None:
+        pending = self.trainer.pending_release(batch.epoch)
+        if pending is not None:
+            self._releases.begin(pending)
+
     def _admit(self, batch: Batch, result: StepResult, fingerprints: list[bytes]) -> None:
-        number, entry = self.batch_number, logged(result.report.charge)
+        number, entry = self.batch_number, self.budget.entry_of(result.report.charge)
         reply = self.questions.reply_tag(number, result.defended)
         is_repeated = self.questions.is_repeated(number, entry, reply)
         if self.questions.is_answered(number) and not is_repeated:
@@ -220,13 +231,13 @@ class Answering:
             )
         self.budget.admit(
             batch,
-            result.report.charge,
+            entry,
             is_repeated=is_repeated,
             log=lambda: self.questions.record(number, fingerprints, entry, reply),
         )
 
     def evaluate(self, batch: Batch) -> tuple[Evaluation | None, Sequence[Reply]]:
-        """Score the held-out rows that every party has asked about.
+        """Score the held-out rows, or survey the training rows, that every party has asked about.
 
         Returns:
             The figures of the split if this is its last batch, and the reply to each party.
@@ -238,6 +249,8 @@ class Answering:
         cut = aggregate(aggregation, [question.activation.values for question in asked])
         fingerprints = [question.fingerprint for question in asked]
         self.questions.record(self.batch_number, fingerprints)
+        if batch.split == "survey":
+            return None, self._survey(batch, cut)
         with self.changing():
             predicted = self.trainer.predict(batch.positions, cut)
             evaluation = self._evaluator.add(batch, *predicted)
@@ -250,6 +263,13 @@ class Answering:
             for party in self._parties:
                 party.audits.open_epoch(batch.epoch)
         return evaluation, replies
+
+    def _survey(self, batch: Batch, cut: Tensor) -> Sequence[Reply]:
+        replies = [Course.CONTINUE] * len(self._parties)
+        with self.changing():
+            self.trainer.survey(batch.positions, cut)
+            self._reply(replies)
+        return replies
 
     def _reply(self, replies: Sequence[Reply]) -> None:
         self._parties.answer(replies)
@@ -327,6 +347,9 @@ class Answering:
         course: Iterator[Batch] = iter(())
         following: int | None = None
         for record in self.questions.since(count):
+            if record.number >= FIRST_RELEASE_NUMBER:
+                yield self._releases.positions, record.charge
+                continue
             if record.number != following:  # rare: numbers ascend until the run goes back
                 course = run_course(self.contract, self.rows, record.number)
             batch, following = next(course), record.number + 1

@@ -33,6 +33,7 @@ from splitveil.common.run.progress import (
 )
 from splitveil.common.run.sample_order import Positions, joint_seed
 from splitveil.common.storage.answer_log import AnswerLog
+from splitveil.common.storage.release_file import ReleaseFile
 
 
 class ActiveStore(CheckpointStore, Protocol):
@@ -46,6 +47,9 @@ class ActiveStore(CheckpointStore, Protocol):
 
     def answers(self) -> AnswerLog:
         """Return the log of the stored run."""
+
+    def releases(self) -> ReleaseFile:
+        """Return the releases of the run that has been saved."""
 
 
 class Lifecycle:
@@ -68,6 +72,8 @@ class Lifecycle:
         contract, rules = preparation.contract, preparation.rules
         allows = rules.allow_audits and contract.audits_allowed
         self.observer = observer
+        self.has_survey = rules.has_survey
+        """Whether a new run begins with a survey of the training rows' activations."""
         self.run = run
         self.error: SplitveilError | None = None
         self.parties = PassiveParties(contract.passive_parties, allow_audits=allows)
@@ -87,11 +93,6 @@ class Lifecycle:
         if isinstance(self.phase, Unaligned):
             raise self.stages.refusal_of("a tensor")
         return self.phase
-
-    @property
-    def has_survey(self) -> bool:
-        """Whether a new run begins with a survey of the training rows' activations."""
-        return self._preparation.rules.has_survey
 
     @property
     def where(self) -> Whereabouts:
@@ -202,7 +203,9 @@ class Lifecycle:
         return setup
 
     def _answer_with(self, setup: TrainingSetup, questions: AnsweredQuestions) -> Answering:
-        phase = self._preparation.answering(self.run.run_id, self.parties, setup, questions)
+        phase = self._preparation.answering(
+            self.run.run_id, self.parties, setup, questions, self._store.releases()
+        )
         self.phase = phase
         return phase
 

@@ -10,6 +10,7 @@ from splitveil.active_party.ledger.budget import Allowance, LeakBudget
 from splitveil.active_party.run.answering import Answering, TrainingSetup
 from splitveil.active_party.run.parties import PassiveParties
 from splitveil.active_party.run.questions import AnsweredQuestions
+from splitveil.active_party.run.releases import Releases
 from splitveil.active_party.training.early_stopping import EarlyStop
 from splitveil.active_party.training.evaluation import Evaluator
 from splitveil.active_party.training.top_trainer import TopTrainer
@@ -18,6 +19,7 @@ from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.progress import CheckpointStore, Progress, RunIdentity, State
 from splitveil.common.run.sample_order import NONCE_BYTES, Positions
+from splitveil.common.storage.release_file import ReleaseFile
 
 TrainerFactory = Callable[[AlignedRows], TopTrainer]
 
@@ -103,9 +105,22 @@ class Preparation:
         parties: PassiveParties,
         setup: TrainingSetup,
         questions: AnsweredQuestions,
+        file: ReleaseFile,
     ) -> Answering:
-        """Return the part of the run that answers questions."""
-        return Answering(run_id, parties, setup, questions, Evaluator(self.rules.early_stop))
+        """Return the part of the run that answers questions.
+
+        Args:
+            run_id: of the run.
+            parties: the parties whose questions are answered.
+            setup: everything that follows from the common rows.
+            questions: the questions answered so far.
+            file: the releases made so far.
+        """
+        rows = setup.trainer.released_rows
+        about = setup.rows.splits["train"] if rows is None else rows.cpu().numpy()
+        releases = Releases(file, questions, setup.budget, about)
+        evaluator = Evaluator(self.rules.early_stop)
+        return Answering(run_id, parties, setup, questions, evaluator, releases)
 
 
 def state_of(identity: RunIdentity, secret: bytes) -> State:

@@ -18,6 +18,7 @@ from torch import Tensor
 from splitveil.common.errors import OutOfStep
 from splitveil.common.storage.answer_log import (
     FIRST_AUDIT_NUMBER,
+    FIRST_RELEASE_NUMBER,
     NO_REPLY,
     NOTHING_TOLD,
     AnswerLog,
@@ -135,8 +136,33 @@ class AnsweredQuestions:
         if not self.is_repeated(batch_number, charge, reply):
             self._log.record(batch_number, fingerprints, charge, reply)
 
+    def release_key(self, stage: int, design: bytes) -> bytes:
+        """Return the key from which the noise of a release is drawn, 32 bytes.
+
+        Args:
+            stage: number of the release, from 0.
+            design: digest of what is summed; another design gets other noise.
+        """
+        return _keyed(self.secret, b"release", stage.to_bytes(8, "little") + design)
+
+    def release_tag(self, stage: int, values: Tensor) -> bytes:
+        """Return the fingerprint of a release, 16 bytes, which never leaves this party."""
+        return self._tag(FIRST_RELEASE_NUMBER + stage, values, b"release")
+
+    def released(self, stage: int) -> Record | None:
+        """Return the record of a stage's release; None if it was never used."""
+        return self._log.at(FIRST_RELEASE_NUMBER + stage)
+
+    def record_release(self, stage: int, tag: bytes, charge: ChargedAnswer) -> None:
+        """Note that a release is about to be used.
+
+        Raises:
+            StorageError: the log cannot be written; the release must not be used then.
+        """
+        self._log.record(FIRST_RELEASE_NUMBER + stage, [tag] * self._log.questions, charge, tag)
+
     def since(self, count: int) -> Iterator[Record]:
-        """Yield the answers about batches that follow the first few records.
+        """Yield the answers about batches, and the releases, that follow the first few records.
 
         Raises:
             StorageError: the log holds fewer records than that, so that some are missing.

@@ -14,8 +14,12 @@ from splitveil.active_party.defenses import (
     DefenseReport,
     RawBatch,
 )
-from splitveil.active_party.defenses.interface import LabelledRows
+from splitveil.active_party.defenses.interface import LabelledRows, PendingRelease
 from splitveil.active_party.defenses.objective import BatchLabels, Objective, StepOutcome
+from splitveil.active_party.training.cut_memory import CutMemory
+from splitveil.active_party.training.label_free_facts import LabelFreeFacts
+from splitveil.active_party.training.predictions import PredictionFigures, measure_predictions
+from splitveil.active_party.training.refit import Fitting, KnownRows, predict_logits, refit_top
 from splitveil.common.data.features import Features
 from splitveil.common.errors import SplitveilError
 from splitveil.common.models.random_state import random_state, set_random_state
@@ -40,6 +44,10 @@ class TrainingRows(NamedTuple):
 
     digest: str = ""
     """Distinguishes these data from other data when the run is resumed later."""
+
+    training: Tensor | None = None
+    """Positions of the training rows, (training rows,) int64, ascending, if the activations of all
+    rows are to be remembered; None if the defense does not need them."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +103,8 @@ class TopTrainer:
         self._example_keys = rows.example_keys
         self._answer_keys = answer_keys
         self._unlearned: StepOutcome | None = None
+        self._training = rows.training
+        self.memory = None if rows.training is None else CutMemory(len(rows.labels), device)
 
     @property
     def model(self) -> nn.Module:
@@ -105,6 +115,37 @@ class TopTrainer:
     def is_between_steps(self) -> bool:
         """Whether the last step was learned from, so that the state is whole."""
         return self._unlearned is None
+
+    def survey(self, positions: Positions, activation: Tensor) -> None:
+        """Take note of the activations of some training rows before the first step.
+
+        Args:
+            positions: positions of the rows, (batch,).
+            activation: (batch, *cut_shape).
+        """
+        self._note(torch.from_numpy(positions.copy()), activation)
+
+    @property
+    def released_rows(self) -> Tensor | None:
+        """Positions of the rows that releases are about, (rows,); None for all training rows."""
+        return self.defense.released_rows
+
+    def pending_release(self, epoch: int) -> PendingRelease | None:
+        """Return the release that the defense needs before an epoch's next answer, if any.
+
+        Raises:
+            SplitveilError: the rows cannot be summed.
+        """
+        if self._training is None or self.memory is None:
+            return None
+        self.learn()
+        facts = LabelFreeFacts(
+            self.model, self.memory, self._features, self._training, self._device
+        )
+        try:
+            return self.defense.pending_release(epoch, facts)
+        except ValueError as error:
+            raise SplitveilError(f"the defense cannot begin a stage: {error}") from error
 
     def gradient(
         self, positions: Positions, activation: Tensor, answer_key: bytes | None = None
@@ -125,11 +166,15 @@ class TopTrainer:
         self.learn()
         if self._answer_keys is not None and answer_key is not None:
             self._answer_keys.begin(answer_key)
-        self.model.train()
         rows = torch.from_numpy(positions.copy()).to(self._device)
         cut = activation.to(self._device, torch.float32).requires_grad_()
+        self._note(rows, cut)
         labels = self._labels[rows]
-        targets = self._targets(LabelledRows(rows, labels, cut.detach()))
+        values = cut.detach()
+        targets = self._targets(
+            LabelledRows(rows, labels, values, lambda: self._logits(rows, values))
+        )
+        self.model.train()
         outcome = self._objective.compute(cut, self._own(rows), BatchLabels(rows, labels, targets))
         defended, report = self._defend(outcome, labels, positions)
         self._unlearned = outcome
@@ -170,17 +215,45 @@ class TopTrainer:
         self._objective.learn(self._unlearned)
         self._unlearned = None  # only now: half-learned weights must not count as a state
 
+    def refitted(self, fitting: Fitting) -> nn.Module | None:
+        """Return a copy of the top model fitted to the true labels; None without activations.
+
+        Call it after the last answer: nothing of the copy may ever be sent.
+        """
+        if self.memory is None or self._training is None or not self.memory.is_filled:
+            return None
+        self.learn()
+        return refit_top(self.model, self._known(self.memory), self._training, fitting)
+
+    def measure(self, model: nn.Module, positions: Positions) -> PredictionFigures | None:
+        """Measure a model's predictions of some rows at their last activations.
+
+        None if this trainer does not remember activations, or there are no rows.
+        """
+        if self.memory is None or not self.memory.is_filled or not len(positions):
+            return None
+        logits = predict_logits(model, self._known(self.memory), torch.from_numpy(positions.copy()))
+        return measure_predictions(logits, self.labels_of(positions))
+
+    def _known(self, memory: CutMemory) -> KnownRows:
+        return KnownRows(memory, self._features, self._labels)
+
     def predict(self, positions: Positions, activation: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits and labels of some rows, on the CPU, without learning.
 
         Labels are (batch,), and so are logits, or (batch, classes) with several classes.
         """
         self.learn()
-        self.model.eval()
         rows = torch.from_numpy(positions.copy()).to(self._device)
-        with torch.no_grad():
-            logits = self.model(activation.to(self._device, torch.float32), self._own(rows))
+        self._note(rows, activation)
+        logits = self._logits(rows, activation.to(self._device, torch.float32))
         return logits.cpu(), self._labels[rows].cpu()
+
+    def _logits(self, rows: Tensor, activation: Tensor) -> Tensor:
+        self.model.eval()
+        with torch.no_grad():
+            logits: Tensor = self.model(activation, self._own(rows))
+        return logits
 
     def state_dict(self) -> State:
         """Return everything that a step changes.
@@ -194,6 +267,7 @@ class TopTrainer:
             "objective": self._objective.state_dict(),
             "defense": self.defense.state_dict(),
             "random": random_state(self._device),
+            "cut": {} if self.memory is None else self.memory.state_dict(),
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -202,10 +276,16 @@ class TopTrainer:
         self._objective.load_state_dict(state["objective"])
         self.defense.load_state_dict(state["defense"])
         set_random_state(self._device, state["random"])
+        if self.memory is not None:
+            self.memory.load_state_dict(state["cut"])
 
     def labels_of(self, positions: Positions) -> Tensor:
         """Return the true labels of some rows, (rows,), on the CPU."""
         return self._labels[torch.from_numpy(positions.copy()).to(self._device)].cpu()
+
+    def _note(self, rows: Tensor, activation: Tensor) -> None:
+        if self.memory is not None:
+            self.memory.note(rows, activation)
 
     def _own(self, rows: Tensor) -> Features | None:
         return None if self._features is None else self._features.rows(rows)

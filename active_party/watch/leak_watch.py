@@ -1,5 +1,6 @@
 """Watches the leak of a run: attacks the gradients that are sent, and acts on the measurements."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -12,6 +13,7 @@ from splitveil.active_party.watch.row_covariates import RowCovariates
 from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.attacks import SideInformation
 from splitveil.common.privacy.audit import BatchLeak
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
 from splitveil.common.record.metrics_log import MetricsLog
@@ -61,7 +63,11 @@ class LeakWatch:
 
     def note_step(self, batch: Batch, result: StepResult) -> None:
         """Note the charge of an answer, and hand its gradients to the monitor."""
-        self._bell.note_charge(batch.epoch, result.report.charge.sum_kl)
+        charge = result.report.charge
+        # A bound for everybody is about a label beyond what features tell, and the scores of a
+        # batch also tell what features do: only figures adjusted for that are held against it.
+        is_for_all = charge.covers is Covers.ANYBODY
+        self._bell.note_charge(batch.epoch, math.inf if is_for_all else charge.sum_kl)
         if self.monitor is None or self._settings is None:
             return
         if self._covariates is not None:

@@ -3,9 +3,10 @@
 import logging
 from pathlib import Path
 
-from splitveil.active_party.ledger.ledger import LeakBounds
+from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation
+from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.active_party.watch.gradient_counter import GradientCounter
 from splitveil.active_party.watch.leak_watch import LeakWatch
@@ -13,6 +14,7 @@ from splitveil.active_party.watch.stored_figures import (
     bounds_of_state,
     evaluation_of_state,
     ledger_figures,
+    peer_bounds,
     state_of_bounds,
     state_of_evaluation,
 )
@@ -63,6 +65,7 @@ class ActiveRecorder(RunRecorder):
         """The bounds on all answers when the run went back: restoring a checkpoint keeps them."""
         self._earlier: EarlierAnswers | None = None
         self._audits = 0
+        self._refit: PredictionFigures | None = None
 
     def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
         """Start the progress bar and the leak monitor."""
@@ -74,11 +77,11 @@ class ActiveRecorder(RunRecorder):
         """Note the bounds on what earlier runs may have revealed."""
         self._earlier = EarlierAnswers(examples, ledger_figures(bounds))
         logger.info(
-            "earlier runs answered about %d of the training rows: sum_kl %s, leak AUC guaranteed "
-            "below %s (largest of all examples)",
+            "earlier runs answered about %d of the training rows: sum_kl %s, %s (largest of all "
+            "examples)",
             examples,
             at_most(bounds.sum_kl.max),
-            auc_at_most(bounds.guarantee.max),
+            bounds.in_words(),
         )
 
     def on_step(self, batch: Batch, result: StepResult) -> None:
@@ -104,12 +107,12 @@ class ActiveRecorder(RunRecorder):
         self._metrics.write(LedgerLine(epoch, ledger_figures(bounds)))
         bounds = bounds.or_more(self._ahead)
         logger.info(
-            "epoch %d: leak ledger: sum_kl %s, leak AUC estimated %.3f, guaranteed below %s "
-            "(largest of all examples)",
+            "epoch %d: leak ledger: sum_kl %s, leak AUC estimated %.3f, %s (largest of all "
+            "examples)",
             epoch + 1,
             at_most(bounds.sum_kl.max),
             bounds.estimate.max,
-            auc_at_most(bounds.guarantee.max),
+            bounds.in_words(),
         )
 
     def on_answers_ahead(self, bounds: LeakBounds) -> None:
@@ -117,9 +120,9 @@ class ActiveRecorder(RunRecorder):
         if bounds != self._ahead:
             logger.info(
                 "the run was ahead of where it resumes: the ledger keeps the later answers: "
-                "sum_kl %s, leak AUC guaranteed below %s (largest of all examples)",
+                "sum_kl %s, %s (largest of all examples)",
                 at_most(bounds.sum_kl.max),
-                auc_at_most(bounds.guarantee.max),
+                bounds.in_words(),
             )
         self._ahead = bounds
         # For the report of a run that is abandoned here: its metrics end where it has resumed.
@@ -196,6 +199,10 @@ class ActiveRecorder(RunRecorder):
         if self._progress is not None:
             self._progress.resume_at(self._steps)
 
+    def note_refit(self, figures: PredictionFigures | None) -> None:
+        """Note the test figures of the refitted model, if there is one."""
+        self._refit = figures
+
     def objection(self) -> LeakGateClosed | None:
         """Return the reason why the leak gate is closed; None while it is open."""
         return self._watch.objection()
@@ -216,6 +223,7 @@ class ActiveRecorder(RunRecorder):
             model=self._model_figures(),
             defense=self._settings.defense.model_dump(mode="json"),
             ledger=None if told is None else ledger_figures(told),
+            bounds=() if told is None else peer_bounds(told),
             audits_answered=audits,
             refused_messages=refused,
             earlier_answers=self._earlier,
@@ -230,6 +238,8 @@ class ActiveRecorder(RunRecorder):
         if test is None:
             return ModelFigures(train_loss=self._train_loss)
         figures = ModelFigures(test.auc, test.loss, test.calibration_error, self._train_loss)
+        if self._refit is not None:
+            figures = figures._replace(test_auc_refit=self._refit.auc)
         if test.classes is None:
             return figures
         aucs = self._by_class(test.classes.aucs)

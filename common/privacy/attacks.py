@@ -10,6 +10,8 @@
     lda                    <g, S^-1 (m1 - m0)>, S the classes' pooled covariance          (oracle)
     spectral               <g, v>, v the batch's top right-singular vector, with the sign that
                            makes the scores' long tail point up: positives are the minority
+    residual_energy        log energy of g outside the batch's strongest directions, with the sign
+                           that puts the smaller of two clusters up: positives are the minority
     regress_out            spectral, on the residual of g after regression on the party's own
                            activations
     activation_spectral    spectral, on the activations instead of the gradients
@@ -17,9 +19,9 @@
 No attack reads labels: everything that it needs to know besides the gradients is an explicit
 argument, and `ATTACKS` names it. With more than two classes, an attack that is told something about
 the positives runs once for each class, with that class as the positives. The scores themselves are
-defined in `splitveil.common.privacy.scores`, attacks that accumulate over a run in
-`splitveil.common.privacy.accumulation`, and user-defined attacks are loaded by
-`splitveil.common.privacy.custom_attacks`.
+defined in `splitveil.common.privacy.scores` and `splitveil.common.privacy.residual_energy`, attacks
+that accumulate over a run in `splitveil.common.privacy.accumulation`, and user-defined attacks are
+loaded by `splitveil.common.privacy.custom_attacks`.
 
 The oracles learn the classes from examples other than the ones that they score: a class mean that
 includes the scored example itself finds a leak in pure noise.
@@ -35,6 +37,19 @@ from torch import Tensor
 
 from splitveil.common.privacy import scores
 from splitveil.common.privacy.gradient_rows import Gradients
+from splitveil.common.privacy.residual_energy import residual_energy
+
+__all__ = [
+    "ATTACKS",
+    "CUT",
+    "Attack",
+    "AttackName",
+    "BatchAttackName",
+    "Knowledge",
+    "RunAttackName",
+    "SideInformation",
+    "residual_energy",
+]
 
 BatchAttackName: TypeAlias = Literal[
     "norm",
@@ -50,12 +65,17 @@ BatchAttackName: TypeAlias = Literal[
     "median",
     "lda",
     "spectral",
+    "residual_energy",
     "regress_out",
     "activation_spectral",
 ]
 
 RunAttackName: TypeAlias = Literal[
-    "accumulated_spectral", "accumulated_cosine", "hint_combiner_50", "hint_combiner_200"
+    "accumulated_spectral",
+    "accumulated_residual_energy",
+    "accumulated_cosine",
+    "hint_combiner_50",
+    "hint_combiner_200",
 ]
 
 AttackName: TypeAlias = Literal[BatchAttackName, RunAttackName]
@@ -209,6 +229,7 @@ ATTACKS: Mapping[BatchAttackName, Attack] = MappingProxyType(
         "median": _classed(scores.median),
         "lda": _classed(scores.lda),
         "spectral": Attack(lambda gradients, _: scores.spectral(gradients), _MINORITY),
+        "residual_energy": Attack(lambda gradients, _: residual_energy(gradients), _MINORITY),
         "regress_out": Attack(_score_regress_out, _MINORITY | {SideInformation.ACTIVATIONS}),
         "activation_spectral": Attack(
             _score_activations,

@@ -69,6 +69,8 @@ class GatheredLayer:
         spectral = None if found.top is None else self._sign.turn(found.top)
         if spectral is not None and (self.combining or "accumulated_spectral" in self.sums):
             self._add_spectral(epoch, positions, standardised(spectral), found)
+        if "accumulated_residual_energy" in self.sums:
+            self._add_residual_energies(positions, found)
         if "accumulated_cosine" in self.sums and "cosine" in found.scores:
             self._add_cosines(positions, found)
 
@@ -122,6 +124,12 @@ class GatheredLayer:
         norms = found.scores["norm"].by_target[0] if self.combining else None
         if norms is not None:
             self._history.add(epoch, positions, (spectral, standardised(norms)))
+
+    def _add_residual_energies(self, positions: Tensor, found: LayerScores) -> None:
+        (energies,) = found.scores["residual_energy"].by_target
+        (sums,) = self.sums["accumulated_residual_energy"]
+        if energies is not None:
+            sums.add(positions, sums.agreeing(positions, standardised(energies)))
 
     def _add_cosines(self, positions: Tensor, found: LayerScores) -> None:
         cosines = found.scores["cosine"]

@@ -20,7 +20,9 @@ DEFAULT_ATTACKS: tuple[AttackName, ...] = (
     "norm",
     "cosine",
     "spectral",
+    "residual_energy",
     "accumulated_spectral",
+    "accumulated_residual_energy",
     "accumulated_cosine",
 )
 

@@ -21,6 +21,11 @@ from splitveil.common.text.files import check_regular, read_bytes
 
 SETTING = "initial_weights"
 
+TRUE_LABELS = {"learned_from": "true labels"}
+"""Metadata of weights that true labels have entered."""
+RELEASED_LABELS = {"learned_from": "released labels"}
+"""Metadata of weights that only labels released by a defense have entered."""
+
 _UNREADABLE = (
     *(SafetensorError, ValueError, LookupError, TypeError, AttributeError),
     *(RuntimeError, MemoryError),
@@ -40,6 +45,9 @@ class EarlierModel:
     encoder: FeatureEncoder | None
     """None for an active party without features."""
 
+    is_label_free: bool = False
+    """Whether no true label has entered the weights, but only labels that a defense released."""
+
     @classmethod
     def open(cls, folder: Path) -> "EarlierModel":
         """Open a folder. The weights are checked now, and loaded when they are needed.
@@ -51,6 +59,7 @@ class EarlierModel:
         try:
             check_regular(folder / WEIGHTS)
             spoilt = _first_not_finite(folder / WEIGHTS)
+            metadata = _metadata(folder / WEIGHTS)
             encoder = _read_encoder(folder / ENCODER)
         except FileNotFoundError as error:
             raise SettingsError(
@@ -68,7 +77,7 @@ class EarlierModel:
             raise SettingsError(
                 f"{SETTING}: {folder / WEIGHTS}: tensor {spoilt!r} holds NaN or infinity"
             )
-        return cls(folder, encoder)
+        return cls(folder, encoder, metadata.items() >= RELEASED_LABELS.items())
 
     def encoder_for(self, table: Table | None, source: str) -> FeatureEncoder | None:
         """Return the encoder of that run, after checking that the table has the same features.
@@ -121,6 +130,11 @@ class EarlierModel:
                         f"model of these settings"
                     )
         model.load_state_dict(found)
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    with safe_open(path, framework="pt") as file:
+        return dict(file.metadata() or {})
 
 
 def _first_not_finite(path: Path) -> str | None:

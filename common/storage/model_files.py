@@ -2,6 +2,9 @@
 
 checkpoint/model.safetensors     the weights
 checkpoint/encoder.json          the encoding of the features
+
+Each file of weights says in its metadata whether true labels were learned from, or only labels that
+a defense had released.
 """
 
 from collections.abc import Mapping
@@ -19,11 +22,23 @@ from splitveil.common.storage.run_folder import (
 )
 
 WEIGHTS = "model.safetensors"
+REFITTED = "refitted.safetensors"
 ENCODER = "encoder.json"
 
 
-def save_model(folder: Path, model: nn.Module, encoder: FeatureEncoder | None) -> Path:
+def save_model(
+    folder: Path,
+    model: nn.Module,
+    encoder: FeatureEncoder | None,
+    metadata: Mapping[str, str] | None = None,
+) -> Path:
     """Write ``checkpoint/model.safetensors`` and ``checkpoint/encoder.json`` into a run's folder.
+
+    Args:
+        folder: the party's folder of the run.
+        model: the model.
+        encoder: of its features; None if it has none.
+        metadata: kept with the weights.
 
     Raises:
         StorageError: a file cannot be written; its earlier version stays.
@@ -31,11 +46,16 @@ def save_model(folder: Path, model: nn.Module, encoder: FeatureEncoder | None) -
     checkpoint = checkpoint_folder(folder)
     if encoder is not None:
         write_json_atomically(checkpoint / ENCODER, encoder.state())
-    save_tensors(folder, WEIGHTS, model.state_dict())
+    save_tensors(folder, WEIGHTS, model.state_dict(), metadata)
     return checkpoint
 
 
-def save_tensors(folder: Path, file_name: str, tensors: Mapping[str, Tensor]) -> Path:
+def save_tensors(
+    folder: Path,
+    file_name: str,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> Path:
     """Write named tensors as ``checkpoint/<file_name>`` into a run's folder.
 
     Raises:
@@ -43,7 +63,7 @@ def save_tensors(folder: Path, file_name: str, tensors: Mapping[str, Tensor]) ->
     """
     path = checkpoint_folder(folder) / file_name
     plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    write_bytes_atomically(path, save(plain))
+    write_bytes_atomically(path, save(plain, None if metadata is None else dict(metadata)))
     return path
 
 

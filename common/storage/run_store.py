@@ -3,6 +3,7 @@
 checkpoint/run.state             constants of the whole run: its id, nonces, common rows, secrets
 checkpoint/at-0000001234.state   everything that changes, after 1,234 batches
 checkpoint/answered.log          the answered questions and their charges (active party)
+checkpoint/releases.safetensors  what defenses with stages told about all labels (active party)
 """
 
 import logging
@@ -14,6 +15,7 @@ from typing import Self
 from splitveil.common.errors import StorageError
 from splitveil.common.run.progress import State
 from splitveil.common.storage.answer_log import AnswerLog
+from splitveil.common.storage.release_file import RELEASES, ReleaseFile
 from splitveil.common.storage.run_folder import checkpoint_folder, delete
 from splitveil.common.storage.state_file import (
     DIGEST_BYTES,
@@ -83,6 +85,10 @@ class NoStore:
     def answers(self) -> AnswerLog:
         """Return an empty log: nothing is known of earlier processes."""
         return self.new_answers()
+
+    def releases(self) -> ReleaseFile:
+        """Return releases that exist in this process only."""
+        return ReleaseFile()
 
 
 class RunStore:
@@ -158,6 +164,7 @@ class RunStore:
             StorageError: the file cannot be written.
         """
         self.forget()
+        delete(self._folder / RELEASES)
         checkpoint_folder(self._folder.parent)
         write_serialised(self._folder / _RUN, serialised(state))
 
@@ -263,6 +270,14 @@ class RunStore:
                 self._folder / _ANSWERED, self._questions_per_batch, self._run_name(), first
             )
         return self._answers
+
+    def releases(self) -> ReleaseFile:
+        """Return the run's releases, made in this process or before.
+
+        Raises:
+            StorageError: the file is damaged.
+        """
+        return ReleaseFile.read(self._folder.parent)
 
     def _run_name(self) -> bytes:
         """Return the bytes that distinguish this run's log of answers from others."""

@@ -162,6 +162,7 @@ EXEMPT: Mapping[str, str] = {
     "TensorFrame.total_bytes": "tensor_codec: exactly the size that follows from the shape",
     "TensorFrame.offset": "tensor_codec: exactly the bytes received before",
     "TensorFrame.data": "tensor_codec: one chunk, or the whole tensor",
+    "HandshakeReply.survey": "yes or no",
     "TensorFrame.split": "an enumeration: one of its numbers",
     "TensorFrame.dtype": "an enumeration: one of its numbers",
     "EvaluateReply.course": "an enumeration: one of its numbers",

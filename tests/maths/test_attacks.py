@@ -90,7 +90,9 @@ def _logistic_gradients(
 def test_undefended_logistic_gradients_leak_every_label() -> None:
     example = _logistic_example()
     less = {"regress_out": 0.95, "activation_spectral": 0.75}  # which never sees a gradient
-    for name, scores in example.scores().items():
+    scores_of = example.scores()
+    del scores_of["residual_energy"]  # gradients along one line have no energy elsewhere
+    for name, scores in scores_of.items():
         assert auc(scores, example.labels) > less.get(name, 0.999), name
 
 

@@ -323,7 +323,11 @@ def test_a_run_whose_parties_were_killed_ends_as_if_nothing_had_happened(
 def test_a_budget_ends_a_run_by_the_charges_of_the_worst_pair(example: Path) -> None:
     marvell = "defense={name: marvell, strength: {sum_kl: 0.2}, insecure_noise_seed: 7}"
     overrides = ["contract.epochs=5", "contract.split={kind: hash, train: 0.8, test: 0.2}"]
-    parties = build_parties(example, [marvell, "run_budget={sum_kl: 0.5}", *overrides], overrides)
+    parties = build_parties(
+        example,
+        [marvell, "run_budget={sum_kl: 0.5, covers: knows class means only}", *overrides],
+        overrides,
+    )
     with pytest.raises(BudgetExhausted, match="run_budget"):
         run_in_process(parties)
     assert isinstance(parties.session.error, BudgetExhausted)

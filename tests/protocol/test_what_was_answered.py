@@ -102,7 +102,7 @@ def test_nor_does_one_whose_leaving_is_found_by_a_process_that_was_killed(
     assert torch.equal(told(accounts(again.session)), told(charged))
     if resumes:
         go_back(again.session)
-        assert again.session.answering.budget.accounts.course.most(np.arange(10)) == 0
+        assert again.session.answering.budget.accounts.course.exposure(np.arange(10)).most == 0
     leave(again.session)
     assert torch.equal(told(accounts(again.session)), told(charged))
 
@@ -111,7 +111,10 @@ def test_the_next_run_begins_with_what_was_told_and_its_budget_counts_it(
     example: Path, tmp_path: Path
 ) -> None:
     """Each run goes back and leaves after an epoch of 1/16: two of them are in .13, a third not."""
-    budget, earlier = "run_budget={sum_kl: 0.13}", "earlier_ledgers=[]"
+    budget, earlier = (
+        "run_budget={sum_kl: 0.13, covers: knows class means only}",
+        "earlier_ledgers=[]",
+    )
     for number in range(2):
         parties = answered(example, tmp_path / str(number), MARVELL, budget, earlier)
         before = parties.active.earlier
@@ -231,7 +234,9 @@ def test_a_budget_that_was_lowered_holds_against_what_was_told_before(
 ) -> None:
     """Two epochs were answered about, and each of them alone would fit."""
     answered(example, tmp_path, MARVELL, messages=12)
-    again = parties_in(example, tmp_path, MARVELL, "run_budget={sum_kl: 0.1}")
+    again = parties_in(
+        example, tmp_path, MARVELL, "run_budget={sum_kl: 0.1, covers: knows class means only}"
+    )
     assert again.session.reopen()
     for state in states(tmp_path)[1:]:
         state.unlink()

@@ -1,0 +1,145 @@
+"""The design of a stage: weights of the rows, made without labels, of exact sensitivity.
+
+Phi (N, m) are the columns of `features`, U (N, r) an orthonormal basis of their leading directions
+(from the eigenvectors of the m x m matrix Phi^T Phi), and h_i = |U_i|^2 a row's leverage:
+
+    A_i = U_i / sqrt(max(h_i, r / 10 N))
+
+Almost every row of A has norm 1, so that every label is charged the same and none for nothing
+(row-wise weighting in the matrix mechanism of Li et al., PODS 2010). `grid` makes the bound exact.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from splitveil.active_party.defenses.projection.features import Chunks, RowChunk, columns_of
+from splitveil.active_party.defenses.projection.grid import BLOCK_ROWS, on_grid
+
+_SMALLEST_SHARE = 0.1
+"""Leverage, in shares of the mean, below which a row is no longer weighted up."""
+
+_NEGLIGIBLE = 1e-5
+"""Eigenvalue of Phi^T Phi, in units of the largest, below which a direction may be no more than the
+rounding of float32."""
+
+
+class Design(NamedTuple):
+    """Weights of the training rows for the sums of one stage."""
+
+    steps: Tensor
+    """A in steps of ``unit``, (N, r) int16; the bound of every row or subject is at most 1."""
+
+    unit: float
+    """A power of 2."""
+
+    effective_rows: float
+    """Share of the rows that carry the design, (sum_i |U_i|)^2 / (N sum_i |U_i|^2): 1 if all are
+    alike, near 0 if a few of them outweigh all others, as a peer can bring about."""
+
+    @property
+    def num_rows(self) -> int:
+        """N."""
+        return len(self.steps)
+
+    @property
+    def rank(self) -> int:
+        """r, at most the rank that was asked for."""
+        return self.steps.shape[1]
+
+    @property
+    def rows(self) -> Tensor:
+        """A, (N, r) float32: a copy, twice as large as ``steps``."""
+        return self.steps.float() * self.unit
+
+    def block(self, start: int) -> Tensor:
+        """Return ``BLOCK_ROWS`` rows of A from ``start`` on, or what is left, in float32."""
+        return self.steps[start : start + BLOCK_ROWS].float() * self.unit
+
+
+def design(
+    chunks: Chunks,
+    num_rows: int,
+    rank: int,
+    *,
+    subjects: Tensor | None = None,
+    excluded: Tensor | None = None,
+) -> Design:
+    """Choose the weights of a stage.
+
+    Args:
+        chunks: the training rows; read three times.
+        num_rows: N.
+        rank: most columns of the design, >= 1.
+        subjects: (N,) int64, equal for rows that share one bound; None if every row has its own.
+        excluded: (N,) bool, rows that get weights of 0 and are charged nothing.
+
+    Raises:
+        ValueError: rank is below 1, or shapes and number of rows do not fit.
+    """
+    if rank < 1:
+        raise ValueError(f"expected a rank of at least 1, got {rank}")
+    for name, given in (("subjects", subjects), ("excluded", excluded)):
+        if given is not None and given.shape != (num_rows,):
+            raise ValueError(f"expected {name} of shape ({num_rows},), got {tuple(given.shape)}")
+    included = torch.ones(num_rows) if excluded is None else (~excluded.cpu()).float()
+    columns = columns_of(chunks, num_rows)
+    gram = torch.zeros(())
+    for part, kept in _parts(chunks, included):
+        phi = columns.of(part).cpu() * kept
+        gram = gram + (phi.T @ phi).double()
+    basis = _basis(gram, rank)
+    weights = torch.empty(num_rows, basis.shape[1])
+    norms = torch.empty(num_rows)
+    least = _SMALLEST_SHARE * basis.shape[1] / max(1.0, float(included.sum()))
+    start = 0
+    for part, kept in _parts(chunks, included):
+        rows = (columns.of(part).cpu() * kept) @ basis
+        norm = torch.linalg.vector_norm(rows, dim=1)
+        norms[start : start + len(rows)] = norm
+        weights[start : start + len(rows)] = rows / norm.clamp_min(math.sqrt(least))[:, None]
+        start += len(rows)
+    return Design(*on_grid(weights, subjects), _effective_rows(norms))
+
+
+def stage_sigma(mu: float, num_stages: int, num_classes: int = 2) -> float:
+    """Return the noise of each of several equal stages that are mu-GDP together.
+
+    A label of two classes moves the sums by a row of A. A label of several classes moves the sums
+    of two classes, by a row of A each, and so all of them by sqrt 2.
+
+    Raises:
+        ValueError: mu is not positive, or there is no stage.
+    """
+    if not mu > 0 or num_stages < 1:
+        raise ValueError(f"expected mu > 0 and at least 1 stage, got {mu} and {num_stages}")
+    sensitivity = 1.0 if num_classes <= 2 else math.sqrt(2)
+    return sensitivity * math.sqrt(num_stages) / mu
+
+
+def _parts(chunks: Chunks, included: Tensor) -> Iterator[tuple[RowChunk, Tensor]]:
+    """Yield the chunks, each with 1 for rows that count and 0 for others, (rows, 1)."""
+    start = 0
+    for chunk in chunks():
+        rows = len(chunk.activations)
+        yield chunk, included[start : start + rows, None]
+        start += rows
+
+
+def _basis(gram: Tensor, rank: int) -> Tensor:
+    """Return V_r L_r^(-1/2), (m, r): Phi times it has orthonormal columns."""
+    values, vectors = torch.linalg.eigh(gram)
+    if not float(values[-1]) > 0:  # no row counts: one column of zeros
+        return torch.zeros(len(gram), 1)
+    kept = values > _NEGLIGIBLE * values[-1]
+    kept[:-rank] = False
+    basis: Tensor = vectors[:, kept] / values[kept].sqrt()
+    return basis.flip(1).float()
+
+
+def _effective_rows(norms: Tensor) -> float:
+    total = float(norms.double().square().sum())
+    return float(norms.double().sum()) ** 2 / (len(norms) * total) if total > 0 else 0.0

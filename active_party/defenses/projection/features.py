@@ -1,0 +1,132 @@
+"""Columns for the design: functions of a row that need no label.
+
+A peer chooses its activations, and with them almost every column. So no column may turn into
+something that is not a number, and one huge row must not make all others equal: values are cut off
+at 1e15, centred and scaled by a sample's winsorised mean and standard deviation, and clipped.
+
+    constant | activations | own features | hidden units | logits | s | s x activations
+
+with s the slope of a row's logit along the mean slope, J_i . mean J: gradients are (p_i - y_i) J_i,
+and so sums of s (y - p) and of its products are what a step of the bottom model asks for.
+With several classes s has one column for each class, and there are no products.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_LARGEST = 1e15
+"""Cut-off of raw values: squares and products of two of them are finite in float32."""
+
+_CLIP = 4.0
+_TAIL = 0.01
+"""Share of the sample on either side that does not influence centre and scale."""
+
+_SAMPLE_ROWS = 16_384
+
+
+class RowChunk(NamedTuple):
+    """Facts about consecutive training rows that do not depend on any label."""
+
+    activations: Tensor
+    """(rows, cut_dim) float32."""
+
+    own: Tensor | None
+    """Dense own features of the active party, (rows, features)."""
+
+    hidden: Tensor | None
+    """Hidden units of the top model, (rows, units)."""
+
+    logits: Tensor
+    """(rows,), or (rows, classes)."""
+
+    slopes: Tensor
+    """d logit / d activation, (rows, cut_dim), or (rows, classes, cut_dim)."""
+
+
+Chunks = Callable[[], Iterator[RowChunk]]
+"""Yields the training rows in the same order and with the same values at every call."""
+
+
+class Columns(NamedTuple):
+    """The way from a chunk to its columns."""
+
+    mean_slope: Tensor
+    """(cut_dim,), or (classes, cut_dim), float32."""
+
+    centre: Tensor
+    """(raw columns,) float32."""
+
+    scale: Tensor
+    """Factor after centring, (raw columns,) float32; 0 for a column that is constant."""
+
+    cut_dim: int
+
+    def of(self, chunk: RowChunk) -> Tensor:
+        """Return the columns of some rows, (rows, columns) float32, within -4 to 4."""
+        raw = _raw(chunk, self.mean_slope)
+        scaled = raw.sub_(self.centre).mul_(self.scale).clamp_(-_CLIP, _CLIP)
+        parts = [scaled.new_ones(len(scaled), 1), scaled]
+        if self.mean_slope.ndim == 1:
+            products = scaled[:, -1:] * scaled[:, : self.cut_dim]
+            parts.append(products.clamp_(-_CLIP, _CLIP))
+        return torch.cat(parts, dim=1)
+
+
+def columns_of(chunks: Chunks, num_rows: int) -> Columns:
+    """Choose centre and scale of every column from a sample at equal distances.
+
+    Raises:
+        ValueError: the chunks do not hold ``num_rows`` rows, or their shapes differ.
+    """
+    sample = _sample(chunks, num_rows)
+    mean_slope = sample.slopes.double().mean(dim=0).float()
+    raw = _raw(sample, mean_slope).double()
+    low, high = _quantile(raw, _TAIL), _quantile(raw, 1 - _TAIL)
+    # A column of few non-zero values has equal quantiles and is not constant.
+    spread = torch.where(high > low, high - low, raw.amax(dim=0) - raw.amin(dim=0))
+    low, high = low - 0.5 * spread, high + 0.5 * spread
+    kept = raw.clamp(low, high)
+    centre, std = kept.mean(dim=0), kept.std(dim=0, correction=0)
+    tiny = 1e-6 * centre.abs() + 1e-30
+    scale = torch.where(std > tiny, 1 / std.clamp_min(1e-30), 0.0)
+    return Columns(mean_slope, centre.float(), scale.float(), sample.activations.shape[1])
+
+
+def _sample(chunks: Chunks, num_rows: int) -> RowChunk:
+    stride = max(1, -(-num_rows // _SAMPLE_ROWS))
+    kept: list[RowChunk] = []
+    start = 0
+    for chunk in chunks():
+        rows = slice((-start) % stride, None, stride)
+        kept.append(RowChunk(*(None if part is None else _tame(part[rows]) for part in chunk)))  # type: ignore[arg-type]
+        start += len(chunk.activations)
+    if start != num_rows or num_rows < 1:
+        raise ValueError(f"expected chunks of {num_rows} rows, at least 1, got {start}")
+    return RowChunk(
+        *(None if parts[0] is None else torch.cat(parts) for parts in zip(*kept, strict=True))  # type: ignore[arg-type]
+    )
+
+
+def _raw(chunk: RowChunk, mean_slope: Tensor) -> Tensor:
+    """Return all columns before centring, (rows, raw columns); those of the slope come last."""
+    slopes = _tame(chunk.slopes)
+    along = (slopes * mean_slope).sum(dim=-1)
+    parts = [chunk.activations, chunk.own, chunk.hidden, chunk.logits, along]
+    return torch.cat(
+        [_tame(part).reshape(len(slopes), -1) for part in parts if part is not None], dim=1
+    )
+
+
+def _tame(values: Tensor) -> Tensor:
+    """Return values within the cut-off; what is not a number becomes 0."""
+    finite = torch.nan_to_num(values.detach().float(), nan=0.0, posinf=_LARGEST, neginf=-_LARGEST)
+    return finite.clamp_(-_LARGEST, _LARGEST)
+
+
+def _quantile(values: Tensor, share: float) -> Tensor:
+    """Return a quantile of each column; torch's own refuses large tables."""
+    place = 1 + round(share * (len(values) - 1))
+    return values.kthvalue(place, dim=0).values

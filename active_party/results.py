@@ -1,0 +1,87 @@
+"""What a run leaves in its folder: models, and the account book of its answers.
+
+checkpoint/model.safetensors      the top model as it was trained
+checkpoint/refitted.safetensors   the same, fitted to the true labels afterwards; only for this
+                                  party's own predictions, never for another run
+checkpoint/ledger.safetensors     the account book
+checkpoint/targets.safetensors    targets by example, if the defense releases any
+"""
+
+import logging
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from splitveil.active_party.assembly import TrainerBuilder
+from splitveil.active_party.ledger.earlier_ledgers import LEDGER
+from splitveil.active_party.ledger.released_targets import TARGETS, targets_by_id
+from splitveil.active_party.run.session import ActiveSession
+from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.training.predictions import PredictionFigures
+from splitveil.active_party.training.refit import Fitting
+from splitveil.active_party.training.top_trainer import TopTrainer
+from splitveil.common.models.optimizers import build_optimizer
+from splitveil.common.storage.initial_weights import RELEASED_LABELS, TRUE_LABELS
+from splitveil.common.storage.model_files import REFITTED, delete_saved, save_model, save_tensors
+
+logger = logging.getLogger(__name__)
+
+
+def save_results(
+    settings: ActiveSettings, folder: Path, session: ActiveSession, builder: TrainerBuilder
+) -> PredictionFigures | None:
+    """Save the models and the account book of a run that is over, if it had begun to train.
+
+    Returns:
+        The refitted model's figures on the test rows; None if it was not fitted.
+
+    Raises:
+        StorageError: a file cannot be written.
+    """
+    trainer = session.trainer
+    if trainer is None:
+        return None
+    learned_from = RELEASED_LABELS if builder.is_label_free else TRUE_LABELS
+    saved = save_model(folder, trainer.model, builder.encoder, learned_from)
+    save_tensors(folder, LEDGER, session.account_book().state_dict())
+    logger.info("model saved in %s", saved)
+    targets = trainer.defense.released_targets
+    if targets is not None:
+        _save_targets(folder, session, targets)
+    delete_saved(folder, REFITTED)
+    # A run that may resume is not over: its last activations are still to come.
+    if session.stage is not Stage.FINISHED or not settings.defense.refits_top:
+        return None
+    return _refit(settings, folder, session, trainer)
+
+
+def _save_targets(folder: Path, session: ActiveSession, targets: Tensor) -> None:
+    rows = session.answering.rows
+    training = rows.splits["train"]
+    ids = (session.ids[row] for row in rows.file_rows[training])
+    by_id = targets_by_id(ids, targets[torch.from_numpy(training.copy())])
+    save_tensors(folder, TARGETS, by_id.state_dict())
+
+
+def _refit(
+    settings: ActiveSettings, folder: Path, session: ActiveSession, trainer: TopTrainer
+) -> PredictionFigures | None:
+    fitting = Fitting(
+        lambda model: build_optimizer(settings.optimizer, model),
+        settings.contract.batch_size,
+        settings.model_seed,
+    )
+    model = trainer.refitted(fitting)
+    if model is None:
+        return None
+    save_tensors(folder, REFITTED, model.state_dict(), TRUE_LABELS)
+    figures = trainer.measure(model, session.answering.rows.splits["test"])
+    if figures is not None:
+        logger.info(
+            "the top model was fitted to the true labels: test AUC %.4f; this copy is for this "
+            "party's own predictions alone",
+            figures.auc,
+        )
+    return figures

@@ -1,0 +1,105 @@
+"""Fits a copy of the top model to the true labels once the last answer has left.
+
+Nothing of it is ever sent, so it costs no privacy: the bottom model stays as the released labels
+made it, and only this party's predictions gain. The activations are those of each row's last visit.
+A tenth of the training rows is held out to decide how long to train; the copy without any further
+step is a candidate too.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from splitveil.active_party.defenses.objective import descend
+from splitveil.active_party.training.cut_memory import CutMemory
+from splitveil.active_party.training.predictions import cross_entropy_of
+from splitveil.common.data.features import Features
+
+MAX_EPOCHS = 20
+PATIENCE_EPOCHS = 3
+HELD_OUT_SHARE = 0.1
+
+_PREDICTED_AT_ONCE = 16_384
+
+
+class KnownRows(NamedTuple):
+    """The active party's data about all aligned rows."""
+
+    memory: CutMemory
+    """Their last activations."""
+
+    features: Features | None
+    """This party's own features; None if it does not have any."""
+
+    labels: Tensor
+    """True labels, (aligned,) float32."""
+
+
+class Fitting(NamedTuple):
+    """How the copy is trained."""
+
+    build_optimizer: Callable[[nn.Module], Optimizer]
+    batch_size: int
+    seed: int
+    """Seed of the order of the rows and of the held-out tenth."""
+
+
+def refit_top(model: nn.Module, known: KnownRows, training: Tensor, fitting: Fitting) -> nn.Module:
+    """Return a copy of the top model that was trained on the true labels.
+
+    Args:
+        model: the top model, which is not changed.
+        known: all aligned rows.
+        training: positions of the training rows, (training rows,), at least 2.
+        fitting: how to train.
+    """
+    generator = torch.Generator().manual_seed(fitting.seed)
+    shuffled = training[torch.randperm(len(training), generator=generator)]
+    num_held_out = max(1, round(HELD_OUT_SHARE * len(training)))
+    held_out, fitted = shuffled[:num_held_out], shuffled[num_held_out:]
+    candidate = copy.deepcopy(model)
+    optimizer = fitting.build_optimizer(candidate)
+    best, best_loss = copy.deepcopy(candidate), _loss(candidate, known, held_out)
+    without_gain = 0
+    with torch.random.fork_rng(devices=()):  # dropout must not disturb a run that goes on
+        torch.default_generator.manual_seed(fitting.seed)
+        for _ in range(MAX_EPOCHS):
+            candidate.train()
+            order = fitted[torch.randperm(len(fitted), generator=generator)]
+            for rows in torch.split(order, fitting.batch_size):
+                loss = cross_entropy_of(_logits(candidate, known, rows), _labels(known, rows))
+                descend(loss, candidate.parameters(), optimizer)
+            loss_now = _loss(candidate, known, held_out)
+            if loss_now < best_loss:
+                best, best_loss, without_gain = copy.deepcopy(candidate), loss_now, 0
+            else:
+                without_gain += 1
+            if without_gain == PATIENCE_EPOCHS:
+                break
+    return best
+
+
+def predict_logits(model: nn.Module, known: KnownRows, rows: Tensor) -> Tensor:
+    """Return the logits of some rows at their last activations, (rows,) or (rows, classes)."""
+    model.eval()
+    with torch.no_grad():
+        parts = [_logits(model, known, part) for part in torch.split(rows, _PREDICTED_AT_ONCE)]
+    return torch.cat(parts).cpu()
+
+
+def _loss(model: nn.Module, known: KnownRows, rows: Tensor) -> float:
+    return float(cross_entropy_of(predict_logits(model, known, rows), _labels(known, rows).cpu()))
+
+
+def _logits(model: nn.Module, known: KnownRows, rows: Tensor) -> Tensor:
+    own = None if known.features is None else known.features.rows(rows.to(known.labels.device))
+    logits: Tensor = model(known.memory.at(rows), own)
+    return logits
+
+
+def _labels(known: KnownRows, rows: Tensor) -> Tensor:
+    return known.labels[rows.to(known.labels.device)]

@@ -1,0 +1,71 @@
+"""Conversions of Gaussian differential privacy, against integration and simulation."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import integrate, stats
+
+from splitveil.active_party.defenses.gaussian_dp import (
+    delta_of,
+    leak_auc_of_mu,
+    mu_of_epsilon_delta,
+    mu_of_leak_auc,
+)
+
+
+@pytest.mark.parametrize("mu", [0.05, 0.358, 1.0, 3.0])
+def test_the_auc_is_the_probability_that_a_positive_scores_higher(mu: float) -> None:
+    """Against the integral over the ROC curve of N(0, 1) and N(mu, 1)."""
+    area, _ = integrate.quad(lambda fpr: stats.norm.cdf(stats.norm.ppf(fpr) + mu), 0, 1)
+    assert leak_auc_of_mu(mu) == pytest.approx(area, abs=1e-7)
+    assert mu_of_leak_auc(leak_auc_of_mu(mu)) == pytest.approx(mu, rel=1e-12)
+
+
+@pytest.mark.parametrize(("mu", "epsilon"), [(0.358, 0.5), (1.0, 0.0), (1.0, 1.0), (3.0, 2.0)])
+def test_delta_is_the_divergence_of_two_normal_distributions(mu: float, epsilon: float) -> None:
+    """Against the integral of the positive part of p - exp(epsilon) q."""
+
+    def excess(x: float) -> float:
+        return float(stats.norm.pdf(x, mu) - math.exp(epsilon) * stats.norm.pdf(x))
+
+    start = epsilon / mu + mu / 2  # where the excess turns positive
+    area, _ = integrate.quad(excess, start, start + 40, epsabs=1e-13)
+    assert delta_of(mu, epsilon) == pytest.approx(area, rel=1e-8)
+
+
+@pytest.mark.parametrize("epsilon", [1e-3, 0.1, 1.0, 8.0, 700.0])
+@pytest.mark.parametrize("delta", [1e-200, 1e-12, 1e-5, 0.3])
+def test_mu_of_epsilon_and_delta_is_the_largest_that_keeps_them(
+    epsilon: float, delta: float
+) -> None:
+    mu = mu_of_epsilon_delta(epsilon, delta)
+    assert delta_of(mu, epsilon) <= delta
+    assert delta_of(mu * (1 + 1e-9), epsilon) > delta
+
+
+def test_the_usual_example_of_the_literature() -> None:
+    """Sigma 3.730631634 at epsilon 1, delta 1e-5: Balle and Wang's analytic mechanism."""
+    assert 1 / mu_of_epsilon_delta(1.0, 1e-5) == pytest.approx(3.730631634, rel=1e-8)
+
+
+def test_delta_neither_overflows_nor_loses_its_digits() -> None:
+    values = [delta_of(mu, epsilon) for mu in (1e-3, 1.0, 40.0) for epsilon in (0.0, 1.0, 5000.0)]
+    assert all(math.isfinite(value) and 0 <= value <= 1 for value in values)
+    tail = stats.norm.sf(20 - 0.5) - math.exp(20 + stats.norm.logsf(20 + 0.5))
+    assert delta_of(1.0, 20.0) == pytest.approx(tail, rel=1e-9)
+    assert np.all(np.diff([delta_of(mu, 1.0) for mu in np.linspace(0.1, 9, 200)]) > 0)
+
+
+@pytest.mark.parametrize("auc", [0.4999, 1.0, math.nan])
+def test_an_auc_that_no_mu_has_is_refused(auc: float) -> None:
+    with pytest.raises(ValueError, match="leak AUC"):
+        mu_of_leak_auc(auc)
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "delta"), [(0.0, 0.1), (math.inf, 0.1), (1.0, 0.0), (1.0, 1.0), (math.nan, 0.1)]
+)
+def test_bad_epsilon_and_delta_are_refused(epsilon: float, delta: float) -> None:
+    with pytest.raises(ValueError, match="epsilon"):
+        mu_of_epsilon_delta(epsilon, delta)

@@ -9,18 +9,14 @@ leak AUC of the strongest attack beside the raw one. Bold is what passes a state
 ``--deal-labels`` deals the labels out at random, so that features tell nothing of them.
 """
 
-import argparse
-import json
 import logging
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.environment import print_environment
 from splitveil.common.record.summary import Summary, to_json
 from tests.attacked_run import deal_labels
 from tests.recorded import recorders

@@ -17,7 +17,7 @@ from splitveil.common.privacy.attacks import SideInformation
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.settings import AuditSettings, suggested
 from splitveil.common.run.contract import ACTIVE
-from splitveil.common.settings import Section, kind_by_only_key
+from splitveil.common.settings import Section, kind_by_key
 
 
 class EarlyStopping(Section):
@@ -78,7 +78,7 @@ class SumKlBudget(PeersOfBudget):
 
 RunBudget = Annotated[
     Annotated[LeakAucBudget, Tag("leak_auc")] | Annotated[SumKlBudget, Tag("sum_kl")],
-    kind_by_only_key("leak_auc", "sum_kl", error_type="run_budget_key", beside=("covers",)),
+    kind_by_key("leak_auc", "sum_kl", error_type="run_budget_key"),
 ]
 """Limit on what a run may reveal about each label; the key that is present names the unit."""
 

@@ -104,6 +104,11 @@ class NoisyLabelDefense(SeededDefense):
         return self.mechanism.posterior == "model"
 
     @property
+    def is_gaussian(self) -> bool:
+        """Whether noisy labels are a Gaussian mechanism, of which the exact AUC is known."""
+        return isinstance(self.mechanism, GaussianLabels | ProjectedBatches)
+
+    @property
     def top_learns_targets(self) -> bool:
         """Whether the top model learns from the noisy labels."""
         return self.top_labels == "noisy"
@@ -141,11 +146,10 @@ class NoisyLabelDefense(SeededDefense):
 
     def forecast(self, context: DefenseContext) -> Forecast:
         """Return the charge, which the mechanism determines."""
-        is_gaussian = isinstance(self.mechanism, GaussianLabels | ProjectedBatches)
         charge = ChargeForecast.exactly(
             label_leak(self.mechanism, context.num_classes).sum_kl,
             self.coverage().covers,
-            is_gaussian=is_gaussian,
+            is_gaussian=self.is_gaussian,
         )
         honesty = (
             "Exact, whatever the gradients."
@@ -237,7 +241,7 @@ class NoisyLabel(Defense):
                 noise_identity=f"noisy_label {strength_name(mechanism)} {key_name(key)}",
                 epsilon=leak.epsilon if is_proved else None,
                 covers=settings.coverage().covers,
-                is_gaussian=isinstance(mechanism, GaussianLabels),
+                is_gaussian=settings.is_gaussian,
             ),
         )
 

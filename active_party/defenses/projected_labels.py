@@ -178,17 +178,14 @@ class ProjectedLabelsDefense(SeededDefense):
             f"private over the whole run, so no score of any peer exceeds AUC "
             f"{leak_auc_of_mu(mu):.3f}."
         )
-        return Forecast(
-            {"persistent": ChargeForecast.exactly(mu**2, Covers.ANYBODY, is_gaussian=True)},
-            "persistent",
-            honesty,
-        )
+        charge = ChargeForecast.exactly(mu**2, Covers.ANYBODY, is_gaussian=True)
+        return Forecast({"persistent": charge}, "persistent", honesty)
 
     def coverage(self) -> Coverage:
         """Return the peers whom the charges describe: everybody."""
         return Coverage(
             Covers.ANYBODY,
-            "Everything that the peer receives is a function of activations and noisy sums.",
+            "Everything that the peer receives is a function of features and of the noisy sums.",
         )
 
     def composition_refusal(self) -> str | None:

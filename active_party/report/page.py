@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from splitveil.active_party.report.bounds import ledger_of
 from splitveil.active_party.report.classes import class_table, pair_rows, run_pairs
 from splitveil.active_party.report.distributions import class_rows, sent_panels
 from splitveil.active_party.report.figures import Finding, finding_of, strongest
@@ -51,7 +52,7 @@ from splitveil.active_party.report.tables import (
     tiles,
     watch_notes,
 )
-from splitveil.active_party.report.verdict import RunLevel, Verdict, judge, ledger_of, run_levels
+from splitveil.active_party.report.verdict import RunLevel, Verdict, judge, run_levels
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.storage.run_folder import write_text_atomically

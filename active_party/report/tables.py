@@ -4,12 +4,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from splitveil.active_party.report.bounds import bounds_of, ledger_of
 from splitveil.active_party.report.figures import Finding, strongest
 from splitveil.active_party.report.run_files import RunFiles, test_lines
 from splitveil.active_party.report.verdict import (
     RunLevel,
-    bounds_of,
-    ledger_of,
     needs_of,
 )
 from splitveil.common.privacy.covers import Covers

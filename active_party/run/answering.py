@@ -230,8 +230,9 @@ class Answering:
                 f"--fresh at both parties"
             )
         self.budget.admit(
-            batch,
+            batch.positions,
             entry,
+            batch_in_words(batch.epoch, batch.step),
             is_repeated=is_repeated,
             log=lambda: self.questions.record(number, fingerprints, entry, reply),
         )

@@ -68,10 +68,10 @@ class Releases:
                 f"arithmetic or the defense's settings have changed; restore those, or start over "
                 f"with --fresh at both parties"
             )
-        self._budget.admit_release(
-            f"stage {stage + 1}",
+        self._budget.admit(
             self.positions,
             charge,
+            f"stage {stage + 1}",
             is_repeated=known is not None,
             log=lambda: self._record(stage, tag, charge),
         )

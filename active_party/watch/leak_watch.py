@@ -14,6 +14,7 @@ from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.attacks import SideInformation
 from splitveil.common.privacy.audit import BatchLeak
 from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
 from splitveil.common.record.metrics_log import MetricsLog
@@ -73,7 +74,11 @@ class LeakWatch:
         if self._covariates is not None:
             self._covariates.note_step(batch, result)
         clean = {"cut": result.raw} if self._settings.reference == "clean" else None
-        self.monitor.submit(batch, {"cut": result.defended}, result.labels, clean)
+        known = result.slopes
+        predictions = None if known is None else KnownPredictions(result.probabilities, known)
+        self.monitor.submit(
+            batch, {"cut": result.defended}, result.labels, clean, predictions=predictions
+        )
 
     def note_evaluation(self, evaluation: Evaluation) -> None:
         """Note how well the model tells the labels of held-out rows."""

@@ -6,6 +6,7 @@
                                  the sign that agrees with what earlier ones said of its examples
     accumulated_cosine           sum of the batches' standardised cosines; where the reference
                                  carries noise, which may flip its sign, that sign is kept, too
+    accumulated_informed         sum of the log-likelihood ratios; answers that say more count more
     hint_combiner_k              logistic regression on an example's scores in up to four stretches
                                  of the run, fitted to k examples of known label
 
@@ -34,6 +35,7 @@ SOURCES: Mapping[RunAttackName, tuple[BatchAttackName, ...]] = MappingProxyType(
         "accumulated_spectral": ("spectral",),
         "accumulated_residual_energy": ("residual_energy",),
         "accumulated_cosine": ("cosine",),
+        "accumulated_informed": ("informed",),
         "hint_combiner_50": ("spectral", "norm"),
         "hint_combiner_200": ("spectral", "norm"),
     }

@@ -77,21 +77,26 @@ class BeyondFigures(NamedTuple):
         return max(self.adjusted.items(), key=lambda item: item[1].value, default=None)
 
 
+def is_clearly_above(found: AdjustedFigures, auc: float) -> bool:
+    """Return whether a figure lies above an AUC by three standard errors.
+
+    Several attacks are compared with it, and each may be inverted: for that, an interval of two
+    standard errors is too narrow.
+    """
+    return found.value - _CLEARLY * (found.value - found.low) > auc
+
+
 def passed_bounds(
     beyond: BeyondFigures, bounds: Mapping[Covers, float]
 ) -> Iterator[tuple[str, AdjustedFigures, Covers]]:
     """Yield each attack that tells more beyond features than a bound says, with the widest peers.
-
-    Several attacks are compared with a bound, so that one must lie above it by more than the lower
-    half of its own interval: by ``_CLEARLY`` times as much, three standard errors.
 
     Args:
         beyond: the figures of a run.
         bounds: AUC that no score of some peers exceeds, from the widest circle of them on.
     """
     for attack, found in beyond.adjusted.items():
-        clearly = found.value - _CLEARLY * (found.value - found.low)
-        passed = [peers for peers, bound in bounds.items() if clearly > bound]
+        passed = [peers for peers, bound in bounds.items() if is_clearly_above(found, bound)]
         if passed:
             yield attack, found, passed[0]
 

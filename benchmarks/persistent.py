@@ -28,8 +28,8 @@ from splitveil.active_party.defenses.example_keys import (
     key_from_insecure_seed,
     scalars,
 )
+from splitveil.active_party.defenses.label_mechanisms import GaussianLabels, draw_noisy_labels
 from splitveil.active_party.defenses.noise import EntropyNoise, SecureNoise
-from splitveil.active_party.defenses.noisy_label import GaussianLabels, draw_noisy_labels
 
 NUM_IDS = 32_768
 SHAPE = (1024, 128)

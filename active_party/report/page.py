@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from splitveil.active_party.report.bounds import ledger_of
 from splitveil.active_party.report.classes import class_table, pair_rows, run_pairs
 from splitveil.active_party.report.distributions import class_rows, sent_panels
 from splitveil.active_party.report.figures import Finding, finding_of, strongest
@@ -39,11 +40,11 @@ from splitveil.active_party.report.svg import Dot
 from splitveil.active_party.report.tables import (
     alarm_rows,
     audit_rows,
+    bound_cells,
     count,
     figure,
     flattened,
     gate_rows,
-    guarantee,
     leak_rows,
     run_level_rows,
     settings_tables,
@@ -51,8 +52,9 @@ from splitveil.active_party.report.tables import (
     tiles,
     watch_notes,
 )
-from splitveil.active_party.report.verdict import RunLevel, Verdict, judge, ledger_of, run_levels
+from splitveil.active_party.report.verdict import RunLevel, Verdict, judge, run_levels
 from splitveil.common.errors import SettingsError
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.storage.run_folder import write_text_atomically
 
 _NAME_LENGTH = 36
@@ -249,7 +251,9 @@ def _rows(
     ledgers = [ledger_of(one.run) for one in compared]
     estimates = [None if ledger is None else ledger.estimate.max for ledger in ledgers]
     yield "estimated for the whole run", list(map(figure, estimates))
-    yield "guaranteed for the whole run", [guarantee(one.run) for one in compared]
+    bounds = [bound_cells(one.run) for one in compared]
+    for peers in Covers:
+        yield f"bound for the whole run: {peers}", [of_run[peers] for of_run in bounds]
 
 
 def _differences(compared: Sequence[_Compared]) -> list[tuple[str, list[str]]]:

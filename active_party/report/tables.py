@@ -4,14 +4,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from splitveil.active_party.report.bounds import bounds_of, ledger_of
 from splitveil.active_party.report.figures import Finding, strongest
 from splitveil.active_party.report.run_files import RunFiles, test_lines
 from splitveil.active_party.report.verdict import (
     RunLevel,
-    guarantee_of,
-    ledger_of,
     needs_of,
 )
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.lines import AlarmLine, AuditLine, GateLine
 from splitveil.common.text.upper_bounds import auc_at_most
@@ -70,7 +70,7 @@ class AlarmRow(NamedTuple):
     attack: str
     measured: str
     margin: str
-    guarantee: str
+    bound: str
 
 
 class AuditRow(NamedTuple):
@@ -106,8 +106,9 @@ def tiles(
     if ledger is not None:
         meaning = "leak AUC of the best score, if the classes are Gaussian"
         yield Tile("Estimated for the run", figure(ledger.estimate.max), meaning)
-        meaning = "leak AUC that no attack described by the charges exceeds, on any example"
-        yield Tile("Guaranteed for the run", guarantee(run), meaning)
+        for peers, written in bound_cells(run).items():
+            meaning = f"leak AUC that no score of {peers.in_words} exceeds, on any example"
+            yield Tile(f"Bound for the run: {peers}", written, meaning)
 
 
 def leak_rows(findings: Sequence[Finding]) -> Iterator[LeakRow]:
@@ -236,10 +237,16 @@ def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
             yield f"{prefix}{name}", setting_in_words(value)
 
 
-def guarantee(run: RunFiles) -> str:
-    """Return the guarantee of the ledger for the whole run."""
-    value = guarantee_of(run)
-    return _ABSENT if math.isnan(value) else f"≤ {auc_at_most(value)}"
+def bound_cells(run: RunFiles) -> dict[Covers, str]:
+    """Return the ledger's bound for the whole run in words, for each circle of peers."""
+    bounds = bounds_of(run)
+    return {peers: _bound_in_words(bounds.get(peers)) for peers in Covers}
+
+
+def _bound_in_words(bound: float | None) -> str:
+    if bound is None:
+        return _ABSENT
+    return f"≤ {auc_at_most(bound)}" if bound < 1 else "none"
 
 
 def figure(value: float | None, digits: int = 3) -> str:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.budget import LeakBudget
-from splitveil.active_party.ledger.ledger import logged
 from splitveil.active_party.run.parties import PassiveParties, PassiveParty, Question, Reply
 from splitveil.active_party.run.questions import AnsweredQuestions
 from splitveil.active_party.run.releases import Releases
@@ -220,7 +219,7 @@ class Answering:
             self._releases.begin(pending)
 
     def _admit(self, batch: Batch, result: StepResult, fingerprints: list[bytes]) -> None:
-        number, entry = self.batch_number, logged(result.report.charge)
+        number, entry = self.batch_number, self.budget.entry_of(result.report.charge)
         reply = self.questions.reply_tag(number, result.defended)
         is_repeated = self.questions.is_repeated(number, entry, reply)
         if self.questions.is_answered(number) and not is_repeated:
@@ -232,7 +231,7 @@ class Answering:
             )
         self.budget.admit(
             batch.positions,
-            result.report.charge,
+            entry,
             batch_in_words(batch.epoch, batch.step),
             is_repeated=is_repeated,
             log=lambda: self.questions.record(number, fingerprints, entry, reply),
@@ -355,7 +354,7 @@ class Answering:
         following: int | None = None
         for record in self.questions.since(count):
             if record.number >= FIRST_RELEASE_NUMBER:
-                yield self.training_positions, record.charge
+                yield self._releases.positions, record.charge
                 continue
             if record.number != following:  # rare: numbers ascend until the run goes back
                 course = run_course(self.contract, self.rows, record.number)

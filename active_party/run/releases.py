@@ -13,7 +13,6 @@ from torch import Tensor
 
 from splitveil.active_party.defenses.interface import PendingRelease
 from splitveil.active_party.ledger.budget import LeakBudget
-from splitveil.active_party.ledger.ledger import logged
 from splitveil.active_party.run.questions import AnsweredQuestions
 from splitveil.common.errors import OtherAnswer, StorageError
 from splitveil.common.run.sample_order import Positions
@@ -32,7 +31,7 @@ class Releases:
         file: the releases on disk.
         questions: the log of everything that was told.
         budget: decides whether a release may be used.
-        training: positions of the training rows.
+        positions: of the training rows that the releases are about.
     """
 
     def __init__(
@@ -40,12 +39,12 @@ class Releases:
         file: ReleaseFile,
         questions: AnsweredQuestions,
         budget: LeakBudget,
-        training: Positions,
+        positions: Positions,
     ) -> None:
         self._file = file
         self._questions = questions
         self._budget = budget
-        self._training = training
+        self.positions = positions
 
     def check(self) -> None:
         """Check that everything that was told is still known, before anything else is told.
@@ -69,14 +68,14 @@ class Releases:
         found, known = self._find(stage), self._questions.released(stage)
         if found is not None:
             _check_design(found, pending)
-        if known is not None and known.charge != logged(pending.charge):
+        if known is not None and known.charge != self._budget.entry_of(pending.charge):
             raise _other_arithmetic(stage)
         # A run that has caught up with everything told has this charge on its course as well: its
         # process was killed before the answer that follows the release.
         if known is None or self._budget.accounts.is_behind:
             self._budget.admit(
-                self._training,
-                pending.charge,
+                self.positions,
+                self._budget.entry_of(pending.charge),
                 f"stage {stage + 1}",
                 is_repeated=known is not None,
                 log=lambda: self._tell(pending),
@@ -112,7 +111,7 @@ class Releases:
             self._file.keep(stage, release)
         if self._questions.released(stage) is None:
             tag = self._tag(stage, release)
-            self._questions.record_release(stage, tag, logged(pending.charge))
+            self._questions.record_release(stage, tag, self._budget.entry_of(pending.charge))
 
     def _tag(self, stage: int, release: Mapping[str, Tensor]) -> bytes:
         parts = {name: values for name, values in release.items() if name != _TAG}

@@ -3,7 +3,7 @@
 import logging
 from pathlib import Path
 
-from splitveil.active_party.ledger.ledger import LeakBounds
+from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.predictions import PredictionFigures
@@ -14,6 +14,7 @@ from splitveil.active_party.watch.stored_figures import (
     bounds_of_state,
     evaluation_of_state,
     ledger_figures,
+    peer_bounds,
     state_of_bounds,
     state_of_evaluation,
 )
@@ -69,18 +70,18 @@ class ActiveRecorder(RunRecorder):
     def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
         """Start the progress bar and the leak monitor."""
         self._begin_run(rows)
-        self._of_run.enter_context(self._watch.watching(seed, len(rows)))
+        self._of_run.enter_context(self._watch.watching(seed, rows))
         self._show_progress("active", rows, self._settings.contract)
 
     def on_earlier_answers(self, examples: int, bounds: LeakBounds) -> None:
         """Note the bounds on what earlier runs may have revealed."""
         self._earlier = EarlierAnswers(examples, ledger_figures(bounds))
         logger.info(
-            "earlier runs answered about %d of the training rows: sum_kl %s, leak AUC guaranteed "
-            "below %s (largest of all examples)",
+            "earlier runs answered about %d of the training rows: sum_kl %s, %s (largest of all "
+            "examples)",
             examples,
             at_most(bounds.sum_kl.max),
-            auc_at_most(bounds.guarantee.max),
+            bounds.in_words(),
         )
 
     def on_step(self, batch: Batch, result: StepResult) -> None:
@@ -106,12 +107,12 @@ class ActiveRecorder(RunRecorder):
         self._metrics.write(LedgerLine(epoch, ledger_figures(bounds)))
         bounds = bounds.or_more(self._ahead)
         logger.info(
-            "epoch %d: leak ledger: sum_kl %s, leak AUC estimated %.3f, guaranteed below %s "
-            "(largest of all examples)",
+            "epoch %d: leak ledger: sum_kl %s, leak AUC estimated %.3f, %s (largest of all "
+            "examples)",
             epoch + 1,
             at_most(bounds.sum_kl.max),
             bounds.estimate.max,
-            auc_at_most(bounds.guarantee.max),
+            bounds.in_words(),
         )
 
     def on_answers_ahead(self, bounds: LeakBounds) -> None:
@@ -119,9 +120,9 @@ class ActiveRecorder(RunRecorder):
         if bounds != self._ahead:
             logger.info(
                 "the run was ahead of where it resumes: the ledger keeps the later answers: "
-                "sum_kl %s, leak AUC guaranteed below %s (largest of all examples)",
+                "sum_kl %s, %s (largest of all examples)",
                 at_most(bounds.sum_kl.max),
-                auc_at_most(bounds.guarantee.max),
+                bounds.in_words(),
             )
         self._ahead = bounds
         # For the report of a run that is abandoned here: its metrics end where it has resumed.
@@ -131,6 +132,7 @@ class ActiveRecorder(RunRecorder):
         """Note loss and AUC of a split."""
         self._train_loss = sum(self._epoch_losses) / len(self._epoch_losses)
         self._evaluations[evaluation.split] = evaluation
+        self._watch.note_evaluation(evaluation)
         line = EvaluationLine(
             evaluation.epoch,
             evaluation.split,
@@ -221,6 +223,7 @@ class ActiveRecorder(RunRecorder):
             model=self._model_figures(),
             defense=self._settings.defense.model_dump(mode="json"),
             ledger=None if told is None else ledger_figures(told),
+            bounds=() if told is None else peer_bounds(told),
             audits_answered=audits,
             refused_messages=refused,
             earlier_answers=self._earlier,

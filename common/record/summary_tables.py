@@ -99,13 +99,17 @@ def ledger_table(ledger: LedgerFigures, title: str = "Leak ledger") -> Table:
     rows: tuple[tuple[SpreadFigures, str, Callable[[float], str]], ...] = (
         (ledger.sum_kl, "sum_kl", at_most),
         (ledger.estimate, "leak AUC, estimated", in_short),
-        (ledger.guarantee, "leak AUC, guaranteed", auc_at_most),
+        *((found, f"bound: {peers}", _bound) for peers, found in ledger.by_peers().items()),
     )
     for spread, meaning, written in rows:
         table.add_row(meaning, *("inf" if n is None else written(n) for n in spread))
     if ledger.epsilon is not None:
         table.add_row("epsilon", at_most(ledger.epsilon))
     return table
+
+
+def _bound(auc: float) -> str:
+    return auc_at_most(auc) if auc < 1 else "none"
 
 
 def run_level_table(leak: ByAttack[RunFigures], title: str = "Leak AUC of the whole run") -> Table:

@@ -30,8 +30,8 @@ from splitveil.active_party.defenses import gafm_losses as losses
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.gafm import Adversarial
 from splitveil.active_party.defenses.interface import DefenseReport, LeakCharge
+from splitveil.active_party.defenses.label_mechanisms import RandomizedResponse
 from splitveil.active_party.defenses.noise import SecureNoise
-from splitveil.active_party.defenses.noisy_label import RandomizedResponse
 from splitveil.active_party.defenses.objective import BatchLabels, StepOutcome, TopModel
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.active_party.training.objectives import CrossEntropy

@@ -32,6 +32,13 @@ from splitveil.active_party.defenses.example_keys import (
     key_from_insecure_seed,
 )
 from splitveil.active_party.defenses.iso import Isotropic
+from splitveil.active_party.defenses.label_mechanisms import (
+    GaussianLabels,
+    LaplaceLabels,
+    RandomizedResponse,
+    draw_noisy_labels,
+    label_leak,
+)
 from splitveil.active_party.defenses.max_norm import MaxNorm
 from splitveil.active_party.defenses.multi_class import (
     pair_divergences,
@@ -40,13 +47,6 @@ from splitveil.active_party.defenses.multi_class import (
 )
 from splitveil.active_party.defenses.multi_class_marvell import MultiClassMarvell, worst_pair_factor
 from splitveil.active_party.defenses.noise import InsecureSeededNoise
-from splitveil.active_party.defenses.noisy_label import (
-    GaussianLabels,
-    LaplaceLabels,
-    RandomizedResponse,
-    draw_noisy_labels,
-    label_leak,
-)
 from splitveil.active_party.defenses.strength import (
     DetectionError,
     LeakAuc,
@@ -54,7 +54,7 @@ from splitveil.active_party.defenses.strength import (
     Strength,
     SumKl,
 )
-from splitveil.active_party.ledger.ledger import estimated_auc
+from splitveil.active_party.defenses.sum_kl import estimated_auc
 from splitveil.common.privacy.pair_aucs import pair_aucs
 from tests.defended import build_defense, context_of
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from splitveil.active_party.defenses import noisy_label
 from splitveil.active_party.defenses.example_keys import load_or_create_key
-from splitveil.active_party.defenses.noisy_label import LabelMechanism, NoisyLabel
+from splitveil.active_party.defenses.label_mechanisms import DrawnOnce
+from splitveil.active_party.defenses.noisy_label import NoisyLabel
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.storage.run_folder import open_run_folder
 from tests.peers import FaultyPeer
@@ -25,6 +26,8 @@ MECHANISMS = [
     "{kind: gaussian, noise_ratio: 2.0}",
     "{kind: laplace, epsilon: 1.0}",
     "{kind: randomized_response, epsilon: 1.0}",
+    "{kind: gaussian, noise_ratio: 2.0, posterior: model}",
+    "{kind: alibi, epsilon: 1.0}",
 ]
 KEYED = [f"{{name: {name}, noise: persistent}}" for name in PERSISTENT] + [
     f"{{name: noisy_label, mechanism: {mechanism}}}" for mechanism in MECHANISMS
@@ -253,15 +256,22 @@ def with_other_labels(example: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("top_labels", ["noisy", "true"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "top_labels: noisy",
+        "top_labels: true",
+        "mechanism: {kind: gaussian, posterior: model}",
+    ],
+)
 def test_with_noisy_top_labels_the_true_ones_change_no_bit_of_what_the_peer_gets(
-    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, top_labels: str
+    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: str
 ) -> None:
     """The same noisy labels, other true ones. With true top labels the same test finds the leak."""
     noisy: dict[str, float] = {}
 
     def draw_once(
-        mechanism: LabelMechanism, labels: Tensor, key: bytes, ids: list[str], num_classes: int
+        mechanism: DrawnOnce, labels: Tensor, key: bytes, ids: list[str], num_classes: int
     ) -> Tensor:
         generator = torch.Generator().manual_seed(1)
         for name, label in zip(ids, labels.tolist(), strict=True):
@@ -269,7 +279,7 @@ def test_with_noisy_top_labels_the_true_ones_change_no_bit_of_what_the_peer_gets
         return torch.tensor([noisy[name] for name in ids])
 
     monkeypatch.setattr(noisy_label, "draw_noisy_labels", draw_once)
-    defense = f"{{name: noisy_label, top_labels: {top_labels}}}"
+    defense = f"{{name: noisy_label, {settings}}}"
     received, weights = [], []
     for folder in (example, with_other_labels(example, tmp_path / "other")):
         parties = parties_of(folder, tmp_path, defense)
@@ -277,5 +287,5 @@ def test_with_noisy_top_labels_the_true_ones_change_no_bit_of_what_the_peer_gets
         received.append(torch.cat(parties.passive.received))
         weights.append(parties.weights())
     same = torch.equal(received[0], received[1])
-    assert same is (top_labels == "noisy")
+    assert same is ("true" not in settings)
     assert all(torch.equal(weights[1][n], v) for n, v in weights[0].items()) is same

@@ -16,7 +16,7 @@ import yaml
 from sklearn.metrics import roc_auc_score
 
 from splitveil.active_party.__main__ import _try_to_report, main
-from splitveil.active_party.ledger.ledger import estimated_auc
+from splitveil.active_party.defenses.sum_kl import estimated_auc
 from splitveil.active_party.report import read_run, write_comparison, write_report
 from splitveil.active_party.report.distributions import auc_of_counts, random_q95
 from splitveil.active_party.report.figures import finding_of, windows
@@ -585,7 +585,7 @@ def test_what_was_noticed_and_told_stands_in_tables(tmp_path: Path) -> None:
         "leak_gate": {"max_leak_auc": 0.65, "window_steps": 50, "action": "stop"},
         "allow_audits": True,
     }
-    earlier = LedgerFigures(SpreadFigures(max=0.1), guarantee=SpreadFigures(max=0.6172))
+    earlier = LedgerFigures(SpreadFigures(max=0.1), anybody=SpreadFigures(max=0.6172))
     summary = of_active(
         leak_alarms=1,
         gate=GateFigures(findings=1, closed=True),

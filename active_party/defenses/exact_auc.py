@@ -1,0 +1,126 @@
+"""The best AUC that any score of a noisy label reaches: exact, mechanism by mechanism.
+
+A peer that sees a release about one example scores it by the likelihood ratio of the two labels,
+and no other score has a higher AUC (Neyman and Pearson). Let L be the logarithm of that ratio in
+favour of the example's own label. For every mechanism here L has the same distribution under both
+labels, and the scores of a positive and a negative example are in the right order if the sum of two
+independent copies of L is above 0. So
+
+    AUC = P(L + L' > 0) + P(L + L' = 0) / 2.
+
+    Gaussian, mu              L ~ N(mu^2/2, mu^2)                      Phi(mu / sqrt 2)
+    randomised response, e    L = e or -e, odds exp(e) to 1            1/2 + tanh(e/2) / 2
+    Laplace of scale 1/e      L has mass 1/2 at e, exp(-e)/2 at -e, and the density
+                              exp((l - e)/2) / 4 in between
+
+For two classes, randomised response is the worst e-label-DP mechanism: every other one is a
+function of its output (Kairouz, Oh and Viswanath, "The Composition Theorem for Differential
+Privacy", ICML 2015, Theorem 3.4, for one mechanism). Its AUC is therefore the bound of all.
+Phi(mu / sqrt 2) is that of Gaussian differential privacy (Dong, Roth and Su, "Gaussian Differential
+Privacy", 2022, whose trade-off curve encloses this area).
+"""
+
+import math
+from collections.abc import Callable
+from statistics import NormalDist
+
+import numpy as np
+import numpy.typing as npt
+
+from splitveil.active_party.defenses.root_finding import find_root
+
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(64)
+
+
+def gaussian_auc(mu: float) -> float:
+    """Return the best AUC against a mu-Gaussian mechanism, Phi(mu / sqrt 2)."""
+    return NormalDist().cdf(mu / math.sqrt(2))
+
+
+def auc_of_epsilon(epsilon: float) -> float:
+    """Return the most that any score of an epsilon-label-DP release reaches.
+
+    Randomised response of two classes reaches it.
+    """
+    return 0.5 + math.tanh(epsilon / 2) / 2
+
+
+def response_auc(epsilon: float, num_classes: int = 2) -> float:
+    """Return the best AUC between two classes against randomised response over several.
+
+    The true class is kept with odds exp(epsilon) to 1 against each other one; a third class as the
+    answer says nothing about the two.
+    """
+    kept = 1 / (1 + (num_classes - 1) * math.exp(-epsilon))
+    swapped = kept * math.exp(-epsilon)
+    neither = max(1 - kept - swapped, 0.0)
+    return kept * kept + kept * (2 * neither + swapped) + neither * neither / 2
+
+
+def laplace_auc(epsilon: float, num_numbers: int = 1) -> float:
+    """Return the best AUC against numbers that the label moves by 1, with Laplace noise.
+
+    Args:
+        epsilon: label differential privacy of all the numbers together; each gets noise of scale
+            num_numbers/epsilon.
+        num_numbers: 1 for a label of 0 or 1; 2 for two entries of a one-hot label, which both move.
+    """
+    # exp(-l/2) times the density of L is symmetric, and so is its convolution with itself: atoms of
+    # weight 1/2 at +-size and a uniform part of weight size/2, all times exp(-size/2).
+    size, copies = epsilon / num_numbers, 2 * num_numbers
+    total = 0.0
+    for uniform in range(copies + 1):
+        atoms = copies - uniform
+        for positive in range(atoms + 1):
+            centre = (2 * positive - atoms) * size
+            weight = math.comb(copies, uniform) * math.comb(atoms, positive) * 2.0**-atoms
+            above = _tilted_above_zero(uniform, size, centre, copies * size)
+            total += weight * (size / 2) ** uniform * above
+    return total
+
+
+def strength_for_auc(auc_of: Callable[[float], float], leak_auc: float) -> float:
+    """Return the strength at which an increasing bound is the given AUC, above 0.5 and below 1.
+
+    Args:
+        auc_of: maps mu or epsilon to the best AUC; 0.5 at 0.
+        leak_auc: the AUC that no score shall exceed.
+    """
+    high = 1.0
+    while auc_of(high) < leak_auc:
+        high *= 2
+    return find_root(lambda strength: auc_of(strength) - leak_auc, 0.0, high)
+
+
+def _tilted_above_zero(uniform: int, size: float, centre: float, top: float) -> float:
+    """Integrate exp((s - top)/2) over s > 0 against a sum of uniform numbers.
+
+    Args:
+        uniform: the number of independent numbers, each uniform between -size and size. Without any
+            the sum is an atom, half of which counts if it is at 0.
+        size: see ``uniform``.
+        centre: added to their sum.
+        top: the largest possible s.
+    """
+    if uniform == 0:
+        return math.exp((centre - top) / 2) * (0.5 if centre == 0 else float(centre > 0))
+    total = 0.0
+    for piece in range(uniform):  # the density is a polynomial on each
+        low = max(centre + (2 * piece - uniform) * size, 0.0)
+        high = centre + (2 * piece + 2 - uniform) * size
+        if high > low:
+            s = (high - low) / 2 * _NODES + (high + low) / 2
+            density = _sum_of_uniforms((s - centre) / size, uniform) / size
+            total += (high - low) / 2 * float(_WEIGHTS @ (np.exp((s - top) / 2) * density))
+    return total
+
+
+def _sum_of_uniforms(x: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.float64]:
+    """Return the density of the sum of ``count`` numbers uniform in (-1, 1) (Irwin-Hall)."""
+    below = (count - np.abs(x)) / 2  # symmetric; fewer terms cancel below the centre
+    density = np.zeros_like(x)
+    for k in range(count // 2 + 1):
+        density += np.where(
+            below > k, (-1) ** k * math.comb(count, k) * (below - k) ** (count - 1), 0
+        )
+    return density / (2 * math.factorial(count - 1))

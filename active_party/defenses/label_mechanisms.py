@@ -1,0 +1,309 @@
+"""The ways in which ``noisy_label`` makes a noisy label, and what each reveals about the label.
+
+Drawn once per example, from the noise key:
+
+    gaussian             y + k x, x ~ N(0, 1)            sumKL = 1/k^2, AUC <= Phi(1/(k sqrt 2))
+    laplace              y + x/e, x ~ Laplace(1)         sumKL = 2 (e + exp(-e) - 1), e-label-DP
+    randomized_response  flipped with prob. 1/(1+exp e)  sumKL = 2 e tanh(e/2), e-label-DP
+    alibi                one-hot y + 2 x/e, x ~ Laplace  sumKL = 4 (e/2 + exp(-e/2) - 1), e-label-DP
+
+A label moves two entries of its one-hot form by 1 each, so that the L1 sensitivity of ``alibi`` is
+2 and each entry gets noise of scale 2/e: twice ``laplace`` at e/2. This holds for any number of
+classes. With K of them, randomized response returns the true class with probability
+exp e/(K-1+exp e), and otherwise one of the other classes, all equally likely. Between any two
+classes sumKL = 2 e (exp e - 1)/(K-1+exp e), e-label-DP. Gaussian noise for K classes is that of the
+one-hot label, k sqrt 2 on each entry, so that sumKL stays 1/k^2.
+
+Noise is rounded to multiples of 2^-10. Since y is such a multiple itself, the rounded sum is the
+sum rounded: the guarantee is not weakened, and the low bits of a floating-point sum, which differ
+between y = 0 and y = 1, reveal nothing. Laplace noise ends at 44 times its scale; anything beyond
+has probability 2^-63.
+
+Drawn during training: ``with_prior`` (`label_prior`), once per example with the model's prediction
+as the prior, and ``projected_batches`` (`label_batches`), again for every answer.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Literal, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from splitveil.active_party.defenses.example_keys import (
+    LABEL_NOISE,
+    NoiseKey,
+    example_keys,
+    scalars,
+)
+from splitveil.active_party.defenses.noise import open_uniform
+from splitveil.common.settings import Section
+
+_GRID = 2.0**10
+
+Posterior = Literal["none", "model"]
+
+
+class GaussianLabels(Section):
+    """y plus Gaussian noise."""
+
+    kind: Literal["gaussian"]
+
+    noise_ratio: float = Field(default=2.0, ge=0.01, le=100)
+    """Standard deviation k of the noise; no attack exceeds AUC Phi(1/(k sqrt 2))."""
+
+    posterior: Posterior = "none"
+    """``model``: train on the posterior given noisy label and prediction; see ``alibi``."""
+
+
+class LaplaceLabels(Section):
+    """y plus Laplace noise of scale 1/epsilon."""
+
+    kind: Literal["laplace"]
+
+    epsilon: float = Field(ge=0.01, le=20)
+    """Label differential privacy of the whole run."""
+
+    posterior: Posterior = "none"
+    """``model``: train on the posterior given noisy label and prediction; see ``alibi``."""
+
+
+class RandomizedResponse(Section):
+    """y, or its opposite with probability 1/(1 + exp(epsilon)).
+
+    With K classes, the true one with probability exp(epsilon)/(K - 1 + exp(epsilon)), and otherwise
+    one of the others, all equally likely.
+    """
+
+    kind: Literal["randomized_response"]
+
+    epsilon: float = Field(ge=0.01, le=20)
+    """Label differential privacy of the whole run."""
+
+    posterior: Posterior = "none"
+    """``model``: train on the posterior given noisy label and prediction; see ``alibi``."""
+
+
+class AlibiLabels(Section):
+    """ALIBI: Laplace noise on the one-hot label, and training on the posterior of the label.
+
+    At each step the target is the distribution of the label given its noisy form, with the model's
+    present prediction as the prior (Malek et al., "Antipodes of Label Differential Privacy: PATE
+    and ALIBI", NeurIPS 2021, section 4). For the same with Gaussian noise set ``kind: gaussian,
+    posterior: model``.
+    """
+
+    kind: Literal["alibi"]
+
+    epsilon: float = Field(ge=0.01, le=20)
+    """Label differential privacy of the whole run; each entry gets noise of scale 2/epsilon."""
+
+    @property
+    def posterior(self) -> Posterior:
+        """The posterior is what distinguishes the mechanism."""
+        return "model"
+
+
+class ResponseWithPrior(Section):
+    """RRWithPrior in several stages: randomized response among the classes that the model expects.
+
+    The training rows are divided into parts. A row's label is drawn once, when the stage of its
+    part has begun, among the k classes that the model trained so far expects most, with the k at
+    which the answer is most likely to be right; until then its target is the prediction, which
+    tells nothing (Ghazi et al., "Deep Learning with Label Differential Privacy", NeurIPS 2021,
+    algorithms 2 and 3).
+    """
+
+    kind: Literal["with_prior"]
+
+    epsilon: float = Field(ge=0.01, le=20)
+    """Label differential privacy of the whole run."""
+
+    parts: int = Field(default=2, ge=1, le=100)
+    """Number of parts and stages. One part draws every label at the example's first visit."""
+
+    epochs_per_part: int = Field(default=5, ge=1, le=10_000)
+    """Epochs of a stage; the last one lasts until the end. Labels of a part whose stage does not
+    begin within the run are never used."""
+
+    if_certain: Literal["class", "prediction"] = "class"
+    """The target where k = 1, so that the answer is the class that the model expects, whatever the
+    label. ``class``: that class, as in the paper. ``prediction``: the prediction at each step, so
+    that such rows do not reinforce what the model believes."""
+
+
+class ProjectedBatches(Section):
+    """Gaussian noise on a batch's labels, projected on what its activations span.
+
+    The labels of each batch are told only as their products with a few directions in which
+    activations and predictions vary, with fresh Gaussian noise, and targets are rebuilt from those:
+    LabelDP-Pro (Ghazi et al., ICLR 2024) for a peer that sees a gradient per example.
+    """
+
+    kind: Literal["projected_batches"]
+
+    noise_ratio: float = Field(default=16.0, ge=0.01, le=1000)
+    """k: each answer is a Gaussian mechanism with mu = 1/k for each label, a run of E epochs one
+    with mu = sqrt(E)/k; no attack exceeds AUC Phi(mu / sqrt 2)."""
+
+    rank: int = Field(default=32, ge=1, le=1024)
+    """Number of directions; at most the number of rows of a batch is used."""
+
+
+LabelMechanism = Annotated[
+    GaussianLabels
+    | LaplaceLabels
+    | RandomizedResponse
+    | AlibiLabels
+    | ResponseWithPrior
+    | ProjectedBatches,
+    Field(discriminator="kind"),
+]
+"""The way in which a noisy label is made from a label."""
+
+DrawnOnce = GaussianLabels | LaplaceLabels | RandomizedResponse | AlibiLabels
+"""The mechanisms whose noisy labels are drawn before training, from the noise key."""
+
+
+class LabelLeak(NamedTuple):
+    """What a mechanism reveals between two classes."""
+
+    sum_kl: float
+    """Divergence of one draw."""
+
+    epsilon: float | None
+    """Label differential privacy of one draw; None if it has none."""
+
+
+def label_leak(mechanism: LabelMechanism, num_classes: int = 2) -> LabelLeak:
+    """Return a noisy label's divergence between two classes, and its epsilon if it has one.
+
+    For ``with_prior`` the divergence is a bound that randomized response of two classes meets: it
+    can be turned into every epsilon-label-DP draw.
+    """
+    match mechanism:
+        case GaussianLabels() | ProjectedBatches():
+            return LabelLeak(mechanism.noise_ratio**-2, None)
+        case LaplaceLabels():
+            epsilon = mechanism.epsilon
+            return LabelLeak(2 * (epsilon + math.expm1(-epsilon)), epsilon)
+        case AlibiLabels():
+            epsilon = mechanism.epsilon
+            return LabelLeak(4 * (epsilon / 2 + math.expm1(-epsilon / 2)), epsilon)
+        case RandomizedResponse() | ResponseWithPrior():
+            epsilon = mechanism.epsilon
+            if num_classes == 2 or isinstance(mechanism, ResponseWithPrior):
+                return LabelLeak(2 * epsilon * math.tanh(epsilon / 2), epsilon)
+            odds = num_classes - 1 + math.exp(epsilon)
+            return LabelLeak(2 * epsilon * math.expm1(epsilon) / odds, epsilon)
+
+
+def strength_name(mechanism: DrawnOnce) -> str:
+    """Name what is drawn, whatever is made of it afterwards: the posterior reveals no more."""
+    drawn = (f"{name}={value!r}" for name, value in mechanism if name != "posterior")
+    return f"{type(mechanism).__name__}({', '.join(drawn)})"
+
+
+def draw_noisy_labels(
+    mechanism: DrawnOnce,
+    labels: Tensor,
+    key: NoiseKey,
+    ids: Sequence[str],
+    num_classes: int = 2,
+) -> Tensor:
+    """Draw each example's noisy label; repeated calls return the same labels.
+
+    Args:
+        mechanism: kind and strength of the noise.
+        labels: (aligned,), 0 or 1, or class indices.
+        key: the noise key.
+        ids: canonical ids in the same order.
+        num_classes: number of classes.
+
+    Returns:
+        (aligned,) float32: 0 or 1 for randomized response, or a class index; otherwise any number.
+        For ``alibi``, and with Gaussian noise for more than two classes, (aligned, classes).
+
+    Raises:
+        ValueError: the mechanism is for two classes, and there are more.
+    """
+    match mechanism:
+        case GaussianLabels() if num_classes == 2:
+            noise = mechanism.noise_ratio * scalars(example_keys(key, ids, LABEL_NOISE))
+            return _on_grid(labels, noise)
+        case LaplaceLabels() if num_classes == 2:
+            return _on_grid(
+                labels, _laplace(example_keys(key, ids, LABEL_NOISE), mechanism.epsilon)
+            )
+        case RandomizedResponse():
+            keys = example_keys(key, ids, LABEL_NOISE)
+            chance = _flip_probability(mechanism, num_classes)
+            flipped = open_uniform(keys[:, 0], torch.float64) <= chance
+            others = 1 - labels if num_classes == 2 else _others(labels, keys[:, 1], num_classes)
+            return torch.where(flipped, others, labels).float()
+        case AlibiLabels() | GaussianLabels():
+            columns = []
+            for index in range(num_classes):
+                keys = example_keys(key, ids, b"label noise %d" % index)
+                if isinstance(mechanism, AlibiLabels):
+                    noise = _laplace(keys, mechanism.epsilon / 2)
+                else:
+                    noise = math.sqrt(2) * mechanism.noise_ratio * scalars(keys)
+                columns.append(_on_grid(labels == index, noise))
+            return torch.stack(columns, dim=1)
+        case _:
+            raise ValueError(f"{mechanism.kind} noise is for two classes, got {num_classes}")
+
+
+def evidence(mechanism: DrawnOnce, noisy: Tensor, num_classes: int = 2) -> Tensor:
+    """Return what noisy labels add to the logits of their labels: their log likelihoods.
+
+    Args:
+        mechanism: the mechanism that made them.
+        noisy: (rows,) or (rows, classes), as ``draw_noisy_labels`` returns them.
+        num_classes: number of classes.
+
+    Returns:
+        (rows,), the log likelihood of label 1 minus that of label 0; with several classes
+        (rows, classes), the log likelihood of each class but for a number of the row's own.
+        `predictions.probabilities_of` of logits plus this is the posterior of the label under the
+        prior that the logits predict.
+    """
+    match mechanism:
+        case GaussianLabels():
+            if num_classes == 2:
+                return (noisy - 0.5) / mechanism.noise_ratio**2
+            return noisy / (2 * mechanism.noise_ratio**2)
+        case LaplaceLabels():
+            return mechanism.epsilon * (noisy.abs() - (noisy - 1).abs())
+        case RandomizedResponse():
+            if num_classes == 2:
+                return mechanism.epsilon * (2 * noisy - 1)
+            classes = torch.arange(num_classes, device=noisy.device)
+            return mechanism.epsilon * (noisy[:, None] == classes).to(noisy)
+        case AlibiLabels():
+            likelihood = mechanism.epsilon / 2 * (noisy.abs() - (noisy - 1).abs())
+            return likelihood if num_classes > 2 else likelihood[:, 1] - likelihood[:, 0]
+
+
+def _on_grid(labels: Tensor, noise: Tensor) -> Tensor:
+    return (labels + (noise * _GRID).round_() / _GRID).float()
+
+
+def _laplace(keys: Tensor, epsilon: float) -> Tensor:
+    """Turn secret bits into Laplace noise of scale 1/epsilon, (rows,) float64."""
+    sizes = -open_uniform(keys[:, 0], torch.float64).log_()
+    return sizes.copysign_(keys[:, 1]).div_(epsilon)
+
+
+def _flip_probability(mechanism: RandomizedResponse, num_classes: int) -> float:
+    others = num_classes - 1
+    return others / (others + math.exp(mechanism.epsilon))
+
+
+def _others(labels: Tensor, bits: Tensor, num_classes: int) -> Tensor:
+    """Pick one of the other classes for each label, all equally likely."""
+    # A draw of exactly 1 would otherwise lead back to the label.
+    steps = 1 + (open_uniform(bits, torch.float64) * (num_classes - 1)).floor()
+    return (labels + steps.clamp(max=num_classes - 1)) % num_classes

@@ -156,6 +156,11 @@ class ProjectedLabelsDefense(SeededDefense):
         return True
 
     @property
+    def holds_for_anybody(self) -> bool:
+        """Whether nothing else that the peer sees may depend on true labels: always."""
+        return True
+
+    @property
     def refits_top(self) -> bool:
         """Whether the top model is fitted to the true labels at the end."""
         return self.refit_top

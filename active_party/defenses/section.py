@@ -104,6 +104,14 @@ class DefenseSection(Section):
         return False
 
     @property
+    def holds_for_anybody(self) -> bool:
+        """Whether the bound holds for every peer, so that nothing else may depend on true labels.
+
+        Not even the moment at which a run ends.
+        """
+        return False
+
+    @property
     def refits_top(self) -> bool:
         """Whether the top model is fitted to the true labels once the last answer has left."""
         return False

@@ -255,7 +255,7 @@ class Answering:
         with self.changing():
             predicted = self.trainer.predict(batch.positions, cut)
             evaluation = self._evaluator.add(batch, *predicted)
-            stops = self._evaluator.ends_training(batch)
+            stops = self._evaluator.ends_training(batch, self.trainer.auc_on_targets)
             replies = [Course.STOP if stops else Course.CONTINUE] * len(asked)
             self._reply(replies)
             if stops:

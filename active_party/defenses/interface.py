@@ -201,6 +201,16 @@ class Defense(ABC):
         """
         return None
 
+    @property
+    def released_rows(self) -> Tensor | None:
+        """Positions of the rows that releases are about, (rows,); None for all training rows."""
+        return None
+
+    @property
+    def released_targets(self) -> Tensor | None:
+        """Targets of all aligned rows that were computed from releases alone, if there are any."""
+        return None
+
     def charge_covering(self, _move: LabelMove, /) -> LeakCharge:
         """Return a charge that also holds for a peer that knows all but the example's own label.
 

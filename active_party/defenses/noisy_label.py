@@ -146,13 +146,16 @@ class NoisyLabelDefense(SeededDefense):
 
     def forecast(self, context: DefenseContext) -> Forecast:
         """Return the charge, which the mechanism determines."""
-        charge = ChargeForecast.exactly(label_leak(self.mechanism, context.num_classes).sum_kl)
+        charge = ChargeForecast.exactly(
+            label_leak(self.mechanism, context.num_classes).sum_kl,
+            self.coverage().covers,
+            is_gaussian=self.is_gaussian,
+        )
         honesty = (
             "Exact, whatever the gradients."
             if self.top_labels == "noisy"
             else "Charges of noisy labels depend on their mechanism alone."
         )
-        charge = charge._replace(covers=self.coverage().covers, is_gaussian=self.is_gaussian)
         if isinstance(self.mechanism, ProjectedBatches):
             return Forecast({"fresh": charge}, "fresh", honesty)
         return Forecast({"persistent": charge}, "persistent", honesty)

@@ -94,6 +94,11 @@ class DefenseSection(Section):
         return None
 
     @property
+    def earlier_targets(self) -> tuple[str, ...]:
+        """Folders of earlier runs whose targets are used again."""
+        return ()
+
+    @property
     def model_is_label_free(self) -> bool:
         """Whether the trained model depends on labels only through what the defense released."""
         return False

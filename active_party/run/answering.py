@@ -349,7 +349,7 @@ class Answering:
         following: int | None = None
         for record in self.questions.since(count):
             if record.number >= FIRST_RELEASE_NUMBER:
-                yield self.training_positions, record.charge
+                yield self._releases.positions, record.charge
                 continue
             if record.number != following:  # rare: numbers ascend until the run goes back
                 course = run_course(self.contract, self.rows, record.number)

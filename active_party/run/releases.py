@@ -29,7 +29,7 @@ class Releases:
         file: the releases on disk.
         questions: the log of everything that was told.
         budget: decides whether a release may be used.
-        training: positions of the training rows.
+        positions: of the training rows that the releases are about.
     """
 
     def __init__(
@@ -37,12 +37,12 @@ class Releases:
         file: ReleaseFile,
         questions: AnsweredQuestions,
         budget: LeakBudget,
-        training: Positions,
+        positions: Positions,
     ) -> None:
         self._file = file
         self._questions = questions
         self._budget = budget
-        self._training = training
+        self.positions = positions
 
     def begin(self, pending: PendingRelease) -> None:
         """Begin a stage with its release, the stored one if there is one.
@@ -69,7 +69,7 @@ class Releases:
                 f"with --fresh at both parties"
             )
         self._budget.admit(
-            self._training,
+            self.positions,
             charge,
             f"stage {stage + 1}",
             is_repeated=known is not None,

@@ -70,7 +70,7 @@ class ActiveRecorder(RunRecorder):
     def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
         """Start the progress bar and the leak monitor."""
         self._begin_run(rows)
-        self._of_run.enter_context(self._watch.watching(seed, len(rows)))
+        self._of_run.enter_context(self._watch.watching(seed, rows))
         self._show_progress("active", rows, self._settings.contract)
 
     def on_earlier_answers(self, examples: int, bounds: LeakBounds) -> None:
@@ -132,6 +132,7 @@ class ActiveRecorder(RunRecorder):
         """Note loss and AUC of a split."""
         self._train_loss = sum(self._epoch_losses) / len(self._epoch_losses)
         self._evaluations[evaluation.split] = evaluation
+        self._watch.note_evaluation(evaluation)
         line = EvaluationLine(
             evaluation.epoch,
             evaluation.split,

@@ -1,11 +1,14 @@
 """Attacks that accumulate over a run: many epochs together show what noise hides in one batch.
 
-    accumulated_spectral   sum of the batches' standardised projections on their top direction,
-                           its sign kept from batch to batch
-    accumulated_cosine     sum of the batches' standardised cosines; where the reference carries
-                           noise, which may flip its sign, that sign is kept, too
-    hint_combiner_k        logistic regression on an example's scores in up to four stretches of
-                           the run, fitted to k examples of known label
+    accumulated_spectral         sum of the batches' standardised projections on their top
+                                 direction, its sign kept from batch to batch
+    accumulated_residual_energy  sum of the batches' standardised residual energies, each batch with
+                                 the sign that agrees with what earlier ones said of its examples
+    accumulated_cosine           sum of the batches' standardised cosines; where the reference
+                                 carries noise, which may flip its sign, that sign is kept, too
+    accumulated_informed         sum of the log-likelihood ratios; answers that say more count more
+    hint_combiner_k              logistic regression on an example's scores in up to four stretches
+                                 of the run, fitted to k examples of known label
 
 A standardised score has mean 0 and variance 1 over its batch, so that every batch counts alike.
 Fresh noise averages out of the sums like one over the root of the epochs; persistent noise, which
@@ -30,7 +33,9 @@ from splitveil.common.privacy.top_direction import TopDirection, skewness
 SOURCES: Mapping[RunAttackName, tuple[BatchAttackName, ...]] = MappingProxyType(
     {
         "accumulated_spectral": ("spectral",),
+        "accumulated_residual_energy": ("residual_energy",),
         "accumulated_cosine": ("cosine",),
+        "accumulated_informed": ("informed",),
         "hint_combiner_50": ("spectral", "norm"),
         "hint_combiner_200": ("spectral", "norm"),
     }
@@ -132,6 +137,17 @@ class AccumulatedScores:
         # The same memory, at a fraction of the cost of torch's indexing.
         self._sums.numpy()[rows] += scores.cpu().numpy()
         self._counts.numpy()[rows] += 1
+
+    def agreeing(self, positions: Tensor, scores: Tensor) -> Tensor:
+        """Return a batch's scores with the sign that agrees with the sums of the same examples.
+
+        A batch that has nothing in common with earlier ones keeps its sign.
+
+        Args:
+            positions: positions of the examples in the common order, (batch,), each once.
+            scores: standardised scores, (batch,).
+        """
+        return -scores if self._sums.numpy()[positions.numpy()] @ scores.numpy() < 0 else scores
 
     def result(self) -> RunScores:
         """Return the sums of the examples that had a score."""

@@ -21,6 +21,8 @@ from splitveil.common.privacy.label_classes import LabelClasses
 from splitveil.common.privacy.scoring import LayerScores
 from splitveil.common.privacy.top_direction import TopDirection
 
+_OF_EACH_TARGET = frozenset({"accumulated_cosine", "accumulated_informed"})
+
 
 class GatheredLayer:
     """The scores of one layer that the attacks of a run accumulate.
@@ -43,7 +45,7 @@ class GatheredLayer:
         num_targets = len(classes.targets)
         for attack in attacks:
             if attack not in NUM_HINTS:
-                num_sums = num_targets if attack == "accumulated_cosine" else 1
+                num_sums = num_targets if attack in _OF_EACH_TARGET else 1
                 self.sums[attack] = [AccumulatedScores(num_examples) for _ in range(num_sums)]
         self._sign = ContinuousSign()
         self._reference_signs = [ContinuousSign() for _ in range(num_targets)]
@@ -69,6 +71,13 @@ class GatheredLayer:
         spectral = None if found.top is None else self._sign.turn(found.top)
         if spectral is not None and (self.combining or "accumulated_spectral" in self.sums):
             self._add_spectral(epoch, positions, standardised(spectral), found)
+        if "accumulated_residual_energy" in self.sums:
+            self._add_residual_energies(positions, found)
+        if "accumulated_informed" in self.sums and "informed" in found.scores:
+            scores = found.scores["informed"].by_target
+            for of_target, sums in zip(scores, self.sums["accumulated_informed"], strict=True):
+                if of_target is not None:
+                    sums.add(positions, of_target)
         if "accumulated_cosine" in self.sums and "cosine" in found.scores:
             self._add_cosines(positions, found)
 
@@ -122,6 +131,12 @@ class GatheredLayer:
         norms = found.scores["norm"].by_target[0] if self.combining else None
         if norms is not None:
             self._history.add(epoch, positions, (spectral, standardised(norms)))
+
+    def _add_residual_energies(self, positions: Tensor, found: LayerScores) -> None:
+        (energies,) = found.scores["residual_energy"].by_target
+        (sums,) = self.sums["accumulated_residual_energy"]
+        if energies is not None:
+            sums.add(positions, sums.agreeing(positions, standardised(energies)))
 
     def _add_cosines(self, positions: Tensor, found: LayerScores) -> None:
         cosines = found.scores["cosine"]

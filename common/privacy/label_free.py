@@ -9,4 +9,5 @@ LABEL_FREE: tuple[AttackName, ...] = (
         if attack.is_free and name != "activation_spectral"  # reads features and never a gradient
     ),
     "accumulated_spectral",
+    "accumulated_residual_energy",
 )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from splitveil.common.privacy.gradient_rows import GradientRows
+from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.label_classes import rows_of_class
 
 
@@ -51,6 +52,9 @@ class Observation:
     use them are not measured."""
     references_are_clean: bool = True
     """Whether the references are free of noise, which may flip their sign."""
+    predictions: KnownPredictions | None = None
+    """The model's predictions and their slopes at the cut layer; without them, attacks that know
+    predictions are not measured."""
     prepared: Mapping[str, GradientRows] = field(default_factory=dict)
     """Layer name -> the same gradients, prepared once for all audits of this observation."""
 

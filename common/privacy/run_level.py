@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from splitveil.common.privacy.accumulation import NUM_HINTS, RunScores, combine_with_hints
+from splitveil.common.privacy.attack_quality import operating_points
 from splitveil.common.privacy.attacks import RunAttackName
 from splitveil.common.privacy.gathered_layer import GatheredLayer
 from splitveil.common.privacy.label_classes import TWO_CLASSES, LabelClasses
@@ -41,6 +42,12 @@ class RunLevelLeak(TypedDict):
     high: float
     examples: int
     """Number of examples that were scored and whose label the attack did not know."""
+    tpr_at_per_mille: float
+    """Share of the positives found while at most 0.1 % of the negatives are accused."""
+    tpr_at_percent: float
+    """The same for 1 %."""
+    precision_at_100: float | None
+    """Share of positives among the 100 highest scores; None for 100 examples or fewer."""
 
 
 class ClassRunLeak(TypedDict):
@@ -147,6 +154,15 @@ class RunAudit:
                     figures.by_class.setdefault(layer, {})[attack] = by_class
         return figures
 
+    def scores(self, layer: str) -> dict[str, list[RunScores]]:
+        """Return attack -> its scores of one layer, one for all classes or one per target."""
+        with self._lock:
+            return {
+                str(attack): scores
+                for of_layer, attack, scores in self._found(hinted=True)
+                if of_layer == layer
+            }
+
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of all sums and measurements so far."""
         with self._lock:
@@ -220,14 +236,14 @@ class RunAudit:
     def _interval(self, scores: RunScores, first: int, second: int) -> RunLevelLeak:
         labels = self._labels_at(scores.positions)
         of_pair = (labels == first) | (labels == second)
-        measured = leak_auc_interval(
-            scores.scores[of_pair], labels[of_pair] == first, np.random.default_rng(SEED)
-        )
+        chosen, positive = scores.scores[of_pair], labels[of_pair] == first
+        measured = leak_auc_interval(chosen, positive, np.random.default_rng(SEED))
         return RunLevelLeak(
             auc=measured.auc,
             low=measured.low,
             high=measured.high,
             examples=int(of_pair.sum()),
+            **operating_points(chosen, positive)._asdict(),
         )
 
     def _by_class(self, aucs: PairAucs, worst_pair: tuple[int, int]) -> ClassRunLeak:

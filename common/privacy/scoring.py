@@ -61,11 +61,13 @@ class BatchScorer:
             for name, attack in attacks.items()
             if SideInformation.CLASSES in attack.needs
         }
-        self._told = {
+        self._informed = {
             name: attack
             for name, attack in attacks.items()
-            if name not in self._free and name not in self._crossed
+            if SideInformation.PREDICTIONS in attack.needs
         }
+        apart = self._free.keys() | self._crossed.keys() | self._informed.keys()
+        self._told = {name: attack for name, attack in attacks.items() if name not in apart}
         self._targets = tuple(targets)
 
     def score(self, observation: Observation, labels: Tensor) -> dict[str, LayerScores]:
@@ -96,6 +98,15 @@ class BatchScorer:
                 for known, reference in zip(clues, references, strict=True)
             ]
             scores[name] = AttackScores([found for found, _ in told], [rows for _, rows in told])
+        for name, attack in self._informed.items():
+            if layer == CUT and observation.predictions is not None:
+                knowing = [
+                    attack.score(
+                        gradients, Knowledge(predictions=observation.predictions, target=t)
+                    )
+                    for t in self._targets
+                ]
+                scores[name] = AttackScores(knowing, [()] * len(knowing))
         for name, attack in self._crossed.items():
             crossed = [
                 cross_scores(attack, gradients.gradients, labels == target)

@@ -37,7 +37,9 @@ class Example(NamedTuple):
 
     def scores(self) -> dict[BatchAttackName, Tensor]:
         return {
-            name: attack.score(self.gradients, self.knowledge) for name, attack in ATTACKS.items()
+            name: attack.score(self.gradients, self.knowledge)
+            for name, attack in ATTACKS.items()
+            if name != "informed"  # which test_informed.py tests
         }
 
 
@@ -90,7 +92,9 @@ def _logistic_gradients(
 def test_undefended_logistic_gradients_leak_every_label() -> None:
     example = _logistic_example()
     less = {"regress_out": 0.95, "activation_spectral": 0.75}  # which never sees a gradient
-    for name, scores in example.scores().items():
+    scores_of = example.scores()
+    del scores_of["residual_energy"]  # gradients along one line have no energy elsewhere
+    for name, scores in scores_of.items():
         assert auc(scores, example.labels) > less.get(name, 0.999), name
 
 
@@ -396,7 +400,7 @@ def test_the_gradients_scale_changes_no_leak(scale: float) -> None:
 
     labels = _logistic_example(noise_ratio=2.0).labels
     before, after = scaled(1.0), scaled(scale)
-    for name in ATTACKS:
+    for name in before:
         expected = auc(before[name], labels)
         assert 0.51 < expected < 0.999, name
         assert auc(after[name], labels) == pytest.approx(expected, abs=1e-4), name
@@ -471,7 +475,7 @@ def test_oracles_and_free_attacks_are_told_apart_by_what_they_need() -> None:
         assert need.is_oracle is need.value.endswith("(evaluation only)")
         assert not (need.is_oracle and need.is_free)
     oracles = {name for name, attack in ATTACKS.items() if attack.is_oracle}
-    assert oracles == {"cosine", "mean", "median", "lda"}
+    assert oracles == {"cosine", "informed", "mean", "median", "lda"}
     hinted = {name for name in ATTACKS if name.startswith("hint_")}
     free = {name for name, attack in ATTACKS.items() if attack.is_free}
     assert free == set(ATTACKS) - oracles - hinted

@@ -17,14 +17,18 @@ from splitveil.common.privacy.attacks import SideInformation
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.settings import AuditSettings, suggested
 from splitveil.common.run.contract import ACTIVE
-from splitveil.common.settings import Section, kind_by_only_key
+from splitveil.common.settings import Section, kind_by_key
 
 
 class EarlyStopping(Section):
-    """End the run once the validation AUC stops rising."""
+    """End the run once the validation AUC stops rising.
+
+    With ``projected_labels``, the AUC is that of the training rows' predictions on the targets, and
+    no true label decides when the run ends.
+    """
 
     patience_epochs: int = Field(default=3, ge=1)
-    """Number of epochs without a better validation AUC after which the run ends."""
+    """Number of epochs without a better AUC after which the run ends."""
 
     min_gain: float = Field(default=0.0, ge=0, lt=1)
     """Smallest increase of the AUC that counts as better."""
@@ -78,7 +82,7 @@ class SumKlBudget(PeersOfBudget):
 
 RunBudget = Annotated[
     Annotated[LeakAucBudget, Tag("leak_auc")] | Annotated[SumKlBudget, Tag("sum_kl")],
-    kind_by_only_key("leak_auc", "sum_kl", error_type="run_budget_key", beside=("covers",)),
+    kind_by_key("leak_auc", "sum_kl", error_type="run_budget_key"),
 ]
 """Limit on what a run may reveal about each label; the key that is present names the unit."""
 
@@ -106,7 +110,8 @@ class LeakGateSettings(Section):
 
     action: Literal["stop", "warn"] = "stop"
     """``stop`` ends the run before its next answer, with a checkpoint and exit code 5; ``warn``
-    writes a line to the log, at most one per window."""
+    writes a line to the log, at most one per window. With ``projected_labels`` only ``warn`` is
+    accepted: figures measured with true labels must not decide what the peer sees."""
 
 
 class DistributionSettings(Section):
@@ -209,7 +214,8 @@ class ActiveSettings(PartySettings):
 
     early_stopping: EarlyStopping | None = None
     """Rule for stopping before the contract's last epoch; ``null`` for none. The peer then learns
-    when the run ends."""
+    when the run ends; with ``projected_labels`` only released targets decide, see
+    ``early_stopping``."""
 
     def defense_context(self, pos_fraction: float = 0.5) -> DefenseContext:
         """Return the facts about the run that the defense depends on.
@@ -281,6 +287,12 @@ class ActiveSettings(PartySettings):
     def _check_leak_gate(self) -> None:
         if self.leak_gate is None:
             return
+        if self.leak_gate.action == "stop" and self.defense.holds_for_anybody:
+            raise ValueError(
+                f"leak_gate: it measures with the true labels, and the moment at which it ends the "
+                f"run would tell of them what the bound of {self.defense.name} does not cover: set "
+                f"leak_gate.action to warn, or leak_gate to null"
+            )
         if self.leak_monitor is None:
             raise ValueError("leak_gate needs leak_monitor, whose figures it judges")
         judged = tuple(self.leak_monitor.batch_attack_needs)

@@ -1,7 +1,7 @@
 """Reads settings from YAML files and command-line overrides, and reports all problems at once."""
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -70,19 +70,16 @@ def validate(section: type[SectionT], values: Mapping[str, Any], source: str) ->
         raise SettingsError(problems) from error
 
 
-def kind_by_only_key(
-    *keys: str, error_type: str, advice: str = "", beside: Collection[str] = ()
-) -> Discriminator:
+def kind_by_only_key(*keys: str, error_type: str, advice: str = "") -> Discriminator:
     """Return the discriminator of a union whose kind is determined by the key that is present.
 
     Args:
         keys: one for each kind, to be named in the message.
         error_type: pydantic's name of the error that there is not exactly one key.
         advice: the end of its message.
-        beside: keys that every kind has as well.
     """
     return Discriminator(
-        _only_key(frozenset(beside)),
+        _only_key,
         custom_error_type=error_type,
         custom_error_message=f"expected exactly one of {', '.join(keys)}{advice}",
     )
@@ -123,15 +120,10 @@ def kind_by_field(field: str, *kinds: str, error_type: str) -> Discriminator:
     )
 
 
-def _only_key(beside: frozenset[str]) -> Callable[[object], str | None]:
-    """Return a function that returns the only key of a section, or None, which is an error."""
-
-    def only_key(value: object) -> str | None:
-        present = value if isinstance(value, dict) else getattr(value, "model_fields_set", ())
-        keys = [key for key in present if key not in beside]
-        return str(keys[0]) if len(keys) == 1 else None
-
-    return only_key
+def _only_key(value: object) -> str | None:
+    """Return the only key of a section, or None, which is an error."""
+    keys = list(value) if isinstance(value, dict) else list(getattr(value, "model_fields_set", ()))
+    return str(keys[0]) if len(keys) == 1 else None
 
 
 def _named_kind(field: str, *kinds: str) -> Callable[[object], str | None]:

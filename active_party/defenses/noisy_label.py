@@ -54,6 +54,7 @@ from splitveil.active_party.defenses.label_mechanisms import (
     strength_name,
 )
 from splitveil.active_party.defenses.label_prior import LabelsWithPrior
+from splitveil.active_party.defenses.label_strength import at_leak_auc
 from splitveil.active_party.defenses.noise import SecureNoise, fresh_key
 from splitveil.active_party.defenses.rows import as_classes, as_rows
 from splitveil.active_party.defenses.section import (
@@ -104,6 +105,11 @@ class NoisyLabelDefense(SeededDefense):
         return self.mechanism.posterior == "model"
 
     @property
+    def is_gaussian(self) -> bool:
+        """Whether noisy labels are a Gaussian mechanism, of which the exact AUC is known."""
+        return isinstance(self.mechanism, GaussianLabels | ProjectedBatches)
+
+    @property
     def top_learns_targets(self) -> bool:
         """Whether the top model learns from the noisy labels."""
         return self.top_labels == "noisy"
@@ -141,11 +147,10 @@ class NoisyLabelDefense(SeededDefense):
 
     def forecast(self, context: DefenseContext) -> Forecast:
         """Return the charge, which the mechanism determines."""
-        is_gaussian = isinstance(self.mechanism, GaussianLabels | ProjectedBatches)
         charge = ChargeForecast.exactly(
             label_leak(self.mechanism, context.num_classes).sum_kl,
             self.coverage().covers,
-            is_gaussian=is_gaussian,
+            is_gaussian=self.is_gaussian,
         )
         honesty = (
             "Exact, whatever the gradients."
@@ -168,6 +173,13 @@ class NoisyLabelDefense(SeededDefense):
             "several classes expected mechanism: {kind: randomized_response, epsilon: ...}, alibi, "
             "with_prior, projected_batches, or gaussian with posterior: model"
         )
+
+    def at_leak_auc(self, leak_auc: float, context: DefenseContext, /) -> Self | None:
+        """Return these settings with that bound; None if the top model learns from true labels."""
+        if self.top_labels == "true":
+            return None
+        mechanism = at_leak_auc(self.mechanism, leak_auc, context.epochs, context.num_classes)
+        return self.model_copy(update={"mechanism": mechanism})
 
     def coverage(self) -> Coverage:
         """Return the peers whom the charge describes: everybody, if nothing else uses labels."""
@@ -237,7 +249,7 @@ class NoisyLabel(Defense):
                 noise_identity=f"noisy_label {strength_name(mechanism)} {key_name(key)}",
                 epsilon=leak.epsilon if is_proved else None,
                 covers=settings.coverage().covers,
-                is_gaussian=isinstance(mechanism, GaussianLabels),
+                is_gaussian=settings.is_gaussian,
             ),
         )
 

@@ -20,7 +20,7 @@ learning allows because the active party sees every activation; LabelDP-Pro (Gha
 2024) projects gradients in a similar way. The mathematics stands in the package `projection`.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, Tag
 
@@ -156,6 +156,11 @@ class ProjectedLabelsDefense(SeededDefense):
         return True
 
     @property
+    def holds_for_anybody(self) -> bool:
+        """Whether nothing else that the peer sees may depend on true labels: always."""
+        return True
+
+    @property
     def refits_top(self) -> bool:
         """Whether the top model is fitted to the true labels at the end."""
         return self.refit_top
@@ -178,18 +183,19 @@ class ProjectedLabelsDefense(SeededDefense):
             f"private over the whole run, so no score of any peer exceeds AUC "
             f"{leak_auc_of_mu(mu):.3f}."
         )
-        return Forecast(
-            {"persistent": ChargeForecast.exactly(mu**2, Covers.ANYBODY, is_gaussian=True)},
-            "persistent",
-            honesty,
-        )
+        charge = ChargeForecast.exactly(mu**2, Covers.ANYBODY, is_gaussian=True)
+        return Forecast({"persistent": charge}, "persistent", honesty)
 
     def coverage(self) -> Coverage:
         """Return the peers whom the charges describe: everybody."""
         return Coverage(
             Covers.ANYBODY,
-            "Everything that the peer receives is a function of activations and noisy sums.",
+            "Everything that the peer receives is a function of features and of the noisy sums.",
         )
+
+    def at_leak_auc(self, leak_auc: float, _context: DefenseContext, /) -> Self:
+        """Return these settings with that bound."""
+        return self.model_copy(update={"strength": LeakAucStrength(leak_auc=leak_auc)})
 
     def composition_refusal(self) -> str | None:
         """Explain why another loss cannot train on targets."""

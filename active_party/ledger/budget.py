@@ -15,7 +15,7 @@ from splitveil.active_party.ledger.limit import Limit
 from splitveil.active_party.ledger.run_ledger import RunLedger
 from splitveil.common.errors import BudgetExhausted
 from splitveil.common.privacy.covers import Covers, narrowest
-from splitveil.common.run.course import AlignedRows, Batch, batch_in_words
+from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.storage.answer_log import ChargedAnswer
 
@@ -56,13 +56,20 @@ class LeakBudget:
         return logged(replace(charge, covers=narrowest(charge.covers, self._allowance.peers)))
 
     def admit(
-        self, batch: Batch, entry: ChargedAnswer, *, is_repeated: bool, log: Callable[[], None]
+        self,
+        positions: Positions,
+        entry: ChargedAnswer,
+        what: str,
+        *,
+        is_repeated: bool,
+        log: Callable[[], None],
     ) -> None:
         """Charge an answer or a release that is about to be given, or refuse it.
 
         Args:
-            batch: the training rows that it is about.
+            positions: positions of the training rows that it is about.
             entry: the charge of each of them, as ``entry_of`` returns it.
+            what: names it in the refusal.
             is_repeated: whether this very answer has left before, so that it tells nothing new.
             log: writes the answer to the log of answers. Called once the answer is known to fit;
                 if it fails, nothing is charged.
@@ -70,39 +77,12 @@ class LeakBudget:
         Raises:
             BudgetExhausted: the answer would take an example past the limit; nothing is charged.
         """
-        name = batch_in_words(batch.epoch, batch.step)
-        self.admit_release(name, batch.positions, entry, is_repeated=is_repeated, log=log)
-
-    def admit_release(
-        self,
-        name: str,
-        positions: Positions,
-        entry: ChargedAnswer,
-        *,
-        is_repeated: bool,
-        log: Callable[[], None],
-    ) -> None:
-        """Charge a release about many training rows at once, or refuse it.
-
-        Everything that is computed from a release is charged nothing.
-
-        Args:
-            name: names the release in a message, such as "the release of stage 3".
-            positions: positions of the rows that it is about, each once.
-            entry: the charge of each of them, as ``entry_of`` returns it.
-            is_repeated: whether this very release was made before, so that it tells nothing new.
-            log: writes the release to the disk. Called once it is known to fit; if it fails,
-                nothing is charged.
-
-        Raises:
-            BudgetExhausted: the release would take an example past the limit; nothing is charged.
-        """
         limit, told = self._allowance.limit, self.accounts.told
         if limit is not None and len(positions):
             reached = told.exposure(positions) if is_repeated else told.after(positions, entry)
             objection = limit.objection(reached)
             if objection is not None:
-                raise BudgetExhausted(f"run_budget: {name} {objection}")
+                raise BudgetExhausted(f"run_budget: {what} {objection}")
         log()
         self.accounts.enter(positions, entry)
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from splitveil.active_party.ledger.coverage import coverage_of
+from splitveil.active_party.report import beyond
+from splitveil.active_party.report.bounds import bounds_of, guarantee_of, in_full, in_short
 from splitveil.active_party.report.figures import (
     STANDARD_ERRORS,
     WITHOUT_GRADIENTS,
@@ -19,10 +20,10 @@ from splitveil.active_party.report.figures import (
 )
 from splitveil.active_party.report.run_files import RunFiles, num_classes
 from splitveil.common.privacy.accumulation import NUM_HINTS, SOURCES
-from splitveil.common.privacy.attacks import ATTACKS, Attack
+from splitveil.common.privacy.attacks import ATTACKS, CUT, Attack, SideInformation
 from splitveil.common.privacy.covers import Covers
-from splitveil.common.record.figures import LedgerFigures
-from splitveil.common.record.lines import LedgerLine
+from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
+from splitveil.common.record.beyond_figures import AdjustedFigures, BeyondFigures
 from splitveil.common.record.summary import ActiveFigures
 from splitveil.common.text.upper_bounds import auc_at_most
 
@@ -34,7 +35,6 @@ WEAK_GUARANTEE = 0.9
 """Guarantee above which a ledger's bound is meaningless in practice."""
 BITS_PER_AUDIT = math.log2(51)
 """The reply to an audit is one of .50, .51, ..., 1.00."""
-NO_GUARANTEE = 0.999
 
 LEVELS: Mapping[Level, str] = {
     "recovered": "Labels recovered",
@@ -68,6 +68,8 @@ _OF_BATCHES: Mapping[str, frozenset[_Need]] = {
 _OF_UNKNOWN = frozenset({_Need("what that attack is told")})
 """The needs of a user-defined attack: it cannot be assumed to work without labels."""
 
+_OWN_ACTIVATIONS = _Need(SideInformation.ACTIVATIONS.words, is_free=True)
+
 _NEEDS: Mapping[str, frozenset[_Need]] = {
     **_OF_BATCHES,
     **{
@@ -75,6 +77,10 @@ _NEEDS: Mapping[str, frozenset[_Need]] = {
         if name in NUM_HINTS
         else frozenset[_Need]().union(*(_OF_BATCHES[source] for source in sources))
         for name, sources in SOURCES.items()
+    },
+    **{
+        str(name): frozenset({_OWN_ACTIVATIONS, *([] if labels is None else [_Need(labels)])})
+        for name, labels in FINAL_ATTACKS.items()
     },
 }
 
@@ -89,6 +95,12 @@ class RunLevel(NamedTuple):
     high: float | None
     examples: int | None
     """The number of examples scored; None if the run did not record it."""
+    tpr_at_per_mille: float | None = None
+    """Share of the positives found while at most 0.1 % of the negatives are accused."""
+    tpr_at_percent: float | None = None
+    """The same for 1 %."""
+    precision_at_100: float | None = None
+    """Share of positives among the 100 highest scores."""
 
 
 @dataclass(frozen=True)
@@ -137,38 +149,47 @@ def judge(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunL
     guarantee = guarantee_of(run)
     gaps = list(_not_measured(run, findings, accumulated))
     findings = [found for found in findings if found.attack not in WITHOUT_GRADIENTS]
-    measured = _measured(findings, accumulated)
-    bounds = bounds_of(run)
-    reasons = [*_of_classes(run), *measured, *_bounded(run, bounds), *_told(summary)]
-    doubts = list(_doubts(summary.leak_alarms, accumulated, bounds))
-    return Verdict(
-        _level(findings, accumulated, guarantee, trusted=not doubts),
-        _headline(findings, accumulated, bounds),
-        [*doubts, *reasons],
-        gaps,
+    accumulated = [one for one in accumulated if one.attack not in WITHOUT_GRADIENTS]
+    measured = [*beyond.in_words(run), *_measured(findings, accumulated)]
+    bounds, figures = bounds_of(run), beyond.beyond_of(run)
+    reasons = [*_of_classes(run), *measured, *in_full(run, bounds), *_told(summary)]
+    unadjusted = [one for one in accumulated if not _is_adjusted(one, figures)]
+    doubts = list(_doubts(summary.leak_alarms, unadjusted, bounds))
+    doubts += beyond.contradictions(run, bounds)
+    strongest_beyond = figures.strongest()
+    if strongest_beyond is None:
+        level = _level(findings, accumulated, guarantee, trusted=not doubts)
+        headline = _headline(findings, accumulated, bounds)
+    else:
+        level = _level_beyond(figures, guarantee, trusted=not doubts)
+        headline = f"{_headline_beyond(figures, strongest_beyond[0])}; {in_short(bounds)}."
+    return Verdict(level, headline, [*doubts, *reasons], gaps)
+
+
+def _is_adjusted(one: RunLevel, figures: BeyondFigures) -> bool:
+    return one.layer == CUT and one.attack in figures.adjusted
+
+
+def _level_beyond(figures: BeyondFigures, guarantee: float, *, trusted: bool) -> Level:
+    if any(found.value >= RECOVERED for found in figures.adjusted.values()):
+        return "recovered"
+    if beyond.tells_something(figures):
+        return "leaking"
+    return "bounded" if guarantee <= WEAK_GUARANTEE and trusted else "unbounded"
+
+
+def _headline_beyond(figures: BeyondFigures, strongest_attack: str) -> str:
+    recovering = {n: one for n, one in figures.adjusted.items() if one.value >= RECOVERED}
+    easiest = max(
+        recovering, key=lambda name: _ease(name, recovering[name]), default=strongest_attack
+    )
+    return beyond.headline(
+        figures.adjusted[easiest], easiest, knows=_and_knows(easiest), recovers=bool(recovering)
     )
 
 
-def guarantee_of(run: RunFiles) -> float:
-    """Return the bound for anybody on the leak AUC of the most exposed example; NaN without one."""
-    return bounds_of(run).get(Covers.ANYBODY, math.nan)
-
-
-def bounds_of(run: RunFiles) -> dict[Covers, float]:
-    """Return the bound for each circle of peers, of the most exposed example; empty without any."""
-    ledger = ledger_of(run)
-    found = {} if ledger is None else {peers: ledger.against(peers).max for peers in Covers}
-    return {peers: bound for peers, bound in found.items() if bound is not None}
-
-
-def ledger_of(run: RunFiles) -> LedgerFigures | None:
-    """Return the ledger's last entry, or the bounds of a run abandoned after it went back."""
-    if run.active.summary.of_active.ledger is not None:
-        return run.active.summary.of_active.ledger
-    entries = [line.bounds for line in run.active.metrics.of(LedgerLine)[-1:]]
-    if run.active.ledger_ahead is not None:
-        entries.append(run.active.ledger_ahead)
-    return max(entries, key=lambda bounds: bounds.sum_kl.max or math.inf, default=None)
+def _ease(attack: str, found: AdjustedFigures) -> tuple[bool, float]:
+    return not _more_than_free(attack), found.value
 
 
 def _level(
@@ -223,25 +244,7 @@ def _headline(
         tell = "No attack that was run did better than chance on single batches"
     if whole_run is not None:
         tell += f", and all epochs together reach AUC {whole_run.leak_auc:.3f}"
-    return f"{tell}; {_limit_in_words(bounds)}."
-
-
-def _limit_in_words(bounds: Mapping[Covers, float]) -> str:
-    peers = _widest_bounded(bounds)
-    if peers is None:
-        return "nothing bounds the whole run"
-    bound = auc_at_most(bounds[peers])
-    if peers is Covers.ANYBODY:
-        return f"the ledger guarantees at most {bound} for the whole run"
-    return (
-        f"over the whole run the ledger has a bound of {bound} for {peers.in_words}, and none for "
-        "others"
-    )
-
-
-def _widest_bounded(bounds: Mapping[Covers, float]) -> Covers | None:
-    """Return the widest circle of peers for whom a bound says anything; None if there is none."""
-    return next((p for p in Covers if bounds.get(p, math.inf) < NO_GUARANTEE), None)
+    return f"{tell}; {in_short(bounds)}."
 
 
 def _of_classes(run: RunFiles) -> Iterator[str]:
@@ -276,37 +279,6 @@ def _measured(findings: Sequence[Finding], accumulated: Sequence[RunLevel]) -> I
         yield (
             f"All epochs together: {whole_run.attack} at layer {whole_run.layer} reaches "
             f"{whole_run.leak_auc:.3f}{interval}."
-        )
-
-
-def _bounded(run: RunFiles, bounds: Mapping[Covers, float]) -> Iterator[str]:
-    if not bounds:
-        yield "The run has no ledger entry, so nothing bounds what its answers revealed."
-        return
-    peers = _widest_bounded(bounds)
-    if peers is None:
-        yield "The ledger excludes nothing: over the whole run it has no bound for any peer."
-        return
-    ledger = ledger_of(run)
-    estimate = None if ledger is None else ledger.estimate.max
-    verb = "guarantees" if peers is Covers.ANYBODY else "states"
-    yield (
-        f"Over the whole run the ledger {verb} at most AUC {auc_at_most(bounds[peers])} for any "
-        f"score of {peers.in_words} on all answers together, for the most exposed example"
-        + ("." if estimate is None else f", and estimates {estimate:.3f}.")
-    )
-    if peers is not Covers.ANYBODY:
-        yield (
-            f"That is a bound for {peers.in_words} alone, and no guarantee. "
-            f"{coverage_of(run.active.settings.get('defense', {})).why}"
-        )
-    earlier = run.active.summary.of_active.earlier_answers
-    if earlier is not None:
-        most = earlier.bounds.against(peers).max
-        yield (
-            f"Earlier runs are included: they answered about {earlier.examples or 0:,} of the "
-            f"training rows, at most AUC {auc_at_most(math.nan if most is None else most)} for "
-            f"{peers.in_words}."
         )
 
 

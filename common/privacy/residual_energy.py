@@ -99,7 +99,8 @@ def _weak_energies(rows: Tensor) -> Tensor:
     else:
         energies = vectors[:, :num_weak].square() * weak
     ridge = weak.mean() * (row_dim / num_rows) + _NEGLIGIBLE * powers[-1].clamp(min=0.0)
-    return energies @ torch.where(weak + ridge > 0, 1.0 / (weak + ridge), 0.0)
+    found: Tensor = energies @ torch.where(weak + ridge > 0, 1.0 / (weak + ridge), 0.0)
+    return found
 
 
 def _folded(rows: Tensor) -> Tensor:
@@ -111,9 +112,8 @@ def _folded(rows: Tensor) -> Tensor:
         return rows
     folded = rows.new_zeros(len(rows), _MAX_DIRECTIONS)
     signs = _signs(rows.shape[1]).to(rows.device)
-    for part, of_part in zip(
-        rows.split(_MAX_DIRECTIONS, dim=1), signs.split(_MAX_DIRECTIONS), strict=True
-    ):
+    parts = torch.split(rows, _MAX_DIRECTIONS, dim=1)
+    for part, of_part in zip(parts, torch.split(signs, _MAX_DIRECTIONS), strict=True):
         folded[:, : part.shape[1]].addcmul_(part, of_part)
     return folded
 

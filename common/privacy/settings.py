@@ -153,6 +153,11 @@ class AuditSettings(Section):
         return tuple(one for one in self.attacks if isinstance(one, CustomAttack))
 
     @property
+    def needs_predictions(self) -> bool:
+        """Whether an attack has to be told the model's predictions."""
+        return not {"informed", "accumulated_informed"}.isdisjoint(self.attack_names)
+
+    @property
     def batch_attack_needs(self) -> dict[str, frozenset[SideInformation]]:
         """Name of each attack on single batches -> the side information that it needs."""
         named = {

@@ -15,6 +15,7 @@ from splitveil.common.privacy.audit import AttackSummary, BatchLeak, LeakAudit, 
 from splitveil.common.privacy.audit_worker import Auditing, AuditWorker
 from splitveil.common.privacy.beyond_features import BeyondFeatures, Covariates
 from splitveil.common.privacy.custom_attacks import load_custom_attacks
+from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.multi_class_tally import ClassLeak
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.run_level import ClassRunLeak, RunLevelLeak
@@ -126,6 +127,7 @@ class LeakRecorder:
         labels: Tensor,
         clean: Mapping[str, Tensor] | None = None,
         activations: Tensor | None = None,
+        predictions: KnownPredictions | None = None,
     ) -> None:
         """Hand over the gradients of one batch without waiting.
 
@@ -136,16 +138,25 @@ class LeakRecorder:
             clean: layer -> gradients before the defense, from which the oracle takes that of a
                 positive; without them it takes it from ``gradients``.
             activations: of the cut layer, (batch, ...), for the attacks that use them.
+            predictions: of the model, for the attacks that know them.
 
         Raises:
             StorageError: a line of an earlier batch could not be written.
         """
         if self._unwritten is not None:
             raise self._unwritten
-        self._worker.submit_later(
+        seen = Observation(
+            batch.epoch,
             batch.step,
             gradients,
-            partial(self._observation, batch, gradients, labels, clean, activations),
+            labels,
+            positions=torch.from_numpy(batch.positions.copy()),
+            activations=activations,
+            references_are_clean=clean is not None,
+            predictions=predictions,
+        )
+        self._worker.submit_later(
+            batch.step, gradients, partial(self._with_clues, seen, clean or gradients)
         )
 
     def end_epoch(self, epoch: int) -> None:
@@ -228,25 +239,7 @@ class LeakRecorder:
         self._next_epoch = state["next_epoch"]
         self._ended_epoch = state["ended_epoch"]
 
-    def _observation(
-        self,
-        batch: Batch,
-        gradients: Mapping[str, Tensor],
-        labels: Tensor,
-        clean: Mapping[str, Tensor] | None,
-        activations: Tensor | None,
-    ) -> Observation:
-        """Return the attacks' view and knowledge of a batch."""
-        seen = Observation(
-            batch.epoch,
-            batch.step,
-            gradients,
-            labels,
-            positions=torch.from_numpy(batch.positions.copy()),
-            activations=activations,
-            references_are_clean=clean is not None,
-        )
-        sources = gradients if clean is None else clean
+    def _with_clues(self, seen: Observation, sources: Mapping[str, Tensor]) -> Observation:
         return dataclasses.replace(seen, clues=self._audit.clues(seen, self._seed, sources))
 
     def _write_epochs(self, last_epoch: int) -> None:

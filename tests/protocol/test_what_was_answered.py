@@ -13,12 +13,13 @@ import torch
 
 from splitveil.active_party.defenses import AnswerKeys
 from splitveil.active_party.ledger.earlier_ledgers import LEDGER
+from splitveil.active_party.report.bounds import bounds_of
 from splitveil.active_party.report.run_files import read_run
-from splitveil.active_party.report.verdict import guarantee_of
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.active_party.watch.stored_figures import ledger_figures
 from splitveil.common.errors import BudgetExhausted, OtherAnswer, PeerLeft
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.run.messages import LeaveReason, Offer
 from splitveil.common.storage.model_files import save_tensors
 from tests.peers import InProcessPeer, Lost, dying
@@ -285,4 +286,6 @@ def test_log_summary_and_report_say_what_was_told_and_not_where_the_run_went_bac
         leave(parties.session)
     assert "the ledger keeps the later answers" in caplog.text
     assert recorder.summary({}).of_active.ledger == ledger_figures(bounds)
-    assert guarantee_of(read_run(folder)) == bounds.guarantee.max
+    found = {peers: bounds.against(peers).leak_auc.max for peers in Covers}
+    assert bounds_of(read_run(folder)) == found
+    assert found[Covers.CLASS_MEANS] < found[Covers.ANYBODY] == 1

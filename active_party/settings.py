@@ -8,6 +8,7 @@ from pydantic import Field, Tag, model_validator
 from splitveil.active_party.defenses import DefenseContext, DefenseSettings
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.earlier_ledgers import SETTING, open_books
+from splitveil.active_party.ledger.label_signals import LabelUses, label_signals, objection_to
 from splitveil.active_party.ledger.limit import Limit
 from splitveil.common.data.settings import expand_path
 from splitveil.common.errors import SettingsError
@@ -106,7 +107,8 @@ class LeakGateSettings(Section):
 
     action: Literal["stop", "warn"] = "stop"
     """``stop`` ends the run before its next answer, with a checkpoint and exit code 5; ``warn``
-    writes a line to the log, at most one per window."""
+    writes a line to the log, at most one per window. Attacks that know the labels then decide when
+    the run ends, so that a run with ``stop`` has no bound for anybody."""
 
 
 class DistributionSettings(Section):
@@ -204,12 +206,14 @@ class ActiveSettings(PartySettings):
 
     The peer is told a figure at most once per attack, layer and epoch, for at least 1,000 training
     rows of each class, with two digits. The peer chooses the scores, and the ledger does not count
-    these answers: allow them only to a peer that audits the run together with you.
+    these answers: a run that allows them has no bound for anybody. Allow them only to a peer that
+    audits the run together with you.
     """
 
     early_stopping: EarlyStopping | None = None
     """Rule for stopping before the contract's last epoch; ``null`` for none. The peer then learns
-    when the run ends."""
+    when the run ends, which depends on the validation labels: the bounds are about training labels
+    alone."""
 
     def defense_context(self, pos_fraction: float = 0.5) -> DefenseContext:
         """Return the facts about the run that the defense depends on.
@@ -219,6 +223,16 @@ class ActiveSettings(PartySettings):
         """
         shape, num_classes = self.contract.aggregate_shape, self.data.num_classes
         return DefenseContext(shape, num_classes, pos_fraction, self.contract.epochs)
+
+    def label_uses(self) -> LabelUses:
+        """Return how labels may reach the peer besides the answers, apart from initial weights."""
+        gate = self.leak_gate
+        return LabelUses(
+            allows_audits=self.allow_audits,
+            has_stopping_gate=gate is not None and gate.action == "stop",
+            has_early_stopping=self.early_stopping is not None,
+            counts_earlier_runs=bool(self.earlier_ledgers),
+        )
 
     def noise_key_file(self) -> Path:
         """Return the path of the noise key."""
@@ -275,8 +289,11 @@ class ActiveSettings(PartySettings):
             raise ValueError(
                 f"run_budget: {self.defense.name} has no bound for {peers.in_words}, only for "
                 f"{described.in_words}. {why} Expected covers: {described} in run_budget, or a "
-                f"defense with a bound for {peers.in_words}, such as noisy_label"
+                f"defense with a bound for {peers.in_words}, such as projected_labels"
             )
+        objection = objection_to(peers, label_signals(self.label_uses()))
+        if objection is not None:
+            raise ValueError(f"run_budget: {objection}")
 
     def _check_leak_gate(self) -> None:
         if self.leak_gate is None:

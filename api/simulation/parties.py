@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.assembly import TrainerBuilder as TopBuilder
-from splitveil.active_party.assembly import build_session
+from splitveil.active_party.assembly import allowance_of, build_session
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
@@ -232,7 +232,7 @@ def build_active(
         observer,
         partial(draw_nonce, settings),
         _store(settings, ACTIVE, runs, len(settings.contract.passive_parties)),
-        settings.earlier_answers(),
+        allowance_of(settings, settings.earlier_answers()),
     )
     return ActiveParty(settings, session, _engine(settings), observer)
 

@@ -92,15 +92,13 @@ def write_party(
             )
             lines.append(LeakLine(epoch, step, figures, 0.57 + noise))
         if bound is not None:
+            for_anybody, for_honest, for_weak = (
+                SpreadFigures(*[bound if covers.includes(peers) else 1.0] * 3) for peers in Covers
+            )
             bounds = LedgerFigures(
                 SpreadFigures(*[0.1 * (epoch + 1)] * 3),
                 SpreadFigures(*[estimated_auc(0.1)] * 3),
-                **{
-                    peers.replace(" ", "_"): SpreadFigures(
-                        *[bound if covers.includes(peers) else 1.0] * 3
-                    )
-                    for peers in Covers
-                },
+                *(for_anybody, for_honest, for_weak),
             )
             lines.append(LedgerLine(epoch, bounds))
             lines.append(EvaluationLine(epoch, "test", 0.5 / (epoch + 1), 0.8, None, 0.4))

@@ -22,10 +22,14 @@ from splitveil.common.settings import Section, kind_by_key
 
 
 class EarlyStopping(Section):
-    """End the run once the validation AUC stops rising."""
+    """End the run once the validation AUC stops rising.
+
+    With ``projected_labels``, the AUC is that of the training rows' predictions on the targets, and
+    no true label decides when the run ends.
+    """
 
     patience_epochs: int = Field(default=3, ge=1)
-    """Number of epochs without a better validation AUC after which the run ends."""
+    """Number of epochs without a better AUC after which the run ends."""
 
     min_gain: float = Field(default=0.0, ge=0, lt=1)
     """Smallest increase of the AUC that counts as better."""
@@ -108,7 +112,8 @@ class LeakGateSettings(Section):
     action: Literal["stop", "warn"] = "stop"
     """``stop`` ends the run before its next answer, with a checkpoint and exit code 5; ``warn``
     writes a line to the log, at most one per window. Attacks that know the labels then decide when
-    the run ends, so that a run with ``stop`` has no bound for anybody."""
+    the run ends, so that a run with ``stop`` has no bound for anybody. With ``projected_labels``
+    only ``warn`` is accepted."""
 
 
 class DistributionSettings(Section):
@@ -213,7 +218,7 @@ class ActiveSettings(PartySettings):
     early_stopping: EarlyStopping | None = None
     """Rule for stopping before the contract's last epoch; ``null`` for none. The peer then learns
     when the run ends, which depends on the validation labels: the bounds are about training labels
-    alone."""
+    alone. With ``projected_labels`` only released targets decide, see ``early_stopping``."""
 
     def defense_context(self, pos_fraction: float = 0.5) -> DefenseContext:
         """Return the facts about the run that the defense depends on.
@@ -230,7 +235,10 @@ class ActiveSettings(PartySettings):
         return LabelUses(
             allows_audits=self.allow_audits,
             has_stopping_gate=gate is not None and gate.action == "stop",
-            has_early_stopping=self.early_stopping is not None,
+            # A defense for anybody lets only what it has released decide.
+            has_early_stopping=(
+                self.early_stopping is not None and not self.defense.holds_for_anybody
+            ),
             counts_earlier_runs=bool(self.earlier_ledgers),
         )
 
@@ -268,6 +276,11 @@ class ActiveSettings(PartySettings):
                 "earlier_ledgers: needs data.id_column: in another file, a row's number belongs to "
                 "another example"
             )
+        if self.defense.earlier_targets and not self.earlier_ledgers:
+            raise ValueError(
+                "defense.earlier: needs earlier_ledgers: what earlier targets tell of labels is in "
+                "the ledgers of the runs that released them"
+            )
         if self.allow_audits and not self.contract.audits_allowed:
             raise ValueError("allow_audits needs contract.audits_allowed")
         self._check_leak_gate()
@@ -298,6 +311,12 @@ class ActiveSettings(PartySettings):
     def _check_leak_gate(self) -> None:
         if self.leak_gate is None:
             return
+        if self.leak_gate.action == "stop" and self.defense.holds_for_anybody:
+            raise ValueError(
+                f"leak_gate: it measures with the true labels, and the moment at which it ends the "
+                f"run would tell of them what the bound of {self.defense.name} does not cover: set "
+                f"leak_gate.action to warn, or leak_gate to null"
+            )
         if self.leak_monitor is None:
             raise ValueError("leak_gate needs leak_monitor, whose figures it judges")
         judged = tuple(self.leak_monitor.batch_attack_needs)

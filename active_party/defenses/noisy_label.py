@@ -54,6 +54,7 @@ from splitveil.active_party.defenses.label_mechanisms import (
     strength_name,
 )
 from splitveil.active_party.defenses.label_prior import LabelsWithPrior
+from splitveil.active_party.defenses.label_strength import at_leak_auc
 from splitveil.active_party.defenses.noise import SecureNoise, fresh_key
 from splitveil.active_party.defenses.rows import as_classes, as_rows
 from splitveil.active_party.defenses.section import (
@@ -172,6 +173,13 @@ class NoisyLabelDefense(SeededDefense):
             "several classes expected mechanism: {kind: randomized_response, epsilon: ...}, alibi, "
             "with_prior, projected_batches, or gaussian with posterior: model"
         )
+
+    def at_leak_auc(self, leak_auc: float, context: DefenseContext, /) -> Self | None:
+        """Return these settings with that bound; None if the top model learns from true labels."""
+        if self.top_labels == "true":
+            return None
+        mechanism = at_leak_auc(self.mechanism, leak_auc, context.epochs, context.num_classes)
+        return self.model_copy(update={"mechanism": mechanism})
 
     def coverage(self) -> Coverage:
         """Return the peers whom the charge describes: everybody, if nothing else uses labels."""

@@ -16,6 +16,7 @@ import numpy as np
 from splitveil.active_party.assembly import (
     TrainerBuilder,
     build_session,
+    earlier_targets_of,
     open_label_owners_model,
     subjects_of,
 )
@@ -279,6 +280,10 @@ def _check(parsed: argparse.Namespace) -> None:
 
     monitor = settings.leak_monitor
 
+    def earlier_targets() -> str:
+        known = earlier_targets_of(settings)
+        return f"earlier targets: {0 if known is None else len(known.names)} examples"
+
     def own_attacks() -> str:
         names = try_custom_attacks(monitor, settings.contract.aggregate_shape)
         return f"attacks: {', '.join(names)} can score gradients"
@@ -309,6 +314,7 @@ def _check(parsed: argparse.Namespace) -> None:
             noise_key,
             defense,
             *([earlier_answers] if settings.earlier_ledgers else []),
+            *([earlier_targets] if settings.defense.earlier_targets else []),
             *([own_attacks] if monitor is not None and monitor.custom_attacks else []),
             data_and_model,
         ],

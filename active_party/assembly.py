@@ -1,6 +1,5 @@
 """Builds the active party's objects from its settings."""
 
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -13,6 +12,11 @@ from splitveil.active_party.defenses.example_keys import GRADIENT_NOISE, example
 from splitveil.active_party.defenses.objective import Objective, TopModel
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.budget import Allowance
+from splitveil.active_party.ledger.released_targets import (
+    SETTING,
+    ReleasedTargets,
+    read_targets,
+)
 from splitveil.active_party.run.observer import SessionObserver
 from splitveil.active_party.run.preparation import OwnRows, OwnRules
 from splitveil.active_party.run.session import ActiveSession
@@ -21,6 +25,7 @@ from splitveil.active_party.training.early_stopping import EarlyStop
 from splitveil.active_party.training.objectives import CrossEntropy
 from splitveil.active_party.training.top_trainer import TopTrainer, TrainingRows
 from splitveil.common.data.features import FeatureEncoder
+from splitveil.common.data.settings import expand_path
 from splitveil.common.data.subjects import read_subjects
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.models.factory import build_top_model
@@ -48,6 +53,7 @@ class TrainerBuilder:
         self._num_classes = settings.data.num_classes
         self._earlier = open_label_owners_model(settings)
         self._subjects = subjects_of(settings)
+        self._known_targets = earlier_targets_of(settings)
         # Now, not at the first step: a key that others can read ends a run before it begins.
         context = settings.defense_context()
         settings.defense.require_usable(context)
@@ -90,9 +96,14 @@ class TrainerBuilder:
         with_ids = self._noise_key is not None
         ids = [self._data.ids[row] for row in rows.file_rows] if with_ids else []
         training = torch.from_numpy(rows.splits["train"]) if rows.has_survey else None
+        known = (
+            None
+            if self._known_targets is None
+            else self._known_targets.of(self._data.ids[row] for row in rows.file_rows)
+        )
         of_file = self._subjects
         subjects = None if of_file is None else torch.from_numpy(of_file[rows.file_rows])
-        examples = Examples(ids, labels, self._device, training, subjects)
+        examples = Examples(ids, labels, self._device, training, subjects, known)
         return TopTrainer(
             self._build_objective(model, rows.total_steps(contract), secrets, examples),
             settings.defense.build(settings.defense_context(), secrets, examples),
@@ -154,6 +165,22 @@ def subjects_of(settings: ActiveSettings) -> NDArray[np.int64] | None:
     return None if column is None else read_subjects(settings.data, settings.base_dir, column)
 
 
+def earlier_targets_of(settings: ActiveSettings) -> ReleasedTargets | None:
+    """Return the targets of earlier runs that the defense uses again; None if it uses none.
+
+    Raises:
+        SettingsError: they cannot be read, or rows have no ids by which to know them again.
+    """
+    folders = settings.defense.earlier_targets
+    if folders and settings.data.id_column is None:
+        raise SettingsError(
+            f"{SETTING}: needs data.id_column: in another file, a row's number belongs to another "
+            f"example"
+        )
+    paths = [expand_path(SETTING, text, settings.base_dir) for text in folders]
+    return read_targets(paths, settings.data.num_classes)
+
+
 def open_label_owners_model(settings: ActiveSettings) -> EarlierModel | None:
     """Open the model that the settings start from; None without one.
 
@@ -186,7 +213,7 @@ def build_session(
     rules = OwnRules(
         early_stop=None if stopping is None else EarlyStop(stopping),
         allowance=Allowance(
-            max_sum_kl=math.inf if budget is None else budget.max_sum_kl,
+            limit=None if budget is None else budget.limit,
             earlier=earlier or AccountBook.empty(),
         ),
         allow_audits=settings.allow_audits,

@@ -33,9 +33,11 @@ from splitveil.active_party.defenses.noise import AnswerKeys, NoiseSource
 from splitveil.active_party.defenses.noisy_label import NoisyLabelDefense
 from splitveil.active_party.defenses.none import NoDefense
 from splitveil.active_party.defenses.projected_labels import ProjectedLabelsDefense
+from splitveil.common.privacy.covers import Covers
 
 __all__ = [
     "AnswerKeys",
+    "Covers",
     "CustomDefense",
     "Defended",
     "DefendedGradient",

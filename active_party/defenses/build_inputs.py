@@ -64,6 +64,10 @@ class Examples(NamedTuple):
     subjects: Tensor | None = None
     """A number for each person, (aligned,) int64; None if every row has a person of its own."""
 
+    known_targets: Tensor | None = None
+    """Targets that earlier runs released, (aligned,) or (aligned, classes), NaN where there is
+    none; None if there are none at all."""
+
 
 class BuildInputs(NamedTuple):
     """Everything from which a defense is built, beside its settings."""

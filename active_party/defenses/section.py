@@ -8,7 +8,7 @@ modules ask these questions and never check which defense it is.
 import logging
 from abc import abstractmethod
 from pathlib import Path
-from typing import Literal, final
+from typing import Literal, NamedTuple, Self, final
 
 from pydantic import Field
 
@@ -36,14 +36,33 @@ from splitveil.active_party.defenses.noise import (
     fresh_key,
 )
 from splitveil.active_party.defenses.objective import Objective, TopModel
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.settings import Section
 
 SEE = "docs/defenses.md, section 'Which bounds do not hold'"
 
-GENERAL_LIMIT = (
-    f"The guarantee holds for attacks that the charges describe, and not for every peer: see {SEE}."
+
+class Coverage(NamedTuple):
+    """The peers whom all charges of a defense describe, and the reason."""
+
+    covers: Covers
+    """The widest circle that every charge describes."""
+
+    why: str
+    """A sentence about who is described, and who is not."""
+
+
+COVERS_CLASS_MEANS = Coverage(
+    Covers.CLASS_MEANS,
+    "The charges of fresh noise compare the class means of a batch. They do not describe a peer "
+    "that looks at anything else, such as the energy of single rows or what the model predicts "
+    f"for an example: see {SEE}.",
 )
-"""The limit of a guarantee about which nothing more precise is known."""
+COVERS_PASSIVE_AND_HONEST = Coverage(
+    Covers.PASSIVE_AND_HONEST,
+    "The charges of persistent noise describe a peer that sends its model's activations. They do "
+    f"not describe one that chooses its activations: see {SEE}.",
+)
 
 
 class DefenseSection(Section):
@@ -75,8 +94,21 @@ class DefenseSection(Section):
         return None
 
     @property
+    def earlier_targets(self) -> tuple[str, ...]:
+        """Folders of earlier runs whose targets are used again."""
+        return ()
+
+    @property
     def model_is_label_free(self) -> bool:
         """Whether the trained model depends on labels only through what the defense released."""
+        return False
+
+    @property
+    def holds_for_anybody(self) -> bool:
+        """Whether the bound holds for every peer, so that nothing else may depend on true labels.
+
+        Not even the moment at which a run ends.
+        """
         return False
 
     @property
@@ -137,9 +169,22 @@ class DefenseSection(Section):
         """Explain why the first answer would exceed every budget; None if it need not."""
         return None
 
-    def guarantee_limit(self) -> str:
-        """Describe the peers for which the guarantee does not hold; empty if it holds for all."""
-        return GENERAL_LIMIT
+    def coverage(self) -> Coverage:
+        """Return the peers whom the charges of a run with these settings describe."""
+        return COVERS_CLASS_MEANS
+
+    def at_leak_auc(self, _leak_auc: float, _context: DefenseContext, /) -> Self | None:
+        """Return these settings at the strength that bounds a run's leak AUC for every peer.
+
+        The bound is exact: it is met by the best score. None if no strength of this defense holds
+        against everybody.
+
+        Args:
+            _leak_auc: AUC over the whole run that no score of any peer may exceed, above 0.5 and
+                below 1.
+            _context: facts about the run, above all its number of epochs.
+        """
+        return None
 
     def composition_refusal(self) -> str | None:
         """Say why the defense cannot follow a loss other than the cross entropy; None if it can."""
@@ -255,16 +300,6 @@ class NoisyDefense(SeededDefense):
     def honesty(self, context: DefenseContext) -> str:
         """Describe how reliable the forecast is."""
 
-    def guarantee_limit(self) -> str:
-        """Describe the peers for which the ledger's guarantee does not hold."""
-        if self.noise == "persistent":
-            return GENERAL_LIMIT
-        return (
-            "The guarantee does not hold for every peer: charges of fresh noise describe "
-            "attacks on the class means of a batch. They are too low late in training against "
-            "a peer that can tell what the model predicts for an example."
-        )
-
     def composition_refusal(self) -> str | None:
         """Say why the defense cannot follow a loss other than the cross entropy; None if it can."""
         if self.noise == "fresh":
@@ -296,11 +331,6 @@ class NoisyDefense(SeededDefense):
         return SecureNoise(keys) if self.secure_noise else EntropyNoise(keys)
 
 
-PERSISTENT_NOISE_LIMIT = (
-    "The guarantee does not hold for every peer: charges of persistent noise describe "
-    "one that sends its model's activations. They are too low against a peer that "
-    f"chooses its activations: see {SEE}."
-)
 PERSISTENT_NOISE_HONESTY = "Charges of persistent noise depend on the strength alone."
 
 

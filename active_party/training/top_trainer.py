@@ -18,7 +18,11 @@ from splitveil.active_party.defenses.interface import LabelledRows, PendingRelea
 from splitveil.active_party.defenses.objective import BatchLabels, Objective, StepOutcome
 from splitveil.active_party.training.cut_memory import CutMemory
 from splitveil.active_party.training.label_free_facts import LabelFreeFacts
-from splitveil.active_party.training.predictions import PredictionFigures, measure_predictions
+from splitveil.active_party.training.predictions import (
+    PredictionFigures,
+    auc_of_shares,
+    measure_predictions,
+)
 from splitveil.active_party.training.refit import Fitting, KnownRows, predict_logits, refit_top
 from splitveil.common.data.features import Features
 from splitveil.common.errors import SplitveilError
@@ -70,6 +74,8 @@ class StepResult:
     loss: Tensor
     """Cross entropy of the prediction, mean over the batch."""
 
+    activation: Tensor
+    """The aggregated activation, (batch, *cut_shape), without a graph."""
     slopes: Tensor | None = None
     """The gradient at the cut layer for each unit of a logit's residual p - y, which holds no
     label: (batch, *cut_shape), or (batch, classes, *cut_shape). None if nobody asked, or if the
@@ -132,6 +138,11 @@ class TopTrainer:
         """
         self._note(torch.from_numpy(positions.copy()), activation)
 
+    @property
+    def released_rows(self) -> Tensor | None:
+        """Positions of the rows that releases are about, (rows,); None for all training rows."""
+        return self.defense.released_rows
+
     def pending_release(self, epoch: int) -> PendingRelease | None:
         """Return the release that the defense needs before an epoch's next answer, if any.
 
@@ -187,6 +198,7 @@ class TopTrainer:
             labels,
             outcome.probabilities,
             outcome.loss.detach(),
+            cut.detach(),
             _slopes(outcome.logits, cut) if self._tells_slopes else None,
         )
 
@@ -236,6 +248,20 @@ class TopTrainer:
             return None
         logits = predict_logits(model, self._known(self.memory), torch.from_numpy(positions.copy()))
         return measure_predictions(logits, self.labels_of(positions))
+
+    def auc_on_targets(self) -> float | None:
+        """Return the AUC of the predictions of the training rows on the defense's targets.
+
+        It says when to stop early without any true label. None if this trainer does not remember
+        activations, so that the targets are of single batches.
+        """
+        if self.memory is None or self._training is None or not self.memory.is_filled:
+            return None
+        self.learn()
+        rows, known = self._training.to(self._device), self._known(self.memory)
+        logits = predict_logits(self.model, known, self._training)
+        targets = self._targets(LabelledRows(rows, self._labels[rows], self.memory.at(rows)))
+        return auc_of_shares(logits, targets.cpu())
 
     def _known(self, memory: CutMemory) -> KnownRows:
         return KnownRows(memory, self._features, self._labels)

@@ -13,6 +13,7 @@ from torch import Tensor
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.privacy.audit import AttackSummary, BatchLeak, LeakAudit, LeakByAttack
 from splitveil.common.privacy.audit_worker import Auditing, AuditWorker
+from splitveil.common.privacy.beyond_features import BeyondFeatures, Covariates
 from splitveil.common.privacy.custom_attacks import load_custom_attacks
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.multi_class_tally import ClassLeak
@@ -20,6 +21,12 @@ from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.run_level import ClassRunLeak, RunLevelLeak
 from splitveil.common.privacy.settings import AuditSettings
 from splitveil.common.record.audits_together import AuditsTogether
+from splitveil.common.record.beyond_figures import (
+    AdjustedFigures,
+    AdvantageFigures,
+    BeyondFigures,
+    EpsilonFigures,
+)
 from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.leak_figures import (
     BatchCounts,
@@ -55,6 +62,8 @@ class AuditedRun(NamedTuple):
     """Number of aligned examples."""
     class_names: Sequence[str] = ()
     """Empty where there are two classes."""
+    keeps_scores: bool = False
+    """Whether what attacks tell beyond features will be measured."""
 
 
 class LeakRecorder:
@@ -94,6 +103,7 @@ class LeakRecorder:
             run.num_examples,
             run.class_names,
             load_custom_attacks(settings),
+            keeps_scores=run.keeps_scores,
         )
         self._worker = AuditWorker(
             self._audit if beside is None else AuditsTogether(self._audit, beside),
@@ -161,9 +171,15 @@ class LeakRecorder:
         layer = next(iter(latest.leak))
         return {f"{name}_leak_auc": value for name, value in latest.leak[layer].items()}
 
-    def summary(self) -> LeakFigures:
-        """Return the part of the summary about the leak; call it after closing."""
+    def summary(self, covariates: Covariates | None = None) -> LeakFigures:
+        """Return the part of the summary about the leak; call it after closing.
+
+        Args:
+            covariates: what features tell about some rows; without them, what attacks tell beyond
+                features is not measured.
+        """
         run = self._audit.run_figures()
+        beyond = None if covariates is None else self._audit.beyond_features(covariates)
         by_class: LeakByClass | None = None
         if self._audit.is_multi_class:
             by_class = LeakByClass(
@@ -175,6 +191,7 @@ class LeakRecorder:
             worst_epoch=self._audit.worst_epochs(),
             run_level=_each(run.leak, _run_figures),
             by_class=by_class,
+            beyond=None if beyond is None else _beyond_figures(beyond),
             counts=BatchCounts(*self._audit.counts()),
         )
 
@@ -274,7 +291,16 @@ def _batch_figures(found: AttackSummary) -> BatchFigures:
 
 
 def _run_figures(found: RunLevelLeak) -> RunFigures:
-    return RunFigures(found["auc"], found["low"], found["high"], found["examples"])
+    return RunFigures(**found)
+
+
+def _beyond_figures(found: BeyondFeatures) -> BeyondFigures:
+    epsilon = found.epsilon
+    return BeyondFigures(
+        {attack: AdjustedFigures(*one) for attack, one in found.adjusted.items()},
+        {attack: AdvantageFigures(*one) for attack, one in found.advantage.items()},
+        None if epsilon is None else EpsilonFigures(*epsilon, p_value=epsilon.p_value_of(0.0)),
+    )
 
 
 def _class_figures(found: ClassLeak) -> ClassFigures:

@@ -41,7 +41,7 @@ from splitveil.experiments.cells import (
     with_folders,
 )
 from splitveil.experiments.collection import Row, collect, read_rows, write_rows
-from splitveil.experiments.execution import Ending, is_finished, run_cells
+from splitveil.experiments.execution import Ending, Resources, is_finished, run_cells
 from splitveil.experiments.models import GreyImageBottom, SummedTop
 from splitveil.experiments.plots import Point, course, epochs, floor, trade_off
 from splitveil.experiments.preparation import prepare
@@ -416,7 +416,7 @@ def launcher(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None
 
 
 def run_all(cells: Sequence[Cell], folder: Path, jobs: int = 1) -> list[Ending]:
-    return list(run_cells(cells, folder / "out", folder / "prepared", jobs, threads=1))
+    return list(run_cells(cells, folder / "out", folder / "prepared", Resources(jobs)))
 
 
 def test_a_finished_cell_is_marked_and_loses_its_weights(

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses.projected_labels import ProjectedLabels, StageRelease
-from splitveil.active_party.ledger.ledger import LeakBounds
+from splitveil.active_party.defenses.projected_stages import ProjectedLabels, StageRelease
+from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.refit import Fitting
 from splitveil.active_party.training.top_trainer import TopTrainer

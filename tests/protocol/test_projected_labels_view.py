@@ -18,7 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses.projected_labels import ProjectedLabelsDefense, StageRelease
+from splitveil.active_party.defenses.projected_labels import ProjectedLabelsDefense
+from splitveil.active_party.defenses.projected_stages import StageRelease
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.common.party.transcript import FILE

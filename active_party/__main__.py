@@ -16,7 +16,9 @@ import numpy as np
 from splitveil.active_party.assembly import (
     TrainerBuilder,
     build_session,
+    earlier_targets_of,
     open_label_owners_model,
+    subjects_of,
 )
 from splitveil.active_party.ledger.earlier_ledgers import LEDGER
 from splitveil.active_party.plan import print_plan
@@ -278,6 +280,10 @@ def _check(parsed: argparse.Namespace) -> None:
 
     monitor = settings.leak_monitor
 
+    def earlier_targets() -> str:
+        known = earlier_targets_of(settings)
+        return f"earlier targets: {0 if known is None else len(known.names)} examples"
+
     def own_attacks() -> str:
         names = try_custom_attacks(monitor, settings.contract.aggregate_shape)
         return f"attacks: {', '.join(names)} can score gradients"
@@ -295,7 +301,9 @@ def _check(parsed: argparse.Namespace) -> None:
         )
         if earlier is not None:
             earlier.put_into(model)
-        return f"data: {data.summary()}; the top model fits them"
+        subjects = subjects_of(settings)
+        persons = "" if subjects is None else f" of {len(np.unique(subjects))} persons"
+        return f"data: {data.summary()}{persons}; the top model fits them"
 
     command_line.report_check(
         settings,
@@ -306,6 +314,7 @@ def _check(parsed: argparse.Namespace) -> None:
             noise_key,
             defense,
             *([earlier_answers] if settings.earlier_ledgers else []),
+            *([earlier_targets] if settings.defense.earlier_targets else []),
             *([own_attacks] if monitor is not None and monitor.custom_attacks else []),
             data_and_model,
         ],

@@ -1,9 +1,10 @@
 """Builds the active party's objects from its settings."""
 
-import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from splitveil.active_party.defenses import AnswerKeys, Examples, NoiseSecrets
@@ -11,6 +12,11 @@ from splitveil.active_party.defenses.example_keys import GRADIENT_NOISE, example
 from splitveil.active_party.defenses.objective import Objective, TopModel
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.budget import Allowance
+from splitveil.active_party.ledger.released_targets import (
+    SETTING,
+    ReleasedTargets,
+    read_targets,
+)
 from splitveil.active_party.run.observer import SessionObserver
 from splitveil.active_party.run.preparation import OwnRows, OwnRules
 from splitveil.active_party.run.session import ActiveSession
@@ -19,6 +25,8 @@ from splitveil.active_party.training.early_stopping import EarlyStop
 from splitveil.active_party.training.objectives import CrossEntropy
 from splitveil.active_party.training.top_trainer import TopTrainer, TrainingRows
 from splitveil.common.data.features import FeatureEncoder
+from splitveil.common.data.settings import expand_path
+from splitveil.common.data.subjects import read_subjects
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.models.factory import build_top_model
 from splitveil.common.models.optimizers import build_optimizer
@@ -32,6 +40,7 @@ class TrainerBuilder:
     """Builds the trainer once the common rows are known, and keeps the encoder fitted on them.
 
     Raises:
+        DataError: there is no column of the persons whom rows are about, and the defense needs it.
         SettingsError: the existing noise key cannot be used, or a defense of the user's own fails.
         StorageError: a noise key is needed and cannot be written.
     """
@@ -43,6 +52,8 @@ class TrainerBuilder:
         self._device = device
         self._num_classes = settings.data.num_classes
         self._earlier = open_label_owners_model(settings)
+        self._subjects = subjects_of(settings)
+        self._known_targets = earlier_targets_of(settings)
         # Now, not at the first step: a key that others can read ends a run before it begins.
         context = settings.defense_context()
         settings.defense.require_usable(context)
@@ -85,7 +96,14 @@ class TrainerBuilder:
         with_ids = self._noise_key is not None
         ids = [self._data.ids[row] for row in rows.file_rows] if with_ids else []
         training = torch.from_numpy(rows.splits["train"]) if rows.has_survey else None
-        examples = Examples(ids, labels, self._device, training)
+        known = (
+            None
+            if self._known_targets is None
+            else self._known_targets.of(self._data.ids[row] for row in rows.file_rows)
+        )
+        of_file = self._subjects
+        subjects = None if of_file is None else torch.from_numpy(of_file[rows.file_rows])
+        examples = Examples(ids, labels, self._device, training, subjects, known)
         return TopTrainer(
             self._build_objective(model, rows.total_steps(contract), secrets, examples),
             settings.defense.build(settings.defense_context(), secrets, examples),
@@ -99,6 +117,8 @@ class TrainerBuilder:
             ),
             self._device,
             answer_keys,
+            tells_slopes=settings.leak_monitor is not None
+            and settings.leak_monitor.needs_predictions,
         )
 
     def _example_keys(self, ids: list[str]) -> Tensor | None:
@@ -134,6 +154,33 @@ class TrainerBuilder:
         return objective or CrossEntropy(top, learns_targets=defense.top_learns_targets)
 
 
+def subjects_of(settings: ActiveSettings) -> NDArray[np.int64] | None:
+    """Return a number for each row of the file, equal for rows of one person; None if none is read.
+
+    Raises:
+        DataError: there is no such column.
+        SettingsError: the column is a feature, too.
+    """
+    column = settings.defense.names_subjects
+    return None if column is None else read_subjects(settings.data, settings.base_dir, column)
+
+
+def earlier_targets_of(settings: ActiveSettings) -> ReleasedTargets | None:
+    """Return the targets of earlier runs that the defense uses again; None if it uses none.
+
+    Raises:
+        SettingsError: they cannot be read, or rows have no ids by which to know them again.
+    """
+    folders = settings.defense.earlier_targets
+    if folders and settings.data.id_column is None:
+        raise SettingsError(
+            f"{SETTING}: needs data.id_column: in another file, a row's number belongs to another "
+            f"example"
+        )
+    paths = [expand_path(SETTING, text, settings.base_dir) for text in folders]
+    return read_targets(paths, settings.data.num_classes)
+
+
 def open_label_owners_model(settings: ActiveSettings) -> EarlierModel | None:
     """Open the model that the settings start from; None without one.
 
@@ -166,7 +213,7 @@ def build_session(
     rules = OwnRules(
         early_stop=None if stopping is None else EarlyStop(stopping),
         allowance=Allowance(
-            max_sum_kl=math.inf if budget is None else budget.max_sum_kl,
+            limit=None if budget is None else budget.limit,
             earlier=earlier or AccountBook.empty(),
         ),
         allow_audits=settings.allow_audits,

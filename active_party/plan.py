@@ -7,22 +7,29 @@ with the run's budget.
 
 import math
 import sys
-from statistics import NormalDist
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from splitveil.active_party.defenses.build_inputs import DefenseContext
 from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast
+from splitveil.active_party.defenses.interface import LeakCharge
 from splitveil.active_party.defenses.marvell import power_ratio_for
 from splitveil.active_party.defenses.multi_class_marvell import worst_pair_factor
-from splitveil.active_party.defenses.section import DefenseContext
-from splitveil.active_party.defenses.sum_kl import leak_auc_bound, sum_kl_for_leak_auc
-from splitveil.active_party.ledger.budget import num_answers_within
-from splitveil.active_party.ledger.ledger import estimated_auc
+from splitveil.active_party.defenses.sum_kl import (
+    estimated_auc,
+    sum_kl_for_estimated_auc,
+    sum_kl_for_leak_auc,
+)
+from splitveil.active_party.ledger.bounds import auc_bound, caveats_of
+from splitveil.active_party.ledger.limit import in_words, num_answers_within
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party.party_data import PartyData
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
 
 
@@ -90,13 +97,15 @@ def _forecast_table(settings: ActiveSettings, forecast: Forecast) -> Table:
         title=f"defense {settings.defense.name}: what the peer may learn of one example",
         title_justify="left",
     )
-    for heading in ("noise", "answers", "sum_kl", "leak AUC, estimated", "leak AUC, guaranteed"):
-        table.add_column(heading, justify="right" if heading != "noise" else "left")
+    table.add_column("noise")
+    bounds = (f"leak AUC bound: {peers}" for peers in Covers)
+    for heading in ("answers", "sum_kl", "leak AUC, estimated", *bounds):
+        table.add_column(heading, justify="right")
     for noise, charge in forecast.charges.items():
         name = f"{noise} (configured)" if noise == forecast.configured else noise
         whole_run = charge.times(epochs) if noise == "fresh" else charge
         for answers, of_all in ((1, charge), (epochs, whole_run)):
-            table.add_row(name, str(answers), *_in_words(of_all))
+            table.add_row(name, str(answers), *_figures(of_all))
             name = ""
     return table
 
@@ -105,8 +114,8 @@ def _remarks(settings: ActiveSettings, forecast: Forecast) -> list[str]:
     remarks = [forecast.honesty]
     if settings.data.num_classes > 2:
         remarks.append("All figures are of the pair of classes left furthest apart.")
-    if math.isfinite(forecast.charge.high):
-        remarks += filter(None, [settings.defense.guarantee_limit()])
+    if forecast.charge.certainty == "unknown" or math.isfinite(forecast.charge.high):
+        remarks.append(settings.defense.coverage().why)
     earlier = settings.earlier_answers().most() if settings.earlier_ledgers else 0.0
     if settings.earlier_ledgers:
         remarks.append(
@@ -114,16 +123,16 @@ def _remarks(settings: ActiveSettings, forecast: Forecast) -> list[str]:
         )
     if settings.run_budget is None:
         return [*remarks, "run_budget: none is set"]
-    budget, epochs = settings.run_budget.max_sum_kl, settings.contract.epochs
+    limit, epochs = settings.run_budget.limit, settings.contract.epochs
+    budget = limit.of(_caveats(forecast.charge))
     # Repeated noise exceeds the budget either with its first answer or never.
     epochs_charged = epochs if forecast.configured == "fresh" else 1
     charge = forecast.charge
     last = stop_epoch(charge.low, epochs_charged, budget)
     first = stop_epoch(charge.high, epochs_charged, budget - earlier)
-    bound = auc_at_most(leak_auc_bound(budget))
     return [
         *remarks,
-        f"run_budget: sum_kl {at_most(budget)}, guaranteed leak AUC {bound}: "
+        f"run_budget, for {limit.peers.in_words}: {in_words(budget, _caveats(charge))}: "
         + _end_in_words(first, last, epochs, charge),
     ]
 
@@ -169,9 +178,9 @@ def _target_table(target: float, epochs: int, context: DefenseContext) -> Table:
         caption_justify="left",
         title_justify="left",
     )
-    for heading in ("noise", "answers", "by the estimate", "by the guarantee"):
+    for heading in ("noise", "answers", "by the estimate", "by the bound"):
         table.add_column(heading, justify="right" if heading != "noise" else "left")
-    allowed = (2 * NormalDist().inv_cdf(target) ** 2, sum_kl_for_leak_auc(target))
+    allowed = (sum_kl_for_estimated_auc(target), sum_kl_for_leak_auc(target))
     fresh = [_fresh_ratio(sum_kl, epochs, context) for sum_kl in allowed]
     table.add_row("fresh", str(epochs), *map(at_most, fresh))
     if not of_several:
@@ -186,18 +195,37 @@ def _fresh_ratio(sum_kl: float, epochs: int, context: DefenseContext) -> float:
     return power_ratio_for(sum_kl, epochs, context.cut_dim, context.pos_fraction)
 
 
-def _in_words(charge: ChargeForecast) -> list[str]:
-    """Write sum_kl, estimated and guaranteed AUC of a charge, with bounds rounded up."""
-    lows, highs = (
-        (at_most(kl), f"{estimated_auc(kl):.3f}", auc_at_most(leak_auc_bound(kl)))
-        for kl in (charge.low, charge.high)
-    )
+def _figures(charge: ChargeForecast) -> list[str]:
+    """Write sum_kl, the estimated AUC, and the bound for each circle of peers, rounded up."""
+    caveats = _caveats(charge)
+    shown: list[Callable[[float], str]] = [at_most, lambda sum_kl: f"{estimated_auc(sum_kl):.3f}"]
+    written = [_in_words(charge, figure) for figure in shown]
+    for peers in Covers:
+        described = charge.high < math.inf or charge.certainty == "unknown"
+        if described and charge.covers.includes(peers):
+            written.append(_in_words(charge, partial(_bound, caveats, peers)))
+        else:
+            written.append("none")
+    return written
+
+
+def _in_words(charge: ChargeForecast, figure: Callable[[float], str]) -> str:
+    """Write a figure of a charge, with its certainty."""
     match charge.certainty:
         case "exact":
-            return list(highs)
+            return figure(charge.high)
         case "bound":
-            return [f"at most {high}" for high in highs]
+            return f"at most {figure(charge.high)}"
         case "estimate":
-            return [f"likely {low} .. {high}" for low, high in zip(lows, highs, strict=True)]
+            return f"likely {figure(charge.low)} .. {figure(charge.high)}"
         case "unknown":
-            return ["not known before"] * 3
+            return "not known before"
+
+
+def _bound(caveats: int, peers: Covers, sum_kl: float) -> str:
+    return auc_at_most(auc_bound(sum_kl, caveats, peers))
+
+
+def _caveats(charge: ChargeForecast) -> int:
+    of_high = LeakCharge(charge.high, covers=charge.covers, is_gaussian=charge.is_gaussian)
+    return caveats_of(of_high)

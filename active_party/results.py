@@ -4,13 +4,18 @@ checkpoint/model.safetensors      the top model as it was trained
 checkpoint/refitted.safetensors   the same, fitted to the true labels afterwards; only for this
                                   party's own predictions, never for another run
 checkpoint/ledger.safetensors     the account book
+checkpoint/targets.safetensors    targets by example, if the defense releases any
 """
 
 import logging
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from splitveil.active_party.assembly import TrainerBuilder
 from splitveil.active_party.ledger.earlier_ledgers import LEDGER
+from splitveil.active_party.ledger.released_targets import TARGETS, targets_by_id
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
@@ -42,11 +47,22 @@ def save_results(
     saved = save_model(folder, trainer.model, builder.encoder, learned_from)
     save_tensors(folder, LEDGER, session.account_book().state_dict())
     logger.info("model saved in %s", saved)
+    targets = trainer.defense.released_targets
+    if targets is not None:
+        _save_targets(folder, session, targets)
     delete_saved(folder, REFITTED)
     # A run that may resume is not over: its last activations are still to come.
     if session.stage is not Stage.FINISHED or not settings.defense.refits_top:
         return None
     return _refit(settings, folder, session, trainer)
+
+
+def _save_targets(folder: Path, session: ActiveSession, targets: Tensor) -> None:
+    rows = session.answering.rows
+    training = rows.splits["train"]
+    ids = (session.ids[row] for row in rows.file_rows[training])
+    by_id = targets_by_id(ids, targets[torch.from_numpy(training.copy())])
+    save_tensors(folder, TARGETS, by_id.state_dict())
 
 
 def _refit(

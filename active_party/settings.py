@@ -6,62 +6,83 @@ from typing import Annotated, Literal
 from pydantic import Field, Tag, model_validator
 
 from splitveil.active_party.defenses import DefenseContext, DefenseSettings
-from splitveil.active_party.defenses.sum_kl import sum_kl_for_leak_auc
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.earlier_ledgers import SETTING, open_books
+from splitveil.active_party.ledger.limit import Limit
 from splitveil.common.data.settings import expand_path
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.settings import ModelSettings
 from splitveil.common.party.party_settings import Address, PartySettings
 from splitveil.common.privacy.attacks import SideInformation
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.settings import AuditSettings, suggested
 from splitveil.common.run.contract import ACTIVE
-from splitveil.common.settings import Section, kind_by_only_key
+from splitveil.common.settings import Section, kind_by_key
 
 
 class EarlyStopping(Section):
-    """End the run once the validation AUC stops rising."""
+    """End the run once the validation AUC stops rising.
+
+    With ``projected_labels``, the AUC is that of the training rows' predictions on the targets, and
+    no true label decides when the run ends.
+    """
 
     patience_epochs: int = Field(default=3, ge=1)
-    """Number of epochs without a better validation AUC after which the run ends."""
+    """Number of epochs without a better AUC after which the run ends."""
 
     min_gain: float = Field(default=0.0, ge=0, lt=1)
     """Smallest increase of the AUC that counts as better."""
 
 
-class LeakAucBudget(Section):
+class PeersOfBudget(Section):
+    """The peers for whom a budget has to hold."""
+
+    covers: Literal["anybody", "passive and honest", "knows class means only"] = "anybody"
+    """The peers for whom the limit has to hold.
+
+    ``anybody``: a peer that may choose its activations, and may know everything but one label.
+    ``passive and honest``: one that sends its model's activations. ``knows class means only``: one
+    that compares gradients with the class means of a batch, and looks at nothing else. A defense
+    whose charges do not describe these peers is refused.
+    """
+
+    @property
+    def peers(self) -> Covers:
+        """The peers for whom the limit has to hold."""
+        return Covers(self.covers)
+
+
+class LeakAucBudget(PeersOfBudget):
     """Limit on what a run may reveal, as an AUC."""
 
     leak_auc: float = Field(gt=0.5, lt=1)
     """Highest AUC that a score computed from all answers together may reach on any example.
 
-    This holds against peers that the charges describe: every peer for ``noisy_label``, and not
-    every peer for other defenses.
-    The limit applies to the ledger's guarantee, which holds for every score, and not to its
-    estimate, which is lower.
+    The limit is compared with the ledger's bound for these peers. Where all answers are a Gaussian
+    mechanism, that is the exact figure; otherwise it is the bound for any distributions.
     """
 
     @property
-    def max_sum_kl(self) -> float:
-        """The limit as a divergence."""
-        return sum_kl_for_leak_auc(self.leak_auc)
+    def limit(self) -> Limit:
+        """The limit as divergences."""
+        return Limit.of_leak_auc(self.leak_auc, self.peers)
 
 
-class SumKlBudget(Section):
+class SumKlBudget(PeersOfBudget):
     """Limit on what a run may reveal, as a symmetrised divergence."""
 
     sum_kl: float = Field(gt=0, le=1e6)
     """Largest divergence between the classes in all answers about one example together."""
 
     @property
-    def max_sum_kl(self) -> float:
-        """The limit as a divergence."""
-        return self.sum_kl
+    def limit(self) -> Limit:
+        """The limit as divergences."""
+        return Limit.of_sum_kl(self.sum_kl, self.peers)
 
 
 RunBudget = Annotated[
     Annotated[LeakAucBudget, Tag("leak_auc")] | Annotated[SumKlBudget, Tag("sum_kl")],
-    kind_by_only_key("leak_auc", "sum_kl", error_type="run_budget_key"),
+    kind_by_key("leak_auc", "sum_kl", error_type="run_budget_key"),
 ]
 """Limit on what a run may reveal about each label; the key that is present names the unit."""
 
@@ -89,7 +110,8 @@ class LeakGateSettings(Section):
 
     action: Literal["stop", "warn"] = "stop"
     """``stop`` ends the run before its next answer, with a checkpoint and exit code 5; ``warn``
-    writes a line to the log, at most one per window."""
+    writes a line to the log, at most one per window. With ``projected_labels`` only ``warn`` is
+    accepted: figures measured with true labels must not decide what the peer sees."""
 
 
 class DistributionSettings(Section):
@@ -192,7 +214,8 @@ class ActiveSettings(PartySettings):
 
     early_stopping: EarlyStopping | None = None
     """Rule for stopping before the contract's last epoch; ``null`` for none. The peer then learns
-    when the run ends."""
+    when the run ends; with ``projected_labels`` only released targets decide, see
+    ``early_stopping``."""
 
     def defense_context(self, pos_fraction: float = 0.5) -> DefenseContext:
         """Return the facts about the run that the defense depends on.
@@ -231,9 +254,7 @@ class ActiveSettings(PartySettings):
         split = self.contract.split
         if self.early_stopping is not None and split.kind == "hash" and split.validation == 0:
             raise ValueError("early_stopping needs contract.split.validation > 0")
-        unbounded = self.defense.budget_refusal(self.defense_context())
-        if self.run_budget is not None and unbounded is not None:
-            raise ValueError(f"run_budget: {unbounded}, or run_budget to null")
+        self._check_run_budget()
         if self.earlier_ledgers and self.data.id_column is None:
             raise ValueError(
                 "earlier_ledgers: needs data.id_column: in another file, a row's number belongs to "
@@ -248,9 +269,30 @@ class ActiveSettings(PartySettings):
                 raise ValueError(f"defense: {refusal} (data.classes: {self.data.num_classes})")
         return self
 
+    def _check_run_budget(self) -> None:
+        if self.run_budget is None:
+            return
+        context, peers = self.defense_context(), self.run_budget.peers
+        unbounded = self.defense.budget_refusal(context)
+        if unbounded is not None:
+            raise ValueError(f"run_budget: {unbounded}, or run_budget to null")
+        described, why = self.defense.coverage()
+        if not described.includes(peers):
+            raise ValueError(
+                f"run_budget: {self.defense.name} has no bound for {peers.in_words}, only for "
+                f"{described.in_words}. {why} Expected covers: {described} in run_budget, or a "
+                f"defense with a bound for {peers.in_words}, such as noisy_label"
+            )
+
     def _check_leak_gate(self) -> None:
         if self.leak_gate is None:
             return
+        if self.leak_gate.action == "stop" and self.defense.holds_for_anybody:
+            raise ValueError(
+                f"leak_gate: it measures with the true labels, and the moment at which it ends the "
+                f"run would tell of them what the bound of {self.defense.name} does not cover: set "
+                f"leak_gate.action to warn, or leak_gate to null"
+            )
         if self.leak_monitor is None:
             raise ValueError("leak_gate needs leak_monitor, whose figures it judges")
         judged = tuple(self.leak_monitor.batch_attack_needs)

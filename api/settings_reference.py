@@ -110,6 +110,9 @@ class Place:
     tag: str | None = None
     """The word that distinguishes the section from its alternatives."""
 
+    owner: str | None = None
+    """The word that distinguishes the section that holds it, if others hold one of this name."""
+
     root: Root | None = None
     paths: list[str] = field(default_factory=list)
     """Every setting that may hold such a section."""
@@ -124,7 +127,8 @@ class Place:
             return where
         fields = self.section.model_fields.items()
         kind = next((name for name, info in fields if only_value(info) == self.tag), None)
-        return f"{where} with `{self.tag if kind is None else f'{kind}: {self.tag}'}`"
+        of = "" if self.owner is None else f" of `{self.owner}`"
+        return f"{where}{of} with `{self.tag if kind is None else f'{kind}: {self.tag}'}`"
 
     def fields(self) -> list[tuple[str, FieldInfo]]:
         """Return the fields that the document shows here."""
@@ -169,7 +173,10 @@ class Reference:
             for section, tag in parent.sections(name, info):
                 if section not in self._places:
                     key = path if tag is None else f"{path}.{tag}"
-                    self._places[section] = Place(key, section, tag)
+                    owner = None
+                    if any(place.key == key for place in self._places.values()):
+                        key, owner = f"{parent.key}.{name}.{tag}", parent.tag
+                    self._places[section] = Place(key, section, tag, owner)
                     new.append(self._places[section])
                 self._places[section].paths.append(path)
             for place in new:

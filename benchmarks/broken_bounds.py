@@ -42,7 +42,7 @@ DEFENSES: Mapping[str, str] = {
     ),
 }
 PEERS: Mapping[AttackName, str] = {
-    "weak_directions": "follows the protocol",
+    "residual_energy": "follows the protocol",
     "off_the_common_line": "chooses activations",
     "across_the_gap": "chooses activations",
 }

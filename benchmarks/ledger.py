@@ -15,7 +15,10 @@ import torch
 
 from benchmarks.environment import print_environment, spread
 from splitveil.active_party.defenses import LeakCharge
-from splitveil.active_party.ledger.ledger import LeakLedger
+from splitveil.active_party.ledger.ledger import LeakLedger, logged
+from splitveil.active_party.ledger.limit import Limit
+from splitveil.common.privacy.covers import Covers
+from splitveil.common.storage.answer_log import ChargedAnswer
 
 
 def main() -> None:
@@ -34,8 +37,8 @@ def main() -> None:
         ]
     )
     for name, charge in (
-        ("fresh noise", LeakCharge(0.0625)),
-        ("persistent noise", LeakCharge(0.0625, "identity", 1.0)),
+        ("fresh noise", logged(LeakCharge(0.0625))),
+        ("persistent noise", logged(LeakCharge(0.0625, "identity", 1.0))),
     ):
         ledger = LeakLedger(arguments.rows)
         step_us = time_steps(ledger, charge, training, arguments.batch, arguments.steps)
@@ -48,19 +51,19 @@ def main() -> None:
 
 def time_steps(
     ledger: LeakLedger,
-    charge: LeakCharge,
+    charge: ChargedAnswer,
     training: "np.typing.NDArray[np.int64]",
     batch: int,
     steps: int,
 ) -> list[float]:
     """Time the steps of one epoch in a fresh order, in microseconds."""
     order = np.random.default_rng(2).permutation(training)
-    times_us = []
+    limit, times_us = Limit.of_sum_kl(1e6, Covers.CLASS_MEANS), []
     for step in range(min(steps, len(order) // batch)):
         positions = order[step * batch : (step + 1) * batch]
         start = time.perf_counter()
-        if ledger.after(positions, charge) < 1.0:
-            ledger.charge(positions, charge)
+        if limit.objection(ledger.after(positions, charge)) is None:
+            ledger.enter(positions, charge)
         times_us.append(1e6 * (time.perf_counter() - start))
     return times_us
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from rich.table import Table
 
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.record.figures import LedgerFigures
 from splitveil.common.record.leak_figures import BatchFigures, LeakFigures, RunFigures
 from splitveil.common.record.run_record import read_summary
@@ -85,7 +86,9 @@ def comparison_table(title: str, results: Mapping[str, RunResults]) -> Table:
     _add_leaks(table, runs)
     ledgers = [run.active.of_active.ledger or LedgerFigures() for run in runs]
     table.add_row("ledger: estimate", *(_number(one.estimate.max, 3) for one in ledgers))
-    table.add_row("ledger: guarantee", *(_at_most(one.guarantee.max) for one in ledgers))
+    for peers in Covers:
+        bounds = (_at_most(one.against(peers).max) for one in ledgers)
+        table.add_row(f"bound: {peers}", *bounds)
     return table
 
 
@@ -121,4 +124,6 @@ def _number(value: float | None, digits: int) -> str:
 
 def _at_most(value: float | None) -> str:
     """Format an upper bound, rounded up: never below what it bounds."""
-    return "-" if value is None else auc_at_most(value)
+    if value is None:
+        return "-"
+    return auc_at_most(value) if value < 1 else "none"

@@ -29,6 +29,10 @@ STRETCHES = 200
 """Parts of a run over which the leak of single batches is averaged."""
 
 
+_BOUNDS_OF_EPOCHS = ("anybody_max", "passive_and_honest_max", "knows_class_means_only_max")
+"""The figures of the ledger that are collected epoch by epoch."""
+
+
 class Row(NamedTuple):
     """One figure."""
 
@@ -181,8 +185,9 @@ def _of_epochs(party: str, metrics: Metrics) -> Iterator[_Found]:
             case EvaluationLine(split="test"):
                 yield from _of_test(party, line)
             case LedgerLine(epoch, bounds):
-                name = "epoch_ledger_guarantee_max"
-                yield _Found(party, name, bounds.guarantee.max, epoch=epoch)
+                for name in _BOUNDS_OF_EPOCHS:
+                    value = bounds.flat()[name]
+                    yield _Found(party, f"epoch_ledger_{name}", value, epoch=epoch)
             case EpochLeakLine(epoch, figures):
                 for layer, attack, value in figures:
                     yield _Found(party, "epoch_leak", value, layer, attack, epoch)

@@ -5,7 +5,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from splitveil.active_party.defenses import DefenseSettings
-from splitveil.active_party.defenses.section import DefenseContext, DefenseSection
+from splitveil.active_party.defenses.build_inputs import DefenseContext
+from splitveil.active_party.defenses.section import DefenseSection
 from splitveil.common.errors import SettingsError
 from splitveil.experiments.settings import Settings
 

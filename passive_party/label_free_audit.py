@@ -1,8 +1,9 @@
 """Accumulates the adversary's scores without any label, for the active party to measure.
 
 Every attack becomes one score per training example: the sum over the epochs of its standardised
-score of each batch. ``spectral`` is turned by each batch's own skewness, ``accumulated_spectral``
-keeps its sign from batch to batch.
+score of each batch. ``spectral``, ``kmeans`` and ``residual_energy`` are turned by each batch
+itself, ``accumulated_spectral`` keeps its sign from batch to batch, and
+``accumulated_residual_energy`` agrees with earlier batches.
 """
 
 import threading
@@ -17,6 +18,7 @@ from splitveil.common.privacy.attacks import ATTACKS, CUT, AttackName, Knowledge
 from splitveil.common.privacy.gradient_rows import GradientRows
 from splitveil.common.privacy.label_free import LABEL_FREE
 from splitveil.common.privacy.observation import Observation
+from splitveil.common.privacy.residual_energy import residual_energy
 from splitveil.common.run.sample_order import Positions
 
 
@@ -66,9 +68,7 @@ class LabelFreeAudit:
             scored = self._score(layer, observation.rows(layer), knowledge)
             for attack, scores in scored.items():
                 with self._lock:
-                    if (layer, attack) not in self._sums:
-                        self._sums[layer, attack] = AccumulatedScores(self._num_examples)
-                    self._sums[layer, attack].add(observation.positions, standardised(scores))
+                    self._add(layer, attack, observation.positions, standardised(scores))
 
     def gathered(self, positions: Positions) -> Iterator[GatheredScores]:
         """Yield the scores that every attack on every layer has given to some examples so far."""
@@ -117,6 +117,15 @@ class LabelFreeAudit:
             self._sums, self._signs = sums, signs
             self.left_out = state["left_out"]
 
+    def _add(self, layer: str, attack: AttackName, positions: Tensor, scores: Tensor) -> None:
+        """Add one batch; the caller holds the lock."""
+        if (layer, attack) not in self._sums:
+            self._sums[layer, attack] = AccumulatedScores(self._num_examples)
+        sums = self._sums[layer, attack]
+        if attack == "accumulated_residual_energy":
+            scores = sums.agreeing(positions, scores)
+        sums.add(positions, scores)
+
     def _score(
         self, layer: str, gradients: GradientRows, knowledge: Knowledge
     ) -> Mapping[AttackName, Tensor]:
@@ -128,4 +137,8 @@ class LabelFreeAudit:
             at_this_layer = layer == CUT or attack.reads_gradients
             if name in self._attacks and at_this_layer:
                 scores[name] = attack.score(gradients, knowledge)
+        if "accumulated_residual_energy" in self._attacks:
+            known = scores.get("residual_energy")
+            energies = residual_energy(gradients) if known is None else known
+            scores["accumulated_residual_energy"] = energies
         return {name: scores[name] for name in self._attacks if name in scores}

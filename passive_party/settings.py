@@ -35,6 +35,15 @@ class AdversarySettings(AuditSettings):
         return self
 
     @model_validator(mode="after")
+    def _knows_no_predictions(self) -> "AdversarySettings":
+        if self.needs_predictions:
+            raise ValueError(
+                "informed and accumulated_informed: this party does not know the predictions of "
+                "the top model; the active party's leak monitor measures them"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _activations_are_of_the_cut(self) -> "AdversarySettings":
         unread = [
             name

@@ -1,11 +1,9 @@
 """Attacks that exceed the ledger's guarantee, each by a peer that does not know any label.
 
-They are here, and not among the attacks of `common/privacy`, because audits do not run them yet:
-they show for which peers a bound does not hold, and `docs/attacks.md` names them.
+They show for which peers a bound does not hold, and `docs/attacks.md` names them.
 
 One peer follows the protocol and keeps what it receives. Fresh ``marvell`` gives its noise across
-the gap of the class means to one class only. Gradients hardly vary in most directions, so that the
-energy of a row outside the batch's strongest directions tells its class (`weak_directions`).
+the gap of the class means to one class only, which `residual_energy` of the library sees.
 
 Another peer chooses its activations: one long random vector for each of four groups of rows. The
 top model is then certain about each group, rightly or wrongly. A row with the label of which the
@@ -28,7 +26,9 @@ from torch import Tensor
 
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.common.alignment import AlignmentEngine
+from splitveil.common.privacy.attacks import residual_energy
 from splitveil.common.privacy.leakage import auc
+from splitveil.common.privacy.residual_energy import rare_cluster_up
 from splitveil.common.run.course import Batch
 from splitveil.common.run.messages import Activation
 from tests.peers import InProcessPeer
@@ -37,10 +37,8 @@ from tests.runs import PassiveRecording, build_parties, run_in_process
 NUM_GROUPS = 4
 LENGTH = 1e4
 """Of an activation: enough to saturate any top model that is trained from its usual start."""
-STRONGEST = 0.25
-"""Share of the cut layer's dimensions that count as a batch's strong directions."""
 
-AttackName = Literal["weak_directions", "off_the_common_line", "across_the_gap"]
+AttackName = Literal["residual_energy", "off_the_common_line", "across_the_gap"]
 Score = Callable[[Tensor], Tensor]
 
 
@@ -55,13 +53,6 @@ class Broken(NamedTuple):
     """AUC of each example's scores, added up over the epochs."""
     guarantee: float
     """The ledger's for the whole run, of the example with the largest account."""
-
-
-def weak_directions(rows: Tensor) -> Tensor:
-    """Return the log energy of each row outside the batch's strongest directions, (batch,)."""
-    _, _, directions = torch.linalg.svd(rows - rows.mean(dim=0), full_matrices=False)
-    weak = directions[round(STRONGEST * len(directions)) :]
-    return with_rare_positives(_log_energy(rows @ weak.T))
 
 
 def off_the_common_line(rows: Tensor) -> Tensor:
@@ -82,27 +73,15 @@ def across_the_gap(rows: Tensor) -> Tensor:
     across = rows - torch.outer(rows @ directions[0], directions[0])
     scores = rows.new_zeros(len(rows))
     for members in _groups(len(rows)):
-        scores[members] = with_rare_positives(_log_energy(across[members]))
+        scores[members] = rare_cluster_up(_log_energy(across[members]))
     return scores
 
 
 ATTACKS: dict[AttackName, Score] = {
-    "weak_directions": weak_directions,
+    "residual_energy": residual_energy,
     "off_the_common_line": off_the_common_line,
     "across_the_gap": across_the_gap,
 }
-
-
-def with_rare_positives(scores: Tensor) -> Tensor:
-    """Turn and shift scores so that the smaller of their two clusters lies above 0."""
-    low, high = scores.min(), scores.max()
-    for _ in range(50):
-        upper = scores > (low + high) / 2
-        if bool(upper.all()) or not bool(upper.any()):
-            break
-        low, high = scores[~upper].mean(), scores[upper].mean()
-    centred = scores - (low + high) / 2
-    return centred if (centred > 0).double().mean() <= 0.5 else -centred
 
 
 def run_attack(
@@ -111,14 +90,14 @@ def run_attack(
     """Let the peer of an attack go through a run, in this process.
 
     Args:
-        attack: ``weak_directions`` has an honest peer; the peers of the others choose activations.
+        attack: ``residual_energy`` has an honest peer; the peers of the others choose activations.
         example: folder of the settings.
         active: overrides of the active party's settings.
         passive: overrides of the passive party's settings.
     """
     observer = _Observer(ATTACKS[attack])
     parties = build_parties(example, active, passive, passive_seen=observer)
-    run_in_process(parties, InProcessPeer if attack == "weak_directions" else _ChoosesActivations)
+    run_in_process(parties, InProcessPeer if attack == "residual_energy" else _ChoosesActivations)
     trainer = parties.session.trainer
     assert trainer is not None
     positions = [batch.numpy() for batch in observer.positions]

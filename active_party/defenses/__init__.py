@@ -13,6 +13,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from splitveil.active_party.defenses.build_inputs import DefenseContext, Examples, NoiseSecrets
 from splitveil.active_party.defenses.custom import CustomDefense
 from splitveil.active_party.defenses.gafm import GafmDefense
 from splitveil.active_party.defenses.interface import (
@@ -32,10 +33,11 @@ from splitveil.active_party.defenses.noise import AnswerKeys, NoiseSource
 from splitveil.active_party.defenses.noisy_label import NoisyLabelDefense
 from splitveil.active_party.defenses.none import NoDefense
 from splitveil.active_party.defenses.projected_labels import ProjectedLabelsDefense
-from splitveil.active_party.defenses.section import DefenseContext, Examples, NoiseSecrets
+from splitveil.common.privacy.covers import Covers
 
 __all__ = [
     "AnswerKeys",
+    "Covers",
     "CustomDefense",
     "Defended",
     "DefendedGradient",

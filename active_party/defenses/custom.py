@@ -2,7 +2,8 @@
 
 The class is a `Defense`, built as ``Class(context, noise, **arguments)``. Before a run starts it is
 tried out on a few batches, and during the run each of its answers is checked. An answer is charged
-the amount that its report states, and without bound if the report does not state a charge.
+the amount that its report states, for the peers that the charge names, and without bound if the
+report does not state a charge.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch
 from pydantic import Field, StringConstraints
 from torch import Tensor
 
+from splitveil.active_party.defenses.build_inputs import BuildInputs, DefenseContext
 from splitveil.active_party.defenses.forecast import UNKNOWN, ChargeForecast
 from splitveil.active_party.defenses.interface import (
     Defended,
@@ -24,13 +26,10 @@ from splitveil.active_party.defenses.interface import (
     RememberingDefense,
 )
 from splitveil.active_party.defenses.noise import NoiseSource, SecureNoise
-from splitveil.active_party.defenses.section import (
-    BuildInputs,
-    DefenseContext,
-    NoisyDefense,
-)
+from splitveil.active_party.defenses.section import Coverage, NoisyDefense
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import load_class
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.text.imports import first_line
 
 _PROBE_ROWS = 8
@@ -81,11 +80,11 @@ class CustomDefense(NoisyDefense):
 
     def fresh_charge(self, _context: DefenseContext) -> ChargeForecast:
         """Return that the charge is unknown: only the class itself states it."""
-        return UNKNOWN
+        return UNKNOWN._replace(covers=Covers.ANYBODY)
 
     def repeated_charge(self, _context: DefenseContext) -> ChargeForecast:
         """Return that the charge is unknown: only the class itself states it."""
-        return UNKNOWN
+        return UNKNOWN._replace(covers=Covers.ANYBODY)
 
     def honesty(self, _context: DefenseContext) -> str:
         """Describe how reliable the forecast is."""
@@ -94,9 +93,12 @@ class CustomDefense(NoisyDefense):
             "Where it states none, the charge is infinite."
         )
 
-    def guarantee_limit(self) -> str:
-        """Explain that the guarantee is as good as the charges that the class states."""
-        return f"The guarantee relies on the charges that {self.module} states itself."
+    def coverage(self) -> Coverage:
+        """Explain that only the class itself states whom its charges describe."""
+        return Coverage(
+            Covers.ANYBODY,
+            f"{self.module} states its charges and whom they describe itself.",
+        )
 
     def _load(self, context: DefenseContext, noise: NoiseSource) -> Defense:
         cls = load_class(self.module)

@@ -14,6 +14,8 @@ import math
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
+from splitveil.common.privacy.covers import Covers
+
 NoiseKind = Literal["fresh", "persistent"]
 
 Certainty = Literal["exact", "bound", "estimate", "unknown"]
@@ -28,14 +30,22 @@ class ChargeForecast(NamedTuple):
     """The relation of the charge to the two figures: exactly ``high`` (then ``low`` is the same),
     at most ``high``, probably between the two, or anything at all."""
 
+    covers: Covers = Covers.CLASS_MEANS
+    """The peers whom the charge describes."""
+
+    is_gaussian: bool = False
+    """Whether the answers are a Gaussian mechanism, see ``LeakCharge``."""
+
     def times(self, answers: int) -> "ChargeForecast":
         """Return the sum over several answers with independent noise."""
         return self._replace(low=self.low * answers, high=self.high * answers)
 
     @classmethod
-    def exactly(cls, sum_kl: float) -> "ChargeForecast":
+    def exactly(
+        cls, sum_kl: float, covers: Covers = Covers.CLASS_MEANS, *, is_gaussian: bool = False
+    ) -> "ChargeForecast":
         """Return a charge that the settings determine."""
-        return cls(sum_kl, sum_kl, "exact")
+        return cls(sum_kl, sum_kl, "exact", covers, is_gaussian)
 
     @property
     def is_promise(self) -> bool:

@@ -16,6 +16,12 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.optim import Adam
 from torch.optim.lr_scheduler import LambdaLR
 
+from splitveil.active_party.defenses.build_inputs import (
+    BuildInputs,
+    DefenseContext,
+    Examples,
+    NoiseSecrets,
+)
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.forecast import (
     UNKNOWN,
@@ -57,16 +63,14 @@ from splitveil.active_party.defenses.objective import (
     descend,
 )
 from splitveil.active_party.defenses.section import (
-    BuildInputs,
-    DefenseContext,
-    Examples,
-    NoiseSecrets,
+    Coverage,
     SeededDefense,
     two_classes_alone,
     warn_about_seed,
 )
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.common.data.features import Features
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.run.progress import State
 
 
@@ -210,10 +214,14 @@ class GafmDefense(SeededDefense):
             "cut of one number"
         )
 
-    def guarantee_limit(self) -> str:
-        """Describe the peers for which the guarantee does not hold; empty if it holds for all."""
-        exact = self.composed_with.guarantee_limit() == ""
-        return "" if exact else super().guarantee_limit()
+    def coverage(self) -> Coverage:
+        """Return the peers whom the charges describe: those of the defense behind, or the fewest.
+
+        A charge for the label's own move does not count that the critic and the scale of the noise
+        depend on labels, too.
+        """
+        behind = self.composed_with.coverage()
+        return behind if behind.covers is Covers.ANYBODY else super().coverage()
 
     def _is_credited(self, cut_dim: int) -> bool:
         """Whether the ledger may give credit to the defense behind; it never does to gafm."""

@@ -4,7 +4,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 import torch
@@ -12,23 +11,11 @@ from torch import Tensor
 
 from splitveil.active_party.defenses.projection.features import Chunks
 from splitveil.active_party.defenses.sum_kl import NoiseSolution
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.run import messages
 
 DefendedGradient = messages.DefendedGradient
 """A gradient that may leave the active party. Only defenses create one."""
-
-
-class Covers(StrEnum):
-    """The peers whom a charge describes, from the widest circle to the narrowest."""
-
-    ANYBODY = "anybody"
-    """Every peer: it may choose its activations, and know everything but the one label."""
-
-    PASSIVE_AND_HONEST = "passive and honest"
-    """A peer that sends its model's activations, whatever it knows of features and predictions."""
-
-    CLASS_MEANS = "knows class means only"
-    """A peer that follows the protocol and compares gradients with the class means of a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +198,20 @@ class Defense(ABC):
         Args:
             _epoch: the epoch, from 0.
             _chunks: facts about the training rows.
+
+        Raises:
+            ValueError: the facts are not of the kind that can be summed.
         """
+        return None
+
+    @property
+    def released_rows(self) -> Tensor | None:
+        """Positions of the rows that releases are about, (rows,); None for all training rows."""
+        return None
+
+    @property
+    def released_targets(self) -> Tensor | None:
+        """Targets of all aligned rows that were computed from releases alone, if there are any."""
         return None
 
     def charge_covering(self, _move: LabelMove, /) -> LeakCharge:

@@ -13,6 +13,7 @@ from typing import Literal, Self
 import torch
 from pydantic import Field, model_validator
 
+from splitveil.active_party.defenses.build_inputs import BuildInputs, DefenseContext
 from splitveil.active_party.defenses.example_keys import key_name
 from splitveil.active_party.defenses.forecast import ChargeForecast
 from splitveil.active_party.defenses.gaps import gap_memory
@@ -31,15 +32,15 @@ from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.persistent import label_moves, own_scalars, repeated_report
 from splitveil.active_party.defenses.rows import as_positive, as_rows
 from splitveil.active_party.defenses.section import (
+    COVERS_PASSIVE_AND_HONEST,
     PERSISTENT_NOISE_HONESTY,
-    PERSISTENT_NOISE_LIMIT,
-    BuildInputs,
-    DefenseContext,
+    Coverage,
     NoisyDefense,
     refusal_of_persistent,
     require_key,
 )
 from splitveil.active_party.defenses.sum_kl import sum_kl_along_gap
+from splitveil.common.privacy.covers import Covers
 
 
 class IsoDefense(NoisyDefense):
@@ -92,7 +93,8 @@ class IsoDefense(NoisyDefense):
     def repeated_charge(self, context: DefenseContext) -> ChargeForecast:
         """Return the charge of all answers together, which is a constant of the defense."""
         ratio = self.norm_ratio
-        return ChargeForecast.exactly(context.cut_dim / ratio**2 if ratio else math.inf)
+        sum_kl = context.cut_dim / ratio**2 if ratio else math.inf
+        return ChargeForecast.exactly(sum_kl, Covers.PASSIVE_AND_HONEST)
 
     def honesty(self, _context: DefenseContext) -> str:
         """Describe how reliable the forecast is."""
@@ -115,9 +117,11 @@ class IsoDefense(NoisyDefense):
             return None
         return "the first answer without noise would pass every budget; set noise_ratio above 0"
 
-    def guarantee_limit(self) -> str:
-        """Describe the peers for which the ledger's guarantee does not hold."""
-        return PERSISTENT_NOISE_LIMIT if self.noise == "persistent" else super().guarantee_limit()
+    def coverage(self) -> Coverage:
+        """Return the peers whom the charges describe."""
+        if self.noise == "persistent":
+            return COVERS_PASSIVE_AND_HONEST
+        return super().coverage()
 
     def bounds_label_move(self, _cut_dim: int, *, is_known: bool) -> bool:
         """Whether a finite charge covers the label's move: the noise lies in all directions."""

@@ -36,7 +36,6 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.defenses.interface import (
-    Covers,
     Defended,
     DefendedGradient,
     Defense,
@@ -50,6 +49,7 @@ from splitveil.active_party.defenses.label_mechanisms import ProjectedBatches, l
 from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.rows import as_classes, as_rows
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
+from splitveil.common.privacy.covers import Covers
 
 _GRID = 2.0**20
 _LIMIT = 4.0
@@ -101,9 +101,8 @@ class BatchProjections(Defense):
             truth = torch.nn.functional.one_hot(labels, self._num_classes).double()
             predicted, deviation = torch.softmax(logits, dim=1), math.sqrt(2) * deviation
         design = design_of(features_of(batch.activation, logits), self._mechanism.rank)
-        shape = (design.shape[1], truth.shape[1])
-        noise = deviation * self._noise.standard_normal(shape, design)
-        told = design.T @ truth + (noise * _GRID).round_() / _GRID
+        normal = self._noise.standard_normal((design.shape[1], truth.shape[1]), design)
+        told = noisy_sums(design, truth, deviation * normal)
         targets = rebuild(design, told, predicted, deviation).float()
         return targets.squeeze(1) if is_binary else targets
 
@@ -167,6 +166,17 @@ def design_of(features: Tensor, rank: int) -> Tensor:
     longest = torch.linalg.vector_norm(design, dim=1).max()
     scaled: Tensor = design / longest * (1 - 2.0**-40)
     return (scaled * _GRID).trunc() / _GRID
+
+
+def noisy_sums(design: Tensor, truth: Tensor, noise: Tensor) -> Tensor:
+    """Return the release of a batch: the projections of its labels, plus noise.
+
+    Args:
+        design: A, (rows, projections) float64, as ``design_of`` returns it.
+        truth: labels of 0 and 1, (rows, columns) float64.
+        noise: (projections, columns) float64.
+    """
+    return design.T @ truth + (noise * _GRID).round() / _GRID
 
 
 def rebuild(design: Tensor, told: Tensor, predicted: Tensor, deviation: float) -> Tensor:

@@ -38,7 +38,6 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.defenses.interface import (
-    Covers,
     Defended,
     DefendedGradient,
     Defense,
@@ -52,6 +51,7 @@ from splitveil.active_party.defenses.label_mechanisms import ResponseWithPrior, 
 from splitveil.active_party.defenses.noise import DrawKeys, secure_uniform
 from splitveil.active_party.defenses.rows import as_classes, as_rows
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
+from splitveil.common.privacy.covers import Covers
 
 _NOT_DRAWN = -1
 

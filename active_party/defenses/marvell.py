@@ -31,6 +31,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from splitveil.active_party.defenses.build_inputs import BuildInputs, DefenseContext
 from splitveil.active_party.defenses.class_statistics import (
     ClassEstimate,
     RunningClasses,
@@ -57,11 +58,10 @@ from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.persistent import label_moves, own_scalars, repeated_report
 from splitveil.active_party.defenses.rows import as_positive, as_rows, row_norms
 from splitveil.active_party.defenses.section import (
+    COVERS_PASSIVE_AND_HONEST,
     PERSISTENT_NOISE_HONESTY,
-    PERSISTENT_NOISE_LIMIT,
     SEE,
-    BuildInputs,
-    DefenseContext,
+    Coverage,
     NoisyDefense,
     refusal_of_persistent,
     require_key,
@@ -80,6 +80,7 @@ from splitveil.active_party.defenses.sum_kl import (
     solve_noise,
     sum_kl_along_gap,
 )
+from splitveil.common.privacy.covers import Covers
 
 
 class MarvellDefense(NoisyDefense):
@@ -135,7 +136,7 @@ class MarvellDefense(NoisyDefense):
 
     def repeated_charge(self, _context: DefenseContext) -> ChargeForecast:
         """Return the charge of all answers together, which is a constant of the defense."""
-        return ChargeForecast.exactly(repeated_sum_kl(self.strength))
+        return ChargeForecast.exactly(repeated_sum_kl(self.strength), Covers.PASSIVE_AND_HONEST)
 
     def honesty(self, context: DefenseContext) -> str:
         """Describe how reliable the forecast is."""
@@ -169,15 +170,16 @@ class MarvellDefense(NoisyDefense):
         """Explain why persistent noise cannot be used with more than two classes."""
         return refusal_of_persistent(self, context)
 
-    def guarantee_limit(self) -> str:
-        """Describe the peers for which the ledger's guarantee does not hold."""
+    def coverage(self) -> Coverage:
+        """Return the peers whom the charges describe."""
         if self.noise == "persistent":
-            return PERSISTENT_NOISE_LIMIT
-        return (
-            "The guarantee does not hold for every peer: charges of fresh noise describe "
-            "attacks on the class means of a batch. They may be too low against a peer that "
-            "looks across the gap of the means, and late in training against one that can tell "
-            f"what the model predicts for an example: see {SEE}."
+            return COVERS_PASSIVE_AND_HONEST
+        return Coverage(
+            Covers.CLASS_MEANS,
+            "The charges of fresh marvell compare the class means of a batch along their gap. They "
+            "do not describe a peer that looks across the gap, where one class has all the noise, "
+            "and reads the labels from the energy of single rows; nor one that can tell what the "
+            f"model predicts for an example: see {SEE}.",
         )
 
     def bounds_label_move(self, cut_dim: int, *, is_known: bool) -> bool:

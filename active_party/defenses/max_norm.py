@@ -14,6 +14,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from splitveil.active_party.defenses.build_inputs import BuildInputs, DefenseContext
 from splitveil.active_party.defenses.forecast import (
     UNKNOWN,
     ChargeForecast,
@@ -33,11 +34,7 @@ from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.persistent import own_scalars
 from splitveil.active_party.defenses.row_noise import missing_norms, stretch_rows
 from splitveil.active_party.defenses.rows import as_rows
-from splitveil.active_party.defenses.section import (
-    BuildInputs,
-    DefenseContext,
-    NoisyDefense,
-)
+from splitveil.active_party.defenses.section import NoisyDefense
 
 
 class NormAligningDefense(NoisyDefense):

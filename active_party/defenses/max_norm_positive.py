@@ -16,13 +16,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from splitveil.active_party.defenses.build_inputs import BuildInputs, DefenseContext
 from splitveil.active_party.defenses.interface import Defense, RawBatch
 from splitveil.active_party.defenses.max_norm import MaxNorm, NormAligningDefense
-from splitveil.active_party.defenses.section import (
-    BuildInputs,
-    DefenseContext,
-    two_classes_alone,
-)
+from splitveil.active_party.defenses.section import two_classes_alone
 
 
 class MaxNormPositiveDefense(NormAligningDefense):

@@ -15,9 +15,11 @@ replaced by the distribution of the label given the noisy label, with the predic
 As the model has only ever seen noisy labels, that is another function of them, and reveals no more.
 
 With ``top_labels: true`` the top model learns from the labels themselves, and its knowledge shows
-in p and J of later gradients (p - noisy y) J. There is no proof for this case. It is charged for
-the noisy label alone, as every defense is, without label-DP; the leak monitor watches the rest.
-Targets that depend on predictions are refused with it: they would pass on the label itself.
+in p and J of later gradients (p - noisy y) J. Given p and J, a gradient is a function of the noisy
+label, so that its charge describes what a passive and honest peer learns beyond the predictions. A
+peer that chooses activations can make the top model learn a single label by heart, and read it
+from p: nothing bounds what it learns, and there is no label-DP. Targets that depend on predictions
+are refused with it: they would pass on the label itself.
 """
 
 from typing import Annotated, Literal, Self
@@ -26,10 +28,10 @@ import torch
 from pydantic import BeforeValidator, model_validator
 from torch import Tensor
 
+from splitveil.active_party.defenses.build_inputs import BuildInputs, DefenseContext
 from splitveil.active_party.defenses.example_keys import NoiseKey, key_name
 from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast
 from splitveil.active_party.defenses.interface import (
-    Covers,
     Defended,
     DefendedGradient,
     Defense,
@@ -56,13 +58,13 @@ from splitveil.active_party.defenses.label_strength import at_leak_auc
 from splitveil.active_party.defenses.noise import SecureNoise, fresh_key
 from splitveil.active_party.defenses.rows import as_classes, as_rows
 from splitveil.active_party.defenses.section import (
-    BuildInputs,
-    DefenseContext,
+    Coverage,
     SeededDefense,
     require_key,
     warn_about_seed,
 )
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
+from splitveil.common.privacy.covers import Covers
 
 
 def _word_of_true(value: object) -> object:
@@ -103,6 +105,11 @@ class NoisyLabelDefense(SeededDefense):
         return self.mechanism.posterior == "model"
 
     @property
+    def is_gaussian(self) -> bool:
+        """Whether noisy labels are a Gaussian mechanism, of which the exact AUC is known."""
+        return isinstance(self.mechanism, GaussianLabels | ProjectedBatches)
+
+    @property
     def top_learns_targets(self) -> bool:
         """Whether the top model learns from the noisy labels."""
         return self.top_labels == "noisy"
@@ -140,7 +147,11 @@ class NoisyLabelDefense(SeededDefense):
 
     def forecast(self, context: DefenseContext) -> Forecast:
         """Return the charge, which the mechanism determines."""
-        charge = ChargeForecast.exactly(label_leak(self.mechanism, context.num_classes).sum_kl)
+        charge = ChargeForecast.exactly(
+            label_leak(self.mechanism, context.num_classes).sum_kl,
+            self.coverage().covers,
+            is_gaussian=self.is_gaussian,
+        )
         honesty = (
             "Exact, whatever the gradients."
             if self.top_labels == "noisy"
@@ -170,13 +181,18 @@ class NoisyLabelDefense(SeededDefense):
         mechanism = at_leak_auc(self.mechanism, leak_auc, context.epochs, context.num_classes)
         return self.model_copy(update={"mechanism": mechanism})
 
-    def guarantee_limit(self) -> str:
-        """Explain that the guarantee is not proved if the top model learns from true labels."""
+    def coverage(self) -> Coverage:
+        """Return the peers whom the charge describes: everybody, if nothing else uses labels."""
         if self.top_labels == "noisy":
-            return ""
-        return (
-            "With top_labels true the guarantee is not proved: what the top model learns of "
-            "the labels is not charged."
+            return Coverage(
+                Covers.ANYBODY,
+                "Everything that the peer receives is a function of features and noisy labels.",
+            )
+        return Coverage(
+            Covers.PASSIVE_AND_HONEST,
+            "With top_labels true, the charge of the noisy label describes a peer that sends its "
+            "model's activations, and what it learns beyond the model's predictions. It does not "
+            "describe one that chooses activations to make the top model learn single labels.",
         )
 
     def composition_refusal(self) -> str | None:
@@ -232,8 +248,8 @@ class NoisyLabel(Defense):
                 leak.sum_kl,
                 noise_identity=f"noisy_label {strength_name(mechanism)} {key_name(key)}",
                 epsilon=leak.epsilon if is_proved else None,
-                covers=Covers.ANYBODY if is_proved else Covers.CLASS_MEANS,
-                is_gaussian=isinstance(mechanism, GaussianLabels) and is_proved,
+                covers=settings.coverage().covers,
+                is_gaussian=settings.is_gaussian,
             ),
         )
 

@@ -3,6 +3,7 @@
 import math
 from typing import Literal
 
+from splitveil.active_party.defenses.build_inputs import BuildInputs, DefenseContext
 from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast
 from splitveil.active_party.defenses.interface import (
     Defended,
@@ -13,7 +14,7 @@ from splitveil.active_party.defenses.interface import (
     RawBatch,
 )
 from splitveil.active_party.defenses.rows import as_classes, as_rows
-from splitveil.active_party.defenses.section import BuildInputs, DefenseContext, DefenseSection
+from splitveil.active_party.defenses.section import DefenseSection
 
 
 class NoDefense(DefenseSection):

@@ -63,6 +63,10 @@ class StepOutcome:
     """The most by which an example's own label moves its own row; None if the gap of the class
     means represents it."""
 
+    logits: Tensor | None = None
+    """Of the cross entropy whose gradient ``raw`` is, with their graph: (batch,), or
+    (batch, classes); None if it is the gradient of another loss."""
+
 
 class Objective(Protocol):
     """A top model and the way it learns."""

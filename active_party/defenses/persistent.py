@@ -32,6 +32,7 @@ avoids this). And unbiasedness holds over the key, not over steps: an example's 
 average out.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -41,6 +42,7 @@ from splitveil.active_party.defenses.example_keys import scalars
 from splitveil.active_party.defenses.interface import DefenseReport, LeakCharge
 from splitveil.active_party.defenses.rows import in_chunks, largest_size, row_norms
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
+from splitveil.common.privacy.covers import Covers
 
 _SMALLEST_RESIDUAL = 2.0**-10
 """Below this |p - y|, a row holds too little of J to recover J from it in float32."""
@@ -51,6 +53,7 @@ class LabelMoves(NamedTuple):
 
     values: Tensor  # (batch, cut_dim)
     norms: Tensor  # (batch,) float64, exact where the values overflow their dtype
+    covers: Covers  # the peers who cannot tell from a direction which of the two labels it has
 
 
 def label_moves(rows: Tensor, positive: Tensor, probabilities: Tensor | None) -> LabelMoves:
@@ -62,7 +65,8 @@ def label_moves(rows: Tensor, positive: Tensor, probabilities: Tensor | None) ->
     Raises:
         ValueError: the probabilities are missing, of another number, or outside [0, 1].
     """
-    residuals = _checked(probabilities, rows).double() - positive.double()
+    probabilities = _checked(probabilities, rows).double()
+    residuals = probabilities - positive.double()
     row_lengths, common = _lengths_and_common_move(rows, residuals)
     small = residuals.abs() < _SMALLEST_RESIDUAL
     divisors = torch.where(small, 1.0, residuals)
@@ -71,7 +75,7 @@ def label_moves(rows: Tensor, positive: Tensor, probabilities: Tensor | None) ->
     sure = small.nonzero().squeeze(1)
     values[sure] = common.to(rows.dtype)
     lengths[sure] = row_norms(common[None])
-    return LabelMoves(values, lengths)
+    return LabelMoves(values, lengths, _covered(probabilities))
 
 
 def own_scalars(example_keys: Tensor | None, rows: Tensor) -> Tensor:
@@ -98,8 +102,18 @@ def repeated_report(moves: LabelMoves, noise_ratio: float, charge: LeakCharge) -
         noise_power=float((moves.norms * noise_ratio).square_().mean()),
         sum_kl_after=charge.sum_kl,
         leak_auc_bound=leak_auc_bound(charge.sum_kl),
-        charge=charge,
+        charge=replace(charge, covers=moves.covers),
     )
+
+
+def _covered(probabilities: Tensor) -> Covers:
+    """Return the peers whom a batch's charge describes.
+
+    A row of which the model is certain goes in the batch's direction with one label, and in its own
+    with the other. A peer that knows its prediction and looks at its direction reads the label.
+    """
+    surest = torch.minimum(probabilities, 1 - probabilities).min()
+    return Covers.CLASS_MEANS if surest < _SMALLEST_RESIDUAL else Covers.PASSIVE_AND_HONEST
 
 
 def _checked(probabilities: Tensor | None, rows: Tensor) -> Tensor:

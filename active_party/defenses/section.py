@@ -6,16 +6,19 @@ modules ask these questions and never check which defense it is.
 """
 
 import logging
-import math
 from abc import abstractmethod
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, Self, final
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
+from splitveil.active_party.defenses.build_inputs import (
+    NO_SECRETS,
+    BuildInputs,
+    DefenseContext,
+    Examples,
+    NoiseSecrets,
+)
 from splitveil.active_party.defenses.example_keys import (
     NoiseKey,
     key_for,
@@ -26,7 +29,6 @@ from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast, N
 from splitveil.active_party.defenses.interface import Defense
 from splitveil.active_party.defenses.noise import (
     DefaultNoise,
-    DrawKeys,
     EntropyNoise,
     InsecureSeededNoise,
     NoiseSource,
@@ -34,78 +36,33 @@ from splitveil.active_party.defenses.noise import (
     fresh_key,
 )
 from splitveil.active_party.defenses.objective import Objective, TopModel
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.settings import Section
 
 SEE = "docs/defenses.md, section 'Which bounds do not hold'"
 
-GENERAL_LIMIT = (
-    f"The guarantee holds for attacks that the charges describe, and not for every peer: see {SEE}."
+
+class Coverage(NamedTuple):
+    """The peers whom all charges of a defense describe, and the reason."""
+
+    covers: Covers
+    """The widest circle that every charge describes."""
+
+    why: str
+    """A sentence about who is described, and who is not."""
+
+
+COVERS_CLASS_MEANS = Coverage(
+    Covers.CLASS_MEANS,
+    "The charges of fresh noise compare the class means of a batch. They do not describe a peer "
+    "that looks at anything else, such as the energy of single rows or what the model predicts "
+    f"for an example: see {SEE}.",
 )
-"""The limit of a guarantee about which nothing more precise is known."""
-
-
-class DefenseContext(NamedTuple):
-    """The facts about a run that a defense depends on."""
-
-    cut_shape: tuple[int, ...]
-    """Shape of one row of the gradient that is defended."""
-
-    num_classes: int = 2
-
-    pos_fraction: float = 0.5
-    """Share of positives among the training rows, above 0 and below 1; with several classes,
-    charges do not depend on it."""
-
-    epochs: int = 1
-    """Number of epochs of the run."""
-
-    @property
-    def cut_dim(self) -> int:
-        """Number of values in one row of the gradient."""
-        return math.prod(self.cut_shape)
-
-
-class NoiseSecrets(NamedTuple):
-    """The secrets from which a defense draws its noise."""
-
-    noise_key: NoiseKey | None = None
-    """The key of persistent noise and noisy labels; None where the defense needs none."""
-
-    draw_keys: DrawKeys | None = None
-    """The source of the keys of fresh noise. If it is None, they come from the operating system,
-    or in tests from the settings' ``insecure_noise_seed``."""
-
-
-NO_SECRETS = NoiseSecrets()
-
-
-class Examples(NamedTuple):
-    """The aligned examples of a run, in the common order."""
-
-    ids: Sequence[str]
-    """Canonical ids; empty if the defense does not have a noise key."""
-
-    labels: Tensor
-    """True labels, (aligned,)."""
-
-    device: torch.device
-    """The device on which the top model is trained."""
-
-    training: Tensor | None = None
-    """Positions of the training rows, (training rows,) int64, ascending; None for all rows."""
-
-
-class BuildInputs(NamedTuple):
-    """Everything from which a defense is built, beside its settings."""
-
-    context: DefenseContext
-
-    secrets: NoiseSecrets = NO_SECRETS
-    """The secrets from which noise is drawn."""
-
-    examples: Examples | None = None
-    """The examples of the run; a defense that replaces their labels needs them for
-    ``Defense.targets``."""
+COVERS_PASSIVE_AND_HONEST = Coverage(
+    Covers.PASSIVE_AND_HONEST,
+    "The charges of persistent noise describe a peer that sends its model's activations. They do "
+    f"not describe one that chooses its activations: see {SEE}.",
+)
 
 
 class DefenseSection(Section):
@@ -132,8 +89,26 @@ class DefenseSection(Section):
         return False
 
     @property
+    def names_subjects(self) -> str | None:
+        """The column that names the person whom a row is about; None if the defense reads none."""
+        return None
+
+    @property
+    def earlier_targets(self) -> tuple[str, ...]:
+        """Folders of earlier runs whose targets are used again."""
+        return ()
+
+    @property
     def model_is_label_free(self) -> bool:
         """Whether the trained model depends on labels only through what the defense released."""
+        return False
+
+    @property
+    def holds_for_anybody(self) -> bool:
+        """Whether the bound holds for every peer, so that nothing else may depend on true labels.
+
+        Not even the moment at which a run ends.
+        """
         return False
 
     @property
@@ -194,6 +169,10 @@ class DefenseSection(Section):
         """Explain why the first answer would exceed every budget; None if it need not."""
         return None
 
+    def coverage(self) -> Coverage:
+        """Return the peers whom the charges of a run with these settings describe."""
+        return COVERS_CLASS_MEANS
+
     def at_leak_auc(self, _leak_auc: float, _context: DefenseContext, /) -> Self | None:
         """Return these settings at the strength that bounds a run's leak AUC for every peer.
 
@@ -206,10 +185,6 @@ class DefenseSection(Section):
             _context: facts about the run, above all its number of epochs.
         """
         return None
-
-    def guarantee_limit(self) -> str:
-        """Describe the peers for which the guarantee does not hold; empty if it holds for all."""
-        return GENERAL_LIMIT
 
     def composition_refusal(self) -> str | None:
         """Say why the defense cannot follow a loss other than the cross entropy; None if it can."""
@@ -325,16 +300,6 @@ class NoisyDefense(SeededDefense):
     def honesty(self, context: DefenseContext) -> str:
         """Describe how reliable the forecast is."""
 
-    def guarantee_limit(self) -> str:
-        """Describe the peers for which the ledger's guarantee does not hold."""
-        if self.noise == "persistent":
-            return GENERAL_LIMIT
-        return (
-            "The guarantee does not hold for every peer: charges of fresh noise describe "
-            "attacks on the class means of a batch. They are too low late in training against "
-            "a peer that can tell what the model predicts for an example."
-        )
-
     def composition_refusal(self) -> str | None:
         """Say why the defense cannot follow a loss other than the cross entropy; None if it can."""
         if self.noise == "fresh":
@@ -366,11 +331,6 @@ class NoisyDefense(SeededDefense):
         return SecureNoise(keys) if self.secure_noise else EntropyNoise(keys)
 
 
-PERSISTENT_NOISE_LIMIT = (
-    "The guarantee does not hold for every peer: charges of persistent noise describe "
-    "one that sends its model's activations. They are too low against a peer that "
-    f"chooses its activations: see {SEE}."
-)
 PERSISTENT_NOISE_HONESTY = "Charges of persistent noise depend on the strength alone."
 
 

@@ -24,6 +24,7 @@ For a fixed x the best X is C / (a + b E), unless l1A >= x or l1B >= 0 says othe
 
 import math
 from collections.abc import Callable
+from statistics import NormalDist
 from typing import NamedTuple
 
 from splitveil.active_party.defenses.root_finding import find_root
@@ -189,6 +190,11 @@ def power_for_sum_kl(
     return _times_power_of_two(power, exponent)
 
 
+def estimated_auc(sum_kl: float) -> float:
+    """Return the AUC of the best score between two Gaussians of equal variance."""
+    return 0.5 * (1 + math.erf(math.sqrt(sum_kl) / 2))
+
+
 def leak_auc_bound(sum_kl: float) -> float:
     """Bound the AUC of every attack on one answer by its divergence.
 
@@ -227,6 +233,11 @@ def sum_kl_for_leak_auc(leak_auc: float) -> float:
     """Return the divergence at which ``leak_auc_bound`` is the given AUC, above 0.5 and below 1."""
     variation = 1 - math.sqrt(2 * (1 - leak_auc))
     return 4 * variation * math.atanh(variation)
+
+
+def sum_kl_for_estimated_auc(leak_auc: float) -> float:
+    """Return the divergence at which ``estimated_auc`` is the given AUC, above 0.5 and below 1."""
+    return 2 * NormalDist().inv_cdf(leak_auc) ** 2
 
 
 def _check(pos_fraction: float, cut_dim: int, **variances: float) -> None:

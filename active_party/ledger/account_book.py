@@ -64,8 +64,7 @@ class AccountBook:
 
     def most(self) -> float:
         """Return the largest divergence among all accounts, 0 if there are none."""
-        everybody = np.arange(len(self))
-        return self.ledger.bounds(everybody).sum_kl.max if len(self) else 0.0
+        return self.ledger.exposure(np.arange(len(self))).most if len(self) else 0.0
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the tensors from which ``from_state`` rebuilds the book."""
@@ -73,7 +72,7 @@ class AccountBook:
 
     def with_all_of(self, other: "AccountBook") -> "AccountBook":
         """Return a book of the examples of both; accounts of the same example are added up."""
-        at = _indices(other.names, self.names)
+        at = indices_of(other.names, self.names)
         new = np.flatnonzero(at < 0)
         at[new] = len(self) + np.arange(len(new))
         ledger, own = LeakLedger(len(self) + len(new)), np.arange(len(self))
@@ -90,7 +89,7 @@ class AccountBook:
         """
         ledger = LeakLedger(num_examples)
         if len(self):
-            of = _indices(_names(ids), self.names)
+            of = indices_of(names_of(ids), self.names)
             known = np.flatnonzero(of >= 0)
             ledger.add(known, self.ledger, of[known])
         return ledger
@@ -102,14 +101,15 @@ class AccountBook:
             ids: canonical ids in the common order.
             ledger: of the run, as ``begun`` returned it and with all charges since.
         """
-        names = _names(ids)
-        others = np.flatnonzero(_indices(self.names, names) < 0)
+        names = names_of(ids)
+        others = np.flatnonzero(indices_of(self.names, names) < 0)
         return AccountBook(
             np.concatenate([names, self.names[others]]), ledger.carrying_over(self.ledger, others)
         )
 
 
-def _names(ids: Iterable[str]) -> Names:
+def names_of(ids: Iterable[str]) -> Names:
+    """Return a digest of each canonical id, (ids, 16)."""
     digests = (
         hashlib.blake2b(one.encode(), digest_size=_DIGEST_BYTES, person=b"leak account").digest()
         for one in ids
@@ -118,7 +118,7 @@ def _names(ids: Iterable[str]) -> Names:
     return texts.view(np.uint8).reshape(-1, _DIGEST_BYTES)
 
 
-def _indices(of: Names, among: Names) -> Positions:
+def indices_of(of: Names, among: Names) -> Positions:
     """Return the index of each name among others, -1 for a name that is not among them."""
     found = pc.index_in(_column(of), value_set=_column(among))
     indices: Positions = pc.fill_null(found, -1).to_numpy().astype(np.int64)

@@ -4,49 +4,35 @@ The budget is compared with the charges of all answers ever given, not only of t
 present position: a run that resumes from an earlier checkpoint gets back none of the charges since.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from splitveil.active_party.defenses.interface import LeakCharge
-from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.active_party.ledger.account_book import AccountBook
-from splitveil.active_party.ledger.ledger import LeakBounds, logged
+from splitveil.active_party.ledger.bounds import LeakBounds
+from splitveil.active_party.ledger.ledger import logged
+from splitveil.active_party.ledger.limit import Limit
 from splitveil.active_party.ledger.run_ledger import RunLedger
 from splitveil.common.errors import BudgetExhausted
+from splitveil.common.privacy.covers import Covers, narrowest
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.sample_order import Positions
-from splitveil.common.text.upper_bounds import at_most, auc_at_most
-
-ROUNDING = 1e-6
-"""Relative excess of a sum that a budget allows, so that ten times a strength pays for ten answers.
-"""
-
-
-def fits(sum_kl: float, max_sum_kl: float) -> bool:
-    """Return whether a divergence is within a budget, up to rounding."""
-    return sum_kl <= max_sum_kl * (1 + ROUNDING)
-
-
-def num_answers_within(max_sum_kl: float, charge: float) -> float:
-    """Return the number of answers of equal charge that a budget pays for; infinite for no charge.
-
-    Args:
-        max_sum_kl: the rest of the budget; a negative rest pays for no answer.
-        charge: divergence that each answer adds.
-    """
-    return math.inf if charge == 0 else max(max_sum_kl, 0.0) * (1 + ROUNDING) // charge
+from splitveil.common.storage.answer_log import ChargedAnswer
 
 
 @dataclass(frozen=True)
 class Allowance:
     """The label owner's limit to what a run may reveal, and the part already used."""
 
-    max_sum_kl: float = math.inf
-    """Divergence that no example may exceed over the whole run."""
+    limit: Limit | None = None
+    """What no example may exceed over the whole run; None for no limit."""
 
     earlier: AccountBook = field(default_factory=AccountBook.empty)
     """Accounts of earlier runs for some of the ids; they count towards the budget."""
+
+    peers: Covers = Covers.ANYBODY
+    """The widest circle of peers that a charge may describe in this run. Where something else that
+    depends on labels reaches the peer, the charge of an answer does not describe everybody."""
 
 
 class LeakBudget:
@@ -65,10 +51,14 @@ class LeakBudget:
         begun = allowance.earlier.begun(self._ids_in_order(), len(rows))
         self.accounts = RunLedger(begun)
 
+    def entry_of(self, charge: LeakCharge) -> ChargedAnswer:
+        """Return a charge as it is entered into the log of answers and the accounts."""
+        return logged(replace(charge, covers=narrowest(charge.covers, self._allowance.peers)))
+
     def admit(
         self,
         positions: Positions,
-        charge: LeakCharge,
+        entry: ChargedAnswer,
         what: str,
         *,
         is_repeated: bool,
@@ -78,7 +68,7 @@ class LeakBudget:
 
         Args:
             positions: positions of the training rows that it is about.
-            charge: the charge of each of them.
+            entry: the charge of each of them, as ``entry_of`` returns it.
             what: names it in the refusal.
             is_repeated: whether this very answer has left before, so that it tells nothing new.
             log: writes the answer to the log of answers. Called once the answer is known to fit;
@@ -87,18 +77,14 @@ class LeakBudget:
         Raises:
             BudgetExhausted: the answer would take an example past the limit; nothing is charged.
         """
-        told = self.accounts.told
-        reached = told.most(positions) if is_repeated else told.after(positions, charge)
-        budget = self._allowance.max_sum_kl
-        if not fits(reached, budget):
-            raise BudgetExhausted(
-                f"run_budget: {what} would take an example to "
-                f"sum_kl {at_most(reached)}, a guaranteed leak AUC of "
-                f"{auc_at_most(leak_auc_bound(reached))}; the budget is sum_kl {at_most(budget)}, "
-                f"a guaranteed leak AUC of {auc_at_most(leak_auc_bound(budget))}"
-            )
+        limit, told = self._allowance.limit, self.accounts.told
+        if limit is not None and len(positions):
+            reached = told.exposure(positions) if is_repeated else told.after(positions, entry)
+            objection = limit.objection(reached)
+            if objection is not None:
+                raise BudgetExhausted(f"run_budget: {what} {objection}")
         log()
-        self.accounts.enter(positions, logged(charge))
+        self.accounts.enter(positions, entry)
 
     def told(self) -> LeakBounds:
         """Bound what all answers ever given may have told about the training examples."""

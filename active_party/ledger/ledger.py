@@ -6,89 +6,51 @@ earlier answers; that changes nothing as long as the sum that counts is the one 
 charged. Repeated noise gives the same answer again: for one noise identity, only the largest charge
 counts.
 
-Two bounds hold for the AUC of anyone who has seen answers of divergence K about each example:
-
-    estimate    Phi(sqrt(K/2))                          best score, if the classes are Gaussian with
-                                                        equal variances
-    guarantee   1/2 + V - V^2/2 with 4 V artanh V = K   every score, under any distributions
-                                                        (Gilardoni 2010 for the total variation V)
-
-Both hold as far as the charges do. Charges of fresh noise compare the means of the classes in a
-batch. A peer that knows what the model predicts for an example may ask instead how much the
-example's own label moves its own gradient: as much at first, twice as much (squared) once the model
-has learned something, and many times as much once it fits the data nearly perfectly. Against such a
-peer neither bound holds late in training; charges of persistent noise and of noisy labels do not
-depend on this. Charges of persistent noise assume that the peer sends its model's activations, and
-charges of fresh ``marvell`` do not describe what lies across the gap of the means. Only the charges
-of noisy labels describe every peer (docs/defenses.md, "Which bounds do not hold").
+An account also remembers what does not hold of its charges: whom they do not describe, and whether
+one is not of a Gaussian mechanism. ``bounds`` says what follows from a divergence, and for whom. No
+charge is ever forgotten, so that the circle of peers only becomes narrower.
 """
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
-from operator import ge
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from splitveil.active_party.defenses.interface import LeakCharge
-from splitveil.active_party.defenses.sum_kl import leak_auc_bound
+from splitveil.active_party.ledger.bounds import (
+    UNKNOWN,
+    Caveats,
+    Divergences,
+    LeakBounds,
+    bounds_of,
+    caveats_of,
+)
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.storage.answer_log import ChargedAnswer
 
-Divergences = npt.NDArray[np.float64]
 
-_SATURATED = 75.0
-"""Divergence above which both AUCs are 1 to nine digits."""
-_CELLS_PER_UNIT = 4096
-"""Mean AUCs are rounded up by less than the inverse of this: millions of roots take seconds."""
+class Exposure(NamedTuple):
+    """What the answers about some examples may have revealed, example by example."""
 
+    sum_kl: Divergences
+    caveats: Caveats
 
-class Spread(NamedTuple):
-    """One figure over the training examples."""
-
-    max: float
-    q95: float
-    """Figure that 95 % of the examples do not exceed."""
-    mean: float
-
-
-class LeakBounds(NamedTuple):
-    """Bounds on the information about the labels that a run may have revealed so far."""
-
-    sum_kl: Spread
-    estimate: Spread
-    """AUC of the best score under the Gaussian model."""
-    guarantee: Spread
-    """AUC that no score of a peer exceeds, if the charges describe that peer."""
-    epsilon: float | None
-    """Label differential privacy of all answers together; None if an answer had none."""
-
-    def or_more(self, other: "LeakBounds | None") -> "LeakBounds":
-        """Return the larger of these bounds and others, figure by figure.
-
-        The result bounds what either of two sets of answers revealed if one contains the other.
-        """
-        if other is None or all(map(ge, self.sum_kl, other.sum_kl)):
-            return self  # bit for bit: AUCs of nearly equal divergences may differ in either way
-        bounded = self.epsilon is not None and other.epsilon is not None
-        return LeakBounds(
-            Spread(*map(max, self.sum_kl, other.sum_kl)),
-            Spread(*map(max, self.estimate, other.estimate)),
-            Spread(*map(max, self.guarantee, other.guarantee)),
-            max(self.epsilon or 0.0, other.epsilon or 0.0) if bounded else None,
-        )
+    @property
+    def most(self) -> float:
+        """The largest divergence."""
+        return float(self.sum_kl.max())
 
 
 class LeakLedger:
     """One account per aligned example.
 
-    Memory stays at two numbers per example, however often the noise changes: the charge of the
-    current noise identity is kept apart from the sum of all earlier charges. An identity that comes
-    back after another one is charged again, which is never too little.
+    Memory stays at two numbers and a byte per example, however often the noise changes: the charge
+    of the current noise identity is kept apart from the sum of all earlier charges. An identity
+    that comes back after another one is charged again, which is never too little.
     """
 
     def __init__(self, num_examples: int) -> None:
@@ -96,6 +58,8 @@ class LeakLedger:
         """Charges of fresh noise, and of earlier noise identities."""
         self._current: Divergences = np.zeros(num_examples)
         """Largest charge under the current noise identity."""
+        self._caveats: Caveats = np.zeros(num_examples, dtype=np.uint8)
+        """What does not hold of some charge."""
         self._identity = b""
         """Digest of the current noise identity; empty before the first one."""
         self._settled_epsilon = 0.0
@@ -120,6 +84,7 @@ class LeakLedger:
             positions: as for ``charge``.
             charge: the charge as ``logged`` returns it.
         """
+        self._caveats[positions] |= np.uint8(charge.caveats)
         if not charge.identity:
             self._settled[positions] += charge.sum_kl
             self._settled_epsilon += charge.epsilon
@@ -130,16 +95,24 @@ class LeakLedger:
         self._current[positions] = np.maximum(self._current[positions], charge.sum_kl)
         self._current_epsilon = max(self._current_epsilon, charge.epsilon)
 
-    def after(self, positions: Positions, charge: LeakCharge) -> float:
-        """Return the largest divergence that an example of the batch would reach with an answer."""
-        settled, current = self._settled[positions], self._current[positions]
-        if charge.noise_identity is None or _digest(charge.noise_identity) != self._identity:
-            return float((settled + current).max()) + charge.sum_kl
-        return float((settled + np.maximum(current, charge.sum_kl)).max())
+    def after(self, positions: Positions, charge: ChargedAnswer) -> Exposure:
+        """Return what the examples of a batch would be exposed to with an answer.
 
-    def most(self, positions: Positions) -> float:
-        """Return the largest divergence among some examples."""
-        return float((self._settled[positions] + self._current[positions]).max())
+        Args:
+            positions: as for ``charge``.
+            charge: as for ``enter``.
+        """
+        settled, current = self._settled[positions], self._current[positions]
+        caveats = self._caveats[positions] | np.uint8(charge.caveats)
+        if not charge.identity or charge.identity != self._identity:
+            return Exposure(settled + current + charge.sum_kl, caveats)
+        return Exposure(settled + np.maximum(current, charge.sum_kl), caveats)
+
+    def exposure(self, positions: Positions) -> Exposure:
+        """Return what some examples have been exposed to."""
+        return Exposure(
+            self._settled[positions] + self._current[positions], self._caveats[positions]
+        )
 
     def add(self, positions: Positions, other: "LeakLedger", other_positions: Positions) -> None:
         """Add the charges of another ledger for some of its examples.
@@ -154,8 +127,11 @@ class LeakLedger:
         theirs = other.state_dict()
         identity = bytes(theirs["identity"].tolist())
         epsilon, current_epsilon = theirs["epsilon"].tolist()
-        settled, current = (theirs[n].numpy()[other_positions] for n in ("settled", "current"))
+        settled, current, caveats = (
+            theirs[name].numpy()[other_positions] for name in ("settled", "current", "caveats")
+        )
         self._identity = self._identity or identity
+        self._caveats[positions] |= caveats
         self._settled[positions] += settled
         self._settled_epsilon += epsilon
         if identity == self._identity:
@@ -178,7 +154,7 @@ class LeakLedger:
         if not torch.equal(own["identity"], carried["identity"]):
             carried["settled"] += carried["current"]
             carried["current"].zero_()
-        for name in ("settled", "current"):
+        for name in ("settled", "current", "caveats"):
             carried[name][: len(self)] = own[name]
         # This ledger's epsilon already covers the earlier answers together with its own.
         whole.load_state_dict(carried | {name: own[name] for name in ("identity", "epsilon")})
@@ -197,20 +173,15 @@ class LeakLedger:
         sums = self._settled[positions]
         if self._identity:
             sums += self._current[positions]
-        by_root, sum_kl = _count_by_root(sums), _spread(sums)
         epsilon = self._settled_epsilon + self._current_epsilon
-        return LeakBounds(
-            sum_kl,
-            _auc_spread(estimated_auc, sum_kl, by_root),
-            _auc_spread(leak_auc_bound, sum_kl, by_root),
-            epsilon if math.isfinite(epsilon) else None,
-        )
+        return bounds_of(sums, self._caveats[positions], epsilon)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the accounts in the common order, without any ids."""
         return {
             "settled": torch.from_numpy(self._settled),
             "current": torch.from_numpy(self._current),
+            "caveats": torch.from_numpy(self._caveats),
             "identity": torch.tensor(list(self._identity), dtype=torch.uint8),
             "epsilon": torch.tensor(
                 [self._settled_epsilon, self._current_epsilon], dtype=torch.float64
@@ -223,7 +194,7 @@ class LeakLedger:
         Raises:
             ValueError: the state has another number of examples, or does not come from a ledger.
         """
-        if state.keys() != self.state_dict().keys():
+        if state.keys() | {"caveats"} != self.state_dict().keys():
             raise ValueError(f"expected the state of a ledger, got {sorted(state)}")
         for name in ("settled", "current"):
             if state[name].shape != (len(self),) or bool((~(state[name] >= 0)).any()):
@@ -233,8 +204,26 @@ class LeakLedger:
                 )
         self._settled = state["settled"].numpy().astype(np.float64, copy=True)
         self._current = state["current"].numpy().astype(np.float64, copy=True)
+        self._caveats = self._caveats_in(state)
         self._identity = bytes(state["identity"].tolist())
         self._settled_epsilon, self._current_epsilon = state["epsilon"].tolist()
+
+    def _caveats_in(self, state: Mapping[str, Tensor]) -> Caveats:
+        """Return a state's caveats; a ledger of before there were any covers the fewest peers.
+
+        Raises:
+            ValueError: they are not of this many examples.
+        """
+        found = state.get("caveats")
+        if found is None:
+            charged = self._settled + self._current > 0
+            return np.where(charged, UNKNOWN, 0).astype(np.uint8)
+        if found.dtype != torch.uint8 or found.shape != (len(self),):
+            raise ValueError(
+                f"caveats: expected {len(self)} bytes, got {found.dtype} of shape "
+                f"{tuple(found.shape)}"
+            )
+        return found.numpy().copy()
 
     def _settle(self) -> None:
         """Add the charges of the current noise identity to those of the earlier ones."""
@@ -244,45 +233,17 @@ class LeakLedger:
         self._current_epsilon = 0.0
 
 
-def estimated_auc(sum_kl: float) -> float:
-    """Return the AUC of the best score between two Gaussians of equal variance."""
-    return 0.5 * (1 + math.erf(math.sqrt(sum_kl) / 2))
-
-
 def logged(charge: LeakCharge) -> ChargedAnswer:
     """Return a charge in the form of the log of answers, with a digest instead of the identity."""
-    identity = charge.noise_identity
-    if identity is None:  # fresh noise is Gaussian: the odds of a single answer have no bound
-        return ChargedAnswer(charge.sum_kl, b"", math.inf)
+    caveats, identity = caveats_of(charge), charge.noise_identity
+    if identity is None:
+        # Fresh noise is Gaussian: the odds of a single answer have no bound, unless it tells
+        # nobody anything.
+        tells_nothing = charge.sum_kl == 0 and not caveats
+        return ChargedAnswer(charge.sum_kl, b"", 0.0 if tells_nothing else math.inf, caveats)
     epsilon = math.inf if charge.epsilon is None else charge.epsilon
-    return ChargedAnswer(charge.sum_kl, _digest(identity), epsilon)
+    return ChargedAnswer(charge.sum_kl, _digest(identity), epsilon, caveats)
 
 
 def _digest(identity: str) -> bytes:
     return hashlib.sha256(identity.encode()).digest()
-
-
-def _spread(sums: Divergences) -> Spread:
-    """Summarise the accounts, and leave them in another order: that saves a copy."""
-    largest, mean = float(sums.max()), float(sums.mean())
-    rank = math.ceil(0.95 * (len(sums) - 1))
-    sums.partition(rank)
-    return Spread(max=largest, q95=float(sums[rank]), mean=mean)
-
-
-def _count_by_root(sums: Divergences) -> npt.NDArray[np.int64]:
-    """Count the accounts by the square root of their divergence: both AUCs are smooth in it."""
-    roots = np.minimum(sums, _SATURATED)
-    np.sqrt(roots, out=roots)
-    roots *= _CELLS_PER_UNIT
-    return np.bincount(roots.astype(np.int32))
-
-
-def _auc_spread(
-    auc: Callable[[float], float], sum_kl: Spread, by_root: npt.NDArray[np.int64]
-) -> Spread:
-    # The AUC rises with the divergence: the quantile of the AUCs is the AUC of the quantile.
-    cells = np.flatnonzero(by_root)
-    highest = [auc(((cell + 1) / _CELLS_PER_UNIT) ** 2) for cell in cells.tolist()]
-    mean = float(np.average(highest, weights=by_root[cells]))
-    return Spread(auc(sum_kl.max), auc(sum_kl.q95), min(mean, auc(sum_kl.max)))

@@ -1,7 +1,7 @@
 """The charts of a report, each with its title."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ from splitveil.active_party.report.run_files import (
 )
 from splitveil.active_party.report.svg import Axis, Band, Chart, Dot, Line, Mark, Rule, round_axis
 from splitveil.active_party.report.verdict import RunLevel, is_oracle
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.record.figures import SpreadFigures
 from splitveil.common.record.lines import LedgerLine
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
@@ -157,7 +158,7 @@ def ledger_panels(
     budget = run.active.settings.get("run_budget") or {}
     epochs = column(line.epoch for line in lines) + 1
     marks = [
-        *_bound_marks(epochs, "guarantee", [line.bounds.guarantee for line in lines], auc_at_most),
+        *_peer_marks(epochs, [line.bounds.by_peers() for line in lines]),
         *_bound_marks(epochs, "estimate", [line.bounds.estimate for line in lines], _in_short),
     ]
     chart = Chart(
@@ -181,19 +182,19 @@ def ledger_panels(
 
 
 def shared_ledger_panel(runs: Sequence[Coloured]) -> Panel | None:
-    """Return the guarantees of several runs' ledgers over epochs; None if there are none."""
+    """Return the bounds for anybody of several runs' ledgers by epoch; None if there are none."""
     marks = []
     for style, run, _ in runs:
         lines = run.active.metrics.of(LedgerLine)
-        values = column(line.bounds.guarantee.max for line in lines)
+        values = column(line.bounds.anybody.max for line in lines)
         if np.isfinite(values).any():
             epochs = column(line.epoch for line in lines) + 1
             marks.append(Line(epochs, values, style, auc_at_most(values[-1]), True, auc_at_most))
     if not marks:
         return None
     x = _epoch_axis([mark.x for mark in marks])
-    chart = Chart("leak AUC that the ledgers guarantee", x, _leak_axis(), marks, *_WIDE)
-    return Panel("Guaranteed leak AUC by epoch", chart.svg())
+    chart = Chart("leak AUC that anybody may reach", x, _leak_axis(), marks, *_WIDE)
+    return Panel("Bound for anybody by epoch", chart.svg())
 
 
 def trade_off(dots: Sequence[Dot], measured: str) -> Markup | None:
@@ -210,16 +211,33 @@ def trade_off(dots: Sequence[Dot], measured: str) -> Markup | None:
     return Chart("test AUC against leak AUC, one point per run", x, y, dots, *_WIDE).svg()
 
 
+def _peer_marks(
+    epochs: Numbers, ledgers: Sequence[Mapping[Covers, SpreadFigures]]
+) -> Iterator[Mark]:
+    """Yield the bound of the widest circle of peers for whom there is one, over epochs."""
+    recorded = [
+        (peers, [bounds[peers] for bounds in ledgers])
+        for peers in Covers
+        if any(bounds[peers].max is not None for bounds in ledgers)
+    ]
+    for peers, spreads in recorded:
+        last = spreads[-1].max
+        if (last is not None and last < 1) or peers is recorded[-1][0]:
+            yield from _bound_marks(epochs, "guarantee", spreads, auc_at_most, f"{peers}")
+            return
+
+
 def _bound_marks(
     epochs: Numbers,
     style: str,
     spreads: Sequence[SpreadFigures],
     written: Callable[[float], str],
+    name: str | None = None,
 ) -> Iterator[Mark]:
     """Yield one bound over epochs, from its mean over the examples to its largest."""
     largest = column(spread.max for spread in spreads)
     yield Band(epochs, column(spread.mean for spread in spreads), largest, style)
-    label = f"{style} ({written(largest[-1])})"
+    label = f"{name or style} ({written(largest[-1])})"
     yield Line(epochs, largest, style, label, True, written)
 
 

@@ -1,8 +1,8 @@
 """The verdict on a run, in plain words, computed from its figures.
 
 It describes what was recovered, what the ledger allows for, and what was not examined. A measured
-figure is a lower bound on the leak (another attack may do better), and the ledger's guarantee is an
-upper bound against a peer that its charges describe.
+figure is a lower bound on the leak (another attack may do better), and the ledger's bounds are
+upper bounds, each for the peers whom its charges describe. The one for anybody is its guarantee.
 """
 
 import math
@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from splitveil.active_party.ledger.limits_of_guarantees import limit_of_guarantee
+from splitveil.active_party.report import beyond
+from splitveil.active_party.report.bounds import bounds_of, guarantee_of, in_full, in_short
 from splitveil.active_party.report.figures import (
     STANDARD_ERRORS,
     WITHOUT_GRADIENTS,
@@ -19,9 +20,10 @@ from splitveil.active_party.report.figures import (
 )
 from splitveil.active_party.report.run_files import RunFiles, num_classes
 from splitveil.common.privacy.accumulation import NUM_HINTS, SOURCES
-from splitveil.common.privacy.attacks import ATTACKS, Attack
-from splitveil.common.record.figures import LedgerFigures
-from splitveil.common.record.lines import LedgerLine
+from splitveil.common.privacy.attacks import ATTACKS, CUT, Attack, SideInformation
+from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
+from splitveil.common.record.beyond_figures import AdjustedFigures, BeyondFigures
 from splitveil.common.record.summary import ActiveFigures
 from splitveil.common.text.upper_bounds import auc_at_most
 
@@ -33,7 +35,6 @@ WEAK_GUARANTEE = 0.9
 """Guarantee above which a ledger's bound is meaningless in practice."""
 BITS_PER_AUDIT = math.log2(51)
 """The reply to an audit is one of .50, .51, ..., 1.00."""
-NO_GUARANTEE = 0.999
 
 LEVELS: Mapping[Level, str] = {
     "recovered": "Labels recovered",
@@ -67,6 +68,8 @@ _OF_BATCHES: Mapping[str, frozenset[_Need]] = {
 _OF_UNKNOWN = frozenset({_Need("what that attack is told")})
 """The needs of a user-defined attack: it cannot be assumed to work without labels."""
 
+_OWN_ACTIVATIONS = _Need(SideInformation.ACTIVATIONS.words, is_free=True)
+
 _NEEDS: Mapping[str, frozenset[_Need]] = {
     **_OF_BATCHES,
     **{
@@ -74,6 +77,10 @@ _NEEDS: Mapping[str, frozenset[_Need]] = {
         if name in NUM_HINTS
         else frozenset[_Need]().union(*(_OF_BATCHES[source] for source in sources))
         for name, sources in SOURCES.items()
+    },
+    **{
+        str(name): frozenset({_OWN_ACTIVATIONS, *([] if labels is None else [_Need(labels)])})
+        for name, labels in FINAL_ATTACKS.items()
     },
 }
 
@@ -88,6 +95,12 @@ class RunLevel(NamedTuple):
     high: float | None
     examples: int | None
     """The number of examples scored; None if the run did not record it."""
+    tpr_at_per_mille: float | None = None
+    """Share of the positives found while at most 0.1 % of the negatives are accused."""
+    tpr_at_percent: float | None = None
+    """The same for 1 %."""
+    precision_at_100: float | None = None
+    """Share of positives among the 100 highest scores."""
 
 
 @dataclass(frozen=True)
@@ -136,33 +149,47 @@ def judge(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunL
     guarantee = guarantee_of(run)
     gaps = list(_not_measured(run, findings, accumulated))
     findings = [found for found in findings if found.attack not in WITHOUT_GRADIENTS]
-    measured = _measured(findings, accumulated)
-    reasons = [*_of_classes(run), *measured, *_bounded(run, guarantee), *_told(summary)]
-    doubts = list(_doubts(summary.leak_alarms, accumulated, guarantee))
-    limit = limit_of_guarantee(run.active.settings.get("defense", {}))
-    return Verdict(
-        _level(findings, accumulated, guarantee, trusted=not doubts and not limit),
-        _headline(findings, accumulated, guarantee, for_every_peer=not limit),
-        [*doubts, *reasons],
-        gaps,
+    accumulated = [one for one in accumulated if one.attack not in WITHOUT_GRADIENTS]
+    measured = [*beyond.in_words(run), *_measured(findings, accumulated)]
+    bounds, figures = bounds_of(run), beyond.beyond_of(run)
+    reasons = [*_of_classes(run), *measured, *in_full(run, bounds), *_told(summary)]
+    unadjusted = [one for one in accumulated if not _is_adjusted(one, figures)]
+    doubts = list(_doubts(summary.leak_alarms, unadjusted, bounds))
+    doubts += beyond.contradictions(run, bounds)
+    strongest_beyond = figures.strongest()
+    if strongest_beyond is None:
+        level = _level(findings, accumulated, guarantee, trusted=not doubts)
+        headline = _headline(findings, accumulated, bounds)
+    else:
+        level = _level_beyond(figures, guarantee, trusted=not doubts)
+        headline = f"{_headline_beyond(figures, strongest_beyond[0])}; {in_short(bounds)}."
+    return Verdict(level, headline, [*doubts, *reasons], gaps)
+
+
+def _is_adjusted(one: RunLevel, figures: BeyondFigures) -> bool:
+    return one.layer == CUT and one.attack in figures.adjusted
+
+
+def _level_beyond(figures: BeyondFigures, guarantee: float, *, trusted: bool) -> Level:
+    if any(found.value >= RECOVERED for found in figures.adjusted.values()):
+        return "recovered"
+    if beyond.tells_something(figures):
+        return "leaking"
+    return "bounded" if guarantee <= WEAK_GUARANTEE and trusted else "unbounded"
+
+
+def _headline_beyond(figures: BeyondFigures, strongest_attack: str) -> str:
+    recovering = {n: one for n, one in figures.adjusted.items() if one.value >= RECOVERED}
+    easiest = max(
+        recovering, key=lambda name: _ease(name, recovering[name]), default=strongest_attack
+    )
+    return beyond.headline(
+        figures.adjusted[easiest], easiest, knows=_and_knows(easiest), recovers=bool(recovering)
     )
 
 
-def guarantee_of(run: RunFiles) -> float:
-    """Return the AUC that the ledger guarantees for the most exposed example; NaN without one."""
-    ledger = ledger_of(run)
-    value = None if ledger is None else ledger.guarantee.max
-    return math.nan if value is None else value
-
-
-def ledger_of(run: RunFiles) -> LedgerFigures | None:
-    """Return the ledger's last entry, or the bounds of a run abandoned after it went back."""
-    if run.active.summary.of_active.ledger is not None:
-        return run.active.summary.of_active.ledger
-    entries = [line.bounds for line in run.active.metrics.of(LedgerLine)[-1:]]
-    if run.active.ledger_ahead is not None:
-        entries.append(run.active.ledger_ahead)
-    return max(entries, key=lambda bounds: bounds.guarantee.max or 0.0, default=None)
+def _ease(attack: str, found: AdjustedFigures) -> tuple[bool, float]:
+    return not _more_than_free(attack), found.value
 
 
 def _level(
@@ -185,9 +212,7 @@ def _level(
 def _headline(
     findings: Sequence[Finding],
     accumulated: Sequence[RunLevel],
-    guarantee: float,
-    *,
-    for_every_peer: bool,
+    bounds: Mapping[Covers, float],
 ) -> str:
     whole_run = _highest(accumulated)
     easiest = _highest([one for one in accumulated if not _more_than_free(one.attack)])
@@ -219,12 +244,7 @@ def _headline(
         tell = "No attack that was run did better than chance on single batches"
     if whole_run is not None:
         tell += f", and all epochs together reach AUC {whole_run.leak_auc:.3f}"
-    if math.isnan(guarantee):
-        return f"{tell}; nothing bounds the whole run."
-    limit = "" if for_every_peer or guarantee >= NO_GUARANTEE else ", but not against every peer"
-    return (
-        f"{tell}; the ledger guarantees at most {auc_at_most(guarantee)} for the whole run{limit}."
-    )
+    return f"{tell}; {in_short(bounds)}."
 
 
 def _of_classes(run: RunFiles) -> Iterator[str]:
@@ -262,35 +282,6 @@ def _measured(findings: Sequence[Finding], accumulated: Sequence[RunLevel]) -> I
         )
 
 
-def _bounded(run: RunFiles, guarantee: float) -> Iterator[str]:
-    if math.isnan(guarantee):
-        yield "The run has no ledger entry, so nothing bounds what its answers revealed."
-        return
-    if guarantee >= NO_GUARANTEE:
-        yield (
-            "The ledger excludes nothing: over the whole run it allows for an AUC of "
-            f"{auc_at_most(guarantee)}."
-        )
-        return
-    ledger = ledger_of(run)
-    estimate = None if ledger is None else ledger.estimate.max
-    yield (
-        f"Over the whole run the ledger guarantees at most AUC {auc_at_most(guarantee)} to any "
-        "score on all answers together, for the most exposed example"
-        + ("." if estimate is None else f", and estimates {estimate:.3f}.")
-    )
-    earlier = run.active.summary.of_active.earlier_answers
-    if earlier is not None:
-        most = earlier.bounds.guarantee.max
-        yield (
-            f"Earlier runs are included: they answered about {earlier.examples or 0:,} of the "
-            f"training rows, at most AUC {auc_at_most(math.nan if most is None else most)}."
-        )
-    limit = limit_of_guarantee(run.active.settings.get("defense", {}))
-    if limit:
-        yield limit
-
-
 def _told(summary: ActiveFigures) -> Iterator[str]:
     """Yield the reason for an early end, and what the run revealed besides gradients."""
     if summary.gate is not None and summary.gate.closed:
@@ -304,20 +295,24 @@ def _told(summary: ActiveFigures) -> Iterator[str]:
         )
 
 
-def _doubts(alarms: int | None, accumulated: Sequence[RunLevel], guarantee: float) -> Iterator[str]:
+def _doubts(
+    alarms: int | None, accumulated: Sequence[RunLevel], bounds: Mapping[Covers, float]
+) -> Iterator[str]:
     """Yield the evidence against the ledger's figures."""
     if alarms:
         yield (
             f"The leak alarm went off {alarms} time{'s' * (alarms > 1)}: an attack measured more "
-            "than the ledger guarantees for one answer, so its figures do not describe these "
+            "than the ledger states for one answer, so its figures do not describe these "
             "gradients."
         )
     for one in accumulated:
-        if one.low is not None and one.low > guarantee:
+        passed = [p for p, bound in bounds.items() if one.low is not None and one.low > bound]
+        if passed:
+            widest = passed[0]
             yield (
                 f"{one.attack} at layer {one.layer} measured {one.leak_auc:.3f} over the whole "
-                f"run, more than the {auc_at_most(guarantee)} that the ledger guarantees: its "
-                "figures do not describe these gradients."
+                f"run, more than the {auc_at_most(bounds[widest])} that the ledger states for "
+                f"{widest.in_words}: that bound does not describe this attack on these gradients."
             )
 
 

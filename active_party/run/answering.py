@@ -15,7 +15,6 @@ from torch import Tensor
 
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.budget import LeakBudget
-from splitveil.active_party.ledger.ledger import logged
 from splitveil.active_party.run.parties import PassiveParties, PassiveParty, Question, Reply
 from splitveil.active_party.run.questions import AnsweredQuestions
 from splitveil.active_party.run.releases import Releases
@@ -220,7 +219,7 @@ class Answering:
             self._releases.begin(pending)
 
     def _admit(self, batch: Batch, result: StepResult, fingerprints: list[bytes]) -> None:
-        number, entry = self.batch_number, logged(result.report.charge)
+        number, entry = self.batch_number, self.budget.entry_of(result.report.charge)
         reply = self.questions.reply_tag(number, result.defended)
         is_repeated = self.questions.is_repeated(number, entry, reply)
         if self.questions.is_answered(number) and not is_repeated:
@@ -232,7 +231,7 @@ class Answering:
             )
         self.budget.admit(
             batch.positions,
-            result.report.charge,
+            entry,
             batch_in_words(batch.epoch, batch.step),
             is_repeated=is_repeated,
             log=lambda: self.questions.record(number, fingerprints, entry, reply),
@@ -256,7 +255,7 @@ class Answering:
         with self.changing():
             predicted = self.trainer.predict(batch.positions, cut)
             evaluation = self._evaluator.add(batch, *predicted)
-            stops = self._evaluator.ends_training(batch)
+            stops = self._evaluator.ends_training(batch, self.trainer.auc_on_targets)
             replies = [Course.STOP if stops else Course.CONTINUE] * len(asked)
             self._reply(replies)
             if stops:
@@ -337,7 +336,12 @@ class Answering:
             self.progress.finish()
 
     def reopen(self, batch_number: int, state: State) -> None:
-        """Charge again the answers that an ended process gave after its newest checkpoint."""
+        """Charge again the answers that an ended process gave after its newest checkpoint.
+
+        Raises:
+            StorageError: a release that was used is lost or damaged.
+        """
+        self._releases.check()
         charged = self._charged_since(state["records"])
         self.budget.accounts.reopen(state["accounts"], charged)
         self.progress.go_to(batch_number)
@@ -350,7 +354,7 @@ class Answering:
         following: int | None = None
         for record in self.questions.since(count):
             if record.number >= FIRST_RELEASE_NUMBER:
-                yield self.training_positions, record.charge
+                yield self._releases.positions, record.charge
                 continue
             if record.number != following:  # rare: numbers ascend until the run goes back
                 course = run_course(self.contract, self.rows, record.number)

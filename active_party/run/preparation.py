@@ -116,7 +116,9 @@ class Preparation:
             questions: the questions answered so far.
             file: the releases made so far.
         """
-        releases = Releases(file, questions, setup.budget, setup.rows.splits["train"])
+        rows = setup.trainer.released_rows
+        about = setup.rows.splits["train"] if rows is None else rows.cpu().numpy()
+        releases = Releases(file, questions, setup.budget, about)
         evaluator = Evaluator(self.rules.early_stop)
         return Answering(run_id, parties, setup, questions, evaluator, releases)
 

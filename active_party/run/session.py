@@ -19,7 +19,7 @@ takes back the charge of the first one.
 from collections.abc import Callable, Mapping
 
 from splitveil.active_party.ledger.account_book import AccountBook
-from splitveil.active_party.ledger.ledger import LeakBounds
+from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.run.answering import Answering
 from splitveil.active_party.run.gathering import Gathering
 from splitveil.active_party.run.lifecycle import ActiveStore, Lifecycle

@@ -35,7 +35,7 @@ class CrossEntropy:
         (raw,) = torch.autograd.grad(loss, activation, retain_graph=True)
         if not self._learns_targets:
             loss = cross_entropy_of(logits, labels.true)
-        return StepOutcome(raw, probabilities_of(logits.detach()), loss)
+        return StepOutcome(raw, probabilities_of(logits.detach()), loss, logits=logits)
 
     def learn(self, outcome: StepOutcome, /) -> None:
         """Take an optimiser step."""

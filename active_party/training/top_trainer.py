@@ -18,7 +18,11 @@ from splitveil.active_party.defenses.interface import LabelledRows, PendingRelea
 from splitveil.active_party.defenses.objective import BatchLabels, Objective, StepOutcome
 from splitveil.active_party.training.cut_memory import CutMemory
 from splitveil.active_party.training.label_free_facts import LabelFreeFacts
-from splitveil.active_party.training.predictions import PredictionFigures, measure_predictions
+from splitveil.active_party.training.predictions import (
+    PredictionFigures,
+    auc_of_shares,
+    measure_predictions,
+)
 from splitveil.active_party.training.refit import Fitting, KnownRows, predict_logits, refit_top
 from splitveil.common.data.features import Features
 from splitveil.common.errors import SplitveilError
@@ -70,6 +74,13 @@ class StepResult:
     loss: Tensor
     """Cross entropy of the prediction, mean over the batch."""
 
+    activation: Tensor
+    """The aggregated activation, (batch, *cut_shape), without a graph."""
+    slopes: Tensor | None = None
+    """The gradient at the cut layer for each unit of a logit's residual p - y, which holds no
+    label: (batch, *cut_shape), or (batch, classes, *cut_shape). None if nobody asked, or if the
+    gradient is not that of a cross entropy."""
+
 
 class TopTrainer:
     """Trains the top model on this party's rows, and defends every gradient that it returns.
@@ -80,6 +91,8 @@ class TopTrainer:
         rows: this party's data about the aligned rows.
         device: the device of the model.
         answer_keys: gives the defense the keys of fresh noise; None if it does not draw any.
+        tells_slopes: whether results hold slopes, which cost a pass through the model's graph for
+            each logit.
     """
 
     def __init__(
@@ -89,6 +102,8 @@ class TopTrainer:
         rows: TrainingRows,
         device: torch.device,
         answer_keys: AnswerKeys | None = None,
+        *,
+        tells_slopes: bool = False,
     ) -> None:
         self.data_digest = rows.digest
         self.num_classes = rows.num_classes
@@ -99,6 +114,7 @@ class TopTrainer:
         self._device = device
         self._example_keys = rows.example_keys
         self._answer_keys = answer_keys
+        self._tells_slopes = tells_slopes
         self._unlearned: StepOutcome | None = None
         self._training = rows.training
         self.memory = None if rows.training is None else CutMemory(len(rows.labels), device)
@@ -121,6 +137,11 @@ class TopTrainer:
             activation: (batch, *cut_shape).
         """
         self._note(torch.from_numpy(positions.copy()), activation)
+
+    @property
+    def released_rows(self) -> Tensor | None:
+        """Positions of the rows that releases are about, (rows,); None for all training rows."""
+        return self.defense.released_rows
 
     def pending_release(self, epoch: int) -> PendingRelease | None:
         """Return the release that the defense needs before an epoch's next answer, if any.
@@ -171,7 +192,14 @@ class TopTrainer:
         defended, report = self._defend(outcome, labels, positions)
         self._unlearned = outcome
         return StepResult(
-            outcome.raw, defended, report, labels, outcome.probabilities, outcome.loss.detach()
+            outcome.raw,
+            defended,
+            report,
+            labels,
+            outcome.probabilities,
+            outcome.loss.detach(),
+            cut.detach(),
+            _slopes(outcome.logits, cut) if self._tells_slopes else None,
         )
 
     def _targets(self, batch: LabelledRows) -> Tensor:
@@ -220,6 +248,20 @@ class TopTrainer:
             return None
         logits = predict_logits(model, self._known(self.memory), torch.from_numpy(positions.copy()))
         return measure_predictions(logits, self.labels_of(positions))
+
+    def auc_on_targets(self) -> float | None:
+        """Return the AUC of the predictions of the training rows on the defense's targets.
+
+        It says when to stop early without any true label. None if this trainer does not remember
+        activations, so that the targets are of single batches.
+        """
+        if self.memory is None or self._training is None or not self.memory.is_filled:
+            return None
+        self.learn()
+        rows, known = self._training.to(self._device), self._known(self.memory)
+        logits = predict_logits(self.model, known, self._training)
+        targets = self._targets(LabelledRows(rows, self._labels[rows], self.memory.at(rows)))
+        return auc_of_shares(logits, targets.cpu())
 
     def _known(self, memory: CutMemory) -> KnownRows:
         return KnownRows(memory, self._features, self._labels)
@@ -275,3 +317,17 @@ class TopTrainer:
 
     def _own(self, rows: Tensor) -> Features | None:
         return None if self._features is None else self._features.rows(rows)
+
+
+def _slopes(logits: Tensor | None, cut: Tensor) -> Tensor | None:
+    """Return each logit's slope in each row's activation, over the number of rows.
+
+    The loss is a mean over the batch, so that the gradient of a row is its residuals times these.
+    """
+    if logits is None:
+        return None
+    if logits.ndim == 1:
+        (slopes,) = torch.autograd.grad(logits.sum(), cut, retain_graph=True)
+        return slopes / len(cut)
+    of_classes = [torch.autograd.grad(one.sum(), cut, retain_graph=True)[0] for one in logits.T]
+    return torch.stack(of_classes, dim=1) / len(cut)

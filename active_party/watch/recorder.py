@@ -1,25 +1,29 @@
 """Records a run at the active party: metrics, progress, their state in checkpoints, summary."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
-from splitveil.active_party.ledger.ledger import LeakBounds
+from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.active_party.watch.gradient_counter import GradientCounter
+from splitveil.active_party.watch.held_against import hold_against, log_beyond
 from splitveil.active_party.watch.leak_watch import LeakWatch
 from splitveil.active_party.watch.stored_figures import (
     bounds_of_state,
     evaluation_of_state,
     ledger_figures,
+    peer_bounds,
     state_of_bounds,
     state_of_evaluation,
 )
 from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.record.figures import AttackFigure
+from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.lines import (
     AuditLine,
     EvaluationLine,
@@ -69,18 +73,18 @@ class ActiveRecorder(RunRecorder):
     def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
         """Start the progress bar and the leak monitor."""
         self._begin_run(rows)
-        self._of_run.enter_context(self._watch.watching(seed, len(rows)))
+        self._of_run.enter_context(self._watch.watching(seed, rows))
         self._show_progress("active", rows, self._settings.contract)
 
     def on_earlier_answers(self, examples: int, bounds: LeakBounds) -> None:
         """Note the bounds on what earlier runs may have revealed."""
         self._earlier = EarlierAnswers(examples, ledger_figures(bounds))
         logger.info(
-            "earlier runs answered about %d of the training rows: sum_kl %s, leak AUC guaranteed "
-            "below %s (largest of all examples)",
+            "earlier runs answered about %d of the training rows: sum_kl %s, %s (largest of all "
+            "examples)",
             examples,
             at_most(bounds.sum_kl.max),
-            auc_at_most(bounds.guarantee.max),
+            bounds.in_words(),
         )
 
     def on_step(self, batch: Batch, result: StepResult) -> None:
@@ -106,12 +110,12 @@ class ActiveRecorder(RunRecorder):
         self._metrics.write(LedgerLine(epoch, ledger_figures(bounds)))
         bounds = bounds.or_more(self._ahead)
         logger.info(
-            "epoch %d: leak ledger: sum_kl %s, leak AUC estimated %.3f, guaranteed below %s "
-            "(largest of all examples)",
+            "epoch %d: leak ledger: sum_kl %s, leak AUC estimated %.3f, %s (largest of all "
+            "examples)",
             epoch + 1,
             at_most(bounds.sum_kl.max),
             bounds.estimate.max,
-            auc_at_most(bounds.guarantee.max),
+            bounds.in_words(),
         )
 
     def on_answers_ahead(self, bounds: LeakBounds) -> None:
@@ -119,9 +123,9 @@ class ActiveRecorder(RunRecorder):
         if bounds != self._ahead:
             logger.info(
                 "the run was ahead of where it resumes: the ledger keeps the later answers: "
-                "sum_kl %s, leak AUC guaranteed below %s (largest of all examples)",
+                "sum_kl %s, %s (largest of all examples)",
                 at_most(bounds.sum_kl.max),
-                auc_at_most(bounds.guarantee.max),
+                bounds.in_words(),
             )
         self._ahead = bounds
         # For the report of a run that is abandoned here: its metrics end where it has resumed.
@@ -131,6 +135,7 @@ class ActiveRecorder(RunRecorder):
         """Note loss and AUC of a split."""
         self._train_loss = sum(self._epoch_losses) / len(self._epoch_losses)
         self._evaluations[evaluation.split] = evaluation
+        self._watch.note_evaluation(evaluation)
         line = EvaluationLine(
             evaluation.epoch,
             evaluation.split,
@@ -221,6 +226,7 @@ class ActiveRecorder(RunRecorder):
             model=self._model_figures(),
             defense=self._settings.defense.model_dump(mode="json"),
             ledger=None if told is None else ledger_figures(told),
+            bounds=() if told is None else peer_bounds(told),
             audits_answered=audits,
             refused_messages=refused,
             earlier_answers=self._earlier,
@@ -228,7 +234,15 @@ class ActiveRecorder(RunRecorder):
             gate=self._watch.gate(),
         )
         counts = RunCounts(self.aligned_rows, epochs, self._steps, speed)
-        return Summary(counts=counts, active=active, leak=self._watch.figures())
+        return Summary(counts=counts, active=active, leak=self._leak_figures(told))
+
+    def _leak_figures(self, told: LeakBounds | None) -> LeakFigures | None:
+        leak = self._watch.figures()
+        if leak is None or leak.beyond is None:
+            return leak
+        beyond = hold_against(leak.beyond, told)
+        log_beyond(beyond, told)
+        return replace(leak, beyond=beyond)
 
     def _model_figures(self) -> ModelFigures:
         test = self._evaluations.get("test")

@@ -2,38 +2,52 @@
 
 from typing import Any
 
-from splitveil.active_party.ledger.ledger import LeakBounds, Spread
+from splitveil.active_party.ledger.bounds import LeakBounds, PeerBound, Spread
 from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.predictions import ClassFigures
+from splitveil.common.privacy.covers import Covers
+from splitveil.common.record import summary
 from splitveil.common.record.figures import LedgerFigures, SpreadFigures
 from splitveil.common.run.splits import SplitName
 
 SpreadState = tuple[float, float, float]
-BoundsState = tuple[SpreadState, SpreadState, SpreadState, float | None]
+BoundsState = tuple[SpreadState, SpreadState, list[tuple[SpreadState, float | None]], float | None]
 
 
 def ledger_figures(bounds: LeakBounds) -> LedgerFigures:
     """Return bounds as a run's record holds them."""
-    sum_kl, estimate, guarantee = (
-        SpreadFigures(spread.max, spread.q95, spread.mean)
-        for spread in (bounds.sum_kl, bounds.estimate, bounds.guarantee)
+    anybody, honest, class_means = (SpreadFigures(*one.leak_auc) for one in bounds.by_peers)
+    sum_kl, estimate = SpreadFigures(*bounds.sum_kl), SpreadFigures(*bounds.estimate)
+    return LedgerFigures(sum_kl, estimate, anybody, honest, class_means, bounds.epsilon)
+
+
+def peer_bounds(bounds: LeakBounds) -> tuple[summary.PeerBound, ...]:
+    """Return the bounds of the most exposed example as a run's summary holds them."""
+    return tuple(
+        summary.PeerBound(peers, bounds.against(peers).leak_auc.max, bounds.against(peers).mu)
+        for peers in Covers
     )
-    return LedgerFigures(sum_kl, estimate, guarantee, bounds.epsilon)
 
 
 def state_of_bounds(bounds: LeakBounds) -> BoundsState:
     """Return bounds as a checkpoint holds them."""
-    sum_kl, estimate, guarantee = (
-        (spread.max, spread.q95, spread.mean)
-        for spread in (bounds.sum_kl, bounds.estimate, bounds.guarantee)
-    )
-    return sum_kl, estimate, guarantee, bounds.epsilon
+    by_peers = [(_state_of(one.leak_auc), one.mu) for one in bounds.by_peers]
+    return _state_of(bounds.sum_kl), _state_of(bounds.estimate), by_peers, bounds.epsilon
 
 
 def bounds_of_state(state: BoundsState) -> LeakBounds:
     """Return the bounds that a checkpoint holds."""
-    sum_kl, estimate, guarantee, epsilon = state
-    return LeakBounds(Spread(*sum_kl), Spread(*estimate), Spread(*guarantee), epsilon)
+    sum_kl, estimate, by_peers, epsilon = state
+    return LeakBounds(
+        Spread(*sum_kl),
+        Spread(*estimate),
+        tuple(PeerBound(Spread(*spread), mu) for spread, mu in by_peers),
+        epsilon,
+    )
+
+
+def _state_of(spread: Spread) -> SpreadState:
+    return spread.max, spread.q95, spread.mean
 
 
 def state_of_evaluation(evaluation: Evaluation) -> list[Any]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from splitveil.active_party.ledger.ledger import LeakBounds
+from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.errors import SplitveilError

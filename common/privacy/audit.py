@@ -19,8 +19,14 @@ from typing import Any, NamedTuple, TypedDict
 from torch import Tensor
 
 from splitveil.common.privacy.accumulation import SOURCES
-from splitveil.common.privacy.attacks import ATTACKS, Attack
+from splitveil.common.privacy.attacks import ATTACKS, CUT, Attack, SideInformation
+from splitveil.common.privacy.beyond_features import (
+    BeyondFeatures,
+    Covariates,
+    measure_beyond_features,
+)
 from splitveil.common.privacy.label_classes import LabelClasses
+from splitveil.common.privacy.latest_scores import LatestScores
 from splitveil.common.privacy.multi_class_tally import ClassLeak, MultiClassTally
 from splitveil.common.privacy.observation import Clues, Observation, pick_clues, random_scores
 from splitveil.common.privacy.pair_aucs import Score, batch_aucs
@@ -206,6 +212,7 @@ class LeakAudit(BatchRecord):
         num_examples: number of aligned examples of the run, for attacks that accumulate over it.
         class_names: names of more than two classes, in the order of their indices; empty for two.
         custom: user-defined attacks on single batches, by name.
+        keeps_scores: whether to keep each example's latest scores at the cut layer, too.
     """
 
     def __init__(
@@ -215,11 +222,14 @@ class LeakAudit(BatchRecord):
         num_examples: int = 0,
         class_names: Sequence[str] = (),
         custom: Mapping[str, Attack] = MappingProxyType({}),
+        *,
+        keeps_scores: bool = False,
     ) -> None:
         super().__init__(attacks, every_steps, custom)
         self._classes = LabelClasses(tuple(class_names))
         self._scorer = BatchScorer(self._scored, self._classes.targets)
         self._run = RunAudit(self._run_attacks, num_examples, self._classes)
+        self._latest_scores = LatestScores(self._attacks if keeps_scores else (), num_examples)
         self._by_class: dict[tuple[str, str], MultiClassTally] = {}
 
     @property
@@ -287,10 +297,24 @@ class LeakAudit(BatchRecord):
         """Return the leak of the run so far, overall and class by class."""
         return self._run.result()
 
+    def beyond_features(self, covariates: Covariates) -> BeyondFeatures | None:
+        """Measure the attacks on the cut layer against what features tell.
+
+        Returns:
+            None if too few rows of a class are known.
+        """
+        told = [n for n, one in self._scored.items() if SideInformation.CLASSES in one.needs]
+        return measure_beyond_features(
+            covariates, self._latest_scores.result(), self._run.scores(CUT), self._classes, told
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of all measurements and sums so far."""
         with self._lock:
-            state = self._recorded() | {"run": self._run.state_dict()}
+            state = self._recorded() | {
+                "run": self._run.state_dict(),
+                "latest_scores": self._latest_scores.state_dict(),
+            }
             if not self.is_multi_class:
                 return state
             by_class: dict[str, dict[str, Any]] = {}
@@ -310,6 +334,7 @@ class LeakAudit(BatchRecord):
             raise ValueError(f"expected figures of {expected} classes, got those of {stored}")
         with self._lock:
             self._run.load_state_dict(state["run"])
+            self._latest_scores.load_state_dict(state["latest_scores"])
             self._record_again(state)
             self._by_class = {}
             for layer, attacks in state.get("by_class", {}).items():
@@ -321,7 +346,16 @@ class LeakAudit(BatchRecord):
         self, observation: Observation, scored: Mapping[str, LayerScores], labels: Tensor
     ) -> None:
         if observation.positions is not None:
-            self._run.add(observation.epoch, observation.positions, labels, scored)
+            if CUT in scored:
+                with self._lock:
+                    self._latest_scores.add(observation.positions, scored[CUT].scores)
+            self._run.add(
+                observation.epoch,
+                observation.positions,
+                labels,
+                scored,
+                observation.activations,
+            )
 
     def _measure(
         self, observation: Observation, scored: Mapping[str, LayerScores], labels: Tensor

@@ -45,6 +45,9 @@ class LayerScores(NamedTuple):
     noisy_references: Sequence[Tensor | None] = ()
     """The reference behind each target's cosines, if noise may have flipped its sign."""
 
+    clusters: TopDirection | None = None
+    """Present if ``kmeans`` is among the scores."""
+
 
 class BatchScorer:
     """Scores batches with a fixed set of attacks.
@@ -61,11 +64,13 @@ class BatchScorer:
             for name, attack in attacks.items()
             if SideInformation.CLASSES in attack.needs
         }
-        self._told = {
+        self._informed = {
             name: attack
             for name, attack in attacks.items()
-            if name not in self._free and name not in self._crossed
+            if SideInformation.PREDICTIONS in attack.needs
         }
+        apart = self._free.keys() | self._crossed.keys() | self._informed.keys()
+        self._told = {name: attack for name, attack in attacks.items() if name not in apart}
         self._targets = tuple(targets)
 
     def score(self, observation: Observation, labels: Tensor) -> dict[str, LayerScores]:
@@ -96,6 +101,15 @@ class BatchScorer:
                 for known, reference in zip(clues, references, strict=True)
             ]
             scores[name] = AttackScores([found for found, _ in told], [rows for _, rows in told])
+        for name, attack in self._informed.items():
+            if layer == CUT and observation.predictions is not None:
+                knowing = [
+                    attack.score(
+                        gradients, Knowledge(predictions=observation.predictions, target=t)
+                    )
+                    for t in self._targets
+                ]
+                scores[name] = AttackScores(knowing, [()] * len(knowing))
         for name, attack in self._crossed.items():
             crossed = [
                 cross_scores(attack, gradients.gradients, labels == target)
@@ -103,7 +117,8 @@ class BatchScorer:
             ]
             scores[name] = AttackScores(crossed, [()] * len(crossed))
         top = gradients.top if "spectral" in self._free else None
-        return LayerScores(scores, top, () if observation.references_are_clean else references)
+        noisy = () if observation.references_are_clean else references
+        return LayerScores(scores, top, noisy, gradients.clusters if "kmeans" in scores else None)
 
 
 def cross_scores(attack: Attack, gradients: Tensor, positive: Tensor) -> Tensor | None:
@@ -147,7 +162,12 @@ def _score_told(
     """Return the scores for one target, and the rows that the attack knew."""
     told = clues.hint_rows[: attack.num_hints]
     hints = gradients.gradients[list(told)] if told else None
-    found = _score(attack, gradients, Knowledge(reference, hints, None, activations))
+    others = None
+    if SideInformation.OTHER_HINTS in attack.needs:
+        others = gradients.gradients[list(clues.other_hint_rows)]
+        told = (*told, *clues.other_hint_rows)
+    knowledge = Knowledge(reference, hints, None, activations, other_hints=others)
+    found = _score(attack, gradients, knowledge)
     row = clues.reference_row
     if SideInformation.POSITIVE_GRADIENT in attack.needs and row is not None:
         told = (*told, row)

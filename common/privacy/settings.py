@@ -20,7 +20,9 @@ DEFAULT_ATTACKS: tuple[AttackName, ...] = (
     "norm",
     "cosine",
     "spectral",
+    "residual_energy",
     "accumulated_spectral",
+    "accumulated_residual_energy",
     "accumulated_cosine",
 )
 
@@ -149,6 +151,11 @@ class AuditSettings(Section):
     def custom_attacks(self) -> tuple[CustomAttack, ...]:
         """The user-defined attacks."""
         return tuple(one for one in self.attacks if isinstance(one, CustomAttack))
+
+    @property
+    def needs_predictions(self) -> bool:
+        """Whether an attack has to be told the model's predictions."""
+        return not {"informed", "accumulated_informed"}.isdisjoint(self.attack_names)
 
     @property
     def batch_attack_needs(self) -> dict[str, frozenset[SideInformation]]:

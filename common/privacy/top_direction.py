@@ -55,9 +55,9 @@ def top_direction_of_rows(rows: Tensor) -> TopDirection:
             return TopDirection(projections, direction)
     num_rows, row_dim = rows.shape
     if num_rows >= row_dim:
-        _, direction = _top_eigenpair(_gram(rows.T))
+        _, direction = _top_eigenpair(gram(rows.T))
         return TopDirection(rows @ direction, direction)
-    power, left = _top_eigenpair(_gram(rows))
+    power, left = _top_eigenpair(gram(rows))
     length = power.clamp(min=0.0).sqrt()
     direction = torch.where(length > 0, (left @ rows) / length, 0.0)
     return TopDirection(left * length, direction)
@@ -124,7 +124,8 @@ def _start(num_rows: int) -> _Floats:
     return start
 
 
-def _gram(values: Tensor) -> Tensor:
+def gram(values: Tensor) -> Tensor:
+    """Return all inner products of some rows, (rows, rows)."""
     if values.device.type == "cpu":  # numpy computes only half of a symmetric product
         return torch.from_numpy(values.numpy() @ values.numpy().T)
     return values @ values.T

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.record.values import as_number
 
 
@@ -29,16 +30,29 @@ class LedgerFigures(NamedTuple):
     sum_kl: SpreadFigures = SpreadFigures()
     estimate: SpreadFigures = SpreadFigures()
     """AUC of the best score if the classes are Gaussian."""
-    guarantee: SpreadFigures = SpreadFigures()
-    """AUC that scores of a peer described by the charges cannot exceed."""
+    anybody: SpreadFigures = SpreadFigures()
+    """AUC that no score of anybody exceeds, the guarantee; 1 for an example without a bound."""
+    passive_and_honest: SpreadFigures = SpreadFigures()
+    """The same for a peer that sends its model's activations."""
+    knows_class_means_only: SpreadFigures = SpreadFigures()
+    """The same for a peer that compares gradients with the class means of a batch."""
     epsilon: float | None = None
     """Label differential privacy of all answers together; None if some answers lack it."""
+
+    def against(self, peers: Covers) -> SpreadFigures:
+        """Return the bound for a circle of peers."""
+        return self.by_peers()[peers]
+
+    def by_peers(self) -> dict[Covers, SpreadFigures]:
+        """Return the bound for each circle of peers, from the widest to the narrowest."""
+        bounds = (self.anybody, self.passive_and_honest, self.knows_class_means_only)
+        return dict(zip(Covers, bounds, strict=True))
 
     def flat(self) -> dict[str, float | None]:
         """Return the figures under the names that they have in files: ``sum_kl_max`` and so on."""
         named = {
             f"{name}_{part}": value
-            for name, spread in zip(_SPREADS, self[:3], strict=True)
+            for name, spread in zip(_SPREADS, self[:-1], strict=True)
             for part, value in spread._asdict().items()
         }
         return named if self.epsilon is None else named | {"epsilon": self.epsilon}
@@ -46,12 +60,13 @@ class LedgerFigures(NamedTuple):
     @classmethod
     def from_flat(cls, values: Mapping[str, Any]) -> "LedgerFigures":
         """Read the figures back from under their names in files."""
-        sum_kl, estimate, guarantee = (
+        sum_kl, estimate, anybody, honest, class_means = (
             SpreadFigures(*(as_number(values.get(f"{name}_{part}")) for part in _PARTS))
             for name in _SPREADS
         )
-        return cls(sum_kl, estimate, guarantee, as_number(values.get("epsilon")))
+        epsilon = as_number(values.get("epsilon"))
+        return cls(sum_kl, estimate, anybody, honest, class_means, epsilon)
 
 
-_SPREADS = ("sum_kl", "estimate", "guarantee")
+_SPREADS = LedgerFigures._fields[:-1]
 _PARTS = SpreadFigures._fields

@@ -7,6 +7,12 @@ from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from splitveil.common.record.beyond_figures import (
+    BEYOND_TABLES,
+    BeyondFigures,
+    beyond_from_json,
+    beyond_to_json,
+)
 from splitveil.common.record.values import (
     ByAttack,
     ValueT,
@@ -20,8 +26,8 @@ from splitveil.common.record.values import (
 
 _BY_CLASS = ("leak_classes", "leak_run_level_classes")
 _COUNTS = "leak_batches"
-LEAK_TABLES = ("leak", "leak_worst_epoch", "leak_run_level", *_BY_CLASS)
-"""Entries of a summary that hold figures by layer and attack."""
+LEAK_TABLES = ("leak", "leak_worst_epoch", "leak_run_level", *_BY_CLASS, *BEYOND_TABLES)
+"""Entries of a summary that hold figures by layer and attack, or by attack."""
 
 
 class BatchFigures(NamedTuple):
@@ -46,6 +52,12 @@ class RunFigures(NamedTuple):
     high: float | None = None
     examples: int | None = None
     """Number of examples that were scored and whose label the attack did not know."""
+    tpr_at_per_mille: float | None = None
+    """Share of the positives found while at most 0.1 % of the negatives are accused."""
+    tpr_at_percent: float | None = None
+    """The same for 1 %."""
+    precision_at_100: float | None = None
+    """Share of positives among the 100 highest scores."""
 
 
 class ClassFigures(NamedTuple):
@@ -97,6 +109,8 @@ class LeakFigures:
     run_level: ByAttack[RunFigures] = field(default_factory=dict)
     by_class: LeakByClass | None = None
     """None with two classes."""
+    beyond: BeyondFigures | None = None
+    """What the attacks tell beyond features; None if it was not measured."""
     counts: BatchCounts = field(default_factory=BatchCounts)
 
 
@@ -112,7 +126,8 @@ def leak_to_json(leak: LeakFigures) -> dict[str, Any]:
             "leak_classes": _each(leak.by_class.batches, ClassFigures._asdict),
             "leak_run_level_classes": _each(leak.by_class.run_level, _write_run_class),
         }
-    return written | {_COUNTS: leak.counts._asdict()}
+    beyond = {} if leak.beyond is None else beyond_to_json(leak.beyond)
+    return beyond | written | {_COUNTS: leak.counts._asdict()}
 
 
 def _each(
@@ -130,7 +145,8 @@ def _write_run_class(found: ClassFigures) -> dict[str, Any]:
 
 def leak_from_json(values: Mapping[str, Any]) -> LeakFigures | None:
     """Return the figures that a summary's JSON object holds; None if it lacks such entries."""
-    if not values.keys() & {*LEAK_TABLES, _COUNTS}:
+    beyond = beyond_from_json(values)
+    if beyond is None and not values.keys() & {*LEAK_TABLES, _COUNTS}:
         return None
     by_class = None
     if values.keys() & set(_BY_CLASS):
@@ -141,6 +157,7 @@ def leak_from_json(values: Mapping[str, Any]) -> LeakFigures | None:
         worst_epoch=by_attack(values.get("leak_worst_epoch"), as_number),
         run_level=by_attack(values.get("leak_run_level"), _read_run),
         by_class=by_class,
+        beyond=beyond,
         counts=BatchCounts(*(as_count(counts.get(name)) for name in BatchCounts._fields)),
     )
 
@@ -162,7 +179,10 @@ def _read_run(value: object) -> RunFigures | None:
         found is None and written is not None
         for found, written in zip((low, high, examples), rest, strict=True)
     ]
-    return None if auc is None or any(unread) else RunFigures(auc, low, high, examples)
+    if auc is None or any(unread):
+        return None
+    points = (as_number(values.get(name)) for name in RunFigures._fields[4:])
+    return RunFigures(auc, low, high, examples, *points)
 
 
 def _read_class(value: object) -> ClassFigures | None:

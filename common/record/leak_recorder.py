@@ -13,12 +13,20 @@ from torch import Tensor
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.privacy.audit import AttackSummary, BatchLeak, LeakAudit, LeakByAttack
 from splitveil.common.privacy.audit_worker import Auditing, AuditWorker
+from splitveil.common.privacy.beyond_features import BeyondFeatures, Covariates
 from splitveil.common.privacy.custom_attacks import load_custom_attacks
+from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.multi_class_tally import ClassLeak
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.run_level import ClassRunLeak, RunLevelLeak
 from splitveil.common.privacy.settings import AuditSettings
 from splitveil.common.record.audits_together import AuditsTogether
+from splitveil.common.record.beyond_figures import (
+    AdjustedFigures,
+    AdvantageFigures,
+    BeyondFigures,
+    EpsilonFigures,
+)
 from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.leak_figures import (
     BatchCounts,
@@ -54,6 +62,8 @@ class AuditedRun(NamedTuple):
     """Number of aligned examples."""
     class_names: Sequence[str] = ()
     """Empty where there are two classes."""
+    keeps_scores: bool = False
+    """Whether what attacks tell beyond features will be measured."""
 
 
 class LeakRecorder:
@@ -93,6 +103,7 @@ class LeakRecorder:
             run.num_examples,
             run.class_names,
             load_custom_attacks(settings),
+            keeps_scores=run.keeps_scores,
         )
         self._worker = AuditWorker(
             self._audit if beside is None else AuditsTogether(self._audit, beside),
@@ -116,6 +127,7 @@ class LeakRecorder:
         labels: Tensor,
         clean: Mapping[str, Tensor] | None = None,
         activations: Tensor | None = None,
+        predictions: KnownPredictions | None = None,
     ) -> None:
         """Hand over the gradients of one batch without waiting.
 
@@ -126,16 +138,25 @@ class LeakRecorder:
             clean: layer -> gradients before the defense, from which the oracle takes that of a
                 positive; without them it takes it from ``gradients``.
             activations: of the cut layer, (batch, ...), for the attacks that use them.
+            predictions: of the model, for the attacks that know them.
 
         Raises:
             StorageError: a line of an earlier batch could not be written.
         """
         if self._unwritten is not None:
             raise self._unwritten
-        self._worker.submit_later(
+        seen = Observation(
+            batch.epoch,
             batch.step,
             gradients,
-            partial(self._observation, batch, gradients, labels, clean, activations),
+            labels,
+            positions=torch.from_numpy(batch.positions.copy()),
+            activations=activations,
+            references_are_clean=clean is not None,
+            predictions=predictions,
+        )
+        self._worker.submit_later(
+            batch.step, gradients, partial(self._with_clues, seen, clean or gradients)
         )
 
     def end_epoch(self, epoch: int) -> None:
@@ -150,9 +171,15 @@ class LeakRecorder:
         layer = next(iter(latest.leak))
         return {f"{name}_leak_auc": value for name, value in latest.leak[layer].items()}
 
-    def summary(self) -> LeakFigures:
-        """Return the part of the summary about the leak; call it after closing."""
+    def summary(self, covariates: Covariates | None = None) -> LeakFigures:
+        """Return the part of the summary about the leak; call it after closing.
+
+        Args:
+            covariates: what features tell about some rows; without them, what attacks tell beyond
+                features is not measured.
+        """
         run = self._audit.run_figures()
+        beyond = None if covariates is None else self._audit.beyond_features(covariates)
         by_class: LeakByClass | None = None
         if self._audit.is_multi_class:
             by_class = LeakByClass(
@@ -164,6 +191,7 @@ class LeakRecorder:
             worst_epoch=self._audit.worst_epochs(),
             run_level=_each(run.leak, _run_figures),
             by_class=by_class,
+            beyond=None if beyond is None else _beyond_figures(beyond),
             counts=BatchCounts(*self._audit.counts()),
         )
 
@@ -211,25 +239,7 @@ class LeakRecorder:
         self._next_epoch = state["next_epoch"]
         self._ended_epoch = state["ended_epoch"]
 
-    def _observation(
-        self,
-        batch: Batch,
-        gradients: Mapping[str, Tensor],
-        labels: Tensor,
-        clean: Mapping[str, Tensor] | None,
-        activations: Tensor | None,
-    ) -> Observation:
-        """Return the attacks' view and knowledge of a batch."""
-        seen = Observation(
-            batch.epoch,
-            batch.step,
-            gradients,
-            labels,
-            positions=torch.from_numpy(batch.positions.copy()),
-            activations=activations,
-            references_are_clean=clean is not None,
-        )
-        sources = gradients if clean is None else clean
+    def _with_clues(self, seen: Observation, sources: Mapping[str, Tensor]) -> Observation:
         return dataclasses.replace(seen, clues=self._audit.clues(seen, self._seed, sources))
 
     def _write_epochs(self, last_epoch: int) -> None:
@@ -281,7 +291,16 @@ def _batch_figures(found: AttackSummary) -> BatchFigures:
 
 
 def _run_figures(found: RunLevelLeak) -> RunFigures:
-    return RunFigures(found["auc"], found["low"], found["high"], found["examples"])
+    return RunFigures(**found)
+
+
+def _beyond_figures(found: BeyondFeatures) -> BeyondFigures:
+    epsilon = found.epsilon
+    return BeyondFigures(
+        {attack: AdjustedFigures(*one) for attack, one in found.adjusted.items()},
+        {attack: AdvantageFigures(*one) for attack, one in found.advantage.items()},
+        None if epsilon is None else EpsilonFigures(*epsilon, p_value=epsilon.p_value_of(0.0)),
+    )
 
 
 def _class_figures(found: ClassLeak) -> ClassFigures:

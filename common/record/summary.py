@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from splitveil.common.party.transcript import TranscriptEnd
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.record.figures import LedgerFigures
 from splitveil.common.record.leak_figures import (
     LEAK_TABLES,
@@ -52,6 +53,16 @@ class ModelFigures(NamedTuple):
     """Of the copy of the top model that was fitted to the true labels after the last gradient."""
 
 
+class PeerBound(NamedTuple):
+    """The bound on the leak of the whole run for one circle of peers."""
+
+    covers: Covers
+    leak_auc: float | None
+    """AUC that no score of such a peer exceeds, for the most exposed example; 1 without a bound."""
+    mu: float | None
+    """Parameter of the Gaussian mechanism that all answers are together; None if they are not."""
+
+
 class EarlierAnswers(NamedTuple):
     """The bounds on what earlier runs revealed about the same labels."""
 
@@ -77,6 +88,8 @@ class ActiveFigures:
     """Its settings."""
     ledger: LedgerFigures | None = None
     """The bounds on what all answers revealed; None before the first answer."""
+    bounds: tuple[PeerBound, ...] = ()
+    """One for each circle of peers, in the order of ``Covers``; empty before the first answer."""
     audits_answered: int | None = None
     """None if audits are not allowed and none was answered."""
     refused_messages: Mapping[str, int] = field(default_factory=dict)
@@ -171,10 +184,10 @@ _OF_ACTIVE = {
     *_OF_CLASSES,
     *_GATE,
     _REFIT,
-    *("defense", "ledger", "audits_answered", "refused_messages", "earlier_answers"),
+    *("defense", "ledger", "bounds", "audits_answered", "refused_messages", "earlier_answers"),
     "leak_alarms",
 }
-_WITH_TABLES = {*LEAK_TABLES, "ledger", "audit", "transcript"}
+_WITH_TABLES = {*LEAK_TABLES, "ledger", "bounds", "audit", "transcript"}
 
 
 def _write_model(model: ModelFigures) -> dict[str, Any]:
@@ -191,6 +204,7 @@ def _write_active(active: ActiveFigures) -> dict[str, Any]:
     written: dict[str, Any] = {
         "defense": active.defense,
         "ledger": None if active.ledger is None else active.ledger.flat(),
+        "bounds": [bound._asdict() for bound in active.bounds],
     }
     if active.audits_answered is not None:
         written |= {"audits_answered": active.audits_answered}
@@ -213,6 +227,7 @@ def _read_active(values: Mapping[str, Any]) -> ActiveFigures:
         model=_read_model(values),
         defense=as_mapping(values.get("defense")),
         ledger=LedgerFigures.from_flat(ledger) if ledger else None,
+        bounds=_read_bounds(values.get("bounds")),
         audits_answered=as_count(values.get("audits_answered")),
         refused_messages={str(word): as_count(number) or 0 for word, number in refused.items()},
         earlier_answers=_read_earlier(earlier) if earlier else None,
@@ -229,6 +244,18 @@ def _read_model(values: Mapping[str, Any]) -> ModelFigures:
         return figures
     accuracy, aucs = (values.get(name) for name in _OF_CLASSES)
     return figures._replace(test_accuracy=as_number(accuracy), test_auc_by_class=as_numbers(aucs))
+
+
+def _read_bounds(values: object) -> tuple[PeerBound, ...]:
+    entries = [as_mapping(entry) for entry in values] if isinstance(values, list) else []
+    known = {str(peers): peers for peers in Covers}
+    return tuple(
+        PeerBound(
+            known[entry["covers"]], as_number(entry.get("leak_auc")), as_number(entry.get("mu"))
+        )
+        for entry in entries
+        if as_text(entry.get("covers")) in known
+    )
 
 
 def _read_earlier(values: Mapping[str, Any]) -> EarlierAnswers:

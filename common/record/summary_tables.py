@@ -6,6 +6,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.table import Table
 
+from splitveil.common.record.beyond_figures import BeyondFigures
 from splitveil.common.record.figures import LedgerFigures, SpreadFigures
 from splitveil.common.record.leak_figures import BatchFigures, ClassFigures, RunFigures
 from splitveil.common.record.summary import Summary, plain_figures
@@ -32,6 +33,9 @@ def print_summary(party: str, summary: Summary, *, console: Console | None = Non
     if summary.of_active.ledger is not None:
         console.print(ledger_table(summary.of_active.ledger, f"{party}: leak ledger"))
     leak = summary.of_leak
+    if leak.beyond is not None and leak.beyond.adjusted:
+        title = f"{party}: leak AUC beyond what features tell"
+        console.print(beyond_table(leak.beyond, title))
     pair = "" if leak.by_class is None else ", worst pair of classes"
     if leak.batches:
         console.print(leak_table(leak.batches, f"{party}: leak AUC{pair}"))
@@ -41,6 +45,29 @@ def print_summary(party: str, summary: Summary, *, console: Console | None = Non
     if leak.run_level:
         title = f"{party}: leak AUC of the whole run{pair}"
         console.print(run_level_table(leak.run_level, title))
+
+
+def beyond_table(beyond: BeyondFigures, title: str = "Leak AUC beyond what features tell") -> Table:
+    """Return the table of attacks beyond features: one row per attack.
+
+    Args:
+        beyond: the figures of the cut layer.
+        title: stands above it.
+    """
+    table = Table(title=title, title_justify="left")
+    table.add_column("attack")
+    for heading in ("adjusted", "95 % interval", "advantage", "95 % interval"):
+        table.add_column(heading, justify="right")
+    for attack, found in beyond.adjusted.items():
+        gain = beyond.advantage.get(attack)
+        table.add_row(
+            cell(attack),
+            _auc(found.value),
+            f"{_auc(found.low)} .. {_auc(found.high)}",
+            "-" if gain is None else f"{gain.value:+.3f}",
+            "-" if gain is None else f"{gain.low:+.3f} .. {gain.high:+.3f}",
+        )
+    return table
 
 
 def leak_table(leak: ByAttack[BatchFigures], title: str = "Leak AUC") -> Table:
@@ -99,13 +126,17 @@ def ledger_table(ledger: LedgerFigures, title: str = "Leak ledger") -> Table:
     rows: tuple[tuple[SpreadFigures, str, Callable[[float], str]], ...] = (
         (ledger.sum_kl, "sum_kl", at_most),
         (ledger.estimate, "leak AUC, estimated", in_short),
-        (ledger.guarantee, "leak AUC, guaranteed", auc_at_most),
+        *((found, f"bound: {peers}", _bound) for peers, found in ledger.by_peers().items()),
     )
     for spread, meaning, written in rows:
         table.add_row(meaning, *("inf" if n is None else written(n) for n in spread))
     if ledger.epsilon is not None:
         table.add_row("epsilon", at_most(ledger.epsilon))
     return table
+
+
+def _bound(auc: float) -> str:
+    return auc_at_most(auc) if auc < 1 else "none"
 
 
 def run_level_table(leak: ByAttack[RunFigures], title: str = "Leak AUC of the whole run") -> Table:

@@ -4,7 +4,7 @@ A run may go back to a checkpoint, but its later answers stay answered. So the l
 an answer leaves, and nothing in it is ever changed. It is a sequence of records:
 
     header    a name, the version, and the number of fingerprints in a record
-    record    number, fingerprints, reply, sum_kl, epsilon, noise identity, link
+    record    number, fingerprints, reply, sum_kl, epsilon, noise identity, caveats, link
 
 The number is that of a batch in the run, at least 2^62 for a release about all training rows, or at
 least 2^63 for an audit.
@@ -34,7 +34,7 @@ HOW_TO_RECOVER = (
 )
 
 _NAME = b"splitveil answers"
-_VERSION = 2  # 1 had neither replies, charges nor links
+_VERSION = 3  # 1 had neither replies, charges nor links; 2 did not say whom a charge describes
 _HEADER = struct.Struct(f"<{len(_NAME)}sBB")
 _FINGERPRINT_BYTES = 16
 _LINK_BYTES = 8
@@ -49,6 +49,8 @@ class ChargedAnswer(NamedTuple):
     """Digest of the noise identity, 32 bytes; empty for fresh noise."""
     epsilon: float
     """Infinite for an answer without label differential privacy."""
+    caveats: int = 0
+    """What does not hold of the charge, one bit each, below 256: the ledger gives them meaning."""
 
 
 NOTHING_TOLD = ChargedAnswer(0.0, b"", 0.0)
@@ -93,7 +95,7 @@ class AnswerLog:
         self._known: dict[int, Record] = {}
         self._count = 0
         self._record = struct.Struct(
-            f"<Q{questions * _FINGERPRINT_BYTES}s{_FINGERPRINT_BYTES}sdd{_DIGEST_BYTES}s"
+            f"<Q{questions * _FINGERPRINT_BYTES}s{_FINGERPRINT_BYTES}sdd{_DIGEST_BYTES}sB"
         )
         self._link = _link(run, _header(questions))
         if path is not None:
@@ -229,14 +231,14 @@ class AnswerLog:
         _cut_off(path, len(data), len(header) + self._count * size)
 
     def _packed(self, record: Record) -> bytes:
-        sum_kl, identity, epsilon = record.charge
+        sum_kl, identity, epsilon, caveats = record.charge
         fingerprints = b"".join(record.fingerprints)
         return self._record.pack(
-            record.number, fingerprints, record.reply, sum_kl, epsilon, identity
+            record.number, fingerprints, record.reply, sum_kl, epsilon, identity, caveats
         )
 
     def _unpacked(self, data: bytes) -> Record:
-        number, joined, reply, sum_kl, epsilon, identity = self._record.unpack(data)
+        number, joined, reply, sum_kl, epsilon, identity, caveats = self._record.unpack(data)
         if math.isnan(sum_kl) or math.isnan(epsilon):
             raise StorageError(f"{self._path}: a charge is not a number: {HOW_TO_RECOVER}")
         fingerprints = tuple(
@@ -244,7 +246,7 @@ class AnswerLog:
             for start in range(0, len(joined), _FINGERPRINT_BYTES)
         )
         known = identity if any(identity) else b""
-        return Record(number, fingerprints, ChargedAnswer(sum_kl, known, epsilon), reply)
+        return Record(number, fingerprints, ChargedAnswer(sum_kl, known, epsilon, caveats), reply)
 
 
 def _header(questions: int) -> bytes:

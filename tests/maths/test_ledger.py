@@ -14,11 +14,13 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from splitveil.active_party.defenses import LeakCharge
-from splitveil.active_party.defenses.sum_kl import leak_auc_bound
-from splitveil.active_party.ledger.ledger import LeakBounds, LeakLedger, Spread, estimated_auc
+from splitveil.active_party.defenses.sum_kl import estimated_auc, leak_auc_bound
+from splitveil.active_party.ledger.bounds import LeakBounds, PeerBound, Spread
+from splitveil.active_party.ledger.ledger import LeakLedger, logged
 from splitveil.active_party.watch.leak_alarm import MIN_BATCHES, LeakAlarm
 from splitveil.active_party.watch.stored_figures import ledger_figures
 from splitveil.common.privacy.audit import BatchLeak
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.leakage import auc, leak_auc
 from splitveil.common.run.sample_order import Positions
 
@@ -44,11 +46,11 @@ def test_a_charge_that_is_no_divergence_counts_as_infinite(
     """Compared with NaN no budget is ever passed, and no ledger that holds one is read again."""
     ledger, positions = LeakLedger(3), np.arange(2)
     charge = LeakCharge(sum_kl, identity)
-    assert ledger.after(positions, charge) == math.inf
+    assert ledger.after(positions, logged(charge)).most == math.inf
     ledger.charge(positions, charge)
     again = LeakLedger(3)
     again.load_state_dict(ledger.state_dict())
-    assert again.most(np.arange(3)) == math.inf
+    assert again.exposure(np.arange(3)).most == math.inf
 
 
 class Simulation:
@@ -82,7 +84,12 @@ class Simulation:
 
 def holds(simulation: Simulation) -> bool:
     bounds, measured = simulation.bounds, simulation.measured
-    return measured < bounds.estimate.max + SAMPLING and measured < bounds.guarantee.max + SAMPLING
+    bound = of_class_means(bounds)
+    return measured < bounds.estimate.max + SAMPLING and measured < bound.max + SAMPLING
+
+
+def of_class_means(bounds: LeakBounds) -> Spread:
+    return bounds.against(Covers.CLASS_MEANS).leak_auc
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -93,7 +100,7 @@ def test_adding_up_the_answers_measures_no_more_than_the_ledger_says(
 ) -> None:
     simulation = Simulation(LeakLedger(EXAMPLES), persistent=persistent, epochs=epochs)
     assert holds(simulation)
-    assert simulation.bounds.guarantee.max > simulation.bounds.estimate.max
+    assert of_class_means(simulation.bounds).max > simulation.bounds.estimate.max
     # Nor much less: the estimate is that very attack's.
     assert simulation.measured > simulation.bounds.estimate.mean - SAMPLING
 
@@ -107,7 +114,7 @@ def account(*charges: LeakCharge) -> float:
     ledger = LeakLedger(3)
     one = np.array([1])
     for charge in charges:
-        announced = ledger.after(one, charge)
+        announced = ledger.after(one, logged(charge)).most
         ledger.charge(one, charge)
         assert announced == ledger.bounds(one).sum_kl.max
     assert ledger.bounds(np.array([0, 2])).sum_kl.max == 0
@@ -130,9 +137,9 @@ def test_what_an_answer_would_reach_is_known_before_and_charges_nothing() -> Non
     ledger.charge(np.array([0, 1]), LeakCharge(0.5))
     ledger.charge(np.array([1, 2]), LeakCharge(0.25, "a"))
     batch = np.array([0, 1, 2, 3])
-    assert ledger.after(batch, LeakCharge(1.0)) == 1.75
-    assert ledger.after(batch, LeakCharge(0.5, "a")) == 1.0
-    assert ledger.after(batch, LeakCharge(0.5, "b")) == 1.25
+    assert ledger.after(batch, logged(LeakCharge(1.0))).most == 1.75
+    assert ledger.after(batch, logged(LeakCharge(0.5, "a"))).most == 1.0
+    assert ledger.after(batch, logged(LeakCharge(0.5, "b"))).most == 1.25
     assert ledger.bounds(batch).sum_kl.max == 0.75
 
 
@@ -145,12 +152,14 @@ def test_bounds_are_those_of_the_accounts_one_by_one() -> None:
     for found, values in (
         (bounds.sum_kl, charges),
         (bounds.estimate, np.array([estimated_auc(k) for k in charges])),
-        (bounds.guarantee, np.array([leak_auc_bound(k) for k in charges])),
+        (of_class_means(bounds), np.array([leak_auc_bound(k) for k in charges])),
     ):
         assert found.max == pytest.approx(values.max(), rel=1e-12)
         assert np.mean(values <= found.q95) == pytest.approx(0.95, abs=0.0011)
         assert values.mean() - 1e-12 <= found.mean <= values.mean() + 1 / 4096
-    assert ledger_figures(bounds).flat()["guarantee_q95"] == bounds.guarantee.q95
+    flat = ledger_figures(bounds).flat()
+    assert flat["knows_class_means_only_q95"] == of_class_means(bounds).q95
+    assert flat["anybody_q95"] == flat["passive_and_honest_mean"] == 1
 
 
 def test_a_bare_gradient_leaves_no_bound_but_one() -> None:
@@ -158,8 +167,8 @@ def test_a_bare_gradient_leaves_no_bound_but_one() -> None:
     ledger.charge(np.array([0]), LeakCharge(math.inf))
     bounds = ledger.bounds(np.array([0, 1]))
     assert bounds.sum_kl.max == math.inf
-    assert bounds.estimate.max == bounds.guarantee.max == 1
-    assert bounds.guarantee.mean == pytest.approx(0.75, abs=1e-3)
+    assert bounds.estimate.max == of_class_means(bounds).max == 1
+    assert of_class_means(bounds).mean == pytest.approx(0.75, abs=1e-3)
 
 
 def test_epsilons_add_up_over_identities_and_are_lost_with_any_other_answer() -> None:
@@ -253,7 +262,7 @@ def test_short_epochs_are_judged_together_and_by_their_own_charges() -> None:
 def test_bounds_have_flat_names_and_leave_out_an_epsilon_that_is_none() -> None:
     bounds: LeakBounds = LeakLedger(1).bounds(np.array([0]))
     assert ledger_figures(bounds).flat()["epsilon"] == 0.0
-    assert ledger_figures(bounds).flat().keys() >= {"sum_kl_max", "estimate_mean", "guarantee_q95"}
+    assert ledger_figures(bounds).flat().keys() >= {"sum_kl_max", "estimate_mean", "anybody_q95"}
     assert "epsilon" not in ledger_figures(bounds._replace(epsilon=None)).flat()
 
 
@@ -262,7 +271,7 @@ def test_the_larger_of_two_bounds_is_that_of_the_larger_sums_to_the_last_bit() -
 
     def bounds(largest: float, guarantee: float, epsilon: float | None) -> LeakBounds:
         sums, aucs = Spread(largest, 1.0, 0.5), Spread(guarantee, 0.8, 0.7)
-        return LeakBounds(sums, aucs, aucs, epsilon)
+        return LeakBounds(sums, aucs, (PeerBound(aucs, None),) * 3, epsilon)
 
     less, more = bounds(53.6, 1.0, 1.0), bounds(58.6, 1.0 - 1e-16, 2.0)
     assert more.or_more(less) is more

@@ -54,7 +54,7 @@ from splitveil.active_party.defenses.strength import (
     Strength,
     SumKl,
 )
-from splitveil.active_party.ledger.ledger import estimated_auc
+from splitveil.active_party.defenses.sum_kl import estimated_auc
 from splitveil.common.privacy.pair_aucs import pair_aucs
 from tests.defended import build_defense, context_of
 

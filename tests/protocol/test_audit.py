@@ -18,6 +18,8 @@ from sklearn.metrics import roc_auc_score
 from splitveil.common.privacy.attacks import AttackName, BatchAttackName, RunAttackName
 from splitveil.common.privacy.audit import BatchLeak, LeakAudit
 from splitveil.common.privacy.audit_worker import AuditWorker, CpuBudget
+from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
+from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.label_free import LABEL_FREE
 from splitveil.common.privacy.observation import (
     Clues,
@@ -189,12 +191,16 @@ def test_both_parties_pick_the_same_positive_and_not_always_the_same_place() -> 
 
 def _everything(observation: Observation) -> Observation:
     rows = torch.arange(len(observation.labels)) + 64 * observation.step
-    hints = pick_hint_rows(observation.labels, _SEED, observation.epoch, observation.step, 5)
+    labels, epoch, step = observation.labels, observation.epoch, observation.step
+    hints = pick_hint_rows(labels, _SEED, epoch, step, 5)
+    others = pick_hint_rows(labels, _SEED, epoch, step, 1, class_index=0)
+    clues = observation.clues[1]._replace(hint_rows=hints, other_hint_rows=others)
     return dataclasses.replace(
         observation,
         positions=rows,
-        clues={1: observation.clues[1]._replace(hint_rows=hints)},
+        clues={1: clues},
         activations=observation.gradients["first"][:, :4] ** 2,
+        predictions=KnownPredictions(torch.full((len(rows),), 0.3), observation.gradients["cut"]),
     )
 
 
@@ -204,10 +210,15 @@ def test_every_attack_can_be_audited_at_every_layer() -> None:
     assert all(leak is not None for leak in measured)
     audit.end_run()
     for layer in ("cut", "first"):
-        without_gradients = set() if layer == "cut" else {"activation_spectral"}
-        assert set(audit.summary()[layer]) == set(get_args(BatchAttackName)) - without_gradients
-        assert set(audit.run_level()[layer]) == set(get_args(RunAttackName))
-        assert set(audit.after_epoch(4)[layer]) == {"accumulated_spectral", "accumulated_cosine"}
+        at_cut = {"activation_spectral", "activation_kmeans", "informed", "accumulated_informed"}
+        of_batches, of_run = (
+            set(names) - (set() if layer == "cut" else at_cut.union(FINAL_ATTACKS))
+            for names in (get_args(BatchAttackName), get_args(RunAttackName))
+        )
+        assert set(audit.summary()[layer]) == of_batches
+        assert set(audit.run_level()[layer]) == of_run
+        added_up = {name for name in of_run if name.startswith("accumulated_")}
+        assert set(audit.after_epoch(4)[layer]) == added_up
     for layer, attacks in audit.worst_epochs().items():
         for attack, worst in attacks.items():
             means = [audit.epoch_means(epoch)[layer][attack] for epoch in range(5)]
@@ -235,7 +246,8 @@ def test_an_attack_without_what_it_needs_is_not_measured() -> None:
     bare = Observation(0, 0, _observation(0, 0).gradients, labels)
     measured = LeakAudit(get_args(AttackName), num_examples=64).observe(bare)
     assert measured is not None
-    assert set(measured.leak["cut"]) == {"norm", "cosine_majority", "spectral"}
+    told_nothing = {"norm", "cosine_majority", "spectral", "residual_energy", "kmeans"}
+    assert set(measured.leak["cut"]) == told_nothing
 
 
 def test_class_oracles_find_nothing_in_noise_with_few_examples() -> None:
@@ -413,7 +425,8 @@ def test_the_worker_gives_way_and_leaves_the_other_threads_alone() -> None:
 
 def test_settings_have_the_documented_defaults_and_bounds() -> None:
     settings = validate(AuditSettings, {}, "audit")
-    batch, gathered = ("norm", "cosine", "spectral"), ("accumulated_spectral", "accumulated_cosine")
+    batch = ("norm", "cosine", "spectral", "residual_energy")
+    gathered = ("accumulated_spectral", "accumulated_residual_energy", "accumulated_cosine")
     assert settings.attacks == batch + gathered
     assert (settings.queue_batches, settings.every_steps) == (8, 1)
     wrongs: list[dict[str, object]] = [

@@ -149,7 +149,9 @@ def test_lost_messages_change_no_bit(example: Path, module: str) -> None:
 
 
 def test_a_budget_ends_a_run_whose_class_states_no_charge(example: Path, module: str) -> None:
-    parties = parties_of(example, module, "Uncharged", "run_budget={sum_kl: 100}")
+    parties = parties_of(
+        example, module, "Uncharged", "run_budget={sum_kl: 100, covers: knows class means only}"
+    )
     with pytest.raises(SplitveilError):
         run_in_process(parties)
     assert isinstance(parties.session.error, BudgetExhausted)
@@ -164,7 +166,9 @@ def test_persistent_noise_reaches_the_class(example: Path, module: str, tmp_path
 
 
 def test_the_plan_says_that_the_class_answers_for_its_charges(example: Path, module: str) -> None:
-    settings = parties_of(example, module, "Clipped", "run_budget={sum_kl: 4}").active_settings
+    settings = parties_of(
+        example, module, "Clipped", "run_budget={sum_kl: 4, covers: knows class means only}"
+    ).active_settings
     written = io.StringIO()
     console = Console(file=written, width=200)
     print_plan(settings, PartyData.load(settings.data, example), None, console)

@@ -82,7 +82,9 @@ def test_each_example_begins_where_the_earlier_run_left_it(example: Path) -> Non
 def test_a_budget_counts_earlier_runs_and_one_that_is_used_up_answers_nothing(
     example: Path,
 ) -> None:
-    enough, used_up = ("run_budget={sum_kl: 0.2}", "run_budget={sum_kl: 0.13}")
+    enough, used_up = (
+        f"run_budget={{sum_kl: {limit}, covers: knows class means only}}" for limit in (0.2, 0.13)
+    )
     run(example, MARVELL, enough)
     parties = parties_with(example, MARVELL, enough, AFTER_FIRST)
     with pytest.raises(BudgetExhausted, match="epoch 2 step 1"):

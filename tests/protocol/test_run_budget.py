@@ -16,6 +16,7 @@ from splitveil.active_party.defenses.sum_kl import (
     power_for_sum_kl,
     sum_kl_for_leak_auc,
 )
+from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.plan import print_plan, stop_epoch
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
@@ -24,6 +25,7 @@ from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.common.errors import BudgetExhausted, Interrupted, PeerLeft, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.run.course import Batch
 from splitveil.common.text.upper_bounds import at_most
@@ -86,12 +88,23 @@ def test_without_a_defense_the_ledger_promises_nothing(example: Path) -> None:
     parties = parties_with(example)
     run_in_process(parties)
     assert parties.session.leak_bounds().sum_kl.max == math.inf
-    assert parties.session.leak_bounds().guarantee.mean == pytest.approx(1)
+    for one in parties.session.leak_bounds().by_peers:
+        assert one.leak_auc.mean == pytest.approx(1)
+        assert one.mu is None
 
 
-@pytest.mark.parametrize("budget", ["{leak_auc: 0.7}", f"{{sum_kl: {sum_kl_for_leak_auc(0.7)}}}"])
-def test_the_answer_that_would_pass_the_budget_is_never_given(example: Path, budget: str) -> None:
-    parties = parties_with(example, REPEATABLE, LONGER, f"run_budget={budget}")
+def budget_of_class_means(limit: str) -> str:
+    return f"run_budget={{{limit}, covers: knows class means only}}"
+
+
+def bound(bounds: LeakBounds) -> float:
+    """Return the bound for those peers, of the most exposed example."""
+    return bounds.against(Covers.CLASS_MEANS).leak_auc.max
+
+
+@pytest.mark.parametrize("limit", ["leak_auc: 0.7", f"sum_kl: {sum_kl_for_leak_auc(0.7)}"])
+def test_the_answer_that_would_pass_the_budget_is_never_given(example: Path, limit: str) -> None:
+    parties = parties_with(example, REPEATABLE, LONGER, budget_of_class_means(limit))
     free = parties_with(example, REPEATABLE, LONGER)
     with pytest.raises(BudgetExhausted) as caught:
         run_in_process(parties)
@@ -104,11 +117,11 @@ def test_the_answer_that_would_pass_the_budget_is_never_given(example: Path, bud
     assert "epoch 4 step 1" in str(caught.value)
     assert len(parties.active.sent) == len(parties.passive.received) == 3 * steps
     bounds = session.leak_bounds()
-    assert bounds.guarantee.max <= 0.7
+    assert bound(bounds) <= 0.7
     assert parties.active.ledger[-1] == (3, bounds)
     # The free run's ledger names the step, too: one epoch more passes.
     assert free.active.ledger[2][1] == bounds
-    assert free.active.ledger[3][1].guarantee.max > 0.7
+    assert bound(free.active.ledger[3][1]) > 0.7
     # What was given until then is what a run without a budget would have got.
     sent = zip(parties.active.sent, free.active.sent, strict=False)
     assert all(torch.equal(one, other) for one, other in sent)
@@ -117,7 +130,7 @@ def test_the_answer_that_would_pass_the_budget_is_never_given(example: Path, bud
 def test_a_stopped_run_stays_stopped_and_learns_nothing_from_the_refused_step(
     example: Path,
 ) -> None:
-    parties = parties_with(example, MARVELL, "run_budget={sum_kl: 0.01}")
+    parties = parties_with(example, MARVELL, budget_of_class_means("sum_kl: 0.01"))
     peer = StopsAtFirstStep(parties.session, parties.engine)
     with pytest.raises(Interrupted):
         parties.run.run(peer)
@@ -141,7 +154,7 @@ def test_a_budget_of_whole_answers_is_used_up_to_the_last(example: Path) -> None
     run_in_process(free)
     used = free.session.leak_bounds().sum_kl.max
     for budget, stage in ((used, Stage.FINISHED), (0.999 * used, Stage.ENDED)):
-        parties = parties_with(example, REPEATABLE, f"run_budget={{sum_kl: {budget}}}")
+        parties = parties_with(example, REPEATABLE, budget_of_class_means(f"sum_kl: {budget}"))
         if stage is Stage.ENDED:
             with pytest.raises(BudgetExhausted):
                 run_in_process(parties)
@@ -176,7 +189,7 @@ def test_budgets_that_cannot_be_meant_are_refused(
 
 
 GAFM_TOP = "top_model={kind: mlp, hidden: [4]}"
-BUDGET = "run_budget={sum_kl: 1}"
+BUDGET = budget_of_class_means("sum_kl: 1")
 NOISY_LABEL = (
     "{name: noisy_label, top_labels: noisy, mechanism: {kind: randomized_response, epsilon: 1}}"
 )
@@ -259,7 +272,7 @@ def test_gradients_that_leak_more_than_they_were_charged_raise_an_alarm(
 def test_a_run_that_stops_before_its_first_evaluation_has_a_summary_all_the_same(
     example: Path, tmp_path: Path
 ) -> None:
-    parties = parties_with(example, MARVELL, "run_budget={sum_kl: 0.01}")
+    parties = parties_with(example, MARVELL, budget_of_class_means("sum_kl: 0.01"))
     with ActiveRecorder(parties.active_settings, tmp_path) as recorder:
         parties.session.lifecycle.observer = recorder
         with pytest.raises(BudgetExhausted):
@@ -268,7 +281,8 @@ def test_a_run_that_stops_before_its_first_evaluation_has_a_summary_all_the_same
     assert (summary.counts.epochs, summary.counts.steps) == (0, 0)
     assert summary.of_active.model.test_auc is None
     assert summary.of_active.ledger is not None
-    assert summary.of_active.ledger.guarantee.max == 0.5
+    assert summary.of_active.ledger.anybody.max == 0.5
+    assert {one.leak_auc for one in summary.of_active.bounds} == {0.5}
     print_summary("active party", summary, console=Console(file=io.StringIO()))
 
 
@@ -288,7 +302,7 @@ def test_the_plan_names_the_epoch_in_which_the_run_then_stops(
 ) -> None:
     overrides = [
         f"defense={{name: marvell, strength: {{power_ratio: {power_ratio}}}}}",
-        "run_budget={leak_auc: 0.8}",
+        budget_of_class_means("leak_auc: 0.8"),
         "contract.epochs=25",
     ]
     parties = parties_with(example, *overrides)
@@ -300,21 +314,21 @@ def test_the_plan_names_the_epoch_in_which_the_run_then_stops(
 
 
 def test_the_plan_says_when_everything_fits(example: Path) -> None:
-    fits = plan_of(example, MARVELL, "run_budget={leak_auc: 0.7}")
+    fits = plan_of(example, MARVELL, budget_of_class_means("leak_auc: 0.7"))
     assert "all 2 epochs fit, if charges are as estimated" in fits
     assert "none is set" in plan_of(example, MARVELL)
     persistent = "defense={name: marvell, noise: persistent, strength: {power_ratio: 16}}"
     for budget, outcome in ((0.7, "all 500 epochs fit"), (0.6, "the run ends in epoch 1 ")):
-        assert outcome in plan_of(
-            example, persistent, f"run_budget={{leak_auc: {budget}}}", "contract.epochs=500"
-        )
+        limit = f"run_budget={{leak_auc: {budget}, covers: passive and honest}}"
+        assert outcome in plan_of(example, persistent, limit, "contract.epochs=500")
 
 
 def test_the_plan_admits_what_it_cannot_know(example: Path) -> None:
-    unknown = plan_of(example, "defense={name: max_norm}", "run_budget={leak_auc: 0.7}")
+    unknown = plan_of(example, "defense={name: max_norm}", budget_of_class_means("leak_auc: 0.7"))
     assert "not known before" in unknown
     assert "it may end the run in any epoch" in unknown
-    iso = plan_of(example, "defense={name: iso, noise_ratio: 8}", "run_budget={sum_kl: 0.3}")
+    limit = budget_of_class_means("sum_kl: 0.3")
+    iso = plan_of(example, "defense={name: iso, noise_ratio: 8}", limit)
     assert "likely 0 .. 0.25" in iso  # 4 d/t with d = 4, t = 64
     assert "it may end the run in any epoch, not likely before epoch 2" in iso
     assert "no credit" in plan_of(example, "defense={name: max_norm, noise: persistent}")
@@ -329,7 +343,7 @@ def test_the_plan_s_power_ratio_keeps_a_run_below_its_target(example: Path) -> N
     strength = f"defense={{name: marvell, strength: {{power_ratio: {ratio}}}}}"
     parties = parties_with(example, strength, "contract.epochs=5")
     run_in_process(parties)
-    reached = parties.session.leak_bounds().guarantee.max
+    reached = bound(parties.session.leak_bounds())
     assert reached == pytest.approx(0.75, abs=0.003)
     assert reached == leak_auc_bound(parties.session.leak_bounds().sum_kl.max)
 

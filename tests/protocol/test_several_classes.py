@@ -49,6 +49,13 @@ DEFENSES = {
     "insecure_noise_seed: 7}",
     "true top labels": "{name: noisy_label, top_labels: true, "
     "mechanism: {kind: randomized_response, epsilon: 2}, insecure_noise_seed: 7}",
+    "gaussian posterior": "{name: noisy_label, insecure_noise_seed: 7, "
+    "mechanism: {kind: gaussian, noise_ratio: 1, posterior: model}}",
+    "alibi": "{name: noisy_label, mechanism: {kind: alibi, epsilon: 2}, insecure_noise_seed: 7}",
+    "with_prior": "{name: noisy_label, insecure_noise_seed: 7, "
+    "mechanism: {kind: with_prior, epsilon: 2, parts: 2, epochs_per_part: 1}}",
+    "projected_batches": "{name: noisy_label, insecure_noise_seed: 7, "
+    "mechanism: {kind: projected_batches, noise_ratio: 2}}",
 }
 
 
@@ -323,7 +330,11 @@ def test_a_run_whose_parties_were_killed_ends_as_if_nothing_had_happened(
 def test_a_budget_ends_a_run_by_the_charges_of_the_worst_pair(example: Path) -> None:
     marvell = "defense={name: marvell, strength: {sum_kl: 0.2}, insecure_noise_seed: 7}"
     overrides = ["contract.epochs=5", "contract.split={kind: hash, train: 0.8, test: 0.2}"]
-    parties = build_parties(example, [marvell, "run_budget={sum_kl: 0.5}", *overrides], overrides)
+    parties = build_parties(
+        example,
+        [marvell, "run_budget={sum_kl: 0.5, covers: knows class means only}", *overrides],
+        overrides,
+    )
     with pytest.raises(BudgetExhausted, match="run_budget"):
         run_in_process(parties)
     assert isinstance(parties.session.error, BudgetExhausted)

@@ -13,12 +13,13 @@ import torch
 
 from splitveil.active_party.defenses import AnswerKeys
 from splitveil.active_party.ledger.earlier_ledgers import LEDGER
+from splitveil.active_party.report.bounds import bounds_of
 from splitveil.active_party.report.run_files import read_run
-from splitveil.active_party.report.verdict import guarantee_of
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.active_party.watch.stored_figures import ledger_figures
 from splitveil.common.errors import BudgetExhausted, OtherAnswer, PeerLeft
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.run.messages import LeaveReason, Offer
 from splitveil.common.storage.model_files import save_tensors
 from tests.peers import InProcessPeer, Lost, dying
@@ -34,6 +35,9 @@ NOISY = (
     "defense={name: noisy_label, top_labels: noisy, insecure_noise_seed: 1, "
     "mechanism: {kind: randomized_response, epsilon: 1}}"
 )
+SEEDED_LABELS = "defense={name: noisy_label, insecure_noise_seed: 1, mechanism: "
+WITH_PRIOR = f"{SEEDED_LABELS} {{kind: with_prior, epsilon: 1, parts: 2, epochs_per_part: 1}}}}"
+BATCHES = f"{SEEDED_LABELS} {{kind: projected_batches, noise_ratio: 4}}}}"
 ONE_EPOCH = 7
 """Messages after which every training row was answered about once: four steps of them, and more."""
 
@@ -77,7 +81,7 @@ def answered(example: Path, runs: Path, *active: str, messages: int = ONE_EPOCH)
     return parties
 
 
-@pytest.mark.parametrize("defense", [MARVELL, PERSISTENT, ISO, NOISY])
+@pytest.mark.parametrize("defense", [MARVELL, PERSISTENT, ISO, NOISY, WITH_PRIOR, BATCHES])
 def test_a_peer_that_goes_back_and_leaves_takes_no_charge_with_it(
     example: Path, tmp_path: Path, defense: str
 ) -> None:
@@ -102,7 +106,7 @@ def test_nor_does_one_whose_leaving_is_found_by_a_process_that_was_killed(
     assert torch.equal(told(accounts(again.session)), told(charged))
     if resumes:
         go_back(again.session)
-        assert again.session.answering.budget.accounts.course.most(np.arange(10)) == 0
+        assert again.session.answering.budget.accounts.course.exposure(np.arange(10)).most == 0
     leave(again.session)
     assert torch.equal(told(accounts(again.session)), told(charged))
 
@@ -111,7 +115,10 @@ def test_the_next_run_begins_with_what_was_told_and_its_budget_counts_it(
     example: Path, tmp_path: Path
 ) -> None:
     """Each run goes back and leaves after an epoch of 1/16: two of them are in .13, a third not."""
-    budget, earlier = "run_budget={sum_kl: 0.13}", "earlier_ledgers=[]"
+    budget, earlier = (
+        "run_budget={sum_kl: 0.13, covers: knows class means only}",
+        "earlier_ledgers=[]",
+    )
     for number in range(2):
         parties = answered(example, tmp_path / str(number), MARVELL, budget, earlier)
         before = parties.active.earlier
@@ -128,7 +135,7 @@ def test_the_next_run_begins_with_what_was_told_and_its_budget_counts_it(
     assert third.active.sent == []
 
 
-@pytest.mark.parametrize("defense", [MARVELL, PERSISTENT, ISO, NOISY])
+@pytest.mark.parametrize("defense", [MARVELL, PERSISTENT, ISO, NOISY, WITH_PRIOR, BATCHES])
 @pytest.mark.parametrize("killed", ["the passive party", "both"])
 def test_an_honest_return_to_a_checkpoint_is_not_charged_twice(
     example: Path, tmp_path: Path, defense: str, killed: str
@@ -231,7 +238,9 @@ def test_a_budget_that_was_lowered_holds_against_what_was_told_before(
 ) -> None:
     """Two epochs were answered about, and each of them alone would fit."""
     answered(example, tmp_path, MARVELL, messages=12)
-    again = parties_in(example, tmp_path, MARVELL, "run_budget={sum_kl: 0.1}")
+    again = parties_in(
+        example, tmp_path, MARVELL, "run_budget={sum_kl: 0.1, covers: knows class means only}"
+    )
     assert again.session.reopen()
     for state in states(tmp_path)[1:]:
         state.unlink()
@@ -277,4 +286,6 @@ def test_log_summary_and_report_say_what_was_told_and_not_where_the_run_went_bac
         leave(parties.session)
     assert "the ledger keeps the later answers" in caplog.text
     assert recorder.summary({}).of_active.ledger == ledger_figures(bounds)
-    assert guarantee_of(read_run(folder)) == bounds.guarantee.max
+    found = {peers: bounds.against(peers).leak_auc.max for peers in Covers}
+    assert bounds_of(read_run(folder)) == found
+    assert found[Covers.CLASS_MEANS] < found[Covers.ANYBODY] == 1

@@ -58,7 +58,7 @@ LABELS = "insecure_noise_seed: 7, name: noisy_label, mechanism: {kind: gaussian,
 def test_one_batch_of_fresh_marvell_tells_an_honest_peer_every_label(
     example: Path, tmp_path: Path, defense: str
 ) -> None:
-    found = outcome(example, tmp_path, "weak_directions", defense, epochs=6)
+    found = outcome(example, tmp_path, "residual_energy", defense, epochs=6)
     assert found.last_batch > 0.95
     assert found.last_batch > found.guarantee
 
@@ -67,7 +67,7 @@ def test_one_batch_of_fresh_marvell_tells_an_honest_peer_every_label(
 def test_the_same_peer_finds_nothing_where_both_classes_get_the_same_noise(
     example: Path, tmp_path: Path, defense: str
 ) -> None:
-    found = outcome(example, tmp_path, "weak_directions", defense, epochs=6)
+    found = outcome(example, tmp_path, "residual_energy", defense, epochs=6)
     # 100 positives of 512: chance moves an AUC by .03, and by .017 over all rows.
     assert abs(found.last_batch - 0.5) < 0.15
     assert abs(found.whole_run - 0.5) < 0.1

@@ -41,7 +41,7 @@ def test_two_defenses_are_run_and_set_side_by_side(compared: LocalRun) -> None:
     assert "none" in table
     assert "marvell" in table
     assert "cut: cosine leak AUC" in table
-    assert "ledger: guarantee" in table
+    assert "bound: anybody" in table
 
 
 def test_the_log_counts_epochs_from_1(compared: LocalRun) -> None:
@@ -246,7 +246,7 @@ def test_the_table_holds_what_a_whole_run_told_and_rounds_bounds_up() -> None:
     found = RunFigures(0.81234, 0.8, 0.82, 400)
     figures = ActiveFigures(model=ModelFigures(test_auc=0.9))
     other = Summary(counts=RunCounts(aligned_rows=9, steps_per_s=2.0), active=figures)
-    ledger = LedgerFigures(estimate=SpreadFigures(max=0.85), guarantee=SpreadFigures(max=0.9101))
+    ledger = LedgerFigures(estimate=SpreadFigures(max=0.85), anybody=SpreadFigures(max=0.9101))
     active = replace(
         other,
         active=replace(figures, ledger=ledger),
@@ -259,7 +259,7 @@ def test_the_table_holds_what_a_whole_run_told_and_rounds_bounds_up() -> None:
     cells = {row[1].strip(): [cell.strip() for cell in row[2:4]] for row in rows}
     assert cells["cut: accumulated_spectral"] == ["0.812", "-"]
     assert cells["ledger: estimate"] == ["0.850", "-"]
-    assert cells["ledger: guarantee"] == ["0.911", "-"]
+    assert cells["bound: anybody"] == ["0.911", "-"]
 
 
 def test_a_held_port_is_given_to_one_launcher_and_served_by_its_active_party() -> None:

@@ -25,8 +25,10 @@ from splitveil.common.errors import (
     TooLarge,
 )
 from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.privacy.label_free import LABEL_FREE
 from splitveil.common.privacy.leakage import leak_auc
 from splitveil.common.privacy.observation import Observation
+from splitveil.common.privacy.settings import DEFAULT_ATTACKS
 from splitveil.common.record.summary import to_json
 from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.run.sample_order import positions_digest
@@ -103,12 +105,12 @@ def test_an_audit_tells_the_monitor_s_figure_with_two_digits(
     assert told == {epoch: round(value, 2) for epoch, value in measured.items()}
     assert set(told) == {0, 1}
     assert all(0.55 < value < 1 for value in told.values())
-    assert len(found.of_kind("passive", "audit")) == 2 * 3 * 2  # epochs, attacks, layers
+    assert len(found.of_kind("passive", "audit")) == 2 * 5 * 2  # epochs, attacks, layers
     assert set(found.summary["audit"]) == {"cut", "first"}
-    assert set(found.summary["audit"]["cut"]) == {"norm", "spectral", "accumulated_spectral"}
+    assert set(found.summary["audit"]["cut"]) == set(LABEL_FREE) & set(DEFAULT_ATTACKS)
     assert found.summary["audit"]["cut"]["accumulated_spectral"] == told[1]
     assert found.summary["audit_left_out_batches"] == 0
-    assert len(found.of_kind("active", "audit")) == 12
+    assert len(found.of_kind("active", "audit")) == 20
 
 
 @pytest.mark.parametrize("wire", ["in process", "gRPC"])

@@ -1,4 +1,4 @@
-"""States the peers for whom the ledger's guarantee does not hold, for reports and plans."""
+"""Says whom the charges of a run's defense describe, for reports of its recorded settings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from splitveil.active_party.defenses import DefenseSettings
-from splitveil.active_party.defenses.section import GENERAL_LIMIT
+from splitveil.active_party.defenses.section import COVERS_CLASS_MEANS, Coverage
 
 _SETTINGS: TypeAdapter[DefenseSettings] = TypeAdapter(DefenseSettings)
 
 
-def limit_of_guarantee(defense: Mapping[str, Any]) -> str:
-    """Return a sentence about the limits of a guarantee, empty if it holds for every peer.
+def coverage_of(defense: Mapping[str, Any]) -> Coverage:
+    """Return the peers whom the charges of a defense describe.
 
     Args:
         defense: the settings of the defense as plain values, as a run's summary keeps them.
@@ -20,5 +20,5 @@ def limit_of_guarantee(defense: Mapping[str, Any]) -> str:
     try:
         settings = _SETTINGS.validate_python(defense)
     except ValidationError:  # settings of another version
-        return GENERAL_LIMIT
-    return settings.guarantee_limit()
+        return COVERS_CLASS_MEANS
+    return settings.coverage()

@@ -1,0 +1,285 @@
+"""The stages of projected labels: designs, releases and targets, in the course of a run."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from splitveil.active_party.defenses.build_inputs import BuildInputs
+from splitveil.active_party.defenses.gaussian_dp import leak_auc_of_mu
+from splitveil.active_party.defenses.interface import (
+    Defended,
+    DefendedGradient,
+    Defense,
+    DefenseReport,
+    LabelledRows,
+    LabelMove,
+    LeakCharge,
+    PendingRelease,
+    RawBatch,
+)
+from splitveil.active_party.defenses.noise import SecureNoise
+from splitveil.active_party.defenses.projection.design import Design, design, stage_sigma
+from splitveil.active_party.defenses.projection.features import Chunks
+from splitveil.active_party.defenses.projection.posterior import Posterior
+from splitveil.active_party.defenses.projection.release import Release, draw_release
+from splitveil.active_party.defenses.rows import as_classes, as_rows
+from splitveil.common.privacy.covers import Covers
+
+
+class StagePlan(NamedTuple):
+    """What the settings say about the stages of a run."""
+
+    mu: float
+    """Bound for the whole run."""
+
+    epochs: tuple[int, ...]
+    """The epochs at which stages begin, ascending."""
+
+    rank: int
+    memory_bytes: int
+
+    @property
+    def charge(self) -> LeakCharge:
+        """The charge of one stage."""
+        sum_kl = self.mu**2 / max(1, len(self.epochs))
+        return LeakCharge(sum_kl, covers=Covers.ANYBODY, is_gaussian=True)
+
+
+def stage_epochs(stages: int, epochs: int) -> tuple[int, ...]:
+    """Return the epochs at which stages begin, ascending: at equal distances, at most one each."""
+    count = min(stages, epochs)
+    return tuple(number * epochs // count for number in range(count))
+
+
+class ProjectedLabels(Defense):
+    """Releases gradients of targets unchanged; only the sums from which targets come are charged.
+
+    Args:
+        plan: strength, stages and rank.
+        given: facts about the run and its rows; a defense built without examples has no targets.
+    """
+
+    def __init__(self, plan: StagePlan, given: BuildInputs) -> None:
+        self._plan = plan
+        self._num_classes = given.context.num_classes
+        self._epochs = plan.epochs
+        self._next_stage = 0
+        self._examples = given.examples
+        self._posterior: Posterior | None = None
+        self._targets: Tensor | None = None
+        if given.examples is not None:
+            labels = given.examples.labels
+            training = given.examples.training
+            self._rows = torch.arange(len(labels)) if training is None else training
+            subjects = given.examples.subjects
+            self._subjects = None if subjects is None else subjects[self._rows]
+            self._labels = _one_hot(labels[self._rows], self._num_classes)
+            self._posterior = Posterior(plan.memory_bytes)
+            self._known = _known(given.examples.known_targets, self._rows)
+            if self._known is not None and bool(self._known.excluded.all()):
+                self._use(self._known.targets)  # every label was told before: there is no stage
+                self._epochs = ()
+        mu = plan.mu
+        self._report = DefenseReport(
+            noise_power=0.0,  # the noise is in the sums: nothing is added to the gradient
+            sum_kl_after=mu**2,
+            leak_auc_bound=leak_auc_of_mu(mu),
+            charge=LeakCharge(0.0, covers=Covers.ANYBODY, is_gaussian=True),
+        )
+
+    def targets(self, batch: LabelledRows, /) -> Tensor:
+        """Return the present stage's targets of a batch, (batch,), or (batch, classes).
+
+        Raises:
+            ValueError: no stage has begun.
+        """
+        if self._targets is None:
+            raise ValueError("projected_labels has begun no stage: there are no targets")
+        return self._targets[batch.rows]
+
+    def defend(self, batch: RawBatch) -> Defended:
+        """Return the values unchanged. The labels' values are checked but not used."""
+        as_classes(batch.labels, as_rows(batch.gradients), self._num_classes)
+        return Defended(DefendedGradient(batch.gradients.detach()), self._report)
+
+    def charge_covering(self, _move: LabelMove, /) -> LeakCharge:
+        """Return no charge: every gradient is a function of the sums, which are charged."""
+        return self._report.charge
+
+    def pending_release(self, epoch: int, chunks: Chunks, /) -> PendingRelease | None:
+        """Return the release of a stage that begins with this epoch, unless it has begun.
+
+        Raises:
+            ValueError: the predictions are not finite.
+        """
+        stage = self._next_stage
+        if stage == len(self._epochs) or epoch < self._epochs[stage]:
+            return None
+        predictions = torch.cat([_probabilities(chunk.logits) for chunk in chunks()])
+        if not bool(predictions.isfinite().all()):  # before anything is told of the labels
+            raise ValueError("the top model predicts something that is not a number")
+        rows = design(
+            chunks,
+            len(self._rows),
+            self._plan.rank,
+            subjects=self._subjects,
+            excluded=None if self._known is None else self._known.excluded,
+        )
+        return StageRelease(self, stage, rows, predictions)
+
+    @property
+    def stage_sigma(self) -> float:
+        """Standard deviation of the noise in each sum."""
+        return stage_sigma(self._plan.mu, len(self._epochs), self._num_classes)
+
+    @property
+    def stage_charge(self) -> LeakCharge:
+        """The charge of one stage."""
+        return self._plan.charge
+
+    def draw(self, rows: Design, key: bytes) -> Release:
+        """Compute the noisy sums of a design."""
+        return draw_release(rows, self._labels, self.stage_sigma, SecureNoise(lambda: key))
+
+    def begin(self, stage: int, rows: Design, release: Release, predictions: Tensor) -> None:
+        """Begin a stage: make its targets from all sums so far.
+
+        Raises:
+            ValueError: the release has another shape than the design.
+        """
+        if self._posterior is None:
+            raise ValueError("projected_labels was built without examples")
+        self._posterior.add(rows, release)
+        targets = self._posterior.targets(predictions)
+        if self._known is not None:
+            excluded = self._known.excluded
+            targets[excluded] = self._known.targets[excluded]
+        self._use(targets)
+        self._next_stage = stage + 1
+
+    def _use(self, targets: Tensor) -> None:
+        """Train on targets from now on.
+
+        Args:
+            targets: of the training rows, (training rows,) or (training rows, classes).
+        """
+        if self._examples is None:
+            raise ValueError("projected_labels was built without examples")
+        every = torch.zeros(len(self._examples.labels), *targets.shape[1:])
+        every[self._rows] = targets.float()
+        self._targets = every.to(self._examples.device)
+
+    @property
+    def released_rows(self) -> Tensor | None:
+        """Positions of the training rows that no earlier run has released, (rows,)."""
+        if self._examples is None:
+            return None
+        return self._rows if self._known is None else self._rows[~self._known.excluded]
+
+    @property
+    def released_targets(self) -> Tensor | None:
+        """Targets of all aligned rows, zero for rows that are not trained on; None before any."""
+        return self._targets
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the targets, and what later stages need of the earlier ones."""
+        state = {"next_stage": torch.tensor(self._next_stage)}
+        if self._targets is not None:
+            state["targets"] = self._targets
+        if self._posterior is not None:
+            state |= {f"posterior.{name}": v for name, v in self._posterior.state_dict().items()}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Resume from a state that ``state_dict`` returned.
+
+        Raises:
+            ValueError: the state belongs to another defense.
+        """
+        if "next_stage" not in state:
+            raise ValueError(f"expected the state of projected_labels, got {sorted(state)}")
+        self._next_stage = int(state["next_stage"])
+        targets = state.get("targets")
+        device = None if self._examples is None else self._examples.device
+        self._targets = None if targets is None else targets.to(device)
+        if self._posterior is not None:
+            prefix = "posterior."
+            self._posterior.load_state_dict(
+                {n.removeprefix(prefix): v for n, v in state.items() if n.startswith(prefix)}
+            )
+
+
+class _Known(NamedTuple):
+    """Training rows whose labels earlier runs have told."""
+
+    targets: Tensor
+    """(training rows,) or (training rows, classes), any number for the other rows."""
+
+    excluded: Tensor
+    """Whether a row was told, (training rows,) bool."""
+
+
+def _known(targets: Tensor | None, rows: Tensor) -> _Known | None:
+    if targets is None:
+        return None
+    of_rows = targets[rows].cpu()
+    return _Known(of_rows, ~of_rows.isnan().reshape(len(rows), -1).any(dim=1))
+
+
+class StageRelease(PendingRelease):
+    """The release with which a stage of projected labels begins.
+
+    Args:
+        defense: the defense whose stage it is.
+        stage: number of the stage.
+        rows: the weights of the training rows.
+        predictions: of the model for the training rows, which no label has entered.
+    """
+
+    def __init__(
+        self, defense: ProjectedLabels, stage: int, rows: Design, predictions: Tensor
+    ) -> None:
+        self.stage = stage
+        self.charge = defense.stage_charge
+        self._defense = defense
+        self._rows = rows
+        self._predictions = predictions
+        self.design = _digest(rows, defense.stage_sigma)
+
+    def draw(self, key: bytes) -> Mapping[str, Tensor]:
+        """Compute the noisy sums, (rank,) or (rank, classes) float64, and their noise's size."""
+        sums, sigma = self._defense.draw(self._rows, key)
+        return {"sums": sums, "sigma": torch.tensor(sigma, dtype=torch.float64)}
+
+    def use(self, release: Mapping[str, Tensor]) -> None:
+        """Make the stage's targets.
+
+        Raises:
+            ValueError: the release has other parts or shapes.
+        """
+        sums, sigma = release.get("sums"), release.get("sigma")
+        if sums is None or sigma is None or len(sums) != self._rows.rank:
+            raise ValueError(f"expected {self._rows.rank} sums and their sigma")
+        taken = Release(sums, float(sigma))
+        self._defense.begin(self.stage, self._rows, taken, self._predictions)
+
+
+def _digest(rows: Design, sigma: float) -> bytes:
+    hashed = hashlib.blake2b(rows.steps.contiguous().numpy().data, digest_size=32)
+    hashed.update(f"{rows.steps.shape} {rows.unit!r} {sigma!r}".encode())
+    return hashed.digest()
+
+
+def _one_hot(labels: Tensor, num_classes: int) -> Tensor:
+    """Return labels of two classes as they are, and of several as one-hot rows, on the CPU."""
+    labels = labels.detach().cpu()
+    return labels.double() if num_classes == 2 else one_hot(labels.long(), num_classes).double()
+
+
+def _probabilities(logits: Tensor) -> Tensor:
+    logits = logits.cpu()
+    return torch.sigmoid(logits) if logits.ndim == 1 else torch.softmax(logits, dim=1)

@@ -1,0 +1,92 @@
+"""What a run's ledger bounds, in words: for whom, and for whom not."""
+
+import math
+from collections.abc import Iterator, Mapping
+
+from splitveil.active_party.ledger.coverage import coverage_of
+from splitveil.active_party.report.run_files import RunFiles
+from splitveil.common.privacy.covers import Covers
+from splitveil.common.record.figures import LedgerFigures
+from splitveil.common.record.lines import LedgerLine
+from splitveil.common.text.upper_bounds import auc_at_most
+
+NO_BOUND = 0.999
+"""Bound at and above which a ledger excludes nothing."""
+
+
+def guarantee_of(run: RunFiles) -> float:
+    """Return the bound for anybody on the leak AUC of the most exposed example; NaN without one."""
+    return bounds_of(run).get(Covers.ANYBODY, math.nan)
+
+
+def bounds_of(run: RunFiles) -> dict[Covers, float]:
+    """Return the bound for each circle of peers, of the most exposed example; empty without any."""
+    ledger = ledger_of(run)
+    found = {} if ledger is None else {peers: ledger.against(peers).max for peers in Covers}
+    return {peers: bound for peers, bound in found.items() if bound is not None}
+
+
+def ledger_of(run: RunFiles) -> LedgerFigures | None:
+    """Return the ledger's last entry, or the bounds of a run abandoned after it went back."""
+    if run.active.summary.of_active.ledger is not None:
+        return run.active.summary.of_active.ledger
+    entries = [line.bounds for line in run.active.metrics.of(LedgerLine)[-1:]]
+    if run.active.ledger_ahead is not None:
+        entries.append(run.active.ledger_ahead)
+    return max(entries, key=_most, default=None)
+
+
+def _most(bounds: LedgerFigures) -> float:
+    largest = bounds.sum_kl.max
+    return math.inf if largest is None else largest  # infinite divergences are written as null
+
+
+def in_short(bounds: Mapping[Covers, float]) -> str:
+    """Return the bound for the widest circle of peers that has one, as a part of a sentence."""
+    peers = widest_bounded(bounds)
+    if peers is None:
+        return "nothing bounds the whole run"
+    bound = auc_at_most(bounds[peers])
+    if peers is Covers.ANYBODY:
+        return f"the ledger guarantees at most {bound} for the whole run"
+    return (
+        f"over the whole run the ledger has a bound of {bound} for {peers.in_words}, and none for "
+        "others"
+    )
+
+
+def widest_bounded(bounds: Mapping[Covers, float]) -> Covers | None:
+    """Return the widest circle of peers for whom a bound says anything; None if there is none."""
+    return next((p for p in Covers if bounds.get(p, math.inf) < NO_BOUND), None)
+
+
+def in_full(run: RunFiles, bounds: Mapping[Covers, float]) -> Iterator[str]:
+    """Yield sentences about the bounds of a run, and about the peers for whom there is none."""
+    if not bounds:
+        yield "The run has no ledger entry, so nothing bounds what its answers revealed."
+        return
+    peers = widest_bounded(bounds)
+    if peers is None:
+        yield "The ledger excludes nothing: over the whole run it has no bound for any peer."
+        return
+    ledger = ledger_of(run)
+    estimate = None if ledger is None else ledger.estimate.max
+    verb = "guarantees" if peers is Covers.ANYBODY else "states"
+    yield (
+        f"Over the whole run the ledger {verb} at most AUC {auc_at_most(bounds[peers])} for any "
+        f"score of {peers.in_words} on all answers together, for the most exposed example"
+        + ("." if estimate is None else f", and estimates {estimate:.3f}.")
+    )
+    if peers is not Covers.ANYBODY:
+        yield (
+            f"That is a bound for {peers.in_words} alone, and no guarantee. "
+            f"{coverage_of(run.active.settings.get('defense', {})).why}"
+        )
+    earlier = run.active.summary.of_active.earlier_answers
+    if earlier is not None:
+        most = earlier.bounds.against(peers).max
+        yield (
+            f"Earlier runs are included: they answered about {earlier.examples or 0:,} of the "
+            f"training rows, at most AUC {auc_at_most(math.nan if most is None else most)} for "
+            f"{peers.in_words}."
+        )

@@ -1,0 +1,151 @@
+"""Keeps what predicts the training rows' labels, until the model has learned them by heart.
+
+To tell what an attack finds beyond features, the monitor needs predictions of labels by models that
+have not seen them. They are fitted across folds at the end of the run; what they are fitted on is
+kept here, from the last visit of each row: its activation, the model's prediction of it, and the
+mean of its predictions so far, of which an attack over the run may know more than of the last one.
+
+A model that has learned its training labels by heart puts them into its activations, and an attack
+would be adjusted for the very label that it found. So the visits of an epoch count only while the
+model tells the training labels no better than held-out ones, by ``MAX_GAP`` of AUC; else those of
+the epoch before stay. In the first epoch, the model has not seen a row that it predicts, and in the
+second, once.
+"""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from splitveil.active_party.training.predictions import measure_predictions
+from splitveil.active_party.training.top_trainer import StepResult
+from splitveil.common.privacy.beyond_features import Covariates
+from splitveil.common.privacy.leakage import OneClass
+from splitveil.common.run.course import Batch
+from splitveil.common.run.progress import State
+from splitveil.common.run.sample_order import Positions
+
+MAX_ROWS = 50_000
+"""Rows that are kept, and half as many for each further class: the first ones of the common order,
+which is that of hashed ids, so that they are a random sample."""
+
+MAX_VALUES = 64
+"""Values of a row's activation that are kept, evenly spaced; the predictions know the others."""
+
+MAX_GAP = 0.02
+"""AUC by which the model may tell training labels better than held-out ones."""
+
+_TRUSTED_EPOCHS = 2
+_LARGEST_LOGIT = 30.0
+_LARGEST_HALF = 6e4
+
+
+class RowCovariates:
+    """What is known about some training rows.
+
+    Args:
+        training: positions of the training rows, ascending.
+        num_examples: number of aligned examples.
+        num_classes: number of classes of the labels.
+    """
+
+    def __init__(self, training: Positions, num_examples: int, num_classes: int) -> None:
+        self._positions = training[: 2 * MAX_ROWS // num_classes]
+        self._slots = np.full(num_examples, -1, dtype=np.int32)
+        self._slots[self._positions] = np.arange(len(self._positions), dtype=np.int32)
+        self._num_logits = 1 if num_classes == 2 else num_classes
+        self._labels = torch.full((len(self._positions),), -1, dtype=torch.int8)
+        self._visits = torch.zeros(len(self._positions), dtype=torch.int32)
+        self._latest: Tensor | None = None
+        """Activation, logits and mean logits of each row's last visit, (rows, values)."""
+        self._kept: Tensor | None = None
+        """The same as the last epoch left it that counts."""
+        self._held_out_auc = math.nan
+
+    def note_step(self, batch: Batch, result: StepResult) -> None:
+        """Note the activations and predictions of one batch's rows."""
+        slots = self._slots[batch.positions]
+        among = torch.from_numpy(slots >= 0)
+        rows = torch.from_numpy(slots[slots >= 0].astype(np.int64))
+        activations = _thinned(result.activation.detach().flatten(start_dim=1).cpu())
+        logits = _logits(result.probabilities.detach().cpu())
+        if self._latest is None:
+            width = activations.shape[1] + 2 * self._num_logits
+            self._latest = torch.zeros(len(self._positions), width, dtype=torch.float16)
+        self._visits[rows] += 1
+        mean = self._latest[rows, -self._num_logits :].float()
+        mean += (logits[among] - mean) / self._visits[rows, None]
+        known = torch.cat([activations[among], logits[among], mean], dim=1)
+        self._latest[rows] = known.clamp(-_LARGEST_HALF, _LARGEST_HALF).half()
+        self._labels[rows] = result.labels.detach().reshape(-1).cpu()[among].to(torch.int8)
+
+    def note_held_out(self, auc: float) -> None:
+        """Note how well the model tells the labels of held-out rows."""
+        self._held_out_auc = auc
+
+    def end_epoch(self, epoch: int) -> None:
+        """Keep the visits of an epoch, unless the model has learned labels by heart."""
+        if self._latest is not None and (epoch < _TRUSTED_EPOCHS or self._gap() <= MAX_GAP):
+            self._kept = self._latest.clone()
+
+    def result(self) -> Covariates | None:
+        """Return what is known about the rows that were visited; None before the first one."""
+        kept = self._latest if self._kept is None else self._kept
+        if kept is None:
+            return None
+        visited = self._visits.numpy() > 0
+        known = kept.float().numpy()[visited]
+        split = known.shape[1] - 2 * self._num_logits
+        labels = self._labels.numpy()[visited].astype(np.int64)
+        return Covariates(self._positions[visited], known[:, :split], known[:, split:], labels)
+
+    def state_dict(self) -> State:
+        """Return a copy of everything noted."""
+        return {
+            "labels": self._labels.clone(),
+            "visits": self._visits.clone(),
+            "latest": None if self._latest is None else self._latest.clone(),
+            "kept": None if self._kept is None else self._kept.clone(),
+            "held_out_auc": self._held_out_auc,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Resume from a state that ``state_dict`` returned, and forget everything noted since."""
+        self._labels, self._visits = state["labels"].clone(), state["visits"].clone()
+        self._latest = None if state["latest"] is None else state["latest"].clone()
+        self._kept = None if state["kept"] is None else state["kept"].clone()
+        self._held_out_auc = state["held_out_auc"]
+
+    def _gap(self) -> float:
+        """Return by how much AUC the model tells training labels better; infinite if unknown."""
+        if self._latest is None or math.isnan(self._held_out_auc):
+            return math.inf
+        visited = self._visits > 0
+        logits = self._latest[visited, -2 * self._num_logits : -self._num_logits].float()
+        logits = logits[:, 0] if self._num_logits == 1 else logits
+        try:
+            return measure_predictions(logits, self._labels[visited].float()).auc - (
+                self._held_out_auc
+            )
+        except OneClass:
+            return math.inf
+
+
+def _thinned(activations: Tensor) -> Tensor:
+    """Return at most ``MAX_VALUES`` columns, evenly spaced."""
+    num_values = activations.shape[1]
+    if num_values <= MAX_VALUES:
+        return activations.float()
+    columns: npt.NDArray[np.int64] = np.linspace(0, num_values - 1, MAX_VALUES).astype(np.int64)
+    return activations[:, torch.from_numpy(columns)].float()
+
+
+def _logits(probabilities: Tensor) -> Tensor:
+    """Return the predictions' logits, (rows, 1), or log-probabilities, (rows, classes)."""
+    if probabilities.ndim == 1:
+        logits = probabilities.double().logit()[:, None]
+    else:
+        logits = probabilities.double().log()
+    return logits.clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT).float()

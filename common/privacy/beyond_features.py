@@ -1,0 +1,188 @@
+"""What the attacks of a run tell of the labels beyond what the features tell.
+
+The figures of a run's audit say how well a score tells labels. Part of that is not the gradients'
+doing: features tell labels, too, and a model that learns makes its gradients repeat it. Here the
+same scores are measured against predictions of models that have not seen a row's label.
+
+    adjusted     `splitveil.common.privacy.adjusted_auc`: the leak AUC among rows of one prediction
+    advantage    `splitveil.common.privacy.attack_quality`: over the attacker's own features
+    epsilon      `splitveil.common.privacy.observational_audit`: no run with a smaller epsilon would
+                 have let the attacks guess so many labels
+
+With more than two classes they are about the pair of classes that an attack tells apart best on
+the half of the rows that chooses attacks; the other half tests them.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from splitveil.common.privacy.accumulation import NUM_HINTS, RunScores, combine_with_hints
+from splitveil.common.privacy.adjusted_auc import AdjustedLeak, adjusted_leak_auc
+from splitveil.common.privacy.attack_quality import Advantage, advantage_over
+from splitveil.common.privacy.cross_fitting import TooFewRows, cross_fitted_predictions
+from splitveil.common.privacy.label_classes import TWO_CLASSES, LabelClasses
+from splitveil.common.privacy.leakage import OneClass
+from splitveil.common.privacy.observational_audit import (
+    EpsilonBound,
+    ScoredRows,
+    choosing_half,
+    observe_epsilon,
+)
+from splitveil.common.privacy.pair_aucs import ClassIndices, Floats, PairAucs, pair_aucs
+from splitveil.common.privacy.run_level import SEED
+
+
+class Covariates(NamedTuple):
+    """What predicts the labels of some training rows without having learned them by heart."""
+
+    positions: npt.NDArray[np.int64]
+    """Positions of the rows in the common order, ascending, (rows,)."""
+    activations: npt.NDArray[np.float32]
+    """What the passive parties know about them, (rows, values), finite."""
+    outlooks: npt.NDArray[np.float32]
+    """What the whole model predicts of them, in any form, (rows, values), finite."""
+    labels: ClassIndices
+    """Class indices, (rows,), for the measurement alone."""
+
+
+class BeyondFeatures(NamedTuple):
+    """What attacks tell beyond features: attack -> figures."""
+
+    adjusted: dict[str, AdjustedLeak]
+    advantage: dict[str, Advantage]
+    """Only of attacks over the run."""
+    epsilon: EpsilonBound | None
+    """None if too few rows were offered another label."""
+
+
+class _PairScores(NamedTuple):
+    """One attack's scores of the covariates' rows of two classes."""
+
+    attack: str
+    target: int
+    """The class that counts as the positives."""
+    scored: ScoredRows
+
+
+def measure_beyond_features(
+    covariates: Covariates,
+    batch_attacks: Mapping[str, Sequence[RunScores]],
+    run_attacks: Mapping[str, Sequence[RunScores]],
+    classes: LabelClasses = TWO_CLASSES,
+    told_classes: Collection[str] = (),
+) -> BeyondFeatures | None:
+    """Measure the attacks on some of a run's rows.
+
+    Args:
+        covariates: the rows, and what features tell about them.
+        batch_attacks: attack on single batches -> its scores, one or one per target.
+        run_attacks: the same for attacks over the run.
+        classes: classes of the labels.
+        told_classes: attacks whose score of a row depends on the labels of other rows that are
+            tested. They do not count for epsilon.
+
+    Returns:
+        None if the rows hold too few of a class to predict labels.
+
+    Raises:
+        ValueError: a score is NaN.
+    """
+    features = np.column_stack([covariates.activations, covariates.outlooks])
+    try:
+        predictions = cross_fitted_predictions(features, covariates.labels, classes.num_classes)
+    except TooFewRows:
+        return None
+    named = {**batch_attacks, **run_attacks}
+    pairs = list(_pairs(covariates, named, predictions, classes))
+    adjusted = {}
+    for one in pairs:
+        _, scores, positive, of_pair = one.scored
+        adjusted[one.attack] = adjusted_leak_auc(scores, positive, of_pair)
+    advantage = {
+        one.attack: found
+        for one in pairs
+        if one.attack in run_attacks and (found := _advantage(one, covariates)) is not None
+    }
+    audited = {one.attack: one.scored for one in pairs if one.attack not in told_classes}
+    epsilon = observe_epsilon(features, audited)
+    return BeyondFeatures(adjusted, advantage, epsilon)
+
+
+def _pairs(
+    covariates: Covariates,
+    attacks: Mapping[str, Sequence[RunScores]],
+    predictions: Floats,
+    classes: LabelClasses,
+) -> Iterator[_PairScores]:
+    """Yield each attack's scores of the two classes that it tells apart best."""
+    chooses = choosing_half(len(covariates.positions))
+    for attack, by_target in attacks.items():
+        known = [_on(covariates.positions, one) for one in by_target]
+        pair = (1, 0)
+        if classes.is_multi_class:
+            worst = _worst_pair(known, covariates.labels, chooses, classes)
+            if worst is None:
+                continue
+            pair = worst
+        target, other = pair
+        rows, scores = known[target if classes.is_multi_class and len(known) > 1 else 0]
+        labels = covariates.labels[rows]
+        of_pair = (labels == target) | (labels == other)
+        rows, scores = rows[of_pair], scores[of_pair]
+        positive = labels[of_pair] == target
+        if min(int(positive.sum()), int((~positive).sum())) < 2:
+            continue
+        likely = predictions[rows][:, [target, other]]
+        scored = ScoredRows(rows, scores, positive, likely[:, 0] / likely.sum(axis=1))
+        yield _PairScores(attack, target, scored)
+
+
+def _on(positions: npt.NDArray[np.int64], found: RunScores) -> tuple[npt.NDArray[np.int64], Floats]:
+    """Return the rows that have a score, as indices of the positions, and the scores."""
+    _, rows, chosen = np.intersect1d(
+        positions, found.positions, assume_unique=True, return_indices=True
+    )
+    return rows, found.scores[chosen]
+
+
+def _worst_pair(
+    known: Sequence[tuple[npt.NDArray[np.int64], Floats]],
+    labels: ClassIndices,
+    chooses: npt.NDArray[np.bool_],
+    classes: LabelClasses,
+) -> tuple[int, int] | None:
+    aucs = PairAucs.none(classes.num_classes)
+    for of_class, (rows, scores) in zip(classes.of_scores(len(known)), known, strict=True):
+        chosen = chooses[rows]
+        of_rows = labels[rows[chosen]]
+        found = pair_aucs(scores[chosen], of_rows, classes.num_classes, of_class)
+        aucs.put(found, of_class)
+    try:
+        return aucs.worst_pair()
+    except OneClass:
+        return None
+
+
+def _advantage(one: _PairScores, covariates: Covariates) -> Advantage | None:
+    """Compare an attack with a model of the activations that knows as many labels."""
+    rows, scores, positive, _ = one.scored
+    num_hints = NUM_HINTS.get(one.attack, 0)  # type: ignore[call-overload]
+    if not num_hints:
+        return advantage_over(np.zeros(len(scores)), scores, positive)
+    prior = combine_with_hints(
+        covariates.activations.astype(np.float64),
+        (covariates.labels == one.target).astype(np.int64),
+        num_hints,
+        np.random.default_rng(SEED),
+    )
+    if prior is None:
+        return None
+    own, others = prior
+    kept = others[rows]
+    try:
+        return advantage_over(own[rows][kept], scores[kept], positive[kept])
+    except OneClass:
+        return None

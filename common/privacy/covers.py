@@ -1,0 +1,39 @@
+"""For whom a bound holds: the circles of peers that a charge of the ledger can describe."""
+
+from enum import StrEnum
+
+
+class Covers(StrEnum):
+    """The peers whom a charge describes, from the widest circle to the narrowest."""
+
+    ANYBODY = "anybody"
+    """Every peer: it may choose its activations, and know everything but the one label."""
+
+    PASSIVE_AND_HONEST = "passive and honest"
+    """A peer that sends its model's activations, whatever it knows of features and predictions. The
+    bound is about the label beyond what the predictions themselves tell of it."""
+
+    CLASS_MEANS = "knows class means only"
+    """A peer that follows the protocol and compares gradients with the class means of a batch."""
+
+    @property
+    def in_words(self) -> str:
+        """The peers, as a sentence names them."""
+        return _IN_WORDS[self]
+
+    def includes(self, peers: "Covers") -> bool:
+        """Return whether a charge that describes these peers describes the others, too."""
+        return _ORDER[self] <= _ORDER[peers]
+
+
+_IN_WORDS = {
+    Covers.ANYBODY: "anybody",
+    Covers.PASSIVE_AND_HONEST: "a passive and honest peer",
+    Covers.CLASS_MEANS: "a peer that knows class means only",
+}
+_ORDER = {covers: rank for rank, covers in enumerate(Covers)}
+
+
+def narrowest(*charges: Covers) -> Covers:
+    """Return the peers whom all of several charges describe."""
+    return max(charges, key=_ORDER.__getitem__, default=Covers.ANYBODY)

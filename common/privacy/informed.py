@@ -1,0 +1,240 @@
+"""The strongest attack on one answer: the likelihood ratio of each label, given the predictions.
+
+With a cross entropy, the gradient of example i at the cut layer is
+
+    g_i = sum_c (p_ic - y_ic) J_ic + noise,    J_ic the slope of logit c in the activation,
+
+over the one logit of two classes or the logits of several. An attacker that knows p and J knows
+what each label would lead to, and compares that with the answer: the score is the log-likelihood
+ratio, for noise N(0, S). A peer cannot measure p and J, but it may come to know them well: from a
+model of its own, or by choosing its activations. They are told to the attack by the label owner, so
+that the bound against every peer is put to the test.
+
+The noise is estimated from the batch without labels. S is that of the mixture of the labels' normal
+distributions that explains the batch best, by expectation maximisation (Dempster, Laird and Rubin
+1977), with the share of each class estimated as well. With two classes, what is left along each
+example's own J is a single number t_i = y_i + noise of variance v_i, and v_i is taken as
+
+    v_i = s^2 (w + (1 - w) q_i / mean q),    q_i = 1 / (J_i' S^-1 J_i),
+
+where w = 0 is noise of the same size for all rows, and w = 1 noise in units of each example's own
+J. The s and w of the largest likelihood are used, and w = 1 where answers hold nothing but a
+multiple of their own J: labels with noise, or targets in place of labels.
+
+The ratio does not contain the prediction as a prior: it says what the gradient adds to it.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from splitveil.common.privacy.gradient_rows import GradientRows, Gradients, scaled
+
+_ROUNDS = 8
+"""Rounds of expectation maximisation: the scores hardly change after half as many."""
+
+_OWN_SHARES = (0.0, 0.1, 0.5, 0.9, 1.0)
+"""The values of w that are tried."""
+
+_SMALLEST_VARIANCE = 1e-6
+"""Of t: below it, an answer tells its label anyway."""
+
+_ALL_ALONG = 1e-6
+"""Share of the noise across the rows' own slopes below which all of it counts as along these."""
+
+_NEGLIGIBLE = 1e-12
+"""Fraction of the mean noise variance that every direction has: rounding."""
+
+_ROUNDING = 1e-24
+"""Least noise variance, in units of the squared largest value."""
+
+_LARGEST = 1e6
+
+
+class KnownPredictions(NamedTuple):
+    """What the label owner knows of a batch before it looks at a label."""
+
+    probabilities: Tensor
+    """The model's predictions: (batch,) for label 1, or (batch, classes)."""
+
+    slopes: Tensor
+    """J, in the unit of the gradients: (batch, ...), or (batch, classes, ...)."""
+
+
+def informed(gradients: Gradients, known: KnownPredictions, target: int = 1) -> Tensor:
+    """Score each example by the log-likelihood ratio of one class against the others.
+
+    Args:
+        gradients: (batch, ...), as sent.
+        known: predictions and slopes of the same rows.
+        target: the class; with two classes, a score for 1 is minus that for 0.
+
+    Returns:
+        Finite float64 scores on the gradients' device, (batch,); 0 for a row that its label does
+        not move.
+
+    Raises:
+        ValueError: predictions or slopes are of another shape than the gradients.
+    """
+    problem = _problem(gradients, known)
+    if not problem.is_binary:
+        return _bounded(_against_the_others(problem, target))
+    ratios = _bounded(_ratios_of_two(problem))
+    return ratios if target == 1 else -ratios
+
+
+class _Problem(NamedTuple):
+    """A batch in float64 and one unit: its answers, less what they are expected to be."""
+
+    rest: Tensor
+    """Answers less their mean if no label were 1 or of any class, (batch, row_dim)."""
+    moves: Sequence[Tensor]
+    """By how much each class moves that mean, (batch, row_dim) each."""
+    probabilities: Tensor
+    """(batch, classes)."""
+
+    @property
+    def is_binary(self) -> bool:
+        return len(self.moves) == 2
+
+
+def _problem(gradients: Gradients, known: KnownPredictions) -> _Problem:
+    raw = gradients.gradients if isinstance(gradients, GradientRows) else gradients.detach()
+    rows = raw.flatten(start_dim=1).double()
+    slopes = known.slopes.detach().to(rows.device).double()
+    shares = known.probabilities.detach().to(rows.device).double()
+    shape = (len(rows), *shares.shape[1:], rows.shape[1])
+    if shares.shape[:1] != rows.shape[:1] or slopes.numel() != math.prod(shape):
+        raise ValueError(
+            f"expected predictions and slopes of {len(rows)} rows of {rows.shape[1]} values, got "
+            f"{tuple(shares.shape)} and {tuple(slopes.shape)}"
+        )
+    together, _ = scaled(
+        torch.cat([rows[:, None], slopes.reshape(len(rows), -1, rows.shape[1])], 1)
+    )
+    rows, moves = together[:, 0], together[:, 1:]
+    if shares.ndim == 1:
+        (move,) = moves.unbind(1)
+        rest = rows - shares[:, None] * move
+        return _Problem(rest, (torch.zeros_like(move), -move), torch.stack([1 - shares, shares], 1))
+    rest = rows - torch.einsum("nc,ncd->nd", shares, moves)
+    return _Problem(rest, (-moves).unbind(1), shares)
+
+
+class _Noise(NamedTuple):
+    """The noise of a batch: a matrix that makes it white, and the classes' shares."""
+
+    whitening: Tensor
+    shares: Tensor
+
+
+def _fit(problem: _Problem) -> _Noise:
+    """Fit the noise's covariance and the classes' shares to a batch."""
+    num_classes = len(problem.moves)
+    row_dim = problem.rest.shape[1]
+    distances = [torch.linalg.vector_norm(problem.rest - move, dim=1) for move in problem.moves]
+    believed = one_hot(torch.stack(distances, 1).argmin(dim=1), num_classes).double()
+    noise = _Noise(torch.eye(row_dim).to(problem.rest), believed.mean(dim=0))
+    for _ in range(_ROUNDS):
+        noise = _Noise(_whitening(problem, believed), believed.mean(dim=0))
+        odds = _log_likelihoods(problem, noise) + noise.shares.clamp(min=1e-3).log()
+        believed = torch.softmax(odds, dim=1)
+    return noise
+
+
+def _whitening(problem: _Problem, believed: Tensor) -> Tensor:
+    """Return W with W' W = S^-1, (row_dim, row_dim)."""
+    num_rows, row_dim = problem.rest.shape
+    covariance = problem.rest.new_zeros(row_dim, row_dim)
+    for move, share in zip(problem.moves, believed.T, strict=True):
+        weighted = (problem.rest - move) * share.sqrt()[:, None]
+        covariance.addmm_(weighted.T, weighted)
+    powers, vectors = torch.linalg.eigh(covariance / num_rows)  # ascending
+    powers = powers.clamp(min=0.0)
+    # With few rows per dimension, S is shrunk towards a usual variance.
+    usual = powers[row_dim // 2] if num_rows >= 2 * row_dim else powers.mean()
+    ridge = usual * (row_dim / num_rows) ** 2 + _NEGLIGIBLE * powers.mean()
+    weights = (powers + ridge).clamp(min=_ROUNDING).rsqrt()
+    whitening: Tensor = weights[:, None] * vectors.T
+    return whitening
+
+
+def _log_likelihoods(problem: _Problem, noise: _Noise) -> Tensor:
+    """Return each class's log-likelihood, (batch, classes), up to an amount of the row."""
+    rest = problem.rest @ noise.whitening.T
+    found = []
+    for move in problem.moves:
+        white = move @ noise.whitening.T
+        found.append((white * (rest - white / 2)).sum(dim=1))
+    return torch.stack(found, dim=1)
+
+
+def _against_the_others(problem: _Problem, target: int) -> Tensor:
+    """Compare a class with the mixture of the others, each with the share that is predicted."""
+    ratios = _log_likelihoods(problem, _fit(problem)) + problem.probabilities.clamp(min=1e-30).log()
+    others = [number for number in range(len(problem.moves)) if number != target]
+    own = problem.probabilities[:, target].clamp(min=1e-30)
+    rest = problem.probabilities[:, others].sum(dim=1).clamp(min=1e-30)
+    prior = own.log() - rest.log()
+    return ratios[:, target] - torch.logsumexp(ratios[:, others], dim=1) - prior
+
+
+def _ratios_of_two(problem: _Problem) -> Tensor:
+    """Return the log-likelihood ratios of label 1 against label 0, (batch,)."""
+    noise = _fit(problem)
+    _, move = problem.moves
+    white = move @ noise.whitening.T
+    power = white.square().sum(dim=1)
+    moved = power > 0
+    if not bool(moved.any()):
+        return torch.zeros_like(power)
+    rest = problem.rest @ noise.whitening.T
+    found = (rest * white).sum(dim=1)[moved] / power[moved]
+    spread = 1.0 / power[moved]
+    along = torch.minimum(found.square(), (found - 1).square()) @ move[moved].square().sum(dim=1)
+    across = (problem.rest[moved] - found[:, None] * move[moved]).square().sum()
+    own_shares = (1.0,) if across <= _ALL_ALONG * along else _OWN_SHARES
+    ratios = torch.zeros_like(power)
+    variances = _variances(found, spread / spread.mean(), noise.shares[1], own_shares)
+    ratios[moved] = (found - 0.5) / variances
+    return ratios
+
+
+def _variances(found: Tensor, spread: Tensor, share: Tensor, own_shares: Sequence[float]) -> Tensor:
+    """Return the variances v_i that explain best the numbers t_i = y_i + noise, (rows,)."""
+    best, chosen = -math.inf, torch.ones_like(found)
+    for own in own_shares:
+        shape = own + (1 - own) * spread
+        variance, likelihood = _scale(found, shape.clamp(min=1e-12), share)
+        if likelihood > best:
+            best, chosen = likelihood, variance
+    return chosen
+
+
+def _scale(found: Tensor, shape: Tensor, share: Tensor) -> tuple[Tensor, float]:
+    """Fit the factor s^2 of the variances; return these and the log-likelihood."""
+    share = share.clamp(1e-3, 1 - 1e-3)
+    nearest = torch.minimum(found.square(), (found - 1).square())
+    variance = ((nearest / shape).mean() * shape).clamp(min=_SMALLEST_VARIANCE)
+    for _ in range(_ROUNDS):
+        odds = (found - 0.5) / variance + share.log() - (1 - share).log()
+        positive = torch.sigmoid(odds)
+        errors = (1 - positive) * found.square() + positive * (found - 1).square()
+        variance = ((errors / shape).mean() * shape).clamp(min=_SMALLEST_VARIANCE)
+        share = positive.mean().clamp(1e-3, 1 - 1e-3)
+    both = torch.stack(
+        [
+            (1 - share).log() - found.square() / (2 * variance),
+            share.log() - (found - 1).square() / (2 * variance),
+        ]
+    )
+    likelihood = torch.logsumexp(both, dim=0) - variance.log() / 2
+    return variance, float(likelihood.mean())
+
+
+def _bounded(scores: Tensor) -> Tensor:
+    return scores.nan_to_num(0.0).clamp(-_LARGEST, _LARGEST)

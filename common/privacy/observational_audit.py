@@ -1,0 +1,224 @@
+"""The observational audit: a lower bound on epsilon from a run whose labels nobody changed.
+
+    offered pair    a row's true label and another one, at even odds given the row's features: the
+                    other one comes from the cross-fitted p(y given x)
+    guess           which of the two the run was trained on, from an attack's score less what
+                    features explain of it; the highest scores as often as the lowest
+    bound           the largest epsilon that the correct guesses exclude
+                    (`splitveil.common.privacy.epsilon_audit`)
+
+(Kalemaj, Melis, Boucher, Mironov and Mahloujifar, "Observational Auditing of Label Privacy", arXiv
+2511.14084.) A pair of equal labels would tell nothing, so rows are offered the opposite label, a
+positive with probability min(q, 1 - q) / q and a negative with min(q, 1 - q) / (1 - q). If q is the
+conditional probability, an offered row's label is a fair coin given its features.
+
+The predictions q only approximate p(y given x). Two things keep their errors out of the guesses: a
+score's part that features explain is subtracted, which leaves the product of two errors (as in
+Shah and Peters, "The Hardness of Conditional Independence Testing and the Generalised Covariance
+Measure", 2020), and as many high as low scores are guessed, so that a shift of q alone makes as
+many wrong guesses as right ones.
+
+One half of the rows chooses attack, sign and number of guesses, and the other half is tested: the
+confidence holds however many attacks were tried.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from splitveil.common.privacy.adjusted_auc import Mask
+from splitveil.common.privacy.cross_fitting import explained_by
+from splitveil.common.privacy.epsilon_audit import (
+    CONFIDENCE,
+    DELTA,
+    epsilon_lower_bound,
+    p_value,
+    quick_lower_bound,
+)
+from splitveil.common.privacy.pair_aucs import Floats
+
+SHARES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
+"""Shares of the offered pairs on which a guess is made."""
+
+FINALISTS = 3
+"""Attacks whose scores are explained by trees, which takes longer."""
+
+FEWEST_PAIRS = 20
+"""Offered pairs per half below which there is nothing to test."""
+
+_CHOOSING_CONFIDENCE = 0.999
+"""Strict, so that a lucky choice of few guesses is not preferred to a good one of many."""
+
+_SEED_OF_HALVES, _SEED_OF_OFFERS = 0, 1
+
+
+class EpsilonBound(NamedTuple):
+    """The largest epsilon that a run's attacks exclude."""
+
+    epsilon: float
+    """0 if they exclude none."""
+    attack: str
+    """The attack whose guesses were tested."""
+    guesses: int
+    correct: int
+    pairs: int
+    """Pairs that were offered in the half that was tested."""
+    confidence: float = CONFIDENCE
+    delta: float = DELTA
+
+    def p_value_of(self, epsilon: float) -> float:
+        """Return the p-value of the claim that the run is as private as this."""
+        return p_value(self.guesses, self.correct, self.pairs, epsilon, self.delta)
+
+
+class ScoredRows(NamedTuple):
+    """One attack's scores of some rows of two classes."""
+
+    rows: npt.NDArray[np.int64]
+    """Indices into the rows of the audit, (scored,)."""
+    scores: Floats
+    """(scored,); infinities are allowed."""
+    positive: Mask
+    """Which of the two classes each row has, (scored,)."""
+    predictions: Floats
+    """Cross-fitted probability of the positive class, (scored,)."""
+
+
+class _Draws(NamedTuple):
+    """What chance decides about each row."""
+
+    offer: Floats
+    """Uniform on [0, 1)."""
+    is_tested: Mask
+
+
+class _Guesses(NamedTuple):
+    """An attack's scores of the offered pairs, with the answers."""
+
+    attack: str
+    chosen: tuple[Floats, Mask]
+    """Scores and labels of the half that chooses."""
+    tested: tuple[Floats, Mask]
+
+
+class _Choice(NamedTuple):
+    bound: float
+    excess: float
+    """Correct guesses above half of all, in standard errors: decides where no bound is above 0."""
+    guesses: _Guesses
+    sign: float
+    share: float
+
+
+def observe_epsilon(
+    features: npt.NDArray[np.floating], attacks: Mapping[str, ScoredRows]
+) -> EpsilonBound | None:
+    """Bound epsilon from below with the best of several attacks.
+
+    All are compared with what a linear model explains subtracted, and the ``FINALISTS`` again with
+    what trees explain, too.
+
+    Args:
+        features: that explain labels and scores, (rows, features), finite.
+        attacks: attack -> its scores.
+
+    Returns:
+        None if no attack has enough offered pairs.
+    """
+    offer = np.random.default_rng(_SEED_OF_OFFERS).random(len(features))
+    draws = _Draws(offer, ~choosing_half(len(features)))
+
+    def best_of(names: Iterable[str], *, by_trees: bool) -> list[_Choice]:
+        prepared = (
+            _prepare(name, attacks[name], features, draws, by_trees=by_trees) for name in names
+        )
+        choices = [_choose(one) for one in prepared if one is not None]
+        return sorted(choices, key=lambda one: (one.bound, one.excess), reverse=True)
+
+    finalists = [one.guesses.attack for one in best_of(attacks, by_trees=False)[:FINALISTS]]
+    if not finalists:
+        return None
+    best = best_of(finalists, by_trees=True)[0]
+    scores, positive = best.guesses.tested
+    guesses, correct = _guess(best.sign * scores, positive, best.share)
+    epsilon = epsilon_lower_bound(guesses, correct, len(scores))
+    return EpsilonBound(epsilon, best.guesses.attack, guesses, correct, len(scores))
+
+
+def choosing_half(num_rows: int) -> Mask:
+    """Return the rows that choose attack, sign and number of guesses; the others test them."""
+    chooses: Mask = np.random.default_rng(_SEED_OF_HALVES).random(num_rows) < 0.5
+    return chooses
+
+
+def is_offered(predictions: Floats, positive: Mask, draws: Floats) -> Mask:
+    """Return which rows are offered the opposite label at even odds.
+
+    Args:
+        predictions: probability of the positive class, (rows,).
+        positive: the true labels, (rows,).
+        draws: uniform on [0, 1), independent of everything else, (rows,).
+    """
+    of_label = np.where(positive, predictions, 1 - predictions)
+    offered: Mask = draws * of_label < np.minimum(predictions, 1 - predictions)
+    return offered
+
+
+def _prepare(
+    attack: str,
+    scored: ScoredRows,
+    features: npt.NDArray[np.floating],
+    draws: _Draws,
+    *,
+    by_trees: bool,
+) -> _Guesses | None:
+    """Return an attack's guesses of the offered pairs; None if there are too few."""
+    rows, predictions = scored.rows, scored.predictions
+    if len(rows) < 2 * FEWEST_PAIRS:
+        return None
+    odds = np.log(predictions) - np.log1p(-predictions)
+    known = np.column_stack([features[rows], odds, predictions])
+    values = normal_scores(scored.scores)
+    rest = values - explained_by(known, values, by_trees=by_trees)
+    offered = is_offered(predictions, scored.positive, draws.offer[rows])
+    halves = [offered & (draws.is_tested[rows] == side) for side in (False, True)]
+    if min(int(side.sum()) for side in halves) < FEWEST_PAIRS:
+        return None
+    chosen, tested = ((rest[side], scored.positive[side]) for side in halves)
+    return _Guesses(attack, chosen, tested)
+
+
+def _choose(guesses: _Guesses) -> _Choice:
+    """Return the sign and the share of guesses that do best on the half that chooses."""
+    scores, positive = guesses.chosen
+    choices = []
+    for sign in (1.0, -1.0):
+        for share in SHARES:
+            made, correct = _guess(sign * scores, positive, share)
+            excess = (2 * correct - made) / made**0.5
+            bound = quick_lower_bound(made, correct, _CHOOSING_CONFIDENCE)
+            choices.append(_Choice(bound, excess, guesses, sign, share))
+    return max(choices, key=lambda one: (one.bound, one.excess))
+
+
+def _guess(scores: Floats, positive: Mask, share: float) -> tuple[int, int]:
+    """Guess the highest scores to be positives and as many of the lowest to be negatives.
+
+    Returns:
+        The number of guesses, and of correct ones.
+    """
+    each = max(1, int(share * len(scores) / 2))
+    order = np.argsort(scores, kind="stable")
+    correct = int(positive[order[-each:]].sum()) + int((~positive[order[:each]]).sum())
+    return 2 * each, correct
+
+
+def normal_scores(scores: Floats) -> Floats:
+    """Replace scores by the normal quantiles of their ranks; ties share a rank."""
+    from scipy.special import ndtri  # noqa: PLC0415
+    from scipy.stats import rankdata  # noqa: PLC0415
+
+    quantiles: Floats = ndtri((rankdata(scores) - 0.5) / len(scores))
+    return quantiles

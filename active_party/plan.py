@@ -75,6 +75,8 @@ def print_plan(
     context = settings.defense_context(pos_fraction)
     forecast = settings.defense.forecast(context)
     console.print(_forecast_table(settings, forecast))
+    for line in filter(None, [settings.defense.outlook(context, training_rows)]):
+        console.print(line, markup=False, soft_wrap=True)
     for line in _remarks(settings, forecast):
         console.print(line, markup=False, soft_wrap=True)
     if target_leak_auc is not None:

@@ -10,8 +10,9 @@ epoch, the worst one), then what gathers over the run, with its 95 % interval. M
 ``--json`` keeps all of them for every run.
 
 `cosine`, `mean`, `median`, `lda` are oracles. ``regress_out`` uses the party's own activations and
-``activation_spectral`` nothing else: what it finds is no leak of gradients, and neither is the part
-of `hint_combiner` that the party's features give to whoever knows as many labels (last line).
+``activation_spectral`` and ``activation_kmeans`` nothing else: what they find is no leak of
+gradients, and neither is the part of `hint_combiner` and `completion` that the party's features
+give to whoever knows as many labels (last line).
 ``--deal-labels`` takes that away: each run deals the labels out anew at random among the examples,
 so that features tell nothing of them, and all that an attack finds is the gradients' leak.
 """
@@ -34,8 +35,8 @@ import torch
 
 from benchmarks.environment import print_environment
 from splitveil.active_party.watch.stored_figures import ledger_figures
-from splitveil.common.privacy.accumulation import NUM_HINTS
 from splitveil.common.privacy.attacks import ATTACKS, CUT, RunAttackName
+from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
 from splitveil.common.privacy.run_level import RunLevelLeak
 from tests.attacked_run import BATCH_ATTACKS, RUN_ATTACKS, AttackedRun, attacked_run, deal_labels
 
@@ -157,7 +158,12 @@ def batch_table(runs: Mapping[str, Sequence[AttackedRun]], layer: str, statistic
 
 def run_table(runs: Mapping[str, Sequence[AttackedRun]]) -> list[str]:
     """Return the lines of the table of what gathers over the run."""
-    columns = [(layer, name) for name in RUN_ATTACKS for layer in ("cut", "first")]
+    columns = [
+        (layer, name)
+        for name in RUN_ATTACKS
+        for layer in ("cut", "first")
+        if layer == CUT or name not in FINAL_ATTACKS
+    ]
     lines = header(
         [
             "defense",
@@ -172,8 +178,9 @@ def run_table(runs: Mapping[str, Sequence[AttackedRun]]) -> list[str]:
         guarantee = average(found, lambda r: r.bounds.guarantee.max)
         lines.append(row([defense, *leaks, estimate, guarantee]))
     every = [r for found in runs.values() for r in found]
+    told = every[0].features_alone.keys()
     alone = [
-        average(every, partial(features_alone, attack=name)) if name in NUM_HINTS else ""
+        average(every, partial(features_alone, attack=name)) if name in told else ""
         for _, name in columns
     ]
     return [*lines, row(["own features and the hints, no gradient", *alone, "", ""])]

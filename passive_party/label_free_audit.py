@@ -1,9 +1,9 @@
 """Accumulates the adversary's scores without any label, for the active party to measure.
 
 Every attack becomes one score per training example: the sum over the epochs of its standardised
-score of each batch. ``spectral`` and ``residual_energy`` are turned by each batch itself,
-``accumulated_spectral`` keeps its sign from batch to batch, and ``accumulated_residual_energy``
-agrees with earlier batches.
+score of each batch. ``spectral``, ``kmeans`` and ``residual_energy`` are turned by each batch
+itself, ``accumulated_spectral`` keeps its sign from batch to batch, and
+``accumulated_residual_energy`` agrees with earlier batches.
 """
 
 import threading

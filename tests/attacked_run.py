@@ -22,6 +22,11 @@ from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.privacy.accumulation import NUM_HINTS, combine_with_hints
 from splitveil.common.privacy.attacks import ATTACKS, AttackName, BatchAttackName, RunAttackName
 from splitveil.common.privacy.audit import AttackSummary, LeakAudit, LeakByAttack
+from splitveil.common.privacy.completion import (
+    complete_model,
+    one_against_rest,
+    pick_labelled,
+)
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.run_level import RunLevelLeak
@@ -45,7 +50,8 @@ class AttackedRun(NamedTuple):
     run_level: Mapping[str, Mapping[str, RunLevelLeak]]
     features_alone: dict[RunAttackName, float]
     """AUC of a logistic regression on the passive party's own features, fitted to the labels that
-    the combining attack of this name knows: what it could have had without any gradient."""
+    the combining attack of this name knows, or of model completion on features: what the attack
+    could have had without any gradient."""
 
     random: list[tuple[int, float]]
     """Epoch and leak AUC of scores that know nothing, for each batch."""
@@ -130,6 +136,11 @@ def _features_alone(parties: Parties) -> dict[RunAttackName, float]:
         if combined is not None:
             scores, others = combined
             found[attack] = auc(scores[others], labels[others])
+    hints = pick_labelled(labels, 40, np.random.default_rng(0))
+    if hints is not None:
+        logits = complete_model(known, hints, 2, seed=0)
+        others = np.delete(np.arange(len(labels)), hints.rows)
+        found["completion_40"] = auc(one_against_rest(logits)[others, 1], labels[others])
     return found
 
 

@@ -198,6 +198,9 @@ class Defense(ABC):
         Args:
             _epoch: the epoch, from 0.
             _chunks: facts about the training rows.
+
+        Raises:
+            ValueError: the facts are not of the kind that can be summed.
         """
         return None
 

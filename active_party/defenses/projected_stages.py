@@ -111,10 +111,17 @@ class ProjectedLabels(Defense):
         return self._report.charge
 
     def pending_release(self, epoch: int, chunks: Chunks, /) -> PendingRelease | None:
-        """Return the release of a stage that begins with this epoch, unless it has begun."""
+        """Return the release of a stage that begins with this epoch, unless it has begun.
+
+        Raises:
+            ValueError: the predictions are not finite.
+        """
         stage = self._next_stage
         if stage == len(self._epochs) or epoch < self._epochs[stage]:
             return None
+        predictions = torch.cat([_probabilities(chunk.logits) for chunk in chunks()])
+        if not bool(predictions.isfinite().all()):  # before anything is told of the labels
+            raise ValueError("the top model predicts something that is not a number")
         rows = design(
             chunks,
             len(self._rows),
@@ -122,7 +129,6 @@ class ProjectedLabels(Defense):
             subjects=self._subjects,
             excluded=None if self._known is None else self._known.excluded,
         )
-        predictions = torch.cat([_probabilities(chunk.logits) for chunk in chunks()])
         return StageRelease(self, stage, rows, predictions)
 
     @property

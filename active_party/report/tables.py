@@ -163,7 +163,7 @@ def alarm_rows(run: RunFiles) -> Iterator[AlarmRow]:
     """Yield the leak alarms."""
     for line in run.active.metrics.of(AlarmLine):
         figures = (figure(line.figure.leak_auc), figure(line.margin))
-        written = _ABSENT if line.guarantee is None else auc_at_most(line.guarantee)
+        written = _ABSENT if line.bound is None else auc_at_most(line.bound)
         yield AlarmRow(str(line.epoch + 1), _named(line.figure), *figures, written)
 
 

@@ -20,8 +20,9 @@ from splitveil.active_party.report.figures import (
 )
 from splitveil.active_party.report.run_files import RunFiles, num_classes
 from splitveil.common.privacy.accumulation import NUM_HINTS, SOURCES
-from splitveil.common.privacy.attacks import ATTACKS, CUT, Attack
+from splitveil.common.privacy.attacks import ATTACKS, CUT, Attack, SideInformation
 from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
 from splitveil.common.record.beyond_figures import AdjustedFigures, BeyondFigures
 from splitveil.common.record.summary import ActiveFigures
 from splitveil.common.text.upper_bounds import auc_at_most
@@ -67,6 +68,8 @@ _OF_BATCHES: Mapping[str, frozenset[_Need]] = {
 _OF_UNKNOWN = frozenset({_Need("what that attack is told")})
 """The needs of a user-defined attack: it cannot be assumed to work without labels."""
 
+_OWN_ACTIVATIONS = _Need(SideInformation.ACTIVATIONS.words, is_free=True)
+
 _NEEDS: Mapping[str, frozenset[_Need]] = {
     **_OF_BATCHES,
     **{
@@ -74,6 +77,10 @@ _NEEDS: Mapping[str, frozenset[_Need]] = {
         if name in NUM_HINTS
         else frozenset[_Need]().union(*(_OF_BATCHES[source] for source in sources))
         for name, sources in SOURCES.items()
+    },
+    **{
+        str(name): frozenset({_OWN_ACTIVATIONS, *([] if labels is None else [_Need(labels)])})
+        for name, labels in FINAL_ATTACKS.items()
     },
 }
 
@@ -142,6 +149,7 @@ def judge(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunL
     guarantee = guarantee_of(run)
     gaps = list(_not_measured(run, findings, accumulated))
     findings = [found for found in findings if found.attack not in WITHOUT_GRADIENTS]
+    accumulated = [one for one in accumulated if one.attack not in WITHOUT_GRADIENTS]
     measured = [*beyond.in_words(run), *_measured(findings, accumulated)]
     bounds, figures = bounds_of(run), beyond.beyond_of(run)
     reasons = [*_of_classes(run), *measured, *in_full(run, bounds), *_told(summary)]

@@ -255,7 +255,7 @@ class Answering:
         with self.changing():
             predicted = self.trainer.predict(batch.positions, cut)
             evaluation = self._evaluator.add(batch, *predicted)
-            stops = self._evaluator.ends_training(batch)
+            stops = self._evaluator.ends_training(batch, self.trainer.auc_on_targets)
             replies = [Course.STOP if stops else Course.CONTINUE] * len(asked)
             self._reply(replies)
             if stops:
@@ -336,7 +336,12 @@ class Answering:
             self.progress.finish()
 
     def reopen(self, batch_number: int, state: State) -> None:
-        """Charge again the answers that an ended process gave after its newest checkpoint."""
+        """Charge again the answers that an ended process gave after its newest checkpoint.
+
+        Raises:
+            StorageError: a release that was used is lost or damaged.
+        """
+        self._releases.check()
         charged = self._charged_since(state["records"])
         self.budget.accounts.reopen(state["accounts"], charged)
         self.progress.go_to(batch_number)

@@ -16,10 +16,12 @@ from splitveil.active_party.ledger.budget import LeakBudget
 from splitveil.active_party.run.questions import AnsweredQuestions
 from splitveil.common.errors import OtherAnswer, StorageError
 from splitveil.common.run.sample_order import Positions
-from splitveil.common.storage.answer_log import ChargedAnswer
 from splitveil.common.storage.release_file import LOST, ReleaseFile
 
 _DESIGN = "design"
+_TAG = "tag"
+"""A fingerprint of the other parts under the run's secret: it finds damage, and other runs' files.
+"""
 
 
 class Releases:
@@ -44,48 +46,89 @@ class Releases:
         self._budget = budget
         self.positions = positions
 
+    def check(self) -> None:
+        """Check that everything that was told is still known, before anything else is told.
+
+        Raises:
+            StorageError: a release that was used is missing, or a release is damaged.
+        """
+        stage = 0
+        while self._find(stage) is not None:
+            stage += 1
+
     def begin(self, pending: PendingRelease) -> None:
         """Begin a stage with its release, the stored one if there is one.
 
         Raises:
             OtherAnswer: the stage was begun before with another design.
             StorageError: the release was used before and is lost or damaged, or cannot be written.
-            BudgetExhausted: the release would exceed the leak budget; it is not used.
+            BudgetExhausted: the release would exceed the leak budget; it is neither drawn nor used.
         """
-        stage, charge = pending.stage, self._budget.entry_of(pending.charge)
+        stage = pending.stage
+        found, known = self._find(stage), self._questions.released(stage)
+        if found is not None:
+            _check_design(found, pending)
+        if known is not None and known.charge != self._budget.entry_of(pending.charge):
+            raise _other_arithmetic(stage)
+        # A run that has caught up with everything told has this charge on its course as well: its
+        # process was killed before the answer that follows the release.
+        if known is None or self._budget.accounts.is_behind:
+            self._budget.admit(
+                self.positions,
+                self._budget.entry_of(pending.charge),
+                f"stage {stage + 1}",
+                is_repeated=known is not None,
+                log=lambda: self._tell(pending),
+            )
         release = self._file.at(stage)
-        known = self._questions.released(stage)
+        if release is None:
+            raise RuntimeError(f"stage {stage} was admitted without a release")
+        pending.use(release)
+
+    def _find(self, stage: int) -> Mapping[str, Tensor] | None:
+        """Return the stored release of a stage; None if it was never drawn."""
+        release, known = self._file.at(stage), self._questions.released(stage)
         if release is None:
             if known is not None:
                 raise StorageError(f"the release of stage {stage + 1} is missing: {LOST}")
-            release = self._drawn(pending)
-        tag = self._questions.release_tag(stage, _as_bytes(release))
-        if known is not None and (known.reply, known.charge) != (tag, charge):
-            raise StorageError(f"the release of stage {stage + 1} is damaged: {LOST}")
-        if _DESIGN not in release or not torch.equal(release[_DESIGN], _as_tensor(pending.design)):
-            raise OtherAnswer(
-                f"stage {stage + 1}: the labels would be summed in another way than before: the "
-                f"arithmetic or the defense's settings have changed; restore those, or start over "
-                f"with --fresh at both parties"
+            return None
+        tag = self._tag(stage, release)
+        is_whole = _TAG in release and torch.equal(release[_TAG], _as_tensor(tag))
+        if not is_whole or (known is not None and known.reply != tag):
+            raise StorageError(
+                f"the release of stage {stage + 1} is damaged, or of another run: {LOST}"
             )
-        self._budget.admit(
-            self.positions,
-            charge,
-            f"stage {stage + 1}",
-            is_repeated=known is not None,
-            log=lambda: self._record(stage, tag, charge),
-        )
-        pending.use(release)
-
-    def _drawn(self, pending: PendingRelease) -> Mapping[str, Tensor]:
-        key = self._questions.release_key(pending.stage, pending.design)
-        release = {**pending.draw(key), _DESIGN: _as_tensor(pending.design)}
-        self._file.keep(pending.stage, release)
         return release
 
-    def _record(self, stage: int, tag: bytes, charge: ChargedAnswer) -> None:
+    def _tell(self, pending: PendingRelease) -> None:
+        """Draw a release unless it was drawn before, and log it unless it was used before."""
+        stage = pending.stage
+        release = self._file.at(stage)
+        if release is None:
+            key = self._questions.release_key(stage, pending.design)
+            release = {**pending.draw(key), _DESIGN: _as_tensor(pending.design)}
+            release[_TAG] = _as_tensor(self._tag(stage, release))
+            self._file.keep(stage, release)
         if self._questions.released(stage) is None:
-            self._questions.record_release(stage, tag, charge)
+            tag = self._tag(stage, release)
+            self._questions.record_release(stage, tag, self._budget.entry_of(pending.charge))
+
+    def _tag(self, stage: int, release: Mapping[str, Tensor]) -> bytes:
+        parts = {name: values for name, values in release.items() if name != _TAG}
+        return self._questions.release_tag(stage, _as_bytes(parts))
+
+
+def _check_design(release: Mapping[str, Tensor], pending: PendingRelease) -> None:
+    if _DESIGN not in release or not torch.equal(release[_DESIGN], _as_tensor(pending.design)):
+        raise _other_arithmetic(pending.stage)
+
+
+def _other_arithmetic(stage: int) -> OtherAnswer:
+    return OtherAnswer(
+        f"stage {stage + 1}: the labels would be summed in another way than before: the "
+        f"arithmetic or the defense's settings have changed; restore those, or start over with "
+        f"--fresh at both parties"
+    )
 
 
 def _as_tensor(digest: bytes) -> Tensor:

@@ -5,7 +5,7 @@ from splitveil.common.run.progress import State
 
 
 class EarlyStop:
-    """Watches the validation AUC, epoch by epoch."""
+    """Watches an AUC, epoch by epoch: of the validation rows, or on released targets."""
 
     def __init__(self, settings: EarlyStopping) -> None:
         self._settings = settings
@@ -21,10 +21,10 @@ class EarlyStop:
         self._best = state["best"]
         self._epochs_without_gain = state["epochs_without_gain"]
 
-    def should_stop(self, validation_auc: float) -> bool:
+    def should_stop(self, reached_auc: float) -> bool:
         """Take in one epoch's AUC and return whether the patience is used up."""
-        if validation_auc > self._best + self._settings.min_gain:
-            self._best = validation_auc
+        if reached_auc > self._best + self._settings.min_gain:
+            self._best = reached_auc
             self._epochs_without_gain = 0
         else:
             self._epochs_without_gain += 1

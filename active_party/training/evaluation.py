@@ -1,5 +1,6 @@
 """Evaluates the held-out splits after each epoch and decides on early stopping."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -63,14 +64,23 @@ class Evaluator:
             self._validation_auc = evaluation.auc
         return evaluation
 
-    def ends_training(self, batch: Batch) -> bool:
-        """Return whether training is over after a batch; call it once, after `add`."""
-        return (
-            batch.closes_epoch
-            and self._early_stop is not None
-            and self._validation_auc is not None
-            and self._early_stop.should_stop(self._validation_auc)
-        )
+    def ends_training(
+        self, batch: Batch, auc_on_targets: Callable[[], float | None] = lambda: None
+    ) -> bool:
+        """Return whether training is over after a batch; call it once, after `add`.
+
+        Args:
+            batch: a batch of a held-out split.
+            auc_on_targets: returns the AUC on targets that a defense has released; None if there
+                are none, and then the validation rows decide. The peer sees when a run ends: where
+                it must not learn anything but what was released, nothing else may decide.
+        """
+        if not batch.closes_epoch or self._early_stop is None:
+            return False
+        reached = auc_on_targets()
+        if reached is None:
+            reached = self._validation_auc
+        return reached is not None and self._early_stop.should_stop(reached)
 
     def state_dict(self) -> State:
         """Return the progress so far."""

@@ -18,7 +18,11 @@ from splitveil.active_party.defenses.interface import LabelledRows, PendingRelea
 from splitveil.active_party.defenses.objective import BatchLabels, Objective, StepOutcome
 from splitveil.active_party.training.cut_memory import CutMemory
 from splitveil.active_party.training.label_free_facts import LabelFreeFacts
-from splitveil.active_party.training.predictions import PredictionFigures, measure_predictions
+from splitveil.active_party.training.predictions import (
+    PredictionFigures,
+    auc_of_shares,
+    measure_predictions,
+)
 from splitveil.active_party.training.refit import Fitting, KnownRows, predict_logits, refit_top
 from splitveil.common.data.features import Features
 from splitveil.common.errors import SplitveilError
@@ -244,6 +248,20 @@ class TopTrainer:
             return None
         logits = predict_logits(model, self._known(self.memory), torch.from_numpy(positions.copy()))
         return measure_predictions(logits, self.labels_of(positions))
+
+    def auc_on_targets(self) -> float | None:
+        """Return the AUC of the predictions of the training rows on the defense's targets.
+
+        It says when to stop early without any true label. None if this trainer does not remember
+        activations, so that the targets are of single batches.
+        """
+        if self.memory is None or self._training is None or not self.memory.is_filled:
+            return None
+        self.learn()
+        rows, known = self._training.to(self._device), self._known(self.memory)
+        logits = predict_logits(self.model, known, self._training)
+        targets = self._targets(LabelledRows(rows, self._labels[rows], self.memory.at(rows)))
+        return auc_of_shares(logits, targets.cpu())
 
     def _known(self, memory: CutMemory) -> KnownRows:
         return KnownRows(memory, self._features, self._labels)

@@ -14,6 +14,7 @@ from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.attacks import SideInformation
 from splitveil.common.privacy.audit import BatchLeak
 from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
@@ -34,6 +35,9 @@ class LeakWatch:
     def __init__(self, settings: ActiveSettings, metrics: MetricsLog) -> None:
         self._settings = settings.leak_monitor
         self._class_names: Sequence[str] = settings.data.class_names
+        self._keeps_activations = settings.leak_monitor is not None and any(
+            name in FINAL_ATTACKS for name in settings.leak_monitor.attack_names
+        )
         self._metrics = metrics
         self._bell = AlarmBell(metrics, _class_oracles(settings))
         self._gate = GateKeeper(settings.leak_gate, metrics)
@@ -75,9 +79,13 @@ class LeakWatch:
             self._covariates.note_step(batch, result)
         clean = {"cut": result.raw} if self._settings.reference == "clean" else None
         known = result.slopes
-        predictions = None if known is None else KnownPredictions(result.probabilities, known)
         self.monitor.submit(
-            batch, {"cut": result.defended}, result.labels, clean, predictions=predictions
+            batch,
+            {"cut": result.defended},
+            result.labels,
+            clean,
+            result.activation if self._keeps_activations else None,
+            None if known is None else KnownPredictions(result.probabilities, known),
         )
 
     def note_evaluation(self, evaluation: Evaluation) -> None:

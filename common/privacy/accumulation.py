@@ -6,6 +6,10 @@
                                  the sign that agrees with what earlier ones said of its examples
     accumulated_cosine           sum of the batches' standardised cosines; where the reference
                                  carries noise, which may flip its sign, that sign is kept, too
+    accumulated_kmeans           sum of the batches' standardised distances to two clusters, its
+                                 sign kept from batch to batch
+    accumulated_nearest_hint     sum of the batches' standardised differences of cosines with one
+                                 example of each class
     accumulated_informed         sum of the log-likelihood ratios; answers that say more count more
     hint_combiner_k              logistic regression on an example's scores in up to four stretches
                                  of the run, fitted to k examples of known label
@@ -14,7 +18,10 @@ A standardised score has mean 0 and variance 1 over its batch, so that every bat
 Fresh noise averages out of the sums like one over the root of the epochs; persistent noise, which
 is the same in every epoch, does not.
 
-Each attack keeps at most 16 bytes per example of the run.
+The attacks ``final_kmeans``, ``final_nearest_hint`` and ``completion_40`` look at the activations
+that the bottom model has come to in the end: `splitveil.common.privacy.final_attacks`.
+
+Each other attack keeps at most 16 bytes per example of the run.
 """
 
 import math
@@ -35,17 +42,23 @@ SOURCES: Mapping[RunAttackName, tuple[BatchAttackName, ...]] = MappingProxyType(
         "accumulated_spectral": ("spectral",),
         "accumulated_residual_energy": ("residual_energy",),
         "accumulated_cosine": ("cosine",),
+        "accumulated_kmeans": ("kmeans",),
+        "accumulated_nearest_hint": ("nearest_hint",),
         "accumulated_informed": ("informed",),
         "hint_combiner_50": ("spectral", "norm"),
         "hint_combiner_200": ("spectral", "norm"),
+        "final_kmeans": (),
+        "final_nearest_hint": (),
+        "completion_40": (),
     }
 )
-"""The scores of a batch that each attack accumulates; ``spectral`` with its sign kept."""
+"""The scores of a batch that each attack accumulates; ``spectral`` and ``kmeans`` with their sign
+kept."""
 
 NUM_HINTS: Mapping[RunAttackName, int] = MappingProxyType(
     {"hint_combiner_50": 50, "hint_combiner_200": 200}
 )
-"""Attack -> number of labels that it knows; attacks that are absent know none."""
+"""Attack that combines scores -> number of labels that it knows."""
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
 

@@ -17,6 +17,11 @@
     regress_out            spectral, on the residual of g after regression on the party's own
                            activations
     activation_spectral    spectral, on the activations instead of the gradients
+    kmeans                 distance to the larger less distance to the smaller of two clusters of
+                           the gradients' directions
+    kmeans_hint            the same with a cluster for each class, which begins at one known example
+    nearest_hint           cos(g, h) with a known positive less that with one of another class
+    activation_kmeans      kmeans, on the activations instead of the gradients
 
 No attack reads labels: everything that it needs to know besides the gradients is an explicit
 argument, and `ATTACKS` names it. With more than two classes, an attack that is told something about
@@ -73,15 +78,24 @@ BatchAttackName: TypeAlias = Literal[
     "informed",
     "regress_out",
     "activation_spectral",
+    "kmeans",
+    "kmeans_hint",
+    "nearest_hint",
+    "activation_kmeans",
 ]
 
 RunAttackName: TypeAlias = Literal[
     "accumulated_spectral",
     "accumulated_residual_energy",
     "accumulated_cosine",
+    "accumulated_kmeans",
+    "accumulated_nearest_hint",
     "accumulated_informed",
     "hint_combiner_50",
     "hint_combiner_200",
+    "final_kmeans",
+    "final_nearest_hint",
+    "completion_40",
 ]
 
 AttackName: TypeAlias = Literal[BatchAttackName, RunAttackName]
@@ -104,6 +118,7 @@ class SideInformation(StrEnum):
     CLASSES = f"other gradients with their labels{_EVALUATION_ONLY}"
     ACTIVATIONS = "the party's own activations"
     PREDICTIONS = f"the model's predictions and their slopes{_EVALUATION_ONLY}"
+    OTHER_HINTS = "one example of each other class of each batch"
 
     @property
     def words(self) -> str:
@@ -140,6 +155,9 @@ class Knowledge(NamedTuple):
     target: int = 1
     """The class taken for the positives."""
 
+    other_hints: Tensor | None = None
+    """Gradient of one example of each other class, (classes, ...)."""
+
     def suffices_for(self, attack: "Attack") -> bool:
         """Return whether it holds everything that the attack needs."""
         return not attack.needs or attack.needs.isdisjoint(self._missing(attack.num_hints))
@@ -155,6 +173,8 @@ class Knowledge(NamedTuple):
             yield SideInformation.ACTIVATIONS
         if self.predictions is None:
             yield SideInformation.PREDICTIONS
+        if self.other_hints is None or not len(self.other_hints):
+            yield SideInformation.OTHER_HINTS
 
 
 class Attack(NamedTuple):
@@ -218,6 +238,19 @@ def _score_activations(_: Gradients, knowledge: Knowledge) -> Tensor:
     return scores.spectral(known)
 
 
+def _score_activation_kmeans(_: Gradients, knowledge: Knowledge) -> Tensor:
+    known = _needed(knowledge.activations, SideInformation.ACTIVATIONS, "activation_kmeans")
+    return scores.activation_kmeans(known)
+
+
+def _score_with_each_class(
+    score: Callable[[Gradients, Tensor, Tensor], Tensor], gradients: Gradients, known: Knowledge
+) -> Tensor:
+    hints = _needed(known.hints, SideInformation.HINTS, score.__name__)
+    others = _needed(known.other_hints, SideInformation.OTHER_HINTS, score.__name__)
+    return score(gradients, hints[:1], others)
+
+
 def _score_informed(gradients: Gradients, knowledge: Knowledge) -> Tensor:
     known = _needed(knowledge.predictions, SideInformation.PREDICTIONS, "informed")
     return informed(gradients, known, knowledge.target)
@@ -231,6 +264,8 @@ def _hinted(score: Callable[[Gradients, Tensor], Tensor], num_hints: int) -> Att
 def _classed(score: Callable[[Gradients, scores.KnownClasses], Tensor]) -> Attack:
     return Attack(partial(_score_with_classes, score), frozenset({SideInformation.CLASSES}))
 
+
+_ONE_OF_EACH_CLASS = frozenset({SideInformation.HINTS, SideInformation.OTHER_HINTS})
 
 _MINORITY = frozenset({SideInformation.POSITIVES_ARE_FEWER})
 
@@ -256,6 +291,18 @@ ATTACKS: Mapping[BatchAttackName, Attack] = MappingProxyType(
         "regress_out": Attack(_score_regress_out, _MINORITY | {SideInformation.ACTIVATIONS}),
         "activation_spectral": Attack(
             _score_activations,
+            _MINORITY | {SideInformation.ACTIVATIONS},
+            reads_gradients=False,
+        ),
+        "kmeans": Attack(lambda gradients, _: scores.kmeans(gradients), _MINORITY),
+        "kmeans_hint": Attack(
+            partial(_score_with_each_class, scores.kmeans_hint), _ONE_OF_EACH_CLASS, num_hints=1
+        ),
+        "nearest_hint": Attack(
+            partial(_score_with_each_class, scores.nearest_hint), _ONE_OF_EACH_CLASS, num_hints=1
+        ),
+        "activation_kmeans": Attack(
+            _score_activation_kmeans,
             _MINORITY | {SideInformation.ACTIVATIONS},
             reads_gradients=False,
         ),

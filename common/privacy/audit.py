@@ -349,7 +349,13 @@ class LeakAudit(BatchRecord):
             if CUT in scored:
                 with self._lock:
                     self._latest_scores.add(observation.positions, scored[CUT].scores)
-            self._run.add(observation.epoch, observation.positions, labels, scored)
+            self._run.add(
+                observation.epoch,
+                observation.positions,
+                labels,
+                scored,
+                observation.activations,
+            )
 
     def _measure(
         self, observation: Observation, scored: Mapping[str, LayerScores], labels: Tensor

@@ -10,18 +10,22 @@ from torch import Tensor
 
 from splitveil.common.privacy.accumulation import (
     NUM_HINTS,
+    SOURCES,
     AccumulatedScores,
     ContinuousSign,
     ScoreHistory,
     standardised,
 )
-from splitveil.common.privacy.attacks import RunAttackName
+from splitveil.common.privacy.attacks import BatchAttackName, RunAttackName
+from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
 from splitveil.common.privacy.gradient_rows import unit_vector
 from splitveil.common.privacy.label_classes import LabelClasses
 from splitveil.common.privacy.scoring import LayerScores
 from splitveil.common.privacy.top_direction import TopDirection
 
-_OF_EACH_TARGET = frozenset({"accumulated_cosine", "accumulated_informed"})
+_OF_TARGETS: tuple[RunAttackName, ...] = ("accumulated_cosine", "accumulated_nearest_hint")
+_OF_EACH_TARGET = frozenset({*_OF_TARGETS, "accumulated_informed"})
+"""Attacks with one sum for each target class, because they are told something about each."""
 
 
 class GatheredLayer:
@@ -44,10 +48,11 @@ class GatheredLayer:
         self._is_multi_class = classes.is_multi_class
         num_targets = len(classes.targets)
         for attack in attacks:
-            if attack not in NUM_HINTS:
+            if attack not in NUM_HINTS and attack not in FINAL_ATTACKS:
                 num_sums = num_targets if attack in _OF_EACH_TARGET else 1
                 self.sums[attack] = [AccumulatedScores(num_examples) for _ in range(num_sums)]
         self._sign = ContinuousSign()
+        self._cluster_sign = ContinuousSign()
         self._reference_signs = [ContinuousSign() for _ in range(num_targets)]
 
     @property
@@ -71,6 +76,9 @@ class GatheredLayer:
         spectral = None if found.top is None else self._sign.turn(found.top)
         if spectral is not None and (self.combining or "accumulated_spectral" in self.sums):
             self._add_spectral(epoch, positions, standardised(spectral), found)
+        if "accumulated_kmeans" in self.sums and found.clusters is not None:
+            turned = self._cluster_sign.turn(found.clusters)
+            self.sums["accumulated_kmeans"][0].add(positions, standardised(turned))
         if "accumulated_residual_energy" in self.sums:
             self._add_residual_energies(positions, found)
         if "accumulated_informed" in self.sums and "informed" in found.scores:
@@ -78,8 +86,10 @@ class GatheredLayer:
             for of_target, sums in zip(scores, self.sums["accumulated_informed"], strict=True):
                 if of_target is not None:
                     sums.add(positions, of_target)
-        if "accumulated_cosine" in self.sums and "cosine" in found.scores:
-            self._add_cosines(positions, found)
+        for attack in _OF_TARGETS:
+            (source,) = SOURCES[attack]
+            if attack in self.sums and source in found.scores:
+                self._add_of_targets(attack, source, positions, found)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the sums; with two classes, without numbers of targets."""
@@ -90,12 +100,14 @@ class GatheredLayer:
                 "sums": {attack: of_targets[0] for attack, of_targets in states.items()},
                 "history": self._history.state_dict() if self.combining else None,
                 "sign": self._sign.state_dict(),
+                "cluster_sign": self._cluster_sign.state_dict(),
                 "reference_sign": signs[0],
             }
         return {
             "sums": {attack: _numbered(of_targets) for attack, of_targets in states.items()},
             "history": self._history.state_dict(),
             "sign": self._sign.state_dict(),
+            "cluster_sign": self._cluster_sign.state_dict(),
             "reference_signs": _numbered(signs),
         }
 
@@ -116,6 +128,7 @@ class GatheredLayer:
         if history is not None:
             self._history.load_state_dict(history)
         self._sign.load_state_dict(state["sign"])
+        self._cluster_sign.load_state_dict(state["cluster_sign"])
         for number, sign in enumerate(self._reference_signs):
             sign.load_state_dict(
                 state["reference_signs"][str(number)]
@@ -138,14 +151,16 @@ class GatheredLayer:
         if energies is not None:
             sums.add(positions, sums.agreeing(positions, standardised(energies)))
 
-    def _add_cosines(self, positions: Tensor, found: LayerScores) -> None:
-        cosines = found.scores["cosine"]
-        for number, sums in enumerate(self.sums["accumulated_cosine"]):
-            scores, told = cosines.by_target[number], cosines.left_out[number]
+    def _add_of_targets(
+        self, attack: RunAttackName, source: BatchAttackName, positions: Tensor, found: LayerScores
+    ) -> None:
+        measured = found.scores[source]
+        for number, sums in enumerate(self.sums[attack]):
+            scores, told = measured.by_target[number], measured.left_out[number]
             if scores is None:
                 continue
             reference = found.noisy_references[number] if found.noisy_references else None
-            if reference is not None:
+            if reference is not None and source == "cosine":
                 direction = unit_vector(reference)
                 scores = self._reference_signs[number].turn(TopDirection(scores, direction))
             kept = np.ones(len(positions), dtype=np.bool_)

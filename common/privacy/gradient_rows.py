@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from splitveil.common.privacy.clusters import two_clusters
 from splitveil.common.privacy.top_direction import TopDirection, top_direction_of_rows
 
 
@@ -39,6 +40,12 @@ class GradientRows:
         found = top_direction_of_rows(self.rows)
         return found._replace(projections=in_unit(found.projections, self.unit))
 
+    @cached_property
+    def clusters(self) -> TopDirection:
+        """The two clusters of the gradients' directions; scores are higher in the smaller one."""
+        directions = unit_rows(self.rows)
+        return two_clusters(directions, directions @ self.top.direction)
+
 
 Gradients: TypeAlias = Tensor | GradientRows
 """(batch, ...), prepared or not."""
@@ -66,6 +73,12 @@ def rows_together(gradients: Gradients, *others: Tensor) -> tuple[list[Tensor], 
     sizes = [len(known) for known in every]
     rows, unit = _flat_rows(torch.cat([known.detach().flatten(start_dim=1) for known in every]))
     return list(torch.split(rows, sizes)), unit
+
+
+def unit_rows(rows: Tensor) -> Tensor:
+    """Return rows of length 1, (rows, row_dim); zeros for a row of zeros."""
+    lengths: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    return rows / lengths.clamp(min=torch.finfo(rows.dtype).tiny)
 
 
 def unit_vector(values: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ LABEL_FREE: tuple[AttackName, ...] = (
     *(
         name
         for name, attack in ATTACKS.items()
-        if attack.is_free and name != "activation_spectral"  # reads features and never a gradient
+        if attack.is_free and attack.reads_gradients  # the others tell what features tell
     ),
     "accumulated_spectral",
     "accumulated_residual_energy",

@@ -30,6 +30,8 @@ class Clues(NamedTuple):
     """Row of that example. Its own cosine is meaningless and is left out of the AUC."""
     hint_rows: tuple[int, ...] = ()
     """Rows of the class that hint attacks know; they are left out of those attacks' AUC."""
+    other_hint_rows: tuple[int, ...] = ()
+    """One row of each other class in the batch, for hint attacks that compare classes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +84,15 @@ def pick_clues(
     """
     labels, epoch, step = observation.labels, observation.epoch, observation.step
     row = pick_reference_row(labels, seed, epoch, step, class_index)
+    classes = set(labels.reshape(-1).tolist()) if num_hints else set()
+    others = sorted(int(other) for other in classes - {class_index})
     return Clues(
         references={} if row is None else {layer: rows[row] for layer, rows in sources.items()},
         reference_row=row,
         hint_rows=pick_hint_rows(labels, seed, epoch, step, num_hints, class_index),
+        other_hint_rows=tuple(
+            row for other in others for row in pick_hint_rows(labels, seed, epoch, step, 1, other)
+        ),
     )
 
 

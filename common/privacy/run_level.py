@@ -2,7 +2,8 @@
 
 ``accumulated_spectral`` keeps one sum per example for all classes, ``accumulated_cosine`` one for
 each target class, because it is given a reference of each class. The combining attacks fit each
-target class in turn against the rest, on the same hints.
+target class in turn against the rest, on the same hints. The attacks on the last activations belong
+to the cut layer.
 """
 
 import math
@@ -17,7 +18,13 @@ from torch import Tensor
 
 from splitveil.common.privacy.accumulation import NUM_HINTS, RunScores, combine_with_hints
 from splitveil.common.privacy.attack_quality import operating_points
-from splitveil.common.privacy.attacks import RunAttackName
+from splitveil.common.privacy.attacks import CUT, RunAttackName
+from splitveil.common.privacy.final_attacks import (
+    FINAL_ATTACKS,
+    LabelledActivations,
+    LastActivations,
+    final_scores,
+)
 from splitveil.common.privacy.gathered_layer import GatheredLayer
 from splitveil.common.privacy.label_classes import TWO_CLASSES, LabelClasses
 from splitveil.common.privacy.leakage import OneClass, leak_auc_interval
@@ -72,7 +79,8 @@ class RunAudit:
     """Accumulates scores over a run, and measures them. Safe to use from several threads.
 
     Keeps, per layer, at most 16 bytes per example and attack (with more than two classes, per
-    target class for ``accumulated_cosine``), and once per example its label.
+    target class for attacks that are told something about each), and once per example its label;
+    for attacks on the last activations, these as well.
 
     Args:
         attacks: the attacks to run.
@@ -93,16 +101,24 @@ class RunAudit:
         size = num_examples if attacks else 0
         self._labels = torch.full((size,), UNSEEN, dtype=torch.int8)  # a byte each: runs are long
         self._layers: dict[str, GatheredLayer] = {}
+        self._final = tuple(attack for attack in self.attacks if attack in FINAL_ATTACKS)
+        self._last = LastActivations(num_examples)
         self._epoch: int | None = None
         self._after_epoch: dict[int, dict[str, dict[str, float]]] = {}
 
     @property
     def num_bytes(self) -> int:
         """Memory of the accumulated scores and labels."""
-        return self._labels.nbytes + sum(layer.num_bytes for layer in self._layers.values())
+        of_layers = sum(layer.num_bytes for layer in self._layers.values())
+        return self._labels.nbytes + of_layers + self._last.num_bytes
 
     def add(
-        self, epoch: int, positions: Tensor, labels: Tensor, layers: Mapping[str, LayerScores]
+        self,
+        epoch: int,
+        positions: Tensor,
+        labels: Tensor,
+        layers: Mapping[str, LayerScores],
+        activations: Tensor | None = None,
     ) -> None:
         """Add the scores of one batch.
 
@@ -111,6 +127,8 @@ class RunAudit:
             positions: positions in the common order, (batch,), each at most once.
             labels: class indices, (batch,), for the measurement alone.
             layers: layer -> the attacks' scores of the batch.
+            activations: at the cut layer, (batch, ...); without them, attacks on the last
+                activations find nothing.
         """
         if not self.attacks:
             return
@@ -122,6 +140,8 @@ class RunAudit:
             self._labels.numpy()[rows.numpy()] = labels.cpu().numpy()
             for name, found in layers.items():
                 self._layer(name).add(epoch, rows, found)
+            if self._final and activations is not None:
+                self._last.add(rows, activations)
 
     def close_epoch(self) -> None:
         """Measure the sums after the last epoch; for earlier epochs this is done automatically."""
@@ -169,6 +189,7 @@ class RunAudit:
             return {
                 "labels": self._labels.clone(),
                 "layers": {name: layer.state_dict() for name, layer in self._layers.items()},
+                "last": self._last.state_dict(),
                 "epoch": self._epoch,
                 "after_epoch": {
                     str(epoch): {layer: dict(found) for layer, found in layers.items()}
@@ -192,6 +213,7 @@ class RunAudit:
         with self._lock:
             self._labels = state["labels"].clone()
             self._layers = layers
+            self._last.load_state_dict(state["last"])
             self._epoch = state["epoch"]
             self._after_epoch = {
                 int(epoch): {layer: dict(found) for layer, found in measured.items()}
@@ -268,6 +290,11 @@ class RunAudit:
             if hinted:
                 for attack in gathered.combining:
                     yield layer, attack, self._combined(attack, gathered)
+        if hinted and self._final:
+            positions, activations = self._last.seen()
+            known = LabelledActivations(positions, activations, self._labels_at(positions))
+            for attack in self._final:
+                yield CUT, attack, final_scores(attack, known, self._classes, SEED)
 
     def _combined(self, attack: RunAttackName, gathered: GatheredLayer) -> list[RunScores]:
         """Fit a combining attack to each target class against the rest."""

@@ -8,6 +8,11 @@ part of w that the mean carries, which costs most where the classes are unbalanc
 covers the gradients (Li et al., "Label Leakage and Protection in Two-Party Split Learning", ICLR
 2022, for the norm and cosine attacks; Sun et al., "Label Leakage and Protection from Forward
 Embedding in Vertical Federated Learning", 2022, for the spectral attack).
+
+The attacks that cluster compare gradients by their directions and activations by their distances
+(Liu et al., "Clustering Label Inference Attack against Practical Split Learning", 2022, section 4;
+"Similarity-based Label Inference Attack against Training and Inference of Split Learning", IEEE
+TIFS 2024).
 """
 
 from typing import NamedTuple
@@ -15,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from splitveil.common.privacy.clusters import nearness, settled_centres, two_clusters
 from splitveil.common.privacy.gradient_rows import (
     Gradients,
     direction_of,
@@ -22,8 +28,13 @@ from splitveil.common.privacy.gradient_rows import (
     prepared,
     rows_together,
     scaled,
+    unit_rows,
 )
-from splitveil.common.privacy.top_direction import TopDirection, turned_by_skewness
+from splitveil.common.privacy.top_direction import (
+    TopDirection,
+    top_direction_of_rows,
+    turned_by_skewness,
+)
 
 _MAX_VOTERS = 2048
 _SMALLEST = torch.finfo(torch.float64).tiny
@@ -190,6 +201,77 @@ def regress_out(gradients: Gradients, activations: Tensor) -> Tensor:
     rest = rows - basis @ (basis.T @ rows)
     rest = torch.where(rest.abs() > _NEGLIGIBLE * rows.abs().amax(), rest, 0.0)
     return in_unit(spectral(rest), unit)
+
+
+def kmeans(gradients: Gradients) -> Tensor:
+    """Score each example by how much nearer its direction is to the smaller of two clusters.
+
+    k-means groups the gradients' directions, beginning on both sides of their mean along the
+    batch's top right-singular vector.
+
+    Args:
+        gradients: (batch, ...).
+    """
+    return prepared(gradients).clusters.projections
+
+
+def activation_kmeans(activations: Gradients) -> Tensor:
+    """Score each example by how much nearer it is to the smaller of two clusters of activations.
+
+    Args:
+        activations: (batch, ...).
+    """
+    rows, _ = scaled(prepared(activations).rows)
+    centred = rows - rows.mean(dim=0)
+    return two_clusters(centred, top_direction_of_rows(centred).projections).projections
+
+
+def kmeans_hint(gradients: Gradients, hints: Tensor, other_hints: Tensor) -> Tensor:
+    """Score each example by how much nearer its direction is to the known positive's cluster.
+
+    k-means begins at one hint of each class, which names the clusters (Basu, Banerjee and Mooney,
+    "Semi-supervised Clustering by Seeding", ICML 2002).
+
+    Args:
+        gradients: (batch, ...).
+        hints: gradients of known positives, (hints, ...), of which the first is used.
+        other_hints: one gradient of each other class, (classes, ...), at least one.
+    """
+    (rows, known, others), _ = rows_together(gradients, hints[:1], other_hints)
+    directions = unit_rows(rows)
+    near = nearness(directions, settled_centres(directions, unit_rows(torch.cat([known, others]))))
+    return near[:, 0] - near[:, 1:].amax(dim=1)
+
+
+def nearest_hint(gradients: Gradients, hints: Tensor, other_hints: Tensor) -> Tensor:
+    """Score each example by its largest cosine with a known positive less that with another class.
+
+    Args:
+        gradients: (batch, ...).
+        hints: gradients of known positives, (hints, ...), at least one.
+        other_hints: gradients of the other classes, (classes, ...), at least one.
+
+    Returns:
+        Values in [-2, 2].
+    """
+    (rows, known, others), _ = rows_together(gradients, hints, other_hints)
+    directions = unit_rows(rows)
+    with_positives = (directions @ unit_rows(known).T).amax(dim=1)
+    return with_positives - (directions @ unit_rows(others).T).amax(dim=1)
+
+
+def activation_nearest_hint(activations: Gradients, hints: Tensor, other_hints: Tensor) -> Tensor:
+    """Score each example by how much nearer its activation is to a known positive's than others'.
+
+    Args:
+        activations: (batch, ...).
+        hints: activations of known positives, (hints, ...), at least one.
+        other_hints: activations of the other classes, (classes, ...), at least one.
+    """
+    (rows, known, others), unit = rows_together(activations, hints, other_hints)
+    to_positives = torch.stack([_distances(rows, one) for one in known]).amin(dim=0)
+    to_others = torch.stack([_distances(rows, one) for one in others]).amin(dim=0)
+    return in_unit(to_others - to_positives, unit)
 
 
 def top_direction(gradients: Gradients) -> TopDirection:

@@ -45,6 +45,9 @@ class LayerScores(NamedTuple):
     noisy_references: Sequence[Tensor | None] = ()
     """The reference behind each target's cosines, if noise may have flipped its sign."""
 
+    clusters: TopDirection | None = None
+    """Present if ``kmeans`` is among the scores."""
+
 
 class BatchScorer:
     """Scores batches with a fixed set of attacks.
@@ -114,7 +117,8 @@ class BatchScorer:
             ]
             scores[name] = AttackScores(crossed, [()] * len(crossed))
         top = gradients.top if "spectral" in self._free else None
-        return LayerScores(scores, top, () if observation.references_are_clean else references)
+        noisy = () if observation.references_are_clean else references
+        return LayerScores(scores, top, noisy, gradients.clusters if "kmeans" in scores else None)
 
 
 def cross_scores(attack: Attack, gradients: Tensor, positive: Tensor) -> Tensor | None:
@@ -158,7 +162,12 @@ def _score_told(
     """Return the scores for one target, and the rows that the attack knew."""
     told = clues.hint_rows[: attack.num_hints]
     hints = gradients.gradients[list(told)] if told else None
-    found = _score(attack, gradients, Knowledge(reference, hints, None, activations))
+    others = None
+    if SideInformation.OTHER_HINTS in attack.needs:
+        others = gradients.gradients[list(clues.other_hint_rows)]
+        told = (*told, *clues.other_hint_rows)
+    knowledge = Knowledge(reference, hints, None, activations, other_hints=others)
+    found = _score(attack, gradients, knowledge)
     row = clues.reference_row
     if SideInformation.POSITIVE_GRADIENT in attack.needs and row is not None:
         told = (*told, row)

@@ -78,6 +78,7 @@ def _example(
         positives[:5],
         KnownClasses(known[known_labels == 0], positives),
         activations[:half],
+        other_hints=known[known_labels == 0][:1],
     )
     return Example(gradients[:half], labels[:half], knowledge)
 
@@ -91,7 +92,8 @@ def _logistic_gradients(
 
 def test_undefended_logistic_gradients_leak_every_label() -> None:
     example = _logistic_example()
-    less = {"regress_out": 0.95, "activation_spectral": 0.75}  # which never sees a gradient
+    # The last two never see a gradient.
+    less = {"regress_out": 0.95, "activation_spectral": 0.75, "activation_kmeans": 0.75}
     scores_of = example.scores()
     del scores_of["residual_energy"]  # gradients along one line have no energy elsewhere
     for name, scores in scores_of.items():
@@ -376,7 +378,9 @@ def test_scores_are_finite_for_any_finite_gradients(
     known = torch.randn(7, *shape[1:], generator=generator, dtype=dtype)
     for gradients, scale in itertools.product(batches, (0.0, 1.0, 1e30)):
         classes = KnownClasses(scale * known[:1], scale * known[1:3])
-        knowledge = Knowledge(scale * known[0], scale * known[:5], classes, gradients)
+        knowledge = Knowledge(
+            scale * known[0], scale * known[:5], classes, gradients, other_hints=scale * known[5:]
+        )
         for name, scores in Example(gradients, torch.ones(1), knowledge).scores().items():
             assert scores.shape == (shape[0],), name
             assert bool(scores.isfinite().all()), (name, gradients)
@@ -390,11 +394,13 @@ def test_the_gradients_scale_changes_no_leak(scale: float) -> None:
         assert known.hints is not None
         assert known.classes is not None
         assert known.activations is not None
+        assert known.other_hints is not None
         knowledge = Knowledge(
             known.positive_gradient.double() * factor,
             known.hints.double() * factor,
             KnownClasses(*(rows.double() * factor for rows in known.classes)),
             known.activations.double() * factor,
+            other_hints=known.other_hints.double() * factor,
         )
         return Example(gradients.double() * factor, labels, knowledge).scores()
 
@@ -427,11 +433,13 @@ def test_scores_on_a_gpu_are_those_on_the_cpu() -> None:
     assert known.hints is not None
     assert known.classes is not None
     assert known.activations is not None
+    assert known.other_hints is not None
     knowledge = Knowledge(
         known.positive_gradient.cuda(),
         known.hints.cuda(),
         KnownClasses(*(rows.cuda() for rows in known.classes)),
         known.activations.cuda(),
+        other_hints=known.other_hints.cuda(),
     )
     on_gpu = Example(example.gradients.cuda(), example.labels, knowledge).scores()
     for name, scores in example.scores().items():
@@ -458,7 +466,7 @@ def test_the_registry_knows_every_attack_and_what_it_needs() -> None:
     needs = {name: set(attack.needs) for name, attack in ATTACKS.items()}
     assert needs["norm"] == set()
     assert needs["cosine"] == {SideInformation.POSITIVE_GRADIENT}
-    for name in ("spectral", "cosine_majority"):
+    for name in ("spectral", "cosine_majority", "kmeans"):
         assert needs[name] == {SideInformation.POSITIVES_ARE_FEWER}
     told = SideInformation.POSITIVES_ARE_FEWER
     for name, attack in ATTACKS.items():
@@ -476,6 +484,6 @@ def test_oracles_and_free_attacks_are_told_apart_by_what_they_need() -> None:
         assert not (need.is_oracle and need.is_free)
     oracles = {name for name, attack in ATTACKS.items() if attack.is_oracle}
     assert oracles == {"cosine", "informed", "mean", "median", "lda"}
-    hinted = {name for name in ATTACKS if name.startswith("hint_")}
+    hinted = {name for name in ATTACKS if "hint" in name}
     free = {name for name, attack in ATTACKS.items() if attack.is_free}
     assert free == set(ATTACKS) - oracles - hinted

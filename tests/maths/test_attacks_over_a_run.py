@@ -32,6 +32,7 @@ _EXAMPLES, _BATCH = 2000, 250
 _GATHERING: tuple[AttackName, ...] = (
     "accumulated_spectral",
     "accumulated_cosine",
+    "accumulated_kmeans",
     "hint_combiner_50",
     "hint_combiner_200",
 )
@@ -106,10 +107,12 @@ def test_without_a_defense_one_epoch_tells_every_attack_every_label() -> None:
 def test_under_fresh_noise_the_leak_grows_with_the_epochs(fresh: LeakAudit) -> None:
     """The sum of e independent scores tells as much as one with noise smaller by root e.
 
-    Of gradients all along one line, a cosine keeps the sign alone, which is worth 2/pi as many.
+    Of gradients all along one line, cosines and directions keep the sign alone, which is worth 2/pi
+    as many.
     """
     summary = fresh.run_level()["cut"]
-    for attack, worth in (("accumulated_cosine", 2 / np.pi), ("accumulated_spectral", 1.0)):
+    worths = {"accumulated_cosine": 2 / np.pi, "accumulated_kmeans": 2 / np.pi}
+    for attack, worth in {**worths, "accumulated_spectral": 1.0}.items():
         series = [fresh.after_epoch(epoch)["cut"][attack] for epoch in range(16)]
         for num_epochs in (1, 4, 16):
             expected = normal.cdf((worth * num_epochs / 2) ** 0.5 / 3)

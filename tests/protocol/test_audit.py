@@ -18,6 +18,7 @@ from sklearn.metrics import roc_auc_score
 from splitveil.common.privacy.attacks import AttackName, BatchAttackName, RunAttackName
 from splitveil.common.privacy.audit import BatchLeak, LeakAudit
 from splitveil.common.privacy.audit_worker import AuditWorker, CpuBudget
+from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.label_free import LABEL_FREE
 from splitveil.common.privacy.observation import (
@@ -190,11 +191,14 @@ def test_both_parties_pick_the_same_positive_and_not_always_the_same_place() -> 
 
 def _everything(observation: Observation) -> Observation:
     rows = torch.arange(len(observation.labels)) + 64 * observation.step
-    hints = pick_hint_rows(observation.labels, _SEED, observation.epoch, observation.step, 5)
+    labels, epoch, step = observation.labels, observation.epoch, observation.step
+    hints = pick_hint_rows(labels, _SEED, epoch, step, 5)
+    others = pick_hint_rows(labels, _SEED, epoch, step, 1, class_index=0)
+    clues = observation.clues[1]._replace(hint_rows=hints, other_hint_rows=others)
     return dataclasses.replace(
         observation,
         positions=rows,
-        clues={1: observation.clues[1]._replace(hint_rows=hints)},
+        clues={1: clues},
         activations=observation.gradients["first"][:, :4] ** 2,
         predictions=KnownPredictions(torch.full((len(rows),), 0.3), observation.gradients["cut"]),
     )
@@ -206,9 +210,9 @@ def test_every_attack_can_be_audited_at_every_layer() -> None:
     assert all(leak is not None for leak in measured)
     audit.end_run()
     for layer in ("cut", "first"):
-        at_cut = {"activation_spectral", "informed", "accumulated_informed"}
+        at_cut = {"activation_spectral", "activation_kmeans", "informed", "accumulated_informed"}
         of_batches, of_run = (
-            set(names) - (set() if layer == "cut" else at_cut)
+            set(names) - (set() if layer == "cut" else at_cut.union(FINAL_ATTACKS))
             for names in (get_args(BatchAttackName), get_args(RunAttackName))
         )
         assert set(audit.summary()[layer]) == of_batches
@@ -242,7 +246,7 @@ def test_an_attack_without_what_it_needs_is_not_measured() -> None:
     bare = Observation(0, 0, _observation(0, 0).gradients, labels)
     measured = LeakAudit(get_args(AttackName), num_examples=64).observe(bare)
     assert measured is not None
-    told_nothing = {"norm", "cosine_majority", "spectral", "residual_energy"}
+    told_nothing = {"norm", "cosine_majority", "spectral", "residual_energy", "kmeans"}
     assert set(measured.leak["cut"]) == told_nothing
 
 

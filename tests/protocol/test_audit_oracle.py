@@ -110,7 +110,7 @@ def test_one_answer_tells_the_last_label_to_a_peer_that_knows_the_others(label: 
 
 def test_only_attacks_on_received_gradients_are_measured() -> None:
     assert set(LABEL_FREE) == {
-        *("norm", "cosine_majority", "spectral", "residual_energy", "regress_out"),
+        *("norm", "cosine_majority", "spectral", "residual_energy", "regress_out", "kmeans"),
         *("accumulated_spectral", "accumulated_residual_energy"),
     }
 

@@ -21,6 +21,7 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.accumulation import standardised
 from splitveil.common.privacy.attacks import ATTACKS, AttackName, BatchAttackName, RunAttackName
 from splitveil.common.privacy.audit import LeakAudit
+from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.record.run_record import write_summary
@@ -124,7 +125,8 @@ def test_every_attack_is_measured_for_every_class_and_pair() -> None:
     audit.end_run()
     worst, by_class = audit.run_figures()
     for layer in ("cut", "first"):
-        at_cut = set() if layer == "cut" else {"activation_spectral", "informed"}
+        of_cut = {"activation_spectral", "activation_kmeans", "informed"}
+        at_cut = set() if layer == "cut" else of_cut
         expected = set(ATTACKS) - at_cut
         assert set(audit.summary()[layer]) == set(audit.classes()[layer]) == expected
         for attack, found in audit.classes()[layer].items():
@@ -134,6 +136,7 @@ def test_every_attack_is_measured_for_every_class_and_pair() -> None:
             assert audit.summary()[layer][attack]["mean"] >= found["worst_pair_auc"] - 1e-12
         of_run = set(get_args(RunAttackName)) - {"hint_combiner_200"}  # these are all examples
         of_run -= {f"accumulated_{name}" for name in at_cut}
+        of_run -= set() if layer == "cut" else set(FINAL_ATTACKS)
         assert set(worst[layer]) == set(by_class[layer]) == of_run
     assert worst["cut"]["accumulated_cosine"]["auc"] > 0.95
     assert audit.summary()["cut"]["lda"]["mean"] > audit.summary()["cut"]["norm"]["mean"]

@@ -10,6 +10,7 @@ import pytest
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.transcript import TranscriptEnd
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.record import leak_figures, lines
 from splitveil.common.record.beyond_figures import (
     AdjustedFigures,
@@ -34,6 +35,7 @@ from splitveil.common.record.summary import (
     EarlierAnswers,
     GateFigures,
     ModelFigures,
+    PeerBound,
     RunCounts,
     Summary,
 )
@@ -42,6 +44,8 @@ from tests.records import append_lines
 BOUNDS = LedgerFigures(
     SpreadFigures(0.25, 0.125, 0.0625),
     SpreadFigures(0.625, 0.5625, 0.53125),
+    SpreadFigures(1.0, 1.0, 0.9375),
+    SpreadFigures(0.8125, 0.75, 0.71875),
     SpreadFigures(0.75, 0.6875, 0.65625),
     epsilon=1.5,
 )
@@ -98,9 +102,15 @@ LINES: Mapping[str, tuple[lines.Line, dict[str, Any]]] = {
             "estimate_max": 0.625,
             "estimate_q95": 0.5625,
             "estimate_mean": 0.53125,
-            "guarantee_max": 0.75,
-            "guarantee_q95": 0.6875,
-            "guarantee_mean": 0.65625,
+            "anybody_max": 1.0,
+            "anybody_q95": 1.0,
+            "anybody_mean": 0.9375,
+            "passive_and_honest_max": 0.8125,
+            "passive_and_honest_q95": 0.75,
+            "passive_and_honest_mean": 0.71875,
+            "knows_class_means_only_max": 0.75,
+            "knows_class_means_only_q95": 0.6875,
+            "knows_class_means_only_mean": 0.65625,
             "epsilon": 1.5,
         },
     ),
@@ -141,7 +151,7 @@ LINES: Mapping[str, tuple[lines.Line, dict[str, Any]]] = {
             "step": None,
             "cut/norm": 0.75,
             "margin": 0.125,
-            "guarantee": 0.625,
+            "bound": 0.625,
         },
     ),
     "histogram": (
@@ -251,6 +261,11 @@ SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
                 model=ModelFigures(0.75, 0.5, 0.125, 0.25),
                 defense=DEFENSE,
                 ledger=BOUNDS,
+                bounds=(
+                    PeerBound(Covers.ANYBODY, 1.0, None),
+                    PeerBound(Covers.PASSIVE_AND_HONEST, 0.8125, None),
+                    PeerBound(Covers.CLASS_MEANS, 0.75, 0.5),
+                ),
                 audits_answered=3,
                 refused_messages={"too-large": 1},
                 earlier_answers=EarlierAnswers(9, BOUNDS),
@@ -266,6 +281,11 @@ SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
             "steps_per_s": 12.5,
             "defense": DEFENSE,
             "ledger": LEDGER_FORM,
+            "bounds": [
+                {"covers": "anybody", "leak_auc": 1.0, "mu": None},
+                {"covers": "passive and honest", "leak_auc": 0.8125, "mu": None},
+                {"covers": "knows class means only", "leak_auc": 0.75, "mu": 0.5},
+            ],
             "audits_answered": 3,
             "refused_messages": {"too-large": 1},
             "earlier_answers": {"examples": 9, **LEDGER_FORM},
@@ -289,6 +309,7 @@ SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
             "steps_per_s": None,
             "defense": DEFENSE,
             "ledger": None,
+            "bounds": [],
             "refused_messages": {},
         },
     ),
@@ -315,6 +336,7 @@ SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
             "steps_per_s": 12.5,
             "defense": DEFENSE,
             "ledger": None,
+            "bounds": [],
             "refused_messages": {},
             "test_accuracy": 0.875,
             "test_auc_by_class": {"van": 0.75},

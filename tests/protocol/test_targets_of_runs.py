@@ -1,0 +1,180 @@
+"""Whole runs on targets that depend on predictions: ALIBI, RRWithPrior and projected batches."""
+
+import io
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from splitveil.active_party.defenses.label_prior import LabelsWithPrior
+from splitveil.active_party.plan import print_plan
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.training.top_trainer import TopTrainer
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.text.upper_bounds import at_most
+from tests.compared import assert_same, assert_same_weights
+from tests.peers import FaultyPeer, Lost, dying
+from tests.runs import Parties, build_parties, run_in_process, write_example
+from tests.several import NAMES, build_several, write_several
+from tests.several import run_in_process as run_several
+
+MECHANISMS = {
+    "alibi": "{kind: alibi, epsilon: 2}",
+    "gaussian": "{kind: gaussian, noise_ratio: 1, posterior: model}",
+    "with_prior": "{kind: with_prior, epsilon: 2, parts: 2, epochs_per_part: 1}",
+    "certain": "{kind: with_prior, epsilon: 1, if_certain: prediction}",
+    "projected_batches": "{kind: projected_batches, noise_ratio: 4}",
+}
+EVERY_2 = ["contract.checkpoints={every_steps: 2, keep: 100}"]
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("example")
+    write_example(folder)
+    return folder
+
+
+def defense(name: str, seed: str = ", insecure_noise_seed: 7") -> str:
+    return f"defense={{name: noisy_label, mechanism: {MECHANISMS[name]}{seed}}}"
+
+
+def parties_of(folder: Path, name: str, runs: Path | None = None, *more: str) -> Parties:
+    both = [*EVERY_2, *(one for one in more if one.startswith("contract."))]
+    return build_parties(folder, [*both, defense(name), *more], both, runs=runs)
+
+
+@pytest.mark.parametrize("at", [2, 5, 9])
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_a_run_whose_parties_were_killed_ends_as_if_nothing_had_happened(
+    example: Path, tmp_path: Path, name: str, at: int
+) -> None:
+    """Also with dropout, whose random numbers are part of a checkpoint."""
+    top = "top_model={kind: mlp, hidden: [8], dropout: 0.2}"
+    torch.manual_seed(1)
+    whole = parties_of(example, name, None, top)
+    run_in_process(whole)
+    torch.manual_seed(1)
+    first = parties_of(example, name, tmp_path, top)
+    with pytest.raises(Lost):
+        run_in_process(first, dying(at, after=True))
+    second = parties_of(example, name, tmp_path, top)
+    assert second.session.reopen()
+    run_in_process(second)
+    assert second.active.resumed != []
+    assert_same(second, whole)
+
+
+def test_a_run_with_secret_noise_draws_no_label_again_after_a_restart(
+    example: Path, tmp_path: Path
+) -> None:
+    """Every label drawn before the end of the first process is the same in the second."""
+    active = [*EVERY_2, defense("with_prior", seed=""), f"noise_key_path={tmp_path}/noise.key"]
+    first = build_parties(example, active, EVERY_2, runs=tmp_path)
+    with pytest.raises(Lost):
+        run_in_process(first, dying(8, after=True))
+    drawn = drawn_labels(first)
+    second = build_parties(example, active, EVERY_2, runs=tmp_path)
+    assert second.session.reopen()
+    for state in sorted((tmp_path / "passive" / "checkpoint").glob("at-*.state"))[1:]:
+        state.unlink()  # so that both go back to the beginning
+    run_in_process(second)
+    again = drawn_labels(second)
+    known = drawn >= 0
+    assert 0 < int(known.sum()) < len(known)
+    assert torch.equal(again[known], drawn[known])
+    another = build_parties(example, active, EVERY_2, runs=tmp_path / "another")
+    run_in_process(another)
+    assert not torch.equal(drawn_labels(another)[known], drawn[known])
+    assert not (tmp_path / "noise.key").exists()
+
+
+def drawn_labels(parties: Parties) -> Tensor:
+    trainer = parties.session.trainer
+    assert trainer is not None
+    assert isinstance(trainer.defense, LabelsWithPrior)
+    return trainer.defense.state_dict()["answers"].clone()
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_lost_replies_change_no_bit(example: Path, name: str) -> None:
+    quiet, faulty = (parties_of(example, name) for _ in range(2))
+    run_in_process(quiet)
+    run_in_process(faulty, lambda s, e: FaultyPeer(s, e, loses=lambda count: count % 2 == 0))
+    assert_same_weights(faulty.weights(), quiet.weights())
+
+
+@pytest.mark.parametrize("aggregation", ["mean", "concat"])
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_several_parties_train_on_the_same_targets(
+    tmp_path: Path, name: str, aggregation: str
+) -> None:
+    write_several(tmp_path, 2)
+    several = build_several(tmp_path, [f"contract.aggregation={aggregation}"], [defense(name)])
+    run_several(several)
+    assert several.errors == {}
+    assert set(several.passive) == set(NAMES[:2])
+    assert math.isfinite(several.session.leak_bounds().sum_kl.max)
+
+
+LEDGER: dict[str, tuple[float, float | None]] = {
+    "alibi": (4 * (1 + math.expm1(-1)), 2.0),
+    "gaussian": (1.0, None),
+    "with_prior": (4 * math.tanh(1), 2.0),
+    "certain": (2 * math.tanh(0.5), 1.0),
+    "projected_batches": (3 / 16, None),  # fresh noise: every epoch adds 1/k^2
+}
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_the_ledger_charges_a_draw_once_and_fresh_noise_for_every_epoch(
+    example: Path, name: str
+) -> None:
+    parties = parties_of(example, name, None, "contract.epochs=3")
+    run_in_process(parties)
+    bounds = parties.session.leak_bounds()
+    sum_kl, epsilon = LEDGER[name]
+    assert bounds.sum_kl.max == pytest.approx(sum_kl)
+    assert bounds.epsilon == epsilon
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_the_plan_says_exactly_what_the_ledger_will(example: Path, name: str) -> None:
+    more = [defense(name), "contract.epochs=3"]
+    settings = load_party_settings(ActiveSettings, example / "active.yaml", more)
+    printed = io.StringIO()
+    console = Console(file=printed, width=200)
+    print_plan(settings, PartyData.load(settings.data, example), console=console)
+    assert "Exact, whatever the gradients." in printed.getvalue()
+    assert f" {at_most(LEDGER[name][0])} " in printed.getvalue()
+
+
+def test_the_top_model_is_asked_once_more_only_where_targets_depend_on_it(
+    example: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes through the top model, with and without a posterior; one more per training step."""
+    passes = []
+    for mechanism in ("{kind: gaussian}", "{kind: gaussian, posterior: model}"):
+        count = 0
+
+        def counting(
+            self: TopTrainer, *given: Tensor, real: Callable[..., Tensor] = TopTrainer._logits
+        ) -> Tensor:
+            nonlocal count
+            count += 1
+            return real(self, *given)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(TopTrainer, "_logits", counting)
+            labels = (
+                f"defense={{name: noisy_label, insecure_noise_seed: 7, mechanism: {mechanism}}}"
+            )
+            parties = build_parties(example, [labels])
+            run_in_process(parties)
+        passes.append(count)
+    assert passes[1] - passes[0] == len(parties.active.losses)

@@ -1,4 +1,4 @@
-"""Attacks that exceed the ledger's guarantee, each by a peer that does not know any label.
+"""Attacks that exceed the ledger's bound, each by a peer that does not know any label.
 
 They show for which peers a bound does not hold, and `docs/attacks.md` names them.
 
@@ -27,6 +27,7 @@ from torch import Tensor
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.common.alignment import AlignmentEngine
 from splitveil.common.privacy.attacks import residual_energy
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.privacy.residual_energy import rare_cluster_up
 from splitveil.common.run.course import Batch
@@ -51,8 +52,9 @@ class Broken(NamedTuple):
     """AUC on its last one alone."""
     whole_run: float
     """AUC of each example's scores, added up over the epochs."""
-    guarantee: float
-    """The ledger's for the whole run, of the example with the largest account."""
+    bound: float
+    """The ledger's for the whole run, for the peers whom its charges describe, of the example with
+    the largest account."""
 
 
 def off_the_common_line(rows: Tensor) -> Tensor:
@@ -108,8 +110,8 @@ def run_attack(
     trained, numbers = np.unique(np.concatenate(positions), return_inverse=True)
     sums = torch.zeros(len(trained), dtype=torch.float64)
     sums.index_add_(0, torch.from_numpy(numbers), torch.cat(observer.scores))
-    guarantee = parties.session.leak_bounds().guarantee.max
-    return Broken(batches[0], batches[-1], auc(sums, trainer.labels_of(trained)), guarantee)
+    bound = parties.session.leak_bounds().against(Covers.CLASS_MEANS).leak_auc.max
+    return Broken(batches[0], batches[-1], auc(sums, trainer.labels_of(trained)), bound)
 
 
 class _Observer(PassiveRecording):

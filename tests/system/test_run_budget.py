@@ -26,9 +26,14 @@ from tests.runs import write_example
 from tests.system.processes import Pair, side_by_side, started
 from tests.system.restarted import Both, Restarted, Settings, kept_up
 
+
+def budget_of(leak_auc: float) -> str:
+    return f"run_budget={{leak_auc: {leak_auc}, covers: knows class means only}}"
+
+
 BUDGET = [
     "defense={name: marvell, strength: {power_ratio: 16}, insecure_noise_seed: 7}",
-    "run_budget={leak_auc: 0.7, covers: knows class means only}",
+    budget_of(0.7),
 ]
 EPOCHS = "contract.epochs=10"
 
@@ -145,7 +150,7 @@ def test_plan_is_a_command_that_trains_nothing(tmp_path: Path) -> None:
 def test_a_budget_without_a_defense_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     write_example(tmp_path)
     (tmp_path / "active.csv").unlink()
-    done = command(tmp_path, "--set", "run_budget={leak_auc: 0.7, covers: knows class means only}")
+    done = command(tmp_path, "--set", budget_of(0.7))
     assert done.returncode == 2
     assert "run_budget" in done.stderr
 
@@ -175,9 +180,7 @@ def test_a_supervisor_starts_a_run_that_its_budget_ended_once_more_and_a_raised_
     tmp_path: Path,
 ) -> None:
     write_example(tmp_path)
-    budget = ENDED_EARLY._replace(
-        active=(*ENDED_EARLY.active, "run_budget={leak_auc: 0.7, covers: knows class means only}")
-    )
+    budget = ENDED_EARLY._replace(active=(*ENDED_EARLY.active, budget_of(0.7)))
     with kept_up(tmp_path, budget) as both:
         supervised(both)
         assert [party.starts for party in both] == [2, 2], both.outputs
@@ -189,9 +192,7 @@ def test_a_supervisor_starts_a_run_that_its_budget_ended_once_more_and_a_raised_
         answered = train_lines(both.active.folder)
         assert len(answered) == 12
         assert not list(both.active.folder.parent.glob("*.previous-*"))
-    again = ENDED_EARLY._replace(
-        active=(*ENDED_EARLY.active, "run_budget={leak_auc: 0.75, covers: knows class means only}")
-    )
+    again = ENDED_EARLY._replace(active=(*ENDED_EARLY.active, budget_of(0.75)))
     with kept_up(tmp_path, again, log="again") as both:
         both.start()
         assert both.wait() == (5, 5), both.outputs

@@ -24,7 +24,7 @@ from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import visible_lines
 from splitveil.experiments.cells import Cell, Choice, plan, problems
 from splitveil.experiments.collection import circumstances_of, collect, read_rows, write_rows
-from splitveil.experiments.execution import Ending, is_finished, run_cells
+from splitveil.experiments.execution import Ending, Resources, is_finished, run_cells
 from splitveil.experiments.plots import PlottingUnavailable, draw
 from splitveil.experiments.preparation import prepare
 from splitveil.experiments.settings import Experiment, experiment_names, load_experiment
@@ -87,7 +87,8 @@ def _run(options: argparse.Namespace) -> int:
         results, "another process is running this experiment; wait, or use another --output"
     ):
         try:
-            endings = run_cells(waiting, results, prepared, options.jobs, options.threads)
+            resources = Resources(options.jobs, options.threads, experiment.in_process)
+            endings = run_cells(waiting, results, prepared, resources)
             for number, ending in enumerate(endings, start=1):
                 _say_ending(ending, f"[{number}/{len(waiting)}]")
                 failures += [ending.exit_code] if ending.has_failed else []

@@ -12,11 +12,14 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.run.contract import Contract
 from splitveil.common.settings import apply_overrides, read_yaml, validate
 from splitveil.common.text.wording import slug
+from splitveil.experiments.guarantees import at_guarantee
 from splitveil.experiments.needs import unmet
 from splitveil.experiments.settings import (
+    GUARANTEE,
     Dataset,
     Experiment,
     Overlay,
+    Settings,
     Size,
     row_names,
     sweep_values,
@@ -37,11 +40,6 @@ results can be moved."""
 
 EARLIER = "${EARLIER}"
 """Placeholder for the run with whose weights a cell starts; its settings are in the digest."""
-
-Settings = dict[str, dict[str, Any]]
-"""``contract``, ``active`` and ``passive``, each as in its own file. If there is more than one
-passive party, ``passives`` has the complete settings of each by its name, and ``passive`` is
-unused."""
 
 
 class Cell(NamedTuple):
@@ -229,9 +227,12 @@ def _rows(
             settings = _example(dataset, base_dir)
             for layer in layers:
                 settings = overlaid(settings, layer.parts())
-            swept = zip(variant.sweep, values, strict=True)
-            settings = apply_overrides(settings, [f"{path}={value}" for path, value in swept])
+            swept = dict(zip(variant.sweep, values, strict=True))
+            guarantee = swept.pop(GUARANTEE, None)
+            settings = apply_overrides(settings, [f"{path}={v}" for path, v in swept.items()])
             settings = apply_overrides(settings, choice.overrides)
+            if guarantee is not None:
+                settings = at_guarantee(settings, float(guarantee))
             yield Cell(
                 dataset_name,
                 name,

@@ -149,6 +149,7 @@ def _found(folder: Path, parties: Iterable[str]) -> Iterator[_Found]:
 def _of_summary(party: str, summary: Summary) -> Iterator[_Found]:
     counts, active, leak = summary.counts, summary.of_active, summary.of_leak
     yield _Found(party, "test_auc", active.model.test_auc)
+    yield _Found(party, "test_auc_refit", active.model.test_auc_refit)
     yield _Found(party, "test_loss", active.model.test_loss)
     yield _Found(party, "train_loss", active.model.train_loss)
     yield _Found(party, "steps", counts.steps)

@@ -1,4 +1,7 @@
-"""Runs cells with the local launcher, each in its own process and several side by side.
+"""Runs cells, each with processes of its own and several side by side.
+
+By default the local launcher runs a cell, with a process per party; with ``in_process`` both
+parties share one (`in_process`).
 
     cells/<data set>/<variant>/seed-<n>/
         settings/            the files for ``splitveil-local``, which can also be run by hand
@@ -8,7 +11,7 @@
         finished.json        the same with machine, versions and time, written after the run
 
 A cell with a ``finished.json`` of the same digest is not run again. An interrupted cell resumes
-from its checkpoints; a cell whose settings changed starts over.
+from its checkpoints, if it has any; a cell whose settings changed starts over.
 """
 
 import json
@@ -20,18 +23,27 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import yaml
 
 from splitveil.common.errors import EndedForGood, Interrupted
 from splitveil.common.party.interruption import stop_signals_to
 from splitveil.common.storage.run_folder import write_json_atomically, write_text_atomically
-from splitveil.experiments.cells import EARLIER, PREPARED, Cell, passive_parties, with_folders
+from splitveil.experiments.cells import (
+    EARLIER,
+    PREPARED,
+    RUN_NAME,
+    Cell,
+    passive_parties,
+    with_folders,
+)
+from splitveil.experiments.in_process import CellProcess
 from splitveil.experiments.machine import machine
 
 FINISHED = "finished.json"
@@ -61,8 +73,21 @@ def is_finished(cell: Cell, results: Path) -> bool:
     return _digest_in(results / cell.folder / FINISHED) == cell.digest
 
 
+class Resources(NamedTuple):
+    """What running cells may take."""
+
+    jobs: int = 1
+    """Number of cells that run side by side."""
+
+    threads: int = 1
+    """Number of cores that each party computes on."""
+
+    in_process: bool = False
+    """Whether both parties of a cell share one process."""
+
+
 def run_cells(
-    cells: Sequence[Cell], results: Path, prepared: Path, jobs: int, threads: int
+    cells: Sequence[Cell], results: Path, prepared: Path, resources: Resources
 ) -> Iterator[Ending]:
     """Run cells and yield the outcome of each when it ends.
 
@@ -72,21 +97,21 @@ def run_cells(
         cells: the cells to run.
         results: the experiment's folder.
         prepared: the folder of prepared tables.
-        jobs: number of cells that run side by side; each has a process per party.
-        threads: number of cores that each party computes on.
+        resources: what they may take.
 
     Raises:
-        Interrupted: SIGINT or SIGTERM was received; the parties have saved their state.
+        Interrupted: SIGINT or SIGTERM was received; parties with checkpoints have saved their
+            state.
     """
     launched = _Launched()
-    with stop_signals_to(launched.stop), ThreadPoolExecutor(jobs) as pool:
+    with stop_signals_to(launched.stop), ThreadPoolExecutor(resources.jobs) as pool:
         begun: dict[Path, Future[Ending | None]] = {}
 
         def run(cell: Cell) -> Ending | None:
             if cell.after is not None and cell.after.folder in begun:
                 # It was submitted to the pool before this cell, so it is running or over.
                 wait([begun[cell.after.folder]])
-            return _run(cell, results, prepared, threads, launched)
+            return _run(cell, results, prepared, resources, launched)
 
         try:
             for cell in cells:
@@ -103,41 +128,41 @@ def run_cells(
         raise Interrupted(launched.stopped_by)
 
 
+class _Process(Protocol):
+    """A running cell."""
+
+    def wait(self) -> int:
+        """Wait for its end and return the exit code."""
+
+    def send_signal(self, number: int, /) -> None:
+        """Send a signal to it."""
+
+
 class _Launched:
-    """Keeps the running launchers, so that a signal reaches all of them. Thread-safe."""
+    """Keeps the running processes, so that a signal reaches all of them. Thread-safe."""
 
     def __init__(self) -> None:
         self.stopped_by: int | None = None
-        self._processes: set[subprocess.Popen[bytes]] = set()
+        self._processes: set[_Process] = set()
         # A signal handler interrupts the main thread anywhere and must not wait for its own lock.
         self._lock = threading.RLock()
 
-    def start(
-        self, command: Sequence[str], log: Path, threads: int
-    ) -> subprocess.Popen[bytes] | None:
-        """Start a launcher, unless all are being stopped."""
-        with self._lock, log.open("ab") as output:
+    def start(self, start: Callable[[], "_Process"]) -> "_Process | None":
+        """Start a process, unless all are being stopped."""
+        with self._lock:
             if self.stopped_by is not None:
                 return None
-            process = subprocess.Popen(
-                command,
-                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                # In its own group: a terminal's Ctrl-C reaches only this process.
-                process_group=0,
-            )
+            process = start()
             self._processes.add(process)
             return process
 
-    def ended(self, process: subprocess.Popen[bytes]) -> None:
-        """Forget a launcher that has ended."""
+    def ended(self, process: "_Process") -> None:
+        """Forget a process that has ended."""
         with self._lock:
             self._processes.discard(process)
 
     def stop(self, signal_number: int) -> None:
-        """Signal the launchers to end their parties, and start no more launchers."""
+        """Signal the processes to end, and start no more of them."""
         with self._lock:
             if self.stopped_by is None:
                 self.stopped_by = signal_number
@@ -146,7 +171,7 @@ class _Launched:
 
 
 def _run(
-    cell: Cell, results: Path, prepared: Path, threads: int, launched: _Launched
+    cell: Cell, results: Path, prepared: Path, resources: Resources, launched: _Launched
 ) -> Ending | None:
     if launched.stopped_by is not None:
         return None
@@ -157,10 +182,7 @@ def _run(
     folder = results / cell.folder
     _make_ready(cell, results, prepared)
     begun = time.monotonic()
-    command = [sys.executable, "-P", "-m", "splitveil.deploy.local", str(folder / "settings")]
-    command += ["--runs", str(folder / "runs")]
-    command += ["--set", *(f"{party}.torch_threads={threads}" for party in ("active", "passive"))]
-    process = launched.start(command, folder / "output.log", threads)
+    process = launched.start(partial(_start, folder, resources))
     if process is None:
         return None
     exit_code = process.wait()
@@ -170,11 +192,30 @@ def _run(
         return None
     if exit_code not in ENDED_AS_ASKED:
         return Ending(cell, exit_code, wall_s, _last_lines(folder / "output.log"))
-    write_json_atomically(folder / FINISHED, _marker(cell) | _circumstances(wall_s, threads))
+    write_json_atomically(folder / FINISHED, _marker(cell) | _circumstances(wall_s, resources))
     # Other cells do not need these weights, and they take most of the disk space.
     for checkpoint in [] if cell.is_followed else folder.glob("runs/*/*/checkpoint"):
         shutil.rmtree(checkpoint)
     return Ending(cell, exit_code, wall_s, "")
+
+
+def _start(folder: Path, resources: Resources) -> _Process:
+    threads, log = resources.threads, folder / "output.log"
+    if resources.in_process:
+        return CellProcess(folder / "settings", folder / "runs" / RUN_NAME, log, threads)
+    command = [sys.executable, "-P", "-m", "splitveil.deploy.local", str(folder / "settings")]
+    command += ["--runs", str(folder / "runs")]
+    command += ["--set", *(f"{party}.torch_threads={threads}" for party in ("active", "passive"))]
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            command,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            # In its own group: a terminal's Ctrl-C reaches only this process.
+            process_group=0,
+        )
 
 
 def _make_ready(cell: Cell, results: Path, prepared: Path) -> None:
@@ -197,10 +238,11 @@ def _marker(cell: Cell) -> dict[str, Any]:
     return {"digest": cell.digest, "cell": cell.name}
 
 
-def _circumstances(wall_s: float, threads: int) -> dict[str, Any]:
+def _circumstances(wall_s: float, resources: Resources) -> dict[str, Any]:
     return {
         "wall_s": wall_s,
-        "threads": threads,
+        "threads": resources.threads,
+        "in_process": resources.in_process,
         "machine": machine(),
         "python": platform.python_version(),
         "torch": version("torch"),

@@ -37,6 +37,14 @@ PassiveName = Annotated[str, StringConstraints(pattern=r"^passive_[A-Za-z0-9_.-]
 
 Party = Literal["active", "passive"] | PassiveName
 
+Settings = dict[str, dict[str, Any]]
+"""``contract``, ``active`` and ``passive``, each as in its own file. If there is more than one
+passive party, ``passives`` has the complete settings of each by its name, and ``passive`` is
+unused."""
+
+GUARANTEE = "guarantee"
+"""Name in a sweep of the leak AUC that no peer can exceed."""
+
 FOLDER = Path(__file__).parent
 """Folder of the experiments' files."""
 
@@ -68,7 +76,9 @@ class Dataset(Overlay):
     """Folder with ``contract.yaml``, ``active.yaml`` and ``passive.yaml`` to start from, relative
     to the experiment's file."""
 
-    prepare: Literal["imdb", "melanoma", "melanoma_grey64", "talkingdata_days"] | None = None
+    prepare: (
+        Literal["imdb", "melanoma", "melanoma_grey64", "synthetic", "talkingdata_days"] | None
+    ) = None
     """Table to make from the raw files first; ``${PREPARED}`` in a path stands for its folder."""
 
     after: str | None = None
@@ -87,7 +97,8 @@ class Variant(Overlay):
 
     sweep: dict[str, tuple[bool | int | float | str, ...]] = Field(default_factory=dict)
     """Setting, such as ``active.defense.noise_ratio``, -> its values; more than one setting gives
-    every combination."""
+    every combination. ``guarantee`` stands for the strength of the defense: its values are leak
+    AUCs of the whole run that no peer can exceed, and the strength follows from them exactly."""
 
     needs: tuple[Need, ...] = ()
     """Features of splitveil that this needs."""
@@ -95,12 +106,18 @@ class Variant(Overlay):
     @model_validator(mode="after")
     def _sweeps_over_settings(self) -> "Variant":
         for name, values in self.sweep.items():
-            if name.partition(".")[0] not in self.parts() or "." not in name:
+            is_setting = name.partition(".")[0] in self.parts() and "." in name
+            if not is_setting and name != GUARANTEE:
                 raise ValueError(
-                    f"sweep: {name}: expected active.NAME, passive.NAME or contract.NAME"
+                    f"sweep: {name}: expected active.NAME, passive.NAME or contract.NAME, or "
+                    f"{GUARANTEE}"
                 )
             if not values:
                 raise ValueError(f"sweep: {name}: expected at least one value")
+            if name == GUARANTEE and not all(
+                isinstance(value, float) and 0.5 < value < 1 for value in values
+            ):
+                raise ValueError(f"sweep: {name}: expected numbers above 0.5 and below 1")
         return self
 
 
@@ -217,6 +234,10 @@ class Experiment(Section):
     seeded_noise: bool = False
     """Whether a defense's noise also depends on the run's seed. By default it stays secret, and
     figures repeat only in distribution."""
+
+    in_process: bool = False
+    """Whether both parties of a run share one process: several times faster, with the same bits,
+    but for models with dropout. For two parties that do not ask for audits; without checkpoints."""
 
     datasets: dict[Label, Dataset] = Field(min_length=1)
     """The data sets to train on."""

@@ -19,6 +19,8 @@ from scipy.special import erfc, erfcx, ndtr, ndtri
 
 from splitveil.active_party.defenses.root_finding import find_root
 
+_LARGEST_MU = 1e6
+
 
 def mu_of_leak_auc(leak_auc: float) -> float:
     """Return the mu for which no score reaches a higher AUC.
@@ -56,6 +58,29 @@ def delta_of(mu: float, epsilon: float) -> float:
     if near > 0:  # both terms share the factor exp(-near^2): no digits cancel in a small delta
         return 0.5 * math.exp(-(near**2)) * float(erfcx(near) - erfcx(far))
     return max(0.0, 0.5 * float(erfc(near)) - subtracted)
+
+
+def epsilon_of(mu: float, delta: float) -> float:
+    """Return the least epsilon for which mu-GDP implies (epsilon, delta)-privacy.
+
+    Rounded up by less than a millionth; infinite for a mu beyond all use.
+
+    Raises:
+        ValueError: mu is negative or not a number, or delta is not within (0, 1).
+    """
+    if not mu >= 0 or not 0 < delta < 1:
+        raise ValueError(f"expected mu of at least 0 and 0 < delta < 1, got {mu} and {delta}")
+    if mu > _LARGEST_MU:
+        return math.inf
+    if mu == 0 or delta_of(mu, 0.0) <= delta:
+        return 0.0
+    low, high = 0.0, 1.0
+    while delta_of(mu, high) > delta:
+        low, high = high, 2 * high
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if delta_of(mu, middle) > delta else (low, middle)
+    return high
 
 
 def mu_of_epsilon_delta(epsilon: float, delta: float) -> float:

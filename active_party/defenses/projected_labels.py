@@ -20,7 +20,7 @@ learning allows because the active party sees every activation; LabelDP-Pro (Gha
 2024) projects gradients in a similar way. The mathematics stands in the package `projection`.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, Tag
 
@@ -192,6 +192,10 @@ class ProjectedLabelsDefense(SeededDefense):
             Covers.ANYBODY,
             "Everything that the peer receives is a function of features and of the noisy sums.",
         )
+
+    def at_leak_auc(self, leak_auc: float, _context: DefenseContext, /) -> Self:
+        """Return these settings with that bound."""
+        return self.model_copy(update={"strength": LeakAucStrength(leak_auc=leak_auc)})
 
     def composition_refusal(self) -> str | None:
         """Explain why another loss cannot train on targets."""

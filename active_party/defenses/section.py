@@ -8,7 +8,7 @@ modules ask these questions and never check which defense it is.
 import logging
 from abc import abstractmethod
 from pathlib import Path
-from typing import Literal, NamedTuple, final
+from typing import Literal, NamedTuple, Self, final
 
 from pydantic import Field
 
@@ -172,6 +172,19 @@ class DefenseSection(Section):
     def coverage(self) -> Coverage:
         """Return the peers whom the charges of a run with these settings describe."""
         return COVERS_CLASS_MEANS
+
+    def at_leak_auc(self, _leak_auc: float, _context: DefenseContext, /) -> Self | None:
+        """Return these settings at the strength that bounds a run's leak AUC for every peer.
+
+        The bound is exact: it is met by the best score. None if no strength of this defense holds
+        against everybody.
+
+        Args:
+            _leak_auc: AUC over the whole run that no score of any peer may exceed, above 0.5 and
+                below 1.
+            _context: facts about the run, above all its number of epochs.
+        """
+        return None
 
     def composition_refusal(self) -> str | None:
         """Say why the defense cannot follow a loss other than the cross entropy; None if it can."""

@@ -42,7 +42,7 @@ def _most(bounds: LedgerFigures) -> float:
 
 
 def in_short(bounds: Mapping[Covers, float]) -> str:
-    """Return the bound for the widest circle of peers for whom there is one, as part of a sentence."""
+    """Return the bound for the widest circle of peers that has one, as a part of a sentence."""
     peers = widest_bounded(bounds)
     if peers is None:
         return "nothing bounds the whole run"

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from splitveil.active_party.report.beyond import beyond_of, beyond_rows
 from splitveil.active_party.report.bounds import ledger_of
 from splitveil.active_party.report.classes import class_table, pair_rows, run_pairs
 from splitveil.active_party.report.distributions import class_rows, sent_panels
@@ -52,7 +53,7 @@ from splitveil.active_party.report.tables import (
     tiles,
     watch_notes,
 )
-from splitveil.active_party.report.verdict import RunLevel, Verdict, judge, run_levels
+from splitveil.active_party.report.verdict import RunLevel, Verdict, judge, needs_of, run_levels
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.storage.run_folder import write_text_atomically
@@ -114,6 +115,7 @@ def report_page(run: RunFiles) -> str:
     of_active = [found for found in findings if found.party == "active"]
     measured = [*of_active, *(finding_of(one) for one in adversary)]
     accumulated = run_levels(run)
+    needs = {attack: needs_of(attack) for attack in beyond_of(run).adjusted}
     return _render(
         "report.html.jinja",
         title=run.name,
@@ -131,6 +133,7 @@ def report_page(run: RunFiles) -> str:
         class_table=class_table(run),
         pair_rows=list(pair_rows(run)),
         run_pairs=run_pairs(run),
+        beyond_rows=list(beyond_rows(run, needs)),
         leak_rows=list(leak_rows(measured)),
         alarm_rows=list(alarm_rows(run)),
         gate_rows=list(gate_rows(run)),

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from splitveil.active_party.report.beyond import beyond_of
 from splitveil.active_party.report.bounds import bounds_of, ledger_of
 from splitveil.active_party.report.figures import Finding, strongest
 from splitveil.active_party.report.run_files import RunFiles, test_lines
@@ -51,6 +52,8 @@ class RunLevelRow(NamedTuple):
     leak_auc: str
     interval: str
     examples: str
+    points: tuple[str, str, str]
+    """True positive rates at false positive rates of 0.1 % and 1 %, and precision at 100."""
 
 
 class GateRow(NamedTuple):
@@ -86,7 +89,21 @@ class AuditRow(NamedTuple):
 def tiles(
     run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunLevel]
 ) -> Iterator[Tile]:
-    """Yield the key figures of a run."""
+    """Yield the key figures of a run: first those beyond what features tell."""
+    measured = beyond_of(run)
+    strongest_beyond = measured.strongest()
+    if strongest_beyond is not None:
+        attack, found = strongest_beyond
+        by = (
+            f"leak AUC of {attack} among examples of which features tell the same; 95 % interval "
+            f"{found.low:.3f} to {found.high:.3f}"
+        )
+        yield Tile("Measured beyond features", figure(found.value), by)
+    if measured.epsilon is not None:
+        meaning = (
+            f"epsilon that {measured.epsilon.attack} excludes (delta {measured.epsilon.delta:g})"
+        )
+        yield Tile("Epsilon at least", figure(measured.epsilon.epsilon), meaning)
     tests = test_lines(run)
     if tests:
         meaning = "label-free baseline: what the features alone reveal to the trained model"
@@ -125,9 +142,13 @@ def run_level_rows(accumulated: Sequence[RunLevel]) -> Iterator[RunLevelRow]:
     for one in accumulated:
         interval = f"{figure(one.low)} to {figure(one.high)}"
         needs = needs_of(one.attack)
-        yield RunLevelRow(
-            one.layer, one.attack, needs, figure(one.leak_auc), interval, count(one.examples)
+        auc, examples = figure(one.leak_auc), count(one.examples)
+        points = (
+            figure(one.tpr_at_per_mille),
+            figure(one.tpr_at_percent),
+            figure(one.precision_at_100),
         )
+        yield RunLevelRow(one.layer, one.attack, needs, auc, interval, examples, points)
 
 
 def gate_rows(run: RunFiles) -> Iterator[GateRow]:
@@ -142,7 +163,7 @@ def alarm_rows(run: RunFiles) -> Iterator[AlarmRow]:
     """Yield the leak alarms."""
     for line in run.active.metrics.of(AlarmLine):
         figures = (figure(line.figure.leak_auc), figure(line.margin))
-        written = _ABSENT if line.guarantee is None else auc_at_most(line.guarantee)
+        written = _ABSENT if line.bound is None else auc_at_most(line.bound)
         yield AlarmRow(str(line.epoch + 1), _named(line.figure), *figures, written)
 
 
@@ -204,6 +225,9 @@ def summary_rows(run: RunFiles) -> Iterator[tuple[str, str]]:
     yield "batches attacked", count(batches.observed)
     yield "batches of one class", count(batches.skipped_one_class)
     yield "batches left out", count(batches.left_out)
+    epsilon = beyond_of(run).epsilon
+    if epsilon is not None:
+        yield "epsilon, at least", figure(epsilon.epsilon, 4)
     yield "leak alarms", count(active.leak_alarms)
     yield "leak gate findings", count(None if active.gate is None else active.gate.findings)
     yield "audits answered", count(active.audits_answered)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from splitveil.active_party.report import beyond
 from splitveil.active_party.report.bounds import bounds_of, guarantee_of, in_full, in_short
 from splitveil.active_party.report.figures import (
     STANDARD_ERRORS,
@@ -19,9 +20,10 @@ from splitveil.active_party.report.figures import (
 )
 from splitveil.active_party.report.run_files import RunFiles, num_classes
 from splitveil.common.privacy.accumulation import NUM_HINTS, SOURCES
-from splitveil.common.privacy.attacks import ATTACKS, Attack, SideInformation
+from splitveil.common.privacy.attacks import ATTACKS, CUT, Attack, SideInformation
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
+from splitveil.common.record.beyond_figures import AdjustedFigures, BeyondFigures
 from splitveil.common.record.summary import ActiveFigures
 from splitveil.common.text.upper_bounds import auc_at_most
 
@@ -93,6 +95,12 @@ class RunLevel(NamedTuple):
     high: float | None
     examples: int | None
     """The number of examples scored; None if the run did not record it."""
+    tpr_at_per_mille: float | None = None
+    """Share of the positives found while at most 0.1 % of the negatives are accused."""
+    tpr_at_percent: float | None = None
+    """The same for 1 %."""
+    precision_at_100: float | None = None
+    """Share of positives among the 100 highest scores."""
 
 
 @dataclass(frozen=True)
@@ -142,16 +150,46 @@ def judge(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunL
     gaps = list(_not_measured(run, findings, accumulated))
     findings = [found for found in findings if found.attack not in WITHOUT_GRADIENTS]
     accumulated = [one for one in accumulated if one.attack not in WITHOUT_GRADIENTS]
-    measured = _measured(findings, accumulated)
-    bounds = bounds_of(run)
+    measured = [*beyond.in_words(run), *_measured(findings, accumulated)]
+    bounds, figures = bounds_of(run), beyond.beyond_of(run)
     reasons = [*_of_classes(run), *measured, *in_full(run, bounds), *_told(summary)]
-    doubts = list(_doubts(summary.leak_alarms, accumulated, bounds))
-    return Verdict(
-        _level(findings, accumulated, guarantee, trusted=not doubts),
-        _headline(findings, accumulated, bounds),
-        [*doubts, *reasons],
-        gaps,
+    unadjusted = [one for one in accumulated if not _is_adjusted(one, figures)]
+    doubts = list(_doubts(summary.leak_alarms, unadjusted, bounds))
+    doubts += beyond.contradictions(run, bounds)
+    strongest_beyond = figures.strongest()
+    if strongest_beyond is None:
+        level = _level(findings, accumulated, guarantee, trusted=not doubts)
+        headline = _headline(findings, accumulated, bounds)
+    else:
+        level = _level_beyond(figures, guarantee, trusted=not doubts)
+        headline = f"{_headline_beyond(figures, strongest_beyond[0])}; {in_short(bounds)}."
+    return Verdict(level, headline, [*doubts, *reasons], gaps)
+
+
+def _is_adjusted(one: RunLevel, figures: BeyondFigures) -> bool:
+    return one.layer == CUT and one.attack in figures.adjusted
+
+
+def _level_beyond(figures: BeyondFigures, guarantee: float, *, trusted: bool) -> Level:
+    if any(found.value >= RECOVERED for found in figures.adjusted.values()):
+        return "recovered"
+    if beyond.tells_something(figures):
+        return "leaking"
+    return "bounded" if guarantee <= WEAK_GUARANTEE and trusted else "unbounded"
+
+
+def _headline_beyond(figures: BeyondFigures, strongest_attack: str) -> str:
+    recovering = {n: one for n, one in figures.adjusted.items() if one.value >= RECOVERED}
+    easiest = max(
+        recovering, key=lambda name: _ease(name, recovering[name]), default=strongest_attack
     )
+    return beyond.headline(
+        figures.adjusted[easiest], easiest, knows=_and_knows(easiest), recovers=bool(recovering)
+    )
+
+
+def _ease(attack: str, found: AdjustedFigures) -> tuple[bool, float]:
+    return not _more_than_free(attack), found.value
 
 
 def _level(

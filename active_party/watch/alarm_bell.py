@@ -61,15 +61,15 @@ class AlarmBell:
 
     def _report(self, alarm: Alarm) -> None:
         figure = AttackFigure(alarm.layer, alarm.attack, alarm.measured)
-        self._metrics.write(AlarmLine(self._measured_epoch, figure, alarm.margin, alarm.guarantee))
+        self._metrics.write(AlarmLine(self._measured_epoch, figure, alarm.margin, alarm.bound))
         logger.error(
             "LEAK ALARM: up to epoch %d: %s at %s measures a leak AUC of %.3f (+- %.3f), above "
-            "the %s that the ledger guarantees for one answer: the charges of this defense "
+            "the %s that the ledger states for one answer: the charges of this defense "
             "do not describe these gradients",
             self._measured_epoch + 1,
             alarm.attack,
             alarm.layer,
             alarm.measured,
             alarm.margin,
-            auc_at_most(alarm.guarantee),
+            auc_at_most(alarm.bound),
         )

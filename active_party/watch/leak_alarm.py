@@ -4,13 +4,13 @@ A bound on the AUC applies to the mean over many draws, while a batch's AUC devi
 the more so the fewer positives the batch holds. Therefore whole epochs are judged, several at once
 if one has fewer than ``MIN_BATCHES`` measured batches: the mean over the batches of an attack's
 leak AUC, less the gain of random scores on the same batches from being inverted, and less
-``STANDARD_ERRORS`` of that mean, is compared with the guarantee of the largest single charge among
+``STANDARD_ERRORS`` of that mean, is compared with the bound of the largest single charge among
 them. The single answer counts here, not the run: each attack of the monitor sees only one.
 
 An alarm means that the charge does not describe the gradients sent: an error in a defense, or
 gradients that its model of two classes does not fit.
 
-Oracles that know the classes of half the batch are ignored: the guarantee is about the information
+Oracles that know the classes of half the batch are ignored: the bound is about the information
 in one answer about an example's label, and not about what other examples' labels add to it.
 """
 
@@ -39,7 +39,7 @@ class Alarm(NamedTuple):
     """Mean leak AUC over the batches, less the gain of random scores."""
     margin: float
     """The part of the figure that chance may account for."""
-    guarantee: float
+    bound: float
     """AUC that no score on one of the answers can exceed."""
 
 
@@ -99,7 +99,7 @@ class LeakAlarm:
         charges = [
             self._largest.pop(epoch) for epoch in sorted(self._largest) if epoch <= last_epoch
         ]
-        guarantee = leak_auc_bound(max(charges, default=0.0))
+        bound = leak_auc_bound(max(charges, default=0.0))
         series, self._gains = self._gains, {}
         found = []
         for (attack, layer), gains in series.items():
@@ -107,6 +107,6 @@ class LeakAlarm:
                 continue
             measured = 0.5 + statistics.fmean(gains)
             margin = STANDARD_ERRORS * statistics.stdev(gains) / math.sqrt(len(gains))
-            if measured - margin > guarantee:
-                found.append(Alarm(attack, layer, measured, margin, guarantee))
+            if measured - margin > bound:
+                found.append(Alarm(attack, layer, measured, margin, bound))
         return found

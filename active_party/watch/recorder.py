@@ -1,6 +1,7 @@
 """Records a run at the active party: metrics, progress, their state in checkpoints, summary."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 from splitveil.active_party.ledger.bounds import LeakBounds
@@ -9,6 +10,7 @@ from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.active_party.watch.gradient_counter import GradientCounter
+from splitveil.active_party.watch.held_against import hold_against, log_beyond
 from splitveil.active_party.watch.leak_watch import LeakWatch
 from splitveil.active_party.watch.stored_figures import (
     bounds_of_state,
@@ -21,6 +23,7 @@ from splitveil.active_party.watch.stored_figures import (
 from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.record.figures import AttackFigure
+from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.lines import (
     AuditLine,
     EvaluationLine,
@@ -231,7 +234,15 @@ class ActiveRecorder(RunRecorder):
             gate=self._watch.gate(),
         )
         counts = RunCounts(self.aligned_rows, epochs, self._steps, speed)
-        return Summary(counts=counts, active=active, leak=self._watch.figures())
+        return Summary(counts=counts, active=active, leak=self._leak_figures(told))
+
+    def _leak_figures(self, told: LeakBounds | None) -> LeakFigures | None:
+        leak = self._watch.figures()
+        if leak is None or leak.beyond is None:
+            return leak
+        beyond = hold_against(leak.beyond, told)
+        log_beyond(beyond, told)
+        return replace(leak, beyond=beyond)
 
     def _model_figures(self) -> ModelFigures:
         test = self._evaluations.get("test")

@@ -1,15 +1,15 @@
-"""Keeps what predicts the training rows' labels, as long as the model has not learned them by heart.
+"""Keeps what predicts the training rows' labels, until the model has learned them by heart.
 
 To tell what an attack finds beyond features, the monitor needs predictions of labels by models that
 have not seen them. They are fitted across folds at the end of the run; what they are fitted on is
 kept here, from the last visit of each row: its activation, the model's prediction of it, and the
 mean of its predictions so far, of which an attack over the run may know more than of the last one.
 
-A model that has learned its training labels by heart puts them into its activations and predictions,
-and an attack would be adjusted for the very label that it found. So the visits of an epoch count
-only while the model tells the training labels no better than held-out ones, by ``MAX_GAP`` of AUC;
-else those of the epoch before stay. In the first epoch, the model has not seen a row that it
-predicts, and in the second, once.
+A model that has learned its training labels by heart puts them into its activations, and an attack
+would be adjusted for the very label that it found. So the visits of an epoch count only while the
+model tells the training labels no better than held-out ones, by ``MAX_GAP`` of AUC; else those of
+the epoch before stay. In the first epoch, the model has not seen a row that it predicts, and in the
+second, once.
 """
 
 import math
@@ -145,7 +145,7 @@ def _thinned(activations: Tensor) -> Tensor:
 def _logits(probabilities: Tensor) -> Tensor:
     """Return the predictions' logits, (rows, 1), or log-probabilities, (rows, classes)."""
     if probabilities.ndim == 1:
-        return (
-            probabilities.double().logit().clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT).float()[:, None]
-        )
-    return probabilities.double().log().clamp(-_LARGEST_LOGIT, 0.0).float()
+        logits = probabilities.double().logit()[:, None]
+    else:
+        logits = probabilities.double().log()
+    return logits.clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT).float()

@@ -16,6 +16,7 @@ draws then come from one generator instead of one for each party.
 folder for checkpoints, a run can be resumed by building it again.
 """
 
+from splitveil.simulation.clear_ids import clear_engine
 from splitveil.simulation.in_process import InProcessPeer
 from splitveil.simulation.loopback import free_address, meet_over_grpc, serving
 from splitveil.simulation.parties import (
@@ -24,6 +25,8 @@ from splitveil.simulation.parties import (
     PartiesSettings,
     PassiveParty,
     Simulation,
+    assemble_active,
+    assemble_passive,
     build,
     build_active,
     build_passive,
@@ -42,9 +45,12 @@ __all__ = [
     "PassiveRecording",
     "Recording",
     "Simulation",
+    "assemble_active",
+    "assemble_passive",
     "build",
     "build_active",
     "build_passive",
+    "clear_engine",
     "connect_in_process",
     "free_address",
     "meet_over_grpc",

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.assembly import TrainerBuilder as TopBuilder
-from splitveil.active_party.assembly import build_session
+from splitveil.active_party.assembly import allowance_of, build_session
+from splitveil.active_party.run.observer import SessionObserver
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
@@ -19,7 +20,7 @@ from splitveil.common.alignment import AlignmentEngine, AlignmentResources, buil
 from splitveil.common.party.command_line import draw_nonce, torch_device
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import PartySettings, load_party_settings
-from splitveil.common.run.contract import ACTIVE
+from splitveil.common.run.contract import ACTIVE, AlignmentSettings
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.storage.run_store import RunStore
 from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
@@ -27,6 +28,7 @@ from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.passive_party.peer import Peer
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
+from splitveil.passive_party.training import RunObserver
 from splitveil.simulation.in_process import InProcessPeer
 from splitveil.simulation.recordings import ActiveRecording, PassiveRecording
 
@@ -223,18 +225,12 @@ def build_active(
     Raises:
         SplitveilError: settings or data cannot be used.
     """
-    data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
     observer = ActiveRecording() if seen is None else seen
-    session = build_session(
-        settings,
-        data,
-        _one_at_a_time(TopBuilder(settings, data, device or torch_device(settings.device))),
-        observer,
-        partial(draw_nonce, settings),
-        _store(settings, ACTIVE, runs, len(settings.contract.passive_parties)),
-        settings.earlier_answers(),
-    )
-    return ActiveParty(settings, session, _engine(settings), observer)
+    engine = private_engine(settings.contract.alignment)
+    num_parties = len(settings.contract.passive_parties)
+    store = _store(settings, ACTIVE, runs, num_parties)
+    session, _ = assemble_active(settings, observer, store=store, device=device)
+    return ActiveParty(settings, session, engine, observer)
 
 
 def build_passive(
@@ -249,21 +245,64 @@ def build_passive(
     Raises:
         SplitveilError: settings or data cannot be used.
     """
-    data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
     observer = PassiveRecording() if seen is None else seen
-    me = Participant(settings.contract, settings.party, data.ids, data.table.splits)
-    run = PassiveRun(
-        Aligner(me, _engine(settings), partial(draw_nonce, settings)),
-        _one_at_a_time(BottomBuilder(settings, data, device or torch_device(settings.device))),
-        observer,
-        _store(settings, settings.folder_name(), runs),
-    )
+    data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
+    store = _store(settings, settings.folder_name(), runs)
+    engine = private_engine(settings.contract.alignment)
+    run, _ = assemble_passive(settings, data, observer, engine, store=store, device=device)
     return PassiveParty(settings, run, observer)
 
 
-def _engine(settings: PartySettings) -> AlignmentEngine:
+def assemble_active(
+    settings: ActiveSettings,
+    observer: SessionObserver,
+    *,
+    store: RunStore | None = None,
+    device: torch.device | None = None,
+) -> tuple[ActiveSession, TopBuilder]:
+    """Build the active party's session with any observer, and what builds its trainer.
+
+    Raises:
+        SplitveilError: settings or data cannot be used.
+    """
+    data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
+    builder = TopBuilder(settings, data, device or torch_device(settings.device))
+    session = build_session(
+        settings,
+        data,
+        _one_at_a_time(builder),
+        observer,
+        partial(draw_nonce, settings),
+        store,
+        allowance_of(settings, settings.earlier_answers()),
+    )
+    return session, builder
+
+
+def assemble_passive(
+    settings: PassiveSettings,
+    data: PartyData,
+    observer: RunObserver,
+    engine: AlignmentEngine,
+    *,
+    store: RunStore | None = None,
+    device: torch.device | None = None,
+) -> tuple[PassiveRun, BottomBuilder]:
+    """Build a passive party's run with any observer, and what builds its trainer.
+
+    Raises:
+        SplitveilError: settings or data cannot be used.
+    """
+    builder = BottomBuilder(settings, data, device or torch_device(settings.device))
+    me = Participant(settings.contract, settings.party, data.ids, data.table.splits)
+    aligner = Aligner(me, engine, partial(draw_nonce, settings))
+    return PassiveRun(aligner, _one_at_a_time(builder), observer, store), builder
+
+
+def private_engine(settings: AlignmentSettings) -> AlignmentEngine:
+    """Build the engine that the contract names."""
     # Without worker processes, so that nothing must be closed.
-    return build_engine(settings.contract.alignment, AlignmentResources())
+    return build_engine(settings, AlignmentResources())
 
 
 def _store(

@@ -63,7 +63,14 @@ class GroupOperations(Protocol):
 class EcdhEngine:
     """Starts exchanges, and owns the worker processes that they share."""
 
-    def __init__(self, *, min_aligned: int, max_set_size: int, workers: int) -> None:
+    def __init__(
+        self,
+        *,
+        min_aligned: int,
+        max_set_size: int,
+        workers: int = 0,
+        group: GroupOperations | None = None,
+    ) -> None:
         """Load libsodium and start the workers. Call it before opening the first gRPC channel.
 
         Args:
@@ -71,6 +78,8 @@ class EcdhEngine:
             max_set_size: the largest set that is accepted from either party.
             workers: number of processes for the group operations; with 0 they run in the threads
                 that send and receive, at most two at a time.
+            group: other operations in place of those, for parties that hide nothing from each
+                other because they are one process.
         """
         self._min_aligned = min_aligned
         self._max_set_size = max_set_size
@@ -78,7 +87,7 @@ class EcdhEngine:
             self._library = ristretto.load()
         except ristretto.LibraryError as error:
             raise SplitveilError(f"ids cannot be aligned without libsodium:\n{error}") from error
-        self._group: GroupOperations = (
+        self._group: GroupOperations = group or (
             WorkerPool(workers, self._library.name) if workers else self._library
         )
 

@@ -14,8 +14,8 @@ negatives of a stratum the positives' distribution of q: without them, the rest 
 as a leak, up to .01 for 100 strata and .06 for 20.
 
 The interval takes the variance of the placements within and between strata (DeLong, DeLong and
-Clarke-Pearson, Biometrics 44, 1988), on the logit scale, where an area close to 1 keeps its interval
-below 1.
+Clarke-Pearson, Biometrics 44, 1988), on the logit scale, where an area close to 1 keeps its
+interval below 1.
 """
 
 from typing import NamedTuple
@@ -192,8 +192,8 @@ def _share_below(values: Floats, others: Floats, weights: Floats) -> Floats:
     """Return the weight of the others below each value, ties half; the weights' sum is 1."""
     order = np.argsort(others)
     ranked, below = others[order], np.concatenate([[0.0], np.cumsum(weights[order])])
-    ends = (np.searchsorted(ranked, values, side) for side in ("left", "right"))
-    shares: Floats = sum(below[end] for end in ends) / 2.0
+    first, last = (np.searchsorted(ranked, values, side) for side in ("left", "right"))
+    shares: Floats = (below[first] + below[last]) / 2.0
     return shares
 
 

@@ -22,11 +22,12 @@ _NORMAL_975 = 1.959963984540054
 
 
 class Advantage(NamedTuple):
-    """By how much an attack does better than the attacker's own features, with its 95 % interval."""
+    """By how much an attack does better than the attacker's own features."""
 
     value: float
     """Difference of the leak AUCs."""
     low: float
+    """Lower end of its 95 % interval."""
     high: float
     prior: float
     """Leak AUC of the attacker's own model."""
@@ -83,11 +84,11 @@ def operating_points(scores: Floats, positive: Mask) -> OperatingPoints:
     if placements(scores, positive).auc < 0.5:
         scores = -scores
     negatives = np.sort(scores[~positive])[::-1]
-    rates = [
+    per_mille, percent = (
         float((scores[positive] > negatives[int(rate * len(negatives))]).mean())
         for rate in (0.001, 0.01)
-    ]
-    return OperatingPoints(*rates, _precision(scores, positive))
+    )
+    return OperatingPoints(per_mille, percent, _precision(scores, positive))
 
 
 def _precision(scores: Floats, positive: Mask) -> float | None:

@@ -129,12 +129,14 @@ def _out_of_fold(features: Floats, indices: ClassIndices, fewest: int) -> Floats
             model.fit(features[seen], indices[seen])
             columns = slice(number * num_classes, (number + 1) * num_classes)
             found[asked, columns] = model.predict_proba(features[asked])
-    return np.log(found.clip(_SMALLEST, 1.0))
+    logarithms: Floats = np.log(found.clip(_SMALLEST, 1.0))
+    return logarithms
 
 
 def _stacked(logarithms: Floats, indices: ClassIndices) -> Floats:
     from sklearn.linear_model import LogisticRegression  # noqa: PLC0415
 
     model = LogisticRegression(max_iter=200).fit(logarithms, indices)
-    predictions: Floats = model.predict_proba(logarithms).clip(_SMALLEST, 1 - _SMALLEST)
-    return predictions / predictions.sum(axis=1, keepdims=True)
+    found = model.predict_proba(logarithms).clip(_SMALLEST, 1 - _SMALLEST)
+    predictions: Floats = found / found.sum(axis=1, keepdims=True)
+    return predictions

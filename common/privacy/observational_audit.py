@@ -1,4 +1,4 @@
-"""The observational audit: a lower bound on epsilon from the run itself, without other labels in it.
+"""The observational audit: a lower bound on epsilon from a run whose labels nobody changed.
 
     offered pair    a row's true label and another one, at even odds given the row's features: the
                     other one comes from the cross-fitted p(y given x)
@@ -47,6 +47,9 @@ FINALISTS = 3
 
 FEWEST_PAIRS = 20
 """Offered pairs per half below which there is nothing to test."""
+
+_CHOOSING_CONFIDENCE = 0.999
+"""Strict, so that a lucky choice of few guesses is not preferred to a good one of many."""
 
 _SEED_OF_HALVES, _SEED_OF_OFFERS = 0, 1
 
@@ -195,7 +198,8 @@ def _choose(guesses: _Guesses) -> _Choice:
         for share in SHARES:
             made, correct = _guess(sign * scores, positive, share)
             excess = (2 * correct - made) / made**0.5
-            choices.append(_Choice(quick_lower_bound(made, correct), excess, guesses, sign, share))
+            bound = quick_lower_bound(made, correct, _CHOOSING_CONFIDENCE)
+            choices.append(_Choice(bound, excess, guesses, sign, share))
     return max(choices, key=lambda one: (one.bound, one.excess))
 
 

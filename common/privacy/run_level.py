@@ -260,12 +260,15 @@ class RunAudit:
         of_pair = (labels == first) | (labels == second)
         chosen, positive = scores.scores[of_pair], labels[of_pair] == first
         measured = leak_auc_interval(chosen, positive, np.random.default_rng(SEED))
+        points = operating_points(chosen, positive)
         return RunLevelLeak(
             auc=measured.auc,
             low=measured.low,
             high=measured.high,
             examples=int(of_pair.sum()),
-            **operating_points(chosen, positive)._asdict(),
+            tpr_at_per_mille=points.tpr_at_per_mille,
+            tpr_at_percent=points.tpr_at_percent,
+            precision_at_100=points.precision_at_100,
         )
 
     def _by_class(self, aucs: PairAucs, worst_pair: tuple[int, int]) -> ClassRunLeak:

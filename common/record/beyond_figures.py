@@ -4,14 +4,16 @@ Entries ``adjusted_leak`` and ``leak_advantage`` hold figures by attack, all of 
 ``epsilon_lower_bound`` is a number, and ``epsilon_lower_bound_details`` says where it comes from.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.record.values import ValueT, as_count, as_mapping, as_number, as_text
 
 _EPSILON = "epsilon_lower_bound"
 _DETAILS = "epsilon_lower_bound_details"
+_CLEARLY = 3.0 / 1.96
 BEYOND_TABLES = ("adjusted_leak", "leak_advantage", _DETAILS)
 """Entries of a summary that hold more than one number."""
 
@@ -51,7 +53,9 @@ class EpsilonFigures(NamedTuple):
     p_value: float
     """Of so many correct guesses by chance alone: that of epsilon 0."""
     stated: float | None = None
-    """The epsilon that the ledger states at this delta; None where it states none."""
+    """The smallest epsilon that the ledger states at this delta; None where it states none."""
+    stated_for: str | None = None
+    """The peers for whom it states it."""
     p_value_of_stated: float | None = None
     """Of so many correct guesses in a run that is as private as stated."""
 
@@ -71,6 +75,30 @@ class BeyondFigures(NamedTuple):
     def strongest(self) -> tuple[str, AdjustedFigures] | None:
         """Return the attack with the largest adjusted leak AUC, if any was measured."""
         return max(self.adjusted.items(), key=lambda item: item[1].value, default=None)
+
+
+def is_clearly_above(found: AdjustedFigures, auc: float) -> bool:
+    """Return whether a figure lies above an AUC by three standard errors.
+
+    Several attacks are compared with it, and each may be inverted: for that, an interval of two
+    standard errors is too narrow.
+    """
+    return found.value - _CLEARLY * (found.value - found.low) > auc
+
+
+def passed_bounds(
+    beyond: BeyondFigures, bounds: Mapping[Covers, float]
+) -> Iterator[tuple[str, AdjustedFigures, Covers]]:
+    """Yield each attack that tells more beyond features than a bound says, with the widest peers.
+
+    Args:
+        beyond: the figures of a run.
+        bounds: AUC that no score of some peers exceeds, from the widest circle of them on.
+    """
+    for attack, found in beyond.adjusted.items():
+        passed = [peers for peers, bound in bounds.items() if is_clearly_above(found, bound)]
+        if passed:
+            yield attack, found, passed[0]
 
 
 def beyond_to_json(beyond: BeyondFigures) -> dict[str, Any]:
@@ -126,7 +154,9 @@ def _read_epsilon(values: Mapping[str, Any]) -> EpsilonFigures | None:
         return None
     guesses, correct, pairs = (count or 0 for count in counts)
     confidence, delta, chance = (number or 0.0 for number in numbers)
-    stated, of_stated = (as_number(details.get(n)) for n in ("stated", "p_value_of_stated"))
     return EpsilonFigures(
-        epsilon, attack, guesses, correct, pairs, confidence, delta, chance, stated, of_stated
+        *(epsilon, attack, guesses, correct, pairs, confidence, delta, chance),
+        stated=as_number(details.get("stated")),
+        stated_for=as_text(details.get("stated_for")),
+        p_value_of_stated=as_number(details.get("p_value_of_stated")),
     )

@@ -98,14 +98,14 @@ class GateLine(NamedTuple):
 
 
 class AlarmLine(NamedTuple):
-    """A leak alarm: an attack measured more than the ledger guarantees for one answer."""
+    """A leak alarm: an attack measured more than the ledger states for one answer."""
 
     epoch: int
     """The last epoch that was judged."""
     figure: AttackFigure
     margin: float | None
     """The part of the figure that chance may account for."""
-    guarantee: float | None
+    bound: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,12 +325,12 @@ def _read_gate(fields: LineFields) -> GateLine:
 
 
 def _write_alarm(line: AlarmLine) -> LineFields:
-    values = _flat([line.figure]) | {"margin": line.margin, "guarantee": line.guarantee}
+    values = _flat([line.figure]) | {"margin": line.margin, "bound": line.bound}
     return LineFields("leak_alarm", line.epoch, None, values)
 
 
 def _read_alarm(fields: LineFields) -> AlarmLine:
-    numbers = (as_number(fields.values.get(name)) for name in ("margin", "guarantee"))
+    numbers = (as_number(fields.values.get(name)) for name in ("margin", "bound"))
     return AlarmLine(_epoch_of(fields), _figure(fields.values), *numbers)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.table import Table
 
+from splitveil.common.record.beyond_figures import BeyondFigures
 from splitveil.common.record.figures import LedgerFigures, SpreadFigures
 from splitveil.common.record.leak_figures import BatchFigures, ClassFigures, RunFigures
 from splitveil.common.record.summary import Summary, plain_figures
@@ -32,6 +33,9 @@ def print_summary(party: str, summary: Summary, *, console: Console | None = Non
     if summary.of_active.ledger is not None:
         console.print(ledger_table(summary.of_active.ledger, f"{party}: leak ledger"))
     leak = summary.of_leak
+    if leak.beyond is not None and leak.beyond.adjusted:
+        title = f"{party}: leak AUC beyond what features tell"
+        console.print(beyond_table(leak.beyond, title))
     pair = "" if leak.by_class is None else ", worst pair of classes"
     if leak.batches:
         console.print(leak_table(leak.batches, f"{party}: leak AUC{pair}"))
@@ -41,6 +45,29 @@ def print_summary(party: str, summary: Summary, *, console: Console | None = Non
     if leak.run_level:
         title = f"{party}: leak AUC of the whole run{pair}"
         console.print(run_level_table(leak.run_level, title))
+
+
+def beyond_table(beyond: BeyondFigures, title: str = "Leak AUC beyond what features tell") -> Table:
+    """Return the table of attacks beyond features: one row per attack.
+
+    Args:
+        beyond: the figures of the cut layer.
+        title: stands above it.
+    """
+    table = Table(title=title, title_justify="left")
+    table.add_column("attack")
+    for heading in ("adjusted", "95 % interval", "advantage", "95 % interval"):
+        table.add_column(heading, justify="right")
+    for attack, found in beyond.adjusted.items():
+        gain = beyond.advantage.get(attack)
+        table.add_row(
+            cell(attack),
+            _auc(found.value),
+            f"{_auc(found.low)} .. {_auc(found.high)}",
+            "-" if gain is None else f"{gain.value:+.3f}",
+            "-" if gain is None else f"{gain.low:+.3f} .. {gain.high:+.3f}",
+        )
+    return table
 
 
 def leak_table(leak: ByAttack[BatchFigures], title: str = "Leak AUC") -> Table:

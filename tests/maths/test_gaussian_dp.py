@@ -8,6 +8,7 @@ from scipy import integrate, stats
 
 from splitveil.active_party.defenses.gaussian_dp import (
     delta_of,
+    epsilon_of,
     leak_auc_of_mu,
     mu_of_epsilon_delta,
     mu_of_leak_auc,
@@ -69,3 +70,22 @@ def test_an_auc_that_no_mu_has_is_refused(auc: float) -> None:
 def test_bad_epsilon_and_delta_are_refused(epsilon: float, delta: float) -> None:
     with pytest.raises(ValueError, match="epsilon"):
         mu_of_epsilon_delta(epsilon, delta)
+
+
+@pytest.mark.parametrize("mu", [0.01, 0.358, 1.0, 7.0, 300.0])
+@pytest.mark.parametrize("delta", [1e-9, 1e-5, 0.1])
+def test_epsilon_is_the_least_that_keeps_delta(mu: float, delta: float) -> None:
+    epsilon = epsilon_of(mu, delta)
+    assert delta_of(mu, epsilon) <= delta
+    assert epsilon == 0 or delta_of(mu, epsilon * (1 - 1e-5)) > delta
+
+
+def test_no_mu_needs_no_epsilon_and_a_bare_answer_any() -> None:
+    assert epsilon_of(0.0, 1e-5) == 0.0
+    assert epsilon_of(math.inf, 1e-5) == math.inf
+
+
+@pytest.mark.parametrize(("mu", "delta"), [(-1.0, 0.1), (math.nan, 0.1), (1.0, 0.0), (1.0, 1.0)])
+def test_bad_mu_and_delta_are_refused(mu: float, delta: float) -> None:
+    with pytest.raises(ValueError, match="expected mu of at least 0"):
+        epsilon_of(mu, delta)

@@ -41,7 +41,7 @@ from splitveil.experiments.cells import (
     with_folders,
 )
 from splitveil.experiments.collection import Row, collect, read_rows, write_rows
-from splitveil.experiments.execution import Ending, is_finished, run_cells
+from splitveil.experiments.execution import Ending, Resources, is_finished, run_cells
 from splitveil.experiments.models import GreyImageBottom, SummedTop
 from splitveil.experiments.plots import Point, course, epochs, floor, trade_off
 from splitveil.experiments.preparation import prepare
@@ -133,6 +133,31 @@ def test_a_sweep_of_two_settings_makes_every_combination() -> None:
     assert [cell.variant for cell in cells] == ["iso 1 16", "iso 1 32", "iso 4 16", "iso 4 32"]
     assert cells[2].settings["active"]["defense"] == {"name": "iso", "noise_ratio": 4}
     assert cells[2].settings["contract"]["batch_size"] == 16
+
+
+def test_a_sweep_of_guarantees_sets_the_strength_that_each_needs() -> None:
+    def found(defense: dict[str, Any], **contract: int) -> list[tuple[str, dict[str, Any]]]:
+        variant = {
+            "active": {"defense": defense},
+            "contract": contract,
+            "sweep": {"guarantee": [0.55, 0.6]},
+        }
+        experiment = tiny(variants={"bounded": variant}, published=None)
+        cells = cells_of(experiment, Choice(seeds=1))
+        return [(cell.variant, cell.settings["active"]["defense"]) for cell in cells]
+
+    projected = {"name": "projected_labels", "rank": 5}
+    assert found(projected) == [
+        (f"bounded {auc}", projected | {"strength": {"leak_auc": auc}}) for auc in (0.55, 0.6)
+    ]
+    batches = {"name": "noisy_label", "mechanism": {"kind": "projected_batches"}}
+    ratios = [
+        [defense["mechanism"]["noise_ratio"] for _, defense in found(batches, epochs=epochs)]
+        for epochs in (1, 9)
+    ]
+    assert ratios[1] == pytest.approx([3 * ratio for ratio in ratios[0]])
+    with pytest.raises(SettingsError, match="no strength of marvell holds against every peer"):
+        found({"name": "marvell"})
 
 
 def test_seeds_repeat_weights_and_split_and_leave_the_noise_secret() -> None:
@@ -416,7 +441,7 @@ def launcher(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None
 
 
 def run_all(cells: Sequence[Cell], folder: Path, jobs: int = 1) -> list[Ending]:
-    return list(run_cells(cells, folder / "out", folder / "prepared", jobs, threads=1))
+    return list(run_cells(cells, folder / "out", folder / "prepared", Resources(jobs)))
 
 
 def test_a_finished_cell_is_marked_and_loses_its_weights(

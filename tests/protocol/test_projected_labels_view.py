@@ -56,7 +56,7 @@ def noting(told: Told) -> Iterator[None]:
     draw = StageRelease.draw
 
     def note(self: StageRelease, key: bytes) -> Mapping[str, Tensor]:
-        release = draw(self, key)
+        release: Mapping[str, Tensor] = draw(self, key)
         told[self.stage] = (self.design, release)
         return release
 

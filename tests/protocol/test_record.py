@@ -10,7 +10,14 @@ import pytest
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.transcript import TranscriptEnd
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.record import leak_figures, lines
+from splitveil.common.record.beyond_figures import (
+    AdjustedFigures,
+    AdvantageFigures,
+    BeyondFigures,
+    EpsilonFigures,
+)
 from splitveil.common.record.figures import AttackFigure, LedgerFigures, SpreadFigures
 from splitveil.common.record.run_record import (
     METRICS,
@@ -28,6 +35,7 @@ from splitveil.common.record.summary import (
     EarlierAnswers,
     GateFigures,
     ModelFigures,
+    PeerBound,
     RunCounts,
     Summary,
 )
@@ -36,6 +44,8 @@ from tests.records import append_lines
 BOUNDS = LedgerFigures(
     SpreadFigures(0.25, 0.125, 0.0625),
     SpreadFigures(0.625, 0.5625, 0.53125),
+    SpreadFigures(1.0, 1.0, 0.9375),
+    SpreadFigures(0.8125, 0.75, 0.71875),
     SpreadFigures(0.75, 0.6875, 0.65625),
     epsilon=1.5,
 )
@@ -92,9 +102,15 @@ LINES: Mapping[str, tuple[lines.Line, dict[str, Any]]] = {
             "estimate_max": 0.625,
             "estimate_q95": 0.5625,
             "estimate_mean": 0.53125,
-            "guarantee_max": 0.75,
-            "guarantee_q95": 0.6875,
-            "guarantee_mean": 0.65625,
+            "anybody_max": 1.0,
+            "anybody_q95": 1.0,
+            "anybody_mean": 0.9375,
+            "passive_and_honest_max": 0.8125,
+            "passive_and_honest_q95": 0.75,
+            "passive_and_honest_mean": 0.71875,
+            "knows_class_means_only_max": 0.75,
+            "knows_class_means_only_q95": 0.6875,
+            "knows_class_means_only_mean": 0.65625,
             "epsilon": 1.5,
         },
     ),
@@ -135,7 +151,7 @@ LINES: Mapping[str, tuple[lines.Line, dict[str, Any]]] = {
             "step": None,
             "cut/norm": 0.75,
             "margin": 0.125,
-            "guarantee": 0.625,
+            "bound": 0.625,
         },
     ),
     "histogram": (
@@ -170,16 +186,57 @@ CLASSES = leak_figures.ClassFigures(("van", "bus"), 0.75, 0.5, {"van": 0.75}, {"
 LEAK = leak_figures.LeakFigures(
     batches={"cut": {"norm": leak_figures.BatchFigures(0.75, 0.625, 0.5625, 0.5)}},
     worst_epoch={"cut": {"norm": 0.6875}},
-    run_level={"cut": {"accumulated_cosine": leak_figures.RunFigures(0.75, 0.625, 0.875, 569)}},
+    run_level={
+        "cut": {
+            "accumulated_cosine": leak_figures.RunFigures(0.75, 0.625, 0.875, 569, 0.25, 0.5, None)
+        }
+    },
+    beyond=BeyondFigures(
+        {"norm": AdjustedFigures(0.625, 0.5, 0.75)},
+        {"accumulated_cosine": AdvantageFigures(0.125, 0.0, 0.25, 0.625)},
+        EpsilonFigures(
+            *(1.5, "norm", 40, 38, 100, 0.95, 1e-05, 0.125),
+            stated=1.0,
+            stated_for="anybody",
+            p_value_of_stated=0.25,
+        ),
+    ),
     counts=leak_figures.BatchCounts(42, 1, 2),
 )
 LEAK_FORM = {
+    "adjusted_leak": {"norm": {"value": 0.625, "low": 0.5, "high": 0.75}},
+    "leak_advantage": {
+        "accumulated_cosine": {"value": 0.125, "low": 0.0, "high": 0.25, "prior": 0.625}
+    },
+    "epsilon_lower_bound": 1.5,
+    "epsilon_lower_bound_details": {
+        "attack": "norm",
+        "guesses": 40,
+        "correct": 38,
+        "pairs": 100,
+        "confidence": 0.95,
+        "delta": 1e-05,
+        "p_value": 0.125,
+        "stated": 1.0,
+        "stated_for": "anybody",
+        "p_value_of_stated": 0.25,
+    },
     "leak": {
         "cut": {"norm": {"q95": 0.75, "mean": 0.625, "last_epoch": 0.5625, "random_q95": 0.5}}
     },
     "leak_worst_epoch": {"cut": {"norm": 0.6875}},
     "leak_run_level": {
-        "cut": {"accumulated_cosine": {"auc": 0.75, "low": 0.625, "high": 0.875, "examples": 569}}
+        "cut": {
+            "accumulated_cosine": {
+                "auc": 0.75,
+                "low": 0.625,
+                "high": 0.875,
+                "examples": 569,
+                "tpr_at_per_mille": 0.25,
+                "tpr_at_percent": 0.5,
+                "precision_at_100": None,
+            }
+        }
     },
     "leak_batches": {"observed": 42, "skipped_one_class": 1, "left_out": 2},
 }
@@ -204,6 +261,11 @@ SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
                 model=ModelFigures(0.75, 0.5, 0.125, 0.25),
                 defense=DEFENSE,
                 ledger=BOUNDS,
+                bounds=(
+                    PeerBound(Covers.ANYBODY, 1.0, None),
+                    PeerBound(Covers.PASSIVE_AND_HONEST, 0.8125, None),
+                    PeerBound(Covers.CLASS_MEANS, 0.75, 0.5),
+                ),
                 audits_answered=3,
                 refused_messages={"too-large": 1},
                 earlier_answers=EarlierAnswers(9, BOUNDS),
@@ -219,6 +281,11 @@ SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
             "steps_per_s": 12.5,
             "defense": DEFENSE,
             "ledger": LEDGER_FORM,
+            "bounds": [
+                {"covers": "anybody", "leak_auc": 1.0, "mu": None},
+                {"covers": "passive and honest", "leak_auc": 0.8125, "mu": None},
+                {"covers": "knows class means only", "leak_auc": 0.75, "mu": 0.5},
+            ],
             "audits_answered": 3,
             "refused_messages": {"too-large": 1},
             "earlier_answers": {"examples": 9, **LEDGER_FORM},
@@ -242,6 +309,7 @@ SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
             "steps_per_s": None,
             "defense": DEFENSE,
             "ledger": None,
+            "bounds": [],
             "refused_messages": {},
         },
     ),
@@ -268,6 +336,7 @@ SUMMARIES: Mapping[str, tuple[Summary, dict[str, Any]]] = {
             "steps_per_s": 12.5,
             "defense": DEFENSE,
             "ledger": None,
+            "bounds": [],
             "refused_messages": {},
             "test_accuracy": 0.875,
             "test_auc_by_class": {"van": 0.75},

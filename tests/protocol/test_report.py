@@ -17,6 +17,7 @@ from sklearn.metrics import roc_auc_score
 
 from splitveil.active_party.__main__ import _try_to_report, main
 from splitveil.active_party.defenses.sum_kl import estimated_auc
+from splitveil.active_party.ledger.coverage import coverage_of
 from splitveil.active_party.report import read_run, write_comparison, write_report
 from splitveil.active_party.report.distributions import auc_of_counts, random_q95
 from splitveil.active_party.report.figures import finding_of, windows
@@ -24,6 +25,7 @@ from splitveil.active_party.report.run_files import leak_series
 from splitveil.active_party.report.verdict import is_oracle, judge, needs_of, run_levels
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.attacks import BatchAttackName, RunAttackName
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.record.figures import AttackFigure, LedgerFigures, SpreadFigures
 from splitveil.common.record.leak_figures import LeakFigures, RunFigures
 from splitveil.common.record.lines import (
@@ -52,7 +54,8 @@ from tests.records import append_lines
 EPOCHS, STEPS = 3, 30
 ATTACKS = ("norm", "cosine", "spectral")
 CHANCE = {"norm": 0.57, "cosine": 0.57, "spectral": 0.57}
-ORACLES = {"cosine", "mean", "median", "lda", "accumulated_cosine"}
+ORACLES = {"cosine", "informed", "mean", "median", "lda"}
+ORACLES |= {"accumulated_cosine", "accumulated_informed"}
 NOISY_LABELS = {"defense": {"name": "noisy_label", "top_labels": "noisy"}}
 HOSTILE = "</title></style><script>alert(1)</script><img src=x onerror=alert(2)>&\"'"
 
@@ -61,7 +64,7 @@ def write_party(
     folder: Path,
     leak: Mapping[str, Mapping[str, float]],
     *,
-    guarantee: float | None = None,
+    bound: float | None = None,
     settings: Mapping[str, Any] | None = None,
     summary: Summary | None = None,
 ) -> None:
@@ -70,11 +73,14 @@ def write_party(
     Args:
         folder: the party's.
         leak: layer -> attack -> mean leak AUC.
-        guarantee: the ledger's, if this is the active party.
+        bound: the ledger's for the peers whom the defense's charges describe, if this is the active
+            party.
         settings: besides the run's name.
         summary: its counts are those of the lines.
     """
     folder.mkdir(parents=True)
+    values = {"defense": {"name": "marvell", "noise": "fresh"}} | dict(settings or {})
+    covers = coverage_of(values["defense"]).covers
     rng = np.random.default_rng(1)
     lines: list[Line] = []
     for epoch in range(EPOCHS):
@@ -86,25 +92,30 @@ def write_party(
                 for attack, mean in attacks.items()
             )
             lines.append(LeakLine(epoch, step, figures, 0.57 + noise))
-        if guarantee is not None:
+        if bound is not None:
+            anybody, honest, class_means = (
+                SpreadFigures(*[bound if covers.includes(peers) else 1.0] * 3) for peers in Covers
+            )
             bounds = LedgerFigures(
                 SpreadFigures(*[0.1 * (epoch + 1)] * 3),
                 SpreadFigures(*[estimated_auc(0.1)] * 3),
-                SpreadFigures(*[guarantee] * 3),
+                anybody,
+                honest,
+                class_means,
             )
             lines.append(LedgerLine(epoch, bounds))
             lines.append(EvaluationLine(epoch, "test", 0.5 / (epoch + 1), 0.8, None, 0.4))
     append_lines(folder, *lines)
     counts = RunCounts(aligned_rows=1000, epochs=EPOCHS, steps=EPOCHS * STEPS)
     write_summary(folder, replace(summary or Summary(), counts=counts))
-    named = {"contract": {"run_name": "small"}, "defense": {"name": "marvell", "noise": "fresh"}}
-    (folder / "settings.yaml").write_text(yaml.safe_dump(named | dict(settings or {})))
+    named = {"contract": {"run_name": "small"}}
+    (folder / "settings.yaml").write_text(yaml.safe_dump(named | values))
 
 
 def write_run(
     run_dir: Path,
     leak: Mapping[str, float] | None = None,
-    guarantee: float = 0.7,
+    bound: float = 0.7,
     test_auc: float = 0.8,
     **options: Any,
 ) -> Path:
@@ -112,7 +123,7 @@ def write_run(
     summary = options.get("summary", Summary())
     model = ModelFigures(test_auc=test_auc)
     options["summary"] = replace(summary, active=replace(summary.of_active, model=model))
-    write_party(run_dir / "active", {"cut": leak} if leak else {}, guarantee=guarantee, **options)
+    write_party(run_dir / "active", {"cut": leak} if leak else {}, bound=bound, **options)
     return run_dir
 
 
@@ -158,7 +169,7 @@ def test_windows_are_quantiles_of_consecutive_batches() -> None:
 
 def test_labels_that_anyone_recovers_are_said_to_be_recovered(tmp_path: Path) -> None:
     leak = {"norm": 0.6, "cosine": 0.99, "spectral": 0.97}
-    level, words, _ = verdict_of(write_run(tmp_path, leak, guarantee=1.0))
+    level, words, _ = verdict_of(write_run(tmp_path, leak, bound=1.0))
     assert level == "recovered"
     assert re.search(
         r"Anyone who keeps these gradients recovers the labels with AUC 0\.9[67]\d", words
@@ -183,14 +194,21 @@ def test_a_leak_above_chance_is_told_with_both_figures(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("guarantee", "level"), [(0.7, "bounded"), (0.97, "unbounded"), (1.0, "unbounded")]
+    ("bound", "level", "said"),
+    [
+        (0.7, "bounded", "guarantees at most 0.700"),
+        (0.97, "unbounded", "guarantees at most 0.970"),
+        (1.0, "unbounded", "nothing bounds the whole run"),
+    ],
 )
-def test_no_leak_found_is_not_yet_protection(tmp_path: Path, guarantee: float, level: str) -> None:
-    run_dir = write_run(tmp_path, guarantee=guarantee, settings=NOISY_LABELS)
+def test_no_leak_found_is_not_yet_protection(
+    tmp_path: Path, bound: float, level: str, said: str
+) -> None:
+    run_dir = write_run(tmp_path, bound=bound, settings=NOISY_LABELS)
     found, words, left = verdict_of(run_dir)
     assert found == level
     assert "No attack that was run did better than chance on single batches" in words
-    assert f"{guarantee:.3f}" in words
+    assert said in words
     assert "only the ledger covers the whole run" in left
     assert "Layers before the cut" in left
     assert "forward activations" in left
@@ -199,23 +217,22 @@ def test_no_leak_found_is_not_yet_protection(tmp_path: Path, guarantee: float, l
 @pytest.mark.parametrize(
     ("defense", "said"),
     [
-        ({"name": "marvell", "noise": "fresh"}, "a peer that looks across the gap of the means"),
-        ({"name": "marvell", "noise": "persistent"}, "a peer that chooses its activations"),
-        ({"name": "iso", "noise": "persistent"}, "a peer that chooses its activations"),
-        ({"name": "iso", "noise": "fresh"}, "can tell what the model predicts for an example"),
-        (
-            {"name": "gafm", "composed_with": {"name": "iso", "noise": "fresh"}},
-            "not for every peer",
-        ),
-        ({"name": "noisy_label", "top_labels": "true"}, "the guarantee is not proved"),
+        ({"name": "marvell", "noise": "fresh"}, "a peer that looks across the gap"),
+        ({"name": "marvell", "noise": "persistent"}, "one that chooses its activations"),
+        ({"name": "iso", "noise": "persistent"}, "one that chooses its activations"),
+        ({"name": "iso", "noise": "fresh"}, "such as the energy of single rows"),
+        ({"name": "gafm", "composed_with": {"name": "iso", "noise": "fresh"}}, "class means of a"),
+        ({"name": "noisy_label", "top_labels": "true"}, "one that chooses activations to make"),
     ],
 )
-def test_a_guarantee_that_does_not_hold_for_every_peer_says_so(
+def test_a_bound_that_does_not_hold_for_every_peer_says_for_whom(
     tmp_path: Path, defense: Mapping[str, Any], said: str
 ) -> None:
     level, words, _ = verdict_of(write_run(tmp_path, settings={"defense": defense}))
+    peers = coverage_of(defense).covers.in_words
     assert level == "unbounded"
-    assert "at most 0.700 for the whole run, but not against every peer." in words
+    assert f"the ledger has a bound of 0.700 for {peers}, and none for others." in words
+    assert "and no guarantee" in words
     assert said in words
 
 
@@ -224,8 +241,8 @@ def test_a_guarantee_that_holds_for_every_peer_has_no_exception(tmp_path: Path) 
     behind = {"name": "gafm", "composed_with": {"name": "noisy_label", "mechanism": responses}}
     for name, settings in (("alone", NOISY_LABELS), ("behind", {"defense": behind})):
         words = verdict_of(write_run(tmp_path / name, settings=settings))[1]
-        assert "at most 0.700 for the whole run." in words
-        assert "every peer" not in words
+        assert "the ledger guarantees at most 0.700 for the whole run." in words
+        assert "no guarantee" not in words
 
 
 def test_a_ledger_that_an_attack_disproves_bounds_nothing(tmp_path: Path) -> None:
@@ -236,12 +253,13 @@ def test_a_ledger_that_an_attack_disproves_bounds_nothing(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("low", "disproved"), [(0.72, True), (0.69, False)])
-def test_a_run_level_leak_surely_above_the_guarantee_is_pointed_out(
+def test_a_run_level_leak_surely_above_a_bound_is_pointed_out(
     tmp_path: Path, low: float, disproved: object
 ) -> None:
     whole_run = of_run(accumulated_spectral=RunFigures(0.75, low, 0.78))
-    run_dir = write_run(tmp_path, guarantee=0.7, summary=whole_run)
-    assert ("more than the 0.700 that the ledger guarantees" in verdict_of(run_dir)[1]) == disproved
+    run_dir = write_run(tmp_path, bound=0.7, summary=whole_run)
+    said = "more than the 0.700 that the ledger states for a peer that knows class means only"
+    assert (said in verdict_of(run_dir)[1]) == disproved
 
 
 def test_the_whole_run_s_leak_is_the_headline(tmp_path: Path) -> None:
@@ -303,7 +321,7 @@ def test_an_upper_bound_is_never_rounded_down() -> None:
 
 
 def test_a_guarantee_has_the_same_digits_everywhere_on_a_page(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / n, guarantee=g) for n, g in (("a", 0.99212), ("b", 0.99249))]
+    runs = [write_run(tmp_path / n, bound=g) for n, g in (("a", 0.99212), ("b", 0.99249))]
     compared = write_comparison(runs, tmp_path / "comparison.html")
     for page in (*map(write_report, runs), compared):
         text = page.read_text(encoding="utf-8")
@@ -585,18 +603,20 @@ def test_what_was_noticed_and_told_stands_in_tables(tmp_path: Path) -> None:
         "leak_gate": {"max_leak_auc": 0.65, "window_steps": 50, "action": "stop"},
         "allow_audits": True,
     }
-    earlier = LedgerFigures(SpreadFigures(max=0.1), anybody=SpreadFigures(max=0.6172))
+    earlier = LedgerFigures(
+        SpreadFigures(max=0.1), knows_class_means_only=SpreadFigures(max=0.6172)
+    )
     summary = of_active(
         leak_alarms=1,
         gate=GateFigures(findings=1, closed=True),
         audits_answered=3,
         earlier_answers=EarlierAnswers(1234, earlier),
     )
-    run_dir = write_run(tmp_path, settings=settings, summary=summary, guarantee=0.7)
+    run_dir = write_run(tmp_path, settings=settings, summary=summary, bound=0.7)
     append_lines(
         run_dir / "active",
         GateLine(1, 7, AttackFigure("cut", "norm", 0.7654), random=0.5712, limit=0.65),
-        AlarmLine(2, AttackFigure("cut", "cosine", 0.9123), margin=0.0123, guarantee=0.6123),
+        AlarmLine(2, AttackFigure("cut", "cosine", 0.9123), margin=0.0123, bound=0.6123),
         *(AuditLine(e, AttackFigure("cut", "norm", 0.6 + e / 10)) for e in range(3)),
     )
     page = write_report(run_dir).read_text(encoding="utf-8")

@@ -228,6 +228,18 @@ def leaks(found: AttackedRun, layers: Sequence[str] = ("cut", "first")) -> dict[
     return of_batches | of_run
 
 
+def found_of(area: float, low: float, high: float, examples: int) -> RunLevelLeak:
+    return RunLevelLeak(
+        auc=area,
+        low=low,
+        high=high,
+        examples=examples,
+        tpr_at_per_mille=0.0,
+        tpr_at_percent=0.0,
+        precision_at_100=None,
+    )
+
+
 def surely(found: RunLevelLeak) -> float:
     """Return the leak AUC less three standard errors, which are half its 95 % interval each."""
     return found["auc"] - 1.5 * (found["auc"] - found["low"])
@@ -377,7 +389,7 @@ class PeerWhoKnowsPredictions:
     def leak(self) -> float:
         scores, labels = np.array([*self._ratios.values()]), np.array([*self._labels.values()])
         area, low, high = leak_auc_interval(scores, labels, np.random.default_rng(0))
-        return surely(RunLevelLeak(auc=area, low=low, high=high, examples=len(labels)))
+        return surely(found_of(area, low, high, len(labels)))
 
 
 def test_persistent_noise_holds_against_a_peer_who_knows_the_predictions() -> None:

@@ -1,0 +1,58 @@
+"""The strength at which a mechanism of ``noisy_label`` bounds the leak AUC of a whole run.
+
+The bounds are those of `exact_auc`: the best score meets them, but for ``with_prior``, whose
+answers tell no more than those of randomised response between two classes. What is drawn once per
+example costs the same whatever the number of epochs; answers of ``projected_batches`` add up over
+them.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+from splitveil.active_party.defenses.exact_auc import (
+    auc_of_epsilon,
+    gaussian_auc,
+    laplace_auc,
+    response_auc,
+    strength_for_auc,
+)
+from splitveil.active_party.defenses.label_mechanisms import (
+    AlibiLabels,
+    GaussianLabels,
+    LabelMechanism,
+    LaplaceLabels,
+    ProjectedBatches,
+    RandomizedResponse,
+    ResponseWithPrior,
+)
+
+
+def at_leak_auc(
+    mechanism: LabelMechanism, leak_auc: float, epochs: int, num_classes: int = 2
+) -> LabelMechanism:
+    """Return the mechanism at the strength that bounds the leak AUC of a run.
+
+    Args:
+        mechanism: its other settings are kept.
+        leak_auc: AUC that no score of any peer may exceed, above 0.5 and below 1.
+        epochs: number of times that each example is answered.
+        num_classes: number of classes; the bound is that between any two of them.
+    """
+    bound: Callable[[float], float]
+    match mechanism:
+        case GaussianLabels():
+            ratio = 1 / strength_for_auc(gaussian_auc, leak_auc)
+            return mechanism.model_copy(update={"noise_ratio": ratio})
+        case ProjectedBatches():
+            ratio = math.sqrt(epochs) / strength_for_auc(gaussian_auc, leak_auc)
+            return mechanism.model_copy(update={"noise_ratio": ratio})
+        case LaplaceLabels():
+            bound = laplace_auc
+        case AlibiLabels():
+            bound = partial(laplace_auc, num_numbers=2)
+        case RandomizedResponse():
+            bound = partial(response_auc, num_classes=num_classes)
+        case ResponseWithPrior():
+            bound = auc_of_epsilon
+    return mechanism.model_copy(update={"epsilon": strength_for_auc(bound, leak_auc)})

@@ -1,0 +1,159 @@
+"""What attacks tell beyond what features tell, in words and as a table.
+
+These figures lead the verdict wherever a run has them: a leak AUC of all examples together contains
+what features tell, which no defense of gradients can hide. All of them are of the cut layer.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from splitveil.active_party.report.run_files import RunFiles
+from splitveil.common.privacy.attacks import CUT
+from splitveil.common.privacy.covers import Covers
+from splitveil.common.record.beyond_figures import (
+    AdjustedFigures,
+    BeyondFigures,
+    EpsilonFigures,
+    is_clearly_above,
+    passed_bounds,
+)
+from splitveil.common.text.upper_bounds import at_most, auc_at_most
+
+_ABSENT = "–"
+
+
+class BeyondRow(NamedTuple):
+    """One attack among examples of which features tell the same."""
+
+    attack: str
+    needs: str
+    adjusted: str
+    interval: str
+    is_clear: bool
+    """Whether it is above chance by more than chance explains."""
+    raw: str
+    advantage: str
+    advantage_interval: str
+
+
+def beyond_of(run: RunFiles) -> BeyondFigures:
+    """Return what a run's attacks tell beyond features; empty figures if it was not measured."""
+    return run.active.summary.of_leak.beyond or BeyondFigures()
+
+
+def tells_something(beyond: BeyondFigures) -> bool:
+    """Return whether an attack tells labels beyond features, by more than chance explains."""
+    return any(is_clearly_above(found, 0.5) for found in beyond.adjusted.values())
+
+
+def raw_figures(run: RunFiles) -> dict[str, float]:
+    """Return attack -> its leak AUC of all examples at the cut layer; of the run, or of batches."""
+    leak = run.active.summary.of_leak
+    batches = leak.batches.get(CUT, {})
+    raw = {name: one.mean for name, one in batches.items() if one.mean is not None}
+    return raw | {name: one.auc for name, one in leak.run_level.get(CUT, {}).items()}
+
+
+def headline(found: AdjustedFigures, attack: str, *, knows: str, recovers: bool) -> str:
+    """Return the strongest attack's success as the beginning of a sentence.
+
+    Args:
+        found: its figures.
+        attack: its name.
+        knows: words for what it needs to know besides the gradients, empty for nothing.
+        recovers: whether that counts as recovering the labels.
+    """
+    if recovers:
+        return (
+            f"Anyone who keeps the gradients of this run{knows} recovers the labels: AUC "
+            f"{found.value:.3f} among examples of which features tell the same"
+        )
+    if is_clearly_above(found, 0.5):
+        return (
+            f"Beyond what features tell, gradients reveal something about the labels: {attack} "
+            f"reaches AUC {found.value:.3f} among examples of which features tell the same"
+        )
+    return (
+        "No attack that was run tells more of the labels than features do: the strongest reaches "
+        f"AUC {found.value:.3f} among examples of which features tell the same, where chance gives "
+        "about 0.5"
+    )
+
+
+def in_words(run: RunFiles) -> Iterator[str]:
+    """Yield sentences about the strongest attack, its raw figure, its advantage and epsilon."""
+    beyond = beyond_of(run)
+    strongest = beyond.strongest()
+    if strongest is not None:
+        attack, found = strongest
+        raw = raw_figures(run).get(attack)
+        beside = "" if raw is None else f" Among all examples it reaches {raw:.3f}."
+        yield (
+            f"Strongest beyond features: {attack}, with an adjusted leak AUC of {found.value:.3f} "
+            f"(95 % interval {found.low:.3f} to {found.high:.3f}).{beside}"
+        )
+    if beyond.advantage:
+        attack, gain = max(beyond.advantage.items(), key=lambda item: item[1].value)
+        yield (
+            f"Largest advantage over the attacker's own features: {attack} gains {gain.value:.3f} "
+            f"of AUC ({gain.low:.3f} to {gain.high:.3f}) over the {gain.prior:.3f} that a model of "
+            "the activations reaches with as many labels."
+        )
+    if beyond.epsilon is not None:
+        yield _epsilon_in_words(beyond.epsilon)
+
+
+def contradictions(run: RunFiles, bounds: Mapping[Covers, float]) -> Iterator[str]:
+    """Yield sentences about every statement of the ledger that attacks pass beyond features."""
+    beyond = beyond_of(run)
+    epsilon = beyond.epsilon
+    if epsilon is not None and epsilon.stated is not None and epsilon.passes_stated:
+        yield (
+            f"{epsilon.attack} excludes every epsilon below {epsilon.epsilon:.3f}, more than the "
+            f"{at_most(epsilon.stated)} that the ledger states for {epsilon.stated_for}: its "
+            "figures do not describe these gradients."
+        )
+    for attack, found, peers in passed_bounds(beyond, bounds):
+        yield (
+            f"{attack} measured {found.value:.3f} beyond what features tell, more than the "
+            f"{auc_at_most(bounds[peers])} that the ledger states for {peers.in_words}: that bound "
+            "does not describe this attack on these gradients."
+        )
+
+
+def beyond_rows(run: RunFiles, needs: Mapping[str, str]) -> Iterator[BeyondRow]:
+    """Yield the table of attacks beyond features.
+
+    Args:
+        run: the run.
+        needs: attack -> what it needs to know besides the gradients.
+    """
+    beyond, raw = beyond_of(run), raw_figures(run)
+    for attack, found in beyond.adjusted.items():
+        gain = beyond.advantage.get(attack)
+        yield BeyondRow(
+            attack,
+            needs.get(attack, ""),
+            f"{found.value:.3f}",
+            f"{found.low:.3f} to {found.high:.3f}",
+            is_clearly_above(found, 0.5),
+            f"{raw[attack]:.3f}" if attack in raw else _ABSENT,
+            _ABSENT if gain is None else f"{gain.value:+.3f}",
+            _ABSENT if gain is None else f"{gain.low:+.3f} to {gain.high:+.3f}",
+        )
+
+
+def _epsilon_in_words(found: EpsilonFigures) -> str:
+    guessed = f"{found.attack} guesses {found.correct:,} of {found.guesses:,} labels right"
+    stated = (
+        "The ledger states no epsilon."
+        if found.stated is None
+        else f"The ledger states {at_most(found.stated)} for {found.stated_for}."
+    )
+    if not found.epsilon:
+        return f"No epsilon of label differential privacy is excluded: {guessed}. {stated}"
+    return (
+        f"Label differential privacy with an epsilon below {found.epsilon:.3f} is excluded (delta "
+        f"{found.delta:g}, {found.confidence:.0%} confidence): {guessed}, where features alone "
+        f"give even odds. {stated}"
+    )

@@ -1,0 +1,138 @@
+"""Runs a cell with both parties in one process, with the same figures at a fraction of the time.
+
+What two processes do beyond that are certificates, gRPC, checkpoints and private set intersection.
+None of it changes a bit of what is learned (see `splitveil.simulation`), except for models with
+dropout, whose draws then come from one generator.
+
+Processes are forked from one that has imported everything, so that a cell begins at once.
+"""
+
+import multiprocessing
+import os
+import sys
+import traceback
+from contextlib import ExitStack
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+from splitveil.active_party.results import save_results
+from splitveil.active_party.watch.recorder import ActiveRecorder
+from splitveil.common.errors import EndedForGood, SettingsError, SplitveilError
+from splitveil.common.party import command_line
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.record.run_record import write_summary
+from splitveil.common.run.contract import ACTIVE
+from splitveil.common.storage.model_files import save_model
+from splitveil.common.text.log_lines import configure_logging
+from splitveil.passive_party.recorder import PassiveRecorder
+from splitveil.passive_party.settings import PassiveSettings
+from splitveil.simulation import (
+    InProcessPeer,
+    PartiesSettings,
+    assemble_active,
+    assemble_passive,
+    clear_engine,
+    read_settings,
+)
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+
+
+class CellProcess:
+    """A process in which one cell runs.
+
+    Args:
+        settings: folder with the parties' files.
+        run_folder: the run's folder, in which each party has its own.
+        log: file to which the parties' output is appended.
+        threads: number of cores to compute on.
+    """
+
+    def __init__(self, settings: Path, run_folder: Path, log: Path, threads: int) -> None:
+        _CONTEXT.set_forkserver_preload([__name__])
+        self._process: ForkServerProcess = _CONTEXT.Process(
+            target=_main, args=(settings, run_folder, log, threads)
+        )
+        self._process.start()
+
+    def wait(self) -> int:
+        """Wait for its end and return the exit code, negative after a signal."""
+        self._process.join()
+        return self._process.exitcode or 0
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal; the cell has no checkpoints and will begin anew."""
+        if self._process.is_alive() and self._process.pid is not None:
+            os.kill(self._process.pid, number)
+
+
+def run_in_process(settings: Path, run_folder: Path, threads: int = 1) -> None:
+    """Run both parties of a cell; leaves their metrics, summaries and models.
+
+    Raises:
+        EndedForGood: a budget or a gate ended the run; its figures count.
+        SplitveilError: the run failed, or has several passive parties.
+    """
+    with_threads = [f"torch_threads={threads}", f"runs_dir={run_folder.parent}"]
+    both = read_settings(settings, with_threads, with_threads)
+    passive = _only_party(both)
+    folders = {name: run_folder / name for name in (ACTIVE, passive.folder_name())}
+    for folder in folders.values():
+        folder.mkdir(parents=True, exist_ok=True)
+    command_line.prepare(both.active)
+    stopped: EndedForGood | None = None
+    with ExitStack() as resources:
+        recorder = resources.enter_context(ActiveRecorder(both.active, folders[ACTIVE]))
+        session, top = assemble_active(both.active, recorder)
+        data = PartyData.load(passive.data, passive.base_dir, passive.contract.split)
+        observer = resources.enter_context(
+            PassiveRecorder(passive, folders[passive.folder_name()], data.ids, _labels(passive))
+        )
+        engine = clear_engine(passive.contract.alignment)
+        run, bottom = assemble_passive(passive, data, observer, engine)
+        session.reopen()
+        peer = InProcessPeer(session, clear_engine(passive.contract.alignment))
+        try:
+            run.run(peer)
+        except EndedForGood as error:
+            stopped = error
+        recorder.note_refit(save_results(both.active, folders[ACTIVE], session, top))
+        if run.trainer is not None:
+            save_model(folders[passive.folder_name()], run.trainer.model, bottom.encoder)
+    stopped = stopped or recorder.objection()
+    write_summary(folders[ACTIVE], recorder.summary({}))
+    write_summary(folders[passive.folder_name()], observer.summary())
+    if stopped is not None:
+        raise stopped
+
+
+def _only_party(settings: PartiesSettings) -> PassiveSettings:
+    passive, *others = settings.passive.values()
+    if others or passive.audits:
+        raise SettingsError(
+            "in_process: expected one passive party, which does not ask for audits; leave it out"
+        )
+    return passive
+
+
+def _labels(settings: PassiveSettings) -> PartyData | None:
+    if settings.adversary is None or settings.adversary.labels is None:
+        return None
+    return PartyData.load(settings.adversary.labels, settings.base_dir)
+
+
+def _main(settings: Path, run_folder: Path, log: Path, threads: int) -> None:
+    with log.open("ab") as output:
+        for descriptor in (1, 2):
+            os.dup2(output.fileno(), descriptor)
+    configure_logging("cell")
+    try:
+        run_in_process(settings, run_folder, threads)
+    except SplitveilError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.stderr.flush()
+        raise SystemExit(error.exit_code) from None
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        raise SystemExit(1) from None

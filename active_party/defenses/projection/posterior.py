@@ -24,6 +24,9 @@ from splitveil.active_party.defenses.projection.design import Design
 from splitveil.active_party.defenses.projection.grid import BLOCK_ROWS
 from splitveil.active_party.defenses.projection.release import Release
 
+_ROUNDING = 1e-6
+"""Error of a Gram matrix that is summed in float32, relative to its largest entry."""
+
 _MOST_DOUBLINGS = 8
 """q lies within 2^-8 and 2^8 times 1/4."""
 
@@ -188,8 +191,14 @@ def likeliest_variance(gram: Tensor, surprise: Tensor) -> float:
 def _solve(gram: Tensor, surprise: Tensor, variance: float) -> tuple[Tensor, float]:
     """Return (q gram + I)^-1 surprise, and the log-likelihood of the surprise."""
     covariance = variance * gram
-    covariance.diagonal().add_(1.0)
-    factor = torch.linalg.cholesky(covariance)
+    # The Gram matrix is summed in float32. Where the noise is tiny, its rounding errors exceed the
+    # noise's 1, and the matrix need not be positive: the noise is taken to be as large as they are.
+    error = _ROUNDING * float(covariance.diagonal().max())
+    factor, failed = covariance, True
+    while failed:
+        covariance.diagonal().copy_(variance * gram.diagonal() + 1.0 + error)
+        factor, info = torch.linalg.cholesky_ex(covariance)
+        failed, error = bool(info), 10 * error
     solved = torch.cholesky_solve(surprise, factor)
     log_determinant = 2 * factor.diagonal().log().sum() * surprise.shape[1]
     return solved, -0.5 * float(log_determinant + (surprise * solved).sum())

@@ -15,9 +15,12 @@ import numpy as np
 
 from splitveil.active_party.assembly import (
     TrainerBuilder,
+    allowance_of,
+    bounds_in_words,
     build_session,
     earlier_targets_of,
     open_label_owners_model,
+    signals_of,
     subjects_of,
 )
 from splitveil.active_party.ledger.earlier_ledgers import LEDGER
@@ -127,7 +130,9 @@ def _run(parsed: argparse.Namespace) -> None:
     data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
     logger.info("%d rows read from %s", len(data.ids), data.table.source)
     interruption.check()
-    earlier = settings.earlier_answers()
+    allowance = allowance_of(settings, settings.earlier_answers())
+    for signal in signals_of(settings):
+        logger.info("%s", signal.why)
     folder = _open_folder(settings, fresh=parsed.fresh)
     if _was_ended(settings, folder):
         return
@@ -146,7 +151,7 @@ def _run(parsed: argparse.Namespace) -> None:
             recorder,
             partial(command_line.draw_nonce, settings),
             store,
-            earlier,
+            allowance,
         )
         session.reopen()
         # From the first answer until this process ends, no file may pass for the whole account.
@@ -313,6 +318,7 @@ def _check(parsed: argparse.Namespace) -> None:
             lambda: f"device: {command_line.torch_device(settings.device)}",
             noise_key,
             defense,
+            lambda: bounds_in_words(settings),
             *([earlier_answers] if settings.earlier_ledgers else []),
             *([earlier_targets] if settings.defense.earlier_targets else []),
             *([own_attacks] if monitor is not None and monitor.custom_attacks else []),

@@ -12,6 +12,12 @@ from splitveil.active_party.defenses.example_keys import GRADIENT_NOISE, example
 from splitveil.active_party.defenses.objective import Objective, TopModel
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.budget import Allowance
+from splitveil.active_party.ledger.label_signals import (
+    LabelSignal,
+    label_signals,
+    objection_to,
+    widest_circle,
+)
 from splitveil.active_party.ledger.released_targets import (
     SETTING,
     ReleasedTargets,
@@ -31,8 +37,10 @@ from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.models.factory import build_top_model
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.party.party_data import PartyData, open_earlier_model
+from splitveil.common.privacy.covers import narrowest
 from splitveil.common.run.course import AlignedRows
-from splitveil.common.storage.initial_weights import EarlierModel
+from splitveil.common.storage.initial_weights import SETTING as WEIGHTS_SETTING
+from splitveil.common.storage.initial_weights import EarlierModel, is_label_free
 from splitveil.common.storage.run_store import RunStore
 
 
@@ -199,6 +207,50 @@ def open_label_owners_model(settings: ActiveSettings) -> EarlierModel | None:
     return earlier
 
 
+def signals_of(settings: ActiveSettings) -> tuple[LabelSignal, ...]:
+    """Return what the peer of a run may learn about labels besides the answers.
+
+    Raises:
+        SettingsError: the initial weights cannot be read.
+    """
+    uses = settings.label_uses()
+    if settings.initial_weights is not None:
+        folder = expand_path(WEIGHTS_SETTING, settings.initial_weights, settings.base_dir)
+        is_free = is_label_free(folder)
+        uses = uses._replace(begins_with_labels=not is_free, begins_with_releases=is_free)
+    return label_signals(uses)
+
+
+def allowance_of(settings: ActiveSettings, earlier: AccountBook) -> Allowance:
+    """Return the limit to what a run may reveal, and the peers for whom it can have bounds.
+
+    Args:
+        settings: the active party's settings.
+        earlier: the accounts of earlier runs.
+
+    Raises:
+        SettingsError: the run cannot have a bound for the peers whom its budget names.
+    """
+    budget, signals = settings.run_budget, signals_of(settings)
+    objection = None if budget is None else objection_to(budget.peers, signals)
+    if objection is not None:
+        raise SettingsError(f"run_budget: {objection}")
+    limit = None if budget is None else budget.limit
+    return Allowance(limit, earlier, widest_circle(signals))
+
+
+def bounds_in_words(settings: ActiveSettings) -> str:
+    """Describe for whom a run can have bounds, and what else tells the peer about labels.
+
+    Raises:
+        SettingsError: as for ``allowance_of``.
+    """
+    peers = allowance_of(settings, AccountBook.empty()).peers
+    covered = narrowest(peers, settings.defense.coverage().covers)
+    reasons = (signal.why for signal in signals_of(settings))
+    return " ".join([f"bounds: at most for {covered.in_words}.", *reasons])
+
+
 def build_session(
     settings: ActiveSettings,
     data: PartyData,
@@ -206,16 +258,13 @@ def build_session(
     observer: SessionObserver,
     draw_nonce: Callable[[], bytes],
     store: RunStore | None = None,
-    earlier: AccountBook | None = None,
+    allowance: Allowance | None = None,
 ) -> ActiveSession:
     """Build the session of one run."""
-    stopping, budget = settings.early_stopping, settings.run_budget
+    stopping = settings.early_stopping
     rules = OwnRules(
         early_stop=None if stopping is None else EarlyStop(stopping),
-        allowance=Allowance(
-            limit=None if budget is None else budget.limit,
-            earlier=earlier or AccountBook.empty(),
-        ),
+        allowance=allowance or allowance_of(settings, AccountBook.empty()),
         allow_audits=settings.allow_audits,
         noise_seed=settings.defense.noise_seed,
         has_survey=settings.defense.needs_survey,

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from splitveil.active_party.assembly import signals_of
 from splitveil.active_party.defenses.build_inputs import DefenseContext
 from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast
 from splitveil.active_party.defenses.interface import LeakCharge
@@ -26,10 +27,11 @@ from splitveil.active_party.defenses.sum_kl import (
     sum_kl_for_leak_auc,
 )
 from splitveil.active_party.ledger.bounds import auc_bound, caveats_of
+from splitveil.active_party.ledger.label_signals import widest_circle
 from splitveil.active_party.ledger.limit import in_words, num_answers_within
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.privacy.covers import Covers
+from splitveil.common.privacy.covers import Covers, narrowest
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
 
 
@@ -73,9 +75,12 @@ def print_plan(
         soft_wrap=True,
     )
     context = settings.defense_context(pos_fraction)
-    forecast = settings.defense.forecast(context)
+    signals = signals_of(settings)
+    forecast = _narrowed(settings.defense.forecast(context), widest_circle(signals))
     console.print(_forecast_table(settings, forecast))
-    for line in _remarks(settings, forecast):
+    teaches = settings.defense.outlook(context, training_rows)
+    said = [*([teaches] if teaches else []), *(signal.why for signal in signals)]
+    for line in [*said, *_remarks(settings, forecast)]:
         console.print(line, markup=False, soft_wrap=True)
     if target_leak_auc is not None:
         console.print(_target_table(target_leak_auc, contract.epochs, context))
@@ -110,16 +115,28 @@ def _forecast_table(settings: ActiveSettings, forecast: Forecast) -> Table:
     return table
 
 
+def _narrowed(forecast: Forecast, peers: Covers) -> Forecast:
+    """Return a forecast for no more peers than those for whom the run can have bounds."""
+    charges = {
+        noise: charge._replace(covers=narrowest(charge.covers, peers))
+        for noise, charge in forecast.charges.items()
+    }
+    return forecast._replace(charges=charges)
+
+
 def _remarks(settings: ActiveSettings, forecast: Forecast) -> list[str]:
     remarks = [forecast.honesty]
     if settings.data.num_classes > 2:
         remarks.append("All figures are of the pair of classes left furthest apart.")
     if forecast.charge.certainty == "unknown" or math.isfinite(forecast.charge.high):
         remarks.append(settings.defense.coverage().why)
-    earlier = settings.earlier_answers().most() if settings.earlier_ledgers else 0.0
+    earlier = 0.0
     if settings.earlier_ledgers:
+        book = settings.earlier_answers()
+        earlier = book.most()
         remarks.append(
-            f"What earlier_ledgers have told comes on top, sum_kl {at_most(earlier)} at most."
+            f"What earlier_ledgers have told comes on top, sum_kl {at_most(earlier)} at most, "
+            f"bounded for {book.covers().in_words}."
         )
     if settings.run_budget is None:
         return [*remarks, "run_budget: none is set"]

@@ -8,6 +8,7 @@ from pydantic import Field, Tag, model_validator
 from splitveil.active_party.defenses import DefenseContext, DefenseSettings
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.earlier_ledgers import SETTING, open_books
+from splitveil.active_party.ledger.label_signals import LabelUses, label_signals, objection_to
 from splitveil.active_party.ledger.limit import Limit
 from splitveil.common.data.settings import expand_path
 from splitveil.common.errors import SettingsError
@@ -110,8 +111,9 @@ class LeakGateSettings(Section):
 
     action: Literal["stop", "warn"] = "stop"
     """``stop`` ends the run before its next answer, with a checkpoint and exit code 5; ``warn``
-    writes a line to the log, at most one per window. With ``projected_labels`` only ``warn`` is
-    accepted: figures measured with true labels must not decide what the peer sees."""
+    writes a line to the log, at most one per window. Attacks that know the labels then decide when
+    the run ends, so that a run with ``stop`` has no bound for anybody. With ``projected_labels``
+    only ``warn`` is accepted."""
 
 
 class DistributionSettings(Section):
@@ -209,13 +211,14 @@ class ActiveSettings(PartySettings):
 
     The peer is told a figure at most once per attack, layer and epoch, for at least 1,000 training
     rows of each class, with two digits. The peer chooses the scores, and the ledger does not count
-    these answers: allow them only to a peer that audits the run together with you.
+    these answers: a run that allows them has no bound for anybody. Allow them only to a peer that
+    audits the run together with you.
     """
 
     early_stopping: EarlyStopping | None = None
     """Rule for stopping before the contract's last epoch; ``null`` for none. The peer then learns
-    when the run ends; with ``projected_labels`` only released targets decide, see
-    ``early_stopping``."""
+    when the run ends, which depends on the validation labels: the bounds are about training labels
+    alone. With ``projected_labels`` only released targets decide, see ``early_stopping``."""
 
     def defense_context(self, pos_fraction: float = 0.5) -> DefenseContext:
         """Return the facts about the run that the defense depends on.
@@ -225,6 +228,19 @@ class ActiveSettings(PartySettings):
         """
         shape, num_classes = self.contract.aggregate_shape, self.data.num_classes
         return DefenseContext(shape, num_classes, pos_fraction, self.contract.epochs)
+
+    def label_uses(self) -> LabelUses:
+        """Return how labels may reach the peer besides the answers, apart from initial weights."""
+        gate = self.leak_gate
+        return LabelUses(
+            allows_audits=self.allow_audits,
+            has_stopping_gate=gate is not None and gate.action == "stop",
+            # A defense for anybody lets only what it has released decide.
+            has_early_stopping=(
+                self.early_stopping is not None and not self.defense.holds_for_anybody
+            ),
+            counts_earlier_runs=bool(self.earlier_ledgers),
+        )
 
     def noise_key_file(self) -> Path:
         """Return the path of the noise key."""
@@ -260,6 +276,11 @@ class ActiveSettings(PartySettings):
                 "earlier_ledgers: needs data.id_column: in another file, a row's number belongs to "
                 "another example"
             )
+        if self.defense.earlier_targets and not self.earlier_ledgers:
+            raise ValueError(
+                "defense.earlier: needs earlier_ledgers: what earlier targets tell of labels is in "
+                "the ledgers of the runs that released them"
+            )
         if self.allow_audits and not self.contract.audits_allowed:
             raise ValueError("allow_audits needs contract.audits_allowed")
         self._check_leak_gate()
@@ -281,8 +302,11 @@ class ActiveSettings(PartySettings):
             raise ValueError(
                 f"run_budget: {self.defense.name} has no bound for {peers.in_words}, only for "
                 f"{described.in_words}. {why} Expected covers: {described} in run_budget, or a "
-                f"defense with a bound for {peers.in_words}, such as noisy_label"
+                f"defense with a bound for {peers.in_words}, such as projected_labels"
             )
+        objection = objection_to(peers, label_signals(self.label_uses()))
+        if objection is not None:
+            raise ValueError(f"run_budget: {objection}")
 
     def _check_leak_gate(self) -> None:
         if self.leak_gate is None:

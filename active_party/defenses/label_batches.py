@@ -20,7 +20,7 @@ y^ is the mean of y given t if y were normal around the prediction p with varian
 of p (1 - p). It is clipped to between 0 and 1. F, U, A and p do not depend on the batch's labels
 other than through earlier releases, whatever the peer sends, so the label of row i moves t by |A_i|
 <= 1: the answer is a Gaussian mechanism with mu <= 1/k, and answers add up exactly, mu^2 = E/k^2
-over E epochs (Dong, Roth and Su 2022, corollary 3.3). With more than two classes y is one-hot, a
+over E epochs (Dong, Roth and Su 2022, corollary 2). With more than two classes y is one-hot, a
 label moves two columns, and the noise is k sqrt 2.
 
 Floating point: A is rounded towards 0 to multiples of 2^-20 and the noise to the nearest such
@@ -46,9 +46,9 @@ from splitveil.active_party.defenses.interface import (
     RawBatch,
 )
 from splitveil.active_party.defenses.label_mechanisms import ProjectedBatches, label_leak
+from splitveil.active_party.defenses.label_strength import leak_auc_of
 from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.rows import as_classes, as_rows
-from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.common.privacy.covers import Covers
 
 _GRID = 2.0**20
@@ -79,7 +79,7 @@ class BatchProjections(Defense):
         self._report = DefenseReport(
             noise_power=0.0,  # the noise is in the targets: nothing is added to the gradient
             sum_kl_after=sum_kl,
-            leak_auc_bound=leak_auc_bound(sum_kl),
+            leak_auc_bound=leak_auc_of(mechanism, num_classes),
             charge=LeakCharge(sum_kl, covers=Covers.ANYBODY, is_gaussian=True),
         )
 

@@ -20,7 +20,9 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
+from splitveil.active_party.ledger.bounds import widest_covered
 from splitveil.active_party.ledger.ledger import LeakLedger
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.run.sample_order import Positions
 
 Names = npt.NDArray[np.uint8]
@@ -65,6 +67,11 @@ class AccountBook:
     def most(self) -> float:
         """Return the largest divergence among all accounts, 0 if there are none."""
         return self.ledger.exposure(np.arange(len(self))).most if len(self) else 0.0
+
+    def covers(self) -> Covers:
+        """Return the widest circle of peers that every account describes."""
+        caveats = self.ledger.exposure(np.arange(len(self))).caveats
+        return widest_covered(int(np.bitwise_or.reduce(caveats)))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the tensors from which ``from_state`` rebuilds the book."""

@@ -218,9 +218,13 @@ class LeakLedger:
         if found is None:
             charged = self._settled + self._current > 0
             return np.where(charged, UNKNOWN, 0).astype(np.uint8)
-        if found.dtype != torch.uint8 or found.shape != (len(self),):
+        if (
+            found.dtype != torch.uint8
+            or found.shape != (len(self),)
+            or bool((found & ~UNKNOWN).any())
+        ):
             raise ValueError(
-                f"caveats: expected {len(self)} bytes, got {found.dtype} of shape "
+                f"caveats: expected {len(self)} bytes of known bits, got {found.dtype} of shape "
                 f"{tuple(found.shape)}"
             )
         return found.numpy().copy()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.assembly import TrainerBuilder as TopBuilder
-from splitveil.active_party.assembly import build_session
+from splitveil.active_party.assembly import allowance_of, build_session
 from splitveil.active_party.run.observer import SessionObserver
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
@@ -274,7 +274,7 @@ def assemble_active(
         observer,
         partial(draw_nonce, settings),
         store,
-        settings.earlier_answers(),
+        allowance_of(settings, settings.earlier_answers()),
     )
     return session, builder
 

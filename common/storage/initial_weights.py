@@ -5,6 +5,8 @@ embedding, the mean that was subtracted. So vocabularies and scalers are taken o
 nothing is fitted again, and a category that has appeared since counts as unknown.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,23 +58,11 @@ class EarlierModel:
             SettingsError: the folder has no readable model, or a weight is not a finite number;
                 the message names the first such tensor.
         """
-        try:
+        with _reading(folder):
             check_regular(folder / WEIGHTS)
             spoilt = _first_not_finite(folder / WEIGHTS)
             metadata = _metadata(folder / WEIGHTS)
             encoder = _read_encoder(folder / ENCODER)
-        except FileNotFoundError as error:
-            raise SettingsError(
-                f"{SETTING}: {folder}: there is no {WEIGHTS}: expected the checkpoint folder of "
-                f"this party in a run that has ended, as RUN/PARTY/checkpoint"
-            ) from error
-        except OSError as error:
-            reason = error.strerror or type(error).__name__
-            raise SettingsError(f"{SETTING}: {folder}: cannot be read: {reason}") from error
-        except _UNREADABLE as error:
-            raise SettingsError(
-                f"{SETTING}: {folder}: cannot be read ({type(error).__name__})"
-            ) from error
         if spoilt is not None:
             raise SettingsError(
                 f"{SETTING}: {folder / WEIGHTS}: tensor {spoilt!r} holds NaN or infinity"
@@ -130,6 +120,40 @@ class EarlierModel:
                         f"model of these settings"
                     )
         model.load_state_dict(found)
+
+
+def is_label_free(folder: Path) -> bool:
+    """Return whether no true label has entered the weights in a folder, without reading them.
+
+    Raises:
+        SettingsError: the folder has no readable model.
+    """
+    with _reading(folder):
+        check_regular(folder / WEIGHTS)
+        return _metadata(folder / WEIGHTS).items() >= RELEASED_LABELS.items()
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Translate errors of files and libraries.
+
+    Raises:
+        SettingsError: there is no readable model.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise SettingsError(
+            f"{SETTING}: {folder}: there is no {WEIGHTS}: expected the checkpoint folder of "
+            f"this party in a run that has ended, as RUN/PARTY/checkpoint"
+        ) from error
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise SettingsError(f"{SETTING}: {folder}: cannot be read: {reason}") from error
+    except _UNREADABLE as error:
+        raise SettingsError(
+            f"{SETTING}: {folder}: cannot be read ({type(error).__name__})"
+        ) from error
 
 
 def _metadata(path: Path) -> dict[str, str]:

@@ -2,20 +2,25 @@
 
 import dataclasses
 import io
+import json
 import math
 from pathlib import Path
+from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
+from splitveil.active_party.assembly import allowance_of, bounds_in_words
 from splitveil.active_party.defenses import LeakCharge
 from splitveil.active_party.defenses.sum_kl import (
     leak_auc_bound,
     power_for_sum_kl,
     sum_kl_for_leak_auc,
 )
+from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.active_party.plan import print_plan, stop_epoch
 from splitveil.active_party.run.stages import Stage
@@ -26,6 +31,7 @@ from splitveil.common.errors import BudgetExhausted, Interrupted, PeerLeft, Sett
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.privacy.covers import Covers
+from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.run.course import Batch
 from splitveil.common.text.upper_bounds import at_most
@@ -361,3 +367,110 @@ def test_the_epoch_of_the_end_is_the_one_after_the_last_that_fits() -> None:
     assert stop_epoch(2.0, epochs=4, max_sum_kl=1.0) == 0
     assert stop_epoch(math.inf, epochs=4, max_sum_kl=1.0) == 0
     assert stop_epoch(0.0, epochs=4, max_sum_kl=1.0) is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([MARVELL, "run_budget={leak_auc: 0.7}"], "marvell has no bound for anybody, only for"),
+        (
+            [MARVELL, "run_budget={leak_auc: 0.7, covers: passive and honest}"],
+            "marvell has no bound for a passive and honest peer.* energy of single rows",
+        ),
+        (["defense={name: iso}", "run_budget={sum_kl: 1}"], "iso has no bound for anybody"),
+        (["defense={name: max_norm}", "run_budget={sum_kl: 1}"], "max_norm has no bound"),
+        (
+            ["defense={name: marvell, noise: persistent}", "run_budget={leak_auc: 0.8}"],
+            "Expected covers: passive and honest in run_budget, or a defense with a bound for any",
+        ),
+        (
+            ["defense={name: noisy_label, top_labels: true}", "run_budget={leak_auc: 0.8}"],
+            "noisy_label has no bound for anybody",
+        ),
+        (
+            ["defense={name: noisy_label}", "run_budget={leak_auc: 0.8}", "leak_gate={}"],
+            "leak_gate leaves no bound for anybody",
+        ),
+        ([MARVELL, "run_budget={leak_auc: 0.8, covers: everybody}"], r"covers: Input should be"),
+    ],
+)
+def test_a_budget_for_peers_whom_no_charge_describes_is_refused_before_the_run(
+    example: Path, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=f"run_budget.*{message}"):
+        load_party_settings(ActiveSettings, example / "active.yaml", overrides)
+
+
+def test_a_gate_that_only_warns_and_early_stopping_leave_the_bound_for_anybody(
+    example: Path,
+) -> None:
+    harmless = ["leak_gate={action: warn}", "early_stopping={}"]
+    overrides = ["defense={name: noisy_label}", "run_budget={leak_auc: 0.8}", *harmless]
+    settings = load_party_settings(ActiveSettings, example / "active.yaml", overrides)
+    assert allowance_of(settings, AccountBook.empty()).peers is Covers.ANYBODY
+    said = bounds_in_words(settings)
+    assert said.startswith("bounds: at most for anybody.")
+    assert "nothing about those of validation rows" in said
+
+
+def summary_of(parties: Parties, folder: Path) -> dict[str, Any]:
+    with ActiveRecorder(parties.active_settings, folder) as recorder:
+        parties.session.lifecycle.observer = recorder
+        run_in_process(parties)
+    write_summary(folder, recorder.summary({}))
+    written: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return written
+
+
+@pytest.mark.parametrize("ratio", [0.5, 2, 8])
+def test_gaussian_noisy_labels_have_their_exact_figure_for_anybody(
+    example: Path, tmp_path: Path, ratio: float
+) -> None:
+    noise = f"mechanism: {{kind: gaussian, noise_ratio: {ratio}}}, insecure_noise_seed: 1"
+    auc = NormalDist().cdf(1 / (ratio * math.sqrt(2)))
+    # A limit just above the exact figure: that for any distributions would not fit into it.
+    limit = f"run_budget={{leak_auc: {auc + 1e-6}}}"
+    parties = parties_with(example, f"defense={{name: noisy_label, {noise}}}", limit)
+    for bound, covers in zip(summary_of(parties, tmp_path)["bounds"], Covers, strict=True):
+        assert bound == {
+            "covers": covers,
+            "leak_auc": pytest.approx(auc, rel=1e-12),
+            "mu": pytest.approx(1 / ratio, rel=1e-12),
+        }
+
+
+def test_a_summary_has_all_columns_and_1_where_there_is_no_bound(
+    example: Path, tmp_path: Path
+) -> None:
+    bounds = summary_of(parties_with(example, MARVELL), tmp_path)["bounds"]
+    assert [one["covers"] for one in bounds] == list(Covers)
+    assert [one["leak_auc"] for one in bounds[:2]] == [1.0, 1.0]
+    assert 0.5 < bounds[2]["leak_auc"] < 0.7
+    assert [one["mu"] for one in bounds] == [None, None, None]
+
+
+def test_a_stopping_gate_takes_the_bound_for_anybody_away(example: Path, tmp_path: Path) -> None:
+    noisy = "defense={name: noisy_label, insecure_noise_seed: 1}"
+    gate = "leak_gate={max_leak_auc: 0.99, window_steps: 100000}"
+    bounds = summary_of(parties_with(example, noisy, gate), tmp_path)["bounds"]
+    assert bounds[0]["leak_auc"] == 1
+    assert bounds[1]["leak_auc"] == bounds[2]["leak_auc"] < 0.7
+    assert [one["mu"] for one in bounds] == [None, 0.5, 0.5]
+
+
+def test_a_release_is_held_against_the_budget_by_its_exact_figure(
+    example: Path, tmp_path: Path
+) -> None:
+    projected = (
+        "defense={name: projected_labels, strength: {leak_auc: 0.6}, stages: 2, rank: 4, "
+        "refit_top: false, insecure_noise_seed: 1}"
+    )
+    fits = summary_of(parties_with(example, projected, "run_budget={leak_auc: 0.6}"), tmp_path)
+    mu = math.sqrt(2) * NormalDist().inv_cdf(0.6)
+    assert fits["bounds"][0]["leak_auc"] == pytest.approx(0.6, rel=1e-9)
+    assert fits["bounds"][0]["mu"] == pytest.approx(mu, rel=1e-9)
+    parties = parties_with(example, projected, "run_budget={leak_auc: 0.59}")
+    with pytest.raises(BudgetExhausted, match=r"run_budget: stage 2 would take .* for anybody"):
+        run_in_process(parties)
+    half = parties.session.leak_bounds().against(Covers.ANYBODY)
+    assert half.mu == pytest.approx(mu / math.sqrt(2), rel=1e-9)

@@ -1,0 +1,94 @@
+"""What a peer may learn about labels besides the answers, and for whom bounds hold in spite of it.
+
+The charges of a defense are about its answers. Other settings let true labels reach the peer on
+another way: they decide when a run ends, or what a peer is told on request, or with which weights
+the top model begins. No charge describes that, so that no bound for anybody may stand beside it.
+
+A bound for narrower circles of peers stays: these peers look at answers alone, and their bound is
+about a label beyond what the model predicts of it.
+"""
+
+from typing import NamedTuple
+
+from splitveil.common.privacy.covers import Covers, narrowest
+
+
+class LabelUses(NamedTuple):
+    """The ways on which labels reach the peer besides the answers."""
+
+    allows_audits: bool = False
+    """Whether the peer is told the leak AUC of scores that it sends."""
+    has_stopping_gate: bool = False
+    """Whether attacks on the training labels decide when the run ends."""
+    has_early_stopping: bool = False
+    """Whether the validation labels decide when the run ends."""
+    begins_with_labels: bool = False
+    """Whether the top model begins with weights that true labels have entered."""
+    begins_with_releases: bool = False
+    """Whether it begins with weights that an earlier run's noisy labels or sums have entered, and
+    no other labels."""
+    counts_earlier_runs: bool = False
+    """Whether the ledger counts earlier runs."""
+
+
+class LabelSignal(NamedTuple):
+    """One way on which labels reach the peer besides the answers."""
+
+    setting: str
+    covers: Covers
+    """The widest circle of peers for whom a bound on training labels holds in spite of it."""
+    why: str
+    """A sentence about it."""
+
+
+def label_signals(uses: LabelUses) -> tuple[LabelSignal, ...]:
+    """Return what the peer may learn about labels besides the answers."""
+    signals = {
+        LabelSignal(
+            "allow_audits",
+            Covers.PASSIVE_AND_HONEST,
+            "With allow_audits the peer is told how well scores of its choice agree with the "
+            "training labels, which no charge counts.",
+        ): uses.allows_audits,
+        LabelSignal(
+            "leak_gate",
+            Covers.PASSIVE_AND_HONEST,
+            "With leak_gate.action stop, attacks that know the training labels decide when the run "
+            "ends, which the peer sees and no charge counts.",
+        ): uses.has_stopping_gate,
+        LabelSignal(
+            "initial_weights",
+            Covers.PASSIVE_AND_HONEST,
+            "The model of initial_weights has learned from true labels, which show in its "
+            "predictions and so in the answers.",
+        ): uses.begins_with_labels,
+        LabelSignal(
+            "initial_weights",
+            Covers.PASSIVE_AND_HONEST,
+            "The model of initial_weights has learned from what an earlier run released, which "
+            "shows in the answers and is counted only if earlier_ledgers names that run.",
+        ): uses.begins_with_releases and not uses.counts_earlier_runs,
+        LabelSignal(
+            "early_stopping",
+            Covers.ANYBODY,
+            "With early_stopping the validation labels decide when the run ends. The ledger is "
+            "about training labels: it bounds nothing about those of validation rows.",
+        ): uses.has_early_stopping,
+    }
+    return tuple(signal for signal, is_given in signals.items() if is_given)
+
+
+def objection_to(peers: Covers, signals: tuple[LabelSignal, ...]) -> str | None:
+    """Say which setting voids a bound for some peers; None if there is none."""
+    for signal in signals:
+        if not signal.covers.includes(peers):
+            return (
+                f"{signal.setting} leaves no bound for {peers.in_words}. {signal.why} Expected a "
+                f"run without it, or covers: {signal.covers} in run_budget"
+            )
+    return None
+
+
+def widest_circle(signals: tuple[LabelSignal, ...]) -> Covers:
+    """Return the widest circle of peers for whom bounds on training labels can hold."""
+    return narrowest(*(signal.covers for signal in signals))

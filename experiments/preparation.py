@@ -16,6 +16,7 @@ from splitveil.common.errors import DataError, SettingsError
 from splitveil.experiments.models import GREY_SIDE
 
 IMDB_WORDS = 500
+SYNTHETIC_ROWS = 1_000_000
 
 
 def prepare(name: str, folder: Path) -> None:
@@ -25,10 +26,15 @@ def prepare(name: str, folder: Path) -> None:
         SettingsError: SPLITVEIL_DATA is not set.
         DataError: the raw file is missing.
     """
-    source, make = _PREPARATIONS[name]
     done = folder / f".{name}.done"
     if done.exists():
         return
+    if name in _GENERATED:
+        folder.mkdir(parents=True, exist_ok=True)
+        _GENERATED[name](folder)
+        done.touch()
+        return
+    source, make = _PREPARATIONS[name]
     root = os.environ.get("SPLITVEIL_DATA")
     if root is None:
         raise SettingsError(f"{name}: SPLITVEIL_DATA is not set to a folder with data sets")
@@ -83,6 +89,21 @@ def _talkingdata_days(path: Path, folder: Path) -> None:
                     # attributed_time would give the label away, and is left out.
                     writer.writerow(row | {"hour": time.partition(":")[0], "split": split[day]})
 
+
+def _synthetic(folder: Path) -> None:
+    """Draw rows whose label depends on both parties' columns, with products among them."""
+    generator = np.random.default_rng(0)
+    passive = generator.standard_normal((SYNTHETIC_ROWS, 12), dtype=np.float32)
+    active = generator.standard_normal((SYNTHETIC_ROWS, 4), dtype=np.float32)
+    logits = 0.7 * passive[:, 0] - 0.5 * passive[:, 1] + 0.5 * active[:, 0] - 1.6
+    logits += 0.6 * passive[:, 2] * passive[:, 3] + 0.4 * passive[:, 4] * active[:, 1]
+    logits += 0.4 * np.abs(passive[:, 5]) + 0.1 * passive[:, 6:].sum(axis=1)
+    y = generator.random(SYNTHETIC_ROWS) < 1 / (1 + np.exp(-logits))
+    np.savez(folder / "synthetic.npz", passive=passive, active=active, y=y.astype(np.uint8))
+
+
+_GENERATED: Mapping[str, Callable[[Path], None]] = {"synthetic": _synthetic}
+"""Tables that are drawn, and not made from a file."""
 
 _PREPARATIONS: Mapping[str, tuple[str, Callable[[Path, Path], None]]] = {
     "imdb": ("imdb/imdb_top500.npz", _imdb),

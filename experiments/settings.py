@@ -76,7 +76,9 @@ class Dataset(Overlay):
     """Folder with ``contract.yaml``, ``active.yaml`` and ``passive.yaml`` to start from, relative
     to the experiment's file."""
 
-    prepare: Literal["imdb", "melanoma", "melanoma_grey64", "talkingdata_days"] | None = None
+    prepare: (
+        Literal["imdb", "melanoma", "melanoma_grey64", "synthetic", "talkingdata_days"] | None
+    ) = None
     """Table to make from the raw files first; ``${PREPARED}`` in a path stands for its folder."""
 
     after: str | None = None

@@ -10,6 +10,7 @@ from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.wire.http_proxy import HttpProxy, proxy_of_environment
+from splitveil.passive_party.amplified_steps import amplify_steps
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.layer_taps import LayerTap, named_layer
 from splitveil.passive_party.settings import PassiveSettings
@@ -48,6 +49,8 @@ class TrainerBuilder:
             self._earlier.put_into(model)
         model.to(self._device)
         optimizer = build_optimizer(settings.optimizer, model)
+        if settings.adversary is not None and settings.adversary.amplify:
+            amplify_steps(optimizer)
         total_steps = rows.total_steps(contract)
         return BottomTrainer(
             model=model,

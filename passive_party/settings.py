@@ -28,6 +28,12 @@ class AdversarySettings(AuditSettings):
     that need no labels. Needs ``audits_allowed`` in the contract; the active party may still
     refuse."""
 
+    amplify: bool = False
+    """Play a malicious party that makes the model rely on its half: each gradient of the bottom
+    model's parameters counts up to five times where it keeps its direction. The active party sees
+    nothing but activations that say more about the labels. It changes the trained model; attacks
+    on the last activations, such as ``completion_40``, measure what it gains."""
+
     @model_validator(mode="after")
     def _can_be_audited(self) -> "AdversarySettings":
         if self.audit and not set(self.attack_names) & set(LABEL_FREE):

@@ -15,7 +15,7 @@ independent copies of L is above 0. So
 
 For two classes, randomised response is the worst e-label-DP mechanism: every other one is a
 function of its output (Kairouz, Oh and Viswanath, "The Composition Theorem for Differential
-Privacy", ICML 2015, Theorem 3.4, for one mechanism). Its AUC is therefore the bound of all.
+Privacy", ICML 2015). Its AUC is therefore the bound of all.
 Phi(mu / sqrt 2) is that of Gaussian differential privacy (Dong, Roth and Su, "Gaussian Differential
 Privacy", 2022, whose trade-off curve encloses this area).
 """

@@ -20,7 +20,7 @@ y^ is the mean of y given t if y were normal around the prediction p with varian
 of p (1 - p). It is clipped to between 0 and 1. F, U, A and p do not depend on the batch's labels
 other than through earlier releases, whatever the peer sends, so the label of row i moves t by |A_i|
 <= 1: the answer is a Gaussian mechanism with mu <= 1/k, and answers add up exactly, mu^2 = E/k^2
-over E epochs (Dong, Roth and Su 2022, corollary 3.3). With more than two classes y is one-hot, a
+over E epochs (Dong, Roth and Su 2022, corollary 2). With more than two classes y is one-hot, a
 label moves two columns, and the noise is k sqrt 2.
 
 Floating point: A is rounded towards 0 to multiples of 2^-20 and the noise to the nearest such

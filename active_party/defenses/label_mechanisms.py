@@ -90,7 +90,7 @@ class AlibiLabels(Section):
 
     At each step the target is the distribution of the label given its noisy form, with the model's
     present prediction as the prior (Malek et al., "Antipodes of Label Differential Privacy: PATE
-    and ALIBI", NeurIPS 2021, section 4). For the same with Gaussian noise set ``kind: gaussian,
+    and ALIBI", NeurIPS 2021). For the same with Gaussian noise set ``kind: gaussian,
     posterior: model``.
     """
 

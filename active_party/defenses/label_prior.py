@@ -8,7 +8,7 @@ for every k, and k is the one with the largest chance that the answer is the lab
     exp e/(exp e + k - 1) * (sum of the k largest priors)
 
 (Ghazi, Golowich, Kumar, Manurangsi and Zhang, "Deep Learning with Label Differential Privacy",
-NeurIPS 2021, algorithms 2 and 3). In several stages (LP-MST, algorithm 4) the rows are divided into
+NeurIPS 2021, algorithms 1 and 2). In several stages (LP-MST, algorithm 3) the rows are divided into
 parts, and the prior of a part's rows is what the model has learned from the parts before.
 
 Three things differ from the paper, because a run has one course and one model:

@@ -3,15 +3,15 @@
 The gradient of the loss on the noisy labels is sent, and nothing is added to it. With
 ``top_labels: noisy`` the top model also learns from them: then everything that the peer ever sees
 is a function of features and noisy labels, and an adversary learns no more about a label than the
-noisy labels reveal, for any epochs, optimiser, model and number of passive parties. `mechanisms`
-of making them, and what each reveals, stand in ``label_mechanisms``.
+noisy labels reveal, for any epochs, optimiser, model and number of passive parties. The ways of
+making them, and what each reveals, stand in ``label_mechanisms``.
 
 Targets may also depend on what the top model predicts: with ``posterior: model`` a noisy label is
 replaced by the distribution of the label given the noisy label, with the prediction as the prior
 
     log odds of the target = logit + log p(noisy label given 1) - log p(noisy label given 0)
 
-(Malek et al., "Antipodes of Label Differential Privacy: PATE and ALIBI", NeurIPS 2021, section 4).
+(Malek et al., "Antipodes of Label Differential Privacy: PATE and ALIBI", NeurIPS 2021).
 As the model has only ever seen noisy labels, that is another function of them, and reveals no more.
 
 With ``top_labels: true`` the top model learns from the labels themselves, and its knowledge shows

@@ -80,7 +80,7 @@ def auc_of_shares(logits: Tensor, shares: Tensor) -> float:
 
 
 def _auc_of_share(scores: Tensor, shares: Tensor) -> float:
-    values, groups = scores.unique(return_inverse=True)
+    values, groups = torch.unique(scores, return_inverse=True)
     positive = torch.zeros_like(values).index_add(0, groups, shares)
     negative = torch.zeros_like(values).index_add(0, groups, 1 - shares)
     own = float((shares * (1 - shares)).sum())  # a row is no pair with itself

@@ -1,6 +1,7 @@
 """Holds what attacks tell beyond features against what the ledger states, and logs both."""
 
 import logging
+import math
 from typing import NamedTuple
 
 from splitveil.active_party.defenses.gaussian_dp import epsilon_of
@@ -35,7 +36,7 @@ def stated_epsilon(bounds: LeakBounds, delta: float) -> Stated | None:
         found.append(Stated(bounds.epsilon, Covers.ANYBODY))
     for peers in Covers:
         mu = bounds.against(peers).mu
-        if mu is not None:
+        if mu is not None and math.isfinite(epsilon_of(mu, delta)):
             found.append(Stated(epsilon_of(mu, delta), peers))
     return min(found, key=lambda one: one.epsilon, default=None)
 

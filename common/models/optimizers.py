@@ -72,13 +72,13 @@ class JoinedOptimizer(Optimizer):
     """Several optimizers for disjoint parameters, used as one."""
 
     def __init__(self, parts: list[Optimizer]) -> None:
-        self._parts = parts
+        self.parts = parts
         super().__init__([{**group} for part in parts for group in part.param_groups], {})
         self._share_groups()
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001 (torch's signature)
         """Clear the gradients."""
-        for part in self._parts:
+        for part in self.parts:
             part.zero_grad(set_to_none)
 
     @overload
@@ -90,13 +90,13 @@ class JoinedOptimizer(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Step every part."""
         loss = None if closure is None else closure()
-        for part in self._parts:
+        for part in self.parts:
             part.step()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
         """Return the parts' states, in order."""
-        return {"parts": [part.state_dict() for part in self._parts]}
+        return {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state that ``state_dict`` returned.
@@ -104,10 +104,10 @@ class JoinedOptimizer(Optimizer):
         Raises:
             ValueError: the state has another number of parts.
         """
-        for part, state in zip(self._parts, state_dict["parts"], strict=True):
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
         self._share_groups()
 
     def _share_groups(self) -> None:
         """Expose the parts' own groups, so that a schedule that changes them here changes them."""
-        self.param_groups = [group for part in self._parts for group in part.param_groups]
+        self.param_groups = [group for part in self.parts for group in part.param_groups]

@@ -135,6 +135,31 @@ def test_a_sweep_of_two_settings_makes_every_combination() -> None:
     assert cells[2].settings["contract"]["batch_size"] == 16
 
 
+def test_a_sweep_of_guarantees_sets_the_strength_that_each_needs() -> None:
+    def found(defense: dict[str, Any], **contract: int) -> list[tuple[str, dict[str, Any]]]:
+        variant = {
+            "active": {"defense": defense},
+            "contract": contract,
+            "sweep": {"guarantee": [0.55, 0.6]},
+        }
+        experiment = tiny(variants={"bounded": variant}, published=None)
+        cells = cells_of(experiment, Choice(seeds=1))
+        return [(cell.variant, cell.settings["active"]["defense"]) for cell in cells]
+
+    projected = {"name": "projected_labels", "rank": 5}
+    assert found(projected) == [
+        (f"bounded {auc}", projected | {"strength": {"leak_auc": auc}}) for auc in (0.55, 0.6)
+    ]
+    batches = {"name": "noisy_label", "mechanism": {"kind": "projected_batches"}}
+    ratios = [
+        [defense["mechanism"]["noise_ratio"] for _, defense in found(batches, epochs=epochs)]
+        for epochs in (1, 9)
+    ]
+    assert ratios[1] == pytest.approx([3 * ratio for ratio in ratios[0]])
+    with pytest.raises(SettingsError, match="no strength of marvell holds against every peer"):
+        found({"name": "marvell"})
+
+
 def test_seeds_repeat_weights_and_split_and_leave_the_noise_secret() -> None:
     settings = cells_of(tiny())[-1].settings
     assert settings["active"]["model_seed"] == settings["passive"]["model_seed"] == 1

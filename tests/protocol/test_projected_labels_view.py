@@ -18,7 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses.projected_labels import ProjectedLabelsDefense, StageRelease
+from splitveil.active_party.defenses.projected_labels import ProjectedLabelsDefense
+from splitveil.active_party.defenses.projected_stages import StageRelease
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.common.party.transcript import FILE
@@ -55,7 +56,7 @@ def noting(told: Told) -> Iterator[None]:
     draw = StageRelease.draw
 
     def note(self: StageRelease, key: bytes) -> Mapping[str, Tensor]:
-        release = draw(self, key)
+        release: Mapping[str, Tensor] = draw(self, key)
         told[self.stage] = (self.design, release)
         return release
 

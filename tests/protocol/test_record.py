@@ -12,6 +12,12 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.party.transcript import TranscriptEnd
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.record import leak_figures, lines
+from splitveil.common.record.beyond_figures import (
+    AdjustedFigures,
+    AdvantageFigures,
+    BeyondFigures,
+    EpsilonFigures,
+)
 from splitveil.common.record.figures import AttackFigure, LedgerFigures, SpreadFigures
 from splitveil.common.record.run_record import (
     METRICS,
@@ -180,16 +186,57 @@ CLASSES = leak_figures.ClassFigures(("van", "bus"), 0.75, 0.5, {"van": 0.75}, {"
 LEAK = leak_figures.LeakFigures(
     batches={"cut": {"norm": leak_figures.BatchFigures(0.75, 0.625, 0.5625, 0.5)}},
     worst_epoch={"cut": {"norm": 0.6875}},
-    run_level={"cut": {"accumulated_cosine": leak_figures.RunFigures(0.75, 0.625, 0.875, 569)}},
+    run_level={
+        "cut": {
+            "accumulated_cosine": leak_figures.RunFigures(0.75, 0.625, 0.875, 569, 0.25, 0.5, None)
+        }
+    },
+    beyond=BeyondFigures(
+        {"norm": AdjustedFigures(0.625, 0.5, 0.75)},
+        {"accumulated_cosine": AdvantageFigures(0.125, 0.0, 0.25, 0.625)},
+        EpsilonFigures(
+            *(1.5, "norm", 40, 38, 100, 0.95, 1e-05, 0.125),
+            stated=1.0,
+            stated_for="anybody",
+            p_value_of_stated=0.25,
+        ),
+    ),
     counts=leak_figures.BatchCounts(42, 1, 2),
 )
 LEAK_FORM = {
+    "adjusted_leak": {"norm": {"value": 0.625, "low": 0.5, "high": 0.75}},
+    "leak_advantage": {
+        "accumulated_cosine": {"value": 0.125, "low": 0.0, "high": 0.25, "prior": 0.625}
+    },
+    "epsilon_lower_bound": 1.5,
+    "epsilon_lower_bound_details": {
+        "attack": "norm",
+        "guesses": 40,
+        "correct": 38,
+        "pairs": 100,
+        "confidence": 0.95,
+        "delta": 1e-05,
+        "p_value": 0.125,
+        "stated": 1.0,
+        "stated_for": "anybody",
+        "p_value_of_stated": 0.25,
+    },
     "leak": {
         "cut": {"norm": {"q95": 0.75, "mean": 0.625, "last_epoch": 0.5625, "random_q95": 0.5}}
     },
     "leak_worst_epoch": {"cut": {"norm": 0.6875}},
     "leak_run_level": {
-        "cut": {"accumulated_cosine": {"auc": 0.75, "low": 0.625, "high": 0.875, "examples": 569}}
+        "cut": {
+            "accumulated_cosine": {
+                "auc": 0.75,
+                "low": 0.625,
+                "high": 0.875,
+                "examples": 569,
+                "tpr_at_per_mille": 0.25,
+                "tpr_at_percent": 0.5,
+                "precision_at_100": None,
+            }
+        }
     },
     "leak_batches": {"observed": 42, "skipped_one_class": 1, "left_out": 2},
 }

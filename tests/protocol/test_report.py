@@ -54,7 +54,8 @@ from tests.records import append_lines
 EPOCHS, STEPS = 3, 30
 ATTACKS = ("norm", "cosine", "spectral")
 CHANCE = {"norm": 0.57, "cosine": 0.57, "spectral": 0.57}
-ORACLES = {"cosine", "mean", "median", "lda", "accumulated_cosine"}
+ORACLES = {"cosine", "informed", "mean", "median", "lda"}
+ORACLES |= {"accumulated_cosine", "accumulated_informed"}
 NOISY_LABELS = {"defense": {"name": "noisy_label", "top_labels": "noisy"}}
 HOSTILE = "</title></style><script>alert(1)</script><img src=x onerror=alert(2)>&\"'"
 
@@ -92,13 +93,15 @@ def write_party(
             )
             lines.append(LeakLine(epoch, step, figures, 0.57 + noise))
         if bound is not None:
-            for_anybody, for_honest, for_weak = (
+            anybody, honest, class_means = (
                 SpreadFigures(*[bound if covers.includes(peers) else 1.0] * 3) for peers in Covers
             )
             bounds = LedgerFigures(
                 SpreadFigures(*[0.1 * (epoch + 1)] * 3),
                 SpreadFigures(*[estimated_auc(0.1)] * 3),
-                *(for_anybody, for_honest, for_weak),
+                anybody,
+                honest,
+                class_means,
             )
             lines.append(LedgerLine(epoch, bounds))
             lines.append(EvaluationLine(epoch, "test", 0.5 / (epoch + 1), 0.8, None, 0.4))

@@ -99,6 +99,20 @@ LABS = {
 }
 
 
+IN_ONE = EXPERIMENT | {
+    "seeded_noise": True,
+    "variants": {
+        "projected_labels": {
+            "active": {"defense": {"name": "projected_labels", "rank": 4}},
+            "sweep": {"guarantee": [0.8]},
+        }
+    },
+    "figures": {"test_auc": {"statistic": "test_auc"}},
+    "published": None,
+    "plots": [],
+}
+
+
 def run(folder: Path) -> str:
     command = [sys.executable, "-m", "splitveil.experiments", "run", str(folder / "tiny.yaml")]
     done = run_program(*command, "--jobs", "2", "--output", str(folder / "out"))
@@ -147,3 +161,28 @@ def test_an_experiment_has_figures_of_each_of_several_passive_parties(tmp_path: 
     assert len(set(steps.values())) == 1
     assert "| none | ." in (tmp_path / "out" / "tiny" / "table.md").read_text()
     assert "1 have run, 0 to run" in run(tmp_path)
+
+
+def test_both_parties_in_one_process_leave_the_figures_of_two(tmp_path: Path) -> None:
+    """All but the clock's, both parties' attacks and the refitted model included."""
+    figures = []
+    for in_process in (True, False):
+        folder = tmp_path / str(in_process)
+        folder.mkdir()
+        experiment = IN_ONE | {"in_process": in_process}
+        (folder / "tiny.yaml").write_text(yaml.safe_dump(experiment, sort_keys=False))
+        assert "1 to run" in run(folder)
+        rows = parquet.read_table(folder / "out" / "tiny" / "results.parquet").to_pylist()
+        figures.append([row for row in rows if row["statistic"] not in ("wall_s", "steps_per_s")])
+    assert figures[0] == figures[1]
+    statistics = {row["statistic"] for row in figures[0]}
+    assert statistics >= {"test_auc", "test_auc_refit", "run_level", "epoch_test_loss"}
+
+
+def test_parties_in_one_process_refuse_what_they_cannot_do(tmp_path: Path) -> None:
+    experiment = LABS | {"in_process": True}
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(experiment, sort_keys=False))
+    command = [sys.executable, "-m", "splitveil.experiments", "run", str(tmp_path / "tiny.yaml")]
+    done = run_program(*command, "--output", str(tmp_path / "out"))
+    assert done.returncode == 2, done.stdout
+    assert "in_process: expected one passive party" in done.stdout

@@ -7,6 +7,7 @@ import torch
 from scipy import stats
 from sklearn.metrics import roc_auc_score
 
+from splitveil.active_party.defenses.build_inputs import DefenseContext
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.iso import IsoDefense
 from splitveil.active_party.defenses.label_mechanisms import (
@@ -24,7 +25,6 @@ from splitveil.active_party.defenses.label_strength import at_leak_auc
 from splitveil.active_party.defenses.marvell import MarvellDefense
 from splitveil.active_party.defenses.noisy_label import NoisyLabelDefense
 from splitveil.active_party.defenses.projected_labels import ProjectedLabelsDefense
-from splitveil.active_party.defenses.section import DefenseContext
 
 ROWS = 60_000
 

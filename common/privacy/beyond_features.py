@@ -50,6 +50,8 @@ class Covariates(NamedTuple):
     """What the passive parties know about them, (rows, values), finite."""
     outlooks: npt.NDArray[np.float32]
     """What the whole model predicts of them, in any form, (rows, values), finite."""
+    own: npt.NDArray[np.float32]
+    """What the active party knows about them, (rows, values), finite; perhaps no value."""
     labels: ClassIndices
     """Class indices, (rows,), for the measurement alone."""
 
@@ -96,7 +98,7 @@ def measure_beyond_features(
     Raises:
         ValueError: a score is NaN.
     """
-    features = np.column_stack([covariates.activations, covariates.outlooks])
+    features = np.column_stack([covariates.activations, covariates.outlooks, covariates.own])
     try:
         predictions = cross_fitted_predictions(features, covariates.labels, classes.num_classes)
     except TooFewRows:

@@ -67,7 +67,7 @@ def test_the_malicious_optimizer_trains_another_bottom_model(
     assert first is not None
     assert second is not None
     weights = [torch.cat([p.flatten() for p in one.model.parameters()]) for one in (first, second)]
-    assert not torch.allclose(*weights)
+    assert not torch.allclose(weights[0], weights[1])
     assert active["completion_40"]["low"] > 0.8
     assert active.keys() == passive.keys()
 

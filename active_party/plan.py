@@ -78,7 +78,9 @@ def print_plan(
     signals = signals_of(settings)
     forecast = _narrowed(settings.defense.forecast(context), widest_circle(signals))
     console.print(_forecast_table(settings, forecast))
-    for line in [*(signal.why for signal in signals), *_remarks(settings, forecast)]:
+    teaches = settings.defense.outlook(context, training_rows)
+    said = [*([teaches] if teaches else []), *(signal.why for signal in signals)]
+    for line in [*said, *_remarks(settings, forecast)]:
         console.print(line, markup=False, soft_wrap=True)
     if target_leak_auc is not None:
         console.print(_target_table(target_leak_auc, contract.epochs, context))

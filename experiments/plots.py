@@ -1,5 +1,6 @@
 """Draws an experiment's plots: trade-off curves, and the leak over the course of a run."""
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from splitveil.common.errors import SettingsError
 from splitveil.experiments.cells import folder_name
 from splitveil.experiments.collection import Row
-from splitveil.experiments.settings import CoursePlot, EpochPlot, Plot, TradeOffPlot
+from splitveil.experiments.settings import CoursePlot, EpochPlot, Plot, SweepPlot, TradeOffPlot
 from splitveil.experiments.table import differences
 
 if TYPE_CHECKING:
@@ -125,6 +126,30 @@ def epochs(plot: EpochPlot, rows: Sequence[Row]) -> dict[str, list[Point]]:
     return {variant: _line(values) for variant, values in found.items()}
 
 
+def sweep(plot: SweepPlot, rows: Sequence[Row]) -> dict[str, list[Point]]:
+    """Return series -> points over the swept value; one point at infinity without such a value.
+
+    Points have standard errors in place of deviations.
+    """
+    by_statistic = {
+        statistic: _by_seed(row for row in rows if row.statistic == statistic)
+        for statistic in (plot.statistic, "test_auc")
+    }
+    plain = by_statistic["test_auc"]
+    subtracted = plain.get(plot.less or "", {})
+    found: dict[str, list[Point]] = defaultdict(list)
+    variants = {row.variant: (row.series, row.setting) for row in rows}
+    for variant, (series, setting) in variants.items():
+        values = by_statistic[plot.statistic].get(variant) or plain.get(variant, {})
+        if plot.less is not None:
+            values = differences(values, subtracted)
+        if values and variant != plot.less:
+            mean, sd = _mean_and_sd(values.values())
+            at = math.inf if setting is None else setting
+            found[series].append(Point(at, 0.0, mean, sd / math.sqrt(len(values))))
+    return {series: sorted(points) for series, points in found.items()}
+
+
 def _draw(plot: Plot, dataset: str, rows: Sequence[Row], path: Path) -> bool:
     match plot:
         case TradeOffPlot():
@@ -144,6 +169,14 @@ def _draw(plot: Plot, dataset: str, rows: Sequence[Row], path: Path) -> bool:
                     _decorate(axes, f"{attack}, {layer}", plot.over.removesuffix("s"), "leak AUC")
                     _draw_lines(axes, lines)
             return bool(panels)
+        case SweepPlot():
+            curves = sweep(plot, rows)
+            with _panels(min(len(curves), 1), path, dataset) as all_axes:
+                for axes in all_axes:
+                    less = "" if plot.less is None else f", less that of {plot.less}"
+                    _decorate(axes, "", plot.axis, _words(plot.statistic) + less)
+                    _draw_sweep(axes, curves)
+            return bool(curves)
         case EpochPlot():
             lines = epochs(plot, rows)
             with _panels(min(len(lines), 1), path, dataset) as all_axes:
@@ -255,6 +288,17 @@ def _draw_points(axes: "Axes", curves: dict[str, list[Point]]) -> None:
         )
         for at_x, at_y, name in zip(x, y, names, strict=True):
             axes.annotate(name, (at_x, at_y), xytext=(4, 4), textcoords="offset points", fontsize=7)
+
+
+def _draw_sweep(axes: "Axes", curves: dict[str, list[Point]]) -> None:
+    for (series, points), marker in zip(curves.items(), cycle(_MARKERS), strict=False):
+        x, _, y, y_sd, _ = zip(*points, strict=True)
+        if math.isfinite(x[0]):
+            axes.errorbar(x, y, yerr=y_sd, marker=marker, markersize=4, linewidth=1, label=series)
+        else:
+            axes.axhline(y[0], color="grey", linestyle="--", linewidth=1)
+            place = (0.98, y[0])
+            axes.annotate(series, place, xycoords=("axes fraction", "data"), ha="right", fontsize=6)
 
 
 def _draw_floor(axes: "Axes", utility: float | None, name: str) -> None:

@@ -45,6 +45,8 @@ unused."""
 GUARANTEE = "guarantee"
 """Name in a sweep of the leak AUC that no peer can exceed."""
 
+Spread = Literal["deviation", "error"]
+
 FOLDER = Path(__file__).parent
 """Folder of the experiments' files."""
 
@@ -152,6 +154,10 @@ class Figure(Section):
     """Row of the table whose figure for the same seed is subtracted. Seeds differ in their test
     rows far more than defenses do, and all defenses of a seed share these rows."""
 
+    less_statistic: str | None = None
+    """The statistic of that row, if it is another one: a model that was fitted again is compared
+    with one that need not be."""
+
     title: str | None = None
     """Heading of the column; by default the figure's name."""
 
@@ -216,7 +222,25 @@ class EpochPlot(Section):
     """The statistic to draw."""
 
 
-Plot = Annotated[TradeOffPlot | CoursePlot | EpochPlot, Field(discriminator="kind")]
+class SweepPlot(Section):
+    """A figure over the swept value, one curve per variant of the file, in one panel.
+
+    Rows without a swept value are lines across the panel.
+    """
+
+    kind: Literal["sweep"]
+
+    statistic: str = "test_auc"
+    """The figure on the vertical axis; for rows that lack it, ``test_auc``."""
+
+    less: str | None = None
+    """Row of the table whose ``test_auc`` for the same seed is subtracted."""
+
+    axis: str
+    """Name of the horizontal axis."""
+
+
+Plot = Annotated[TradeOffPlot | CoursePlot | EpochPlot | SweepPlot, Field(discriminator="kind")]
 
 
 class Experiment(Section):
@@ -234,6 +258,9 @@ class Experiment(Section):
     seeded_noise: bool = False
     """Whether a defense's noise also depends on the run's seed. By default it stays secret, and
     figures repeat only in distribution."""
+
+    spread: Spread = "deviation"
+    """The figure behind a mean: the standard deviation over the seeds, or the standard error."""
 
     in_process: bool = False
     """Whether both parties of a run share one process: several times faster, with the same bits,

@@ -1,11 +1,12 @@
 """Writes an experiment's Markdown tables: mean and spread over seeds, beside published figures."""
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from splitveil.experiments.collection import Row
-from splitveil.experiments.settings import Experiment, Figure
+from splitveil.experiments.settings import Experiment, Figure, Spread
 
 Values = Mapping[tuple[str, str], Sequence[float]]
 """Data set and variant -> one value per seed."""
@@ -29,22 +30,26 @@ def markdown(
             lines += ["Not run.", ""]
     if experiment.published is not None:
         lines += [f"Published: {experiment.published.source}", ""]
-    lines += [_spread_note(rows), "", *_circumstances(name, rows, circumstances)]
+    lines += [_spread_note(rows, experiment.spread), "", *_circumstances(name, rows, circumstances)]
     return "\n".join(lines) + "\n"
 
 
 def values_of(rows: Iterable[Row], figure: Figure) -> Values:
     """Collect a figure's values, one per seed, for every data set and variant."""
     found: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
-    wanted = (figure.statistic, figure.party, figure.layer, figure.attack)
+    subtracted: dict[str, dict[int, float]] = defaultdict(dict)
+    less_statistic = figure.less_statistic or figure.statistic
     for row in rows:
-        if (row.statistic, row.party, row.layer, row.attack) == wanted:
-            found[row.dataset, row.variant][row.seed] = row.value
+        if (row.party, row.layer, row.attack) == (figure.party, figure.layer, figure.attack):
+            if row.statistic == figure.statistic:
+                found[row.dataset, row.variant][row.seed] = row.value
+            if (row.variant, row.statistic) == (figure.less, less_statistic):
+                subtracted[row.dataset][row.seed] = row.value
     return {
         (dataset, variant): list(
             by_seed.values()
             if figure.less is None
-            else differences(by_seed, found.get((dataset, figure.less), {})).values()
+            else differences(by_seed, subtracted[dataset]).values()
         )
         for (dataset, variant), by_seed in found.items()
     }
@@ -55,12 +60,15 @@ def differences(values: Mapping[int, float], subtracted: Mapping[int, float]) ->
     return {seed: value - subtracted[seed] for seed, value in values.items() if seed in subtracted}
 
 
-def spread(values: Sequence[float]) -> str:
-    """Format the mean and standard deviation over the seeds."""
+def spread(values: Sequence[float], kind: Spread = "deviation") -> str:
+    """Format the mean over the seeds and its standard error, or the standard deviation."""
     if not values:
         return "-"
     mean = _figure(statistics.mean(values))
-    return mean if len(values) < 2 else f"{mean} ± {_figure(statistics.stdev(values))}"
+    if len(values) < 2:
+        return mean
+    divisor = math.sqrt(len(values)) if kind == "error" else 1.0
+    return f"{mean} ± {_figure(statistics.stdev(values) / divisor)}"
 
 
 def _table(
@@ -80,7 +88,7 @@ def _table(
     for variant in _in_order(measured, published):
         cells = [variant]
         for name in shown:
-            cells.append(spread(found[name].get((dataset, variant), ())))
+            cells.append(spread(found[name].get((dataset, variant), ()), experiment.spread))
             if name in compared:
                 value = published.get(variant, {}).get(name)
                 cells.append("" if value is None else _figure(value))
@@ -93,11 +101,15 @@ def _in_order(measured: Sequence[str], published: Mapping[str, object]) -> list[
     return list(dict.fromkeys([*measured, *published]))
 
 
-def _spread_note(rows: Sequence[Row]) -> str:
-    seeds = len({row.seed for row in rows})
-    if seeds < 2:
+def _spread_note(rows: Sequence[Row], kind: Spread) -> str:
+    by_row: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for row in rows:
+        by_row[row.dataset, row.variant].add(row.seed)
+    counts = sorted({len(seeds) for seeds in by_row.values()})
+    if counts[-1:] < [2]:
         return "One seed: no spread."
-    return f"Mean ± standard deviation over {seeds} seeds."
+    words = " or ".join(str(count) for count in counts)
+    return f"Mean ± standard {kind} over {words} seeds."
 
 
 def _circumstances(

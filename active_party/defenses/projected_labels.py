@@ -20,6 +20,7 @@ learning allows because the active party sees every activation; LabelDP-Pro (Gha
 2024) projects gradients in a similar way. The mathematics stands in the package `projection`.
 """
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, Tag
@@ -39,11 +40,14 @@ from splitveil.active_party.defenses.projected_stages import (
     StagePlan,
     stage_epochs,
 )
+from splitveil.active_party.defenses.projection.outlook import outlook
 from splitveil.active_party.defenses.section import Coverage, SeededDefense
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.settings import Section, kind_by_key
 
 MIB = 2**20
+
+PRICE = "docs/results/guaranteed-tradeoff.md"
 
 
 class LeakAucStrength(Section):
@@ -185,6 +189,22 @@ class ProjectedLabelsDefense(SeededDefense):
         )
         charge = ChargeForecast.exactly(mu**2, Covers.ANYBODY, is_gaussian=True)
         return Forecast({"persistent": charge}, "persistent", honesty)
+
+    def outlook(self, context: DefenseContext, training_rows: int, /) -> str:
+        """Say how many rows with open labels the sums are worth."""
+        share = 1 / context.num_classes if context.num_classes > 2 else context.pos_fraction
+        if training_rows < 1 or not 0 < share < 1:
+            return ""
+        mu = self.strength.of_run
+        found = outlook(training_rows, share, mu, self.rank, context.num_classes)
+        half = found.half_at_rows
+        return (
+            f"What is possible: at this bound {training_rows:,} training rows teach at most what "
+            f"{found.rows:,.0f} rows with open labels would ({found.share:.0%}). Half of their "
+            f"worth is left at {half:,} rows with {math.ceil(half * share):,} "
+            f"{'positives' if context.num_classes == 2 else 'of each class'}; the price at other "
+            f"sizes: {PRICE}."
+        )
 
     def coverage(self) -> Coverage:
         """Return the peers whom the charges describe: everybody."""

@@ -169,6 +169,10 @@ class DefenseSection(Section):
         """Explain why the first answer would exceed every budget; None if it need not."""
         return None
 
+    def outlook(self, _context: DefenseContext, _training_rows: int, /) -> str:
+        """Say what the model can learn from a table of that size; empty if it does not matter."""
+        return ""
+
     def coverage(self) -> Coverage:
         """Return the peers whom the charges of a run with these settings describe."""
         return COVERS_CLASS_MEANS

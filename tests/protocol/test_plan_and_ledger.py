@@ -6,8 +6,10 @@ training, and small batches lack a class, which is what drives charges up.
 
 import io
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import NormalDist
 
 import pytest
 from rich.console import Console
@@ -177,3 +179,19 @@ def test_a_bound_that_does_not_hold_for_every_peer_says_so(
 @pytest.mark.parametrize("defense", [LABELS, "name: none"])
 def test_nobody_is_excepted_where_all_are_bounded_or_nobody_is(two: Path, defense: str) -> None:
     assert "not describe" not in plan_of(two, [f"defense={{{defense}}}"])
+
+
+def test_the_plan_says_what_projected_labels_can_teach(two: Path) -> None:
+    """The example has 160 rows, of which 128 are trained on, half of them positive."""
+    defense = "defense={name: projected_labels, strength: {leak_auc: 0.6}, rank: 16}"
+    said = plan_of(two, [defense])
+    mu = math.sqrt(2) * NormalDist().inv_cdf(0.6)
+    found = re.search(r"([\d,]+) training rows teach at most what ([\d,]+) rows with open", said)
+    assert found is not None
+    rows, worth = (int(number.replace(",", "")) for number in found.groups())
+    share = float(re.search(r"([\d.]+)% positive", said).group(1)) / 100  # type: ignore[union-attr]
+    sampling = share * (1 - share)
+    assert worth == pytest.approx(rows / (1 + 16 / (rows * mu**2 * sampling)), abs=1)
+    assert 0 < worth < rows / 3
+    assert "positives; the price at other sizes" in said
+    assert "What is possible" not in plan_of(two, ["defense={name: none}"])

@@ -1,0 +1,61 @@
+"""What projected labels leave of a table, said before a run: the rows that they are worth.
+
+In an orthonormal direction of the features, the coefficient of the label vector has a sampling
+variance of p (1 - p) even without any noise: another sample of N rows would give another one. The
+sums of a run add to that
+
+    v = D^2 r / (N mu^2)        r directions, D = 1 for two classes and sqrt 2 for several
+
+in each direction (a row's weights have length 1, so that a direction's are about sqrt(r/N) each,
+and sums of S stages with S-fold variance tell the same direction S times). A coefficient from n
+rows with open labels is as uncertain if p (1 - p)/n = (p (1 - p) + v)/N. So the run learns what n
+rows with open labels would teach, or less where that lies outside the r directions:
+
+    n = N p (1 - p) / (p (1 - p) + v)
+
+Half of the rows' worth is left at N p (1 - p) = D^2 r/mu^2: for rare positives that is a number of
+positives, whatever the number of rows.
+"""
+
+import math
+from typing import NamedTuple
+
+
+class Outlook(NamedTuple):
+    """What a run can learn from its labels at a bound."""
+
+    rows: float
+    """Number of rows with open labels that would teach as much, at most."""
+
+    share: float
+    """The same as a share of the training rows, within 0 and 1."""
+
+    half_at_rows: int
+    """Number of rows, of the same share of positives, at which that share is one half."""
+
+
+def outlook(
+    num_rows: int, pos_fraction: float, mu: float, rank: int, num_classes: int = 2
+) -> Outlook:
+    """Forecast what a run can learn, from nothing but the settings and the size of the table.
+
+    Args:
+        num_rows: training rows, at least 1.
+        pos_fraction: share of positives, above 0 and below 1; with several classes that of a class.
+        mu: the bound for the whole run, above 0.
+        rank: number of sums in each stage, at least 1.
+        num_classes: number of classes.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+    if num_rows < 1 or rank < 1 or not 0 < pos_fraction < 1 or not 0 < mu < math.inf:
+        raise ValueError(
+            f"expected rows, a share of positives, mu and a rank above 0, got {num_rows}, "
+            f"{pos_fraction}, {mu} and {rank}"
+        )
+    sampling = pos_fraction * (1 - pos_fraction)
+    moved = 1 if num_classes == 2 else 2
+    told = moved * min(rank, num_rows) / mu**2
+    share = num_rows * sampling / (num_rows * sampling + told)
+    return Outlook(num_rows * share, share, math.ceil(moved * rank / mu**2 / sampling))

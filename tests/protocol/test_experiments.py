@@ -43,13 +43,14 @@ from splitveil.experiments.cells import (
 from splitveil.experiments.collection import Row, collect, read_rows, write_rows
 from splitveil.experiments.execution import Ending, Resources, is_finished, run_cells
 from splitveil.experiments.models import GreyImageBottom, SummedTop
-from splitveil.experiments.plots import Point, course, epochs, floor, trade_off
+from splitveil.experiments.plots import Point, course, draw, epochs, floor, sweep, trade_off
 from splitveil.experiments.preparation import prepare
 from splitveil.experiments.settings import (
     CoursePlot,
     EpochPlot,
     Experiment,
     Figure,
+    SweepPlot,
     TradeOffPlot,
     experiment_names,
     load_experiment,
@@ -227,6 +228,7 @@ def test_another_kind_replaces_a_section_and_the_same_kind_changes_it() -> None:
         ({"published": {"source": "x", "values": {"cancer": {"marvell 9": {}}}}}, "marvell 9"),
         ({"published": {"source": "x", "values": {"cancer": {"none": {"nrm": 1}}}}}, "nrm"),
         ({"variants": {"iso": {"sweep": {"defense.ratio": [1]}}}}, "expected active"),
+        ({"variants": {"iso": {"sweep": {"guarantee": [0.6, 1.0]}}}}, "above 0.5 and below 1"),
         ({"figures": {"norm": {"statistic": "q95", "layer": "cut"}}}, "a layer and an attack"),
     ],
 )
@@ -650,6 +652,57 @@ def test_a_figure_may_be_compared_with_another_variant_s_of_the_same_seed() -> N
         "marvell"
     ]
     assert point[:2] == pytest.approx((-0.02, 0.02 / math.sqrt(2)))
+
+
+def bounded_rows() -> list[Row]:
+    """Two seeds of a model without defense, of one that is fitted again, and of noisy labels."""
+    rows = [row("none", seed, "test_auc", auc) for seed, auc in enumerate((0.80, 0.90))]
+    refits = {0.6: (0.79, 0.87), 0.55: (0.70, 0.80)}
+    for bound, aucs in refits.items():
+        for seed, auc in enumerate(aucs):
+            name = f"projected {bound}"
+            rows.append(row(name, seed, "test_auc_refit", auc, setting=bound))
+            rows.append(row(name, seed, "test_auc", auc - 0.01, setting=bound))
+    rows += [row("laplace 0.6", 0, "test_auc", 0.65, setting=0.6)]
+    return [*rows, row("untrained", 0, "test_auc", 0.6)]
+
+
+def test_a_sweep_has_a_curve_per_variant_and_standard_errors() -> None:
+    plot = SweepPlot(kind="sweep", statistic="test_auc_refit", less="none", axis="bound")
+    curves = sweep(plot, bounded_rows())
+    assert set(curves) == {"projected", "laplace", "untrained"}
+    weak, strong = curves["projected"]
+    assert (weak.x, strong.x) == (0.55, 0.6)
+    assert (strong.y, strong.y_sd) == pytest.approx((-0.02, 0.01))  # -0.01 and -0.03
+    (laplace,) = curves["laplace"]  # has no refit
+    assert laplace[:4] == pytest.approx((0.6, 0.0, -0.15, 0.0))
+    assert math.isinf(curves["untrained"][0].x)
+
+
+def test_a_refitted_model_is_compared_with_one_that_is_not() -> None:
+    figure = Figure(statistic="test_auc_refit", less="none", less_statistic="test_auc")
+    found = values_of(bounded_rows(), figure)
+    assert found["cancer", "projected 0.6"] == pytest.approx([-0.01, -0.03])
+    assert ("cancer", "none") not in found
+
+
+def test_a_table_may_have_standard_errors() -> None:
+    aucs = [0.9, 0.94, 0.95]
+    rows = [row("none", seed, "test_auc", auc) for seed, auc in enumerate(aucs)]
+    rows += [row("marvell 4", 0, "test_auc", 0.9)]
+    page = markdown("tiny", tiny(spread="error"), rows, {})
+    error = np.std(aucs, ddof=1) / math.sqrt(3)
+    assert f".930 ± {error:.3f}".replace("0.", ".") in page
+    assert "Mean ± standard error over 1 or 3 seeds." in page
+
+
+def test_a_sweep_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot = SweepPlot(kind="sweep", statistic="test_auc_refit", less="none", axis="bound")
+    (path,) = draw([plot], bounded_rows(), tmp_path)
+    drawn = path.read_text(encoding="utf-8")
+    assert path.name == "1-sweep-cancer.svg"
+    assert all(words in drawn for words in ("projected", "laplace", "untrained", "bound"))
 
 
 def test_a_row_that_sends_nothing_worth_learning_is_a_line_and_no_point() -> None:

@@ -1,11 +1,11 @@
-"""Which of the ledger's guarantees does a peer without a label pass?
+"""Which of the ledger's bounds does a peer without a label pass?
 
     SPLITVEIL_DATA=... OMP_NUM_THREADS=1 python -m benchmarks.broken_bounds [--deal-labels]
 
 Trains an example in process under defenses of several strengths, with one peer that follows the
 protocol and one that chooses its activations (`tests/bound_breakers.py`), and prints Markdown: the
 AUC of each attack on the first batch, on the last and over the whole run, beside the ledger's
-guarantee for the run. Bold is what passes it by more than chance does, which is .05 here.
+bound for the run. Bold is what passes it by more than chance does, which is .05 here.
 ``--deal-labels`` deals the labels out at random, so that features tell nothing of them.
 """
 
@@ -58,7 +58,7 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     print_environment()
-    print("\n| defense | peer | attack | first batch | last batch | whole run | guarantee |")
+    print("\n| defense | peer | attack | first batch | last batch | whole run | bound |")
     print("|---|---|---|---|---|---|---|")
     for title, defense in DEFENSES.items():
         for attack, peer in PEERS.items():
@@ -66,7 +66,7 @@ def main() -> None:
             cells = " | ".join(
                 cell(value, found) for value in (found.first_batch, found.last_batch, found[2])
             )
-            print(f"| {title} | {peer} | `{attack}` | {cells} | {auc_at_most(found.guarantee)} |")
+            print(f"| {title} | {peer} | `{attack}` | {cells} | {auc_at_most(found.bound)} |")
 
 
 def outcome(arguments: argparse.Namespace, defense: str, attack: AttackName) -> Broken:
@@ -82,7 +82,7 @@ def outcome(arguments: argparse.Namespace, defense: str, attack: AttackName) -> 
 
 
 def cell(value: float, found: Broken) -> str:
-    return f"**{value:.3f}**" if value > found.guarantee + CHANCE else f"{value:.3f}"
+    return f"**{value:.3f}**" if value > found.bound + CHANCE else f"{value:.3f}"
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ import torch
 from benchmarks.environment import print_environment
 from splitveil.active_party.watch.stored_figures import ledger_figures
 from splitveil.common.privacy.attacks import ATTACKS, CUT, RunAttackName
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
 from splitveil.common.privacy.run_level import RunLevelLeak
 from tests.attacked_run import BATCH_ATTACKS, RUN_ATTACKS, AttackedRun, attacked_run, deal_labels
@@ -169,14 +170,14 @@ def run_table(runs: Mapping[str, Sequence[AttackedRun]]) -> list[str]:
             "defense",
             *(f"`{name}`, {layer}" for layer, name in columns),
             "ledger: estimate",
-            "guarantee",
+            "bound",
         ]
     )
     for defense, found in runs.items():
         leaks = [interval([r.run_level[layer][name] for r in found]) for layer, name in columns]
         estimate = average(found, lambda r: r.bounds.estimate.max)
-        guarantee = average(found, lambda r: r.bounds.guarantee.max)
-        lines.append(row([defense, *leaks, estimate, guarantee]))
+        bound = average(found, lambda r: r.bounds.against(Covers.CLASS_MEANS).leak_auc.max)
+        lines.append(row([defense, *leaks, estimate, bound]))
     every = [r for found in runs.values() for r in found]
     told = every[0].features_alone.keys()
     alone = [

@@ -13,6 +13,7 @@ that fails; it is 5 if the run was ended for good, and 0 if such a run is starte
 """
 
 import argparse
+import hashlib
 import os
 import socket
 import subprocess
@@ -27,7 +28,7 @@ import yaml
 from rich.console import Console
 
 from splitveil.common.errors import EndedForGood, SettingsError
-from splitveil.common.run.contract import ACTIVE
+from splitveil.common.run.contract import ACTIVE, NAME_CHARACTERS
 from splitveil.common.settings import apply_overrides, read_yaml
 from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import cell, visible_lines
@@ -51,9 +52,18 @@ class NamedDefense(NamedTuple):
     title: str
     settings: dict[str, Any]
 
-    def slug(self) -> str:
-        """Return the title in a form that can be part of a run's name."""
-        return slug(self.title).strip("-")
+    def run_name(self, name: str) -> str:
+        """Return the name of the run of an example with this defense.
+
+        Args:
+            name: of the example's run without a defense of its own.
+        """
+        whole = f"{name}-{slug(self.title).strip('-')}"
+        if len(whole) <= NAME_CHARACTERS:
+            return whole
+        # Long settings differ in what is cut off.
+        digest = hashlib.blake2b(f"{name} {self.title}".encode(), digest_size=4).hexdigest()
+        return f"{whole[: NAME_CHARACTERS - len(digest) - 1].rstrip('-_.')}-{digest}"
 
 
 class Overrides(NamedTuple):
@@ -199,7 +209,7 @@ def _plan(name: str, base: Overrides, defenses: Sequence[NamedDefense]) -> dict[
         return {name: PlannedRun(name, base)}
     runs = {}
     for defense in defenses:
-        own_name = name if len(defenses) == 1 else f"{name}-{defense.slug()}"
+        own_name = name if len(defenses) == 1 else defense.run_name(name)
         overrides = base.adding(f"contract.run_name={own_name}", _defense_override(defense))
         runs[defense.title] = PlannedRun(own_name, overrides)
     return runs

@@ -56,7 +56,7 @@ class AttackedRun(NamedTuple):
     random: list[tuple[int, float]]
     """Epoch and leak AUC of scores that know nothing, for each batch."""
 
-    answer_guarantees: list[float]
+    answer_bounds: list[float]
     """What no attack on this answer alone passes, by its charge; for each batch."""
 
     bounds: LeakBounds
@@ -98,7 +98,7 @@ def attacked_run(
         red_team.audit.run_level(),
         _features_alone(parties),
         red_team.random,
-        sender.answer_guarantees,
+        sender.answer_bounds,
         parties.session.leak_bounds(),
     )
 
@@ -149,12 +149,12 @@ class _Sender(ActiveRecording):
 
     def __init__(self) -> None:
         super().__init__()
-        self.answer_guarantees: list[float] = []
+        self.answer_bounds: list[float] = []
         self.latest: StepResult | None = None
 
     def on_step(self, batch: Batch, result: StepResult) -> None:
         self.latest = result
-        self.answer_guarantees.append(leak_auc_bound(result.report.charge.sum_kl))
+        self.answer_bounds.append(leak_auc_bound(result.report.charge.sum_kl))
 
 
 class _RedTeam(PassiveRecording):

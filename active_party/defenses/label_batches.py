@@ -46,9 +46,9 @@ from splitveil.active_party.defenses.interface import (
     RawBatch,
 )
 from splitveil.active_party.defenses.label_mechanisms import ProjectedBatches, label_leak
+from splitveil.active_party.defenses.label_strength import leak_auc_of
 from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.rows import as_classes, as_rows
-from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.common.privacy.covers import Covers
 
 _GRID = 2.0**20
@@ -79,7 +79,7 @@ class BatchProjections(Defense):
         self._report = DefenseReport(
             noise_power=0.0,  # the noise is in the targets: nothing is added to the gradient
             sum_kl_after=sum_kl,
-            leak_auc_bound=leak_auc_bound(sum_kl),
+            leak_auc_bound=leak_auc_of(mechanism, num_classes),
             charge=LeakCharge(sum_kl, covers=Covers.ANYBODY, is_gaussian=True),
         )
 

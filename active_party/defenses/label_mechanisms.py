@@ -127,10 +127,14 @@ class ResponseWithPrior(Section):
     """Epochs of a stage; the last one lasts until the end. Labels of a part whose stage does not
     begin within the run are never used."""
 
-    if_certain: Literal["class", "prediction"] = "class"
+    if_certain: Literal["prediction", "class"] = "prediction"
     """The target where k = 1, so that the answer is the class that the model expects, whatever the
-    label. ``class``: that class, as in the paper. ``prediction``: the prediction at each step, so
-    that such rows do not reinforce what the model believes."""
+    label.
+
+    ``prediction``: the prediction at each step, so that such rows do not reinforce what the model
+    believes. ``class``: that class, as in the paper. With a small epsilon nearly all rows have
+    k = 1, and a model trained on them forgets how to rank.
+    """
 
 
 class ProjectedBatches(Section):

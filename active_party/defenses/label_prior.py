@@ -11,7 +11,7 @@ for every k, and k is the one with the largest chance that the answer is the lab
 NeurIPS 2021, algorithms 1 and 2). In several stages (LP-MST, algorithm 3) the rows are divided into
 parts, and the prior of a part's rows is what the model has learned from the parts before.
 
-Three things differ from the paper, because a run has one course and one model:
+Four things differ from the paper. The first three follow from one course and one model:
 
 - The model goes on learning from one stage to the next, instead of starting anew.
 - The prior is the prediction at the visit at which the row's label is drawn. By then the model has
@@ -21,6 +21,8 @@ Three things differ from the paper, because a run has one course and one model:
 - A row whose label is not drawn yet is trained on its own prediction. That is no gradient at all,
   but for dropout and the rounding of a softmax, and in any case a function of what the model knows
   already.
+- With ``if_certain: prediction``, so is a row whose k was 1: its answer says nothing about the
+  label, and repeats what the model believed.
 
 Drawn once, also after a restart: the random numbers come from the key of the answer at which the
 label is drawn. An answer that has been given is repeated bit for bit or not at all, so that a party
@@ -48,9 +50,9 @@ from splitveil.active_party.defenses.interface import (
     RawBatch,
 )
 from splitveil.active_party.defenses.label_mechanisms import ResponseWithPrior, label_leak
+from splitveil.active_party.defenses.label_strength import leak_auc_of
 from splitveil.active_party.defenses.noise import DrawKeys, secure_uniform
 from splitveil.active_party.defenses.rows import as_classes, as_rows
-from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.common.privacy.covers import Covers
 
 _NOT_DRAWN = -1
@@ -131,7 +133,7 @@ class LabelsWithPrior(Defense):
         report = DefenseReport(
             noise_power=0.0,  # the noise is in the labels: nothing is added to the gradient
             sum_kl_after=sum_kl,
-            leak_auc_bound=leak_auc_bound(sum_kl),
+            leak_auc_bound=leak_auc_of(self._mechanism, self._num_classes),
             charge=LeakCharge(
                 sum_kl,
                 noise_identity=f"noisy_label {self._mechanism!r} {self._identity.hex()}",

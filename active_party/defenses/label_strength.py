@@ -28,6 +28,26 @@ from splitveil.active_party.defenses.label_mechanisms import (
 )
 
 
+def leak_auc_of(mechanism: LabelMechanism, num_classes: int = 2) -> float:
+    """Return the best AUC between two classes against one draw; for ``with_prior`` a bound on it.
+
+    Args:
+        mechanism: kind and strength of the noise.
+        num_classes: number of classes.
+    """
+    match mechanism:
+        case GaussianLabels() | ProjectedBatches():
+            return gaussian_auc(1 / mechanism.noise_ratio)
+        case LaplaceLabels():
+            return laplace_auc(mechanism.epsilon)
+        case AlibiLabels():
+            return laplace_auc(mechanism.epsilon, 2)
+        case RandomizedResponse():
+            return response_auc(mechanism.epsilon, num_classes)
+        case ResponseWithPrior():
+            return auc_of_epsilon(mechanism.epsilon)
+
+
 def at_leak_auc(
     mechanism: LabelMechanism, leak_auc: float, epochs: int, num_classes: int = 2
 ) -> LabelMechanism:

@@ -54,7 +54,7 @@ from splitveil.active_party.defenses.label_mechanisms import (
     strength_name,
 )
 from splitveil.active_party.defenses.label_prior import LabelsWithPrior
-from splitveil.active_party.defenses.label_strength import at_leak_auc
+from splitveil.active_party.defenses.label_strength import at_leak_auc, leak_auc_of
 from splitveil.active_party.defenses.noise import SecureNoise, fresh_key
 from splitveil.active_party.defenses.rows import as_classes, as_rows
 from splitveil.active_party.defenses.section import (
@@ -63,7 +63,6 @@ from splitveil.active_party.defenses.section import (
     require_key,
     warn_about_seed,
 )
-from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.common.privacy.covers import Covers
 
 
@@ -243,7 +242,7 @@ class NoisyLabel(Defense):
         self._report = DefenseReport(
             noise_power=0.0,  # the noise is in the labels: nothing is added to the gradient
             sum_kl_after=leak.sum_kl,
-            leak_auc_bound=leak_auc_bound(leak.sum_kl),
+            leak_auc_bound=leak_auc_of(mechanism, num_classes),
             charge=LeakCharge(
                 leak.sum_kl,
                 noise_identity=f"noisy_label {strength_name(mechanism)} {key_name(key)}",

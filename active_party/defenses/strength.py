@@ -7,7 +7,7 @@
                          ``leak_auc_bound``
 
 V is the total variation of the classes. For a leak AUC the papers take e = 4 V^2 instead, which
-guarantees the same and asks for more: 4 V artanh(V) is larger at every A, so that less power is
+bounds the same and asks for more: 4 V artanh(V) is larger at every A, so that less power is
 enough. It is also unbounded where theirs ends at 4.
 """
 
@@ -43,9 +43,9 @@ class DetectionError(Section):
 
 
 class LeakAuc(Section):
-    """Strength given as the guarantee: the least power that holds attacks on the gap below an AUC.
+    """Strength given as a bound: the least power that holds attacks on the gap below an AUC.
 
-    The gap is that of the class means. Fresh noise bounds nothing across it.
+    The gap is that of the class means: the bound is for a peer that knows class means only.
     """
 
     leak_auc: float = Field(gt=0.5, lt=1)
@@ -102,7 +102,7 @@ def allowed_sum_kl(strength: SumKl | DetectionError | LeakAuc) -> float:
 def repeated_sum_kl(strength: Strength) -> float:
     """Return the divergence that all answers of persistent marvell leave together, 1/k^2.
 
-    A power ratio s is k^2. A leak AUC is taken as the guarantee for every attack, as for fresh
+    A power ratio s is k^2. A leak AUC is taken as the bound for any distributions, as for fresh
     noise and in the run's budget; the estimate Phi(1/(k sqrt 2)), exact here, lies below it.
     """
     if isinstance(strength, PowerRatio):

@@ -1,6 +1,6 @@
 """Formats upper bounds, rounded up so that the printed bound is never below the computed one.
 
-Every guarantee, charge, budget and "at most" on any page and in any log is formatted here, so that
+Every bound, charge, budget and "at most" on any page and in any log is formatted here, so that
 a bound has the same digits everywhere. Measurements and estimates are rounded as usual.
 """
 

@@ -230,7 +230,7 @@ def test_the_run_leaves_the_files_that_the_guide_names(own: Path, done: Mapping[
     assert {"report.html", "checkpoint"} <= names
     assert (folder / "checkpoint" / "ledger.safetensors").is_file()
     summary = yaml.safe_load((folder / "summary.json").read_text())
-    assert 0.5 < summary["ledger"]["guarantee_max"] <= 1
+    assert 0.5 < summary["ledger"]["knows_class_means_only_max"] <= 1
     assert {"leak", "leak_run_level", "leak_batches", "leak_alarms"} <= summary.keys()
     assert '"kind": "leak"' in (folder / "metrics.jsonl").read_text()
 
@@ -310,7 +310,10 @@ def test_every_program_runs_as_it_stands(
 ) -> None:
     monkeypatch.chdir(ROOT)
     exec(compile(block.text, "guide", "exec"), {})  # noqa: S102 (it is the page's own)
-    assert re.search(r"test AUC 0\.\d+\nguarantee 0\.\d+", capsys.readouterr().out)
+    assert re.search(
+        r"test AUC 0\.\d+\nbound for anybody 1\.0\n(bound for .* [01]\.\d+\n){2}",
+        capsys.readouterr().out,
+    )
 
 
 SNIPPETS = [

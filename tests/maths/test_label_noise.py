@@ -11,6 +11,7 @@ from scipy import integrate, stats
 from torch import Tensor
 
 from splitveil.active_party.defenses import DefenseSettings, NoisyLabelDefense, RawBatch
+from splitveil.active_party.defenses.exact_auc import laplace_auc
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.label_mechanisms import (
     DrawnOnce,
@@ -18,6 +19,7 @@ from splitveil.active_party.defenses.label_mechanisms import (
     LaplaceLabels,
     RandomizedResponse,
     draw_noisy_labels,
+    evidence,
     label_leak,
 )
 from splitveil.common.privacy.leakage import leak_auc
@@ -104,10 +106,15 @@ def test_no_score_passes_the_guarantee_and_the_noisy_label_comes_close(
     _, report = build_defense(NoisyLabelDefense(mechanism=mechanism), KEY).defend(
         RawBatch(raw, LABELS[:2])
     )
-    assert report.leak_auc_bound is not None
-    assert 0.6 < leak <= report.leak_auc_bound
-    if mechanism.kind == "gaussian":
-        assert leak == pytest.approx(stats.norm.cdf(1 / (2 * math.sqrt(2))), abs=0.006)
+    exact = {
+        "gaussian": float(stats.norm.cdf(1 / (2 * math.sqrt(2)))),
+        "laplace": laplace_auc(0.7),
+        "randomized_response": 1 / (1 + math.exp(-0.7)),
+    }
+    assert report.leak_auc_bound == pytest.approx(exact[mechanism.kind])
+    ratios = evidence(mechanism, drawn)  # on the grid differences are exact, and ties remain ties
+    assert leak_auc(ratios, LABELS) == pytest.approx(exact[mechanism.kind], abs=0.01)
+    assert 0.6 < leak < exact[mechanism.kind] + 0.01
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS[:2], ids=kind_of)

@@ -176,10 +176,10 @@ def test_where_the_model_is_certain_the_label_has_no_part_in_the_answer() -> Non
     """The answer is the class expected; or, as the settings say, the prediction at every step."""
     labels = torch.arange(100).remainder(2).float()
     logits = torch.where(torch.arange(100) < 50, 3.0, 0.0)
-    hard = asked(build(labels), labels, logits)
+    hard = asked(build(labels, if_certain="class"), labels, logits)
     assert torch.equal(hard[:50], torch.ones(50))
     assert set(hard[50:].tolist()) == {0.0, 1.0}
-    defense = build(labels, if_certain="prediction")
+    defense = build(labels)
     assert torch.equal(asked(defense, labels, logits)[50:], hard[50:])
     later = asked(defense, labels, -logits)
     assert torch.allclose(later[:50], torch.sigmoid(-logits[:50]))
@@ -244,7 +244,7 @@ def test_labels_dealt_out_are_not_told_better_than_epsilon_allows() -> None:
     generator = torch.Generator().manual_seed(2)
     labels = torch.randint(2, (ROWS,), generator=generator).float()
     logits = torch.randn(ROWS, generator=generator)
-    found = leak_auc(asked(build(labels, epsilon=0.5), labels, logits), labels)
+    found = leak_auc(asked(build(labels, epsilon=0.5, if_certain="class"), labels, logits), labels)
     # Rows of which the model is certain tell nothing, and the prior says nothing about labels.
     assert 0.52 < found < auc_of_epsilon(0.5) + 0.005
 

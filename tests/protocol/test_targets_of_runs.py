@@ -27,7 +27,7 @@ MECHANISMS = {
     "alibi": "{kind: alibi, epsilon: 2}",
     "gaussian": "{kind: gaussian, noise_ratio: 1, posterior: model}",
     "with_prior": "{kind: with_prior, epsilon: 2, parts: 2, epochs_per_part: 1}",
-    "certain": "{kind: with_prior, epsilon: 1, if_certain: prediction}",
+    "certain": "{kind: with_prior, epsilon: 1, if_certain: class}",
     "projected_batches": "{kind: projected_batches, noise_ratio: 4}",
 }
 EVERY_2 = ["contract.checkpoints={every_steps: 2, keep: 100}"]

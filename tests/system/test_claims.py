@@ -27,6 +27,7 @@ from torch import Tensor
 
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.privacy.attacks import ATTACKS, AttackName
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
 from splitveil.common.privacy.leakage import leak_auc_interval
 from splitveil.common.privacy.run_level import RunLevelLeak
@@ -75,7 +76,7 @@ def of_detection_error(error: float) -> float:
 
 
 def of_sum_kl(sum_kl: float) -> float:
-    """Return the guarantee, 1/2 + V - V^2/2 with 2 V ln((1 + V)/(1 - V)) = K."""
+    """Return the bound, 1/2 + V - V^2/2 with 2 V ln((1 + V)/(1 - V)) = K."""
     variation = brentq(lambda v: 2 * v * math.log((1 + v) / (1 - v)) - sum_kl, 0, 1 - 1e-12)
     return float(0.5 + variation - variation**2 / 2)
 
@@ -332,22 +333,28 @@ def test_max_norm_hides_the_direction_less_well_than_the_norm(run: Runs) -> None
 
 
 def test_an_answer_s_charge_bounds_every_attack_on_it(run: Runs) -> None:
-    """The guarantee that the ledger has of one answer; against less noise it would not hold.
+    """The bound that the ledger has of one answer; against less noise it would not hold.
 
-    The guarantee itself depends on the noise that was drawn: its mean over the batches strays by
+    The bound itself depends on the noise that was drawn: its mean over the batches strays by
     about .01 from one draw, or one machine's rounding, to the next. Less noise is caught as long as
-    the guarantee and the margin stay below 1 together, from which they are .2 away here.
+    the bound and the margin stay below 1 together, from which they are .2 away here.
     """
     found, weaker = run("name: iso, noise_ratio: 8"), run("name: iso, noise_ratio: 0.5")
-    guarantee = statistics.mean(found.answer_guarantees)
-    claim = Claim("a **guarantee**", "", guarantee, "", ON_GRADIENTS)
+    bound = statistics.mean(found.answer_bounds)
+    claim = Claim("a **bound**", "", bound, "", ON_GRADIENTS)
     assert beyond(claim, found, leaks(found)) == {}
     assert beyond(claim, weaker, leaks(weaker)) != {}
 
 
-def test_the_ledger_s_guarantee_holds_for_what_gathers_over_fresh_answers(run: Runs) -> None:
+def test_the_ledger_s_bound_holds_for_what_gathers_over_fresh_answers(run: Runs) -> None:
     found, weaker = run("name: marvell, strength: {leak_auc: 0.6}"), run(FRESH_MARVELL)
-    claim = Claim("a **guarantee**", "", found.bounds.guarantee.max, "", RUN_ATTACKS)
+    claim = Claim(
+        "a **bound**",
+        "",
+        found.bounds.against(Covers.CLASS_MEANS).leak_auc.max,
+        "",
+        RUN_ATTACKS,
+    )
     assert 0.6 < claim.bound < 0.85
     assert beyond(claim, found, leaks(found)) == {}
     assert beyond(claim, weaker, leaks(weaker)) != {}

@@ -14,12 +14,14 @@ from pathlib import Path
 
 import grpc
 import pytest
+from pydantic import TypeAdapter
 from rich.console import Console
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.record.figures import LedgerFigures, SpreadFigures
 from splitveil.common.record.leak_figures import BatchFigures, LeakFigures, RunFigures
 from splitveil.common.record.summary import ActiveFigures, ModelFigures, RunCounts, Summary
+from splitveil.common.run.contract import Name
 from splitveil.deploy.comparison import RunResults, comparison_table
 from splitveil.deploy.local import Overrides, held_port, parse_defense
 from tests.programs import run_program
@@ -219,6 +221,22 @@ def test_a_defense_is_a_name_with_settings_or_yaml(
 def test_a_defense_that_is_neither_is_refused(text: str) -> None:
     with pytest.raises(SettingsError, match="--"):
         parse_defense(text)
+
+
+LONG = "{{name: projected_labels, strength: {{leak_auc: {auc}}}, stages: 10, rank: 24, memory: 64}}"
+
+
+def test_a_run_s_name_is_as_long_as_a_contract_allows_and_differs_where_settings_do() -> None:
+    names = [parse_defense(LONG.format(auc=auc)).run_name("default_credit") for auc in (0.6, 0.55)]
+    assert names[0].startswith("default_credit-projected_labels-leak_auc-0.6-stages-10-")
+    assert len(set(names)) == 2
+    long = "e" * 60  # a name of its own that leaves no room
+    names += [parse_defense(text).run_name(long) for text in ("none", "iso", "iso:noise_ratio=2")]
+    assert len(set(names)) == 5
+    name_of = TypeAdapter[str](Name)
+    assert [name_of.validate_python(name) for name in names] == names
+    cut_off_only_there = parse_defense("marvell:strength.power_ratio=4").run_name("breast_cancer")
+    assert cut_off_only_there == "breast_cancer-marvell-power_ratio-4"
 
 
 def test_overrides_reach_the_party_they_name_and_the_contract_both() -> None:

@@ -103,7 +103,7 @@ def test_verdicts_of_real_runs_tell_a_defense_from_none(compared: LocalRun) -> N
     )
     assert recovers.search(pages[WITHOUT])
     assert not recovers.search(pages[DEFENDED])
-    assert "ledger guarantees at most 0.9" in pages[DEFENDED]
+    assert re.search(r"has a bound of 0\.9\d\d for a peer that knows class means", pages[DEFENDED])
 
 
 @needs_browser

@@ -20,14 +20,20 @@ from splitveil.active_party.plan import print_plan
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.privacy.covers import Covers
 from tests.programs import run_program
 from tests.runs import write_example
 from tests.system.processes import Pair, side_by_side, started
 from tests.system.restarted import Both, Restarted, Settings, kept_up
 
+
+def budget_of(leak_auc: float) -> str:
+    return f"run_budget={{leak_auc: {leak_auc}, covers: knows class means only}}"
+
+
 BUDGET = [
     "defense={name: marvell, strength: {power_ratio: 16}, insecure_noise_seed: 7}",
-    "run_budget={leak_auc: 0.7}",
+    budget_of(0.7),
 ]
 EPOCHS = "contract.epochs=10"
 
@@ -59,7 +65,7 @@ def test_the_run_stops_in_the_epoch_that_the_plan_names_with_an_exit_code_of_its
     assert exit_codes == (5, 5), pair.outputs
     assert "the run is expected to end in epoch 4 " in planned(folder, [*BUDGET, EPOCHS])
     assert "run_budget: epoch 4 step 1 would take an example to sum_kl 0.2" in pair.active.output
-    assert "the budget is sum_kl 0.2068, a guaranteed leak AUC of 0.700" in pair.active.output
+    assert "the budget is sum_kl 0.2068, a leak AUC of at most 0.700" in pair.active.output
 
 
 def test_the_last_answer_is_the_last_that_the_ledger_allows(
@@ -71,7 +77,7 @@ def test_the_last_answer_is_the_last_that_the_ledger_allows(
     }
     ledger = metrics(pair, "ledger")
     assert [line["epoch"] for line in ledger] == [0, 1, 2, 3]
-    assert ledger[2]["guarantee_max"] <= 0.7
+    assert ledger[2]["knows_class_means_only_max"] <= 0.7
     # One more epoch like the others would not have fitted.
     per_epoch = ledger[2]["sum_kl_max"] / 3
     assert ledger[2]["sum_kl_max"] + per_epoch > 0.2068
@@ -88,13 +94,15 @@ def test_checkpoint_summary_and_ledger_are_left(
     assert summary["epochs"] == 3
     assert summary["test_auc"] > 0.5
     assert summary["leak_alarms"] == 0
-    assert 0.6 < summary["ledger"]["guarantee_max"] <= 0.7
+    assert 0.6 < summary["ledger"]["knows_class_means_only_max"] <= 0.7
     stored = load_file(pair.active.results() / "checkpoint" / "ledger.safetensors")
     ledger = AccountBook.from_state(stored).ledger
     charged = torch.nonzero(stored["settled"]).reshape(-1).numpy()
     assert 0 < len(charged) < 360
     assert ledger.bounds(charged).sum_kl.max == summary["ledger"]["sum_kl_max"]
-    assert ledger.bounds(np.arange(360)).guarantee.max == summary["ledger"]["guarantee_max"]
+    for written, peers in zip(summary["bounds"], Covers, strict=True):
+        bound = ledger.bounds(np.arange(360)).against(peers)
+        assert written == {"covers": peers, "leak_auc": bound.leak_auc.max, "mu": bound.mu}
 
 
 def test_the_next_run_has_no_budget_left_where_this_one_ended(
@@ -132,7 +140,7 @@ def test_plan_is_a_command_that_trains_nothing(tmp_path: Path) -> None:
     done = command(tmp_path, *overrides, "--target-leak-auc", "0.7")
     assert done.returncode == 0, done.stderr
     assert "the run is expected to end in epoch 4 " in done.stdout
-    assert "48.3" in done.stdout  # 10 epochs at sum_kl 0.2068: the power ratio by the guarantee
+    assert "48.3" in done.stdout  # 10 epochs at sum_kl 0.2068: the power ratio by the bound
     assert not (tmp_path / "runs").exists()
     refused = command(tmp_path, *overrides, "--target-leak-auc", "1.5")
     assert refused.returncode == 2
@@ -142,7 +150,7 @@ def test_plan_is_a_command_that_trains_nothing(tmp_path: Path) -> None:
 def test_a_budget_without_a_defense_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     write_example(tmp_path)
     (tmp_path / "active.csv").unlink()
-    done = command(tmp_path, "--set", "run_budget={leak_auc: 0.7}")
+    done = command(tmp_path, "--set", budget_of(0.7))
     assert done.returncode == 2
     assert "run_budget" in done.stderr
 
@@ -172,7 +180,7 @@ def test_a_supervisor_starts_a_run_that_its_budget_ended_once_more_and_a_raised_
     tmp_path: Path,
 ) -> None:
     write_example(tmp_path)
-    budget = ENDED_EARLY._replace(active=(*ENDED_EARLY.active, "run_budget={leak_auc: 0.7}"))
+    budget = ENDED_EARLY._replace(active=(*ENDED_EARLY.active, budget_of(0.7)))
     with kept_up(tmp_path, budget) as both:
         supervised(both)
         assert [party.starts for party in both] == [2, 2], both.outputs
@@ -184,7 +192,7 @@ def test_a_supervisor_starts_a_run_that_its_budget_ended_once_more_and_a_raised_
         answered = train_lines(both.active.folder)
         assert len(answered) == 12
         assert not list(both.active.folder.parent.glob("*.previous-*"))
-    again = ENDED_EARLY._replace(active=(*ENDED_EARLY.active, "run_budget={leak_auc: 0.75}"))
+    again = ENDED_EARLY._replace(active=(*ENDED_EARLY.active, budget_of(0.75)))
     with kept_up(tmp_path, again, log="again") as both:
         both.start()
         assert both.wait() == (5, 5), both.outputs

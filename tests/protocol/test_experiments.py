@@ -28,7 +28,7 @@ from splitveil.common.record.lines import EpochLeakLine, EvaluationLine, LeakLin
 from splitveil.common.record.run_record import METRICS, write_summary
 from splitveil.common.record.summary import ActiveFigures, ModelFigures, RunCounts, Summary
 from splitveil.common.storage.run_folder import claimed
-from splitveil.experiments import needs
+from splitveil.experiments import needs, preparation
 from splitveil.experiments.__main__ import main
 from splitveil.experiments.cells import (
     PREPARED,
@@ -769,7 +769,52 @@ def test_without_matplotlib_the_table_is_there_and_one_line_says_what_is_missing
     assert "pip install 'splitveil[experiments]'" in line
 
 
+def test_report_replaces_its_part_of_a_page(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "tiny.yaml"
+    plots = [{"kind": "sweep", "axis": "ratio"}]
+    path.write_text(yaml.safe_dump(TINY | {"plots": plots}, sort_keys=False))
+    results = tmp_path / "out" / "tiny"
+    cell = cells_of(tiny())[2]
+    leave_behind(cell, results)
+    write_rows(results / "results.parquet", collect("tiny", "full", cell, results), {})
+    page = tmp_path / "docs" / "page.md"
+    page.parent.mkdir()
+    ends = ("# Above\n\n<!-- results of tiny -->\n", "<!-- end of tiny -->\n\nBelow.\n")
+    page.write_text("an old table".join(ends))
+    report = ["report", str(path), "--output", str(tmp_path / "out"), "--into", str(page)]
+    assert main(report) == 0
+    written = page.read_text()
+    assert written.startswith(ends[0])
+    assert written.endswith(ends[1])
+    assert "an old table" not in written
+    assert "| marvell 4 | .900 | .800 | .600 |" in written
+    plot = "images/tiny/1-sweep-cancer.svg"
+    assert f"![{plot}]({plot})" in written
+    assert (page.parent / plot).is_file()
+    assert main(report) == 0
+    assert page.read_text() == written
+    page.write_text("# Another page\n")
+    assert main(report) == 2
+    assert page.read_text() == "# Another page\n"
+
+
 # ---- preparations and models ----
+
+
+def test_a_synthetic_table_has_features_of_both_parties(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparation, "SYNTHETIC_ROWS", 4000)
+    monkeypatch.delenv("SPLITVEIL_DATA", raising=False)
+    prepare("synthetic", tmp_path)
+    with np.load(tmp_path / "synthetic.npz") as made:
+        passive, active, y = made["passive"], made["active"], made["y"]
+    assert passive.shape == (4000, 12)
+    assert active.shape == (4000, 4)
+    assert 0.1 < y.mean() < 0.5
+    for own in (passive[:, 0], active[:, 0]):
+        assert abs(np.corrcoef(own, y)[0, 1]) > 0.1
 
 
 def test_packed_words_become_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 `PEERS` are the activations that it may send in place of its model's, and `READINGS` the scores that
 it may compute from each answer; `attack` sends the ones, computes all of the others in one run, and
-holds them against the ledger's guarantee. A test of another defense needs one call.
+holds them against the ledger's bound. A test of another defense needs one call.
 
 The readings know no label: their sign follows from the positives being the smaller class, or from
 the predictions. Two of them, `informed` and `targets`, are told the model's predictions and their
@@ -29,6 +29,7 @@ from torch import Tensor
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.data.features import Features
 from splitveil.common.privacy.attacks import informed, residual_energy
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.privacy.residual_energy import rare_cluster_up
@@ -248,8 +249,11 @@ class Attacked(NamedTuple):
     """What a peer read in a run."""
 
     readings: dict[ReadingName, Broken]
-    guarantee: float
-    """The ledger's for the whole run, of the example with the largest account."""
+    bound: float
+    """The ledger's for the whole run, of the example with the largest account and for the peers
+    whom the charges describe."""
+    covers: Covers
+    """The widest circle of peers for whom there is that bound."""
     standard_error: float
     """Of the AUC of scores that have nothing to do with the labels, over all training rows."""
 
@@ -348,9 +352,12 @@ class _Reader(PassiveRecording):
         positives = int(labels.sum())
         of_class = positives * (len(labels) - positives)
         found = {name: self._broken(name, trained, labels) for name in get_args(ReadingName)}
+        bounds = parties.session.leak_bounds()
+        bound = bounds.against(Covers.CLASS_MEANS).leak_auc.max
         return Attacked(
             found,
-            parties.session.leak_bounds().guarantee.max,
+            bound,
+            next(p for p in Covers if bounds.against(p).leak_auc.max == bound),
             math.sqrt((len(labels) + 1) / (12 * of_class)),
         )
 

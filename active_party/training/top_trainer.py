@@ -81,6 +81,9 @@ class StepResult:
     label: (batch, *cut_shape), or (batch, classes, *cut_shape). None if nobody asked, or if the
     gradient is not that of a cross entropy."""
 
+    own: Features | None = None
+    """This party's own features of the rows; None if it does not have any."""
+
 
 class TopTrainer:
     """Trains the top model on this party's rows, and defends every gradient that it returns.
@@ -188,7 +191,8 @@ class TopTrainer:
             LabelledRows(rows, labels, values, lambda: self._logits(rows, values))
         )
         self.model.train()
-        outcome = self._objective.compute(cut, self._own(rows), BatchLabels(rows, labels, targets))
+        own = self._own(rows)
+        outcome = self._objective.compute(cut, own, BatchLabels(rows, labels, targets))
         slopes = _slopes(outcome.logits, cut) if self._tells_slopes else None
         defended, report = self._defend(outcome, labels, positions, slopes)
         self._unlearned = outcome
@@ -201,6 +205,7 @@ class TopTrainer:
             outcome.loss.detach(),
             cut.detach(),
             slopes,
+            own,
         )
 
     def _targets(self, batch: LabelledRows) -> Tensor:

@@ -91,6 +91,10 @@ class RawBatch(NamedTuple):
     """The most by which an example's own label moves its own row; None if the gap of the class
     means represents it, as it does for a cross entropy."""
 
+    slopes: Tensor | None = None
+    """The gradient for each unit of a logit's residual p - y, of which labels know nothing,
+    (batch, *cut_shape). None where the settings do not ask for it, and for several classes."""
+
 
 class Defended(NamedTuple):
     """A defense's answer to one batch."""

@@ -4,11 +4,12 @@ A peer chooses its activations, and with them almost every column. So no column 
 something that is not a number, and one huge row must not make all others equal: values are cut off
 at 1e15, centred and scaled by a sample's winsorised mean and standard deviation, and clipped.
 
-    constant | activations | own features | hidden units | logits | s | s x activations
+    constant | activations | own features | hidden units | logits | J | s | s x the first two
 
-with s the slope of a row's logit along the mean slope, J_i . mean J: gradients are (p_i - y_i) J_i,
-and so sums of s (y - p) and of its products are what a step of the bottom model asks for.
-With several classes s has one column for each class, and there are no products.
+with J_i the slopes of a row's logit, d logit / d activation, and s_i = J_i . mean J. Gradients are
+(p_i - y_i) J_i, so a step of the bottom model asks for sums of (y - p) J and of its products with
+what the bottom model sees. Slopes may be given for each of several classes, (rows, classes,
+cut_dim): then s has one column for each class, and there are neither J nor products.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,6 +24,9 @@ _LARGEST = 1e15
 _CLIP = 4.0
 _TAIL = 0.01
 """Share of the sample on either side that does not influence centre and scale."""
+
+_MOST_MULTIPLIED = 64
+"""Own features beyond which their products with s are left out: the design takes m^2 N steps."""
 
 _SAMPLE_ROWS = 16_384
 
@@ -62,17 +66,16 @@ class Columns(NamedTuple):
     scale: Tensor
     """Factor after centring, (raw columns,) float32; 0 for a column that is constant."""
 
-    cut_dim: int
+    num_multiplied: int
+    """The first so many raw columns are multiplied by s, the last one."""
 
     def of(self, chunk: RowChunk) -> Tensor:
         """Return the columns of some rows, (rows, columns) float32, within -4 to 4."""
         raw = _raw(chunk, self.mean_slope)
         scaled = raw.sub_(self.centre).mul_(self.scale).clamp_(-_CLIP, _CLIP)
-        parts = [scaled.new_ones(len(scaled), 1), scaled]
-        if self.mean_slope.ndim == 1:
-            products = scaled[:, -1:] * scaled[:, : self.cut_dim]
-            parts.append(products.clamp_(-_CLIP, _CLIP))
-        return torch.cat(parts, dim=1)
+        products = scaled[:, -1:] * scaled[:, : self.num_multiplied]
+        products.clamp_(-_CLIP, _CLIP)
+        return torch.cat([scaled.new_ones(len(scaled), 1), scaled, products], dim=1)
 
 
 def columns_of(chunks: Chunks, num_rows: int) -> Columns:
@@ -92,7 +95,15 @@ def columns_of(chunks: Chunks, num_rows: int) -> Columns:
     centre, std = kept.mean(dim=0), kept.std(dim=0, correction=0)
     tiny = 1e-6 * centre.abs() + 1e-30
     scale = torch.where(std > tiny, 1 / std.clamp_min(1e-30), 0.0)
-    return Columns(mean_slope, centre.float(), scale.float(), sample.activations.shape[1])
+    return Columns(mean_slope, centre.float(), scale.float(), _num_multiplied(sample))
+
+
+def _num_multiplied(rows: RowChunk) -> int:
+    """Return the number of columns to be multiplied by s: many own features are left out."""
+    if rows.slopes.ndim == 3:
+        return 0
+    own = 0 if rows.own is None else rows.own.shape[1]
+    return rows.activations.shape[1] + (own if own <= _MOST_MULTIPLIED else 0)
 
 
 def _sample(chunks: Chunks, num_rows: int) -> RowChunk:
@@ -114,7 +125,9 @@ def _raw(chunk: RowChunk, mean_slope: Tensor) -> Tensor:
     """Return all columns before centring, (rows, raw columns); those of the slope come last."""
     slopes = _tame(chunk.slopes)
     along = (slopes * mean_slope).sum(dim=-1)
-    parts = [chunk.activations, chunk.own, chunk.hidden, chunk.logits, along]
+    one_logit = slopes.ndim == 2
+    parts = [chunk.activations, chunk.own, chunk.hidden, chunk.logits]
+    parts += [slopes, along] if one_logit else [along]
     return torch.cat(
         [_tame(part).reshape(len(slopes), -1) for part in parts if part is not None], dim=1
     )

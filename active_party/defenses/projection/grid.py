@@ -32,6 +32,9 @@ _BITS = 14
 _PAIRWISE_ROWS = 64
 """Rows of a subject up to which their products are taken pair by pair."""
 
+_JUST_ABOVE_1 = 1 + 2.0**-20
+"""Divisor that makes up for the rounding of norms in float32."""
+
 _SHRINK = 1 - 2.0**-10
 """Factor below what is needed, so that rounding rarely makes another round necessary."""
 
@@ -64,10 +67,16 @@ def on_grid(weights: Tensor, subjects: Tensor | None) -> GridWeights:
     for part, into in zip(
         torch.split(weights, BLOCK_ROWS), torch.split(steps, BLOCK_ROWS), strict=True
     ):
-        rows = torch.nan_to_num(part.double(), nan=0.0, posinf=0.0, neginf=0.0)
+        rows = torch.nan_to_num(part, nan=0.0, posinf=0.0, neginf=0.0)
         norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-        into.copy_((rows / norms.clamp_min(1.0) / unit).trunc_())
-        _shrink(into, lambda rows: rows.square().sum(dim=1), one)
+        rows = (rows / (norms.clamp_min(1.0) * (unit * _JUST_ABOVE_1))).trunc_()
+        into.copy_(rows)
+        exact = rows.double()  # products of less than 2^30
+        over = (exact.square_().sum(dim=1) > one).nonzero()[:, 0]
+        if len(over):  # rare: the norm was rounded down, and no entry was
+            shrunk = into[over]
+            _shrink(shrunk, lambda rows: rows.square().sum(dim=1), one)
+            into[over] = shrunk
     if subjects is not None:
         _bound_subjects(steps, subjects.cpu(), one)
     return GridWeights(steps, unit)

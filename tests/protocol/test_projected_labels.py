@@ -13,7 +13,13 @@ from splitveil.active_party.defenses.projected_stages import StageRelease, stage
 from splitveil.active_party.run import lifecycle
 from splitveil.active_party.run.questions import AnsweredQuestions
 from splitveil.active_party.training.top_trainer import TopTrainer
-from splitveil.common.errors import OutOfStep, PeerRestarted, SettingsError, SplitveilError
+from splitveil.common.errors import (
+    Interrupted,
+    OutOfStep,
+    PeerRestarted,
+    SettingsError,
+    SplitveilError,
+)
 from splitveil.common.run.course import AlignedRows, run_course
 from splitveil.common.run.messages import Activation, Answer, Course, Opening
 from splitveil.common.run.progress import State
@@ -335,6 +341,36 @@ def test_with_the_passive_party_killed_the_active_one_goes_back_with_it(
     second.session, second.active = first.session, first.active
     run_in_process(second, Silent)
     assert drawn == STAGES
+    assert_as_if_nothing_had_happened(second, tmp_path, whole)
+
+
+@pytest.mark.parametrize("at", [2, 3, 4, 9])
+def test_a_run_that_is_interrupted_goes_on_from_the_very_batch(
+    example: Path, tmp_path: Path, whole: Whole, at: int
+) -> None:
+    """Both parties save where they are, also in the middle of the survey."""
+
+    class Interrupts(InProcessPeer):
+        """Is asked to stop before one of its messages about held-out rows or in the survey."""
+
+        calls = 0
+
+        def receive_gradient(self) -> Answer:
+            self.calls += 1
+            return super().receive_gradient()
+
+        def evaluate(self, activation: Activation) -> Course:
+            self.calls += 1
+            if self.calls == at:
+                raise Interrupted
+            return super().evaluate(activation)
+
+    with pytest.raises(Interrupted):
+        run_in_process(build(example, runs=tmp_path), Interrupts)
+    for party in ("active", "passive"):
+        assert RunStore(tmp_path / party, keep=100).checkpoints()[-1] == at - 1
+    second = build(example, runs=tmp_path)
+    resume(second)
     assert_as_if_nothing_had_happened(second, tmp_path, whole)
 
 

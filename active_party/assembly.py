@@ -125,8 +125,8 @@ class TrainerBuilder:
             ),
             self._device,
             answer_keys,
-            tells_slopes=settings.leak_monitor is not None
-            and settings.leak_monitor.needs_predictions,
+            tells_slopes=settings.defense.needs_slopes
+            or (settings.leak_monitor is not None and settings.leak_monitor.needs_predictions),
         )
 
     def _example_keys(self, ids: list[str]) -> Tensor | None:

@@ -81,6 +81,9 @@ class StepResult:
     label: (batch, *cut_shape), or (batch, classes, *cut_shape). None if nobody asked, or if the
     gradient is not that of a cross entropy."""
 
+    own: Features | None = None
+    """This party's own features of the rows; None if it does not have any."""
+
 
 class TopTrainer:
     """Trains the top model on this party's rows, and defends every gradient that it returns.
@@ -188,8 +191,10 @@ class TopTrainer:
             LabelledRows(rows, labels, values, lambda: self._logits(rows, values))
         )
         self.model.train()
-        outcome = self._objective.compute(cut, self._own(rows), BatchLabels(rows, labels, targets))
-        defended, report = self._defend(outcome, labels, positions)
+        own = self._own(rows)
+        outcome = self._objective.compute(cut, own, BatchLabels(rows, labels, targets))
+        slopes = _slopes(outcome.logits, cut) if self._tells_slopes else None
+        defended, report = self._defend(outcome, labels, positions, slopes)
         self._unlearned = outcome
         return StepResult(
             outcome.raw,
@@ -199,7 +204,8 @@ class TopTrainer:
             outcome.probabilities,
             outcome.loss.detach(),
             cut.detach(),
-            _slopes(outcome.logits, cut) if self._tells_slopes else None,
+            slopes,
+            own,
         )
 
     def _targets(self, batch: LabelledRows) -> Tensor:
@@ -208,7 +214,9 @@ class TopTrainer:
         except ValueError as error:
             raise SplitveilError(f"the defense has no targets to train on: {error}") from error
 
-    def _defend(self, outcome: StepOutcome, labels: Tensor, positions: Positions) -> Defended:
+    def _defend(
+        self, outcome: StepOutcome, labels: Tensor, positions: Positions, slopes: Tensor | None
+    ) -> Defended:
         keys = self._example_keys
         batch = RawBatch(
             outcome.raw,
@@ -216,6 +224,7 @@ class TopTrainer:
             None if keys is None else keys[torch.from_numpy(positions.copy())],
             outcome.probabilities,
             outcome.label_move,
+            slopes if outcome.probabilities.ndim == 1 else None,
         )
         try:
             return self.defense.defend(batch)

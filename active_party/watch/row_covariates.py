@@ -2,8 +2,9 @@
 
 To tell what an attack finds beyond features, the monitor needs predictions of labels by models that
 have not seen them. They are fitted across folds at the end of the run; what they are fitted on is
-kept here, from the last visit of each row: its activation, the model's prediction of it, and the
-mean of its predictions so far, of which an attack over the run may know more than of the last one.
+kept here: the active party's own features of each row, and from its last visit its activation, the
+model's prediction of it, and the mean of its predictions so far, of which an attack over the run
+may know more than of the last one.
 
 A model that has learned its training labels by heart puts them into its activations, and an attack
 would be adjusted for the very label that it found. So the visits of an epoch count only while the
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from splitveil.active_party.training.predictions import measure_predictions
 from splitveil.active_party.training.top_trainer import StepResult
+from splitveil.common.data.features import Features
 from splitveil.common.privacy.beyond_features import Covariates
 from splitveil.common.privacy.leakage import OneClass
 from splitveil.common.run.course import Batch
@@ -32,7 +34,8 @@ MAX_ROWS = 50_000
 which is that of hashed ids, so that they are a random sample."""
 
 MAX_VALUES = 64
-"""Values of a row's activation that are kept, evenly spaced; the predictions know the others."""
+"""Values of a row's activation that are kept, evenly spaced, and as many of its own features; the
+model's predictions know the others."""
 
 MAX_GAP = 0.02
 """AUC by which the model may tell training labels better than held-out ones."""
@@ -58,6 +61,7 @@ class RowCovariates:
         self._num_logits = 1 if num_classes == 2 else num_classes
         self._labels = torch.full((len(self._positions),), -1, dtype=torch.int8)
         self._visits = torch.zeros(len(self._positions), dtype=torch.int32)
+        self._own = torch.zeros(len(self._positions), 0, dtype=torch.float16)
         self._latest: Tensor | None = None
         """Activation, logits and mean logits of each row's last visit, (rows, values)."""
         self._kept: Tensor | None = None
@@ -78,7 +82,8 @@ class RowCovariates:
         mean = self._latest[rows, -self._num_logits :].float()
         mean += (logits[among] - mean) / self._visits[rows, None]
         known = torch.cat([activations[among], logits[among], mean], dim=1)
-        self._latest[rows] = known.clamp(-_LARGEST_HALF, _LARGEST_HALF).half()
+        self._latest[rows] = _half(known)
+        self._note_own(rows, among, result.own)
         self._labels[rows] = result.labels.detach().reshape(-1).cpu()[among].to(torch.int8)
 
     def note_held_out(self, auc: float) -> None:
@@ -99,13 +104,15 @@ class RowCovariates:
         known = kept.float().numpy()[visited]
         split = known.shape[1] - 2 * self._num_logits
         labels = self._labels.numpy()[visited].astype(np.int64)
-        return Covariates(self._positions[visited], known[:, :split], known[:, split:], labels)
+        own = self._own.float().numpy()[visited]
+        return Covariates(self._positions[visited], known[:, :split], known[:, split:], own, labels)
 
     def state_dict(self) -> State:
         """Return a copy of everything noted."""
         return {
             "labels": self._labels.clone(),
             "visits": self._visits.clone(),
+            "own": self._own.clone(),
             "latest": None if self._latest is None else self._latest.clone(),
             "kept": None if self._kept is None else self._kept.clone(),
             "held_out_auc": self._held_out_auc,
@@ -114,9 +121,22 @@ class RowCovariates:
     def load_state_dict(self, state: State) -> None:
         """Resume from a state that ``state_dict`` returned, and forget everything noted since."""
         self._labels, self._visits = state["labels"].clone(), state["visits"].clone()
+        self._own = state["own"].clone()
         self._latest = None if state["latest"] is None else state["latest"].clone()
         self._kept = None if state["kept"] is None else state["kept"].clone()
         self._held_out_auc = state["held_out_auc"]
+
+    def _note_own(self, rows: Tensor, among: Tensor, own: Features | None) -> None:
+        """Note a batch's own features: numbers, and categories by the number of their slot."""
+        if own is None:
+            return
+        parts = [part.cpu().float() for part in (own.numeric, own.categorical) if part is not None]
+        if not parts:
+            return
+        values = _thinned(torch.cat(parts, dim=1))
+        if self._own.shape[1] != values.shape[1]:
+            self._own = torch.zeros(len(self._positions), values.shape[1], dtype=torch.float16)
+        self._own[rows] = _half(values[among])
 
     def _gap(self) -> float:
         """Return by how much AUC the model tells training labels better; infinite if unknown."""
@@ -131,6 +151,10 @@ class RowCovariates:
             )
         except OneClass:
             return math.inf
+
+
+def _half(values: Tensor) -> Tensor:
+    return values.clamp(-_LARGEST_HALF, _LARGEST_HALF).half()
 
 
 def _thinned(activations: Tensor) -> Tensor:

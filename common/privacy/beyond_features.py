@@ -19,10 +19,17 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from splitveil.common.privacy.accumulation import NUM_HINTS, RunScores, combine_with_hints
+from splitveil.common.privacy.accumulation import (
+    NUM_HINTS,
+    SOURCES,
+    RunScores,
+    combine_with_hints,
+)
 from splitveil.common.privacy.adjusted_auc import AdjustedLeak, adjusted_leak_auc
 from splitveil.common.privacy.attack_quality import Advantage, advantage_over
+from splitveil.common.privacy.attacks import ATTACKS
 from splitveil.common.privacy.cross_fitting import TooFewRows, cross_fitted_predictions
+from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
 from splitveil.common.privacy.label_classes import TWO_CLASSES, LabelClasses
 from splitveil.common.privacy.leakage import OneClass
 from splitveil.common.privacy.observational_audit import (
@@ -44,6 +51,8 @@ class Covariates(NamedTuple):
     """What the passive parties know about them, (rows, values), finite."""
     outlooks: npt.NDArray[np.float32]
     """What the whole model predicts of them, in any form, (rows, values), finite."""
+    own: npt.NDArray[np.float32]
+    """What the active party knows about them, (rows, values), finite; perhaps no value."""
     labels: ClassIndices
     """Class indices, (rows,), for the measurement alone."""
 
@@ -53,7 +62,7 @@ class BeyondFeatures(NamedTuple):
 
     adjusted: dict[str, AdjustedLeak]
     advantage: dict[str, Advantage]
-    """Only of attacks over the run."""
+    """Only of attacks over the run that know a certain number of labels, perhaps none."""
     epsilon: EpsilonBound | None
     """None if too few rows were offered another label."""
 
@@ -90,7 +99,7 @@ def measure_beyond_features(
     Raises:
         ValueError: a score is NaN.
     """
-    features = np.column_stack([covariates.activations, covariates.outlooks])
+    features = np.column_stack([covariates.activations, covariates.outlooks, covariates.own])
     try:
         predictions = cross_fitted_predictions(features, covariates.labels, classes.num_classes)
     except TooFewRows:
@@ -166,10 +175,27 @@ def _worst_pair(
         return None
 
 
+def _labels_known(attack: str) -> int | None:
+    """Return how many labels an attack over the run knows; None if that is no number of the run.
+
+    An attack that is told something about every batch knows labels of the whole run in the end, and
+    an attack on the last activations is itself a model of the attacker's own.
+    """
+    known = {str(name): number for name, number in NUM_HINTS.items()}
+    sources = {str(name): found for name, found in SOURCES.items()}.get(attack, ())
+    if sources and all(ATTACKS[source].is_free for source in sources):
+        return known.get(attack, 0)
+    return None
+
+
 def _advantage(one: _PairScores, covariates: Covariates) -> Advantage | None:
     """Compare an attack with a model of the activations that knows as many labels."""
+    if one.attack in FINAL_ATTACKS:
+        return None  # they look at the very activations on which the model here is fitted
     rows, scores, positive, _ = one.scored
-    num_hints = NUM_HINTS.get(one.attack, 0)  # type: ignore[call-overload]
+    num_hints = _labels_known(one.attack)
+    if num_hints is None:
+        return None
     if not num_hints:
         return advantage_over(np.zeros(len(scores)), scores, positive)
     prior = combine_with_hints(

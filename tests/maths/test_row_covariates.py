@@ -1,5 +1,7 @@
 """What the monitor keeps of each row to predict its label, and the latest scores of attacks."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from splitveil.active_party.watch.row_covariates import (
     MAX_VALUES,
     RowCovariates,
 )
+from splitveil.common.data.features import Features
 from splitveil.common.privacy.beyond_features import Covariates
 from splitveil.common.privacy.latest_scores import LatestScores
 from splitveil.common.privacy.scoring import AttackScores
@@ -133,6 +136,18 @@ def test_several_classes_have_a_prediction_each() -> None:
     shares = torch.tensor([0.5, 0.3, 0.2]).expand(ROWS, 3)
     visit(kept, 0, shares, value=1.0)
     assert found(kept).outlooks == pytest.approx(np.log([[0.5, 0.3, 0.2] * 2] * ROWS), abs=1e-3)
+
+
+def test_own_features_are_kept_as_numbers_and_slots() -> None:
+    kept = RowCovariates(np.arange(2, 6), 6, 2)
+    rows = np.array([4, 0, 2])
+    own = Features(torch.tensor([[4.5], [0.5], [2.5]]), torch.tensor([[4, 40], [0, 10], [2, 20]]))
+    seen = step(rows, torch.zeros(3, 2), torch.full((3,), 0.5))
+    kept.note_step(batch_of(rows), dataclasses.replace(seen, own=own))
+    assert found(kept).own.tolist() == [[2.5, 2.0, 20.0], [4.5, 4.0, 40.0]]
+    image = Features(image=torch.zeros(3, 1, 2, 2))
+    kept.note_step(batch_of(rows), dataclasses.replace(seen, own=image))
+    assert found(kept).own.shape == (2, 3)
 
 
 def test_a_state_brings_everything_back() -> None:

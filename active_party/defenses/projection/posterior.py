@@ -24,9 +24,6 @@ from splitveil.active_party.defenses.projection.design import Design
 from splitveil.active_party.defenses.projection.grid import BLOCK_ROWS
 from splitveil.active_party.defenses.projection.release import Release
 
-_ROUNDING = 1e-6
-"""Error of a Gram matrix that is summed in float32, relative to its largest entry."""
-
 _MOST_DOUBLINGS = 8
 """q lies within 2^-8 and 2^8 times 1/4."""
 
@@ -161,47 +158,43 @@ class Posterior:
         ).double()
         gram = self._gram / sigma / sigma[:, None]
         surprise = (sums - expected).reshape(len(sums), -1) / sigma[:, None]
-        variance = likeliest_variance(gram, surprise)
-        solved = _solve(gram, surprise, variance)[0] * variance / sigma[:, None]
+        variance, solved = likeliest_variance(gram, surprise)
+        solved = solved * variance / sigma[:, None]
         return solved.reshape(sums.shape).float()
 
 
-def likeliest_variance(gram: Tensor, surprise: Tensor) -> float:
-    """Return the q with the largest likelihood of the surprise, N(0, q gram + I) in each column.
+def likeliest_variance(gram: Tensor, surprise: Tensor) -> tuple[float, Tensor]:
+    """Find the q with the largest likelihood of the surprise, N(0, q gram + I) in each column.
+
+    A peer can make the columns of several stages equal. The Gram matrix, whose sums are rounded,
+    then has eigenvalues slightly below 0, which count as 0.
 
     Args:
         gram: (R, R), in units of the noise.
         surprise: (R, classes), in units of the noise.
+
+    Returns:
+        q, and (q gram + I)^-1 surprise, (R, classes).
     """
+    powers, vectors = torch.linalg.eigh(gram)
+    powers = powers.clamp(min=0.0)[:, None]
+    parts = vectors.T @ surprise
     likelihoods: dict[int, float] = {}
 
     def likelihood(power: int) -> float:
         if abs(power) > _MOST_DOUBLINGS:
             return float("-inf")
         if power not in likelihoods:
-            likelihoods[power] = _solve(gram, surprise, 0.25 * 2.0**power)[1]
+            spread = 1.0 + 0.25 * 2.0**power * powers
+            log_determinant = spread.log().sum() * surprise.shape[1]
+            likelihoods[power] = -0.5 * float(log_determinant + (parts.square() / spread).sum())
         return likelihoods[power]
 
     best = 0
     while (step := max((-1, 0, 1), key=lambda step: (likelihood(best + step), -abs(step)))) != 0:
         best += step
-    return 0.25 * 2.0**best
-
-
-def _solve(gram: Tensor, surprise: Tensor, variance: float) -> tuple[Tensor, float]:
-    """Return (q gram + I)^-1 surprise, and the log-likelihood of the surprise."""
-    covariance = variance * gram
-    # The Gram matrix is summed in float32. Where the noise is tiny, its rounding errors exceed the
-    # noise's 1, and the matrix need not be positive: the noise is taken to be as large as they are.
-    error = _ROUNDING * float(covariance.diagonal().max())
-    factor, failed = covariance, True
-    while failed:
-        covariance.diagonal().copy_(variance * gram.diagonal() + 1.0 + error)
-        factor, info = torch.linalg.cholesky_ex(covariance)
-        failed, error = bool(info), 10 * error
-    solved = torch.cholesky_solve(surprise, factor)
-    log_determinant = 2 * factor.diagonal().log().sum() * surprise.shape[1]
-    return solved, -0.5 * float(log_determinant + (surprise * solved).sum())
+    variance = 0.25 * 2.0**best
+    return variance, vectors @ (parts / (1.0 + variance * powers))
 
 
 def _bytes(design: Design) -> int:

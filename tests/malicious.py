@@ -1,8 +1,8 @@
 """A passive party that chooses its activations, and what anybody may read from the answers.
 
 `PEERS` are the activations that it may send in place of its model's, and `READINGS` the scores that
-it may compute from each answer; `attack` sends the ones and computes all of the others in one run,
-beside what the ledger states. A test of another defense needs one call.
+it may compute from each answer; `attack` sends the ones, computes all of the others in one run, and
+holds them against the ledger's bound. A test of another defense needs one call.
 
 The readings know no label: their sign follows from the positives being the smaller class, or from
 the predictions. Two of them, `informed` and `targets`, are told the model's predictions and their
@@ -249,8 +249,11 @@ class Attacked(NamedTuple):
     """What a peer read in a run."""
 
     readings: dict[ReadingName, Broken]
-    bounds: dict[Covers, float]
-    """The ledger's for the whole run and each circle of peers, of the most exposed example."""
+    bound: float
+    """The ledger's for the whole run, of the example with the largest account and for the peers
+    whom the charges describe."""
+    covers: Covers
+    """The widest circle of peers for whom there is that bound."""
     standard_error: float
     """Of the AUC of scores that have nothing to do with the labels, over all training rows."""
 
@@ -345,12 +348,14 @@ class _Reader(PassiveRecording):
         trained = torch.unique(torch.cat(self._positions))
         labels = trainer.labels_of(trained.numpy())
         positives = int(labels.sum())
-        bounds = parties.session.leak_bounds()
         of_class = positives * (len(labels) - positives)
         found = {name: self._broken(name, trained, labels) for name in get_args(ReadingName)}
+        bounds = parties.session.leak_bounds()
+        bound = bounds.against(Covers.CLASS_MEANS).leak_auc.max
         return Attacked(
             found,
-            {peers: bounds.against(peers).leak_auc.max for peers in Covers},
+            bound,
+            next(p for p in Covers if bounds.against(p).leak_auc.max == bound),
             math.sqrt((len(labels) + 1) / (12 * of_class)),
         )
 

@@ -20,6 +20,7 @@ from splitveil.active_party.defenses.interface import (
     LeakCharge,
     PendingRelease,
     RawBatch,
+    RowFacts,
 )
 from splitveil.active_party.defenses.noise import SecureNoise
 from splitveil.active_party.defenses.projection.design import (
@@ -28,7 +29,6 @@ from splitveil.active_party.defenses.projection.design import (
     stage_shares,
     stage_sigma,
 )
-from splitveil.active_party.defenses.projection.features import Chunks
 from splitveil.active_party.defenses.projection.posterior import Posterior
 from splitveil.active_party.defenses.projection.release import Release, draw_release
 from splitveil.active_party.defenses.rows import as_classes, as_rows
@@ -115,7 +115,7 @@ class ProjectedLabels(Defense):
         """Return no charge: every gradient is a function of the sums, which are charged."""
         return self._report.charge
 
-    def pending_release(self, epoch: int, chunks: Chunks, /) -> PendingRelease | None:
+    def pending_release(self, epoch: int, facts: RowFacts, /) -> PendingRelease | None:
         """Return the release of a stage that begins with this epoch, unless it has begun.
 
         Raises:
@@ -123,11 +123,11 @@ class ProjectedLabels(Defense):
         """
         stage = self._next_stage
         if stage == len(self._epochs) or epoch < self._epochs[stage]:
-            self._follow(epoch, chunks)
+            self._follow(epoch, facts)
             return None
-        predictions = _predictions(chunks)  # before anything is told of the labels
+        predictions = _predictions(facts)  # before anything is told of the labels
         rows = design(
-            chunks,
+            facts,
             len(self._rows),
             self._plan.rank,
             subjects=self._subjects,
@@ -135,14 +135,14 @@ class ProjectedLabels(Defense):
         )
         return StageRelease(self, stage, rows, predictions)
 
-    def _follow(self, epoch: int, chunks: Chunks) -> None:
+    def _follow(self, epoch: int, facts: RowFacts) -> None:
         """Make an epoch's targets anew from the same sums, around what the model predicts now.
 
         Measured, this is worth .001 to .006 of test AUC; it tells nothing, since it needs no label.
         """
         if self._posterior is None or not self._posterior.num_stages or epoch <= self._followed:
             return
-        self._use_posterior(_predictions(chunks))
+        self._use_posterior(_predictions(facts))
         self._followed = epoch
 
     def sigma_of(self, stage: int) -> float:
@@ -303,8 +303,8 @@ def _one_hot(labels: Tensor, num_classes: int) -> Tensor:
     return labels.double() if num_classes == 2 else one_hot(labels.long(), num_classes).double()
 
 
-def _predictions(chunks: Chunks) -> Tensor:
-    predictions = torch.cat([_probabilities(chunk.logits) for chunk in chunks()])
+def _predictions(facts: RowFacts) -> Tensor:
+    predictions = torch.cat([_probabilities(logits) for logits in facts.logits()])
     if not bool(predictions.isfinite().all()):
         raise ValueError("the top model predicts something that is not a number")
     return predictions

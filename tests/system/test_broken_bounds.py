@@ -46,8 +46,6 @@ DEFENSES = {
     ),
     "projected labels, .6": "name: projected_labels, strength: {leak_auc: 0.6}, stages: 3",
 }
-STATED = {"projected labels, .6": 0.6}
-"""Bounds that a setting states; the others are the ledger's."""
 
 
 class Fall(NamedTuple):
@@ -68,6 +66,8 @@ FALL = (
     Fall("marvell, ratio 1024", "long", {"informed"}, 0.99),
     Fall("marvell, ratio 1024", "huge", {"informed"}, 0.99),
 )
+"""Fresh noise, whose bound is for peers who know class means only."""
+
 WITHOUT_SLOPES = (
     Fall("marvell persistent, ratio 1024", "groups", {"off_the_common_line"}, 0.99),
     Fall("marvell persistent, ratio 1024", "one_hot", {"off_the_common_line"}, 0.75),
@@ -75,7 +75,6 @@ WITHOUT_SLOPES = (
     Fall("iso persistent, ratio 32", "groups", {"across_the_gap"}, 0.9),
 )
 """Persistent noise along moves that are taken from the gradients, which know the label."""
-"""Old defenses, whose bounds are not for these peers."""
 
 HOLD: dict[str, tuple[PeerName, ...]] = {
     "marvell, ratio 1024": ("constant", "denormal"),
@@ -87,6 +86,7 @@ HOLD: dict[str, tuple[PeerName, ...]] = {
     "projected labels, .6": EVERYBODY,
 }
 """Defense -> peers none of whose readings passes its bound."""
+FOR_ANYBODY = {"gaussian labels, ratio 4", "randomized response, 0.5", "projected labels, .6"}
 HOLDING = [(defense, peer) for defense, peers in HOLD.items() for peer in peers]
 
 
@@ -151,9 +151,9 @@ def test_a_bound_holds_against_everything_that_is_read(
     example: Path, tmp_path: Path, defense: str, peer: PeerName
 ) -> None:
     found = outcome(example, tmp_path, peer, defense)
-    bound = STATED.get(defense, found.bound)
-    assert found.beyond(bound) == {}
-    assert bound < 0.9  # a bound that excludes nothing would hold, too
+    assert found.beyond(found.bound) == {}
+    assert found.bound < 0.9  # a bound that excludes nothing would hold, too
+    assert (found.covers is Covers.ANYBODY) is (defense in FOR_ANYBODY)
 
 
 @pytest.mark.parametrize("defense", ["marvell, ratio 4", "marvell, ratio 1024"])
@@ -172,11 +172,18 @@ def test_without_a_defense_predictions_and_slopes_tell_every_label(
     both = ["contract.epochs=1", "contract.cut_shape=[32]", "contract.drop_last=true"]
     found = attack(peer, example, [*both, "defense={name: none}"], both)
     for reading in ("informed", "targets"):
-        assert found.readings[reading].whole_run > 0.99
+        # A row whose label moves nothing, because no hidden unit is active, tells nothing either.
+        assert found.readings[reading].whole_run > 0.9
 
 
 # ---- projected labels, on real tables ----
 
+QUICK = {"honest", "groups", "one_hot"}
+PEERS_OF_LARGE_TABLES = [
+    # The smaller table has them all in every run of the tests.
+    pytest.param(peer, marks=() if peer in QUICK else pytest.mark.slow)
+    for peer in EVERYBODY
+]
 PROJECTED = "defense={name: projected_labels, strength: {leak_auc: %s}, stages: %d}"
 needs_data = pytest.mark.skipif(
     "SPLITVEIL_DATA" not in os.environ, reason="SPLITVEIL_DATA names no folder with data sets"
@@ -233,22 +240,28 @@ def adult(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return folder, []
 
 
+def hold_at_the_strength(found: Attacked) -> None:
+    assert found.beyond(0.6) == {}
+    assert found.bound == pytest.approx(0.6, abs=1e-9)
+    assert found.covers is Covers.ANYBODY
+
+
 @pytest.mark.parametrize("peer", EVERYBODY)
 def test_projected_labels_hold_on_breast_cancer(
     breast_cancer: tuple[Path, list[str]], peer: PeerName
 ) -> None:
-    assert of_projected(breast_cancer, peer, epochs=10).beyond(0.6) == {}
+    hold_at_the_strength(of_projected(breast_cancer, peer, epochs=10))
 
 
 @needs_data
-@pytest.mark.parametrize("peer", EVERYBODY)
+@pytest.mark.parametrize("peer", PEERS_OF_LARGE_TABLES)
 def test_projected_labels_hold_on_default_credit(
     default_credit: tuple[Path, list[str]], peer: PeerName
 ) -> None:
-    assert of_projected(default_credit, peer, epochs=4).beyond(0.6) == {}
+    hold_at_the_strength(of_projected(default_credit, peer, epochs=3))
 
 
 @needs_data
-@pytest.mark.parametrize("peer", EVERYBODY)
+@pytest.mark.parametrize("peer", PEERS_OF_LARGE_TABLES)
 def test_projected_labels_hold_on_adult(adult: tuple[Path, list[str]], peer: PeerName) -> None:
-    assert of_projected(adult, peer, epochs=3).beyond(0.6) == {}
+    hold_at_the_strength(of_projected(adult, peer, epochs=2))

@@ -2,14 +2,14 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses.projection.features import Chunks
+from splitveil.active_party.defenses.projection.features import RowChunk
 from splitveil.active_party.defenses.sum_kl import NoiseSolution
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.run import messages
@@ -139,6 +139,18 @@ class LabelMove(NamedTuple):
     """The report of the defense on the same batch."""
 
 
+class RowFacts(Protocol):
+    """Facts about the training rows that no label has entered."""
+
+    def __call__(self) -> Iterator[RowChunk]:
+        """Yield all of them, in ascending order of the rows."""
+        ...
+
+    def logits(self) -> Iterator[Tensor]:
+        """Yield the model's logits alone, which take a fraction of the time."""
+        ...
+
+
 class PendingRelease(ABC):
     """A release about all training rows that is due, and neither drawn nor used yet.
 
@@ -196,12 +208,12 @@ class Defense(ABC):
         """
         return batch.labels
 
-    def pending_release(self, _epoch: int, _chunks: Chunks, /) -> PendingRelease | None:
+    def pending_release(self, _epoch: int, _facts: RowFacts, /) -> PendingRelease | None:
         """Return the release that is due before an epoch's next answer; None if none is.
 
         Args:
             _epoch: the epoch, from 0.
-            _chunks: facts about the training rows.
+            _facts: facts about the training rows.
 
         Raises:
             ValueError: the facts are not of the kind that can be summed.

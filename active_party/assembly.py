@@ -80,7 +80,7 @@ class TrainerBuilder:
             DataError: a split has rows of one class only, or the training rows lack a class.
         """
         settings, contract = self._settings, self._settings.contract
-        if settings.early_stopping is not None and not len(rows.splits["validation"]):
+        if settings.stops_by_validation and not len(rows.splits["validation"]):
             raise DataError(
                 f"{self._data.table.source}: early_stopping needs validation rows, and none of the "
                 f"aligned ones is"
@@ -125,8 +125,8 @@ class TrainerBuilder:
             ),
             self._device,
             answer_keys,
-            tells_slopes=settings.leak_monitor is not None
-            and settings.leak_monitor.needs_predictions,
+            tells_slopes=settings.defense.needs_slopes
+            or (settings.leak_monitor is not None and settings.leak_monitor.needs_predictions),
         )
 
     def _example_keys(self, ids: list[str]) -> Tensor | None:

@@ -16,15 +16,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from splitveil.common.privacy.attacks import ATTACKS, Knowledge
+from splitveil.common.privacy.attacks import ATTACKS, Knowledge, SideInformation
 from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.audit_worker import AuditWorker
+from splitveil.common.privacy.final_attacks import (
+    FINAL_ATTACKS,
+    LabelledActivations,
+    final_scores,
+)
+from splitveil.common.privacy.label_classes import TWO_CLASSES
 from splitveil.common.privacy.leakage import leak_auc, leak_auc_interval, leak_auc_many
 from splitveil.common.privacy.observation import Clues, Observation
 from splitveil.common.privacy.scores import KnownClasses, cosine, norm, spectral
 from splitveil.common.privacy.settings import DEFAULT_ATTACKS
 
 _EXAMPLES = 100_000
+_NOT_HERE = {SideInformation.PREDICTIONS}
+"""What a batch of plain random gradients has not."""
 _SHAPES = ((1024, 128), (128, 1600), (32768, 128))
 
 
@@ -65,12 +73,15 @@ def _parts(gradients: Tensor, labels: Tensor) -> dict[str, Callable[[], object]]
 
 def _other_attacks(gradients: Tensor, labels: Tensor) -> dict[str, Callable[[], object]]:
     positives = gradients[labels == 1]
-    classes = KnownClasses(gradients[labels == 0], positives)
-    knowledge = Knowledge(positives[0], positives[:5], classes, gradients + 1)
+    negatives = gradients[labels == 0]
+    classes = KnownClasses(negatives, positives)
+    knowledge = Knowledge(
+        positives[0], positives[:5], classes, gradients + 1, other_hints=negatives[:1]
+    )
     return {
         name: partial(attack.score, gradients, knowledge)
         for name, attack in ATTACKS.items()
-        if name not in DEFAULT_ATTACKS
+        if name not in DEFAULT_ATTACKS and attack.needs.isdisjoint(_NOT_HERE)
     }
 
 
@@ -78,9 +89,15 @@ def _run_parts() -> dict[str, Callable[[], object]]:
     generator = np.random.default_rng(0)
     labels = generator.random(_EXAMPLES) < 0.2
     scores = generator.normal(size=_EXAMPLES) + labels
+    activations = torch.from_numpy(generator.normal(size=(_EXAMPLES, 32)) + labels[:, None])
+    known = LabelledActivations(np.arange(_EXAMPLES), activations.half(), labels.astype(np.int64))
     return {
         "leak AUC": lambda: leak_auc(scores, labels),
         "leak AUC with interval": lambda: leak_auc_interval(scores, labels, generator),
+        **{
+            f"{name}, cut of 32": partial(final_scores, name, known, TWO_CLASSES, 0)
+            for name in FINAL_ATTACKS
+        },
     }
 
 

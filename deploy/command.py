@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parent / "examples"
 """The examples, as package data."""
 
 DEMO = "breast_cancer"
-DEMO_DEFENSES = ("none", "marvell")
+DEMO_DEFENSES = ("none", "marvell", "projected_labels")
 """Run one after the other and compared where the command line names no defense."""
 
 

@@ -2,7 +2,7 @@
 
     list
     run NAME [--quick | --size SIZE] [--seeds N] [--jobs N] [--only ROW ...]
-    report NAME
+    report NAME [--into PAGE]
 
 ``NAME`` is a file of this folder without its ending, or the path of any file. Results go to
 ``experiments/results/NAME/``: ``results.parquet``, ``table.md``, ``plots/``, and the runs
@@ -28,7 +28,7 @@ from splitveil.experiments.execution import Ending, Resources, is_finished, run_
 from splitveil.experiments.plots import PlottingUnavailable, draw
 from splitveil.experiments.preparation import prepare
 from splitveil.experiments.settings import Experiment, experiment_names, load_experiment
-from splitveil.experiments.table import markdown
+from splitveil.experiments.table import markdown, put_into
 
 DEFAULT_OUTPUT = Path(__file__).parent / "results"
 
@@ -104,8 +104,22 @@ def _run(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> int:
     name, experiment, _ = load_experiment(options.name)
     size = "quick" if options.quick else options.size
-    _show(name, experiment, _results(options, name, size), plots=options.plots)
+    results = _results(options, name, size)
+    _show(name, experiment, results, plots=options.plots)
+    if options.into is not None:
+        _put_into(options.into, name, experiment, results, plots=options.plots)
     return 0
+
+
+def _put_into(page: Path, name: str, experiment: Experiment, results: Path, *, plots: bool) -> None:
+    """Replace an experiment's part of a page, with its plots in the folder beside it."""
+    rows, circumstances = read_rows(results / "results.parquet")
+    folder = page.parent / "images" / name
+    drawn = draw(experiment.plots, rows, folder) if plots else []
+    paths = [path.relative_to(page.parent).as_posix() for path in drawn]
+    text = put_into(page.read_text(encoding="utf-8"), name, experiment, rows, circumstances, paths)
+    write_text_atomically(page, text, AS_USUAL)
+    _say(f"{page}")
 
 
 def _sorted_out(
@@ -235,7 +249,13 @@ def _parser() -> argparse.ArgumentParser:
         help="a setting to override in every cell",
     )
     run.add_argument("--dry-run", action="store_true", help="print the cells that would run")
-    _add(commands.add_parser("report", help="rewrite table and plots from results.parquet"))
+    report = commands.add_parser("report", help="rewrite table and plots from results.parquet")
+    _add(report).add_argument(
+        "--into",
+        type=Path,
+        metavar="PAGE",
+        help="also replace this experiment's part of a Markdown page, which its comments mark",
+    )
     return parser
 
 

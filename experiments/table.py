@@ -5,6 +5,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from splitveil.common.errors import SettingsError
 from splitveil.experiments.collection import Row
 from splitveil.experiments.settings import Experiment, Figure, Spread
 
@@ -19,19 +20,45 @@ def markdown(
 
     A figure that was neither measured nor published for a data set has no column there.
     """
-    found = {title: values_of(rows, figure) for title, figure in experiment.figures.items()}
     lines = [f"# {experiment.title}", "", experiment.about.strip(), ""]
-    for dataset in experiment.datasets:
-        measured = list(dict.fromkeys(row.variant for row in rows if row.dataset == dataset))
-        lines += [f"## {dataset}", ""]
-        if measured:
-            lines += [*_table(experiment, dataset, measured, found), ""]
-        else:
-            lines += ["Not run.", ""]
+    lines += _tables(experiment, rows, "##")
     if experiment.published is not None:
         lines += [f"Published: {experiment.published.source}", ""]
     lines += [_spread_note(rows, experiment.spread), "", *_circumstances(name, rows, circumstances)]
     return "\n".join(lines) + "\n"
+
+
+def put_into(
+    page: str,
+    name: str,
+    experiment: Experiment,
+    rows: Sequence[Row],
+    circumstances: Mapping[str, str],
+    plots: Sequence[str] = (),
+) -> str:
+    """Return a page with the present tables in the place of those that it has.
+
+    Args:
+        page: Markdown with the lines ``<!-- results of NAME -->`` and ``<!-- end of NAME -->``;
+            everything between them is replaced.
+        name: of the experiment.
+        experiment: the content of its file.
+        rows: its figures.
+        circumstances: of its runs.
+        plots: paths of its plots, relative to the page.
+
+    Raises:
+        SettingsError: the page lacks these lines.
+    """
+    first, last = f"<!-- results of {name} -->\n", f"<!-- end of {name} -->"
+    before, begin, rest = page.partition(first)
+    _, end, after = rest.partition(last)
+    if not begin or not end:
+        raise SettingsError(f"expected the lines {first.strip()} and {last} in the page")
+    lines = [f"![{path}]({path})\n" for path in plots]
+    lines += _tables(experiment, rows, "###")
+    lines += [_spread_note(rows, experiment.spread), *_circumstances(name, rows, circumstances)]
+    return before + begin + "\n" + "\n".join(lines) + "\n\n" + end + after
 
 
 def values_of(rows: Iterable[Row], figure: Figure) -> Values:
@@ -69,6 +96,19 @@ def spread(values: Sequence[float], kind: Spread = "deviation") -> str:
         return mean
     divisor = math.sqrt(len(values)) if kind == "error" else 1.0
     return f"{mean} ± {_figure(statistics.stdev(values) / divisor)}"
+
+
+def _tables(experiment: Experiment, rows: Sequence[Row], heading: str) -> list[str]:
+    found = {title: values_of(rows, figure) for title, figure in experiment.figures.items()}
+    lines = []
+    for dataset in experiment.datasets:
+        measured = list(dict.fromkeys(row.variant for row in rows if row.dataset == dataset))
+        lines += [f"{heading} {dataset}", ""]
+        if measured:
+            lines += [*_table(experiment, dataset, measured, found), ""]
+        else:
+            lines += ["Not run.", ""]
+    return lines
 
 
 def _table(

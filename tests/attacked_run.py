@@ -27,6 +27,7 @@ from splitveil.common.privacy.completion import (
     one_against_rest,
     pick_labelled,
 )
+from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.run_level import RunLevelLeak
@@ -35,6 +36,8 @@ from tests.runs import ActiveRecording, Parties, PassiveRecording, build_parties
 
 BATCH_ATTACKS: tuple[BatchAttackName, ...] = tuple(ATTACKS)
 RUN_ATTACKS: tuple[RunAttackName, ...] = get_args(RunAttackName)
+TELL_SLOPES = "leak_monitor={attacks: [informed]}"
+"""Override with which the active party's results hold the slopes of its predictions."""
 
 
 class AttackedRun(NamedTuple):
@@ -88,7 +91,11 @@ def attacked_run(
     """
     sender = _Sender()
     red_team = _RedTeam(sender, attacks, on_step)
-    parties = build_parties(example, active, passive, active_seen=sender, passive_seen=red_team)
+    # The monitor of a run in process is not observed; asking it makes results hold slopes.
+    told = [TELL_SLOPES] if {"informed", "accumulated_informed"} & set(attacks) else []
+    parties = build_parties(
+        example, [*active, *told], passive, active_seen=sender, passive_seen=red_team
+    )
     run_in_process(parties)
     red_team.audit.end_run()
     return AttackedRun(
@@ -189,6 +196,9 @@ class _RedTeam(PassiveRecording):
             known.labels,
             positions=torch.from_numpy(batch.positions.copy()),
             activations=sent,
+            predictions=None
+            if known.slopes is None
+            else KnownPredictions(known.probabilities, known.slopes),
             references_are_clean=False,  # not at the first layer; a clean one loses nothing
         )
         clues = self.audit.clues(seen, self._seed, clean)

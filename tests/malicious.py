@@ -2,7 +2,7 @@
 
 `PEERS` are the activations that it may send in place of its model's, and `READINGS` the scores that
 it may compute from each answer; `attack` sends the ones, computes all of the others in one run, and
-holds them against the ledger's guarantee. A test of another defense needs one call.
+holds them against the ledger's bound. A test of another defense needs one call.
 
 The readings know no label: their sign follows from the positives being the smaller class, or from
 the predictions. Two of them, `informed` and `targets`, are told the model's predictions and their
@@ -29,6 +29,7 @@ from torch import Tensor
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.common.data.features import Features
 from splitveil.common.privacy.attacks import informed, residual_energy
+from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.informed import KnownPredictions
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.privacy.residual_energy import rare_cluster_up
@@ -36,6 +37,7 @@ from splitveil.common.privacy.scores import norm, spectral
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.sample_order import Positions
 from splitveil.passive_party.bottom_trainer import BottomTrainer
+from tests.attacked_run import TELL_SLOPES
 from tests.runs import ActiveRecording, Parties, PassiveRecording, build_parties, run_in_process
 
 NUM_GROUPS = 4
@@ -64,12 +66,11 @@ class Choice(NamedTuple):
         """Return random vectors of length 1, the same in every epoch, (number, row_dim)."""
         shape = (number, self.honest[0].numel())
         vectors = torch.randn(shape, generator=torch.Generator().manual_seed(5))
-        return vectors / vectors.norm(dim=1, keepdim=True)
+        return torch.nn.functional.normalize(vectors, dim=1)
 
     def own_random(self) -> Tensor:
         """Return a random vector of length 1 for each row, the same in every epoch."""
-        table = self.random(int(self.positions.max()) + 1)
-        return table[self.positions]
+        return self.random(int(self.positions.max()) + 1)[self.positions]
 
 
 PeerName = Literal[
@@ -90,7 +91,7 @@ def _groups(choice: Choice) -> Tensor:
 
 
 def _subspaces(choice: Choice) -> Tensor:
-    planes = choice.random(2 * NUM_GROUPS).unflatten(0, (NUM_GROUPS, 2))
+    planes = choice.random(2 * NUM_GROUPS).reshape(NUM_GROUPS, 2, -1)
     return LENGTH * torch.einsum("nk,nkd->nd", choice.own_random()[:, :2], planes[choice.groups])
 
 
@@ -224,7 +225,7 @@ READINGS: Mapping[ReadingName, Callable[[Read], Tensor]] = {
 
 
 def _by_group(rows: Tensor, groups: Tensor) -> list[tuple[Tensor, Tensor]]:
-    members = [torch.nonzero(groups == group).squeeze(1) for group in groups.unique()]
+    members = [torch.nonzero(groups == group).squeeze(1) for group in torch.unique(groups)]
     return [(rows[of_group], of_group) for of_group in members]
 
 
@@ -248,8 +249,11 @@ class Attacked(NamedTuple):
     """What a peer read in a run."""
 
     readings: dict[ReadingName, Broken]
-    guarantee: float
-    """The ledger's for the whole run, of the example with the largest account."""
+    bound: float
+    """The ledger's for the whole run, of the example with the largest account and for the peers
+    whom the charges describe."""
+    covers: Covers
+    """The widest circle of peers for whom there is that bound."""
     standard_error: float
     """Of the AUC of scores that have nothing to do with the labels, over all training rows."""
 
@@ -277,13 +281,11 @@ def attack(
         active: overrides of the active party's settings.
         passive: overrides of the passive party's settings.
     """
-    # The monitor's attack, so that results hold slopes; it measures one step of each epoch.
-    told = "leak_monitor={attacks: [informed], every_steps: 100000}"
     owner = _Owner()
     reader = _Reader(owner)
     parties = build_parties(
         example,
-        [*active, told],
+        [*active, TELL_SLOPES],
         [*passive, "adversary=null"],
         active_seen=owner,
         passive_seen=reader,
@@ -343,14 +345,17 @@ class _Reader(PassiveRecording):
     def result(self, parties: Parties) -> Attacked:
         trainer = parties.session.trainer
         assert trainer is not None
-        trained = torch.cat(self._positions).unique()
+        trained = torch.unique(torch.cat(self._positions))
         labels = trainer.labels_of(trained.numpy())
         positives = int(labels.sum())
         of_class = positives * (len(labels) - positives)
         found = {name: self._broken(name, trained, labels) for name in get_args(ReadingName)}
+        bounds = parties.session.leak_bounds()
+        bound = bounds.against(Covers.CLASS_MEANS).leak_auc.max
         return Attacked(
             found,
-            parties.session.leak_bounds().guarantee.max,
+            bound,
+            next(p for p in Covers if bounds.against(p).leak_auc.max == bound),
             math.sqrt((len(labels) + 1) / (12 * of_class)),
         )
 
@@ -364,7 +369,7 @@ class _Reader(PassiveRecording):
         def measured(kept: Tensor) -> float:
             sums = torch.zeros(len(trained), dtype=torch.float64)
             sums.index_add_(0, numbers[kept], every[kept])
-            seen = numbers[kept].unique()
+            seen = torch.unique(numbers[kept])
             return auc(sums[seen], labels[seen])
 
         of_first, of_last = torch.arange(len(scores[0])), len(every) - len(scores[-1])

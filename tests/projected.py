@@ -11,6 +11,7 @@ from torch import Tensor
 
 from splitveil.active_party.defenses.projected_stages import ProjectedLabels, StageRelease
 from splitveil.active_party.ledger.bounds import LeakBounds
+from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.refit import Fitting
 from splitveil.active_party.training.top_trainer import TopTrainer
@@ -25,6 +26,9 @@ SMALL = ("contract.evaluation_batch_size=60", "contract.checkpoints={every_steps
 """A run of the small example: 4 batches of the survey, then in each of 2 epochs 4 steps and 4
 batches of held-out rows."""
 SURVEY_BATCHES = 4
+
+MU = 0.358286
+"""Of the AUC .6, the default strength."""
 
 
 def defense(**settings: object) -> str:
@@ -71,6 +75,27 @@ def refitted(parties: Parties) -> dict[str, Tensor]:
     model = trainer_of(parties).refitted(fitting)
     assert model is not None
     return dict(model.state_dict())
+
+
+def assert_bounded(parties: Parties, mu: float = MU) -> None:
+    """Check what holds of every run: the charge, the sensitivity, and the range of targets."""
+    assert parties.session.stage is Stage.FINISHED
+    assert parties.session.leak_bounds().sum_kl.max == pytest.approx(mu**2, rel=1e-4)
+    state = projected(parties).state_dict()
+    stages = [name for name in state if name.startswith("posterior.steps.")]
+    assert stages
+    for name in stages:
+        unit = state[name.replace("steps", "numbers")][0]
+        norms = (state[name].double() * unit).norm(dim=1)
+        assert float(norms.max()) <= 1
+    targets = state["targets"]
+    assert 0 <= float(targets.min()) <= float(targets.max()) <= 1
+    if targets.ndim == 2:
+        rows = parties.active.rows
+        assert rows is not None
+        sums = targets[torch.from_numpy(rows.splits["train"])].sum(dim=1)
+        assert torch.allclose(sums, torch.ones_like(sums), atol=1e-5)
+    assert all(bool(value.isfinite().all()) for value in parties.weights().values())
 
 
 class Outcome(NamedTuple):

@@ -2,14 +2,14 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses.projection.features import Chunks
+from splitveil.active_party.defenses.projection.features import RowChunk
 from splitveil.active_party.defenses.sum_kl import NoiseSolution
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.run import messages
@@ -91,6 +91,10 @@ class RawBatch(NamedTuple):
     """The most by which an example's own label moves its own row; None if the gap of the class
     means represents it, as it does for a cross entropy."""
 
+    slopes: Tensor | None = None
+    """The gradient for each unit of a logit's residual p - y, of which labels know nothing,
+    (batch, *cut_shape). None where the settings do not ask for it, and for several classes."""
+
 
 class Defended(NamedTuple):
     """A defense's answer to one batch."""
@@ -133,6 +137,18 @@ class LabelMove(NamedTuple):
 
     report: DefenseReport
     """The report of the defense on the same batch."""
+
+
+class RowFacts(Protocol):
+    """Facts about the training rows that no label has entered."""
+
+    def __call__(self) -> Iterator[RowChunk]:
+        """Yield all of them, in ascending order of the rows."""
+        ...
+
+    def logits(self) -> Iterator[Tensor]:
+        """Yield the model's logits alone, which take a fraction of the time."""
+        ...
 
 
 class PendingRelease(ABC):
@@ -192,12 +208,12 @@ class Defense(ABC):
         """
         return batch.labels
 
-    def pending_release(self, _epoch: int, _chunks: Chunks, /) -> PendingRelease | None:
+    def pending_release(self, _epoch: int, _facts: RowFacts, /) -> PendingRelease | None:
         """Return the release that is due before an epoch's next answer; None if none is.
 
         Args:
             _epoch: the epoch, from 0.
-            _chunks: facts about the training rows.
+            _facts: facts about the training rows.
 
         Raises:
             ValueError: the facts are not of the kind that can be summed.

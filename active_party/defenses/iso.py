@@ -29,8 +29,8 @@ from splitveil.active_party.defenses.interface import (
 )
 from splitveil.active_party.defenses.isotropic_noise import isotropic_noise
 from splitveil.active_party.defenses.noise import NoiseSource
-from splitveil.active_party.defenses.persistent import label_moves, own_scalars, repeated_report
-from splitveil.active_party.defenses.rows import as_positive, as_rows
+from splitveil.active_party.defenses.persistent import moves_of, noisy_rows, repeated_report
+from splitveil.active_party.defenses.rows import as_rows
 from splitveil.active_party.defenses.section import (
     COVERS_PASSIVE_AND_HONEST,
     PERSISTENT_NOISE_HONESTY,
@@ -186,17 +186,17 @@ class PersistentIsotropic(Defense):
         Raises:
             ValueError: as for every defense, or keys or probabilities are missing.
         """
-        rows = as_rows(batch.gradients)
-        moves = label_moves(rows, as_positive(batch.labels, rows), batch.probabilities)
-        own = own_scalars(batch.example_keys, rows)
-        lengths = moves.norms[:, None].to(rows.dtype)
-        directions = moves.values.div_(torch.where(lengths > 0, lengths, 1.0))
-        noise = self._noise.standard_normal(tuple(rows.shape), rows)
-        along = (noise * directions).sum(dim=1, keepdim=True)
-        noise.addcmul_(own - along, directions)
-        noise.mul_(lengths * (self._norm_ratio / rows.shape[1] ** 0.5))
-        report = repeated_report(moves, self._norm_ratio, self._charge(rows.shape[1]))
-        return Defended(release(noise.add_(rows), batch.gradients), report)
+        moves = moves_of(batch)
+        cut_dim = moves.values.shape[1]
+        deviation = self._norm_ratio / cut_dim**0.5
+        defended = noisy_rows(batch, moves, deviation)
+        lengths = moves.norms[:, None]
+        directions = moves.values.double() / torch.where(lengths > 0, lengths, 1.0)
+        fresh = self._noise.standard_normal(tuple(defended.shape), moves.values).double()
+        fresh -= (fresh * directions).sum(dim=1, keepdim=True) * directions
+        defended.addcmul_(fresh, lengths, value=deviation)
+        report = repeated_report(moves, self._norm_ratio, self._charge(cut_dim))
+        return Defended(release(defended.to(batch.gradients.dtype), batch.gradients), report)
 
     def _charge(self, cut_dim: int) -> LeakCharge:
         ratio = self._norm_ratio

@@ -55,7 +55,7 @@ from splitveil.active_party.defenses.multi_class_marvell import (
     worst_pair_factor,
 )
 from splitveil.active_party.defenses.noise import NoiseSource
-from splitveil.active_party.defenses.persistent import label_moves, own_scalars, repeated_report
+from splitveil.active_party.defenses.persistent import moves_of, noisy_rows, repeated_report
 from splitveil.active_party.defenses.rows import as_positive, as_rows, row_norms
 from splitveil.active_party.defenses.section import (
     COVERS_PASSIVE_AND_HONEST,
@@ -333,10 +333,8 @@ class PersistentMarvell(Defense):
         Raises:
             ValueError: as for every defense, or keys or probabilities are missing.
         """
-        rows = as_rows(batch.gradients)
-        moves = label_moves(rows, as_positive(batch.labels, rows), batch.probabilities)
-        scale = self._norm_ratio * own_scalars(batch.example_keys, rows)
-        defended = moves.values.mul_(scale).add_(rows)
+        moves = moves_of(batch)
+        defended = noisy_rows(batch, moves, self._norm_ratio).to(batch.gradients.dtype)
         report = repeated_report(moves, self._norm_ratio, self._charge)
         return Defended(release(defended, batch.gradients), report)
 

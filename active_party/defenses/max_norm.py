@@ -110,7 +110,7 @@ class MaxNorm(RememberingDefense):
         gaps = self._gaps.measure(rows, batch.labels)
         missing = self.noise_norms(batch, rows, gaps.norms)
         if self._is_persistent:
-            scalars = own_scalars(batch.example_keys, rows)
+            scalars = own_scalars(batch.example_keys, rows).to(rows.dtype)
         else:
             scalars = self._noise.standard_normal((rows.shape[0], 1), rows)
         noise = stretch_rows(rows, gaps.norms, missing, scalars, self._noise)

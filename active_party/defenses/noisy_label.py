@@ -85,7 +85,8 @@ class NoisyLabelDefense(SeededDefense):
 
     ``noisy``: only the noisy labels influence what is sent, and their guarantee is exact.
     ``true``: the model predicts better, and its knowledge of the labels shows in later gradients:
-    there is no proof, only the leak monitor. Refused where targets depend on predictions.
+    the bound is for a passive and honest peer, and about what predictions do not tell. Refused
+    where targets depend on predictions.
     """
 
     @model_validator(mode="after")

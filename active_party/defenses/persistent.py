@@ -24,12 +24,17 @@ each example sees it. ``max_norm`` does not have such a form, because equalising
 k: its persistent noise protects against a peer that only adds up answers, and is charged as if
 there were no noise.
 
-Three things are not covered. A peer that chooses its activations can saturate the top model: a row
-with the label of which the model is certain then gets almost no gradient, and a row with the other
-label gets a full one, in a direction that the noise does not cover. The model itself learns from
-the labels, so p may reveal as much about y as a model trained on all labels does (``noisy_label``
-avoids this). And unbiasedness holds over the key, not over steps: an example's error does not
-average out.
+J has to come from the model alone. Taken from the raw gradient, divided by p - y, it holds the
+label: in its last bits, which are rounded differently for p and for p - 1, and all of it where the
+model is certain, since nothing can be divided by zero. So J is the slope of the logit, the noise
+k x is rounded to a multiple of 2^-20 like y itself, and an answer is (p + (k x - y)) J, computed in
+float64 and rounded once: a function of p, J and k x - y alone. A batch that comes without slopes is
+answered from its raw gradient, and charged for a peer that knows class means only.
+
+Two things are not covered. The model itself learns from the labels, so p may reveal as much about y
+as a model trained on all labels does, and a peer that chooses its activations can have it learn one
+label by heart (``noisy_label`` avoids this). And unbiasedness holds over the key, not over steps:
+an example's error does not average out.
 """
 
 from dataclasses import replace
@@ -39,8 +44,14 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.defenses.example_keys import scalars
-from splitveil.active_party.defenses.interface import DefenseReport, LeakCharge
-from splitveil.active_party.defenses.rows import in_chunks, largest_size, row_norms
+from splitveil.active_party.defenses.interface import DefenseReport, LeakCharge, RawBatch
+from splitveil.active_party.defenses.rows import (
+    as_positive,
+    as_rows,
+    in_chunks,
+    largest_size,
+    row_norms,
+)
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
 from splitveil.common.privacy.covers import Covers
 
@@ -48,12 +59,55 @@ _SMALLEST_RESIDUAL = 2.0**-10
 """Below this |p - y|, a row holds too little of J to recover J from it in float32."""
 
 
+_GRID = 2.0**20
+"""The noise on a label is a multiple of its inverse, as the label is."""
+
+
 class LabelMoves(NamedTuple):
     """The move of each row by one unit of probability, or minus one unit of label."""
 
     values: Tensor  # (batch, cut_dim)
     norms: Tensor  # (batch,) float64, exact where the values overflow their dtype
-    covers: Covers  # the peers who cannot tell from a direction which of the two labels it has
+    covers: Covers = Covers.CLASS_MEANS  # for whom a move says nothing of its row's label
+
+
+def moves_of(batch: RawBatch) -> LabelMoves:
+    """Return the slopes of a batch if it comes with them, and `label_moves` otherwise.
+
+    Raises:
+        ValueError: slopes have another shape than the gradient, or as for `label_moves`.
+    """
+    rows = as_rows(batch.gradients)
+    if batch.slopes is None:
+        return label_moves(rows, as_positive(batch.labels, rows), batch.probabilities)
+    if batch.slopes.shape != batch.gradients.shape:
+        raise ValueError(
+            f"expected slopes {tuple(batch.gradients.shape)}, got {tuple(batch.slopes.shape)}"
+        )
+    slopes = as_rows(batch.slopes).to(rows)
+    return LabelMoves(slopes, row_norms(slopes), Covers.PASSIVE_AND_HONEST)
+
+
+def noisy_rows(batch: RawBatch, moves: LabelMoves, noise_ratio: float) -> Tensor:
+    """Return the rows with noise along their label's moves, (batch, cut_dim) float64.
+
+    Args:
+        batch: with probabilities and example keys.
+        moves: of the batch.
+        noise_ratio: k, in units of one label.
+
+    Raises:
+        ValueError: keys or probabilities are missing.
+    """
+    rows = as_rows(batch.gradients)
+    noise = noise_ratio * own_scalars(batch.example_keys, rows).squeeze(1)
+    noise = (noise * _GRID).round_() / _GRID
+    if batch.slopes is None:
+        return moves.values.double() * noise[:, None] + rows.double()
+    # In this order: k x - y is exact, and the sum with p the same function of it for either label.
+    noisy_labels = noise - as_positive(batch.labels, rows).double()
+    residuals = _checked(batch.probabilities, rows).double() + noisy_labels
+    return moves.values.double() * residuals[:, None]
 
 
 def label_moves(rows: Tensor, positive: Tensor, probabilities: Tensor | None) -> LabelMoves:
@@ -65,8 +119,7 @@ def label_moves(rows: Tensor, positive: Tensor, probabilities: Tensor | None) ->
     Raises:
         ValueError: the probabilities are missing, of another number, or outside [0, 1].
     """
-    probabilities = _checked(probabilities, rows).double()
-    residuals = probabilities - positive.double()
+    residuals = _checked(probabilities, rows).double() - positive.double()
     row_lengths, common = _lengths_and_common_move(rows, residuals)
     small = residuals.abs() < _SMALLEST_RESIDUAL
     divisors = torch.where(small, 1.0, residuals)
@@ -75,11 +128,11 @@ def label_moves(rows: Tensor, positive: Tensor, probabilities: Tensor | None) ->
     sure = small.nonzero().squeeze(1)
     values[sure] = common.to(rows.dtype)
     lengths[sure] = row_norms(common[None])
-    return LabelMoves(values, lengths, _covered(probabilities))
+    return LabelMoves(values, lengths)
 
 
 def own_scalars(example_keys: Tensor | None, rows: Tensor) -> Tensor:
-    """Return each example's standard normal number, (batch, 1), like the rows.
+    """Return each example's standard normal number, (batch, 1) float64, on the rows' device.
 
     Raises:
         ValueError: there is not one key per row.
@@ -87,7 +140,7 @@ def own_scalars(example_keys: Tensor | None, rows: Tensor) -> Tensor:
     if example_keys is None or example_keys.shape != (rows.shape[0], 2):
         got = None if example_keys is None else tuple(example_keys.shape)
         raise ValueError(f"expected example keys ({rows.shape[0]}, 2), got {got}")
-    return scalars(example_keys)[:, None].to(rows.device, rows.dtype)
+    return scalars(example_keys)[:, None].to(rows.device, torch.float64)
 
 
 def repeated_report(moves: LabelMoves, noise_ratio: float, charge: LeakCharge) -> DefenseReport:
@@ -104,16 +157,6 @@ def repeated_report(moves: LabelMoves, noise_ratio: float, charge: LeakCharge) -
         leak_auc_bound=leak_auc_bound(charge.sum_kl),
         charge=replace(charge, covers=moves.covers),
     )
-
-
-def _covered(probabilities: Tensor) -> Covers:
-    """Return the peers whom a batch's charge describes.
-
-    A row of which the model is certain goes in the batch's direction with one label, and in its own
-    with the other. A peer that knows its prediction and looks at its direction reads the label.
-    """
-    surest = torch.minimum(probabilities, 1 - probabilities).min()
-    return Covers.CLASS_MEANS if surest < _SMALLEST_RESIDUAL else Covers.PASSIVE_AND_HONEST
 
 
 def _checked(probabilities: Tensor | None, rows: Tensor) -> Tensor:

@@ -111,11 +111,12 @@ class ProjectedLabelsDefense(SeededDefense):
     strength: Strength = LeakAucStrength(leak_auc=0.6)
     """The bound for the whole run: ``leak_auc``, ``mu``, or ``epsilon`` and ``delta``."""
 
-    stages: int = Field(default=15, ge=1, le=10_000)
+    stages: int = Field(default=8, ge=1, le=10_000)
     """Number of times that sums are told, at equal distances over the epochs; no more than there
-    are epochs. More stages follow the model more closely, and put more noise on each."""
+    are epochs. More stages follow the model more closely, and put more noise on each. The first
+    takes most of the bound, the second half as much, the third a third."""
 
-    rank: int = Field(default=64, ge=1, le=1024)
+    rank: int = Field(default=96, ge=1, le=1024)
     """Number of sums in each stage: directions of the activations, the own features and the top
     model in which labels are told."""
 

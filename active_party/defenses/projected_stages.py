@@ -20,10 +20,15 @@ from splitveil.active_party.defenses.interface import (
     LeakCharge,
     PendingRelease,
     RawBatch,
+    RowFacts,
 )
 from splitveil.active_party.defenses.noise import SecureNoise
-from splitveil.active_party.defenses.projection.design import Design, design, stage_sigma
-from splitveil.active_party.defenses.projection.features import Chunks
+from splitveil.active_party.defenses.projection.design import (
+    Design,
+    design,
+    stage_shares,
+    stage_sigma,
+)
 from splitveil.active_party.defenses.projection.posterior import Posterior
 from splitveil.active_party.defenses.projection.release import Release, draw_release
 from splitveil.active_party.defenses.rows import as_classes, as_rows
@@ -42,10 +47,9 @@ class StagePlan(NamedTuple):
     rank: int
     memory_bytes: int
 
-    @property
-    def charge(self) -> LeakCharge:
-        """The charge of one stage."""
-        sum_kl = self.mu**2 / max(1, len(self.epochs))
+    def charge(self, stage: int) -> LeakCharge:
+        """Return the charge of a stage."""
+        sum_kl = self.mu**2 * stage_shares(len(self.epochs))[stage]
         return LeakCharge(sum_kl, covers=Covers.ANYBODY, is_gaussian=True)
 
 
@@ -68,6 +72,7 @@ class ProjectedLabels(Defense):
         self._num_classes = given.context.num_classes
         self._epochs = plan.epochs
         self._next_stage = 0
+        self._followed = -1  # the epoch whose predictions are in the targets
         self._examples = given.examples
         self._posterior: Posterior | None = None
         self._targets: Tensor | None = None
@@ -110,7 +115,7 @@ class ProjectedLabels(Defense):
         """Return no charge: every gradient is a function of the sums, which are charged."""
         return self._report.charge
 
-    def pending_release(self, epoch: int, chunks: Chunks, /) -> PendingRelease | None:
+    def pending_release(self, epoch: int, facts: RowFacts, /) -> PendingRelease | None:
         """Return the release of a stage that begins with this epoch, unless it has begun.
 
         Raises:
@@ -118,12 +123,11 @@ class ProjectedLabels(Defense):
         """
         stage = self._next_stage
         if stage == len(self._epochs) or epoch < self._epochs[stage]:
+            self._follow(epoch, facts)
             return None
-        predictions = torch.cat([_probabilities(chunk.logits) for chunk in chunks()])
-        if not bool(predictions.isfinite().all()):  # before anything is told of the labels
-            raise ValueError("the top model predicts something that is not a number")
+        predictions = _predictions(facts)  # before anything is told of the labels
         rows = design(
-            chunks,
+            facts,
             len(self._rows),
             self._plan.rank,
             subjects=self._subjects,
@@ -131,19 +135,28 @@ class ProjectedLabels(Defense):
         )
         return StageRelease(self, stage, rows, predictions)
 
-    @property
-    def stage_sigma(self) -> float:
-        """Standard deviation of the noise in each sum."""
-        return stage_sigma(self._plan.mu, len(self._epochs), self._num_classes)
+    def _follow(self, epoch: int, facts: RowFacts) -> None:
+        """Make an epoch's targets anew from the same sums, around what the model predicts now.
 
-    @property
-    def stage_charge(self) -> LeakCharge:
-        """The charge of one stage."""
-        return self._plan.charge
+        Measured, this is worth .001 to .006 of test AUC; it tells nothing, since it needs no label.
+        """
+        if self._posterior is None or not self._posterior.num_stages or epoch <= self._followed:
+            return
+        self._use_posterior(_predictions(facts))
+        self._followed = epoch
 
-    def draw(self, rows: Design, key: bytes) -> Release:
-        """Compute the noisy sums of a design."""
-        return draw_release(rows, self._labels, self.stage_sigma, SecureNoise(lambda: key))
+    def sigma_of(self, stage: int) -> float:
+        """Return the standard deviation of the noise in each sum of a stage."""
+        share = stage_shares(len(self._epochs))[stage]
+        return stage_sigma(self._plan.mu, share, self._num_classes)
+
+    def charge_of(self, stage: int) -> LeakCharge:
+        """Return the charge of a stage."""
+        return self._plan.charge(stage)
+
+    def draw(self, stage: int, rows: Design, key: bytes) -> Release:
+        """Compute the noisy sums of a stage's design."""
+        return draw_release(rows, self._labels, self.sigma_of(stage), SecureNoise(lambda: key))
 
     def begin(self, stage: int, rows: Design, release: Release, predictions: Tensor) -> None:
         """Begin a stage: make its targets from all sums so far.
@@ -154,12 +167,18 @@ class ProjectedLabels(Defense):
         if self._posterior is None:
             raise ValueError("projected_labels was built without examples")
         self._posterior.add(rows, release)
+        self._use_posterior(predictions)
+        self._next_stage = stage + 1
+        self._followed = self._epochs[stage]
+
+    def _use_posterior(self, predictions: Tensor) -> None:
+        if self._posterior is None:
+            raise ValueError("projected_labels was built without examples")
         targets = self._posterior.targets(predictions)
         if self._known is not None:
             excluded = self._known.excluded
             targets[excluded] = self._known.targets[excluded]
         self._use(targets)
-        self._next_stage = stage + 1
 
     def _use(self, targets: Tensor) -> None:
         """Train on targets from now on.
@@ -187,7 +206,10 @@ class ProjectedLabels(Defense):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the targets, and what later stages need of the earlier ones."""
-        state = {"next_stage": torch.tensor(self._next_stage)}
+        state = {
+            "next_stage": torch.tensor(self._next_stage),
+            "followed": torch.tensor(self._followed),
+        }
         if self._targets is not None:
             state["targets"] = self._targets
         if self._posterior is not None:
@@ -200,9 +222,10 @@ class ProjectedLabels(Defense):
         Raises:
             ValueError: the state belongs to another defense.
         """
-        if "next_stage" not in state:
+        if not {"next_stage", "followed"} <= set(state):
             raise ValueError(f"expected the state of projected_labels, got {sorted(state)}")
         self._next_stage = int(state["next_stage"])
+        self._followed = int(state["followed"])
         targets = state.get("targets")
         device = None if self._examples is None else self._examples.device
         self._targets = None if targets is None else targets.to(device)
@@ -244,15 +267,15 @@ class StageRelease(PendingRelease):
         self, defense: ProjectedLabels, stage: int, rows: Design, predictions: Tensor
     ) -> None:
         self.stage = stage
-        self.charge = defense.stage_charge
+        self.charge = defense.charge_of(stage)
         self._defense = defense
         self._rows = rows
         self._predictions = predictions
-        self.design = _digest(rows, defense.stage_sigma)
+        self.design = _digest(rows, defense.sigma_of(stage))
 
     def draw(self, key: bytes) -> Mapping[str, Tensor]:
         """Compute the noisy sums, (rank,) or (rank, classes) float64, and their noise's size."""
-        sums, sigma = self._defense.draw(self._rows, key)
+        sums, sigma = self._defense.draw(self.stage, self._rows, key)
         return {"sums": sums, "sigma": torch.tensor(sigma, dtype=torch.float64)}
 
     def use(self, release: Mapping[str, Tensor]) -> None:
@@ -278,6 +301,13 @@ def _one_hot(labels: Tensor, num_classes: int) -> Tensor:
     """Return labels of two classes as they are, and of several as one-hot rows, on the CPU."""
     labels = labels.detach().cpu()
     return labels.double() if num_classes == 2 else one_hot(labels.long(), num_classes).double()
+
+
+def _predictions(facts: RowFacts) -> Tensor:
+    predictions = torch.cat([_probabilities(logits) for logits in facts.logits()])
+    if not bool(predictions.isfinite().all()):
+        raise ValueError("the top model predicts something that is not a number")
+    return predictions
 
 
 def _probabilities(logits: Tensor) -> Tensor:

@@ -84,6 +84,11 @@ class DefenseSection(Section):
         return False
 
     @property
+    def needs_slopes(self) -> bool:
+        """Whether ``RawBatch.slopes`` has to be given."""
+        return False
+
+    @property
     def needs_survey(self) -> bool:
         """Whether a run has to begin with a survey of the training rows' activations."""
         return False
@@ -277,6 +282,11 @@ class NoisyDefense(SeededDefense):
     @property
     def needs_example_keys(self) -> bool:
         """Whether ``RawBatch.example_keys`` has to be given."""
+        return self.noise == "persistent"
+
+    @property
+    def needs_slopes(self) -> bool:
+        """Whether ``RawBatch.slopes`` has to be given, as for all noise along label moves."""
         return self.noise == "persistent"
 
     def forecast(self, context: DefenseContext) -> Forecast:

@@ -50,17 +50,36 @@ class LabelFreeFacts:
 
     def __call__(self) -> Iterator[RowChunk]:
         """Yield the facts, in ascending order of the rows; the model is not changed."""
+        with self._evaluating():
+            for rows in torch.split(self._training, CHUNK_ROWS):
+                yield self._chunk(rows)
+
+    def logits(self) -> Iterator[Tensor]:
+        """Yield the model's logits alone, (rows,) or (rows, classes)."""
+        with self._evaluating():
+            for rows in torch.split(self._training, CHUNK_ROWS):
+                with torch.no_grad():
+                    logits: Tensor = self._model(self._cut(rows), self._own(rows))
+                yield logits
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
         was_training = self._model.training
         self._model.eval()
         try:
-            for rows in torch.split(self._training, CHUNK_ROWS):
-                yield self._chunk(rows)
+            yield
         finally:
             self._model.train(was_training)
 
+    def _cut(self, rows: Tensor) -> Tensor:
+        return self._memory.at(rows).to(self._device)
+
+    def _own(self, rows: Tensor) -> Features | None:
+        return None if self._features is None else self._features.rows(rows.to(self._device))
+
     def _chunk(self, rows: Tensor) -> RowChunk:
-        cut = self._memory.at(rows).to(self._device).requires_grad_()
-        own = None if self._features is None else self._features.rows(rows.to(self._device))
+        cut = self._cut(rows).requires_grad_()
+        own = self._own(rows)
         with _listening_to_last_layer(self._model) as inputs:
             logits = self._model(cut, own)
         hidden = inputs[-1].detach().flatten(1) if inputs else None

@@ -193,7 +193,8 @@ class TopTrainer:
         self.model.train()
         own = self._own(rows)
         outcome = self._objective.compute(cut, own, BatchLabels(rows, labels, targets))
-        defended, report = self._defend(outcome, labels, positions)
+        slopes = _slopes(outcome.logits, cut) if self._tells_slopes else None
+        defended, report = self._defend(outcome, labels, positions, slopes)
         self._unlearned = outcome
         return StepResult(
             outcome.raw,
@@ -203,7 +204,7 @@ class TopTrainer:
             outcome.probabilities,
             outcome.loss.detach(),
             cut.detach(),
-            _slopes(outcome.logits, cut) if self._tells_slopes else None,
+            slopes,
             own,
         )
 
@@ -213,7 +214,9 @@ class TopTrainer:
         except ValueError as error:
             raise SplitveilError(f"the defense has no targets to train on: {error}") from error
 
-    def _defend(self, outcome: StepOutcome, labels: Tensor, positions: Positions) -> Defended:
+    def _defend(
+        self, outcome: StepOutcome, labels: Tensor, positions: Positions, slopes: Tensor | None
+    ) -> Defended:
         keys = self._example_keys
         batch = RawBatch(
             outcome.raw,
@@ -221,6 +224,7 @@ class TopTrainer:
             None if keys is None else keys[torch.from_numpy(positions.copy())],
             outcome.probabilities,
             outcome.label_move,
+            slopes if outcome.probabilities.ndim == 1 else None,
         )
         try:
             return self.defense.defend(batch)

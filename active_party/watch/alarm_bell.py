@@ -65,7 +65,7 @@ class AlarmBell:
         logger.error(
             "LEAK ALARM: up to epoch %d: %s at %s measures a leak AUC of %.3f (+- %.3f), above "
             "the %s that the ledger states for one answer: the charges of this defense "
-            "do not describe these gradients",
+            "do not describe this attack on these gradients",
             self._measured_epoch + 1,
             alarm.attack,
             alarm.layer,

@@ -28,7 +28,8 @@ argument, and `ATTACKS` names it. With more than two classes, an attack that is 
 the positives runs once for each class, with that class as the positives. The scores themselves are
 defined in `splitveil.common.privacy.scores`, `residual_energy` and `informed` in modules of their
 own, attacks that accumulate over a run in `splitveil.common.privacy.accumulation`, and user-defined
-attacks are loaded by `splitveil.common.privacy.custom_attacks`.
+attacks are loaded by `splitveil.common.privacy.custom_attacks`. `optimal`, on the released sums of
+projected labels, needs no gradient: it is a function by itself.
 
 The oracles learn the classes from examples other than the ones that they score: a class mean that
 includes the scored example itself finds a leak in pure noise.
@@ -45,6 +46,7 @@ from torch import Tensor
 from splitveil.common.privacy import scores
 from splitveil.common.privacy.gradient_rows import Gradients
 from splitveil.common.privacy.informed import KnownPredictions, informed
+from splitveil.common.privacy.optimal import optimal
 from splitveil.common.privacy.residual_energy import residual_energy
 
 __all__ = [
@@ -57,6 +59,7 @@ __all__ = [
     "RunAttackName",
     "SideInformation",
     "informed",
+    "optimal",
     "residual_energy",
 ]
 

@@ -29,6 +29,7 @@ from splitveil.common.privacy.adjusted_auc import AdjustedLeak, adjusted_leak_au
 from splitveil.common.privacy.attack_quality import Advantage, advantage_over
 from splitveil.common.privacy.attacks import ATTACKS
 from splitveil.common.privacy.cross_fitting import TooFewRows, cross_fitted_predictions
+from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
 from splitveil.common.privacy.label_classes import TWO_CLASSES, LabelClasses
 from splitveil.common.privacy.leakage import OneClass
 from splitveil.common.privacy.observational_audit import (
@@ -189,6 +190,8 @@ def _labels_known(attack: str) -> int | None:
 
 def _advantage(one: _PairScores, covariates: Covariates) -> Advantage | None:
     """Compare an attack with a model of the activations that knows as many labels."""
+    if one.attack in FINAL_ATTACKS:
+        return None  # they look at the very activations on which the model here is fitted
     rows, scores, positive, _ = one.scored
     num_hints = _labels_known(one.attack)
     if num_hints is None:

@@ -13,7 +13,7 @@ from splitveil.protos import split_learning_pb2 as pb
 
 ROOT = Path(__file__).parents[2]
 SERVICE = pb.DESCRIPTOR.services_by_name["SplitLearning"]
-TELLTALE = ("label", "target", "loss", "accuracy", "auc", "metric", "score")
+TELLTALE = ("label", "target", "loss", "accuracy", "auc", "metric", "score", "release", "noisy")
 AGREED = {"AuditReply.leak_auc_percent"}  # off unless both parties allow audits
 
 

@@ -158,7 +158,9 @@ def test_a_part_waits_for_its_stage_and_until_then_its_target_is_the_prediction(
     num_classes: int,
 ) -> None:
     labels = torch.arange(60).remainder(num_classes).float()
-    defense = build(labels, num_classes, parts=3, epochs_per_part=2, epsilon=0.01)
+    defense = build(
+        labels, num_classes, parts=3, epochs_per_part=2, epsilon=0.01, if_certain="class"
+    )
     generator = torch.Generator().manual_seed(1)
     part = torch.arange(60).remainder(3)
     for epoch in range(7):

@@ -6,24 +6,23 @@ import pytest
 import torch
 
 from splitveil.active_party.defenses.gaussian_dp import mu_of_leak_auc
-from splitveil.active_party.defenses.projection.design import Design, stage_sigma
+from splitveil.active_party.defenses.projection.design import Design
 from splitveil.active_party.defenses.projection.outlook import outlook
 from tests.maths.test_projection import design_of, rows_of
 
-STAGES = 15
 
+def noise_of(rows: Design, mu: float) -> float:
+    """Mean variance of the coefficients, in an orthonormal basis, that a whole run tells.
 
-def noise_of(rows: Design, sigma: float) -> float:
-    """Mean variance of the coefficients, in an orthonormal basis, that STAGES equal stages tell.
-
-    The best linear estimate from A^T y + sigma z has the covariance sigma^2 (A^T A)^-1 in the
-    coordinates of A; a basis Q = A T of its span has that of T^-1.
+    Stages share mu^2, so that together they tell the same directions as one stage with all of it:
+    A^T y + z/mu. The best linear estimate from that has the covariance (A^T A)^-1/mu^2 in the
+    coordinates of A; in those of Q, with A = Q R, it is that of R^-T z/mu.
     """
     weights = rows.block(0).double()
     orthonormal, triangle = torch.linalg.qr(weights)
     assert torch.allclose(orthonormal @ triangle, weights)
     inverse = torch.linalg.inv(triangle)
-    return float((sigma**2 * inverse.square().sum() / STAGES) / rows.rank)
+    return float(inverse.square().sum() / mu**2 / rows.rank)
 
 
 @pytest.mark.parametrize("leak_auc", [0.55, 0.7])
@@ -31,7 +30,7 @@ def test_the_noise_of_a_real_design_is_the_one_that_is_forecast(leak_auc: float)
     """Within a quarter, as weights are not all of length 1; rejects half and twice the noise."""
     num_rows, rank, share = 2000, 16, 0.3
     mu = mu_of_leak_auc(leak_auc)
-    noise = noise_of(design_of(rows_of(num_rows), rank), stage_sigma(mu, STAGES))
+    noise = noise_of(design_of(rows_of(num_rows), rank), mu)
     sampling = share * (1 - share)
     worth = num_rows * sampling / (sampling + noise)
     forecast = outlook(num_rows, share, mu, rank).rows

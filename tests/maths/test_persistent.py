@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party import defenses
-from splitveil.active_party.defenses import Defense, DefenseSettings, RawBatch
+from splitveil.active_party.defenses import Covers, Defense, DefenseSettings, RawBatch, persistent
 from splitveil.active_party.defenses.example_keys import (
     GRADIENT_NOISE,
     LABEL_NOISE,
@@ -22,7 +22,7 @@ from splitveil.active_party.defenses.example_keys import (
     key_name,
     scalars,
 )
-from splitveil.active_party.defenses.persistent import label_moves
+from splitveil.active_party.defenses.persistent import label_moves, moves_of, noisy_rows
 from splitveil.active_party.defenses.strength import (
     DetectionError,
     LeakAuc,
@@ -641,3 +641,41 @@ def test_what_is_needed_is_asked_for(settings: DefenseSettings) -> None:
         defense.defend(RawBatch(raw, labels, example_keys=keys, probabilities=probabilities + 1))
     with pytest.raises(ValueError, match="noise key"):
         build_defense(settings)
+
+
+@pytest.mark.parametrize("surety", [0.5, 2.0**-12, 1.0])
+def test_an_answer_is_a_function_of_prediction_slope_and_noisy_label_alone(
+    monkeypatch: pytest.MonkeyPatch, surety: float
+) -> None:
+    """Label 1 with noise k x + 1 gets the bits of label 0 with noise k x, if slopes are given.
+
+    Without them, the raw gradient's rounding tells the two apart, and a sure prediction altogether.
+    """
+    generator = torch.Generator().manual_seed(5)
+    slopes = torch.randn(400, 8, generator=generator)
+    probabilities = (surety * torch.rand(400, generator=generator)).clamp(max=1.0)
+    numbers = torch.randn(400, generator=generator, dtype=torch.float64)
+    keys = torch.zeros(400, 2, dtype=torch.int64)
+
+    def answer(label: float, slopes_or_none: Tensor | None) -> Tensor:
+        labels = torch.full((400,), label)
+        raw = (probabilities - labels)[:, None] * slopes
+        batch = RawBatch(raw, labels, keys, probabilities, None, slopes_or_none)
+        own = (numbers + label)[:, None]
+        monkeypatch.setattr(persistent, "own_scalars", lambda *_: own)
+        return noisy_rows(batch, moves_of(batch), 1.0).float()
+
+    assert torch.equal(answer(0.0, slopes), answer(1.0, slopes))
+    assert not torch.equal(answer(0.0, None), answer(1.0, None))
+
+
+def test_only_moves_that_the_label_has_no_part_in_describe_an_honest_peer() -> None:
+    raw, labels, probabilities, keys = batch()
+    residuals = (probabilities - labels)[:, None]
+    given = RawBatch(raw, labels, keys, probabilities, slopes=raw / residuals)
+    defense = build_defense(defenses.MarvellDefense(noise="persistent"), KEY)
+    assert defense.defend(given).report.charge.covers is Covers.PASSIVE_AND_HONEST
+    taken = defense.defend(given._replace(slopes=None)).report.charge.covers
+    assert taken is Covers.CLASS_MEANS
+    with pytest.raises(ValueError, match="expected slopes"):
+        defense.defend(given._replace(slopes=raw[:1]))

@@ -11,9 +11,14 @@ from torch import Tensor
 
 from splitveil.active_party.defenses.gaussian_dp import leak_auc_of_mu, mu_of_leak_auc
 from splitveil.active_party.defenses.noise import InsecureSeededNoise, SecureNoise
-from splitveil.active_party.defenses.projection.design import Design, design, stage_sigma
-from splitveil.active_party.defenses.projection.features import Chunks, RowChunk
-from splitveil.active_party.defenses.projection.grid import on_grid
+from splitveil.active_party.defenses.projection.design import (
+    Design,
+    design,
+    stage_shares,
+    stage_sigma,
+)
+from splitveil.active_party.defenses.projection.features import Chunks, RowChunk, columns_of
+from splitveil.active_party.defenses.projection.grid import BoundedWeights
 from splitveil.active_party.defenses.projection.posterior import Posterior
 from splitveil.active_party.defenses.projection.release import (
     Release,
@@ -110,12 +115,14 @@ def test_a_row_that_is_too_long_by_its_last_bit_is_shrunk() -> None:
     """Rounding 0.6, 0.8 and the like to the nearest step would exceed 1 for some of them."""
     angles = torch.linspace(0.001, 1.57, 4096)
     weights = torch.stack([angles.cos(), angles.sin()], dim=1) * (1 + 2e-7)
-    steps, unit = on_grid(weights, None)
+    bounded = BoundedWeights(4096, 2, None)
+    bounded.add(0, weights)
+    steps, unit = bounded.finish()
     squared = steps.long().square().sum(dim=1)
     assert int(squared.max()) <= round(1 / unit) ** 2
     nearest = (weights.double() / unit).round().long().square().sum(dim=1)
     assert int(nearest.max()) > round(1 / unit) ** 2
-    assert (steps.double() * unit - weights).abs().max() <= 1.01 * unit
+    assert (steps.double() * unit - weights).abs().max() <= 1.05 * unit
 
 
 def test_a_sum_has_the_same_bits_in_any_order_and_split() -> None:
@@ -171,6 +178,59 @@ def test_excluded_rows_weigh_nothing_and_leave_the_others_at_full_weight() -> No
     assert int(nobody.steps.abs().sum()) == 0
 
 
+def test_the_stages_of_a_run_spend_its_bound_and_no_more() -> None:
+    """Charges D^2/sigma^2 add up to mu^2; with several classes D is sqrt 2."""
+    for num_classes, squared_move in ((2, 1.0), (5, 2.0)):
+        for stages in (1, 2, 8, 300):
+            shares = stage_shares(stages)
+            sigmas = [stage_sigma(MU, share, num_classes) for share in shares]
+            spent = sum(squared_move / sigma**2 for sigma in sigmas)
+            assert spent == pytest.approx(MU**2, rel=1e-12)
+            assert sigmas == sorted(sigmas)
+    for mu, share in ((0.0, 0.5), (1.0, 0.0), (1.0, 1.1), (math.nan, 0.5)):
+        with pytest.raises(ValueError, match="share"):
+            stage_sigma(mu, share)
+    with pytest.raises(ValueError, match="stage"):
+        stage_shares(0)
+
+
+def test_a_label_of_several_classes_moves_the_sums_by_at_most_sqrt_2() -> None:
+    made = design_of(rows_of(ROWS, num_classes=4))
+    labels = torch.randint(4, (ROWS,), generator=generator(3))
+    before = exact_sums(made, torch.eye(4)[labels])
+    moves = []
+    for row in range(0, ROWS, 7):
+        other = labels.clone()
+        other[row] = (other[row] + 1) % 4
+        moves.append(float((exact_sums(made, torch.eye(4)[other]) - before).norm()))
+    assert max(moves) <= math.sqrt(2)
+    assert max(moves) > 0.999 * math.sqrt(2)
+
+
+@pytest.mark.parametrize("kind", ["slopes", "products with activations", "products with own"])
+def test_the_columns_hold_what_a_step_of_the_bottom_model_asks_for(kind: str) -> None:
+    """Within 1 % of its variance, which clipping at 4 standard deviations takes; else 20 %."""
+    rows = rows_of(ROWS)
+    assert rows.own is not None
+    along = (rows.slopes @ rows.slopes.mean(dim=0))[:, None]
+    wanted = {
+        "slopes": rows.slopes,
+        "products with activations": along * rows.activations,
+        "products with own": along * rows.own,
+    }[kind].double()
+    columns = columns_of(rows).of(rows).double()
+    centred = wanted - wanted.mean(dim=0)
+
+    def missing(columns: Tensor) -> float:
+        basis, _ = torch.linalg.qr(columns)
+        left = centred - basis @ (basis.T @ centred)
+        return float(left.square().sum() / centred.square().sum())
+
+    assert missing(columns) < 0.01
+    raw = torch.cat([torch.ones(ROWS, 1), rows.activations, rows.own], dim=1).double()
+    assert missing(raw) > 0.2
+
+
 def test_fewer_rows_than_rank_and_dependent_columns_give_fewer_columns() -> None:
     few = design_of(rows_of(5), rank=64)
     assert few.rank <= 5
@@ -220,7 +280,7 @@ def is_normal(noise: Tensor, sigma: float) -> bool:
 
 def test_the_noise_is_that_of_the_mechanism() -> None:
     """Normal, of the stated standard deviation; one 20 % off, either way, is noticed."""
-    made, sigma = design_of(rows_of(ROWS)), stage_sigma(MU, 10)
+    made, sigma = design_of(rows_of(ROWS)), stage_sigma(MU, 0.1)
     noise = noise_of(made, sigma, 400)
     assert is_normal(noise, sigma)
     assert not is_normal(noise, 0.8 * sigma)
@@ -244,7 +304,7 @@ def likelihood_ratio_auc(noise_factor: float) -> float:
     """Attack one label, given all others and two stages: the exact log-likelihood ratio."""
     num_rows, draws, stages = 60, 20_000, 2
     made = [design_of(rows_of(num_rows, seed=seed), rank=6) for seed in range(stages)]
-    sigma = noise_factor * stage_sigma(MU, stages)
+    sigma = noise_factor * stage_sigma(MU, 1 / stages)
     others = torch.randint(2, (num_rows,), generator=generator(3))
     others[17] = 0
     known = [exact_sums(one, others) for one in made]
@@ -309,7 +369,7 @@ def test_targets_of_several_classes_lie_on_the_simplex() -> None:
     made = design_of(rows, rank=24)
     posterior = Posterior()
     one_hot = torch.eye(4)[labels]
-    posterior.add(made, released(made, one_hot, stage_sigma(5.0, 1, 4), 1))
+    posterior.add(made, released(made, one_hot, stage_sigma(5.0, 1.0, 4), 1))
     targets = posterior.targets(torch.full((ROWS, 4), 0.25))
     assert targets.shape == (ROWS, 4)
     assert float(targets.min()) >= 0

@@ -28,7 +28,7 @@ from splitveil.common.record.lines import EpochLeakLine, EvaluationLine, LeakLin
 from splitveil.common.record.run_record import METRICS, write_summary
 from splitveil.common.record.summary import ActiveFigures, ModelFigures, RunCounts, Summary
 from splitveil.common.storage.run_folder import claimed
-from splitveil.experiments import needs
+from splitveil.experiments import needs, preparation
 from splitveil.experiments.__main__ import main
 from splitveil.experiments.cells import (
     PREPARED,
@@ -43,13 +43,14 @@ from splitveil.experiments.cells import (
 from splitveil.experiments.collection import Row, collect, read_rows, write_rows
 from splitveil.experiments.execution import Ending, Resources, is_finished, run_cells
 from splitveil.experiments.models import GreyImageBottom, SummedTop
-from splitveil.experiments.plots import Point, course, epochs, floor, trade_off
+from splitveil.experiments.plots import Point, course, draw, epochs, floor, sweep, trade_off
 from splitveil.experiments.preparation import prepare
 from splitveil.experiments.settings import (
     CoursePlot,
     EpochPlot,
     Experiment,
     Figure,
+    SweepPlot,
     TradeOffPlot,
     experiment_names,
     load_experiment,
@@ -158,6 +159,8 @@ def test_a_sweep_of_guarantees_sets_the_strength_that_each_needs() -> None:
     assert ratios[1] == pytest.approx([3 * ratio for ratio in ratios[0]])
     with pytest.raises(SettingsError, match="no strength of marvell holds against every peer"):
         found({"name": "marvell"})
+    wrong = {"name": "projected_labels", "ranks": 5}  # reported with the cell's other problems
+    assert found(wrong) == [("bounded 0.55", wrong), ("bounded 0.6", wrong)]
 
 
 def test_seeds_repeat_weights_and_split_and_leave_the_noise_secret() -> None:
@@ -227,6 +230,7 @@ def test_another_kind_replaces_a_section_and_the_same_kind_changes_it() -> None:
         ({"published": {"source": "x", "values": {"cancer": {"marvell 9": {}}}}}, "marvell 9"),
         ({"published": {"source": "x", "values": {"cancer": {"none": {"nrm": 1}}}}}, "nrm"),
         ({"variants": {"iso": {"sweep": {"defense.ratio": [1]}}}}, "expected active"),
+        ({"variants": {"iso": {"sweep": {"guarantee": [0.6, 1.0]}}}}, "above 0.5 and below 1"),
         ({"figures": {"norm": {"statistic": "q95", "layer": "cut"}}}, "a layer and an attack"),
     ],
 )
@@ -652,6 +656,57 @@ def test_a_figure_may_be_compared_with_another_variant_s_of_the_same_seed() -> N
     assert point[:2] == pytest.approx((-0.02, 0.02 / math.sqrt(2)))
 
 
+def bounded_rows() -> list[Row]:
+    """Two seeds of a model without defense, of one that is fitted again, and of noisy labels."""
+    rows = [row("none", seed, "test_auc", auc) for seed, auc in enumerate((0.80, 0.90))]
+    refits = {0.6: (0.79, 0.87), 0.55: (0.70, 0.80)}
+    for bound, aucs in refits.items():
+        for seed, auc in enumerate(aucs):
+            name = f"projected {bound}"
+            rows.append(row(name, seed, "test_auc_refit", auc, setting=bound))
+            rows.append(row(name, seed, "test_auc", auc - 0.01, setting=bound))
+    rows += [row("laplace 0.6", 0, "test_auc", 0.65, setting=0.6)]
+    return [*rows, row("untrained", 0, "test_auc", 0.6)]
+
+
+def test_a_sweep_has_a_curve_per_variant_and_standard_errors() -> None:
+    plot = SweepPlot(kind="sweep", statistic="test_auc_refit", less="none", axis="bound")
+    curves = sweep(plot, bounded_rows())
+    assert set(curves) == {"projected", "laplace", "untrained"}
+    weak, strong = curves["projected"]
+    assert (weak.x, strong.x) == (0.55, 0.6)
+    assert (strong.y, strong.y_sd) == pytest.approx((-0.02, 0.01))  # -0.01 and -0.03
+    (laplace,) = curves["laplace"]  # has no refit
+    assert laplace[:4] == pytest.approx((0.6, 0.0, -0.15, 0.0))
+    assert math.isinf(curves["untrained"][0].x)
+
+
+def test_a_refitted_model_is_compared_with_one_that_is_not() -> None:
+    figure = Figure(statistic="test_auc_refit", less="none", less_statistic="test_auc")
+    found = values_of(bounded_rows(), figure)
+    assert found["cancer", "projected 0.6"] == pytest.approx([-0.01, -0.03])
+    assert ("cancer", "none") not in found
+
+
+def test_a_table_may_have_standard_errors() -> None:
+    aucs = [0.9, 0.94, 0.95]
+    rows = [row("none", seed, "test_auc", auc) for seed, auc in enumerate(aucs)]
+    rows += [row("marvell 4", 0, "test_auc", 0.9)]
+    page = markdown("tiny", tiny(spread="error"), rows, {})
+    error = np.std(aucs, ddof=1) / math.sqrt(3)
+    assert f".930 ± {error:.3f}".replace("0.", ".") in page
+    assert "Mean ± standard error over 1 or 3 seeds." in page
+
+
+def test_a_sweep_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot = SweepPlot(kind="sweep", statistic="test_auc_refit", less="none", axis="bound")
+    (path,) = draw([plot], bounded_rows(), tmp_path)
+    drawn = path.read_text(encoding="utf-8")
+    assert path.name == "1-sweep-cancer.svg"
+    assert all(words in drawn for words in ("projected", "laplace", "untrained", "bound"))
+
+
 def test_a_row_that_sends_nothing_worth_learning_is_a_line_and_no_point() -> None:
     rows = [row(v, 0, "best_test_auc", auc) for v, auc in (("none", 0.8), ("untrained", 0.7))]
     rows += [row(v, 0, "q95", 1.0, **NORM) for v in ("none", "untrained")]
@@ -716,7 +771,52 @@ def test_without_matplotlib_the_table_is_there_and_one_line_says_what_is_missing
     assert "pip install 'splitveil[experiments]'" in line
 
 
+def test_report_replaces_its_part_of_a_page(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "tiny.yaml"
+    plots = [{"kind": "sweep", "axis": "ratio"}]
+    path.write_text(yaml.safe_dump(TINY | {"plots": plots}, sort_keys=False))
+    results = tmp_path / "out" / "tiny"
+    cell = cells_of(tiny())[2]
+    leave_behind(cell, results)
+    write_rows(results / "results.parquet", collect("tiny", "full", cell, results), {})
+    page = tmp_path / "docs" / "page.md"
+    page.parent.mkdir()
+    ends = ("# Above\n\n<!-- results of tiny -->\n", "<!-- end of tiny -->\n\nBelow.\n")
+    page.write_text("an old table".join(ends))
+    report = ["report", str(path), "--output", str(tmp_path / "out"), "--into", str(page)]
+    assert main(report) == 0
+    written = page.read_text()
+    assert written.startswith(ends[0])
+    assert written.endswith(ends[1])
+    assert "an old table" not in written
+    assert "| marvell 4 | .900 | .800 | .600 |" in written
+    plot = "images/tiny/1-sweep-cancer.svg"
+    assert f"![{plot}]({plot})" in written
+    assert (page.parent / plot).is_file()
+    assert main(report) == 0
+    assert page.read_text() == written
+    page.write_text("# Another page\n")
+    assert main(report) == 2
+    assert page.read_text() == "# Another page\n"
+
+
 # ---- preparations and models ----
+
+
+def test_a_synthetic_table_has_features_of_both_parties(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparation, "SYNTHETIC_ROWS", 4000)
+    monkeypatch.delenv("SPLITVEIL_DATA", raising=False)
+    prepare("synthetic", tmp_path)
+    with np.load(tmp_path / "synthetic.npz") as made:
+        passive, active, y = made["passive"], made["active"], made["y"]
+    assert passive.shape == (4000, 12)
+    assert active.shape == (4000, 4)
+    assert 0.1 < y.mean() < 0.5
+    for own in (passive[:, 0], active[:, 0]):
+        assert abs(np.corrcoef(own, y)[0, 1]) > 0.1
 
 
 def test_packed_words_become_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

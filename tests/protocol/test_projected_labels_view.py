@@ -10,6 +10,7 @@ import pickle
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.common.party.transcript import FILE
 from splitveil.common.run.messages import Activation, Answer, Course, LeaveReason, Offer, Opening
 from tests import several
-from tests.peers import InProcessPeer
+from tests.peers import InProcessPeer, Lost
 from tests.projected import DEFENSE, SMALL, SURVEY_BATCHES, build
 from tests.runs import run_in_process, write_example
 from tests.several import Several, build_several, write_several
@@ -122,13 +123,15 @@ class Seeing(InProcessPeer):
         self._see("goodbye", reason.value)
 
 
-def seen_in(folder: Path, *active: str, both: Sequence[str] = ()) -> list[bytes]:
+def seen_in(
+    folder: Path, *active: str, both: Sequence[str] = (), peer: type[Seeing] = Seeing
+) -> list[bytes]:
     """Run, with a recorder that measures leaks and evaluations, and return what the peer saw."""
     parties = build(folder, *both, *active, both=[*SMALL, *both])
-    peers = []
+    peers: list[Seeing] = []
 
     def connect(*arguments: Any) -> Seeing:
-        peers.append(Seeing(*arguments))
+        peers.append(peer(*arguments))
         return peers[0]
 
     (folder / "results").mkdir(exist_ok=True)
@@ -213,6 +216,70 @@ def test_with_the_same_sums_of_other_labels_the_peer_receives_the_same_bytes(
     assert told
     assert len(one) > 10
     assert one == other
+
+
+class Chooses(Seeing):
+    """Sends vectors of its own: two groups of rows, of which one is huge."""
+
+    def _chosen(self, activation: Activation) -> Activation:
+        values = torch.full_like(activation.values, 0.5)
+        values[::2] = torch.tensor([1e4, -2e4, 3e4, 1.0])
+        return replace(activation, values=values)
+
+    def send_activation(self, activation: Activation) -> None:
+        super().send_activation(self._chosen(activation))
+
+    def evaluate(self, activation: Activation) -> Course:
+        return super().evaluate(self._chosen(activation))
+
+
+def test_so_does_a_peer_that_chooses_what_it_sends(folders: Folders) -> None:
+    told: Told = {}
+    with noting(told):
+        one = seen_in(folders.one, peer=Chooses)
+    with telling(told):
+        other = seen_in(folders.other, peer=Chooses)
+    assert one == other
+
+
+def test_so_does_one_that_is_killed_and_comes_again(folders: Folders, tmp_path: Path) -> None:
+    told: Told = {}
+    runs = []
+    for folder, around in ((folders.one, noting), (folders.other, telling)):
+        seen: list[bytes] = []
+
+        class Killed(Seeing):
+            """Is killed in the second epoch, and sees more before and after that."""
+
+            at: int | None = 7
+
+            def __init__(self, *arguments: Any) -> None:
+                super().__init__(*arguments)
+                self.seen = seen  # noqa: B023 - used up within the loop
+                self.answers = 0
+
+            def receive_gradient(self) -> Answer:
+                answer = super().receive_gradient()
+                self.answers += 1
+                if self.answers == self.at:
+                    raise Lost
+                return answer
+
+            def leave(self, run_id: str, reason: LeaveReason) -> None:
+                if reason == LeaveReason.FINISHED:
+                    super().leave(run_id, reason)
+
+        with around(told):
+            runs_folder = tmp_path / folder.name
+            with pytest.raises(Lost):
+                run_in_process(build(folder, runs=runs_folder), Killed)
+            again = build(folder, runs=runs_folder)
+            again.session.reopen()
+            run_in_process(again, type("ComesAgain", (Killed,), {"at": None}))
+        assert again.active.resumed == [1]
+        runs.append(seen)
+    assert runs[0] == runs[1]
+    assert len(told) == 2
 
 
 def test_with_several_classes_as_well(tmp_path: Path) -> None:

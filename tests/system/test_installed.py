@@ -122,9 +122,14 @@ def test_every_command_prints_its_version(installed: Installed, command: str) ->
 def test_the_demo_needs_no_repository_and_minds_no_folder_of_another(installed: Installed) -> None:
     printed = installed.run("splitveil", "demo", "--set", "contract.epochs=1")
     assert "marvell" in printed
+    assert "projected_labels" in printed
     assert "wrong" not in printed
     reports = sorted(path.parts[-3] for path in installed.here.glob("runs/*/active/report.html"))
-    assert reports == ["breast_cancer-marvell", "breast_cancer-none"]
+    assert reports == [
+        "breast_cancer-marvell",
+        "breast_cancer-none",
+        "breast_cancer-projected_labels",
+    ]
     for party in ("active", "passive"):
         folder = installed.here / "runs" / "breast_cancer-none" / party
         assert json.loads((folder / "summary.json").read_text())["version"] == VERSION

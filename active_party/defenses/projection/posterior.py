@@ -158,41 +158,43 @@ class Posterior:
         ).double()
         gram = self._gram / sigma / sigma[:, None]
         surprise = (sums - expected).reshape(len(sums), -1) / sigma[:, None]
-        variance = likeliest_variance(gram, surprise)
-        solved = _solve(gram, surprise, variance)[0] * variance / sigma[:, None]
+        variance, solved = likeliest_variance(gram, surprise)
+        solved = solved * variance / sigma[:, None]
         return solved.reshape(sums.shape).float()
 
 
-def likeliest_variance(gram: Tensor, surprise: Tensor) -> float:
-    """Return the q with the largest likelihood of the surprise, N(0, q gram + I) in each column.
+def likeliest_variance(gram: Tensor, surprise: Tensor) -> tuple[float, Tensor]:
+    """Find the q with the largest likelihood of the surprise, N(0, q gram + I) in each column.
+
+    A peer can make the columns of several stages equal. The Gram matrix, whose sums are rounded,
+    then has eigenvalues slightly below 0, which count as 0.
 
     Args:
         gram: (R, R), in units of the noise.
         surprise: (R, classes), in units of the noise.
+
+    Returns:
+        q, and (q gram + I)^-1 surprise, (R, classes).
     """
+    powers, vectors = torch.linalg.eigh(gram)
+    powers = powers.clamp(min=0.0)[:, None]
+    parts = vectors.T @ surprise
     likelihoods: dict[int, float] = {}
 
     def likelihood(power: int) -> float:
         if abs(power) > _MOST_DOUBLINGS:
             return float("-inf")
         if power not in likelihoods:
-            likelihoods[power] = _solve(gram, surprise, 0.25 * 2.0**power)[1]
+            spread = 1.0 + 0.25 * 2.0**power * powers
+            log_determinant = spread.log().sum() * surprise.shape[1]
+            likelihoods[power] = -0.5 * float(log_determinant + (parts.square() / spread).sum())
         return likelihoods[power]
 
     best = 0
     while (step := max((-1, 0, 1), key=lambda step: (likelihood(best + step), -abs(step)))) != 0:
         best += step
-    return 0.25 * 2.0**best
-
-
-def _solve(gram: Tensor, surprise: Tensor, variance: float) -> tuple[Tensor, float]:
-    """Return (q gram + I)^-1 surprise, and the log-likelihood of the surprise."""
-    covariance = variance * gram
-    covariance.diagonal().add_(1.0)
-    factor = torch.linalg.cholesky(covariance)
-    solved = torch.cholesky_solve(surprise, factor)
-    log_determinant = 2 * factor.diagonal().log().sum() * surprise.shape[1]
-    return solved, -0.5 * float(log_determinant + (surprise * solved).sum())
+    variance = 0.25 * 2.0**best
+    return variance, vectors @ (parts / (1.0 + variance * powers))
 
 
 def _bytes(design: Design) -> int:

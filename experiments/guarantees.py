@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from splitveil.active_party.defenses import DefenseSettings
 from splitveil.active_party.defenses.build_inputs import DefenseContext
@@ -16,11 +16,16 @@ _DEFENSE: TypeAdapter[DefenseSection] = TypeAdapter(DefenseSettings)
 def at_guarantee(settings: Settings, leak_auc: float) -> Settings:
     """Return the settings of a cell with its defense at that guarantee.
 
+    A section with mistakes is returned unchanged: they are reported with all others of the cell.
+
     Raises:
         SettingsError: no strength of the defense holds against everybody.
     """
     contract, active = settings["contract"], settings["active"]
-    defense = _DEFENSE.validate_python(active["defense"])
+    try:
+        defense = _DEFENSE.validate_python(active["defense"])
+    except ValidationError:
+        return settings
     classes = active.get("data", {}).get("classes") or 2
     context = DefenseContext(
         cut_shape=tuple(contract["cut_shape"]),

@@ -159,6 +159,8 @@ def test_a_sweep_of_guarantees_sets_the_strength_that_each_needs() -> None:
     assert ratios[1] == pytest.approx([3 * ratio for ratio in ratios[0]])
     with pytest.raises(SettingsError, match="no strength of marvell holds against every peer"):
         found({"name": "marvell"})
+    wrong = {"name": "projected_labels", "ranks": 5}  # reported with the cell's other problems
+    assert found(wrong) == [("bounded 0.55", wrong), ("bounded 0.6", wrong)]
 
 
 def test_seeds_repeat_weights_and_split_and_leave_the_noise_secret() -> None:

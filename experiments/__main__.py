@@ -1,7 +1,7 @@
 """The command ``python -m splitveil.experiments``: list, run, report.
 
     list
-    run NAME [--quick | --size SIZE] [--seeds N] [--jobs N] [--only ROW ...]
+    run NAME [--quick | --size SIZE] [--seeds N] [--jobs N] [--only ROW ...] [--finished]
     report NAME [--into PAGE]
 
 ``NAME`` is a file of this folder without its ending, or the path of any file. Results go to
@@ -71,6 +71,8 @@ def _run(options: argparse.Namespace) -> int:
     prepared = (options.output / "prepared").resolve()
     runnable, refused = _sorted_out(cells, prepared, makes_tables=not options.dry_run)
     waiting = [cell for cell in runnable if not is_finished(cell, results)]
+    if options.finished:
+        runnable, waiting = [cell for cell in runnable if cell not in waiting], []
     _say(
         f"{name}: {len(cells)} cells; {len(runnable) - len(waiting)} have run, {len(waiting)} to "
         f"run, {len(refused)} cannot be run"
@@ -247,6 +249,9 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="PARTY.NAME=VALUE",
         help="a setting to override in every cell",
+    )
+    run.add_argument(
+        "--finished", action="store_true", help="run nothing, and report the cells that have run"
     )
     run.add_argument("--dry-run", action="store_true", help="print the cells that would run")
     report = commands.add_parser("report", help="rewrite table and plots from results.parquet")

@@ -579,6 +579,21 @@ def test_figures_are_one_row_each_and_survive_the_file(tmp_path: Path) -> None:
     assert "last_epoch" not in {row.statistic for row in rows}  # null: nothing was measured
 
 
+def test_cells_that_have_run_are_reported_without_running_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher(tmp_path, monkeypatch, f"touch {tmp_path / 'started'}")
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(TINY, sort_keys=False))
+    results = tmp_path / "out" / "tiny"
+    for cell in cells_of(tiny())[2:4]:  # marvell 4 of seed 0, none of seed 1
+        leave_behind(cell, results)
+    assert main(["run", str(path), "--output", str(tmp_path / "out"), "--finished"]) == 0
+    rows, _ = read_rows(results / "results.parquet")
+    assert {(row.variant, row.seed) for row in rows} == {("marvell 4", 0), ("none", 1)}
+    assert not (tmp_path / "started").exists()
+
+
 def test_a_long_course_is_averaged_over_stretches(tmp_path: Path) -> None:
     cell = cells_of(tiny())[0]
     leave_behind(cell, tmp_path)

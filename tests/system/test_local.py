@@ -28,7 +28,7 @@ from tests.programs import run_program
 from tests.runs import write_example
 from tests.system.conftest import SAME_SPLIT, LocalRun, run_locally
 
-ATTACKS = {"norm", "cosine", "spectral"}
+ATTACKS = {"norm", "cosine", "spectral", "residual_energy"}
 FIGURES = {"q95", "mean", "last_epoch", "random_q95"}
 RUNS = ("breast_cancer-none", "breast_cancer-marvell-power_ratio-4")
 

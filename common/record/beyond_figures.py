@@ -71,6 +71,7 @@ class BeyondFigures(NamedTuple):
     adjusted: Mapping[str, AdjustedFigures] = MappingProxyType({})
     advantage: Mapping[str, AdvantageFigures] = MappingProxyType({})
     epsilon: EpsilonFigures | None = None
+    """None if too few rows were offered another label; the file then has a bound of 0."""
 
     def strongest(self) -> tuple[str, AdjustedFigures] | None:
         """Return the attack with the largest adjusted leak AUC, if any was measured."""
@@ -108,7 +109,7 @@ def beyond_to_json(beyond: BeyondFigures) -> dict[str, Any]:
         "leak_advantage": {name: one._asdict() for name, one in beyond.advantage.items()},
     }
     if beyond.epsilon is None:
-        return written
+        return written | {_EPSILON: 0.0}  # too few rows to exclude anything
     details = beyond.epsilon._asdict()
     return written | {_EPSILON: details.pop("epsilon"), _DETAILS: details}
 

@@ -21,7 +21,7 @@ from splitveil.common.record.beyond_figures import (
     EpsilonFigures,
 )
 from splitveil.common.record.leak_figures import LeakFigures
-from splitveil.common.record.run_record import METRICS, write_summary
+from splitveil.common.record.run_record import METRICS, read_summary, write_summary
 from splitveil.common.record.summary import Summary, to_json
 from splitveil.common.record.summary_tables import print_summary
 from tests.own_defenses import write_own_defenses
@@ -106,7 +106,17 @@ def test_several_classes_are_measured_by_the_pair_told_apart_best(tmp_path: Path
         assert found["adjusted_leak"][attack]["value"] > 0.9
     assert found["adjusted_leak"]["norm"]["value"] < found["adjusted_leak"]["cosine"]["value"]
     assert set(found["leak_advantage"]) == {"accumulated_spectral"}
-    assert found["epsilon_lower_bound"] > 0
+    assert found["epsilon_lower_bound"] >= 0.0
+
+
+def test_too_few_rows_exclude_no_epsilon(tmp_path: Path) -> None:
+    """The summary has a bound all the same: 0, without details."""
+    figures = BeyondFigures({"norm": AdjustedFigures(0.52, 0.49, 0.55)})
+    write_summary(tmp_path, Summary(leak=LeakFigures(beyond=figures)))
+    written = json.loads((tmp_path / "summary.json").read_text())
+    assert written["epsilon_lower_bound"] == 0.0
+    assert "epsilon_lower_bound_details" not in written
+    assert read_summary(tmp_path).of_leak.beyond == figures
 
 
 OVERSTATED = '''

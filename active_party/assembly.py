@@ -80,7 +80,7 @@ class TrainerBuilder:
             DataError: a split has rows of one class only, or the training rows lack a class.
         """
         settings, contract = self._settings, self._settings.contract
-        if settings.early_stopping is not None and not len(rows.splits["validation"]):
+        if settings.stops_by_validation and not len(rows.splits["validation"]):
             raise DataError(
                 f"{self._data.table.source}: early_stopping needs validation rows, and none of the "
                 f"aligned ones is"

@@ -220,6 +220,11 @@ class ActiveSettings(PartySettings):
     when the run ends, which depends on the validation labels: the bounds are about training labels
     alone. With ``projected_labels`` only released targets decide, see ``early_stopping``."""
 
+    @property
+    def stops_by_validation(self) -> bool:
+        """Whether validation rows decide when the run ends."""
+        return self.early_stopping is not None and not self.defense.holds_for_anybody
+
     def defense_context(self, pos_fraction: float = 0.5) -> DefenseContext:
         """Return the facts about the run that the defense depends on.
 
@@ -268,7 +273,7 @@ class ActiveSettings(PartySettings):
         if self.data.label_column is None:
             raise ValueError("data.label_column: the active party's data need a label column")
         split = self.contract.split
-        if self.early_stopping is not None and split.kind == "hash" and split.validation == 0:
+        if self.stops_by_validation and split.kind == "hash" and split.validation == 0:
             raise ValueError("early_stopping needs contract.split.validation > 0")
         self._check_run_budget()
         if self.earlier_ledgers and self.data.id_column is None:

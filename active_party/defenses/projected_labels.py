@@ -114,7 +114,7 @@ class ProjectedLabelsDefense(SeededDefense):
     stages: int = Field(default=8, ge=1, le=10_000)
     """Number of times that sums are told, at equal distances over the epochs; no more than there
     are epochs. More stages follow the model more closely, and put more noise on each. The first
-    takes most of the bound, the second half as much, the third a third."""
+    takes the largest part of the bound, the second half as much, the third a third."""
 
     rank: int = Field(default=96, ge=1, le=1024)
     """Number of sums in each stage: directions of the activations, the own features and the top

@@ -60,6 +60,17 @@ def widest_bounded(bounds: Mapping[Covers, float]) -> Covers | None:
     return next((p for p in Covers if bounds.get(p, math.inf) < NO_BOUND), None)
 
 
+def _why(run: RunFiles, peers: Covers) -> str:
+    covers, why = coverage_of(run.active.settings.get("defense", {}))
+    if covers is peers or not covers.includes(peers):
+        return why
+    return (
+        f"The charges of the defense describe {covers.in_words}. What earlier runs told of these "
+        "rows does not, or something besides the answers tells of labels, such as allow_audits, a "
+        "leak gate that stops the run, or initial weights."
+    )
+
+
 def in_full(run: RunFiles, bounds: Mapping[Covers, float]) -> Iterator[str]:
     """Yield sentences about the bounds of a run, and about the peers for whom there is none."""
     if not bounds:
@@ -78,10 +89,7 @@ def in_full(run: RunFiles, bounds: Mapping[Covers, float]) -> Iterator[str]:
         + ("." if estimate is None else f", and estimates {estimate:.3f}.")
     )
     if peers is not Covers.ANYBODY:
-        yield (
-            f"That is a bound for {peers.in_words} alone, and no guarantee. "
-            f"{coverage_of(run.active.settings.get('defense', {})).why}"
-        )
+        yield f"That is a bound for {peers.in_words} alone, and no guarantee. {_why(run, peers)}"
     earlier = run.active.summary.of_active.earlier_answers
     if earlier is not None:
         most = earlier.bounds.against(peers).max

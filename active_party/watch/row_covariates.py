@@ -29,7 +29,7 @@ from splitveil.common.run.course import Batch
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
 
-MAX_ROWS = 50_000
+MAX_ROWS = 30_000
 """Rows that are kept, and half as many for each further class: the first ones of the common order,
 which is that of hashed ids, so that they are a random sample."""
 
@@ -154,7 +154,8 @@ class RowCovariates:
 
 
 def _half(values: Tensor) -> Tensor:
-    return values.clamp(-_LARGEST_HALF, _LARGEST_HALF).half()
+    # A model that diverged predicts NaN, which would end the run where its figures are due.
+    return torch.nan_to_num(values).clamp(-_LARGEST_HALF, _LARGEST_HALF).half()
 
 
 def _thinned(activations: Tensor) -> Tensor:

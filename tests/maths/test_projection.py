@@ -18,7 +18,7 @@ from splitveil.active_party.defenses.projection.design import (
     stage_sigma,
 )
 from splitveil.active_party.defenses.projection.features import Chunks, RowChunk, columns_of
-from splitveil.active_party.defenses.projection.grid import on_grid
+from splitveil.active_party.defenses.projection.grid import BoundedWeights
 from splitveil.active_party.defenses.projection.posterior import Posterior
 from splitveil.active_party.defenses.projection.release import (
     Release,
@@ -115,7 +115,9 @@ def test_a_row_that_is_too_long_by_its_last_bit_is_shrunk() -> None:
     """Rounding 0.6, 0.8 and the like to the nearest step would exceed 1 for some of them."""
     angles = torch.linspace(0.001, 1.57, 4096)
     weights = torch.stack([angles.cos(), angles.sin()], dim=1) * (1 + 2e-7)
-    steps, unit = on_grid(weights, None)
+    bounded = BoundedWeights(4096, 2, None)
+    bounded.add(0, weights)
+    steps, unit = bounded.finish()
     squared = steps.long().square().sum(dim=1)
     assert int(squared.max()) <= round(1 / unit) ** 2
     nearest = (weights.double() / unit).round().long().square().sum(dim=1)
@@ -216,7 +218,7 @@ def test_the_columns_hold_what_a_step_of_the_bottom_model_asks_for(kind: str) ->
         "products with activations": along * rows.activations,
         "products with own": along * rows.own,
     }[kind].double()
-    columns = columns_of(in_chunks(rows), ROWS).of(rows).double()
+    columns = columns_of(rows).of(rows).double()
     centred = wanted - wanted.mean(dim=0)
 
     def missing(columns: Tensor) -> float:

@@ -114,7 +114,7 @@ def test_what_is_kept_is_finite_whatever_a_peer_sends() -> None:
     kept = RowCovariates(np.arange(ROWS), ROWS, 2)
     rows = np.arange(4)
     huge = torch.tensor([[1e30, -1e30], [0.0, 1e-40], [6e4, 1.0], [3e38, -3e38]])
-    kept.note_step(batch_of(rows), step(rows, huge, torch.tensor([0.0, 1.0, 0.5, 1e-30])))
+    kept.note_step(batch_of(rows), step(rows, huge, torch.tensor([0.0, 1.0, torch.nan, 1e-30])))
     result = found(kept)
     assert np.isfinite(result.activations).all()
     assert np.isfinite(result.outlooks).all()

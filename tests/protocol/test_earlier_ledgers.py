@@ -180,7 +180,8 @@ def test_the_plan_says_what_was_told_before(example: Path) -> None:
     print_plan(planned, PartyData.load(planned.data, example), None, console)
     assert isinstance(console.file, io.StringIO)
     said = re.search(
-        r"What earlier_ledgers have told comes on top, sum_kl (\S+) at most\.",
+        r"What earlier_ledgers have told comes on top, sum_kl (\S+) at most, "
+        r"bounded for a peer that knows class means only\.",
         console.file.getvalue(),
     )
     assert said is not None

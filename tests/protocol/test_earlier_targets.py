@@ -21,6 +21,7 @@ LATER = (
     "defense={name: projected_labels, stages: 2, rank: 8, strength: {mu: 1}, "
     "earlier: [first/active/checkpoint]}"
 )
+TOLD = "earlier_ledgers=[first/active/checkpoint]"
 NEW_ROWS = 150
 
 
@@ -60,7 +61,7 @@ def training_ids(parties: Parties) -> list[str]:
 def test_only_new_rows_are_charged_and_known_rows_keep_their_targets(example: Path) -> None:
     known = read_targets([example / "first" / "active" / "checkpoint"], 2)
     assert known is not None
-    later = run(example, LATER)
+    later = run(example, LATER, TOLD)
     ids = training_ids(later)
     targets = projected(later).released_targets
     assert targets is not None
@@ -70,16 +71,19 @@ def test_only_new_rows_are_charged_and_known_rows_keep_their_targets(example: Pa
     assert 50 < int(is_known.sum()) < len(ids) - 50
     assert torch.equal(targets[training][is_known], expected[is_known])
 
+    # Known rows have what the first run told of them, mu^2 = 1, and new ones what this run told.
     accounts = later.session.answering.budget.accounts.told
     charged = np.array([accounts.bounds(np.array([at])).sum_kl.max for at in training.tolist()])
-    np.testing.assert_array_equal(charged[is_known.numpy()], 0.0)
-    np.testing.assert_allclose(charged[~is_known.numpy()], 1.0, rtol=1e-12)
+    np.testing.assert_allclose(charged, 1.0, rtol=1e-12)
+    assert later.active.earlier is not None
+    before = later.active.earlier[0]
+    assert before == int(is_known.sum())
 
 
 def test_labels_of_known_rows_are_not_read_again(example: Path) -> None:
     """Turning the label of every known row changes no target, weight or gradient."""
     seeded = LATER.replace("stages", "insecure_noise_seed: 3, stages")
-    honest = run(example, seeded)
+    honest = run(example, seeded, TOLD)
     known = read_targets([example / "first" / "active" / "checkpoint"], 2)
     assert known is not None
     text = (example / "active.csv").read_text()
@@ -93,7 +97,7 @@ def test_labels_of_known_rows_are_not_read_again(example: Path) -> None:
         "\n".join([header, *(",".join(row.values()) for row in rows)]) + "\n"
     )
     try:
-        turned = run(example, seeded)
+        turned = run(example, seeded, TOLD)
     finally:
         (example / "active.csv").write_text(text)
     for name, value in honest.weights().items():
@@ -101,9 +105,11 @@ def test_labels_of_known_rows_are_not_read_again(example: Path) -> None:
 
 
 def test_a_run_without_new_rows_tells_nothing(example: Path) -> None:
-    leave(run(example, LATER), example / "second")
-    again = run(example, LATER.replace("first/", "second/"))
-    assert again.session.leak_bounds().sum_kl.max == 0.0
+    leave(run(example, LATER, TOLD), example / "second")
+    second = [setting.replace("first/", "second/") for setting in (LATER, TOLD)]
+    again = run(example, *second)
+    assert again.active.earlier is not None
+    assert again.session.leak_bounds() == again.active.earlier[1]
     assert trainer_of(again).pending_release(0) is None
 
 
@@ -116,7 +122,7 @@ def test_a_run_without_new_rows_tells_nothing(example: Path) -> None:
 )
 def test_a_folder_without_targets_is_refused(example: Path, setting: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
-        build(example, LATER.replace("first/active/checkpoint", setting))
+        build(example, LATER.replace("first/active/checkpoint", setting), TOLD)
 
 
 def test_a_damaged_file_of_targets_is_refused(example: Path) -> None:
@@ -124,7 +130,7 @@ def test_a_damaged_file_of_targets_is_refused(example: Path) -> None:
     folder.mkdir()
     (folder / TARGETS).write_bytes(b"no tensors")
     with pytest.raises(SettingsError, match="cannot be read"):
-        build(example, LATER.replace("first/active/checkpoint", "damaged"))
+        build(example, LATER.replace("first/active/checkpoint", "damaged"), TOLD)
 
 
 def test_targets_of_other_classes_are_refused(example: Path) -> None:
@@ -186,3 +192,8 @@ def test_a_wrong_column_of_persons_is_refused_before_the_run(tmp_path: Path) -> 
     feature = "defense={name: projected_labels, subject_column: own1}"
     with pytest.raises(SettingsError, match="'own1' is a feature, too"):
         build(tmp_path, feature)
+
+
+def test_without_the_ledgers_of_those_runs_earlier_targets_are_refused(example: Path) -> None:
+    with pytest.raises(SettingsError, match=r"defense\.earlier: needs earlier_ledgers"):
+        build(example, LATER)

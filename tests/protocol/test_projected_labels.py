@@ -469,6 +469,18 @@ def test_a_run_stops_early_once_predictions_no_longer_come_closer_to_the_targets
     assert_same(outcome(second), outcome(whole))
 
 
+def test_it_needs_no_validation_rows_for_that(example: Path) -> None:
+    without = (
+        "contract.split={kind: hash, train: 0.8, validation: 0, test: 0.2}",
+        "contract.epochs=8",
+    )
+    parties = build(example, *without, STOPPING, both=[*SMALL, *without])
+    run_in_process(parties)
+    assert 1 < len(parties.active.epochs) < 8
+    with pytest.raises(SettingsError, match=r"early_stopping needs contract\.split\.validation"):
+        build(example, *without, STOPPING, NONE, both=[*SMALL, *without])
+
+
 def test_a_gate_that_measures_with_true_labels_must_not_end_the_run(example: Path) -> None:
     with pytest.raises(SettingsError, match=r"leak_gate: .*set leak_gate.action to warn"):
         build(example, "leak_gate={max_leak_auc: 0.6}")

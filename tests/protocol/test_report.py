@@ -245,6 +245,17 @@ def test_a_guarantee_that_holds_for_every_peer_has_no_exception(tmp_path: Path) 
         assert "no guarantee" not in words
 
 
+def test_a_bound_that_is_narrower_than_the_defense_s_says_what_may_have_narrowed_it(
+    tmp_path: Path,
+) -> None:
+    run_dir = write_run(tmp_path, settings={"defense": {"name": "marvell", "noise": "persistent"}})
+    settings = yaml.safe_load((run_dir / "active" / "settings.yaml").read_text())
+    settings |= NOISY_LABELS
+    (run_dir / "active" / "settings.yaml").write_text(yaml.safe_dump(settings))
+    words = verdict_of(run_dir)[1]
+    assert "The charges of the defense describe anybody. What earlier runs told" in words
+
+
 def test_a_ledger_that_an_attack_disproves_bounds_nothing(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, summary=of_active(leak_alarms=2), settings=NOISY_LABELS)
     level, words, _ = verdict_of(run_dir)

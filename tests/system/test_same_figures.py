@@ -21,10 +21,12 @@ DEFENSES = {
     "none": "defense={name: none}",
     "marvell": "defense={name: marvell, insecure_noise_seed: 7}",
 }
+OF_ONE_PARTY = {SideInformation.ACTIVATIONS, SideInformation.PREDICTIONS}
 ATTACKS_OF_BOTH = [
     name
     for name in get_args(AttackName)
-    if name not in ATTACKS or SideInformation.ACTIVATIONS not in ATTACKS[name].needs
+    if name != "accumulated_informed"
+    and (name not in ATTACKS or ATTACKS[name].needs.isdisjoint(OF_ONE_PARTY))
 ]
 AUDITED = f"{{queue_batches: 1024, max_cpu_share: null, attacks: [{', '.join(ATTACKS_OF_BOTH)}]"
 LABELS = "{source: {kind: csv, path: active.csv}, id_column: id, label_column: label}"
@@ -59,11 +61,11 @@ def figures_of(results: Path) -> Figures:
 
 
 def leaves(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of nested mappings, by their dotted names."""
+    """Yield the numbers of nested mappings that were measured, by their dotted names."""
     if isinstance(value, dict):
         for key, part in value.items():
             yield from leaves(f"{name}.{key}", part)
-    else:
+    elif value is not None:
         yield name, value
 
 

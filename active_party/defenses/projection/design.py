@@ -1,7 +1,8 @@
 """The design of a stage: weights of the rows, made without labels, of exact sensitivity.
 
 Phi (N, m) are the columns of `features`, U (N, r) an orthonormal basis of their leading directions
-(from the eigenvectors of the m x m matrix Phi^T Phi), and h_i = |U_i|^2 a row's leverage:
+(from the eigenvectors of the m x m matrix Phi^T Phi; of large tables, that of a sample of rows),
+and h_i = |U_i|^2 a row's leverage:
 
     A_i = U_i / sqrt(max(h_i, r / 10 N))
 
@@ -10,14 +11,17 @@ Almost every row of A has norm 1, so that every label is charged the same and no
 """
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from splitveil.active_party.defenses.projection.features import Chunks, RowChunk, columns_of
-from splitveil.active_party.defenses.projection.grid import BLOCK_ROWS, on_grid
+from splitveil.active_party.defenses.projection.features import (
+    Chunks,
+    columns_of,
+    sample_of,
+)
+from splitveil.active_party.defenses.projection.grid import BLOCK_ROWS, BoundedWeights
 
 _SMALLEST_SHARE = 0.1
 """Leverage, in shares of the mean, below which a row is no longer weighted up."""
@@ -71,7 +75,7 @@ def design(
     """Choose the weights of a stage.
 
     Args:
-        chunks: the training rows; read three times.
+        chunks: the training rows; read twice.
         num_rows: N.
         rank: most columns of the design, >= 1.
         subjects: (N,) int64, equal for rows that share one bound; None if every row has its own.
@@ -86,23 +90,23 @@ def design(
         if given is not None and given.shape != (num_rows,):
             raise ValueError(f"expected {name} of shape ({num_rows},), got {tuple(given.shape)}")
     included = torch.ones(num_rows) if excluded is None else (~excluded.cpu()).float()
-    columns = columns_of(chunks, num_rows)
-    gram = torch.zeros(())
-    for part, kept in _parts(chunks, included):
-        phi = columns.of(part).cpu() * kept
-        gram = gram + (phi.T @ phi).double()
-    basis = _basis(gram, rank)
-    weights = torch.empty(num_rows, basis.shape[1])
+    sample = sample_of(chunks, num_rows)
+    columns = columns_of(sample.rows)
+    counted = included[:: sample.stride, None]
+    phi = columns.of(sample.rows).cpu() * counted
+    basis = _basis((phi.T @ phi).double(), rank)
+    least = math.sqrt(_SMALLEST_SHARE * basis.shape[1] / max(1.0, float(counted.sum())))
+    bounded = BoundedWeights(num_rows, basis.shape[1], subjects)
     norms = torch.empty(num_rows)
-    least = _SMALLEST_SHARE * basis.shape[1] / max(1.0, float(included.sum()))
     start = 0
-    for part, kept in _parts(chunks, included):
-        rows = (columns.of(part).cpu() * kept) @ basis
+    for chunk in chunks():
+        rows = columns.of(chunk).cpu() @ basis
+        rows *= included[start : start + len(rows), None]
         norm = torch.linalg.vector_norm(rows, dim=1)
         norms[start : start + len(rows)] = norm
-        weights[start : start + len(rows)] = rows / norm.clamp_min(math.sqrt(least))[:, None]
+        bounded.add(start, rows.div_(norm.clamp_min(least)[:, None]))
         start += len(rows)
-    return Design(*on_grid(weights, subjects), _effective_rows(norms))
+    return Design(*bounded.finish(), _effective_rows(norms))
 
 
 def stage_shares(num_stages: int) -> list[float]:
@@ -134,15 +138,6 @@ def stage_sigma(mu: float, share: float, num_classes: int = 2) -> float:
         raise ValueError(f"expected mu > 0 and a share within (0, 1], got {mu} and {share}")
     sensitivity = 1.0 if num_classes <= 2 else math.sqrt(2)
     return sensitivity / (mu * math.sqrt(share))
-
-
-def _parts(chunks: Chunks, included: Tensor) -> Iterator[tuple[RowChunk, Tensor]]:
-    """Yield the chunks, each with 1 for rows that count and 0 for others, (rows, 1)."""
-    start = 0
-    for chunk in chunks():
-        rows = len(chunk.activations)
-        yield chunk, included[start : start + rows, None]
-        start += rows
 
 
 def _basis(gram: Tensor, rank: int) -> Tensor:

@@ -12,7 +12,7 @@ what the bottom model sees. Slopes may be given for each of several classes, (ro
 cut_dim): then s has one column for each class, and there are neither J nor products.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,7 +28,11 @@ _TAIL = 0.01
 _MOST_MULTIPLIED = 64
 """Own features beyond which their products with s are left out: the design takes m^2 N steps."""
 
-_SAMPLE_ROWS = 16_384
+_SAMPLE_ROWS = 65_536
+"""Rows that the design's directions are chosen from; its weights are those of all rows."""
+
+_SCALED_ROWS = 16_384
+"""Of them, rows that centre and scale are chosen from."""
 
 
 class RowChunk(NamedTuple):
@@ -78,35 +82,19 @@ class Columns(NamedTuple):
         return torch.cat([scaled.new_ones(len(scaled), 1), scaled, products], dim=1)
 
 
-def columns_of(chunks: Chunks, num_rows: int) -> Columns:
-    """Choose centre and scale of every column from a sample at equal distances.
+class Sample(NamedTuple):
+    """Rows at equal distances, from the first on."""
+
+    rows: RowChunk
+    stride: int
+
+
+def sample_of(chunks: Chunks, num_rows: int) -> Sample:
+    """Collect at most 65,536 rows at equal distances.
 
     Raises:
         ValueError: the chunks do not hold ``num_rows`` rows, or their shapes differ.
     """
-    sample = _sample(chunks, num_rows)
-    mean_slope = sample.slopes.double().mean(dim=0).float()
-    raw = _raw(sample, mean_slope).double()
-    low, high = _quantile(raw, _TAIL), _quantile(raw, 1 - _TAIL)
-    # A column of few non-zero values has equal quantiles and is not constant.
-    spread = torch.where(high > low, high - low, raw.amax(dim=0) - raw.amin(dim=0))
-    low, high = low - 0.5 * spread, high + 0.5 * spread
-    kept = raw.clamp(low, high)
-    centre, std = kept.mean(dim=0), kept.std(dim=0, correction=0)
-    tiny = 1e-6 * centre.abs() + 1e-30
-    scale = torch.where(std > tiny, 1 / std.clamp_min(1e-30), 0.0)
-    return Columns(mean_slope, centre.float(), scale.float(), _num_multiplied(sample))
-
-
-def _num_multiplied(rows: RowChunk) -> int:
-    """Return the number of columns to be multiplied by s: many own features are left out."""
-    if rows.slopes.ndim == 3:
-        return 0
-    own = 0 if rows.own is None else rows.own.shape[1]
-    return rows.activations.shape[1] + (own if own <= _MOST_MULTIPLIED else 0)
-
-
-def _sample(chunks: Chunks, num_rows: int) -> RowChunk:
     stride = max(1, -(-num_rows // _SAMPLE_ROWS))
     kept: list[RowChunk] = []
     start = 0
@@ -116,9 +104,41 @@ def _sample(chunks: Chunks, num_rows: int) -> RowChunk:
         start += len(chunk.activations)
     if start != num_rows or num_rows < 1:
         raise ValueError(f"expected chunks of {num_rows} rows, at least 1, got {start}")
-    return RowChunk(
-        *(None if parts[0] is None else torch.cat(parts) for parts in zip(*kept, strict=True))  # type: ignore[arg-type]
-    )
+    together = [_joined(parts) for parts in zip(*kept, strict=True)]
+    return Sample(RowChunk(*together), stride)  # type: ignore[arg-type]
+
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the rows of all chunks, or None if there are none."""
+    given = [part for part in parts if part is not None]
+    if given and len(given) != len(parts):
+        raise ValueError("expected chunks of the same kinds of facts")
+    return torch.cat(given) if given else None
+
+
+def columns_of(rows: RowChunk) -> Columns:
+    """Choose centre and scale of every column from a sample of the rows."""
+    mean_slope = rows.slopes.double().mean(dim=0).float()
+    few = slice(None, None, max(1, len(rows.slopes) // _SCALED_ROWS))
+    raw = _raw(RowChunk(*(None if part is None else part[few] for part in rows)), mean_slope)  # type: ignore[arg-type]
+    raw = raw.double()
+    low, high = _quantile(raw, _TAIL), _quantile(raw, 1 - _TAIL)
+    # A column of few non-zero values has equal quantiles and is not constant.
+    spread = torch.where(high > low, high - low, raw.amax(dim=0) - raw.amin(dim=0))
+    low, high = low - 0.5 * spread, high + 0.5 * spread
+    kept = raw.clamp(low, high)
+    centre, std = kept.mean(dim=0), kept.std(dim=0, correction=0)
+    tiny = 1e-6 * centre.abs() + 1e-30
+    scale = torch.where(std > tiny, 1 / std.clamp_min(1e-30), 0.0)
+    return Columns(mean_slope, centre.float(), scale.float(), _num_multiplied(rows))
+
+
+def _num_multiplied(rows: RowChunk) -> int:
+    """Return the number of columns to be multiplied by s: many own features are left out."""
+    if rows.slopes.ndim == 3:
+        return 0
+    own = 0 if rows.own is None else rows.own.shape[1]
+    return rows.activations.shape[1] + (own if own <= _MOST_MULTIPLIED else 0)
 
 
 def _raw(chunk: RowChunk, mean_slope: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ of many rows are held to sum_i |A_i| <= 1 instead, which is less and takes no pa
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -39,10 +39,6 @@ _SHRINK = 1 - 2.0**-10
 """Factor below what is needed, so that rounding rarely makes another round necessary."""
 
 
-SquaredBound = Callable[[Tensor], Tensor]
-"""Maps groups of rows in steps, int64, to squared bounds in squared steps, one for each group."""
-
-
 class GridWeights(NamedTuple):
     """Weights of rows on a grid; the bound of every row or subject is at most 1, exactly."""
 
@@ -53,59 +49,79 @@ class GridWeights(NamedTuple):
     """Value of one step, a power of 2."""
 
 
-def on_grid(weights: Tensor, subjects: Tensor | None) -> GridWeights:
-    """Round weights to a grid, shrinking rows or subjects whose bound exceeds 1.
+SquaredBound = Callable[[Tensor], Tensor]
+"""Maps groups of rows, (groups, rows, r) float64, to their squared bounds, (groups,)."""
+
+
+class BoundedWeights:
+    """Collects weights, rounds them to a grid, and shrinks what exceeds a bound of 1.
 
     Args:
-        weights: (N, r) float32; values that are not finite become 0.
+        num_rows: N.
+        rank: r.
         subjects: (N,) int64, equal for rows that share one bound; None if every row has its own.
     """
-    largest = max((_largest(part) for part in torch.split(weights, BLOCK_ROWS)), default=0.0)
-    unit = 2.0 ** (math.ceil(math.log2(min(1.0, max(largest, 2.0**-16)))) - _BITS)
-    one = round(1 / unit) ** 2
-    steps = torch.empty(weights.shape, dtype=torch.int16)
-    for part, into in zip(
-        torch.split(weights, BLOCK_ROWS), torch.split(steps, BLOCK_ROWS), strict=True
-    ):
-        rows = torch.nan_to_num(part, nan=0.0, posinf=0.0, neginf=0.0)
-        norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-        rows = (rows / (norms.clamp_min(1.0) * (unit * _JUST_ABOVE_1))).trunc_()
-        into.copy_(rows)
-        exact = rows.double()  # products of less than 2^30
-        over = (exact.square_().sum(dim=1) > one).nonzero()[:, 0]
-        if len(over):  # rare: the norm was rounded down, and no entry was
-            shrunk = into[over]
-            _shrink(shrunk, lambda rows: rows.square().sum(dim=1), one)
-            into[over] = shrunk
-    if subjects is not None:
-        _bound_subjects(steps, subjects.cpu(), one)
-    return GridWeights(steps, unit)
+
+    def __init__(self, num_rows: int, rank: int, subjects: Tensor | None) -> None:
+        self._subjects = None if subjects is None else subjects.cpu()
+        # Rows of subjects are shrunk before they are rounded, since their steps may be finer.
+        kind = torch.int16 if subjects is None else torch.float32
+        self._weights = torch.zeros(num_rows, rank, dtype=kind)
+
+    def add(self, start: int, weights: Tensor) -> None:
+        """Set the weights of consecutive rows, (rows, r) float32; what is not finite becomes 0."""
+        for block in torch.split(weights, BLOCK_ROWS):
+            rows = torch.nan_to_num(block, nan=0.0, posinf=0.0, neginf=0.0)
+            kept = _rounded(rows, 2.0**-_BITS) if self._subjects is None else rows
+            self._weights[start : start + len(block)] = kept
+            start += len(block)
+
+    def finish(self) -> GridWeights:
+        """Return all weights."""
+        unit = 2.0**-_BITS
+        if self._subjects is None:
+            return GridWeights(self._weights, unit)
+        self._weights /= torch.linalg.vector_norm(self._weights, dim=1, keepdim=True).clamp_min(1.0)
+        for rows, bound in _groups(self._subjects):
+            squared = bound(self._weights[rows].double()).clamp_min(1.0)
+            self._weights[rows] /= squared.sqrt().float()[:, None, None]
+        largest = max(float(self._weights.abs().amax()), 2.0**-16)
+        unit *= 2.0 ** math.ceil(math.log2(largest))
+        steps = torch.empty(self._weights.shape, dtype=torch.int16)
+        for block, into in zip(
+            torch.split(self._weights, BLOCK_ROWS), torch.split(steps, BLOCK_ROWS), strict=True
+        ):
+            into.copy_(_rounded(block, unit))
+        for rows, bound in _groups(self._subjects):
+            steps[rows] = _shrunk(steps[rows], bound, unit)
+        return GridWeights(steps, unit)
 
 
-def _largest(part: Tensor) -> float:
-    return float(torch.nan_to_num(part, nan=0.0, posinf=0.0, neginf=0.0).abs().amax())
+def _rounded(rows: Tensor, unit: float) -> Tensor:
+    """Return rows in steps, int16, of norm 1 or less, exactly."""
+    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    scaled = (rows / (norms.clamp_min(1.0) * (unit * _JUST_ABOVE_1))).trunc_()
+    return _shrunk(scaled.to(torch.int16), _squared_norm, unit)
 
 
-def _shrink(steps: Tensor, squared_bound: SquaredBound, one: int) -> None:
-    """Shrink groups of rows in place until no squared bound, an integer, exceeds ``one``.
+def _shrunk(steps: Tensor, bound: SquaredBound, unit: float) -> Tensor:
+    """Return groups of rows, (groups, ..., r) int16, whose squared bounds are at most 1.
 
-    Args:
-        steps: (groups, ..., r) int16.
-        squared_bound: from such rows as int64 to (groups,), int64 or rounded up float64.
-        one: the square of 1 in squared steps.
+    Sums of products of steps are integers below 2^53, and so exact in float64.
     """
+    one = unit**-2
     while True:
-        squared = squared_bound(steps.long())
-        over = squared > one
-        if not bool(over.any()):
-            return
-        factor = (one / squared[over].double()).sqrt() * _SHRINK
-        rows = steps[over]
-        factor = factor.reshape(-1, *(1,) * (rows.ndim - 1))
-        steps[over] = (rows.double() * factor).trunc().to(torch.int16)
+        squared = bound(steps.double())
+        over = (squared > one).nonzero()[:, 0]
+        if not len(over):
+            return steps
+        factor = (one / squared[over]).sqrt() * _SHRINK
+        factor = factor.reshape(-1, *(1,) * (steps.ndim - 1))
+        steps[over] = (steps[over].double() * factor).trunc_().to(torch.int16)
 
 
-def _bound_subjects(steps: Tensor, subjects: Tensor, one: int) -> None:
+def _groups(subjects: Tensor) -> Iterator[tuple[Tensor, SquaredBound]]:
+    """Yield places of subjects with the same number of rows, (subjects, rows), and their bound."""
     _, place, sizes = torch.unique(subjects, return_inverse=True, return_counts=True)
     order = place.argsort(stable=True)
     first = sizes.cumsum(0) - sizes
@@ -113,21 +129,20 @@ def _bound_subjects(steps: Tensor, subjects: Tensor, one: int) -> None:
         if size == 1:
             continue
         bound = _pairwise if size <= _PAIRWISE_ROWS else _sum_of_norms
-        groups = (sizes == size).nonzero()[:, 0]
-        for some in torch.split(groups, max(1, BLOCK_ROWS // size)):
-            rows = order[first[some][:, None] + torch.arange(size)]
-            together = steps[rows]
-            _shrink(together, bound, one)
-            steps[rows] = together
+        alike = (sizes == size).nonzero()[:, 0]
+        for some in torch.split(alike, max(1, BLOCK_ROWS // size)):
+            yield order[first[some][:, None] + torch.arange(size)], bound
+
+
+def _squared_norm(rows: Tensor) -> Tensor:
+    return rows.square_().sum(dim=1)
 
 
 def _pairwise(rows: Tensor) -> Tensor:
-    """Return sum_ij |A_i . A_j| of each group of rows, (groups,) int64."""
-    exact = rows.double()  # products of 2^30, and sums of fewer than 2^23 of them
-    return (exact @ exact.mT).abs().sum(dim=(1, 2)).long()
+    """Return sum_ij |A_i . A_j| of each group of rows."""
+    return (rows @ rows.mT).abs_().sum(dim=(1, 2))
 
 
 def _sum_of_norms(rows: Tensor) -> Tensor:
-    """Return (sum_i |A_i|)^2 of each group of rows, rounded up, (groups,) float64."""
-    norms = rows.square().sum(dim=2).double().sqrt().sum(dim=1)
-    return (norms * (1 + 1e-9)).square()
+    """Return (sum_i |A_i|)^2 of each group of rows, and 2e-9 more than any rounding."""
+    return (rows.square_().sum(dim=2).sqrt_().sum(dim=1) * (1 + 1e-9)).square()

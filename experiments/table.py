@@ -102,7 +102,11 @@ def _tables(experiment: Experiment, rows: Sequence[Row], heading: str) -> list[s
     found = {title: values_of(rows, figure) for title, figure in experiment.figures.items()}
     lines = []
     for dataset in experiment.datasets:
-        measured = list(dict.fromkeys(row.variant for row in rows if row.dataset == dataset))
+        seeds: dict[str, set[int]] = defaultdict(set)
+        for row in rows:
+            if row.dataset == dataset:
+                seeds[row.variant].add(row.seed)
+        measured = {variant: len(of_variant) for variant, of_variant in seeds.items()}
         lines += [f"{heading} {dataset}", ""]
         if measured:
             lines += [*_table(experiment, dataset, measured, found), ""]
@@ -112,8 +116,9 @@ def _tables(experiment: Experiment, rows: Sequence[Row], heading: str) -> list[s
 
 
 def _table(
-    experiment: Experiment, dataset: str, measured: Sequence[str], found: Mapping[str, Values]
+    experiment: Experiment, dataset: str, measured: Mapping[str, int], found: Mapping[str, Values]
 ) -> list[str]:
+    """Return the lines of a table; ``measured`` has the number of seeds of each row."""
     published = experiment.published.values.get(dataset, {}) if experiment.published else {}
     compared = {figure for values in published.values() for figure in values}
     shown = {
@@ -124,6 +129,9 @@ def _table(
     header = ["variant"]
     for name, figure in shown.items():
         header += [figure.title or name, *(["published"] if name in compared else [])]
+    # Where rows differ in their seeds, so do their differences from another row.
+    shows_seeds = len(set(measured.values())) > 1
+    header += ["seeds"] if shows_seeds else []
     lines = [_row(header), "|" + "---|" * len(header)]
     for variant in _in_order(measured, published):
         cells = [variant]
@@ -132,11 +140,12 @@ def _table(
             if name in compared:
                 value = published.get(variant, {}).get(name)
                 cells.append("" if value is None else _figure(value))
+        cells += [str(measured.get(variant, ""))] if shows_seeds else []
         lines.append(_row(cells))
     return lines
 
 
-def _in_order(measured: Sequence[str], published: Mapping[str, object]) -> list[str]:
+def _in_order(measured: Iterable[str], published: Mapping[str, object]) -> list[str]:
     """Return the variants that were run, followed by those that only the paper has."""
     return list(dict.fromkeys([*measured, *published]))
 

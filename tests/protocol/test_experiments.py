@@ -627,10 +627,10 @@ def test_the_table_has_mean_and_spread_beside_what_was_published() -> None:
     rows += [row("none", 0, "test_auc", 0.97), row("none", 0, "q95", 1.0, **NORM)]
     page = markdown("tiny", tiny(), rows, {"command": "the command", "machine": "abacus"})
     mean, sd = statistics.mean(aucs), np.std(aucs, ddof=1)
-    expected = f"| marvell 4 | {mean:.3f} ± {sd:.3f} | 0.700 ± 0.000 | 0.600 |".replace("0.", ".")
-    assert expected in page.splitlines()
-    assert "| none | .970 | 1.000 |  |" in page.splitlines()
-    assert "| variant | test_auc | norm | published |" in page.splitlines()
+    expected = f"| marvell 4 | {mean:.3f} ± {sd:.3f} | 0.700 ± 0.000 | 0.600 | 3 |"
+    assert expected.replace("0.", ".") in page.splitlines()
+    assert "| none | .970 | 1.000 |  | 1 |" in page.splitlines()
+    assert "| variant | test_auc | norm | published | seeds |" in page.splitlines()
     assert "`the command`" in page
     assert "abacus" in page
 
@@ -711,6 +711,7 @@ def test_a_table_may_have_standard_errors() -> None:
     error = np.std(aucs, ddof=1) / math.sqrt(3)
     assert f".930 ± {error:.3f}".replace("0.", ".") in page
     assert "Mean ± standard error over 1 or 3 seeds." in page
+    assert "| marvell 4 | .900 | - | .600 | 1 |" in page  # rows differ in their seeds
 
 
 def test_a_sweep_is_drawn(tmp_path: Path) -> None:

@@ -170,7 +170,8 @@ def _draw(plot: Plot, dataset: str, rows: Sequence[Row], path: Path) -> bool:
                     _draw_lines(axes, lines)
             return bool(panels)
         case SweepPlot():
-            curves = sweep(plot, rows)
+            is_drawn = not plot.datasets or dataset in plot.datasets
+            curves = sweep(plot, rows) if is_drawn else {}
             with _panels(min(len(curves), 1), path, dataset) as all_axes:
                 for axes in all_axes:
                     less = "" if plot.less is None else f", less that of {plot.less}"

@@ -239,6 +239,9 @@ class SweepPlot(Section):
     axis: str
     """Name of the horizontal axis."""
 
+    datasets: tuple[str, ...] = ()
+    """The data sets to draw; all by default."""
+
 
 Plot = Annotated[TradeOffPlot | CoursePlot | EpochPlot | SweepPlot, Field(discriminator="kind")]
 

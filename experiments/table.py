@@ -4,6 +4,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePosixPath
 
 from splitveil.common.errors import SettingsError
 from splitveil.experiments.collection import Row
@@ -55,7 +56,7 @@ def put_into(
     _, end, after = rest.partition(last)
     if not begin or not end:
         raise SettingsError(f"expected the lines {first.strip()} and {last} in the page")
-    lines = [f"![{path}]({path})\n" for path in plots]
+    lines = [f"![{PurePosixPath(path).stem}]({path})\n" for path in plots]
     lines += _tables(experiment, rows, "###")
     lines += [_spread_note(rows, experiment.spread), *_circumstances(name, rows, circumstances)]
     return before + begin + "\n" + "\n".join(lines) + "\n\n" + end + after

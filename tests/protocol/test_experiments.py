@@ -721,6 +721,8 @@ def test_a_sweep_is_drawn(tmp_path: Path) -> None:
     drawn = path.read_text(encoding="utf-8")
     assert path.name == "1-sweep-cancer.svg"
     assert all(words in drawn for words in ("projected", "laplace", "untrained", "bound"))
+    of_others = plot.model_copy(update={"datasets": ("another",)})
+    assert draw([of_others], bounded_rows(), tmp_path) == []
 
 
 def test_a_row_that_sends_nothing_worth_learning_is_a_line_and_no_point() -> None:
@@ -808,7 +810,7 @@ def test_report_replaces_its_part_of_a_page(tmp_path: Path) -> None:
     assert "an old table" not in written
     assert "| marvell 4 | .900 | .800 | .600 |" in written
     plot = "images/tiny/1-sweep-cancer.svg"
-    assert f"![{plot}]({plot})" in written
+    assert f"![1-sweep-cancer]({plot})" in written
     assert (page.parent / plot).is_file()
     assert main(report) == 0
     assert page.read_text() == written

@@ -276,7 +276,8 @@ def _decorate(axes: "Axes", title: str, x_name: str, y_name: str) -> None:
     axes.set_title(title, fontsize=10)
     axes.set_xlabel(x_name)
     axes.set_ylabel(y_name)
-    axes.set_ylim(0.45 if "leak" in y_name else None, 1.02 if "leak" in y_name else None)
+    if "leak" in y_name:  # else the data decide
+        axes.set_ylim(0.45, 1.02)
     axes.grid(alpha=0.25)
 
 

@@ -32,7 +32,9 @@ def test_it_trains_and_its_charges_are_in_the_summary(tmp_path: Path) -> None:
     summary = json.loads((active / "summary.json").read_text())
     assert summary["defense"]["module"] == "my_defenses:Clipped"
     assert summary["ledger"]["sum_kl_max"] == pytest.approx(2.0)
-    assert "my_defenses:Clipped states itself" in (active / "report.html").read_text()
+    page = (active / "report.html").read_text()
+    assert "my_defenses:Clipped" in page
+    assert "That is a bound for a peer that knows class means only" in page
 
 
 def test_one_that_does_not_fit_ends_the_run_before_it_begins(tmp_path: Path) -> None:

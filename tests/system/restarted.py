@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from safetensors.torch import load_file, save
+
 from splitveil.active_party.assembly import TrainerBuilder as TopBuilder
 from splitveil.active_party.assembly import build_session
 from splitveil.active_party.run.session import ActiveSession
@@ -70,7 +72,8 @@ def outcome(runs: Path) -> Outcome:
     folders = {party: runs / "small" / party for party in ("active", "passive")}
     summary = json.loads((folders["active"] / "summary.json").read_text())
     return Outcome(
-        {p: (at / "checkpoint/model.safetensors").read_bytes() for p, at in folders.items()},
+        # Without the metadata, which only a process writes.
+        {p: save(load_file(at / "checkpoint/model.safetensors")) for p, at in folders.items()},
         {party: metrics_of(at) for party, at in folders.items()},
         {name: summary[name] for name in ("steps", "epochs", "test_auc", "test_loss", "ledger")},
     )

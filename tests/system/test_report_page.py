@@ -99,10 +99,11 @@ def test_verdicts_of_real_runs_tell_a_defense_from_none(compared: LocalRun) -> N
         for name in (WITHOUT, DEFENDED)
     }
     recovers = re.compile(
-        r"Anyone who keeps the gradients of this run recovers the labels with AUC (1\.0|0\.9)"
+        r"Anyone who keeps the gradients of this run recovers the labels: AUC (1\.0|0\.9)"
     )
     assert recovers.search(pages[WITHOUT])
-    assert not recovers.search(pages[DEFENDED])
+    assert "nothing bounds the whole run" in pages[WITHOUT]
+    assert "nothing bounds the whole run" not in pages[DEFENDED]
     assert re.search(r"has a bound of 0\.9\d\d for a peer that knows class means", pages[DEFENDED])
 
 

@@ -10,6 +10,7 @@
     |  |  |- OthersAwaited             it is waiting for another passive party
     |  |  `- PeerRenewed               its certificate differs from the one seen before
     |  |- PeerUntrusted                one party does not accept the other's identity
+    |  |- OtherModel                   its half of the model is from another training
     |  |- PeerLeft                     it announced that it stops
     |  |  `- PeerEndedForGood      5   for good: restarting does not help
     |  |- PeerRestarted                it was restarted, and the run must be opened again
@@ -91,6 +92,10 @@ class PeerRenewed(PeerUnreachable):
 
 class PeerUntrusted(PeerError):
     """One of the parties does not accept the other's certificate or its security mode."""
+
+
+class OtherModel(PeerError):
+    """The two halves of a model are not the result of the same training."""
 
 
 class PeerLeft(PeerError):

@@ -19,6 +19,7 @@ from splitveil.common.errors import (
     InvalidMessage,
     NothingBegun,
     NotOpen,
+    OtherModel,
     OthersAwaited,
     OutOfStep,
     PeerEndedForGood,
@@ -90,6 +91,13 @@ _SENT: tuple[tuple[type[Exception], PeerStatus], ...] = (
         ),
     ),
     (
+        OtherModel,
+        PeerStatus(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "other-model: this party's half of the model is from another training",
+        ),
+    ),
+    (
         AuditRefused,
         PeerStatus(
             grpc.StatusCode.PERMISSION_DENIED,
@@ -131,6 +139,7 @@ _RECEIVED: dict[str, tuple[type[SplitveilError], str]] = {
     "others-awaited": (OthersAwaited, "the active party waits for another passive party"),
     "nothing-begun": (NothingBegun, "the active party has started over before the first answer"),
     "out-of-step": (ProtocolError, "the peer is at another run, epoch, step or other rows"),
+    "other-model": (OtherModel, "the peer's half of the model is from another training"),
     "audit-refused": (AuditRefused, "the peer does not measure scores in this run"),
     "untrusted": (PeerUntrusted, "the peer does not accept this party's certificate"),
     "alignment-failed": (

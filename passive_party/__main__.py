@@ -40,6 +40,7 @@ from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import check_security
 from splitveil.passive_party.assembly import TrainerBuilder, http_proxy
 from splitveil.passive_party.grpc_peer import GrpcPeer
+from splitveil.passive_party.inference.command import add_serve, serve
 from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun
@@ -53,9 +54,14 @@ BACK_WITHIN_S = 15.0
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command and exit with its code."""
-    parsed = command_line.parse_arguments("passive-party", arguments)
+    parsed = command_line.parse_arguments("passive-party", arguments, add_serve)
     configure_logging("passive", parsed.verbose - parsed.quiet)
-    actions = {"run": _run, "check": _check, "verify-transcript": command_line.verify_transcript}
+    actions = {
+        "run": _run,
+        "check": _check,
+        "serve": serve,
+        "verify-transcript": command_line.verify_transcript,
+    }
     exit_code = command_line.exit_code_of(partial(actions[parsed.command], parsed))
     command_line.end_program(exit_code, is_program=arguments is None)
 

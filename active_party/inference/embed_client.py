@@ -43,9 +43,7 @@ class EmbedClient:
         deadline_s: how long one answer may take.
     """
 
-    def __init__(
-        self, connection: PeerConnection, model: ModelIdentity, deadline_s: float
-    ) -> None:
+    def __init__(self, connection: PeerConnection, model: ModelIdentity, deadline_s: float) -> None:
         self.party = connection.party
         """The passive party's name in the contract."""
         self.connection = connection
@@ -76,7 +74,9 @@ class EmbedClient:
             OtherModel: its half of the model is from another training; the message names both.
             PeerError: it does not answer, or is not trusted.
         """
-        call = self.connection.channel().unary_unary(
+        with self._lock:
+            channel = self.connection.channel()
+        call = channel.unary_unary(
             method_path("Describe", INFERENCE_SERVICE),
             pb.DescribeRequest.SerializeToString,
             reader(pb.DescribeReply, SMALL_BYTES),
@@ -133,6 +133,7 @@ class EmbedClient:
             if self._stream is None or self._stream.is_over or self.connection.is_outdated:
                 if self._stream is not None:
                     self._stream.close()
+                    self.connection.renew()  # it may be that a certificate has expired
                 self._stream = _Stream(self._call(), self._ask, self._read, self._deadline_s)
             return self._stream
 

@@ -60,9 +60,7 @@ class EarlierModel:
     """What names the folder, for messages."""
 
     @classmethod
-    def open(
-        cls, folder: Path, weights: str = WEIGHTS, setting: str = SETTING
-    ) -> "EarlierModel":
+    def open(cls, folder: Path, weights: str = WEIGHTS, setting: str = SETTING) -> "EarlierModel":
         """Open a folder. The weights are checked now, and loaded when they are needed.
 
         Args:
@@ -99,7 +97,8 @@ class EarlierModel:
         if (table is None) != (self.encoder is None):
             had, has = ("features", "none") if table is None else ("no features", "some")
             raise SettingsError(
-                f"{self.setting}: {self.folder}: that run's party had {had}, data.features has {has}"
+                f"{self.setting}: {self.folder}: that run's party had {had}, data.features has "
+                f"{has}"
             )
         if table is None or self.encoder is None:
             return None
@@ -109,8 +108,8 @@ class EarlierModel:
         new = [name for name in (*table.numeric, *table.categorical) if name not in known]
         if new:
             raise SettingsError(
-                f"{self.setting}: {source}: the model was trained without {', '.join(new)}: leave the "
-                f"column out of data.features"
+                f"{self.setting}: {source}: the model was trained without {', '.join(new)}: leave "
+                f"the column out of data.features"
             )
         return self.encoder
 
@@ -132,8 +131,8 @@ class EarlierModel:
                 there, here = form(found.get(name)), form(expected.get(name))
                 if there != here:
                     raise SettingsError(
-                        f"{self.setting}: {path}: tensor {name!r} is {there} there and {here} in the "
-                        f"model of these settings"
+                        f"{self.setting}: {path}: tensor {name!r} is {there} there and {here} in "
+                        f"the model of these settings"
                     )
         model.load_state_dict(found)
 

@@ -53,8 +53,8 @@ class TrainedModel:
         run_id, batches = saved.metadata.get(_RUN, ""), saved.metadata.get(_BATCHES, "")
         if not run_id or not batches.isdecimal():
             raise SettingsError(
-                f"model: {path} does not say which run it is from: it was saved before version "
-                f"0.2, or by another program; train again to predict with it"
+                f"model: {path} does not say which run it is from: an earlier version saved it; "
+                f"train again to predict with it"
             )
         if saved.metadata.get(_CONTRACT) != contract.digest().hex():
             raise SettingsError(

@@ -148,8 +148,8 @@ def decode_embedded(
     """Decode the reply to the request with a number and so many ids.
 
     Raises:
-        InvalidMessage: the reply is for another request, or its dtype, shape, length or values are not
-            those of such a reply.
+        InvalidMessage: the reply is for another request, or its dtype, shape, length or values are
+            not those of such a reply.
     """
     if reply.number != number:
         raise InvalidMessage(f"the reply is for request {reply.number}, expected {number}")

@@ -82,8 +82,10 @@ class JointModel:
         trained.put_into(model)
         return cls(trained.identity, model, trained.encoder, contract.aggregation, device, kind)
 
-    def logits(self, activations: Sequence[Tensor], own: Features | None) -> Tensor:
-        """Return the logits of some rows, (rows,) or (rows, classes), on the CPU.
+    def probabilities(
+        self, activations: Sequence[Tensor], own: Features | None
+    ) -> NDArray[np.float32]:
+        """Return the probabilities of label 1, (rows,), or of each class, (rows, classes).
 
         Args:
             activations: of each passive party in the contract's order, (rows, *cut_shape) each.
@@ -92,19 +94,8 @@ class JointModel:
         with self._computing:
             cut = aggregate(self._aggregation, activations).to(self._device, torch.float32)
             features = None if own is None else own.to(self._device)
-            return predict_in_blocks(self._model, cut, features).cpu()
-
-    def probabilities(
-        self, activations: Sequence[Tensor], own: Features | None
-    ) -> NDArray[np.float32]:
-        """Return the probabilities of label 1, (rows,), or of each class, (rows, classes).
-
-        Args:
-            activations: as for ``logits``.
-            own: as for ``logits``.
-        """
-        found: NDArray[np.float32] = probabilities_of(self.logits(activations, own)).numpy()
-        return found
+            found = predict_in_blocks(self._model, cut, features, link=probabilities_of)
+        return np.asarray(found.cpu().numpy(), np.float32)
 
 
 def _kind_of(choice: ModelChoice, folder: Path) -> Literal["trained", "refitted"]:

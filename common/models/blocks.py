@@ -1,11 +1,14 @@
 """Computes predictions in blocks of a fixed number of rows, so that they do not depend on company.
 
 The bits of a matrix product depend on how many rows it has: libraries choose another order of
-summation for other sizes. On the CPU, every prediction is therefore computed in a block of one
-fixed size, whose last row is repeated where there are fewer rows. A row then gets the same bits in
-the evaluation of a run, in a batch of predictions and in a request of a single row, with the same
-libraries, processor and number of threads. Other devices compute all rows at once.
+summation for other sizes. Those of a sigmoid depend on whether a value is at the end of an odd
+number of values, which is computed apart. On the CPU, every prediction is therefore computed in a
+block of one fixed size, whose last row is repeated where there are fewer rows. A row then gets the
+same bits in the evaluation of a run, in a batch of predictions and in a request of a single row,
+with the same libraries, processor and number of threads. Other devices compute all rows at once.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -19,23 +22,27 @@ LARGE_BLOCK_ROWS = 32
 """Rows of a block of inputs with more values than this per row, such as images."""
 
 
-def predict_in_blocks(model: nn.Module, *inputs: Tensor | Features | None) -> Tensor:
+def predict_in_blocks(
+    model: nn.Module,
+    *inputs: Tensor | Features | None,
+    link: Callable[[Tensor], Tensor] = lambda output: output,
+) -> Tensor:
     """Return the output of a model in evaluation mode for some rows, without a graph.
 
     Args:
         model: its output for a row depends on this row alone; left in evaluation mode.
         inputs: as the model takes them, all for the same rows, at least one; None is passed on.
+        link: computes of the model's output what is returned, within the blocks.
     """
     model.eval()
     given = [part for part in inputs if part is not None]
     num_rows = len(given[0])
     with torch.no_grad():
         if _device_of(given[0]).type != "cpu" or not num_rows:
-            whole: Tensor = model(*inputs)
-            return whole
+            return link(model(*inputs))
         block_rows = block_rows_for(given)
         parts = [
-            model(*(_block(part, start, num_rows, block_rows) for part in inputs))[
+            link(model(*(_block(part, start, num_rows, block_rows) for part in inputs)))[
                 : num_rows - start
             ]
             for start in range(0, num_rows, block_rows)

@@ -3,7 +3,7 @@
 import hashlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -31,7 +31,7 @@ class Described(NamedTuple):
 
 
 def most_ids(contract: Contract) -> int:
-    """Return the most ids of a request: their activations and their texts fit into one message.
+    """Return the most ids of a request: their activations fit into one message.
 
     Raises:
         TooLarge: not even one activation does.
@@ -43,7 +43,26 @@ def most_ids(contract: Contract) -> int:
             f"one activation has {row_bytes:,} bytes, and joint inference sends no activation in "
             f"parts: contract.wire.unchunked_bytes has to be as large"
         )
-    return min(MAX_IDS, contract.max_rows, room // row_bytes, room // ID_BYTES)
+    return min(MAX_IDS, contract.max_rows, room // row_bytes)
+
+
+def portions(ids: Sequence[str], most: int, contract: Contract) -> Iterator[slice]:
+    """Divide ids into requests: not too many each, and their texts fit into one message.
+
+    Args:
+        ids: none longer than ``ID_BYTES``.
+        most: the most ids of a request.
+        contract: gives the size of a message.
+    """
+    room = contract.max_message_bytes - _HEADER_BYTES
+    # A character takes at most four bytes, and the frame around a text at most three.
+    ends = np.cumsum(np.fromiter(map(len, ids), np.int64, len(ids)) * 4 + 3)
+    start, taken = 0, 0
+    while start < len(ids):
+        by_size = int(np.searchsorted(ends, taken + room, side="right"))
+        end = min(start + most, max(by_size, start + 1))
+        yield slice(start, end)
+        start, taken = end, int(ends[end - 1])
 
 
 # ---- which model ----

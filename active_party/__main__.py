@@ -23,6 +23,7 @@ from splitveil.active_party.assembly import (
     signals_of,
     subjects_of,
 )
+from splitveil.active_party.inference.command import add_predict, predict
 from splitveil.active_party.ledger.earlier_ledgers import LEDGER
 from splitveil.active_party.plan import print_plan
 from splitveil.active_party.report import write_comparison, write_report
@@ -75,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "run": _run,
         "check": _check,
         "plan": _plan,
+        "predict": predict,
         "report": _report,
         "verify-transcript": command_line.verify_transcript,
     }
@@ -84,6 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _add_own_commands(commands: command_line.Commands) -> None:
     _add_plan(commands)
+    add_predict(commands)
     _add_report(commands)
 
 

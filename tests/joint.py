@@ -115,9 +115,7 @@ def train(folder: Path, runs: Path, *overrides: str, active: Sequence[str] = ())
 
 
 def _passive_files(folder: Path) -> list[Path]:
-    named = sorted(folder.glob("passive*.yaml"))
-    others = [path for path in sorted(folder.glob("*.yaml")) if "connect" in path.read_text()]
-    return named or others
+    return [path for path in sorted(folder.glob("*.yaml")) if path.stem not in {ACTIVE, "contract"}]
 
 
 def _party_of(file: Path) -> str:
@@ -128,11 +126,12 @@ def _party_of(file: Path) -> str:
 
 def _security(certificates: Path, name: str) -> list[str]:
     own = PartyFolder(certificates / name)
-    return [
-        "security={"
-        f"certificate: {own.certificate}, private_key: {own.private_key}, "
-        f"authority: {own.authority}}}"
-    ]
+    own_files = {
+        "certificate": own.certificate,
+        "private_key": own.private_key,
+        "authority": own.authority,
+    }
+    return ["security.mode=mtls", *(f"security.{name}={path}" for name, path in own_files.items())]
 
 
 def _train(settings: simulation.PartiesSettings, certificates: Path) -> Trained:

@@ -35,6 +35,7 @@ class JointModel:
         aggregation: how several passive parties' activations are combined.
         device: where the model computes.
         kind: which of the run's top models it is.
+        num_classes: number of classes.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class JointModel:
         aggregation: Aggregation,
         device: torch.device,
         kind: Literal["trained", "refitted"],
+        num_classes: int = 2,
     ) -> None:
         self.identity = identity
         self.encoder = encoder
@@ -52,6 +54,7 @@ class JointModel:
         self._model = model.to(device)
         self._aggregation = aggregation
         self._device = device
+        self._shape_of_none = (0,) if num_classes == 2 else (0, num_classes)
         self._computing = threading.Lock()
 
     @classmethod
@@ -72,15 +75,17 @@ class JointModel:
         kind = _kind_of(choice or settings.inference.model, folder)
         weights = REFITTED if kind == "refitted" else WEIGHTS
         trained = TrainedModel.open(folder, contract, weights)
+        num_classes = settings.data.num_classes
         model = build_top_model(
             settings.top_model,
             contract.aggregate_shape,
             trained.encoder,
             seed=settings.model_seed,
-            num_classes=settings.data.num_classes,
+            num_classes=num_classes,
         )
         trained.put_into(model)
-        return cls(trained.identity, model, trained.encoder, contract.aggregation, device, kind)
+        identity, encoder, rule = trained.identity, trained.encoder, contract.aggregation
+        return cls(identity, model, encoder, rule, device, kind, num_classes)
 
     def probabilities(
         self, activations: Sequence[Tensor], own: Features | None
@@ -91,6 +96,8 @@ class JointModel:
             activations: of each passive party in the contract's order, (rows, *cut_shape) each.
             own: this party's own features of the rows; None if the model has none.
         """
+        if not len(activations[0]):
+            return np.empty(self._shape_of_none, np.float32)
         with self._computing:
             cut = aggregate(self._aggregation, activations).to(self._device, torch.float32)
             features = None if own is None else own.to(self._device)

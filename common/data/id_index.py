@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from splitveil.common.data.stored_ids import StoredIds
+
 _AT_ONCE = 2**16
 
 ABSENT = -1
@@ -42,12 +44,18 @@ class IdIndex:
         places = np.searchsorted(self._hashes, hashes)
         places[places == len(self._hashes)] = 0
         rows = np.where(self._hashes[places] == hashes, self._rows[places], ABSENT)
-        own, wanted = self._ids, list(ids)
         candidates = np.flatnonzero(rows != ABSENT)
-        for at, row in zip(candidates.tolist(), rows[candidates].tolist(), strict=True):
-            if own[row] != wanted[at]:
-                rows[at] = self._among_equal_hashes(int(places[at]), wanted[at])
+        wanted = [ids[at] for at in candidates.tolist()] if len(candidates) < len(ids) else ids
+        if not self._holds(rows[candidates], wanted):
+            for at, text in zip(candidates.tolist(), wanted, strict=True):
+                rows[at] = self._among_equal_hashes(int(places[at]), text)
         return rows
+
+    def _holds(self, rows: NDArray[np.int64], wanted: Sequence[str]) -> bool:
+        """Return whether some rows have these ids."""
+        if isinstance(self._ids, StoredIds):
+            return self._ids.holds(rows, wanted)
+        return list(map(self._ids.__getitem__, rows.tolist())) == list(wanted)
 
     def _among_equal_hashes(self, place: int, wanted: str) -> int:
         """Look through the rows with the same hash, of which there is hardly ever a second."""

@@ -157,7 +157,7 @@ def encode_embedded(number: int, embedded: Embedded, limits: TensorLimits) -> pb
         known=np.packbits(embedded.known, bitorder="little").tobytes(),
         dtype=WIRE_DTYPES[limits.dtype],
         shape=values.shape,
-        data=values.view(torch.uint8).numpy().tobytes(),
+        data=values.view(torch.uint8).numpy().tobytes() if len(values) else b"",
     )
 
 
@@ -192,6 +192,8 @@ def _decode_known(packed: bytes, num_ids: int) -> NDArray[np.bool_]:
 
 
 def _decode_values(data: bytes, shape: tuple[int, ...], limits: TensorLimits) -> Tensor:
+    if not data:
+        return torch.zeros(shape, dtype=TORCH_DTYPES[limits.dtype])
     # The copy makes the tensor writable and independent of the message's memory.
     flat = torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(TORCH_DTYPES[limits.dtype])
     values = flat.view(shape)

@@ -43,7 +43,7 @@ from splitveil.passive_party.inference.service import InferenceService
 from splitveil.passive_party.inference.throttle import Throttle
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.simulation import free_address
-from tests.certificates import NAMES, make_certificates, use
+from tests.certificates import make, use
 
 CPU = torch.device("cpu")
 IDENTITY = ModelIdentity("benchmark", 1)
@@ -147,8 +147,7 @@ def main() -> None:
         folder = Path(folder_name)
         write_example(folder, arguments.rows, cached=arguments.cached)
         if arguments.tls:
-            make_certificates(folder / "certificates", NAMES)
-            use(folder / "certificates", folder)
+            use(make(folder / "certificates"), folder)
         address = free_address()
         both = [f"runs_dir={folder / 'runs'}"]
         passive = load_party_settings(PassiveSettings, folder / "passive.yaml", both)

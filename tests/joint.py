@@ -26,7 +26,7 @@ from splitveil.active_party.training.evaluation import Evaluation, Evaluator
 from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.party_data import PartyData
-from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.party.party_settings import PartySettingsT, load_party_settings
 from splitveil.common.party.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.course import Batch
@@ -77,7 +77,7 @@ class Trained:
         return _changed(self.settings.passive[name], overrides)
 
 
-def _changed(settings: Any, overrides: Sequence[str]) -> Any:
+def _changed(settings: PartySettingsT, overrides: Sequence[str]) -> PartySettingsT:
     values = settings.model_dump()
     for override in overrides:
         name, _, value = override.partition("=")

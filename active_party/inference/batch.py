@@ -3,6 +3,7 @@
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from functools import partial
 from typing import NamedTuple
 
@@ -20,6 +21,8 @@ from splitveil.common.wire.retrying import Retrying
 
 IN_FLIGHT = 4
 """Questions under way at a time: a passive party computes the next answer while one travels."""
+
+_LOOK_EVERY_S = 0.2
 
 Advance = Callable[[int], None]
 """Called with the number of rows that are finished since the last call."""
@@ -108,13 +111,19 @@ class BatchPrediction:
             yield self._finished(waiting.popleft(), advance)
 
     def _finished(self, asked: Asked, advance: Advance) -> Predictions:
-        self._interruption.check()
         try:
-            predictions = self._predictor.finish(asked)
+            predictions = self._predictor.finish(self._answered(asked))
         except PeerUnreachable:
             predictions = self._retrying.until_answered(partial(self._again, asked.ids))
         advance(len(asked.ids))
         return predictions
+
+    def _answered(self, asked: Asked) -> Asked:
+        """Wait for all answers to a question, and notice a signal meanwhile."""
+        while wait(asked.answers, timeout=_LOOK_EVERY_S).not_done:
+            self._interruption.check()
+        self._interruption.check()
+        return asked
 
     def _again(self, ids: Sequence[str]) -> Predictions:
         self._predictor.check_models()  # a party that was restarted may serve another model

@@ -237,7 +237,7 @@ def test_a_run_with_released_labels_predicts_with_the_refitted_model(tmp_path: P
     truth = data.labels_of(run.test_ids)
     found = {}
     for choice in ("best", "trained", "refitted"):
-        with predicting(run, choice=choice) as predictor:  # type: ignore[arg-type]
+        with predicting(run, choice=choice) as predictor:
             assert predictor.model.kind == ("trained" if choice == "trained" else "refitted")
             found[choice] = predictor.predict(run.test_ids).probabilities
     assert run.refitted is not None

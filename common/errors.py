@@ -11,6 +11,7 @@
     |  |  `- PeerRenewed               its certificate differs from the one seen before
     |  |- PeerUntrusted                one party does not accept the other's identity
     |  |- OtherModel                   its half of the model is from another training
+    |  |- TableRefused                 it does not give its whole table
     |  |- PeerLeft                     it announced that it stops
     |  |  `- PeerEndedForGood      5   for good: restarting does not help
     |  |- PeerRestarted                it was restarted, and the run must be opened again
@@ -96,6 +97,10 @@ class PeerUntrusted(PeerError):
 
 class OtherModel(PeerError):
     """The two halves of a model are not the result of the same training."""
+
+
+class TableRefused(PeerError):
+    """The feature owner answers for single ids only, and never gives a whole table."""
 
 
 class PeerLeft(PeerError):

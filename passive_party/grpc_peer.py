@@ -28,6 +28,7 @@ from splitveil.common.wire.limits import (
     believed,
     reader,
 )
+from splitveil.common.wire.message_stream import Interruption, MessageStream
 from splitveil.common.wire.retrying import Retrying
 from splitveil.common.wire.status import error_from
 from splitveil.common.wire.tensor_codec import (
@@ -35,7 +36,6 @@ from splitveil.common.wire.tensor_codec import (
     TensorLimits,
     encode_activation,
 )
-from splitveil.passive_party.message_stream import Interruption, MessageStream
 from splitveil.protos import split_learning_pb2 as pb
 
 GOODBYE_S = 15.0

@@ -87,6 +87,11 @@ class InferenceSettings(Section):
     """The most ids per second that are answered on average, over all connections; faster requests
     wait. By default there is no limit."""
 
+    whole_table: bool = False
+    """Whether the active party may take the whole table, sealed row by row, and open the rows whose
+    ids it has. This party then learns how many ids are asked for, and not which. Every row is
+    computed for every such request."""
+
 
 class PassiveSettings(PartySettings):
     """The private settings of the feature owner."""

@@ -263,6 +263,28 @@ class EmbedRequest(_message.Message):
     ids: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, number: _Optional[int] = ..., model_digest: _Optional[bytes] = ..., ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class TableRequest(_message.Message):
+    __slots__ = ("model_digest", "points", "last")
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    POINTS_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    model_digest: bytes
+    points: bytes
+    last: bool
+    def __init__(self, model_digest: _Optional[bytes] = ..., points: _Optional[bytes] = ..., last: _Optional[bool] = ...) -> None: ...
+
+class TableReply(_message.Message):
+    __slots__ = ("points", "tags", "sealed", "last")
+    POINTS_FIELD_NUMBER: _ClassVar[int]
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    SEALED_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    points: bytes
+    tags: bytes
+    sealed: bytes
+    last: bool
+    def __init__(self, points: _Optional[bytes] = ..., tags: _Optional[bytes] = ..., sealed: _Optional[bytes] = ..., last: _Optional[bool] = ...) -> None: ...
+
 class EmbedReply(_message.Message):
     __slots__ = ("number", "known", "dtype", "shape", "data")
     NUMBER_FIELD_NUMBER: _ClassVar[int]

@@ -204,7 +204,10 @@ def serving(
     """Serve one passive party's half of the model on a port of loopback."""
     model = ServedModel.load(settings, CPU, table)
     throttle = throttle or Throttle(settings.inference.ids_per_s)
-    service = InferenceService(model, settings.party, settings.contract, throttle)
+    gives_table = settings.inference.whole_table
+    service = InferenceService(
+        model, settings.party, settings.contract, throttle, gives_table=gives_table
+    )
     credentials = credential_files(settings, settings.party)
     address = f"127.0.0.1:{port}"
     with InferenceServer(service, settings.contract, address, credentials, transcript):
@@ -220,6 +223,7 @@ def predicting(
     choice: ModelChoice | None = None,
     tables: Mapping[str, Path] | None = None,
     transcript: Transcript | None = None,
+    whole_table: bool = False,
 ) -> Iterator[Predictor]:
     """Serve every passive party, and open a predictor that has checked them.
 
@@ -230,6 +234,7 @@ def predicting(
         choice: which top model predicts.
         tables: other tables than those of the training, by party.
         transcript: the active party's.
+        whole_table: take the passive parties' whole tables.
     """
     other = tables or {}
     with ExitStack() as resources:
@@ -239,7 +244,9 @@ def predicting(
             resources.enter_context(serving(own, port, other.get(name)))
         settings = trained.active(*active, connecting_to(ports))
         predictor = resources.enter_context(
-            open_predictor(settings, CPU, choice, other.get(ACTIVE), transcript)
+            open_predictor(
+                settings, CPU, choice, other.get(ACTIVE), transcript, whole_table=whole_table
+            )
         )
         predictor.check_models()
         yield predictor

@@ -85,6 +85,9 @@ class BatchPrediction:
         missing_at: Counter[str] = Counter()
         if missing:
             self._retrying.until_answered(self._predictor.check_models)
+            self._retrying.until_answered(
+                partial(self._predictor.take_tables, ids, self._interruption)
+            )
         for part in missing:
             finished = list(self._predicted(ids[part], advance))
             for predictions in finished:

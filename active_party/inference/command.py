@@ -79,6 +79,12 @@ def add_predict(commands: command_line.Commands) -> None:
         help="which of the run's top models predicts (default: inference.model of the settings)",
     )
     command.add_argument(
+        "--whole-table",
+        action="store_true",
+        help="take every passive party's whole table, sealed, so that it does not learn which of "
+        "its ids are meant",
+    )
+    command.add_argument(
         "--json", action="store_true", help="print a summary as JSON on the standard output"
     )
 
@@ -108,7 +114,14 @@ def predict(parsed: argparse.Namespace) -> None:
         if settings.transcript:
             transcript = resources.enter_context(Transcript(folder, ACTIVE))
         predictor = resources.enter_context(
-            open_predictor(settings, device, parsed.model, parsed.data, transcript)
+            open_predictor(
+                settings,
+                device,
+                parsed.model,
+                parsed.data,
+                transcript,
+                whole_table=parsed.whole_table,
+            )
         )
         logger.info(
             "predicting %d ids with the %s top model of %s",

@@ -26,6 +26,7 @@ from splitveil.common.wire.inference_codec import (
     most_ids,
 )
 from splitveil.common.wire.limits import SMALL_BYTES, believed, reader
+from splitveil.common.wire.message_stream import MessageStream
 from splitveil.common.wire.tensor_codec import TensorLimits
 from splitveil.protos import split_learning_pb2 as pb
 
@@ -111,6 +112,28 @@ class EmbedClient:
             failed: Future[Embedded] = Future()
             failed.set_exception(error)
             return failed
+
+    def open_table(self, interruption: Callable[[], int | None]) -> MessageStream:
+        """Open a stream for the whole table.
+
+        Args:
+            interruption: returns the signal that asks this party to stop, if there is one.
+
+        Raises:
+            PeerError: the passive party does not answer, or is not trusted.
+        """
+        with self._lock:
+            channel = self.connection.channel()
+        method: Any = channel.stream_stream(
+            method_path("EmbedTable", INFERENCE_SERVICE),
+            pb.TableRequest.SerializeToString,
+            reader(pb.TableReply, self.connection.contract.max_message_bytes),
+        )
+        return MessageStream(method, self._deadline_s, interruption, self.connection.error_of)
+
+    def table_request(self, points: bytes, *, last: bool) -> pb.TableRequest:
+        """Return a request of that stream."""
+        return pb.TableRequest(model_digest=self._digest, points=points, last=last)
 
     def embed(self, ids: Sequence[str]) -> Embedded:
         """Ask for the activations of some ids, and wait.

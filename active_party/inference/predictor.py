@@ -3,7 +3,7 @@
 Nothing that is computed here is sent to anybody.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from splitveil.active_party.inference.embed_client import EmbedClient
 from splitveil.active_party.inference.joint_model import JointModel, ModelChoice
+from splitveil.active_party.inference.table_client import TableClient
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.id_index import ABSENT
 from splitveil.common.errors import SettingsError
@@ -60,7 +61,10 @@ class Predictor:
     """
 
     def __init__(
-        self, model: JointModel, clients: Sequence[EmbedClient], own_rows: ServedRows | None = None
+        self,
+        model: JointModel,
+        clients: Sequence[EmbedClient | TableClient],
+        own_rows: ServedRows | None = None,
     ) -> None:
         self.model = model
         self.clients = tuple(clients)
@@ -87,6 +91,22 @@ class Predictor:
         """
         for client in self.clients:
             client.check_model()
+
+    def take_tables(
+        self, ids: Sequence[str], interruption: Callable[[], int | None] = lambda: None
+    ) -> None:
+        """Take the whole tables of passive parties whose clients need them, for some ids.
+
+        Args:
+            ids: in canonical form; all ids that will be asked for.
+            interruption: returns the signal that asks this party to stop, if there is one.
+
+        Raises:
+            PeerError: a passive party does not give its table, or does not answer.
+        """
+        for client in self.clients:
+            if isinstance(client, TableClient):
+                client.take(ids, interruption)
 
     def ask(self, ids: Sequence[str]) -> Asked:
         """Ask every passive party about some ids without waiting.
@@ -154,6 +174,8 @@ def open_predictor(
     choice: ModelChoice | None = None,
     table: Path | None = None,
     transcript: Transcript | None = None,
+    *,
+    whole_table: bool = False,
 ) -> Predictor:
     """Load the active party's half of the model, and prepare the connections.
 
@@ -165,6 +187,7 @@ def open_predictor(
         choice: which of the run's top models; by default that of the settings.
         table: another file than that of the settings, with this party's own features.
         transcript: records every message that crosses, if there is one.
+        whole_table: take the passive parties' whole tables, sealed, instead of naming ids.
 
     Raises:
         SettingsError: there is no such model, or an address is missing.
@@ -181,13 +204,14 @@ def open_predictor(
     credentials = credential_files(settings, ACTIVE)
     uses_proxy = settings.inference.proxy is not None
     with ExitStack() as opened:
-        clients = []
+        clients: list[EmbedClient | TableClient] = []
         for party in contract.passive_parties:
             address = addresses[party]
             proxy = proxy_of_environment(address) if uses_proxy else None
             connection = PeerConnection(address, contract, credentials, transcript, proxy, party)
             client = EmbedClient(connection, model.identity, settings.reconnect.deadline_s)
-            clients.append(opened.enter_context(client))
+            opened.enter_context(client)
+            clients.append(TableClient(client) if whole_table else client)
         opened.pop_all()
     return Predictor(model, clients, own_rows)
 

@@ -30,6 +30,7 @@ class ServedRows:
         self.source = data.table.source
         """The table, for messages."""
         self.encoder = encoder
+        self._ids = data.ids
         self._index = IdIndex(data.ids)
         self._is_served = np.ones(len(data.ids), np.bool_)
         everything = np.arange(len(data.ids), dtype=np.int64)
@@ -72,6 +73,14 @@ class ServedRows:
         rows = self._index.rows_of(ids)
         self._is_served[:] = False
         self._is_served[rows[rows != ABSENT]] = True
+
+    def served(self) -> NDArray[np.int64]:
+        """Return the rows that are served, ascending."""
+        return np.flatnonzero(self._is_served)
+
+    def ids_at(self, rows: NDArray[np.int64]) -> list[str]:
+        """Return the ids of some rows, in canonical form."""
+        return [self._ids[row] for row in rows.tolist()]
 
     def rows_of(self, ids: Sequence[str]) -> NDArray[np.int64]:
         """Return the row of each id, in any form; ``ABSENT`` for one without a served row."""

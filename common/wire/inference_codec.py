@@ -18,7 +18,7 @@ from splitveil.common.wire.limits import ID_BYTES, MAX_IDS, PROTOCOL_VERSION, RU
 from splitveil.common.wire.tensor_codec import TORCH_DTYPES, WIRE_DTYPES, TensorLimits
 from splitveil.protos import split_learning_pb2 as pb
 
-_HEADER_BYTES = 65_536
+HEADER_BYTES = 65_536
 """Bytes of a message that are left to everything beside a tensor's or the ids' own bytes."""
 
 
@@ -36,7 +36,7 @@ def most_ids(contract: Contract) -> int:
     Raises:
         TooLarge: not even one activation does.
     """
-    room = contract.max_message_bytes - _HEADER_BYTES
+    room = contract.max_message_bytes - HEADER_BYTES
     row_bytes = contract.cut_dim * DTYPE_BYTES[contract.cut_dtype]
     if row_bytes > room:
         raise TooLarge(
@@ -54,7 +54,7 @@ def portions(ids: Sequence[str], most: int, contract: Contract) -> Iterator[slic
         most: the most ids of a request.
         contract: gives the size of a message.
     """
-    room = contract.max_message_bytes - _HEADER_BYTES
+    room = contract.max_message_bytes - HEADER_BYTES
     # A character takes at most four bytes, and the frame around a text at most three.
     ends = np.cumsum(np.fromiter(map(len, ids), np.int64, len(ids)) * 4 + 3)
     start, taken = 0, 0

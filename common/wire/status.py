@@ -31,6 +31,7 @@ from splitveil.common.errors import (
     PeerUntrusted,
     ProtocolError,
     SplitveilError,
+    TableRefused,
     TooLarge,
 )
 from splitveil.common.wire.limits import DETAILS_CHARACTERS
@@ -98,6 +99,13 @@ _SENT: tuple[tuple[type[Exception], PeerStatus], ...] = (
         ),
     ),
     (
+        TableRefused,
+        PeerStatus(
+            grpc.StatusCode.PERMISSION_DENIED,
+            "table-refused: this party does not give its whole table",
+        ),
+    ),
+    (
         AuditRefused,
         PeerStatus(
             grpc.StatusCode.PERMISSION_DENIED,
@@ -139,6 +147,10 @@ _RECEIVED: dict[str, tuple[type[SplitveilError], str]] = {
     "others-awaited": (OthersAwaited, "the active party waits for another passive party"),
     "nothing-begun": (NothingBegun, "the active party has started over before the first answer"),
     "out-of-step": (ProtocolError, "the peer is at another run, epoch, step or other rows"),
+    "table-refused": (
+        TableRefused,
+        "the passive party does not give its whole table (its inference.whole_table)",
+    ),
     "other-model": (OtherModel, "the peer's half of the model is from another training"),
     "audit-refused": (AuditRefused, "the peer does not measure scores in this run"),
     "untrusted": (PeerUntrusted, "the peer does not accept this party's certificate"),

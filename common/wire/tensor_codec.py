@@ -52,6 +52,11 @@ class TensorLimits:
     unchunked_bytes: int
     chunk_bytes: int
 
+    @property
+    def row_bytes(self) -> int:
+        """Number of bytes of one row."""
+        return math.prod(self.cut_shape) * DTYPE_BYTES[self.dtype]
+
     @classmethod
     def of(cls, contract: Contract) -> "TensorLimits":
         """Take the limits from the contract."""

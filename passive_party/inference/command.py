@@ -60,7 +60,10 @@ def serve(parsed: argparse.Namespace) -> None:
     )
     folder = inner_folder(settings.run_folder(settings.folder_name()), "serve")
     throttle = Throttle(settings.inference.ids_per_s)
-    service = InferenceService(model, settings.party, settings.contract, throttle)
+    gives_table = settings.inference.whole_table
+    service = InferenceService(
+        model, settings.party, settings.contract, throttle, gives_table=gives_table
+    )
     with ExitStack() as resources:
         resources.enter_context(claimed(folder, "another process serves this run"))
         transcript = None

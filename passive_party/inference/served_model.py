@@ -4,8 +4,10 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
-from torch import nn
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from splitveil.common.data.id_index import ABSENT
 from splitveil.common.data.settings import expand_path
@@ -81,10 +83,14 @@ class ServedModel:
 
         A row's activation is the same bits whatever is asked for beside it.
         """
+        rows = self.rows.rows_of(ids)
+        known = rows != ABSENT
+        return Embedded(known, self.activations(rows[known]))
+
+    def activations(self, rows: NDArray[np.int64]) -> Tensor:
+        """Return the activations of some rows of the table, (rows, *cut_shape)."""
+        if not len(rows):
+            return torch.zeros(0, *self._cut_shape)
         with self._computing:
-            rows = self.rows.rows_of(ids)
-            known = rows != ABSENT
-            if not known.any():
-                return Embedded(known, torch.zeros(0, *self._cut_shape))
-            features = self.rows.features_of(rows[known]).to(self._device)
-            return Embedded(known, predict_in_blocks(self._model, features))
+            features = self.rows.features_of(rows).to(self._device)
+            return predict_in_blocks(self._model, features)

@@ -98,4 +98,9 @@ def method_handlers(
             reader(pb.EmbedRequest, contract.max_message_bytes),
             pb.EmbedReply.SerializeToString,
         ),
+        "EmbedTable": grpc.stream_stream_rpc_method_handler(
+            service.embed_table,
+            reader(pb.TableRequest, contract.max_message_bytes),
+            pb.TableReply.SerializeToString,
+        ),
     }

@@ -15,6 +15,7 @@ from splitveil.common.errors import (
     OtherModel,
     ProtocolError,
     SplitveilError,
+    TableRefused,
 )
 from splitveil.common.run.contract import Contract
 from splitveil.common.wire.inference_codec import (
@@ -26,8 +27,10 @@ from splitveil.common.wire.inference_codec import (
     model_digest,
     most_ids,
 )
-from splitveil.common.wire.limits import REFUSALS_LOGGED, believed
+from splitveil.common.wire.limits import POINT_BYTES, REFUSALS_LOGGED, believed
+from splitveil.common.wire.table_codec import decode_points
 from splitveil.common.wire.tensor_codec import TensorLimits
+from splitveil.passive_party.inference.sealed_table import SealedTable
 from splitveil.passive_party.inference.served_model import ServedModel
 from splitveil.passive_party.inference.throttle import Throttle
 from splitveil.protos import split_learning_pb2 as pb
@@ -46,10 +49,17 @@ class InferenceService:
         party: this party's name in the contract.
         contract: gives the limits.
         throttle: limits the number of ids per second.
+        gives_table: whether the active party may take the whole table, sealed.
     """
 
     def __init__(
-        self, model: ServedModel, party: str, contract: Contract, throttle: Throttle
+        self,
+        model: ServedModel,
+        party: str,
+        contract: Contract,
+        throttle: Throttle,
+        *,
+        gives_table: bool = False,
     ) -> None:
         self.refused: Counter[str] = Counter()
         """Number of refused messages by kind of error."""
@@ -59,6 +69,8 @@ class InferenceService:
         self._party = party
         self._contract = contract
         self._throttle = throttle
+        self._gives_table = gives_table
+        self._table: SealedTable | None = None
         self._limits = TensorLimits.of(contract)
         self._most_ids = most_ids(contract)
         self._digest = model_digest(model.identity)
@@ -92,6 +104,31 @@ class InferenceService:
                     return
                 yield reply
 
+    def embed_table(
+        self, requests: Iterator[Any], context: grpc.ServicerContext
+    ) -> Iterator[pb.TableReply]:
+        """Multiply masked ids, and then send every row, sealed."""
+        table = self._sealed_table()
+        with self._entered(context), self._working(context):
+            is_last = False
+            while not is_last:
+                try:
+                    request: pb.TableRequest = believed(next(requests))
+                except (StopIteration, grpc.RpcError):
+                    return
+                self._check_model(request.model_digest)
+                points, is_last = decode_points(request.points), request.last
+                num_ids = len(points) // POINT_BYTES
+                if not self._throttle.wait(num_ids, lambda: self._is_wanted(context)):
+                    return
+                self.answered.update(requests=1, ids=num_ids)
+                yield pb.TableReply(points=table.multiply(points))
+            for reply in table.replies():
+                if not self._is_wanted(context):
+                    return
+                yield reply
+            yield pb.TableReply(last=True)
+
     def stop(self) -> None:
         """Take no more requests: answer those under way, and end all streams."""
         with self._lock:
@@ -108,23 +145,39 @@ class InferenceService:
         if not isinstance(error, SplitveilError):
             logger.error("fault in a handler", exc_info=error)
         elif count <= REFUSALS_LOGGED or count & (count - 1) == 0:
-            refused = isinstance(error, ProtocolError | ContractMismatch | OtherModel)
+            refused = isinstance(
+                error, ProtocolError | ContractMismatch | OtherModel | TableRefused
+            )
             what = "refused a message" if refused else "a request failed"
             logger.warning("%s: %s (%d so far)", what, error, count)
 
     def _reply(
         self, request: pb.EmbedRequest, context: grpc.ServicerContext
     ) -> pb.EmbedReply | None:
-        if request.model_digest != self._digest:
-            raise OtherModel(
-                f"the active party asks for another model than that of {self._model.identity}"
-            )
+        self._check_model(request.model_digest)
         ids = decode_ids(request, self._most_ids)
-        if not self._throttle.wait(len(ids), lambda: context.is_active() and not self._stopping):
+        if not self._throttle.wait(len(ids), lambda: self._is_wanted(context)):
             return None
         embedded = self._model.embed(ids)
         self.answered.update(requests=1, ids=len(ids), known=int(embedded.known.sum()))
         return encode_embedded(request.number, embedded, self._limits)
+
+    def _check_model(self, digest: bytes) -> None:
+        if digest != self._digest:
+            raise OtherModel(
+                f"the active party asks for another model than that of {self._model.identity}"
+            )
+
+    def _is_wanted(self, context: grpc.ServicerContext) -> bool:
+        return context.is_active() and not self._stopping
+
+    def _sealed_table(self) -> SealedTable:
+        if not self._gives_table:
+            raise TableRefused("the whole table is asked for: see inference.whole_table")
+        with self._lock:
+            if self._table is None:
+                self._table = SealedTable(self._model, self._contract)
+            return self._table
 
     @contextmanager
     def _entered(self, context: grpc.ServicerContext) -> Iterator[None]:

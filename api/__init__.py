@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from splitveil.common.text.version import VERSION
 
 if TYPE_CHECKING:
-    from splitveil import attacks, defenses
     from splitveil.library.example_ledger import Ledger
     from splitveil.library.recorded_run import Run
     from splitveil.library.runs import Runs

@@ -1,7 +1,7 @@
 """The leak ledger for other trainers: what all answers about each example may have told.
 
-It is the ledger of a run (`splitveil.active_party.ledger`), which adds up charges example by example
-and knows for which peers a charge holds, behind an interface that needs no run.
+It is the ledger of a run (`splitveil.active_party.ledger`), which adds up charges example by
+example and knows for which peers a charge holds, behind an interface that needs no run.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -193,7 +193,7 @@ class Ledger:
         self._accounts = book.ledger
 
     def save(self, folder: str | Path) -> Path:
-        """Write ``checkpoint/ledger.safetensors`` into a folder, where ``earlier_ledgers`` finds it.
+        """Write ``checkpoint/ledger.safetensors`` into a folder, for ``earlier_ledgers`` of a run.
 
         Args:
             folder: like a party's folder of a run; name its ``checkpoint`` in the settings.

@@ -1,7 +1,7 @@
 """Tables in memory as the data of simulated parties: arrays, data frames, tables of pyarrow.
 
-Each table is written as a Parquet file beside settings made for it, so that a simulation reads it as
-two processes would. Numbers become numeric features, and texts categories.
+Each table is written as a Parquet file beside settings made for it, so that a simulation reads it
+as two processes would. Numbers become numeric features, and texts categories.
 """
 
 from collections.abc import Mapping, Sequence
@@ -64,9 +64,11 @@ def write_settings(
     classes = _classes(table.column(label))
     if classes > 2:
         data["classes"] = classes
-    _write(folder / "active.yaml", _settings(data) | {"top_model": TOP, "defense": {"name": "none"}})
-    for name, own in owners.items():
-        data = _data(folder, name, as_table(own, name), [], key)
+    _write(
+        folder / "active.yaml", _settings(data) | {"top_model": TOP, "defense": {"name": "none"}}
+    )
+    for name, given in owners.items():
+        data = _data(folder, name, as_table(given, name), [], key)
         settings = _settings(data) | {"bottom_model": BOTTOM, "party": name}
         settings["adversary"] = {
             "layers": ["cut"],

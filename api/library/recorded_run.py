@@ -31,13 +31,15 @@ class Run:
 
     Args:
         path: the run's folder ``runs/<run name>``, or the active party's folder in it.
+        owner: kept as long as the run, such as what deletes a temporary folder.
 
     Raises:
         SettingsError: there are no metrics of an active party in it.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = self._read(Path(path)).folder
+    def __init__(self, path: str | Path, *, owner: object = None) -> None:
+        self.path = read_run(Path(path)).folder
+        self._owner = owner
 
     @property
     def name(self) -> str:
@@ -171,11 +173,7 @@ class Run:
         return as_html(self.name, [self.overview()], note)
 
     def _files(self) -> RunFiles:
-        return self._read(self.path)
-
-    @staticmethod
-    def _read(path: Path) -> RunFiles:
-        return read_run(path)
+        return read_run(self.path)
 
     def _ledger_figures(self) -> LedgerFigures | None:
         active = self._files().active
@@ -210,7 +208,11 @@ class Run:
             for layer, batches in leak.batches.items():
                 for attack, found in batches.items():
                     own = {"layer": layer, "attack": attack, "over": "batches"}
-                    rest = {"leak_auc": found.mean, "q95": found.q95, "random_q95": found.random_q95}
+                    rest = {
+                        "leak_auc": found.mean,
+                        "q95": found.q95,
+                        "random_q95": found.random_q95,
+                    }
                     rows.append(head | own | rest)
             for layer, whole in leak.run_level.items():
                 for attack, of_run in whole.items():

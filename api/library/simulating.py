@@ -37,7 +37,7 @@ from splitveil.simulation.recorded import run_recorded
 NONCES_APART = 1_000_000
 """Difference between the nonce seeds of two parties: larger than any number of seeds."""
 
-EVERY_BATCH = {"queue_batches": 1024, "max_cpu_share": None}
+EVERY_BATCH: Mapping[str, Any] = {"queue_batches": 1024, "max_cpu_share": None}
 """Audits that leave no batch out: figures do not depend on how fast the machine is."""
 
 
@@ -52,6 +52,7 @@ def simulate(
     attacks: Sequence[AttackChoice] | None = None,
     seeds: int | Sequence[int] = 1,
     settings: Mapping[str, Any] | None = None,
+    threads: int | None = None,
     runs: str | Path | None = None,
 ) -> Runs:
     """Run both parties in this process, once for each defense and seed.
@@ -78,6 +79,8 @@ def simulate(
             initial weights and noise.
         settings: settings to override, by their dotted names as with ``--set``:
             ``{"contract.epochs": 3, "passive.bottom_model.hidden": [64]}``.
+        threads: the number of cores to compute on; by default that of the settings, or all. With
+            small models, one core is often as fast as all.
         runs: the folder of all runs. By default they are in a temporary folder, which is deleted
             with the last reference to the result. Tables in memory are written there, too.
 
@@ -89,10 +92,16 @@ def simulate(
             gate has ended is a result.
         ValueError: neither an example nor tables are given, or both, or there are no seeds.
     """
-    scratch = Scratch() if runs is None else None
-    folder = Path(runs) if scratch is None else scratch.path
+    scratch: Scratch | None = None
+    if runs is None:
+        scratch = Scratch()
+        runs = scratch.path
+    folder = Path(runs)
     source = _source(example, folder, active, passive, label, key)
-    base = _base(source, settings or {}, attacks)
+    given = dict(settings or {})
+    if threads is not None:
+        given |= {f"{party}.torch_threads": threads for party in (ACTIVE, "passive")}
+    base = _base(source, given, attacks)
     chosen = _chosen(defense) or [_present(source, base)]
     numbers = list(range(seeds)) if isinstance(seeds, int) else [int(seed) for seed in seeds]
     if not numbers:
@@ -101,8 +110,9 @@ def simulate(
     for seed in numbers:
         for one in chosen:
             planned = PlannedRun(one.title, seed)
-            done[planned] = _run(source, base, one, seed, folder, is_only=len(chosen) == 1)
-    return Runs(done, folder, scratch)
+            run_folder = _run(source, base, one, seed, folder, is_only=len(chosen) == 1)
+            done[planned] = Run(run_folder, owner=scratch)
+    return Runs(done, folder)
 
 
 def _source(
@@ -133,15 +143,20 @@ def _base(
     base = Overrides([], []).adding(*own)
     parties = _load(source, base)
     chosen = None if attacks is None else [attack_settings(one) for one in attacks]
-    whole: dict[str, Any] = {**EVERY_BATCH} if chosen is None else {**EVERY_BATCH, "attacks": chosen}
-    if chosen is not None:
-        whole["attacks"] = [one for one in chosen if not _needs_activations(one)]
-    if parties.active.leak_monitor is not None and whole.get("attacks", True):
-        base = base.adding(*(_override(f"active.leak_monitor.{n}", v) for n, v in whole.items()))
+    if parties.active.leak_monitor is not None or chosen:
+        of_gradients = [one for one in chosen or [] if not _needs_activations(one)]
+        base = base.adding(*_audits("active.leak_monitor", chosen and of_gradients))
     if all(one.adversary is not None for one in parties.passive.values()):
-        whole = whole if chosen is None else {**whole, "attacks": chosen}
-        base = base.adding(*(_override(f"passive.adversary.{n}", v) for n, v in whole.items()))
+        base = base.adding(*_audits("passive.adversary", chosen))
     return base
+
+
+def _audits(place: str, attacks: Sequence[str | Mapping[str, Any]] | None) -> list[str]:
+    """Return the overrides of one party's attacks; those of the settings stay for None."""
+    if attacks is not None and not attacks:
+        return [f"{place}=null"]
+    values = EVERY_BATCH if attacks is None else {**EVERY_BATCH, "attacks": attacks}
+    return [_override(f"{place}.{name}", value) for name, value in values.items()]
 
 
 def _needs_activations(attack: str | Mapping[str, Any]) -> bool:
@@ -154,8 +169,8 @@ def _needs_activations(attack: str | Mapping[str, Any]) -> bool:
 def _chosen(defense: DefenseChoice | Sequence[DefenseChoice] | None) -> list[NamedDefense]:
     if defense is None:
         return []
-    is_several = isinstance(defense, Sequence) and not isinstance(defense, str)
-    chosen = [named_defense(one) for one in (defense if is_several else [defense])]
+    several: list[Any] = [*defense] if isinstance(defense, list | tuple) else [defense]
+    chosen = [named_defense(one) for one in several]
     titles = [one.title for one in chosen]
     if len(set(titles)) < len(titles):
         raise SettingsError(f"defense: expected each defense once, got {', '.join(titles)}")
@@ -169,7 +184,8 @@ def _present(source: Path, base: Overrides) -> NamedDefense:
 
 def _run(
     source: Path, base: Overrides, defense: NamedDefense, seed: int, runs: Path, *, is_only: bool
-) -> Run:
+) -> Path:
+    """Run once, and return the run's folder."""
     name = _load(source, base).active.contract.run_name
     title = f"seed {seed}" if is_only else f"{defense.title} seed {seed}"
     own = NamedDefense(title, defense.settings).run_name(name)
@@ -197,7 +213,7 @@ def _run(
                 move_aside(folder / party)
         with _as_in_a_process_of_its_own(settings.active), suppress(EndedForGood):
             run_recorded(settings, folder)
-    return Run(folder)
+    return folder
 
 
 def _of_both(**values: Any) -> list[str]:

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -251,13 +251,13 @@ TABLES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.fixture(scope="module")
-def columns() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+def columns() -> tuple[dict[str, Any], dict[str, Any]]:
     draw = np.random.default_rng(1)
     x = draw.normal(size=(300, 4))
     labels = (x[:, 0] + x[:, 3] > 0.5).astype(np.int64)
     ids = [f"c{i:03d}" for i in range(300)]
     kind = np.array(["red", "green", "blue"])[draw.integers(3, size=300)]
-    yield (
+    return (
         {"id": ids, "label": labels, "own": x[:, 3]},
         {"id": ids, "x0": x[:, 0], "x1": x[:, 1], "colour": kind},
     )

@@ -83,7 +83,7 @@ class PlannedAnswers(NamedTuple):
         """Return plain values, column -> value; None for what is unknown or not bounded."""
         sum_kl, estimate = self.figure(float), self.figure(estimated_auc)
         figures = {"sum_kl": sum_kl, "estimated_leak_auc": estimate}
-        figures |= {f"bound: {peers}": self.bound(peers) for peers in Covers}
+        figures |= {peers.column: self.bound(peers) for peers in Covers}
         return {
             "noise": self.noise,
             "configured": self.is_configured,
@@ -92,7 +92,7 @@ class PlannedAnswers(NamedTuple):
             **{
                 f"{name}{end}": None if pair is None else finite_or_null(pair[place])
                 for name, pair in figures.items()
-                for place, end in enumerate((" at least", ""))
+                for place, end in enumerate(("_least", ""))
             },
         }
 

@@ -230,6 +230,7 @@ def _check(parsed: argparse.Namespace) -> None:
             data_and_model,
             labels,
         ],
+        as_json=parsed.json,
     )
 
 

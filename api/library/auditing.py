@@ -1,8 +1,10 @@
 """Audits the gradients of any trainer: what a peer that receives them can read of the labels."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -13,10 +15,11 @@ from torch import Tensor
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.accumulation import SOURCES
-from splitveil.common.privacy.attacks import ATTACKS, CUT, Attack, SideInformation
+from splitveil.common.privacy.attacks import ATTACKS, CUT, Attack, Knowledge, SideInformation
 from splitveil.common.privacy.audit import LeakAudit
 from splitveil.common.privacy.beyond_features import BeyondFeatures, Covariates
 from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
+from splitveil.common.privacy.gradient_rows import Gradients
 from splitveil.common.privacy.label_classes import LabelClasses
 from splitveil.common.privacy.leakage import leak_auc_interval
 from splitveil.common.privacy.observation import Observation
@@ -183,10 +186,7 @@ def audit(
     """
     given = _Rows.of(gradients, labels, batches, examples, activations)
     classes = _classes(given.labels)
-    own = {
-        name: Attack(lambda rows, _, score=score: score(_tensor_of(rows)), frozenset())
-        for name, score in custom.items()
-    }
+    own = {name: Attack(partial(_scored, score), frozenset()) for name, score in custom.items()}
     known = _known(given, has_examples=examples is not None)
     chosen = [*known, *own] if attacks is None else [*attacks, *own]
     _check(chosen, {*known, *own})
@@ -249,7 +249,7 @@ class _Rows(NamedTuple):
             if len(named) != rows:
                 raise ValueError(f"examples: expected {rows}, got {len(named)}")
             positions = np.unique(named, return_inverse=True)[1].astype(np.int64)
-        for start, end in zip(starts, starts[1:], strict=False):
+        for start, end in itertools.pairwise(starts):
             if len(np.unique(positions[start:end])) < end - start:
                 raise ValueError("examples: expected each at most once in a batch; see batches")
         return cls(sent, of_labels, starts, positions, own)
@@ -262,7 +262,7 @@ class _Rows(NamedTuple):
         """Yield the batches; a batch with an example that was seen before begins an epoch."""
         epoch, seen = 0, np.zeros(self.num_examples, dtype=bool)
         first = 0
-        for number, (start, end) in enumerate(zip(self.starts, self.starts[1:], strict=False)):
+        for number, (start, end) in enumerate(itertools.pairwise(self.starts)):
             rows = slice(int(start), int(end))
             positions = self.positions[rows]
             if seen[positions].any():
@@ -428,6 +428,7 @@ def _only(
     return intervals
 
 
-def _tensor_of(gradients: Any) -> Tensor:
-    found: Tensor = gradients if isinstance(gradients, Tensor) else gradients.gradients
-    return found
+def _scored(score: Callable[..., Tensor], gradients: Gradients, _: Knowledge) -> Tensor:
+    """Let a function of the caller's own score the rows of one batch."""
+    rows = gradients if isinstance(gradients, Tensor) else gradients.gradients
+    return torch.as_tensor(score(rows)).double().reshape(-1)

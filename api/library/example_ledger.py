@@ -167,7 +167,7 @@ class Ledger:
                 "example": int(position),
                 "sum_kl": float(sum_kl),
                 "covers": str(widest_covered(int(caveats))),
-                **{f"bound: {one}": auc_bound(float(sum_kl), int(caveats), one) for one in Covers},
+                **{one.column: auc_bound(float(sum_kl), int(caveats), one) for one in Covers},
             }
             for position, sum_kl, caveats in zip(positions, *found, strict=True)
         )

@@ -161,7 +161,7 @@ class Run:
             "defense": self.defense,
             "test_auc": self.test_auc,
             "strongest_leak_auc": self.strongest_leak_auc,
-            **{_column(peers): bounds.get(str(peers)) for peers in Covers},
+            **{peers.column: bounds.get(str(peers)) for peers in Covers},
         }
 
     def __repr__(self) -> str:
@@ -194,7 +194,7 @@ class Run:
         for ledger in metrics.of(LedgerLine):
             row = by_epoch.setdefault(ledger.epoch, {"epoch": ledger.epoch})
             row["sum_kl"] = ledger.bounds.sum_kl.max
-            row |= {_column(p): one.max for p, one in ledger.bounds.by_peers().items()}
+            row |= {p.column: one.max for p, one in ledger.bounds.by_peers().items()}
         for leak in metrics.of(EpochLeakLine):
             row = by_epoch.setdefault(leak.epoch, {"epoch": leak.epoch})
             row |= {f"{one.layer}/{one.attack}": one.leak_auc for one in leak.figures}
@@ -243,8 +243,3 @@ def _batch_rows(party: PartyFiles) -> list[Row]:
         for line in party.metrics.of(LeakLine)
         for one in line.figures
     ]
-
-
-def _column(peers: Covers) -> str:
-    """Return the column of the bound for a circle of peers."""
-    return f"bound: {peers}"

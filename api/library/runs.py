@@ -12,7 +12,7 @@ from splitveil.library.frames import Row, as_html, frame
 from splitveil.library.recorded_run import Kind, Run
 
 KindOfSeveral: TypeAlias = Literal["runs", "defenses"] | Kind
-_MEASURED = ("test_auc", "strongest_leak_auc", *(f"bound: {peers}" for peers in Covers))
+_MEASURED = ("test_auc", "strongest_leak_auc", *(peers.column for peers in Covers))
 
 
 class PlannedRun(NamedTuple):
@@ -148,7 +148,7 @@ class Runs(Sequence[Run]):
 
     def _repr_html_(self) -> str:
         rows = self.rows("defenses")
-        return as_html(f"{len(self)} runs", rows, "Means over seeds; sd: standard deviation.")
+        return as_html(f"{len(self)} runs", rows, "Means over seeds; sd is a standard deviation.")
 
     @staticmethod
     def _head(planned: PlannedRun) -> dict[str, object]:
@@ -162,5 +162,5 @@ class Runs(Sequence[Run]):
                 values = [value for run in runs if isinstance(value := run[name], float)]
                 row[name] = statistics.fmean(values) if values else None
                 if not name.startswith("bound"):
-                    row[f"{name} sd"] = statistics.stdev(values) if len(values) > 1 else None
+                    row[f"{name}_sd"] = statistics.stdev(values) if len(values) > 1 else None
             yield row

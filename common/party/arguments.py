@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
+from splitveil.common.party.json_output import add_json
 from splitveil.common.text.shell_completion import add_completion
 from splitveil.common.text.version import add_version
 
@@ -34,9 +35,10 @@ def party_parser(
         action="store_true",
         help="start over; results of an unfinished run are moved aside",
     )
-    add_command(
+    check = add_command(
         commands, "check", "check settings and data without training; print the resolved settings"
     )
+    add_json(check)
     _add_verify_transcript(commands)
     add_own_commands(commands)
     return parser
@@ -74,4 +76,5 @@ def _add_verify_transcript(commands: Commands) -> None:
     command.add_argument(
         "--against", type=Path, metavar="FILE", help="the other party's transcript.jsonl"
     )
+    add_json(command)
     add_verbosity(command)

@@ -87,7 +87,7 @@ def test_a_frame_of_defenses_holds_means_over_seeds(swept: Runs) -> None:
     ones = [run.summary["test_auc"] for run in swept.of("none")]
     assert by_defense["none"]["seeds"] == 2
     assert by_defense["none"]["test_auc"] == pytest.approx(np.mean(ones), abs=1e-15)
-    assert by_defense["none"]["test_auc sd"] == pytest.approx(np.std(ones, ddof=1), abs=1e-12)
+    assert by_defense["none"]["test_auc_sd"] == pytest.approx(np.std(ones, ddof=1), abs=1e-12)
 
 
 @pytest.mark.parametrize("of", ["epochs", "attacks", "steps", "batches"])
@@ -209,7 +209,7 @@ def largest_entry(gradients: torch.Tensor) -> torch.Tensor:
 
 def test_a_class_is_a_defense_and_its_charge_is_what_the_ledger_says(tmp_path: Path) -> None:
     write_example(tmp_path)
-    chosen = [Halved, defenses.own(Halved, factor=0.25)]
+    chosen: list[Any] = [Halved, defenses.own(Halved, factor=0.25)]
     runs = simulate(tmp_path, defense=chosen, settings={**ONE_CORE, "contract.epochs": 2})
     assert runs.defenses == ["Halved", "Halved factor=0.25"]
     assert [run.ledger.guarantee().sum_kl.max for run in runs] == [0.5, 0.5]
@@ -294,7 +294,8 @@ def test_classes_are_counted(columns: tuple[dict[str, Any], dict[str, Any]]) -> 
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "no data at all": ({}, "expected an example, or the tables"),
+    "no data at all": ({}, "expected an example, or tables"),
+    "one table": ({"active": {"label": [0, 1]}}, "expected the tables of both parties"),
     "both": ({"example": "breast_cancer", "active": {}, "passive": {}}, "expected an example"),
     "no such example": ({"example": "breast"}, "expected a folder with active.yaml, or one of"),
     "a table of another kind": (

@@ -276,6 +276,7 @@ class _Rows(NamedTuple):
                 self.labels[rows],
                 positions=torch.from_numpy(positions),
                 activations=None if self.activations is None else self.activations[rows],
+                references_are_clean=False,  # they are among the gradients that were sent
             )
 
     def covariates(self, covariates: Any, predictions: Any) -> Covariates:

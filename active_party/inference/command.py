@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -25,7 +25,6 @@ from splitveil.active_party.inference.batch import (
     BatchResult,
     check_lengths,
 )
-from splitveil.active_party.inference.joint_model import ModelChoice
 from splitveil.active_party.inference.parts import Parts, Plan, check_output, digest_of_ids
 from splitveil.active_party.inference.predictor import Predictor, open_predictor
 from splitveil.active_party.settings import ActiveSettings
@@ -43,50 +42,6 @@ from splitveil.common.wire.endpoint import check_security
 logger = logging.getLogger(__name__)
 
 _LOG_EVERY_S = 10.0
-
-
-def add_predict(commands: command_line.Commands) -> None:
-    """Add the command."""
-    command = command_line.add_command(
-        commands, "predict", "predict with the trained model and every passive party's serve"
-    )
-    command.add_argument(
-        "--ids",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="ids to predict: a text file with one per line, or a CSV or Parquet file with the "
-        "column data.id_column",
-    )
-    command.add_argument(
-        "--output",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="predictions.parquet or predictions.csv; an interrupted prediction goes on with the "
-        "same command",
-    )
-    command.add_argument(
-        "--data",
-        type=Path,
-        metavar="FILE",
-        help="table with this party's own features of the ids, which needs no labels (default: "
-        "data.source of the settings)",
-    )
-    command.add_argument(
-        "--model",
-        choices=get_args(ModelChoice),
-        help="which of the run's top models predicts (default: inference.model of the settings)",
-    )
-    command.add_argument(
-        "--whole-table",
-        action="store_true",
-        help="take every passive party's whole table, sealed, so that it does not learn which of "
-        "its ids are meant",
-    )
-    command.add_argument(
-        "--json", action="store_true", help="print a summary as JSON on the standard output"
-    )
 
 
 def predict(parsed: argparse.Namespace) -> None:

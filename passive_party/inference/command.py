@@ -4,7 +4,6 @@ import argparse
 import logging
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
 from splitveil.common.party import command_line
 from splitveil.common.party.credentials import credential_files
@@ -22,19 +21,6 @@ logger = logging.getLogger(__name__)
 
 GRACE_S = 5.0
 _LOOK_EVERY_S = 0.2
-
-
-def add_serve(commands: command_line.Commands) -> None:
-    """Add the command."""
-    command = command_line.add_command(
-        commands, "serve", "answer the active party's questions for predictions, until stopped"
-    )
-    command.add_argument(
-        "--data",
-        type=Path,
-        metavar="FILE",
-        help="table with the rows to answer for (default: data.source of the settings)",
-    )
 
 
 def serve(parsed: argparse.Namespace) -> None:

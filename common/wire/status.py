@@ -155,7 +155,7 @@ _RECEIVED: dict[str, tuple[type[SplitveilError], str]] = {
     "out-of-step": (ProtocolError, "the peer is at another run, epoch, step or other rows"),
     "table-refused": (
         TableRefused,
-        "the passive party does not give its whole table (its inference.whole_table)",
+        "the passive party does not give its whole table (its answers.whole_table)",
     ),
     "other-model": (OtherModel, "the peer's half of the model is from another training"),
     "audit-refused": (AuditRefused, "the peer does not measure scores in this run"),

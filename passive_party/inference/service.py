@@ -178,7 +178,7 @@ class InferenceService:
 
     def _sealed_table(self) -> SealedTable:
         if not self._gives_table:
-            raise TableRefused("the whole table is asked for: see inference.whole_table")
+            raise TableRefused("the whole table is asked for: see answers.whole_table")
         with self._lock:
             if self._table is None:
                 self._table = SealedTable(self._model, self._contract)

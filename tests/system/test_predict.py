@@ -181,7 +181,7 @@ def test_a_category_that_training_never_saw_counts_as_unknown(
 def test_only_allowed_ids_are_answered(small: Trained, tmp_path: Path) -> None:
     allowed = tmp_path / "allowed.txt"
     allowed.write_text("\n".join([*small.test_ids[:5], "nobody"]) + "\n")
-    with predicting(small, passive=[f"inference.allowed_ids={allowed}"]) as predictor:
+    with predicting(small, passive=[f"answers.allowed_ids={allowed}"]) as predictor:
         predictions = predictor.predict(small.test_ids[:10])
     np.testing.assert_array_equal(predictions.found, [True] * 5 + [False] * 5)
     assert predictions.missing_at["passive"] == 5

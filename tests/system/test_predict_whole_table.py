@@ -27,7 +27,7 @@ from splitveil.protos import split_learning_pb2 as pb
 from tests.joint import Trained, predicting, train, write_wide_deep
 from tests.several import write_several
 
-GIVEN = ("inference.whole_table=true",)
+GIVEN = ("answers.whole_table=true",)
 
 
 @pytest.fixture(scope="module", params=["one", "three"])
@@ -41,7 +41,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture
-def heard(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
+def heard(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """Return what passive parties receive, as bytes."""
     received: list[bytes] = []
     for name in ("embed", "embed_table"):
@@ -137,7 +137,7 @@ def test_only_rows_whose_ids_were_asked_for_can_be_opened(
 def test_only_allowed_rows_are_in_the_table(trained: Trained, tmp_path: Path) -> None:
     allowed = tmp_path / "allowed.txt"
     allowed.write_text("\n".join(trained.test_ids[:4]) + "\n")
-    passive = [*GIVEN, f"inference.allowed_ids={allowed}"]
+    passive = [*GIVEN, f"answers.allowed_ids={allowed}"]
     with predicting(trained, passive=passive, whole_table=True) as predictor:
         predictor.take_tables(trained.test_ids[:10])
         found = predictor.predict(trained.test_ids[:10]).found

@@ -15,6 +15,7 @@ from splitveil.common.run.contract import Contract
 from splitveil.common.wire.table_codec import (
     Secret,
     decode_points,
+    decode_rows,
     open_row,
     rows_of_a_reply,
     seal,
@@ -120,14 +121,13 @@ def test_only_rows_whose_ids_were_asked_for_can_be_opened(
     with predicting(trained, passive=GIVEN, whole_table=True) as predictor:
         predictor.take_tables(asked)
         assert predictor.predict(asked).found.all()
-        limits = predictor.clients[0]._limits
         assert not predictor.predict(trained.test_ids[3:5]).found.any()
     assert len(sent) > 300
     fitting = 0
     for _, sealed in sent:
         for key in keys:
             try:
-                open_row(sealed, key, limits)
+                open_row(sealed, key)
                 fitting += 1
             except InvalidMessage:
                 continue
@@ -157,12 +157,12 @@ def test_sealed_rows_open_with_their_own_key_alone() -> None:
     rows = list(sealed_rows(seal(SECRETS, VALUES, LIMITS), LIMITS))
     for (tag, sealed), secret, values in zip(rows, SECRETS, VALUES, strict=True):
         assert tag == secret.tag
-        assert torch.equal(open_row(sealed, secret.key, LIMITS), values)
+        assert torch.equal(decode_rows([open_row(sealed, secret.key)], LIMITS)[0], values)
     with pytest.raises(InvalidMessage, match="another key"):
-        open_row(rows[0][1], SECRETS[1].key, LIMITS)
+        open_row(rows[0][1], SECRETS[1].key)
     damaged = bytes([rows[0][1][0] ^ 1]) + rows[0][1][1:]
     with pytest.raises(InvalidMessage, match="another key"):
-        open_row(damaged, SECRETS[0].key, LIMITS)
+        open_row(damaged, SECRETS[0].key)
 
 
 def test_a_row_that_holds_no_numbers_is_refused() -> None:
@@ -170,7 +170,7 @@ def test_a_row_that_holds_no_numbers_is_refused() -> None:
     values[0, 0, 0] = torch.inf
     ((_, sealed), _) = sealed_rows(seal(SECRETS, values, LIMITS), LIMITS)
     with pytest.raises(InvalidMessage, match="finite"):
-        open_row(sealed, SECRETS[0].key, LIMITS)
+        decode_rows([open_row(sealed, SECRETS[0].key)], LIMITS)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.record.run_record import write_summary
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.storage.model_files import save_model
+from splitveil.common.storage.trained_model import identity_metadata
 from splitveil.common.text.version import VERSION
 from splitveil.passive_party.assembly import TrainerBuilder
 from splitveil.passive_party.recorder import PassiveRecorder
@@ -55,7 +56,8 @@ class _Passive:
     def save_model(self) -> None:
         """Save what was learned, if the run had begun to train."""
         if self.run.trainer is not None:
-            save_model(self._folder, self.run.trainer.model, self._builder.encoder)
+            identity = identity_metadata(self.run.model_identity, self.settings.contract)
+            save_model(self._folder, self.run.trainer.model, self._builder.encoder, identity)
 
     def write_summary(self) -> None:
         """Write the summary; call it after the recorder has been closed."""

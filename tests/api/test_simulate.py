@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 
 from splitveil import Run, Runs, defenses, simulate
 from splitveil.active_party.defenses import Defense
+from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
+from splitveil.common.party.party_settings import load_party_settings
 from tests.compared import assert_same_weights
 from tests.runs import write_example
 from tests.several import NAMES, write_several
@@ -239,6 +241,9 @@ def test_a_function_is_an_attack(tmp_path: Path) -> None:
     )
     measured = {str(row["attack"]) for row in run.rows("batches")}
     assert measured == {"norm", "largest", "lambda"}
+    again = load_party_settings(ActiveSettings, run.path / "active" / "settings.yaml")
+    assert again.leak_monitor is not None
+    assert again.leak_monitor.attack_names == ("norm", "largest", "lambda")
     by_attack = {row["attack"]: row["leak_auc"] for row in run.rows("attacks")}
     assert by_attack["lambda"] == by_attack["norm"]  # a mirrored score leaks as much
 

@@ -7,9 +7,12 @@ private set intersection. None of it changes a bit of what is learned, except fo
 dropout, whose draws come from one generator here.
 """
 
+import io
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+
+from rich.console import Console
 
 from splitveil.active_party.results import save_results
 from splitveil.active_party.watch.recorder import ActiveRecorder
@@ -45,6 +48,7 @@ class _Passive:
         self._folder = folder
         data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
         observer = PassiveRecorder(settings, folder, data.ids, _evaluation_labels(settings))
+        observer.console = Console(file=io.StringIO())  # the active party's bar shows every step
         self._recorder = resources.enter_context(observer)
         engine = clear_engine(settings.contract.alignment)
         self.run: PassiveRun

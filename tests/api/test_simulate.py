@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from splitveil import Run, Runs, defenses, simulate
+from splitveil import Run, Runs, defenses, predict, simulate
 from splitveil.active_party.defenses import Defense
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
@@ -288,6 +288,27 @@ def test_arrays_correspond_row_by_row(columns: tuple[dict[str, Any], dict[str, A
     (run,) = simulate(active={"label": columns[0]["label"]}, passive=two, settings=SHORT)
     assert sorted(run.summaries) == ["a", "active", "b"]
     assert run.summary["aligned_rows"] == 300
+
+
+def test_tables_of_earlier_runs_stay_beside_them(
+    columns: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"key": "id", "settings": SHORT, "runs": tmp_path}
+    (first,) = simulate(active=columns[0], passive=columns[1], **given)
+    fewer = {name: values[:200] for name, values in columns[1].items()}
+    (second,) = simulate(active=columns[0], passive=fewer, seeds=[1], **given)
+    assert first.base_dir != second.base_dir
+    assert [run.summary["aligned_rows"] for run in (first, second)] == [300, 200]
+    assert len(predict(first)) == 300
+
+
+def test_a_folder_that_is_no_example_does_not_hide_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "breast_cancer").mkdir()
+    monkeypatch.chdir(tmp_path)
+    (run,) = simulate("breast_cancer", settings=SHORT)
+    assert run.summary["aligned_rows"] == 569
 
 
 def test_classes_are_counted(columns: tuple[dict[str, Any], dict[str, Any]]) -> None:

@@ -31,7 +31,7 @@ from splitveil.active_party.training.early_stopping import EarlyStop
 from splitveil.active_party.training.objectives import CrossEntropy
 from splitveil.active_party.training.top_trainer import TopTrainer, TrainingRows
 from splitveil.common.data.features import FeatureEncoder
-from splitveil.common.data.settings import expand_path
+from splitveil.common.data.source_settings import expand_path
 from splitveil.common.data.subjects import read_subjects
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.models.factory import build_top_model

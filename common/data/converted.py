@@ -17,13 +17,11 @@ a folder with that name is always complete. Files left by a killed conversion ar
 next one.
 """
 
-import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,14 +38,28 @@ from splitveil.common.data.conversion import (
     convert,
     open_ids,
 )
-from splitveil.common.data.settings import DataSettings, FileSource
+from splitveil.common.data.places import FoundFile, find_files, place_of
+from splitveil.common.data.settings import DataSettings
+from splitveil.common.data.source_settings import (
+    CacheableSource,
+    FileSource,
+    ParquetSource,
+    SqlSource,
+)
+from splitveil.common.data.sql_snapshot import snapshot_of
 from splitveil.common.data.stored_ids import RowNumbers
 from splitveil.common.data.table import Table, open_table_source
 from splitveil.common.errors import DataError, StorageError
-from splitveil.common.text.files import sync
+from splitveil.common.text.files import only_one_process, sync
 
 VERSION = 1
 """Version of the format of these files and of the rules by which cells are read."""
+
+_KEPT_OUT = (
+    *("cache_dir", "path", "table", "store"),
+    *("driver", "uri", "uri_file", "query", "snapshot", "snapshot_dir"),
+)
+"""Settings of sources that decide only which files are read, of which the key has the stamps."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -77,18 +89,18 @@ def open_converted(
         SettingsError: a path names an environment variable that is not set.
         StorageError: the cache cannot be written or read.
     """
-    if not isinstance(settings.source, FileSource):
+    if not isinstance(settings.source, CacheableSource):
         raise TypeError("only files can be converted")
     cache_dir = settings.source.resolve_cache(base_dir)
     if cache_dir is None:
         raise TypeError("the settings have no cache_dir")
     stamps = _stamps(settings.source, base_dir)
     key = _key(settings, stamps, split_column)
-    folder = cache_dir / f"{settings.source.resolve(base_dir).name}-{key}"
+    folder = cache_dir / f"{_folder_name(settings.source, base_dir)}-{key}"
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         # Two parties on one machine may need the same columns of the same file at the same time.
-        with _only_one_process(folder):
+        with only_one_process(folder.with_name(f".{folder.name}.lock")):
             if not (folder / MANIFEST).is_file():
                 _convert(settings, base_dir, folder, progress, split_column)
                 if _stamps(settings.source, base_dir) != stamps:
@@ -110,7 +122,7 @@ def _key(settings: DataSettings, stamps: list[list[Any]], split_column: str | No
     plain = settings.model_dump(mode="json")
     if plain["classes"] is None:  # keeps the keys from before this setting existed
         del plain["classes"]
-    for name in ("cache_dir", "path", "table"):
+    for name in _KEPT_OUT:
         plain["source"].pop(name, None)
     for name in ("signed_log1p", "numeric_scaling", "min_count"):
         (plain["features"] or {}).pop(name, None)
@@ -119,15 +131,40 @@ def _key(settings: DataSettings, stamps: list[list[Any]], split_column: str | No
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _stamps(source: FileSource, base_dir: Path) -> list[list[Any]]:
-    stamps = []
-    for path in source.files(base_dir):
-        try:
-            found = path.stat()
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-        stamps.append([str(path.resolve()), found.st_size, found.st_mtime_ns])
-    return stamps
+def _stamps(source: CacheableSource, base_dir: Path) -> list[list[Any]]:
+    """Return name, size and modification time of every file that is read."""
+    match source:
+        case ParquetSource():
+            found = find_files(place_of(source, base_dir))
+            return [[_resolved(file), file.num_bytes, file.modified_ns] for file in found]
+        case SqlSource():
+            paths = [snapshot_of(source, base_dir)]
+        case FileSource():
+            paths = source.files(base_dir)
+        case _:
+            raise TypeError("only files can be converted")
+    return [_stamp(path) for path in paths]
+
+
+def _stamp(path: Path) -> list[Any]:
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    return [str(path.resolve()), found.st_size, found.st_mtime_ns]
+
+
+def _resolved(file: FoundFile) -> str:
+    return str(file.location.resolve()) if isinstance(file.location, Path) else file.location
+
+
+def _folder_name(source: CacheableSource, base_dir: Path) -> str:
+    """Return a word for the folder, so that a person finds it."""
+    if isinstance(source, ParquetSource):
+        return re.sub(r"[*?\[\]:/]+", "_", source.path.rstrip("/").rpartition("/")[2])
+    if isinstance(source, FileSource):
+        return source.resolve(base_dir).name
+    return "query"
 
 
 def _convert(
@@ -150,16 +187,6 @@ def _convert(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-@contextmanager
-def _only_one_process(folder: Path) -> Iterator[None]:
-    descriptor = os.open(folder.with_name(f".{folder.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _open(folder: Path) -> MappedTable:

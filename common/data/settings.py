@@ -1,16 +1,11 @@
 """Settings of a party's data: its source, and its id, label and feature columns."""
 
-import os
-import string
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
-from splitveil.common.errors import SettingsError
+from splitveil.common.data.source_settings import ColumnName, Source
 from splitveil.common.settings import Section
-
-ColumnName = Annotated[str, StringConstraints(min_length=1)]
 
 
 def _as_list(value: Any) -> Any:
@@ -40,155 +35,6 @@ Classes = Annotated[
 
 Columns = Annotated[tuple[ColumnName, ...], BeforeValidator(_as_list)]
 """Column names, or patterns with shell wildcards such as ``x*``; a single one needs no list."""
-
-
-def expand_path(setting: str, path: str, base_dir: Path) -> Path:
-    """Expand a path of the settings.
-
-    Raises:
-        SettingsError: it names an environment variable that is not set.
-    """
-    try:
-        expanded = string.Template(path).substitute(os.environ)
-    except KeyError as error:
-        name = error.args[0]
-        raise SettingsError(
-            f"{setting}: {path}: the environment variable {name} is not set; "
-            f"set {name}, or write the folder into the path"
-        ) from error
-    except ValueError as error:
-        raise SettingsError(
-            f"{setting}: {path}: expected ${{NAME}} for a variable or $$ for a dollar sign"
-        ) from error
-    return base_dir / Path(expanded).expanduser()
-
-
-class FileSource(Section):
-    """A file that belongs to this party."""
-
-    path: ColumnName
-    """The file, relative to the settings file's folder. ``~`` and ``${NAME}`` (an environment
-    variable) are replaced."""
-
-    cache_dir: ColumnName | None = None
-    """Folder for a copy as memory-mapped columns, for files that do not fit into memory; written
-    like ``path``. The file is converted when it is first used, and again after it or the requested
-    columns have changed. By default the whole file is read into memory each time."""
-
-    def resolve(self, base_dir: Path) -> Path:
-        """Return the file's path.
-
-        Raises:
-            SettingsError: the path names an environment variable that is not set.
-        """
-        return expand_path("path", self.path, base_dir)
-
-    def files(self, base_dir: Path) -> list[Path]:
-        """Return the files that are read, from which a change is noticed.
-
-        Raises:
-            SettingsError: a path names an environment variable that is not set.
-        """
-        return [self.resolve(base_dir)]
-
-    def resolve_cache(self, base_dir: Path) -> Path | None:
-        """Return the path of the cache; None without a cache.
-
-        Raises:
-            SettingsError: it names an environment variable that is not set.
-        """
-        if self.cache_dir is None:
-            return None
-        return expand_path("cache_dir", self.cache_dir, base_dir)
-
-
-class CsvSource(FileSource):
-    """A text file with one row per line; may be compressed (.gz, .bz2, .zst)."""
-
-    kind: Literal["csv"]
-
-    delimiter: Annotated[str, StringConstraints(pattern=r"^[^\r\n\"]$")] | None = None
-    """Character between two cells; by default a tab for files ending in .tsv, otherwise a comma."""
-
-    column_names: tuple[ColumnName, ...] | None = Field(default=None, min_length=1)
-    """The column names, for a file without a header line; by default the first line has them."""
-
-    def separator(self) -> str:
-        """Return the character between two cells."""
-        is_tsv = ".tsv" in Path(self.path).suffixes[-2:]
-        return self.delimiter or ("\t" if is_tsv else ",")
-
-
-class ParquetSource(FileSource):
-    """A Parquet file."""
-
-    kind: Literal["parquet"]
-
-
-class NpzSource(FileSource):
-    """A NumPy archive: a one-dimensional array is one column, a two-dimensional one is several."""
-
-    kind: Literal["npz"]
-
-
-class ImagesSource(FileSource):
-    """A folder of images, ``path``, and a text file with a header line and one row per image."""
-
-    kind: Literal["images"]
-
-    table: ColumnName
-    """The text file with ids, labels and file names, separated by commas, or by tabs if it ends in
-    .tsv."""
-
-    file_column: ColumnName
-    """Column with each image's file name, relative to the folder."""
-
-    file_ending: str = ""
-    """Ending that is appended to each name in that column, for instance ``.jpg``."""
-
-    height: int = Field(ge=1, le=4096)
-    """Height in pixels to which images are resized, bilinearly with antialiasing."""
-
-    width: int = Field(ge=1, le=4096)
-    """Width in pixels to which images are resized."""
-
-    colours: Literal["rgb", "grey"] = "rgb"
-    """Three channels or one."""
-
-    def files(self, base_dir: Path) -> list[Path]:
-        """Return the folder and the table; adding or removing a file changes the folder's time.
-
-        Raises:
-            SettingsError: a path names an environment variable that is not set.
-        """
-        return [self.resolve(base_dir), expand_path("table", self.table, base_dir)]
-
-
-class SklearnSource(Section):
-    """A real data set that ships with scikit-learn, so that there is nothing to download.
-
-    ``breast_cancer`` has 569 rows, the ids ``patient-0000`` and so on in column ``id``, its 30
-    features with ``_`` for each space (``mean_radius``), and the label ``malignant``: 1 for the
-    212 malignant tumours, so that 1 is the rarer class as in the other data sets (scikit-learn's
-    own target is the opposite). ``digits`` has ten classes: 1,797 images of handwritten digits,
-    the ids ``image-0000`` and so on in column ``id``, 64 pixels by row and column, ``pixel_0_0`` to
-    ``pixel_7_7``, and the label ``digit``, 0 to 9.
-    """
-
-    kind: Literal["sklearn"]
-
-    dataset: Literal["breast_cancer", "digits"] = "breast_cancer"
-    """The data set."""
-
-    shuffle_seed: int = Field(default=0, ge=0)
-    """Seed of the row order. Two parties with different seeds have their rows in different
-    orders."""
-
-
-Source = Annotated[
-    CsvSource | ParquetSource | NpzSource | ImagesSource | SklearnSource,
-    Field(discriminator="kind"),
-]
 
 
 class ImageSettings(Section):

@@ -17,7 +17,13 @@ from splitveil.common.data.converted import MappedTable, open_converted
 from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.data.ids import canonical_ids
 from splitveil.common.data.mapped_features import MappedFeatures, RowEncoder
-from splitveil.common.data.settings import DataSettings, FileSource, expand_path
+from splitveil.common.data.settings import DataSettings
+from splitveil.common.data.source_settings import (
+    CacheableSource,
+    FileSource,
+    ParquetSource,
+    expand_path,
+)
 from splitveil.common.data.table import Table, read_table
 from splitveil.common.errors import DataError
 from splitveil.common.party.party_settings import PartySettings
@@ -59,12 +65,12 @@ class PartyData:
             StorageError: the cache cannot be used.
         """
         split_column = split.column if isinstance(split, ColumnSplit) else None
-        if isinstance(settings.source, FileSource):
+        if isinstance(settings.source, CacheableSource):
             if settings.source.cache_dir is not None:
-                with _conversion_bar(settings.source.path) as progress:
+                with _conversion_bar(_name_of(settings.source)) as progress:
                     mapped = open_converted(settings, base_dir, progress, split_column)
                 return cls(settings, mapped, mapped.ids)
-            _suggest_a_cache(settings.source.resolve(base_dir))
+            _suggest_a_cache(settings.source, base_dir)
         table = read_table(settings, base_dir, split_column)
         where = f"{table.source}: column {settings.id_column!r}"
         return cls(settings, table, canonical_ids(table.ids, where))
@@ -173,7 +179,16 @@ def _joined(ids: Sequence[str]) -> Iterator[str]:
         yield ("\0" if start else "") + "\0".join(ids[start : start + _IDS_AT_ONCE])
 
 
-def _suggest_a_cache(path: Path) -> None:
+def _name_of(source: CacheableSource) -> str:
+    return source.path if isinstance(source, FileSource) else "the query's result"
+
+
+def _suggest_a_cache(source: CacheableSource, base_dir: Path) -> None:
+    if not isinstance(source, FileSource):
+        return
+    if isinstance(source, ParquetSource) and source.scheme is not None:
+        return
+    path = source.resolve(base_dir)
     if path.is_file() and path.stat().st_size > LARGE_FILE_BYTES:
         _logger.warning(
             "%s is large and will be held in memory; set data.source.cache_dir to use "

@@ -99,7 +99,7 @@ class _Writer:
                     self._open.enter_context(pa.OSFile(str(self._part_texts(j)), "wb")), TEXT
                 )
             )
-            for j in range(len(selection.categorical))
+            for j in range(len(selection.coded))
         ]
 
     def __enter__(self) -> "_Writer":
@@ -122,7 +122,7 @@ class _Writer:
         )
         if numeric:
             self._append("numeric.bin", np.column_stack(list(numeric.values())))
-        self._add_categories(part)
+        self._add_categories(part, first_row)
         if part.image is not None:
             self._add_image(part.image, first_row)
         if self._settings.id_column is not None:
@@ -151,7 +151,9 @@ class _Writer:
             "source": self._source,
             "rows": num_rows,
             "numeric": self._selection.numeric,
-            "categorical": self._selection.categorical,
+            "categorical": self._selection.chosen.categorical,
+            "lists": self._selection.chosen.lists,
+            "gaps": self._settings.features.gaps if self._settings.features else "none",
             "image": self._image,
             "labels": label_column is not None,
             "ids": id_column is not None,
@@ -161,8 +163,10 @@ class _Writer:
         for path in self._folder.iterdir():
             sync(path)
 
-    def _add_categories(self, part: Part) -> None:
-        columns = part_categories(self._settings, self._selection, part.columns, self._source)
+    def _add_categories(self, part: Part, first_row: int) -> None:
+        columns = part_categories(
+            self._settings, self._selection, part.columns, self._source, first_row
+        )
         if not columns:
             return
         self._append("codes.bin", np.column_stack([c.codes for c in columns.values()]))
@@ -195,7 +199,7 @@ class _Writer:
 
     def _number_categories(self, progress: Progress) -> None:
         """Replace each number within a part of the file by the number within the whole file."""
-        num_columns = len(self._selection.categorical)
+        num_columns = len(self._selection.coded)
         if not num_columns:
             return
         numbers = []

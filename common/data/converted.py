@@ -2,8 +2,9 @@
 
     <cache_dir>/<file name>-<key>/
         manifest.json           number of rows, names of the columns, shape of the images
-        numeric.bin             float64, (rows, numeric columns)
-        codes.bin               int32, (rows, categorical columns), -1 for a missing value
+        numeric.bin             float64, (rows, numeric columns), NaN for a gap that is filled later
+        codes.bin               int32, (rows, categorical columns), -1 for a missing value; columns
+                                of lists come last
         categories-<j>.arrow    the distinct texts of one column, in the order of the codes
         labels.bin              float32, (rows,)
         splits.bin              int8, (rows,), if the contract splits by a column
@@ -39,7 +40,7 @@ from splitveil.common.data.conversion import (
     open_ids,
 )
 from splitveil.common.data.places import FoundFile, find_files, place_of
-from splitveil.common.data.settings import DataSettings
+from splitveil.common.data.settings import DataSettings, FeatureSettings
 from splitveil.common.data.source_settings import (
     CacheableSource,
     FileSource,
@@ -70,7 +71,7 @@ class MappedTable(Table):
     """(rows, numeric columns), in the order of ``numeric``."""
 
     code_rows: NDArray[np.int32]
-    """(rows, categorical columns), in the order of ``categorical``."""
+    """(rows, categorical columns), in the order of ``categorical``, then of ``lists``."""
 
 
 def open_converted(
@@ -124,11 +125,27 @@ def _key(settings: DataSettings, stamps: list[list[Any]], split_column: str | No
         del plain["classes"]
     for name in _KEPT_OUT:
         plain["source"].pop(name, None)
-    for name in ("signed_log1p", "numeric_scaling", "min_count"):
-        (plain["features"] or {}).pop(name, None)
+    if settings.features is not None:
+        plain["features"] = _key_of_features(settings.features)
     split = [] if split_column is None else [split_column]
     text = json.dumps([VERSION, stamps, plain, *split], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _key_of_features(features: FeatureSettings) -> dict[str, Any]:
+    """Return what decides the columns; settings that came later count only where they are used."""
+    plain = features.model_dump(mode="json")
+    for name in ("signed_log1p", "numeric_scaling", "min_count", "max_list_categories"):
+        plain.pop(name)
+    plain["missing_numeric"] = {"none": "error", "zero": "zero", "nan": "kept"}[features.gaps]
+    del plain["missing_indicator"]
+    if not features.timestamps:
+        for name in ("timestamps", "timestamp_parts", "timestamp_format"):
+            del plain[name]
+    if not features.lists:
+        for name in ("lists", "list_separator"):
+            del plain[name]
+    return plain
 
 
 def _stamps(source: CacheableSource, base_dir: Path) -> list[list[Any]]:
@@ -192,6 +209,7 @@ def _convert(
 def _open(folder: Path) -> MappedTable:
     found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     num_rows, numeric, categorical = found["rows"], found["numeric"], found["categorical"]
+    coded = [*categorical, *found.get("lists", [])]
 
     def mapped(name: str, dtype: str, *shape: int) -> NDArray[Any]:
         if 0 in shape:
@@ -199,7 +217,11 @@ def _open(folder: Path) -> MappedTable:
         return np.memmap(folder / name, dtype, "r", shape=(num_rows, *shape))
 
     numeric_rows = mapped("numeric.bin", "float64", len(numeric))
-    code_rows = mapped("codes.bin", "int32", len(categorical))
+    code_rows = mapped("codes.bin", "int32", len(coded))
+    columns = {
+        name: CategoricalColumn(code_rows[:, j], _categories(folder, j))
+        for j, name in enumerate(coded)
+    }
     image = found["image"]
     return MappedTable(
         source=found["source"],
@@ -207,11 +229,10 @@ def _open(folder: Path) -> MappedTable:
         labels=mapped("labels.bin", "float32") if found["labels"] else None,
         splits=mapped("splits.bin", "int8") if found.get("splits") else None,
         numeric={name: numeric_rows[:, j] for j, name in enumerate(numeric)},
-        categorical={
-            name: CategoricalColumn(code_rows[:, j], _categories(folder, j))
-            for j, name in enumerate(categorical)
-        },
+        categorical={name: columns[name] for name in categorical},
         image=None if image is None else mapped("image.bin", image["dtype"], *image["shape"]),
+        lists={name: columns[name] for name in coded[len(categorical) :]},
+        gaps=found.get("gaps", "none"),
         numeric_rows=numeric_rows,
         code_rows=code_rows,
     )

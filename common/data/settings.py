@@ -33,6 +33,12 @@ Classes = Annotated[
 ]
 """The number of classes, or their names."""
 
+TimestampPart = Literal["seconds", "year", "month", "day", "day_of_week", "hour", "minute"]
+
+Gaps = Literal["none", "zero", "nan"]
+"""What a table has in place of missing numbers: there are none, 0, or NaN for the encoder to fill.
+"""
+
 Columns = Annotated[tuple[ColumnName, ...], BeforeValidator(_as_list)]
 """Column names, or patterns with shell wildcards such as ``x*``; a single one needs no list."""
 
@@ -52,9 +58,9 @@ class ImageSettings(Section):
 class FeatureSettings(Section):
     """The columns that a party feeds into its model.
 
-    A name takes precedence over a pattern, and a pattern over ``*``: with ``categorical: C*`` and
-    ``numeric: "*"``, all columns except the ``C`` columns are numeric. Id and label are never
-    features.
+    A column is used in one way. A name takes precedence over a pattern, and a pattern over ``*``:
+    with ``categorical: C*`` and ``numeric: "*"``, all columns except the ``C`` columns are numeric.
+    Id and label are never features.
     """
 
     numeric: Columns = ()
@@ -63,14 +69,48 @@ class FeatureSettings(Section):
     categorical: Columns = ()
     """Columns read as text, each value a category."""
 
+    timestamps: Columns = ()
+    """Columns of dates or times, each turned into the numbers of ``timestamp_parts``. Texts are
+    ISO 8601 (``2026-03-01``, ``2026-03-01T17:30:00+01:00``) unless ``timestamp_format`` says
+    otherwise; a time with a zone is taken in UTC, one without as written."""
+
+    timestamp_parts: tuple[TimestampPart, ...] = Field(
+        default=("year", "month", "day_of_week", "hour"), min_length=1
+    )
+    """The numbers that a timestamp becomes, named ``COLUMN.PART`` and scaled like the other
+    numbers: ``seconds`` since 1970, ``year``, ``month`` (from 1), ``day`` (of the month, from 1),
+    ``day_of_week`` (0 is Monday), ``hour`` and ``minute``."""
+
+    timestamp_format: ColumnName | None = None
+    """How texts of timestamps are written, in the directives of C's ``strptime``, such as
+    ``%d.%m.%Y %H:%M``; without a zone."""
+
+    lists: Columns = ()
+    """Columns of which each cell holds any number of categories: a Parquet list, or text in which
+    ``list_separator`` stands between them. Each becomes one number per category, 1 for those that
+    the cell holds and 0 for the others, and one more for any category that is not kept."""
+
+    list_separator: Annotated[str, StringConstraints(min_length=1, max_length=8)] = "|"
+    """What stands between the categories of a text. Space around a category is no part of it."""
+
+    max_list_categories: int = Field(default=100, ge=1, le=10_000)
+    """How many categories of a column of lists are kept: those in the most training rows, the first
+    by their text among equals."""
+
     image: ImageSettings | None = None
     """The image of each row."""
 
     exclude: Columns = ()
     """Columns that patterns must not match, such as a column that gives the label away."""
 
-    missing_numeric: Literal["error", "zero"] = "error"
-    """Treatment of an empty cell in a numeric column: an error, or the number 0."""
+    missing_numeric: Literal["error", "zero", "mean", "median"] = "error"
+    """Treatment of an empty cell in a numeric column or a timestamp: an error, the number 0, or the
+    mean or median of the column's numbers in the training rows. Mean and median are taken after
+    ``signed_log1p``, and with them the scaling is that of the numbers that are there."""
+
+    missing_indicator: bool = False
+    """Whether every column of numbers that has gaps in the training rows makes one more number: 1
+    where there is a gap, otherwise 0. These come after all columns of numbers, unscaled."""
 
     missing_texts: tuple[str, ...] = ("",)
     """Cells that mean "no value" in features and labels, for instance ``["", "?"]``."""
@@ -83,13 +123,30 @@ class FeatureSettings(Section):
     (``min_max``) of the training rows, or no scaling."""
 
     min_count: int = Field(default=1, ge=1)
-    """Categories in fewer training rows than this share the slot of unknown categories."""
+    """Categories, also those of lists, in fewer training rows than this share the slot of unknown
+    categories."""
 
     @model_validator(mode="after")
     def _selects_something(self) -> "FeatureSettings":
-        if not (self.numeric or self.categorical or self.image):
-            raise ValueError("name at least one of numeric, categorical and image")
+        columns = (*self.numeric, *self.categorical, *self.timestamps, *self.lists)
+        if not (columns or self.image):
+            raise ValueError(
+                "name at least one of numeric, categorical, timestamps, lists and image"
+            )
+        if self.missing_indicator and self.missing_numeric == "error":
+            raise ValueError("missing_indicator: no gap is left with missing_numeric: error")
+        if len(set(self.timestamp_parts)) < len(self.timestamp_parts):
+            raise ValueError("timestamp_parts: name each part only once")
         return self
+
+    @property
+    def gaps(self) -> Gaps:
+        """What a table holds in place of a missing number."""
+        if self.missing_numeric == "error":
+            return "none"
+        if self.missing_numeric == "zero" and not self.missing_indicator:
+            return "zero"
+        return "nan"
 
 
 class DataSettings(Section):

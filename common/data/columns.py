@@ -18,6 +18,7 @@ from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.run.splits import SPLITS
 
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+MAX_WEIGHT = 1_000_000
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^[+-]?(?i:inf|infinity|nan)$"
 
 
@@ -192,6 +193,22 @@ def check_all_classes(labels: NDArray[np.float32], names: Sequence[str], where: 
             f"{where}: no row has class {', '.join(map(repr, absent))}: expected every class of "
             f"data.classes"
         )
+
+
+def read_weights(column: WrittenColumn) -> NDArray[np.float64]:
+    """Return what each row counts.
+
+    Raises:
+        DataError: a weight is missing, or is not between 0 and a million.
+    """
+    weights = _read_numbers(column).values
+    is_wrong = ~((weights > 0) & (weights <= MAX_WEIGHT))
+    if is_wrong.any():
+        raise DataError(
+            f"{column.where}: expected a weight above 0, at most {MAX_WEIGHT:,}, in "
+            f"{column.list_rows(is_wrong)}"
+        )
+    return weights
 
 
 def read_splits(column: WrittenColumn) -> NDArray[np.int8]:

@@ -29,6 +29,7 @@ from splitveil.common.data.table import (
     part_labels,
     part_numeric,
     part_splits,
+    part_weights,
     select_columns,
 )
 from splitveil.common.errors import DataError
@@ -114,6 +115,9 @@ class _Writer:
         labels = part_labels(self._settings, part.columns, self._source, first_row)
         if labels is not None:
             self._append("labels.bin", labels)
+        weights = part_weights(self._settings, part.columns, self._source, first_row)
+        if weights is not None:
+            self._append("weights.bin", weights)
         splits = part_splits(self._split_column, part.columns, self._source, first_row)
         if splits is not None:
             self._append("splits.bin", splits)
@@ -158,6 +162,7 @@ class _Writer:
             "labels": label_column is not None,
             "ids": id_column is not None,
             "splits": self._split_column is not None,
+            "weights": self._settings.weight_column is not None,
         }
         (self._folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
         for path in self._folder.iterdir():

@@ -7,6 +7,7 @@
                                 of lists come last
         categories-<j>.arrow    the distinct texts of one column, in the order of the codes
         labels.bin              float32, (rows,)
+        weights.bin             float64, (rows,), if the settings name a column of weights
         splits.bin              int8, (rows,), if the contract splits by a column
         image.bin               uint8 or float32, (rows, channels, height, width)
         ids.bin, id_ends.bin    the canonical ids, UTF-8, and the end of each id, int64
@@ -123,6 +124,10 @@ def _key(settings: DataSettings, stamps: list[list[Any]], split_column: str | No
     plain = settings.model_dump(mode="json")
     if plain["classes"] is None:  # keeps the keys from before this setting existed
         del plain["classes"]
+    for name in ("class_weights", "weights_are_label_free"):
+        del plain[name]
+    if plain["weight_column"] is None:
+        del plain["weight_column"]
     for name in _KEPT_OUT:
         plain["source"].pop(name, None)
     if settings.features is not None:
@@ -227,6 +232,7 @@ def _open(folder: Path) -> MappedTable:
         source=found["source"],
         ids=open_ids(folder, num_rows) if found["ids"] else RowNumbers(num_rows),
         labels=mapped("labels.bin", "float32") if found["labels"] else None,
+        weights=mapped("weights.bin", "float64") if found.get("weights") else None,
         splits=mapped("splits.bin", "int8") if found.get("splits") else None,
         numeric={name: numeric_rows[:, j] for j, name in enumerate(numeric)},
         categorical={name: columns[name] for name in categorical},

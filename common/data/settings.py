@@ -39,6 +39,8 @@ Gaps = Literal["none", "zero", "nan"]
 """What a table has in place of missing numbers: there are none, 0, or NaN for the encoder to fill.
 """
 
+Weight = Annotated[float, Field(gt=0, le=1e6)]
+
 Columns = Annotated[tuple[ColumnName, ...], BeforeValidator(_as_list)]
 """Column names, or patterns with shell wildcards such as ``x*``; a single one needs no list."""
 
@@ -172,6 +174,20 @@ class DataSettings(Section):
     numbers 0 to K - 1, or the list of the texts (or whole numbers) that the column holds. If
     absent, there are two classes."""
 
+    class_weights: tuple[Weight, ...] | None = Field(default=None, min_length=2)
+    """What an example of each class counts in the loss: of label 0 and label 1, or of the classes
+    in their order; by default all count 1. A target between two labels counts in proportion."""
+
+    weight_column: ColumnName | None = None
+    """Column with a positive number for each row: what the row counts in the loss, in units of the
+    mean over the training rows. The peer can read the weights off the gradients. It belongs to the
+    label owner's table."""
+
+    weights_are_label_free: bool = False
+    """Whether the weights were chosen without a look at any label, such as the sampling weights of
+    a survey. Without it, defenses whose bounds hold for more than class means refuse a
+    ``weight_column``: it could tell what they hide, and no charge would count that."""
+
     features: FeatureSettings | None = None
     """The columns that go into the model; absent for a party that only holds labels."""
 
@@ -199,6 +215,7 @@ class DataSettings(Section):
             raise ValueError("positive_label is for two classes; leave it or classes out")
         if len(set(self.class_names)) < len(self.class_names):
             raise ValueError("classes: name each class only once")
+        self._check_weights()
         if self.features and self.features.image:
             if self.source.kind not in {"npz", "images"}:
                 raise ValueError(
@@ -209,3 +226,15 @@ class DataSettings(Section):
                     "features.image.array: required for a source of kind npz, and only there"
                 )
         return self
+
+    def _check_weights(self) -> None:
+        for name in ("class_weights", "weight_column"):
+            if getattr(self, name) is not None and self.label_column is None:
+                raise ValueError(f"{name} needs a label_column")
+        if self.class_weights is not None and len(self.class_weights) != self.num_classes:
+            raise ValueError(
+                f"class_weights: expected {self.num_classes} numbers, one per class, got "
+                f"{len(self.class_weights)}"
+            )
+        if self.weights_are_label_free and self.weight_column is None:
+            raise ValueError("weights_are_label_free is about a weight_column")

@@ -23,6 +23,7 @@ from splitveil.common.data.columns import (
     read_labels,
     read_numeric,
     read_splits,
+    read_weights,
     select_features,
 )
 from splitveil.common.data.image_folder import ImageFolder
@@ -64,6 +65,9 @@ class Table:
     lists: Mapping[str, CategoricalColumn] = field(default_factory=dict)
     """Sets of categories by column, as ``category_lists`` writes them."""
 
+    weights: NDArray[np.float64] | None = None
+    """What each row counts in the loss, positive; None if all count the same."""
+
     gaps: Gaps = "none"
     """What stands in place of missing numbers."""
 
@@ -95,9 +99,9 @@ def select_columns(
     """
     features = settings.features
     names = source.column_names()
-    own = (settings.id_column, settings.label_column)
+    own = (settings.id_column, settings.label_column, settings.weight_column)
     if split_column is not None and split_column in own:
-        raise SettingsError(f"contract.split.column: {split_column!r} is the id or the label")
+        raise SettingsError(f"contract.split.column: {split_column!r} is the id, label or weight")
     reserved = [name for name in (*own, split_column) if name is not None]
     chosen = ChosenColumns([], [], [], [])
     if features:
@@ -162,6 +166,7 @@ def read_table(settings: DataSettings, base_dir: Path, split_column: str | None 
         image=image,
         splits=part_splits(split_column, columns, source.name),
         lists={name: coded[name] for name in selection.chosen.lists},
+        weights=part_weights(settings, columns, source.name),
         gaps=features.gaps if features else "none",
     )
 
@@ -183,6 +188,16 @@ def part_labels(
         are_numbers = isinstance(settings.classes, int)
         return read_classes(column, settings.class_names, are_numbers=are_numbers)
     return read_labels(column, settings.positive_label)
+
+
+def part_weights(
+    settings: DataSettings, columns: Mapping[str, Any], source: str, first_row: int = 1
+) -> NDArray[np.float64] | None:
+    """Return what some rows count in the loss; None without a column of weights."""
+    if settings.weight_column is None:
+        return None
+    missing_texts = _missing_texts(settings)
+    return read_weights(_written(columns, settings.weight_column, source, missing_texts, first_row))
 
 
 def check_classes(settings: DataSettings, labels: NDArray[np.float32], source: str) -> None:

@@ -107,7 +107,7 @@ class PartyData:
         return encoder, encoder.transform(self.table, rows.file_rows)
 
     def digest(self, encoder: FeatureEncoder | None) -> str:
-        """Return a hexadecimal digest of the ids, the labels and the fitted encoder."""
+        """Return a hexadecimal digest of the ids, labels, weights and the fitted encoder."""
         found = hashlib.sha256()
         for text in _joined(self.ids):
             found.update(text.encode())
@@ -115,6 +115,8 @@ class PartyData:
             found.update(np.ascontiguousarray(self.table.labels).tobytes())
         if self.table.splits is not None:
             found.update(np.ascontiguousarray(self.table.splits).tobytes())
+        if self.table.weights is not None:
+            found.update(np.ascontiguousarray(self.table.weights).tobytes())
         if encoder is not None:
             found.update(json.dumps(encoder.state(), sort_keys=True).encode())
         return found.hexdigest()
@@ -143,6 +145,16 @@ class PartyData:
         if self.table.labels is None:
             raise DataError(f"{self.table.source}: there is no label column")
         return torch.from_numpy(self.table.labels[file_rows])
+
+    def weights_at(self, rows: AlignedRows) -> Tensor | None:
+        """Return what the aligned rows count in the loss, (aligned,) float32; None for all alike.
+
+        The mean over the training rows is 1.
+        """
+        if self.table.weights is None:
+            return None
+        weights = self.table.weights[rows.file_rows]
+        return torch.from_numpy((weights / weights[rows.splits["train"]].mean()).astype(np.float32))
 
     def labels_of(self, ids: Sequence[str]) -> Tensor:
         """Return the labels of some ids, (ids,), float32.

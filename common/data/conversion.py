@@ -157,6 +157,7 @@ class _Writer:
             "numeric": self._selection.numeric,
             "categorical": self._selection.chosen.categorical,
             "lists": self._selection.chosen.lists,
+            "timestamps": self._selection.chosen.timestamps,
             "gaps": self._settings.features.gaps if self._settings.features else "none",
             "image": self._image,
             "labels": label_column is not None,

@@ -239,6 +239,7 @@ def _open(folder: Path) -> MappedTable:
         image=None if image is None else mapped("image.bin", image["dtype"], *image["shape"]),
         lists={name: columns[name] for name in coded[len(categorical) :]},
         gaps=found.get("gaps", "none"),
+        timestamps=tuple(found.get("timestamps", [])),
         numeric_rows=numeric_rows,
         code_rows=code_rows,
     )

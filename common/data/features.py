@@ -51,17 +51,18 @@ class Features:
     """(rows, channels, height, width), uint8 or float32 as in the file; see ``image_as_float``."""
 
     def __len__(self) -> int:
-        return next((len(part) for part in self._parts() if part is not None), 0)
+        return next((len(part) for part in self.parts() if part is not None), 0)
 
     def rows(self, index: Tensor) -> "Features":
         """Return the rows with these positions, (count,) int64, in this order."""
-        return Features(*(None if part is None else part[index] for part in self._parts()))
+        return Features(*(None if part is None else part[index] for part in self.parts()))
 
     def to(self, device: torch.device) -> "Features":
         """Return the same features on a device."""
-        return Features(*(None if part is None else part.to(device) for part in self._parts()))
+        return Features(*(None if part is None else part.to(device) for part in self.parts()))
 
-    def _parts(self) -> tuple[Tensor | None, ...]:
+    def parts(self) -> tuple[Tensor | None, ...]:
+        """Return numbers, categories and images, each None if there are none."""
         return self.numeric, self.categorical, self.image
 
 
@@ -156,6 +157,9 @@ class FeatureEncoder(Section):
     indicators: tuple[str, ...] = ()
     """Numeric columns whose gaps are told by a number of their own, after all scaled numbers."""
 
+    timestamps: tuple[str, ...] = ()
+    """Columns of times, whose parts are among ``numeric``."""
+
     lists: tuple[ListVocabulary, ...] = ()
     """Columns of lists; their numbers come after the indicators."""
 
@@ -192,6 +196,7 @@ class FeatureEncoder(Section):
             ),
             image=None if table.image is None else _image_info(table.image),
             indicators=found.indicators(),
+            timestamps=table.timestamps,
             lists=tuple(
                 ListVocabulary(name=name, categories=kept) for name, kept in found.members(table)
             ),

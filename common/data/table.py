@@ -65,6 +65,9 @@ class Table:
     lists: Mapping[str, CategoricalColumn] = field(default_factory=dict)
     """Sets of categories by column, as ``category_lists`` writes them."""
 
+    timestamps: tuple[str, ...] = ()
+    """The columns of times whose parts are in ``numeric``."""
+
     weights: NDArray[np.float64] | None = None
     """What each row counts in the loss, positive; None if all count the same."""
 
@@ -166,6 +169,7 @@ def read_table(settings: DataSettings, base_dir: Path, split_column: str | None 
         image=image,
         splits=part_splits(split_column, columns, source.name),
         lists={name: coded[name] for name in selection.chosen.lists},
+        timestamps=tuple(selection.chosen.timestamps),
         weights=part_weights(settings, columns, source.name),
         gaps=features.gaps if features else "none",
     )

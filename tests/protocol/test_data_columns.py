@@ -21,6 +21,7 @@ from splitveil.common.data.converted import MappedTable
 from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.data.mapped_features import RowEncoder
 from splitveil.common.data.settings import DataSettings
+from splitveil.common.data.table_files import settings_for, source_of
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.settings import validate
@@ -339,3 +340,47 @@ def test_a_category_with_the_separator_of_sets_is_refused(tmp_path: Path) -> Non
     for cache in ({}, {"cache_dir": "cache"}):
         with pytest.raises(DataError, match=r"U\+001F in row 2"):
             load(tmp_path, {"tags": pa.array([["a"], ["b\x1fc"]])}, lists="tags", **cache)
+
+
+# ---- another table, for predictions ----
+
+
+@pytest.mark.parametrize("cache", [{}, {"cache_dir": "cache"}])
+def test_another_table_is_read_for_a_model_as_its_own_was(
+    tmp_path: Path, cache: dict[str, str]
+) -> None:
+    """Labels and weights are not needed, and neither are columns that the model does not know."""
+    count = 40
+    columns = {
+        "x.year": pa.array([None if row % 7 == 0 else float(row) for row in range(count)]),
+        "t": [f"20{10 + row % 9}-03-01" for row in range(count)],
+        "tags": ["a|b" if row % 3 else "c" for row in range(count)],
+        "kind": ["u", "v"] * (count // 2),
+    }
+    data = load(
+        tmp_path,
+        columns,
+        numeric="x.*",
+        timestamps="t*",
+        lists="tags",
+        categorical="kind",
+        exclude="tags*",
+        timestamp_parts=["year", "month"],
+        missing_numeric="median",
+        missing_indicator=True,
+        **cache,
+    )
+    encoder, numbers = encode(data, np.arange(count))
+    table = pa.table({"id": [f"q{row}" for row in range(count)], **columns, "x.new": [0] * count})
+    parquet.write_table(table, tmp_path / "other.parquet")
+    source = source_of(tmp_path / "other.parquet", data.settings.source)
+    chosen = settings_for(data.settings, source, encoder)
+    other = PartyData.load(chosen, tmp_path)
+    assert set(other.table.numeric) == {"x.year", "t.year", "t.month"}
+    rows = np.arange(count)
+    if isinstance(other.table, MappedTable):
+        found = RowEncoder(encoder, other.table)(rows)
+    else:
+        found = encoder.transform(other.table, rows)
+    assert found.numeric is not None
+    assert torch.equal(found.numeric, numbers)

@@ -306,7 +306,10 @@ def _as_text(column: WrittenColumn) -> ArrowColumn:
             raise pa.ArrowTypeError("a floating-point number has no unique text form")
         return pc.cast(column.cells, pa.string())
     except pa.ArrowException as error:
-        raise DataError(f"{column.where}: expected text or whole numbers, not {kind}") from error
+        advice = ": as texts, 7.0 and 7 differ" if pa.types.is_floating(kind) else ""
+        raise DataError(
+            f"{column.where}: expected text or whole numbers, not {kind}{advice}"
+        ) from error
 
 
 def clean_text(column: WrittenColumn) -> ArrowColumn:

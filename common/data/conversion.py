@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from splitveil.common.data.id_forms import IdForms
 from splitveil.common.data.ids import canonical_ids
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import Part, TableSource
@@ -94,6 +95,7 @@ class _Writer:
         self._image: dict[str, Any] | None = None
         self._part_rows: list[int] = []
         self._id_bytes = 0
+        self._id_forms = IdForms()
         self._texts = [
             self._open.enter_context(
                 pa.ipc.new_file(
@@ -162,6 +164,7 @@ class _Writer:
             "image": self._image,
             "labels": label_column is not None,
             "ids": id_column is not None,
+            "id_doubts": list(self._id_forms.doubts()),
             "splits": self._split_column is not None,
             "weights": self._settings.weight_column is not None,
         }
@@ -191,6 +194,7 @@ class _Writer:
         offset = "" if first_row == 1 else f" (data rows counted after row {first_row - 1})"
         where = f"{self._source}: column {id_column!r}{offset}"
         ids = canonical_ids(part_ids(id_column, part.columns, self._source), where)
+        self._id_forms.add(ids)
         encoded = [text.encode() for text in ids]
         ends = self._id_bytes + np.cumsum([len(text) for text in encoded], dtype=np.int64)
         self._id_bytes = int(ends[-1])

@@ -74,6 +74,9 @@ class MappedTable(Table):
     code_rows: NDArray[np.int32]
     """(rows, categorical columns), in the order of ``categorical``, then of ``lists``."""
 
+    id_doubts: tuple[str, ...] = ()
+    """What `IdForms` found when the file was converted."""
+
 
 def open_converted(
     settings: DataSettings, base_dir: Path, progress: Progress, split_column: str | None = None
@@ -242,6 +245,7 @@ def _open(folder: Path) -> MappedTable:
         timestamps=tuple(found.get("timestamps", [])),
         numeric_rows=numeric_rows,
         code_rows=code_rows,
+        id_doubts=tuple(found.get("id_doubts", [])),
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from splitveil.common.data.converted import MappedTable, open_converted
 from splitveil.common.data.features import FeatureEncoder, Features
+from splitveil.common.data.id_forms import IdForms
 from splitveil.common.data.ids import canonical_ids
 from splitveil.common.data.mapped_features import MappedFeatures, RowEncoder
 from splitveil.common.data.settings import DataSettings
@@ -69,11 +70,17 @@ class PartyData:
             if settings.source.cache_dir is not None:
                 with _conversion_bar(_name_of(settings.source)) as progress:
                     mapped = open_converted(settings, base_dir, progress, split_column)
+                _say(mapped.id_doubts, settings, mapped.source)
                 return cls(settings, mapped, mapped.ids)
             _suggest_a_cache(settings.source, base_dir)
         table = read_table(settings, base_dir, split_column)
         where = f"{table.source}: column {settings.id_column!r}"
-        return cls(settings, table, canonical_ids(table.ids, where))
+        ids = canonical_ids(table.ids, where)
+        if settings.id_column is not None:
+            forms = IdForms()
+            forms.add(ids)
+            _say(forms.doubts(), settings, table.source)
+        return cls(settings, table, ids)
 
     def fit(
         self, training_rows: Positions, earlier: EarlierModel | None = None
@@ -189,6 +196,11 @@ def _joined(ids: Sequence[str]) -> Iterator[str]:
     """Yield all ids, separated by zero characters, in large pieces."""
     for start in range(0, len(ids), _IDS_AT_ONCE):
         yield ("\0" if start else "") + "\0".join(ids[start : start + _IDS_AT_ONCE])
+
+
+def _say(doubts: Sequence[str], settings: DataSettings, source: str) -> None:
+    for doubt in doubts:
+        _logger.warning("%s: column %r: %s", source, settings.id_column, doubt)
 
 
 def _name_of(source: CacheableSource) -> str:

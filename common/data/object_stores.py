@@ -1,6 +1,7 @@
 """Opens the object stores in which a party's files may be, with credentials from a private file."""
 
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -16,6 +17,8 @@ from splitveil.common.text.yaml_text import load_yaml
 
 CONNECT_TIMEOUT_S = 10.0
 REQUEST_TIMEOUT_S = 60.0
+RETRY_TIME = timedelta(seconds=30)
+"""Time for which requests to ``gs://`` are repeated; the library's own is 15 minutes."""
 
 _SETTING = "store.credentials"
 
@@ -56,7 +59,9 @@ def open_store(scheme: Scheme, settings: StoreSettings, bucket: str, base_dir: P
         case "s3":
             return _open_s3(settings, bucket, base_dir)
         case "gs":
-            return fs.GcsFileSystem(anonymous=settings.anonymous, **_endpoint(settings))
+            return fs.GcsFileSystem(
+                anonymous=settings.anonymous, retry_time_limit=RETRY_TIME, **_endpoint(settings)
+            )
         case "abfs":
             return _open_azure(settings, base_dir)
 

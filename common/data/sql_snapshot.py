@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -120,9 +121,16 @@ def _result(settings: SqlSource, address: str) -> Iterator[Any]:
                 rows = {"adbc.sqlite.query.batch_rows": sources.PART_ROWS}
                 cursor.adbc_statement.set_options(**rows)
             cursor.execute(settings.query)
-            yield cursor.fetch_record_batch()
+            batches = cursor.fetch_record_batch()
+            if not len(batches.schema):
+                raise DataError("data.source.query: expected a SELECT, got no column")
+            yield batches
     except errors as error:
         raise DataError(f"data.source.query: {settings.driver}: {_reason(error)}") from error
+
+
+_QUERY = re.compile(r"\n\s*query: |\s+Query was: ")
+"""Where a driver begins to repeat the whole query."""
 
 
 def _driver(name: str) -> tuple[type[Exception], Any]:
@@ -152,14 +160,14 @@ def _driver(name: str) -> tuple[type[Exception], Any]:
 def _reason(error: Any) -> str:
     """Describe an error without a word that may be a value of a row."""
     state = error.sqlstate
-    first = " ".join(str(error).split("\nquery:")[0].split())
+    first = " ".join(_QUERY.split(str(error))[0].split())
     at_preparation = "Failed to prepare" in first or "failed to open" in first
     if at_preparation or "[libpq] Failed to connect" in first or str(state)[:2] in _QUOTED_STATES:
         return first
     code = f", SQLSTATE {state}" if state else ""
     return (
         f"the query failed while it ran ({type(error).__name__}, {error.status_code.name}{code}); "
-        f"a column needs one type in all rows: see CAST"
+        f"the database's own message may quote a value and is not shown"
     )
 
 
@@ -168,9 +176,11 @@ def _translated(batches: Any) -> Iterator[Any]:
     try:
         yield from batches
     except (pa.ArrowException, OSError) as error:
+        # The driver's own message may quote a value.
         raise DataError(
             f"data.source.query: the query failed while its rows were read "
-            f"({type(error).__name__}); a column needs one type in all rows: see CAST"
+            f"({type(error).__name__}): a value cannot be computed, or has another type than the "
+            f"column's first ones, which CAST changes"
         ) from error
 
 
@@ -181,12 +191,18 @@ def _plain_schema(schema: Any) -> Any:
 def _stored_type(field: Any) -> Any:
     """Return the type in which a driver hands over values that Arrow has no type for."""
     kind = field.type
+    if isinstance(kind, pa.UuidType):
+        return pa.string()  # as people and other files write it
     return kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
 
 
 def _plain(batch: Any) -> Any:
-    columns = [
-        column.storage if isinstance(column, pa.ExtensionArray) else column
-        for column in batch.columns
-    ]
+    columns = [_stored(column) for column in batch.columns]
     return pa.record_batch(columns, schema=_plain_schema(batch.schema))
+
+
+def _stored(column: Any) -> Any:
+    if isinstance(column.type, pa.UuidType):
+        texts = (None if value is None else str(value) for value in column.to_pylist())
+        return pa.array(texts, pa.string())
+    return column.storage if isinstance(column, pa.ExtensionArray) else column

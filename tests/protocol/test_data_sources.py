@@ -469,6 +469,41 @@ def test_without_the_drivers_the_message_names_the_extra(
         PartyData.load(settings(query()), tmp_path)
 
 
+POSTGRESQL = os.environ.get("SPLITVEIL_POSTGRESQL", "")
+"""Address of a database in which tests may make tables."""
+
+
+@pytest.mark.skipif(not POSTGRESQL, reason="SPLITVEIL_POSTGRESQL names no database")
+def test_postgresql_gives_the_same_bits_as_a_file(tmp_path: Path, one_file: str) -> None:
+    from adbc_driver_postgresql import dbapi
+
+    with dbapi.connect(POSTGRESQL) as database, database.cursor() as cursor:
+        cursor.execute("drop table if exists splitveil_people")
+        cursor.adbc_ingest("splitveil_people", rows(), mode="create")
+        cursor.execute("alter table splitveil_people add u uuid default gen_random_uuid()")
+        cursor.execute("alter table splitveil_people add amount numeric(9, 2) default 2.5")
+        database.commit()
+    path = tmp_path / "uri"
+    path.touch(0o600)
+    path.write_text(POSTGRESQL)
+    source = query(driver="postgresql", uri_file="uri", query="select * from splitveil_people")
+    del source["uri"]
+    assert digest(source, tmp_path) == one_file
+    table = read_table(settings(source, id_column="u", features={"numeric": "amount"}), tmp_path)
+    assert {len(one) for one in table.ids} == {36}
+    assert set(table.numeric["amount"]) == {2.5}
+    for text, expected in (
+        ("select nope from splitveil_people", 'column "nope" does not exist'),
+        ("select 1 / (n2 - n2) from splitveil_people", "rows were read"),
+        ("select (c1 || 'secret-word')::int from splitveil_people", "rows were read"),
+        ("delete from splitveil_people", "expected a SELECT"),
+    ):
+        with pytest.raises(DataError, match=expected) as refused:
+            PartyData.load(settings(source | {"query": text}), tmp_path)
+        assert "secret" not in str(refused.value)
+    assert len(PartyData.load(settings(source | {"snapshot": "again"}), tmp_path).ids) == COUNT
+
+
 # ---- both parties ----
 
 

@@ -10,8 +10,7 @@ import pyarrow as pa
 from splitveil.common.data.csv_file import CsvFile
 from splitveil.common.data.image_folder import ImageFolder
 from splitveil.common.data.npz_file import NpzFile
-from splitveil.common.data.parquet_files import ParquetFiles
-from splitveil.common.data.places import place_of, place_on_this_machine
+from splitveil.common.data.places import Place, place_of, place_on_this_machine
 from splitveil.common.data.source_settings import (
     CsvSource,
     ImagesSource,
@@ -41,15 +40,22 @@ def open_source(settings: Source, base_dir: Path, image_array: str | None = None
             path = settings.resolve(base_dir)
             return CsvFile(path, settings.separator(), settings.column_names)
         case ParquetSource():
-            return ParquetFiles(place_of(settings, base_dir))
+            return _parquet(place_of(settings, base_dir))
         case SqlSource():
-            return ParquetFiles(place_on_this_machine(snapshot_of(settings, base_dir)))
+            return _parquet(place_on_this_machine(snapshot_of(settings, base_dir)))
         case NpzSource():
             return NpzFile(settings.resolve(base_dir), image_array)
         case ImagesSource():
             return ImageFolder(settings, base_dir)
         case SklearnSource(dataset=dataset, shuffle_seed=seed):
             return Digits(seed) if dataset == "digits" else BreastCancer(seed)
+
+
+def _parquet(place: Place) -> TableSource:
+    # Importing it takes a second where pandas is installed; other kinds need not wait for it.
+    from splitveil.common.data.parquet_files import ParquetFiles  # noqa: PLC0415
+
+    return ParquetFiles(place)
 
 
 class _Shipped:

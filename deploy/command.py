@@ -1,6 +1,7 @@
 """The command ``splitveil``: the examples that come with the package.
 
     splitveil demo [EXAMPLE] [--defense DEFENSE ...] [--set PARTY.NAME=VALUE ...] [--runs DIR]
+    splitveil init {active,passive} FILE [--label-column NAME] [--id-column NAME] ...
     splitveil --version
 
 ``demo`` runs an example as ``splitveil-local`` does, from the copy inside the package: it needs
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from splitveil.common.text.version import add_version
 from splitveil.deploy import local
+from splitveil.deploy.init import command as init
 
 EXAMPLES = Path(__file__).parent / "examples"
 """The examples, as package data."""
@@ -25,6 +27,8 @@ DEMO_DEFENSES = ("none", "marvell", "projected_labels")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a sub-command and return its exit code."""
     options = _parser().parse_args(arguments)
+    if options.command == "init":
+        return init.run(options)
     if options.example == DEMO:
         options.defense = options.defense or list(DEMO_DEFENSES)
     return local.run_example(EXAMPLES / options.example, options, "splitveil demo")
@@ -52,4 +56,6 @@ def _parser() -> argparse.ArgumentParser:
         "no download",
     )
     local.add_run_arguments(demo)
+    purpose = "look at a table, and write commented settings that fit it"
+    init.add_arguments(commands.add_parser("init", help=purpose, description=purpose))
     return parser

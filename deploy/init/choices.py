@@ -21,10 +21,41 @@ from splitveil.common.run.splits import SPLITS
 from splitveil.deploy.init.columns import Column, as_text, without_gaps
 
 LABEL_WORDS = frozenset(
-    "y label target class outcome churn churned default defaulted fraud click clicked converted "
-    "conversion income response survived".split()
+    [
+        "y",
+        "label",
+        "target",
+        "class",
+        "outcome",
+        "churn",
+        "churned",
+        "default",
+        "defaulted",
+        "fraud",
+        "click",
+        "clicked",
+        "converted",
+        "conversion",
+        "income",
+        "response",
+        "survived",
+    ]
 )
-ID_WORDS = frozenset("id ids key uuid guid identifier customer client patient person user".split())
+ID_WORDS = frozenset(
+    [
+        "id",
+        "ids",
+        "key",
+        "uuid",
+        "guid",
+        "identifier",
+        "customer",
+        "client",
+        "patient",
+        "person",
+        "user",
+    ]
+)
 POSITIVE_WORDS = ("1", "yes", "true", "y", "t", "positive", "pos")
 
 TELLTALE_AUC = 0.995
@@ -258,26 +289,29 @@ def _reason_to_leave_out(
         return "left out on request"
     if column.name in (*wishes.numeric, *wishes.categorical):
         return ""
-    if column.kind in {"empty", "constant", "other"}:
-        return column.in_words()
     if is_positive is not None and _tells_label(cells[column.name], column, is_positive):
         return "tells the label almost by itself: is it known before the label is?"
+    return _reason_in_its_cells(column)
+
+
+def _reason_in_its_cells(column: Column) -> str:
+    """Return why no model can use a column's cells, or an empty text."""
+    if column.kind in {"empty", "constant", "other"}:
+        return column.in_words()
     if column.kind == "time":
         return "dates or times: turn them into numbers first, such as the hour or an age in days"
     if column.kind == "text" and set(column.values) <= set(SPLITS):
         return _SPLIT
-    is_code = column.kind == "text" or column.looks_like_codes
     if column.kind == "text" and column.distinct > _MOST_CATEGORIES_SHARE * column.present:
         return "texts of which most rows have their own: another id, or free text"
-    if is_code and column.is_unique:
-        return "a value of its own in every row: another id"
-    return ""
+    is_code = column.looks_like_codes and column.is_unique
+    return "a value of its own in every row: another id" if is_code else ""
 
 
 def _tells_label(cells: Any, column: Column, is_positive: NDArray[np.bool_]) -> bool:
     """Say whether a column alone gives the label away, by its values or by its gaps."""
     text = as_text(cells)
-    if text is None:
+    if text is None or column.kind in {"empty", "other"}:
         return False
     filled = without_gaps(text, column.gaps)
     has_value = pc.is_valid(filled).to_numpy(zero_copy_only=False)
@@ -314,7 +348,9 @@ def _positive_of(column: Column) -> str:
 
 
 def _as_numbers(values: Sequence[str]) -> list[float]:
-    return [float(value) if re.fullmatch(r"[01](\.0*)?", value) else float("nan") for value in values]
+    return [
+        float(value) if re.fullmatch(r"[01](\.0*)?", value) else float("nan") for value in values
+    ]
 
 
 def _named(columns: Sequence[Column], name: str, option: str) -> Column:

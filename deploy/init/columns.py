@@ -22,9 +22,43 @@ GAPS = ("", "?", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null", "None", "none
 """Texts that mean "no value" where a column holds them beside other cells."""
 
 CODE_WORDS = frozenset(
-    "agent app area branch brand category channel city class code country county device district "
-    "id ids ip kind merchant model os plz postcode product region sector shop sku state store "
-    "terminal type vendor zip zipcode".split()
+    [
+        "agent",
+        "app",
+        "area",
+        "branch",
+        "brand",
+        "category",
+        "channel",
+        "city",
+        "class",
+        "code",
+        "country",
+        "county",
+        "device",
+        "district",
+        "id",
+        "ids",
+        "ip",
+        "kind",
+        "merchant",
+        "model",
+        "os",
+        "plz",
+        "postcode",
+        "product",
+        "region",
+        "sector",
+        "shop",
+        "sku",
+        "state",
+        "store",
+        "terminal",
+        "type",
+        "vendor",
+        "zip",
+        "zipcode",
+    ]
 )
 """Words in the names of columns whose whole numbers are codes and not quantities."""
 
@@ -153,19 +187,14 @@ def _gaps_of(text: Any) -> tuple[str, ...]:
 
 
 def _kind_of(written_as: Any, values: Any) -> Kind:
-    if len(values) == 0:
-        return "empty"
-    if len(values) == 1:
-        return "constant"
+    if len(values) <= 1:
+        return "constant" if len(values) else "empty"
     if pa.types.is_temporal(written_as):
         return "time"
     if pa.types.is_floating(written_as) or pa.types.is_decimal(written_as):
         return "number"
-    if _all_match(values, _WHOLE):
-        return "whole"
-    if _all_match(values, NUMBER):
-        return "number"
-    return "time" if _all_match(values, _TIME) else "text"
+    forms: tuple[tuple[str, Kind], ...] = ((_WHOLE, "whole"), (NUMBER, "number"), (_TIME, "time"))
+    return next((kind for form, kind in forms if _all_match(values, form)), "text")
 
 
 def _all_match(values: Any, pattern: str) -> bool:

@@ -239,5 +239,3 @@ def _print(written: Written, role: str) -> None:
         say("written", str(path))
     own = next(path for path in written.files if path.name != "contract.yaml")
     say("next", f"{role}-party check {own}")
-
-

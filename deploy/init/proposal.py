@@ -101,7 +101,9 @@ class Proposal(NamedTuple):
         if label is None:
             return ""
         if label.num_classes > 2:
-            return f"{label.num_classes} classes; the rarest has {label.rarest_share:.1%} of the rows."
+            return (
+                f"{label.num_classes} classes; the rarest has {label.rarest_share:.1%} of the rows."
+            )
         share = label.shares[label.positive] if label.positive else label.shares.get("1", 0.0)
         return f"{share:.1%} of the labels are positive."
 

@@ -77,4 +77,4 @@ def _at(steps: tuple[tuple[int, int], ...], num_rows: int) -> int:
 
 def _rounded_up(number: int) -> int:
     unit = 10 ** max(math.floor(math.log10(number)) - 1, 0)
-    return min(math.ceil(number / unit) * unit, 2**31)
+    return int(min(math.ceil(number / unit) * unit, 2**31))

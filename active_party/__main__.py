@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from splitveil.active_party.assembly import (
     signals_of,
     subjects_of,
 )
+from splitveil.active_party.command import parser
 from splitveil.active_party.ledger.earlier_ledgers import LEDGER
 from splitveil.active_party.plan import print_plan
 from splitveil.active_party.report import write_comparison, write_report
@@ -42,6 +43,7 @@ from splitveil.common.errors import (
 from splitveil.common.models.factory import build_top_model
 from splitveil.common.party import command_line
 from splitveil.common.party.credentials import credential_files
+from splitveil.common.party.ending import end_program, exit_code_of
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.transcript import Transcript
@@ -67,9 +69,14 @@ FINAL_WORDS_S = 30.0
 """The same time if the run ends for good: a peer that did not learn of it would retry forever."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command and exit with its code."""
-    parsed = command_line.parse_arguments("active-party", arguments, _add_own_commands)
+    exit_code = perform(parser().parse_args(arguments))
+    end_program(exit_code, is_program=arguments is None)
+
+
+def perform(parsed: argparse.Namespace) -> int:
+    """Do what parsed arguments say, and return the exit code."""
     configure_logging("active", parsed.verbose - parsed.quiet)
     actions = {
         "run": _run,
@@ -78,42 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "report": _report,
         "verify-transcript": command_line.verify_transcript,
     }
-    exit_code = command_line.exit_code_of(partial(actions[parsed.command], parsed))
-    command_line.end_program(exit_code, is_program=arguments is None)
-
-
-def _add_own_commands(commands: command_line.Commands) -> None:
-    _add_plan(commands)
-    _add_report(commands)
-
-
-def _add_plan(commands: command_line.Commands) -> None:
-    command = command_line.add_command(
-        commands, "plan", "print what a run would reveal about the labels, before any training"
-    )
-    command.add_argument(
-        "--target-leak-auc",
-        type=float,
-        metavar="AUC",
-        help="also print the power ratio at which the whole run stays below this",
-    )
-
-
-def _add_report(commands: command_line.Commands) -> None:
-    purpose = "write a page that shows what a run revealed about the labels"
-    command = commands.add_parser("report", help=purpose, description=purpose)
-    command.add_argument("run_dir", type=Path, nargs="?", help="the run's folder, runs/<run name>")
-    command.add_argument(
-        "--compare", type=Path, nargs="+", metavar="RUN_DIR", help="set runs side by side instead"
-    )
-    command.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="default: active/report.html in the run's folder, or comparison.html here",
-    )
-    command.add_argument("-v", "--verbose", action="count", default=0)
-    command.add_argument("-q", "--quiet", action="count", default=0)
+    return exit_code_of(partial(actions[parsed.command], parsed))
 
 
 def _run(parsed: argparse.Namespace) -> None:

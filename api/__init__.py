@@ -1,6 +1,55 @@
-"""Two-party split learning that tells the label owner what its gradients give away."""
+"""Two-party split learning that tells the label owner what its gradients give away.
+
+    from splitveil import simulate
+
+    runs = simulate("breast_cancer", defense=["none", "projected_labels"], seeds=5)
+    runs.frame("defenses")
+    runs.report()
+
+Names are imported when they are first used, so that ``import splitveil`` takes no time.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from splitveil.common.text.version import VERSION
 
+if TYPE_CHECKING:
+    from splitveil import attacks, defenses
+    from splitveil.library.example_ledger import Ledger
+    from splitveil.library.recorded_run import Run
+    from splitveil.library.runs import Runs
+    from splitveil.library.simulating import simulate
+
+__all__ = [
+    "Ledger",
+    "Run",
+    "Runs",
+    "__version__",
+    "attacks",
+    "defenses",
+    "simulate",
+]
+
 __version__ = VERSION
 """The version of the installed package."""
+
+_HOMES = {
+    "Ledger": "example_ledger",
+    "Run": "recorded_run",
+    "Runs": "runs",
+    "simulate": "simulating",
+}
+"""Name -> its module in ``splitveil.library``."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in {"attacks", "defenses"}:
+        return import_module(f"splitveil.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'splitveil' has no attribute {name!r}")
+    return getattr(import_module(f"splitveil.library.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

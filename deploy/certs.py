@@ -26,6 +26,7 @@ from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.credentials import SOON_DAYS, dns_names, subject_of
 from splitveil.common.run.contract import ACTIVE, DnsName, Name
 from splitveil.common.text.log_lines import configure_logging
+from splitveil.common.text.shell_completion import add_completion
 from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import visible, visible_lines
 from splitveil.deploy.authority import (
@@ -54,7 +55,11 @@ logger = logging.getLogger("splitveil.deploy.certs")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return the exit code."""
-    options = _parser().parse_args(arguments)
+    return run(parser().parse_args(arguments))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do what parsed arguments say, and return the exit code."""
     configure_logging("certs")
     try:
         options.action(options)
@@ -185,13 +190,18 @@ def _days(text: str) -> int:
     return days
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="splitveil-certs",
-        description="Make keys, requests and certificates, or show any certificate.",
+def parser(program: str = "splitveil-certs") -> argparse.ArgumentParser:
+    """Return the command's parser.
+
+    Args:
+        program: the words with which it is called.
+    """
+    certs = argparse.ArgumentParser(
+        prog=program, description="Make keys, requests and certificates, or show any certificate."
     )
-    add_version(parser)
-    commands = parser.add_subparsers(dest="command", required=True)
+    add_version(certs)
+    add_completion(certs)
+    commands = certs.add_subparsers(dest="command", required=True)
     init = commands.add_parser("init", help="make an authority and one certificate per party")
     init.add_argument("folder", type=Path, metavar="DIR", help="parent of the parties' folders")
     init.add_argument(
@@ -242,7 +252,7 @@ def _parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="print the content of a certificate or request")
     show.add_argument("file", type=Path, metavar="FILE")
     show.set_defaults(action=_show)
-    return parser
+    return certs
 
 
 if __name__ == "__main__":

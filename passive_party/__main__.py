@@ -8,6 +8,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from splitveil.common.errors import (
 from splitveil.common.models.factory import build_bottom_model
 from splitveil.common.party import command_line
 from splitveil.common.party.credentials import CredentialFiles, credential_files
+from splitveil.common.party.ending import end_program, exit_code_of
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.party.transcript import Transcript
@@ -37,6 +39,7 @@ from splitveil.common.text.log_lines import configure_logging
 from splitveil.common.text.version import VERSION
 from splitveil.common.wire.endpoint import check_security
 from splitveil.passive_party.assembly import TrainerBuilder, http_proxy
+from splitveil.passive_party.command import parser
 from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.opening import Aligner, Participant
@@ -50,13 +53,17 @@ BACK_WITHIN_S = 15.0
 """Time in which the active party of a run that it has ended for good has to serve again."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command and exit with its code."""
-    parsed = command_line.parse_arguments("passive-party", arguments)
+    exit_code = perform(parser().parse_args(arguments))
+    end_program(exit_code, is_program=arguments is None)
+
+
+def perform(parsed: argparse.Namespace) -> int:
+    """Do what parsed arguments say, and return the exit code."""
     configure_logging("passive", parsed.verbose - parsed.quiet)
     actions = {"run": _run, "check": _check, "verify-transcript": command_line.verify_transcript}
-    exit_code = command_line.exit_code_of(partial(actions[parsed.command], parsed))
-    command_line.end_program(exit_code, is_program=arguments is None)
+    return exit_code_of(partial(actions[parsed.command], parsed))
 
 
 def _run(parsed: argparse.Namespace) -> None:

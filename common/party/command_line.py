@@ -1,4 +1,4 @@
-"""The parts of both parties' command lines: arguments, checks, exit codes."""
+"""What both parties' commands do alike: settings, checks, transcripts, device."""
 
 import argparse
 import hashlib
@@ -6,22 +6,14 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, TypeAlias
 
 import torch
 import yaml
 from rich.console import Console
 
-from splitveil.common.errors import (
-    Interrupted,
-    PeerError,
-    SettingsError,
-    SplitveilError,
-    StorageError,
-)
+from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.party_settings import (
     PartySettings,
     PartySettingsT,
@@ -31,14 +23,10 @@ from splitveil.common.party.transcript import Broken, Verified, compare, verify
 from splitveil.common.storage.ended_run import end_of
 from splitveil.common.storage.run_folder import write_text_atomically
 from splitveil.common.storage.run_store import RunStore
-from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import visible
 from splitveil.common.text.yaml_text import RESOLVED, read_yaml_file
 
 logger = logging.getLogger(__name__)
-
-# The type that add_subparsers returns is private.
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # noqa: SLF001
 
 MAY_CHANGE = frozenset(
     {
@@ -60,64 +48,6 @@ MAY_CHANGE = frozenset(
     }
 )
 """Settings that may differ when a run is resumed; all others affect its results."""
-
-
-def parse_arguments(
-    program: str,
-    arguments: Sequence[str] | None,
-    add_own_commands: Callable[[Commands], None] = lambda _: None,
-) -> argparse.Namespace:
-    """Read a party's command line.
-
-    Args:
-        program: the name of the party's program.
-        arguments: the words after it; by default the arguments of this process.
-        add_own_commands: adds the commands that only this kind of party has.
-    """
-    parser = argparse.ArgumentParser(prog=program)
-    add_version(parser)
-    commands = parser.add_subparsers(dest="command", required=True)
-    run = add_command(commands, "run", "train with the other party, or resume an unfinished run")
-    run.add_argument(
-        "--fresh",
-        action="store_true",
-        help="start over; results of an unfinished run are moved aside",
-    )
-    add_command(
-        commands, "check", "check settings and data without training; print the resolved settings"
-    )
-    _add_verify_transcript(commands)
-    add_own_commands(commands)
-    return parser.parse_args(arguments)
-
-
-def add_command(commands: Commands, name: str, purpose: str) -> argparse.ArgumentParser:
-    """Add a command with the arguments that all commands have."""
-    command = commands.add_parser(name, help=purpose, description=purpose)
-    command.add_argument("settings", type=Path, help="this party's settings file")
-    command.add_argument(
-        "--set",
-        dest="overrides",
-        metavar="NAME=VALUE",
-        action="append",
-        default=[],
-        help="override one setting, for instance contract.epochs=3 (may be repeated)",
-    )
-    command.add_argument("--runs", type=Path, help="folder of all runs (default: runs)")
-    command.add_argument("-v", "--verbose", action="count", default=0)
-    command.add_argument("-q", "--quiet", action="count", default=0)
-    return command
-
-
-def _add_verify_transcript(commands: Commands) -> None:
-    purpose = "check that a transcript is intact and matches the other party's transcript"
-    command = commands.add_parser("verify-transcript", help=purpose, description=purpose)
-    command.add_argument("transcript", type=Path, help="a party's transcript.jsonl")
-    command.add_argument(
-        "--against", type=Path, metavar="FILE", help="the other party's transcript.jsonl"
-    )
-    command.add_argument("-v", "--verbose", action="count", default=0)
-    command.add_argument("-q", "--quiet", action="count", default=0)
 
 
 def verify_transcript(parsed: argparse.Namespace) -> None:
@@ -177,50 +107,6 @@ def load_settings(
     if arguments.runs is not None:
         overrides.append(f"runs_dir={arguments.runs}")
     return load_party_settings(section, arguments.settings, overrides)
-
-
-def exit_code_of(action: Callable[[], None]) -> int:
-    """Run an action, log its errors, and return the exit code for its outcome."""
-    try:
-        action()
-    except SplitveilError as error:
-        for told in _with_earlier(error):
-            for line in str(told).splitlines() or [type(told).__name__]:
-                logger.error("%s", line)
-        return error.exit_code
-    except KeyboardInterrupt:
-        logger.error("stopped at once; nothing was saved")
-        return 130
-    return 0
-
-
-def end_program(exit_code: int, *, is_program: bool) -> NoReturn:
-    """End with an exit code.
-
-    Args:
-        exit_code: the exit code of the process.
-        is_program: whether this process has nothing else to do. It then ends without the
-            interpreter's teardown, in which library threads (those of Arrow, after an unreadable
-            file) occasionally abort the process, so that the exit code is lost.
-    """
-    if is_program:
-        logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(exit_code)
-    sys.exit(exit_code)
-
-
-def _with_earlier(error: SplitveilError) -> Iterator[SplitveilError]:
-    """Yield an error, preceded by the reason for the run's end if a full disk would hide it."""
-    earlier: BaseException | None = error
-    while isinstance(error, StorageError) and earlier is not None:
-        earlier = earlier.__context__
-        if isinstance(earlier, PeerError | Interrupted):
-            yield earlier
-            break
-    yield error
 
 
 def torch_device(device: str) -> torch.device:

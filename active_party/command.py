@@ -1,0 +1,66 @@
+"""The arguments of the ``active-party`` command; ``__main__`` does what they say.
+
+It imports neither torch nor gRPC, so that help and a mistyped option are answered at once.
+"""
+
+import argparse
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
+
+from splitveil.common.party.arguments import Commands, add_command, add_verbosity, party_parser
+from splitveil.common.party.ending import end_program
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command and exit with its code."""
+    end_program(run(parser().parse_args(arguments)), is_program=arguments is None)
+
+
+def parser(program: str = "active-party") -> argparse.ArgumentParser:
+    """Return the command's parser.
+
+    Args:
+        program: the words with which the command is called.
+    """
+    return party_parser(program, _add_own_commands)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Do what parsed arguments say, and return the exit code."""
+    exit_code: int = import_module("splitveil.active_party.__main__").perform(parsed)
+    return exit_code
+
+
+def _add_own_commands(commands: Commands) -> None:
+    _add_plan(commands)
+    _add_report(commands)
+
+
+def _add_plan(commands: Commands) -> None:
+    command = add_command(
+        commands, "plan", "print what a run would reveal about the labels, before any training"
+    )
+    command.add_argument(
+        "--target-leak-auc",
+        type=float,
+        metavar="AUC",
+        help="also print the power ratio at which the whole run stays below this",
+    )
+
+
+def _add_report(commands: Commands) -> None:
+    purpose = "write a page that shows what a run revealed about the labels"
+    command = commands.add_parser("report", help=purpose, description=purpose)
+    command.add_argument("run_dir", type=Path, nargs="?", help="the run's folder, runs/<run name>")
+    command.add_argument(
+        "--compare", type=Path, nargs="+", metavar="RUN_DIR", help="set runs side by side instead"
+    )
+    command.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="default: active/report.html in the run's folder, or comparison.html here",
+    )
+    add_verbosity(command)

@@ -28,12 +28,14 @@ from splitveil.active_party.ledger.earlier_ledgers import LEDGER
 from splitveil.active_party.plan import print_plan
 from splitveil.active_party.report import write_comparison, write_report
 from splitveil.active_party.results import save_results
+from splitveil.active_party.serving.probe_server import probe_checks
 from splitveil.active_party.serving.server import start_server
 from splitveil.active_party.serving.service import ActiveService
 from splitveil.active_party.serving.supervisor import wait_for_end
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.common.alignment import AlignmentResources, TriedIds, build_engine, file_of_count
+from splitveil.common.data.id_forms import form_of
 from splitveil.common.errors import (
     BudgetExhausted,
     EndedForGood,
@@ -59,6 +61,7 @@ from splitveil.common.storage.run_store import RunStore
 from splitveil.common.text.log_lines import configure_logging
 from splitveil.common.text.version import VERSION
 from splitveil.common.wire.endpoint import check_security
+from splitveil.common.wire.probe_desk import ProbeDesk
 
 logger = logging.getLogger("splitveil.active_party")
 
@@ -131,7 +134,8 @@ def _run(parsed: argparse.Namespace) -> None:
         service = ActiveService(
             session, engine, settings.reconnect.deadline_s, _tried_ids(settings, folder)
         )
-        server = start_server(service, contract, settings.listen, credentials, transcript)
+        desk = ProbeDesk(contract, form_of(data.ids))
+        server = start_server(service, contract, settings.listen, credentials, transcript, desk)
         logger.info("waiting for %s at %s", _parties_of(contract), settings.listen)
         stopped: EndedForGood | None = None
         try:
@@ -296,6 +300,7 @@ def _check(parsed: argparse.Namespace) -> None:
             *([own_attacks] if monitor is not None and monitor.custom_attacks else []),
             data_and_model,
         ],
+        partial(probe_checks, settings, parsed.wait) if parsed.connect else None,
     )
 
 

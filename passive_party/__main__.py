@@ -3,7 +3,7 @@
 import argparse
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -43,6 +43,7 @@ from splitveil.passive_party.command import parser
 from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.opening import Aligner, Participant
+from splitveil.passive_party.probing import connection_checks
 from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
@@ -215,6 +216,10 @@ def _check(parsed: argparse.Namespace) -> None:
         found = _evaluation_labels(settings)
         return f"evaluation labels: {'none' if found is None else found.table.source}"
 
+    def probes() -> Iterator[Callable[[], str]]:
+        link = _connection(settings, credential_files(settings, settings.party))
+        return connection_checks(settings, link, parsed.wait)
+
     adversary = settings.adversary
 
     def own_attacks() -> str:
@@ -230,6 +235,7 @@ def _check(parsed: argparse.Namespace) -> None:
             data_and_model,
             labels,
         ],
+        probes if parsed.connect else None,
     )
 
 

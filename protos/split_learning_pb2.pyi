@@ -35,6 +35,15 @@ class LeaveReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LEAVE_REASON_INTERRUPTED: _ClassVar[LeaveReason]
     LEAVE_REASON_ALIGNMENT_FAILED: _ClassVar[LeaveReason]
     LEAVE_REASON_FAILED: _ClassVar[LeaveReason]
+
+class IdForm(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ID_FORM_UNSPECIFIED: _ClassVar[IdForm]
+    ID_FORM_WHOLE: _ClassVar[IdForm]
+    ID_FORM_LEADING_ZEROS: _ClassVar[IdForm]
+    ID_FORM_DECIMAL_POINT: _ClassVar[IdForm]
+    ID_FORM_TEXT: _ClassVar[IdForm]
+
 DTYPE_UNSPECIFIED: DType
 DTYPE_FLOAT32: DType
 DTYPE_FLOAT16: DType
@@ -52,9 +61,21 @@ LEAVE_REASON_FINISHED: LeaveReason
 LEAVE_REASON_INTERRUPTED: LeaveReason
 LEAVE_REASON_ALIGNMENT_FAILED: LeaveReason
 LEAVE_REASON_FAILED: LeaveReason
+ID_FORM_UNSPECIFIED: IdForm
+ID_FORM_WHOLE: IdForm
+ID_FORM_LEADING_ZEROS: IdForm
+ID_FORM_DECIMAL_POINT: IdForm
+ID_FORM_TEXT: IdForm
 
 class HandshakeRequest(_message.Message):
-    __slots__ = ("protocol_version", "party", "contract", "nonce_commitment", "resume_run_id", "resume_places")
+    __slots__ = (
+        "protocol_version",
+        "party",
+        "contract",
+        "nonce_commitment",
+        "resume_run_id",
+        "resume_places",
+    )
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     PARTY_FIELD_NUMBER: _ClassVar[int]
     CONTRACT_FIELD_NUMBER: _ClassVar[int]
@@ -67,7 +88,15 @@ class HandshakeRequest(_message.Message):
     nonce_commitment: bytes
     resume_run_id: str
     resume_places: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, protocol_version: _Optional[int] = ..., party: _Optional[str] = ..., contract: _Optional[str] = ..., nonce_commitment: _Optional[bytes] = ..., resume_run_id: _Optional[str] = ..., resume_places: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(
+        self,
+        protocol_version: _Optional[int] = ...,
+        party: _Optional[str] = ...,
+        contract: _Optional[str] = ...,
+        nonce_commitment: _Optional[bytes] = ...,
+        resume_run_id: _Optional[str] = ...,
+        resume_places: _Optional[_Iterable[int]] = ...,
+    ) -> None: ...
 
 class HandshakeReply(_message.Message):
     __slots__ = ("run_id", "contract_digest", "nonce", "resumes_at", "nonce_commitments", "survey")
@@ -83,7 +112,15 @@ class HandshakeReply(_message.Message):
     resumes_at: int
     nonce_commitments: _containers.RepeatedScalarFieldContainer[bytes]
     survey: bool
-    def __init__(self, run_id: _Optional[str] = ..., contract_digest: _Optional[bytes] = ..., nonce: _Optional[bytes] = ..., resumes_at: _Optional[int] = ..., nonce_commitments: _Optional[_Iterable[bytes]] = ..., survey: _Optional[bool] = ...) -> None: ...
+    def __init__(
+        self,
+        run_id: _Optional[str] = ...,
+        contract_digest: _Optional[bytes] = ...,
+        nonce: _Optional[bytes] = ...,
+        resumes_at: _Optional[int] = ...,
+        nonce_commitments: _Optional[_Iterable[bytes]] = ...,
+        survey: _Optional[bool] = ...,
+    ) -> None: ...
 
 class AlignFrame(_message.Message):
     __slots__ = ("hello", "points", "tags", "done", "wait", "share")
@@ -99,10 +136,27 @@ class AlignFrame(_message.Message):
     done: AlignDone
     wait: AlignWait
     share: AlignShare
-    def __init__(self, hello: _Optional[_Union[AlignHello, _Mapping]] = ..., points: _Optional[_Union[MaskedPoints, _Mapping]] = ..., tags: _Optional[_Union[Tags, _Mapping]] = ..., done: _Optional[_Union[AlignDone, _Mapping]] = ..., wait: _Optional[_Union[AlignWait, _Mapping]] = ..., share: _Optional[_Union[AlignShare, _Mapping]] = ...) -> None: ...
+    def __init__(
+        self,
+        hello: _Optional[_Union[AlignHello, _Mapping]] = ...,
+        points: _Optional[_Union[MaskedPoints, _Mapping]] = ...,
+        tags: _Optional[_Union[Tags, _Mapping]] = ...,
+        done: _Optional[_Union[AlignDone, _Mapping]] = ...,
+        wait: _Optional[_Union[AlignWait, _Mapping]] = ...,
+        share: _Optional[_Union[AlignShare, _Mapping]] = ...,
+    ) -> None: ...
 
 class AlignHello(_message.Message):
-    __slots__ = ("engine", "version", "normalisation", "tag_bytes", "chunk_ids", "set_size", "nonce", "run_id")
+    __slots__ = (
+        "engine",
+        "version",
+        "normalisation",
+        "tag_bytes",
+        "chunk_ids",
+        "set_size",
+        "nonce",
+        "run_id",
+    )
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NORMALISATION_FIELD_NUMBER: _ClassVar[int]
@@ -119,7 +173,17 @@ class AlignHello(_message.Message):
     set_size: int
     nonce: bytes
     run_id: str
-    def __init__(self, engine: _Optional[str] = ..., version: _Optional[int] = ..., normalisation: _Optional[str] = ..., tag_bytes: _Optional[int] = ..., chunk_ids: _Optional[int] = ..., set_size: _Optional[int] = ..., nonce: _Optional[bytes] = ..., run_id: _Optional[str] = ...) -> None: ...
+    def __init__(
+        self,
+        engine: _Optional[str] = ...,
+        version: _Optional[int] = ...,
+        normalisation: _Optional[str] = ...,
+        tag_bytes: _Optional[int] = ...,
+        chunk_ids: _Optional[int] = ...,
+        set_size: _Optional[int] = ...,
+        nonce: _Optional[bytes] = ...,
+        run_id: _Optional[str] = ...,
+    ) -> None: ...
 
 class MaskedPoints(_message.Message):
     __slots__ = ("chunk", "points")
@@ -145,7 +209,12 @@ class AlignDone(_message.Message):
     count: int
     digest: bytes
     split_digest: bytes
-    def __init__(self, count: _Optional[int] = ..., digest: _Optional[bytes] = ..., split_digest: _Optional[bytes] = ...) -> None: ...
+    def __init__(
+        self,
+        count: _Optional[int] = ...,
+        digest: _Optional[bytes] = ...,
+        split_digest: _Optional[bytes] = ...,
+    ) -> None: ...
 
 class AlignWait(_message.Message):
     __slots__ = ()
@@ -159,10 +228,27 @@ class AlignShare(_message.Message):
     chunk: int
     mask: bytes
     nonces: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, chunk: _Optional[int] = ..., mask: _Optional[bytes] = ..., nonces: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    def __init__(
+        self,
+        chunk: _Optional[int] = ...,
+        mask: _Optional[bytes] = ...,
+        nonces: _Optional[_Iterable[bytes]] = ...,
+    ) -> None: ...
 
 class TensorFrame(_message.Message):
-    __slots__ = ("run_id", "epoch", "step", "rows", "positions_digest", "split", "dtype", "shape", "total_bytes", "offset", "data")
+    __slots__ = (
+        "run_id",
+        "epoch",
+        "step",
+        "rows",
+        "positions_digest",
+        "split",
+        "dtype",
+        "shape",
+        "total_bytes",
+        "offset",
+        "data",
+    )
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -185,7 +271,20 @@ class TensorFrame(_message.Message):
     total_bytes: int
     offset: int
     data: bytes
-    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., rows: _Optional[int] = ..., positions_digest: _Optional[bytes] = ..., split: _Optional[_Union[Split, str]] = ..., dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., total_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    def __init__(
+        self,
+        run_id: _Optional[str] = ...,
+        epoch: _Optional[int] = ...,
+        step: _Optional[int] = ...,
+        rows: _Optional[int] = ...,
+        positions_digest: _Optional[bytes] = ...,
+        split: _Optional[_Union[Split, str]] = ...,
+        dtype: _Optional[_Union[DType, str]] = ...,
+        shape: _Optional[_Iterable[int]] = ...,
+        total_bytes: _Optional[int] = ...,
+        offset: _Optional[int] = ...,
+        data: _Optional[bytes] = ...,
+    ) -> None: ...
 
 class EvaluateReply(_message.Message):
     __slots__ = ("epoch", "step", "course", "split")
@@ -197,7 +296,13 @@ class EvaluateReply(_message.Message):
     step: int
     course: Course
     split: Split
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., course: _Optional[_Union[Course, str]] = ..., split: _Optional[_Union[Split, str]] = ...) -> None: ...
+    def __init__(
+        self,
+        epoch: _Optional[int] = ...,
+        step: _Optional[int] = ...,
+        course: _Optional[_Union[Course, str]] = ...,
+        split: _Optional[_Union[Split, str]] = ...,
+    ) -> None: ...
 
 class AuditRequest(_message.Message):
     __slots__ = ("run_id", "epoch", "attack", "layer", "positions_digest", "scores")
@@ -213,7 +318,15 @@ class AuditRequest(_message.Message):
     layer: str
     positions_digest: bytes
     scores: bytes
-    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., attack: _Optional[str] = ..., layer: _Optional[str] = ..., positions_digest: _Optional[bytes] = ..., scores: _Optional[bytes] = ...) -> None: ...
+    def __init__(
+        self,
+        run_id: _Optional[str] = ...,
+        epoch: _Optional[int] = ...,
+        attack: _Optional[str] = ...,
+        layer: _Optional[str] = ...,
+        positions_digest: _Optional[bytes] = ...,
+        scores: _Optional[bytes] = ...,
+    ) -> None: ...
 
 class AuditReply(_message.Message):
     __slots__ = ("leak_auc_percent",)
@@ -227,8 +340,58 @@ class LeaveRequest(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     reason: LeaveReason
-    def __init__(self, run_id: _Optional[str] = ..., reason: _Optional[_Union[LeaveReason, str]] = ...) -> None: ...
+    def __init__(
+        self, run_id: _Optional[str] = ..., reason: _Optional[_Union[LeaveReason, str]] = ...
+    ) -> None: ...
 
 class LeaveReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class Introduction(_message.Message):
+    __slots__ = ("protocol_version", "version", "party", "contract", "clock_ms", "id_form")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PARTY_FIELD_NUMBER: _ClassVar[int]
+    CONTRACT_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_MS_FIELD_NUMBER: _ClassVar[int]
+    ID_FORM_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    version: str
+    party: str
+    contract: str
+    clock_ms: int
+    id_form: IdForm
+    def __init__(
+        self,
+        protocol_version: _Optional[int] = ...,
+        version: _Optional[str] = ...,
+        party: _Optional[str] = ...,
+        contract: _Optional[str] = ...,
+        clock_ms: _Optional[int] = ...,
+        id_form: _Optional[_Union[IdForm, str]] = ...,
+    ) -> None: ...
+
+class ProbeRequest(_message.Message):
+    __slots__ = ("introduction", "padding")
+    INTRODUCTION_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
+    introduction: Introduction
+    padding: bytes
+    def __init__(
+        self,
+        introduction: _Optional[_Union[Introduction, _Mapping]] = ...,
+        padding: _Optional[bytes] = ...,
+    ) -> None: ...
+
+class ProbeReply(_message.Message):
+    __slots__ = ("introduction", "padding")
+    INTRODUCTION_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
+    introduction: Introduction
+    padding: bytes
+    def __init__(
+        self,
+        introduction: _Optional[_Union[Introduction, _Mapping]] = ...,
+        padding: _Optional[bytes] = ...,
+    ) -> None: ...

@@ -34,8 +34,20 @@ def party_parser(
         action="store_true",
         help="start over; results of an unfinished run are moved aside",
     )
-    add_command(
+    check = add_command(
         commands, "check", "check settings and data without training; print the resolved settings"
+    )
+    check.add_argument(
+        "--connect",
+        action="store_true",
+        help="probe the connection to the other party as well: certificate, clock, speed, contract",
+    )
+    check.add_argument(
+        "--wait",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="with --connect: how long to wait for the other party (default: 60)",
     )
     _add_verify_transcript(commands)
     add_own_commands(commands)

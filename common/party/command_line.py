@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -39,6 +39,7 @@ MAY_CHANGE = frozenset(
         "leak_gate",
         "listen",
         "proxy",
+        "proxy_credentials",
         "reconnect",
         "run_budget",
         "runs_dir",
@@ -197,8 +198,17 @@ def save_resolved(settings: PartySettings, folder: Path) -> None:
     write_text_atomically(folder / "settings.yaml", resolved_yaml(settings))
 
 
-def report_check(settings: PartySettings, checks: Sequence[Callable[[], str]]) -> None:
+def report_check(
+    settings: PartySettings,
+    checks: Sequence[Callable[[], str]],
+    probes: Callable[[], Iterator[Callable[[], str]]] | None = None,
+) -> None:
     """Print the resolved settings and the outcome of every successful check.
+
+    Args:
+        settings: this party's.
+        checks: each returns what it has found, or raises it.
+        probes: yields further checks, which need the other party.
 
     Raises:
         SplitveilError: has the messages of all failed checks, and the smallest of their exit codes.
@@ -207,9 +217,19 @@ def report_check(settings: PartySettings, checks: Sequence[Callable[[], str]]) -
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     console.print(resolved_yaml(settings), markup=False)
     failures: list[SplitveilError] = []
-    for check in checks:
+
+    def take(check: Callable[[], str]) -> None:
         try:
             console.print(f"ok: {visible(check())}", markup=False)
+        except SplitveilError as error:
+            failures.append(error)
+
+    for check in checks:
+        take(check)
+    if probes is not None:
+        try:
+            for check in probes():
+                take(check)
         except SplitveilError as error:
             failures.append(error)
     if failures:

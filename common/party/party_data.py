@@ -15,14 +15,16 @@ from torch import Tensor
 
 from splitveil.common.data.converted import MappedTable, open_converted
 from splitveil.common.data.features import FeatureEncoder, Features
+from splitveil.common.data.id_forms import doubts_about, form_of
 from splitveil.common.data.ids import canonical_ids
 from splitveil.common.data.mapped_features import MappedFeatures, RowEncoder
 from splitveil.common.data.settings import DataSettings, FileSource, expand_path
 from splitveil.common.data.table import Table, read_table
-from splitveil.common.errors import DataError
+from splitveil.common.errors import DataError, SplitveilError
 from splitveil.common.party.party_settings import PartySettings
 from splitveil.common.run.contract import ColumnSplit, SplitSettings
 from splitveil.common.run.course import AlignedRows
+from splitveil.common.run.messages import IdForm
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.run.splits import SPLITS
 from splitveil.common.storage.initial_weights import SETTING, EarlierModel
@@ -63,11 +65,13 @@ class PartyData:
             if settings.source.cache_dir is not None:
                 with _conversion_bar(settings.source.path) as progress:
                     mapped = open_converted(settings, base_dir, progress, split_column)
+                _say_doubts(settings, mapped.source, mapped.ids)
                 return cls(settings, mapped, mapped.ids)
             _suggest_a_cache(settings.source.resolve(base_dir))
         table = read_table(settings, base_dir, split_column)
-        where = f"{table.source}: column {settings.id_column!r}"
-        return cls(settings, table, canonical_ids(table.ids, where))
+        ids = canonical_ids(table.ids, f"{table.source}: column {settings.id_column!r}")
+        _say_doubts(settings, table.source, ids)
+        return cls(settings, table, ids)
 
     def fit(
         self, training_rows: Positions, earlier: EarlierModel | None = None
@@ -156,6 +160,17 @@ class PartyData:
         return torch.from_numpy(self.table.labels[rows])
 
 
+def form_of_own_ids(settings: PartySettings) -> IdForm | None:
+    """Return how a party writes its ids; None if it numbers its rows, or they cannot be read."""
+    if settings.data.id_column is None:
+        return None
+    try:
+        data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
+    except SplitveilError:  # a run and a check say it
+        return None
+    return form_of(data.ids)
+
+
 def open_earlier_model(settings: PartySettings) -> EarlierModel | None:
     """Open the model that a party's settings start from; None without one.
 
@@ -171,6 +186,13 @@ def _joined(ids: Sequence[str]) -> Iterator[str]:
     """Yield all ids, separated by zero characters, in large pieces."""
     for start in range(0, len(ids), _IDS_AT_ONCE):
         yield ("\0" if start else "") + "\0".join(ids[start : start + _IDS_AT_ONCE])
+
+
+def _say_doubts(settings: DataSettings, source: str, ids: Sequence[str]) -> None:
+    """Warn, before anything is sent, of ids that the other party may write in another form."""
+    if settings.id_column is not None:
+        for doubt in doubts_about(ids, f"{source}: column {settings.id_column!r}"):
+            _logger.warning("%s", doubt)
 
 
 def _suggest_a_cache(path: Path) -> None:

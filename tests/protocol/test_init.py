@@ -220,7 +220,7 @@ def test_parquet_is_read_in_its_own_types(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a b", 'quo"te', "y", "#no", "ünï", "- x", "{{ p }}"])
 def test_any_name_of_a_column_is_written_as_it_is(tmp_path: Path, name: str) -> None:
-    columns = {
+    columns: dict[str, Sequence[object]] = {
         "id": list(range(ROWS)),
         '"' + name.replace('"', '""') + '"': [i % 2 for i in range(ROWS)],
         "z": [i / 7 for i in range(ROWS)],

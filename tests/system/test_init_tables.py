@@ -116,8 +116,8 @@ def features(data: DataSettings, folder: Path, file: str) -> tuple[np.ndarray, l
         columns.append(np.array([np.nan if cell in gaps else float(cell) for cell in values]))
         is_category.append(False)
     for column in data.features.categorical:
-        values = np.array([str(cell) for cell in table[column].to_pylist()])
-        _, codes, counts = np.unique(values, return_inverse=True, return_counts=True)
+        texts = np.array([str(cell) for cell in table[column].to_pylist()])
+        _, codes, counts = np.unique(texts, return_inverse=True, return_counts=True)
         by_frequency = np.argsort(np.argsort(-counts, kind="stable"))
         columns.append(np.minimum(by_frequency[codes], 254).astype(float))
         is_category.append(True)

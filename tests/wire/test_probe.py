@@ -301,10 +301,8 @@ def answer(port: int, data: bytes) -> bytes | grpc.StatusCode:
     [
         b"\xff",
         pb.ProbeRequest(introduction=pb.Introduction(party="passive")).SerializeToString(),
-        pb.ProbeRequest(
-            introduction=pb.Introduction(contract="{}", id_form=77)
-        ).SerializeToString(),
-        pb.LeaveRequest(run_id="x", reason=1).SerializeToString(),
+        b"\x0a\x06\x22\x02{}\x30\x4d",  # an introduction whose id_form is 77
+        pb.HandshakeReply(run_id="x").SerializeToString(),
     ],
 )
 def test_what_is_no_probe_is_refused(example: Path, port: int, data: bytes) -> None:

@@ -24,10 +24,12 @@ import yaml
 from splitveil.active_party import __main__ as active_party
 from splitveil.active_party.command import parser as active_parser
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.command import program as splitveil
 from splitveil.common.party.party_settings import PartySettings, load_party_settings
 from splitveil.common.run.contract import Contract
 from splitveil.common.settings import validate
 from splitveil.deploy import certs, demo, local
+from splitveil.deploy.init import command as init
 from splitveil.experiments import __main__ as experiments
 from splitveil.passive_party import __main__ as passive_party
 from splitveil.passive_party.settings import PassiveSettings
@@ -64,6 +66,7 @@ RUN_HERE = (
 TWO_RUNS = "two whole runs, which tests/system/test_local.py makes of fewer epochs"
 NEEDS_DOCKER = "builds images for minutes, from the network"
 OWN_ENVIRONMENT = "sets up .venv and takes minutes"
+INIT_ELSEWHERE = "would write over the page's files; tests/docs/test_two_organisations.py types it"
 READ_ONLY: Mapping[str, str] = {
     "pip install splitveil": "needs the network; tests/system/test_installed.py installs a wheel",
     "make demo": OWN_ENVIRONMENT,
@@ -79,6 +82,8 @@ READ_ONLY: Mapping[str, str] = {
         TWO_RUNS
     ),
     "splitveil-local deploy/examples/breast_cancer --defense none iso max_norm marvell": TWO_RUNS,
+    "splitveil init active clients.csv": INIT_ELSEWHERE,
+    "splitveil init passive usage.csv": INIT_ELSEWHERE,
     "splitveil-certs init certificates --days 90": "is run with the default, which is 90 days",
     "active-party run active.yaml --fresh": "tests/system/test_resume.py starts over",
     "docker compose up --build": NEEDS_DOCKER,
@@ -91,6 +96,8 @@ MENTIONED = (
     "active-party plan",
     "active-party report --output",
     "passive-party check",
+    "passive-party check --connect",
+    "splitveil init",
 )
 """Commands that a sentence names without a file to act on."""
 
@@ -113,7 +120,8 @@ def commands(page: Path) -> Iterator[str]:
 TUTORIAL = ROOT / "docs" / "guide" / "two-organisations.md"
 """Its commands are all typed, in two folders, by test_two_organisations.py."""
 
-ALL_COMMANDS = sorted({one for page in GUIDE if page != TUTORIAL for one in commands(page)})
+TYPED = frozenset(commands(TUTORIAL))
+ALL_COMMANDS = sorted({one for page in GUIDE for one in commands(page)} - TYPED)
 
 
 def settings_block(name: str) -> Block:
@@ -151,6 +159,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
 MAINS: Mapping[str, Callable[[Sequence[str]], int | None]] = {
     "active-party": active_party.main,
     "passive-party": passive_party.main,
+    "splitveil": splitveil.main,
     "splitveil-certs": certs.main,
     "python": lambda words: experiments.main(words[2:]),  # after -m and the module
 }
@@ -258,6 +267,9 @@ def test_what_is_not_run_is_at_least_read(text: str) -> None:
         case "splitveil-local":
             accept(local.parser().parse_args(arguments))
         case "splitveil":
+            if arguments[0] == "init":
+                init.parser("splitveil init").parse_args(arguments[1:])
+                return
             assert arguments[0] == "demo"
             options = demo.parser("splitveil demo").parse_args(arguments[1:])
             options.example_dir = EXAMPLES / options.example

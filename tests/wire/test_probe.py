@@ -291,7 +291,7 @@ def answer(port: int, data: bytes) -> bytes | grpc.StatusCode:
         try:
             reply: bytes = call(data, timeout=20)
         except grpc.RpcError as error:
-            code: grpc.StatusCode = error.code()  # type: ignore[attr-defined]
+            code: grpc.StatusCode = error.code()
             return code
     return reply
 

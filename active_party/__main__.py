@@ -25,7 +25,8 @@ from splitveil.active_party.assembly import (
 )
 from splitveil.active_party.command import parser
 from splitveil.active_party.ledger.earlier_ledgers import LEDGER
-from splitveil.active_party.plan import print_plan
+from splitveil.active_party.plan import show
+from splitveil.active_party.planned import plan_of
 from splitveil.active_party.report import write_comparison, write_report
 from splitveil.active_party.results import save_results
 from splitveil.active_party.serving.probe_server import probe_checks
@@ -47,6 +48,7 @@ from splitveil.common.party import command_line
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.ending import end_program, exit_code_of
 from splitveil.common.party.interruption import Interruption
+from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.transcript import Transcript
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
@@ -301,6 +303,7 @@ def _check(parsed: argparse.Namespace) -> None:
             data_and_model,
         ],
         partial(probe_checks, settings, parsed.wait) if parsed.connect else None,
+        as_json=parsed.json,
     )
 
 
@@ -321,11 +324,12 @@ def _check_noise_key(settings: ActiveSettings) -> None:
 
 def _plan(parsed: argparse.Namespace) -> None:
     settings = command_line.load_settings(ActiveSettings, parsed, "active")
-    target = parsed.target_leak_auc
-    if target is not None and not 0.5 < target < 1:
-        raise SettingsError(f"--target-leak-auc: expected an AUC between 0.5 and 1, got {target}")
     data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
-    print_plan(settings, data, target)
+    plan = plan_of(settings, data, parsed.target_leak_auc)
+    if parsed.json:
+        print_json(plan.to_json())
+    else:
+        show(plan)
 
 
 def _report(parsed: argparse.Namespace) -> None:
@@ -335,6 +339,8 @@ def _report(parsed: argparse.Namespace) -> None:
         written = write_report(parsed.run_dir, parsed.output)
     else:
         written = write_comparison(parsed.compare, parsed.output or Path("comparison.html"))
+    if parsed.json:
+        print_json({"report": str(written)})
     logger.info("report written to %s", written)
 
 

@@ -11,6 +11,9 @@ from typing import NoReturn
 
 from splitveil.common.party.arguments import Commands, add_command, add_verbosity, party_parser
 from splitveil.common.party.ending import end_program
+from splitveil.common.party.json_output import add_json
+
+REPORT_PURPOSE = "write a page that shows what a run revealed about the labels"
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -48,11 +51,17 @@ def _add_plan(commands: Commands) -> None:
         metavar="AUC",
         help="also print the power ratio at which the whole run stays below this",
     )
+    add_json(command)
 
 
 def _add_report(commands: Commands) -> None:
-    purpose = "write a page that shows what a run revealed about the labels"
-    command = commands.add_parser("report", help=purpose, description=purpose)
+    add_report_arguments(
+        commands.add_parser("report", help=REPORT_PURPOSE, description=REPORT_PURPOSE)
+    )
+
+
+def add_report_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of a command that writes reports."""
     command.add_argument("run_dir", type=Path, nargs="?", help="the run's folder, runs/<run name>")
     command.add_argument(
         "--compare", type=Path, nargs="+", metavar="RUN_DIR", help="set runs side by side instead"
@@ -63,4 +72,5 @@ def _add_report(commands: Commands) -> None:
         metavar="FILE",
         help="default: active/report.html in the run's folder, or comparison.html here",
     )
+    add_json(command)
     add_verbosity(command)

@@ -15,19 +15,26 @@ from typing import TYPE_CHECKING, Any
 from splitveil.common.text.version import VERSION
 
 if TYPE_CHECKING:
-    from splitveil import attacks, defenses
+    from splitveil.library.auditing import Audit, audit
     from splitveil.library.example_ledger import Ledger
+    from splitveil.library.planning import RunPlan, plan
     from splitveil.library.recorded_run import Run
     from splitveil.library.runs import Runs
+    from splitveil.library.schema import settings_schema
     from splitveil.library.simulating import simulate
 
 __all__ = [
+    "Audit",
     "Ledger",
     "Run",
+    "RunPlan",
     "Runs",
     "__version__",
     "attacks",
+    "audit",
     "defenses",
+    "plan",
+    "settings_schema",
     "simulate",
 ]
 
@@ -35,9 +42,14 @@ __version__ = VERSION
 """The version of the installed package."""
 
 _HOMES = {
+    "Audit": "auditing",
+    "audit": "auditing",
     "Ledger": "example_ledger",
     "Run": "recorded_run",
+    "RunPlan": "planning",
     "Runs": "runs",
+    "plan": "planning",
+    "settings_schema": "schema",
     "simulate": "simulating",
 }
 """Name -> its module in ``splitveil.library``."""

@@ -17,13 +17,16 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from pydantic import TypeAdapter, ValidationError
 
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.credentials import SOON_DAYS, dns_names, subject_of
+from splitveil.common.party.json_output import add_json, print_json
 from splitveil.common.run.contract import ACTIVE, DnsName, Name
 from splitveil.common.text.log_lines import configure_logging
 from splitveil.common.text.shell_completion import add_completion
@@ -83,6 +86,7 @@ def _init(options: argparse.Namespace) -> None:
         names[party] = _dns_name(party, name)
     (keep_certificates if options.keep else make_certificates)(options.folder, names, options.days)
     _warn_of_key(options.folder)
+    _print_made(options, parties)
 
 
 def _warn_of_key(folder: Path) -> None:
@@ -96,19 +100,25 @@ def _warn_of_key(folder: Path) -> None:
 def _authority(options: argparse.Namespace) -> None:
     made = make_authority(options.folder)
     _warn_of_key(options.folder)
-    _say(("written", str(authority_folder(options.folder).certificate)))
-    _say(("authority", fingerprint_of(made.certificate)))
+    written = str(authority_folder(options.folder).certificate)
+    _tell(options, {"written": written, "authority": fingerprint_of(made.certificate)})
 
 
 def _request(options: argparse.Namespace) -> None:
     made = make_request(options.folder, options.party, _name_of(options))
     own = PartyFolder(options.folder / options.party)
-    kept = "a new key, mode 0600" if made.is_new_key else "the key that was there"
-    _say(("private key", f"{own.private_key}: {kept}; it stays on this machine"))
-    _say(("request", f"{made.path}: send it to the authority"))
-    _say(("identity", made.name))
-    _say(("public key", made.fingerprint))
-    _say(("next", "read the public key's SHA-256 above to the authority over the phone"))
+    found = {
+        "private key": str(own.private_key),
+        "request": str(made.path),
+        "identity": made.name,
+        "public key": made.fingerprint,
+    }
+    _tell(
+        options,
+        found,
+        f"{'a new' if made.is_new_key else 'the same'} private key (mode 0600), which stays here; "
+        f"send the request to the authority, and read the public key's SHA-256 out over the phone",
+    )
 
 
 def _sign(options: argparse.Namespace) -> None:
@@ -116,12 +126,14 @@ def _sign(options: argparse.Namespace) -> None:
     made = sign_request(
         options.folder, options.request, own, _name_of(options), options.days, options.fingerprint
     )
-    _say(("identity", made.name))
-    _say(("public key", made.fingerprint))
-    _say(("authority", made.authority))
-    _say(("certificate", f"{made.own.certificate}, {options.days} days"))
-    heard = "compared" if options.fingerprint else "compare both lines over the phone first"
-    _say(("next", f"{heard}; then send {made.own.certificate} and {made.own.authority} back"))
+    found = {
+        "identity": made.name,
+        "public key": made.fingerprint,
+        "authority": made.authority,
+        "certificate": str(made.own.certificate),
+    }
+    heard = "" if options.fingerprint else "compare both SHA-256 over the phone, then "
+    _tell(options, found, f"{heard}send {made.own.certificate} and {made.own.authority} back")
 
 
 def _name_of(options: argparse.Namespace) -> str:
@@ -147,28 +159,55 @@ def _dns_name(party: str, name: str) -> str:
 
 def _renew(options: argparse.Namespace) -> None:
     renew_certificate(options.folder, options.party, options.days)
+    _print_made(options, [options.party])
+
+
+def _print_made(options: argparse.Namespace, parties: Sequence[str]) -> None:
+    """Print what the parties' certificates say, where JSON is asked for."""
+    if options.json:
+        files = {party: PartyFolder(options.folder / party).certificate for party in parties}
+        print_json({party: described(read_certificate(path)) for party, path in files.items()})
+
+
+def described(certificate: x509.Certificate) -> dict[str, Any]:
+    """Return the content of a certificate as plain values."""
+    return {
+        "subject": subject_of(certificate),
+        "identities": dns_names(certificate),
+        "issuer": certificate.issuer.rfc4514_string(),
+        "valid_from": certificate.not_valid_before_utc.isoformat(),
+        "valid_to": certificate.not_valid_after_utc.isoformat(),
+        "days_left": days_left(certificate),
+        "sha256": certificate.fingerprint(hashes.SHA256()).hex(),
+        "public_key": _key_of(certificate),
+    }
 
 
 def _show(options: argparse.Namespace) -> None:
     found = kind_of_file(options.file)
     if found == "a certificate signing request":
         request = read_request(options.file)
-        _say(("subject", request.subject.rfc4514_string()), ("public key", _key_of(request)))
+        subject = request.subject.rfc4514_string()
+        _tell(options, {"subject": subject, "public key": _key_of(request)})
         return
     if found != "a certificate":
         expected = "expected a certificate or a certificate signing request in PEM form"
         raise SettingsError(f"{options.file}: {expected}, found {found}")
     certificate = read_certificate(options.file)
-    _say(
-        ("subject", subject_of(certificate)),
-        ("identities", ", ".join(dns_names(certificate)) or "none"),
-        ("issuer", f"{certificate.issuer.rfc4514_string()!a}"),
-        ("valid from", f"{certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC"),
-        ("valid to", f"{certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"),
-        ("days left", str(days_left(certificate))),
-        ("SHA-256", fingerprint_of(certificate)),
-        ("public key", _key_of(certificate)),
-    )
+    if options.json:
+        print_json(described(certificate))
+        return
+    lines = {
+        "subject": subject_of(certificate),
+        "identities": ", ".join(dns_names(certificate)) or "none",
+        "issuer": f"{certificate.issuer.rfc4514_string()!a}",
+        "valid from": f"{certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC",
+        "valid to": f"{certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC",
+        "days left": str(days_left(certificate)),
+        "SHA-256": fingerprint_of(certificate),
+        "public key": _key_of(certificate),
+    }
+    _tell(options, lines)
 
 
 def _key_of(found: x509.Certificate | x509.CertificateSigningRequest) -> str:
@@ -178,8 +217,12 @@ def _key_of(found: x509.Certificate | x509.CertificateSigningRequest) -> str:
     return "of another kind than EC or RSA"
 
 
-def _say(*lines: tuple[str, str]) -> None:
-    for name, value in lines:
+def _tell(options: argparse.Namespace, found: dict[str, str], advice: str = "") -> None:
+    """Print what was found or made, and what to do next."""
+    if options.json:
+        print_json({name.replace(" ", "_"): value for name, value in found.items()})
+        return
+    for name, value in (found | ({"next": advice} if advice else {})).items():
         sys.stdout.write(visible(f"{name:<11} {value}") + "\n")
 
 
@@ -252,6 +295,8 @@ def parser(program: str = "splitveil-certs") -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="print the content of a certificate or request")
     show.add_argument("file", type=Path, metavar="FILE")
     show.set_defaults(action=_show)
+    for command in (init, authority, request, sign, renew, show):
+        add_json(command)
     return certs
 
 

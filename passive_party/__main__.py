@@ -236,6 +236,7 @@ def _check(parsed: argparse.Namespace) -> None:
             labels,
         ],
         probes if parsed.connect else None,
+        as_json=parsed.json,
     )
 
 

@@ -52,5 +52,21 @@ SUB_COMMANDS = (
         "make and show certificates, as splitveil-certs",
         "splitveil.deploy.certs",
     ),
+    SubCommand(
+        "report",
+        "write a page that shows what a run revealed about the labels",
+        "splitveil.command.report",
+    ),
+    SubCommand(
+        "compare",
+        "print the final figures of several runs, side by side",
+        "splitveil.command.compare",
+    ),
+    SubCommand(
+        "audit",
+        "attack gradients of any trainer, and print what they tell of the labels",
+        "splitveil.command.audit",
+    ),
+    SubCommand("schema", "print the JSON Schema of a settings file", "splitveil.command.schema"),
 )
 """In the order of the help."""

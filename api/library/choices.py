@@ -45,7 +45,7 @@ def own_defense(code: Callable[..., Any], **arguments: Any) -> CustomDefense:
     """
     if isinstance(code, type):
         if not issubclass(code, Defense):
-            raise SettingsError(f"{code.__name__}: expected a subclass of splitveil.defenses.Defense")
+            raise SettingsError(f"{code.__name__}: expected a subclass of defenses.Defense")
         return CustomDefense(module=name_of(code), arguments=arguments)
     if not callable(code):
         raise SettingsError(f"expected a defense's class or function, got {type(code).__name__}")
@@ -99,9 +99,10 @@ def named_defense(choice: DefenseChoice) -> NamedDefense:
         return NamedDefense(_title(found), dict(choice))
     if not isinstance(choice, DefenseSection):
         choice = own_defense(choice)
-    return NamedDefense(_title(choice), choice.model_dump(mode="json", exclude_defaults=True) | {
-        "name": choice.title
-    })
+    return NamedDefense(
+        _title(choice),
+        choice.model_dump(mode="json", exclude_defaults=True) | {"name": choice.title},
+    )
 
 
 def section(values: Mapping[str, Any]) -> DefenseSection:

@@ -1,7 +1,7 @@
 """The leak ledger for other trainers: what all answers about each example may have told.
 
-It is the ledger of a run (`splitveil.active_party.ledger`), which adds up charges example by example
-and knows for which peers a charge holds, behind an interface that needs no run.
+It is the ledger of a run (`splitveil.active_party.ledger`), which adds up charges example by
+example and knows for which peers a charge holds, behind an interface that needs no run.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -167,7 +167,7 @@ class Ledger:
                 "example": int(position),
                 "sum_kl": float(sum_kl),
                 "covers": str(widest_covered(int(caveats))),
-                **{f"bound: {one}": auc_bound(float(sum_kl), int(caveats), one) for one in Covers},
+                **{one.column: auc_bound(float(sum_kl), int(caveats), one) for one in Covers},
             }
             for position, sum_kl, caveats in zip(positions, *found, strict=True)
         )
@@ -193,7 +193,7 @@ class Ledger:
         self._accounts = book.ledger
 
     def save(self, folder: str | Path) -> Path:
-        """Write ``checkpoint/ledger.safetensors`` into a folder, where ``earlier_ledgers`` finds it.
+        """Write ``checkpoint/ledger.safetensors`` into a folder, for ``earlier_ledgers`` of a run.
 
         Args:
             folder: like a party's folder of a run; name its ``checkpoint`` in the settings.

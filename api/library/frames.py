@@ -1,4 +1,4 @@
-"""Tables for notebooks: data frames of pandas where it is installed, tables of pyarrow elsewhere."""
+"""Tables for notebooks: data frames of pandas where it is installed, else tables of pyarrow."""
 
 import html
 import math
@@ -42,7 +42,9 @@ def as_html(title: str, rows: Sequence[Row], note: str = "") -> str:
     """
     heads = "".join(f"<th>{html.escape(str(name))}</th>" for name in (rows[0] if rows else ()))
     body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(_shown(value))}</td>" for value in row.values()) + "</tr>"
+        "<tr>"
+        + "".join(f"<td>{html.escape(_shown(value))}</td>" for value in row.values())
+        + "</tr>"
         for row in rows
     )
     below = f"<p>{html.escape(note)}</p>" if note else ""

@@ -1,7 +1,7 @@
 """Tables in memory as the data of simulated parties: arrays, data frames, tables of pyarrow.
 
-Each table is written as a Parquet file beside settings made for it, so that a simulation reads it as
-two processes would. Numbers become numeric features, and texts categories.
+Each table is written as a Parquet file beside settings made for it, so that a simulation reads it
+as two processes would. Numbers become numeric features, and texts categories.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ def write_settings(
         active: the label owner's table: a data frame, a ``pyarrow.Table``, a mapping of columns, or
             an array with one row per example, whose columns become ``x0``, ``x1``, ...
         passive: the feature owner's table, or a mapping from the names of up to eight feature
-            owners to their tables.
+            owners to their tables; None for settings of the active party alone.
         label: the column of the active party's table that holds the labels.
         key: the column of ids that all tables have; without it, row n is the same example
             everywhere.
@@ -52,9 +52,11 @@ def write_settings(
         SettingsError: a table is of another kind, or lacks a column.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    owners = dict(passive) if _is_several(passive) else {"passive": passive}
+    owners: dict[str, Any] = {"passive": passive}
+    if passive is None or _is_several(passive):
+        owners = dict(passive or {})
     contract = dict(CONTRACT)
-    if list(owners) != ["passive"]:
+    if owners and list(owners) != ["passive"]:
         contract["passive_parties"] = list(owners)
     _write(folder / "contract.yaml", contract)
     table = as_table(active, "active")
@@ -64,9 +66,11 @@ def write_settings(
     classes = _classes(table.column(label))
     if classes > 2:
         data["classes"] = classes
-    _write(folder / "active.yaml", _settings(data) | {"top_model": TOP, "defense": {"name": "none"}})
-    for name, own in owners.items():
-        data = _data(folder, name, as_table(own, name), [], key)
+    _write(
+        folder / "active.yaml", _settings(data) | {"top_model": TOP, "defense": {"name": "none"}}
+    )
+    for name, given in owners.items():
+        data = _data(folder, name, as_table(given, name), [], key)
         settings = _settings(data) | {"bottom_model": BOTTOM, "party": name}
         settings["adversary"] = {
             "layers": ["cut"],

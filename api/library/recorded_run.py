@@ -31,13 +31,15 @@ class Run:
 
     Args:
         path: the run's folder ``runs/<run name>``, or the active party's folder in it.
+        owner: kept as long as the run, such as what deletes a temporary folder.
 
     Raises:
         SettingsError: there are no metrics of an active party in it.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = self._read(Path(path)).folder
+    def __init__(self, path: str | Path, *, owner: object = None) -> None:
+        self.path = read_run(Path(path)).folder
+        self._owner = owner
 
     @property
     def name(self) -> str:
@@ -159,7 +161,7 @@ class Run:
             "defense": self.defense,
             "test_auc": self.test_auc,
             "strongest_leak_auc": self.strongest_leak_auc,
-            **{_column(peers): bounds.get(str(peers)) for peers in Covers},
+            **{peers.column: bounds.get(str(peers)) for peers in Covers},
         }
 
     def __repr__(self) -> str:
@@ -171,11 +173,7 @@ class Run:
         return as_html(self.name, [self.overview()], note)
 
     def _files(self) -> RunFiles:
-        return self._read(self.path)
-
-    @staticmethod
-    def _read(path: Path) -> RunFiles:
-        return read_run(path)
+        return read_run(self.path)
 
     def _ledger_figures(self) -> LedgerFigures | None:
         active = self._files().active
@@ -196,7 +194,7 @@ class Run:
         for ledger in metrics.of(LedgerLine):
             row = by_epoch.setdefault(ledger.epoch, {"epoch": ledger.epoch})
             row["sum_kl"] = ledger.bounds.sum_kl.max
-            row |= {_column(p): one.max for p, one in ledger.bounds.by_peers().items()}
+            row |= {p.column: one.max for p, one in ledger.bounds.by_peers().items()}
         for leak in metrics.of(EpochLeakLine):
             row = by_epoch.setdefault(leak.epoch, {"epoch": leak.epoch})
             row |= {f"{one.layer}/{one.attack}": one.leak_auc for one in leak.figures}
@@ -210,7 +208,11 @@ class Run:
             for layer, batches in leak.batches.items():
                 for attack, found in batches.items():
                     own = {"layer": layer, "attack": attack, "over": "batches"}
-                    rest = {"leak_auc": found.mean, "q95": found.q95, "random_q95": found.random_q95}
+                    rest = {
+                        "leak_auc": found.mean,
+                        "q95": found.q95,
+                        "random_q95": found.random_q95,
+                    }
                     rows.append(head | own | rest)
             for layer, whole in leak.run_level.items():
                 for attack, of_run in whole.items():
@@ -241,8 +243,3 @@ def _batch_rows(party: PartyFiles) -> list[Row]:
         for line in party.metrics.of(LeakLine)
         for one in line.figures
     ]
-
-
-def _column(peers: Covers) -> str:
-    """Return the column of the bound for a circle of peers."""
-    return f"bound: {peers}"

@@ -10,10 +10,9 @@ from splitveil.common.privacy.covers import Covers
 from splitveil.library.example_ledger import Ledger
 from splitveil.library.frames import Row, as_html, frame
 from splitveil.library.recorded_run import Kind, Run
-from splitveil.library.scratch import Scratch
 
 KindOfSeveral: TypeAlias = Literal["runs", "defenses"] | Kind
-_MEASURED = ("test_auc", "strongest_leak_auc", *(f"bound: {peers}" for peers in Covers))
+_MEASURED = ("test_auc", "strongest_leak_auc", *(peers.column for peers in Covers))
 
 
 class PlannedRun(NamedTuple):
@@ -30,15 +29,11 @@ class Runs(Sequence[Run]):
     Args:
         runs: with what distinguishes each.
         folder: of all of them.
-        scratch: the folder's owner, if it is deleted with the last reference to the runs.
     """
 
-    def __init__(
-        self, runs: Mapping[PlannedRun, Run], folder: Path, scratch: Scratch | None = None
-    ) -> None:
+    def __init__(self, runs: Mapping[PlannedRun, Run], folder: Path) -> None:
         self.folder = folder
         self._runs = dict(runs)
-        self._scratch = scratch
 
     @overload
     def __getitem__(self, index: int) -> Run: ...
@@ -119,7 +114,11 @@ class Runs(Sequence[Run]):
         if of == "defenses":
             return list(self._of_defenses())
         if of == "runs":
-            return [self._head(planned) | run.overview() for planned, run in self._runs.items()]
+            # The title says more than the name that a run's own overview has.
+            return [
+                {**self._head(planned), **run.overview(), "defense": planned.defense}
+                for planned, run in self._runs.items()
+            ]
         if of not in get_args(Kind):
             expected = ("runs", "defenses", *get_args(Kind))
             raise ValueError(f"expected one of {', '.join(expected)}, got {of!r}")
@@ -142,16 +141,14 @@ class Runs(Sequence[Run]):
         path = None if output is None else Path(output)
         if len(self) == 1:
             return self[0].report(path)
-        return write_comparison(
-            [run.path for run in self], path or self.folder / "comparison.html"
-        )
+        return write_comparison([run.path for run in self], path or self.folder / "comparison.html")
 
     def __repr__(self) -> str:
         return f"Runs({len(self)} runs of {', '.join(self.defenses)} in {str(self.folder)!r})"
 
     def _repr_html_(self) -> str:
         rows = self.rows("defenses")
-        return as_html(f"{len(self)} runs", rows, "Means over seeds; sd: standard deviation.")
+        return as_html(f"{len(self)} runs", rows, "Means over seeds; sd is a standard deviation.")
 
     @staticmethod
     def _head(planned: PlannedRun) -> dict[str, object]:
@@ -165,5 +162,5 @@ class Runs(Sequence[Run]):
                 values = [value for run in runs if isinstance(value := run[name], float)]
                 row[name] = statistics.fmean(values) if values else None
                 if not name.startswith("bound"):
-                    row[f"{name} sd"] = statistics.stdev(values) if len(values) > 1 else None
+                    row[f"{name}_sd"] = statistics.stdev(values) if len(values) > 1 else None
             yield row

@@ -8,18 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import EndedForGood, SettingsError
 from splitveil.common.party import command_line
-from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.privacy.attacks import ATTACKS, SideInformation
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.storage.run_folder import claimed, move_aside
-from splitveil.deploy.demo import EXAMPLES, names_of_examples
-from splitveil.deploy.local import NamedDefense, Overrides, party_kinds
-from splitveil.library import own_data
+from splitveil.deploy.local import NamedDefense, Overrides
 from splitveil.library.choices import (
     AttackChoice,
     DefenseChoice,
@@ -27,17 +23,16 @@ from splitveil.library.choices import (
     named_defense,
     section,
 )
+from splitveil.library.loading import load, override, source_of
 from splitveil.library.recorded_run import Run
 from splitveil.library.runs import PlannedRun, Runs
 from splitveil.library.scratch import Scratch
-from splitveil.passive_party.settings import PassiveSettings
-from splitveil.simulation import PartiesSettings
 from splitveil.simulation.recorded import run_recorded
 
 NONCES_APART = 1_000_000
 """Difference between the nonce seeds of two parties: larger than any number of seeds."""
 
-EVERY_BATCH = {"queue_batches": 1024, "max_cpu_share": None}
+EVERY_BATCH: Mapping[str, Any] = {"queue_batches": 1024, "max_cpu_share": None}
 """Audits that leave no batch out: figures do not depend on how fast the machine is."""
 
 
@@ -52,6 +47,7 @@ def simulate(
     attacks: Sequence[AttackChoice] | None = None,
     seeds: int | Sequence[int] = 1,
     settings: Mapping[str, Any] | None = None,
+    threads: int | None = None,
     runs: str | Path | None = None,
 ) -> Runs:
     """Run both parties in this process, once for each defense and seed.
@@ -78,6 +74,8 @@ def simulate(
             initial weights and noise.
         settings: settings to override, by their dotted names as with ``--set``:
             ``{"contract.epochs": 3, "passive.bottom_model.hidden": [64]}``.
+        threads: the number of cores to compute on; by default that of the settings, or all. With
+            small models, one core is often as fast as all.
         runs: the folder of all runs. By default they are in a temporary folder, which is deleted
             with the last reference to the result. Tables in memory are written there, too.
 
@@ -89,10 +87,18 @@ def simulate(
             gate has ended is a result.
         ValueError: neither an example nor tables are given, or both, or there are no seeds.
     """
-    scratch = Scratch() if runs is None else None
-    folder = Path(runs) if scratch is None else scratch.path
-    source = _source(example, folder, active, passive, label, key)
-    base = _base(source, settings or {}, attacks)
+    if (active is None) != (passive is None):
+        raise ValueError("expected the tables of both parties, active and passive")
+    scratch: Scratch | None = None
+    if runs is None:
+        scratch = Scratch()
+        runs = scratch.path
+    folder = Path(runs)
+    source = source_of(example, folder, active, passive, label, key)
+    given = dict(settings or {})
+    if threads is not None:
+        given |= {f"{party}.torch_threads": threads for party in (ACTIVE, "passive")}
+    base = _base(source, given, attacks)
     chosen = _chosen(defense) or [_present(source, base)]
     numbers = list(range(seeds)) if isinstance(seeds, int) else [int(seed) for seed in seeds]
     if not numbers:
@@ -101,47 +107,33 @@ def simulate(
     for seed in numbers:
         for one in chosen:
             planned = PlannedRun(one.title, seed)
-            done[planned] = _run(source, base, one, seed, folder, is_only=len(chosen) == 1)
-    return Runs(done, folder, scratch)
-
-
-def _source(
-    example: str | Path | None, folder: Path, active: Any, passive: Any, label: str, key: str | None
-) -> Path:
-    """Return the folder with the parties' settings files."""
-    if (example is None) == (active is None) or (active is None) != (passive is None):
-        raise ValueError("expected an example, or the tables active and passive")
-    if example is None:
-        source = folder / "settings"
-        own_data.write_settings(source, active, passive, label=label, key=key)
-        return source
-    if str(example) in names_of_examples() and not Path(example).is_dir():
-        return EXAMPLES / example
-    if not (Path(example) / "active.yaml").is_file():
-        raise SettingsError(
-            f"{example}: expected a folder with active.yaml, or one of "
-            f"{', '.join(names_of_examples())}"
-        )
-    return Path(example)
+            run_folder = _run(source, base, one, seed, folder, is_only=len(chosen) == 1)
+            done[planned] = Run(run_folder, owner=scratch)
+    return Runs(done, folder)
 
 
 def _base(
     source: Path, settings: Mapping[str, Any], attacks: Sequence[AttackChoice] | None
 ) -> Overrides:
     """Return the overrides that all runs share."""
-    own = [_override(name, value) for name, value in settings.items()]
+    own = [override(name, value) for name, value in settings.items()]
     base = Overrides([], []).adding(*own)
-    parties = _load(source, base)
+    parties = load(source, base)
     chosen = None if attacks is None else [attack_settings(one) for one in attacks]
-    whole: dict[str, Any] = {**EVERY_BATCH} if chosen is None else {**EVERY_BATCH, "attacks": chosen}
-    if chosen is not None:
-        whole["attacks"] = [one for one in chosen if not _needs_activations(one)]
-    if parties.active.leak_monitor is not None and whole.get("attacks", True):
-        base = base.adding(*(_override(f"active.leak_monitor.{n}", v) for n, v in whole.items()))
+    if parties.active.leak_monitor is not None or chosen:
+        of_gradients = [one for one in chosen or [] if not _needs_activations(one)]
+        base = base.adding(*_audits("active.leak_monitor", chosen and of_gradients))
     if all(one.adversary is not None for one in parties.passive.values()):
-        whole = whole if chosen is None else {**whole, "attacks": chosen}
-        base = base.adding(*(_override(f"passive.adversary.{n}", v) for n, v in whole.items()))
+        base = base.adding(*_audits("passive.adversary", chosen))
     return base
+
+
+def _audits(place: str, attacks: Sequence[str | Mapping[str, Any]] | None) -> list[str]:
+    """Return the overrides of one party's attacks; those of the settings stay for None."""
+    if attacks is not None and not attacks:
+        return [f"{place}=null"]
+    values = EVERY_BATCH if attacks is None else {**EVERY_BATCH, "attacks": attacks}
+    return [override(f"{place}.{name}", value) for name, value in values.items()]
 
 
 def _needs_activations(attack: str | Mapping[str, Any]) -> bool:
@@ -154,8 +146,8 @@ def _needs_activations(attack: str | Mapping[str, Any]) -> bool:
 def _chosen(defense: DefenseChoice | Sequence[DefenseChoice] | None) -> list[NamedDefense]:
     if defense is None:
         return []
-    is_several = isinstance(defense, Sequence) and not isinstance(defense, str)
-    chosen = [named_defense(one) for one in (defense if is_several else [defense])]
+    several: list[Any] = [*defense] if isinstance(defense, list | tuple) else [defense]
+    chosen = [named_defense(one) for one in several]
     titles = [one.title for one in chosen]
     if len(set(titles)) < len(titles):
         raise SettingsError(f"defense: expected each defense once, got {', '.join(titles)}")
@@ -164,25 +156,26 @@ def _chosen(defense: DefenseChoice | Sequence[DefenseChoice] | None) -> list[Nam
 
 def _present(source: Path, base: Overrides) -> NamedDefense:
     """Return the defense that the settings name."""
-    return named_defense(_load(source, base).active.defense)
+    return named_defense(load(source, base).active.defense)
 
 
 def _run(
     source: Path, base: Overrides, defense: NamedDefense, seed: int, runs: Path, *, is_only: bool
-) -> Run:
-    name = _load(source, base).active.contract.run_name
+) -> Path:
+    """Run once, and return the run's folder."""
+    name = load(source, base).active.contract.run_name
     title = f"seed {seed}" if is_only else f"{defense.title} seed {seed}"
     own = NamedDefense(title, defense.settings).run_name(name)
     seeded = dict(defense.settings)
     if "insecure_noise_seed" in type(section(seeded)).model_fields:
         seeded.setdefault("insecure_noise_seed", seed)
     overrides = base.adding(
-        _override("contract.run_name", own),
-        _override("active.defense", seeded),
+        override("contract.run_name", own),
+        override("active.defense", seeded),
         *_of_both(model_seed=seed, runs_dir=str(runs)),
-        _override("active.insecure_nonce_seed", seed),
+        override("active.insecure_nonce_seed", seed),
     )
-    settings = _load(source, overrides)
+    settings = load(source, overrides)
     settings = settings._replace(
         passive={
             party: one.model_copy(update={"insecure_nonce_seed": seed + number * NONCES_APART})
@@ -197,42 +190,15 @@ def _run(
                 move_aside(folder / party)
         with _as_in_a_process_of_its_own(settings.active), suppress(EndedForGood):
             run_recorded(settings, folder)
-    return Run(folder)
+    return folder
 
 
 def _of_both(**values: Any) -> list[str]:
     return [
-        _override(f"{party}.{name}", value)
+        override(f"{party}.{name}", value)
         for name, value in values.items()
         for party in (ACTIVE, "passive")
     ]
-
-
-def _override(name: str, value: object) -> str:
-    plain = yaml.safe_dump(_plain(value), default_flow_style=True, width=10**6)
-    return f"{name}={plain.removesuffix(chr(10)).removesuffix('...').strip()}"
-
-
-def _plain(value: object) -> object:
-    """Return a value that YAML can hold."""
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
-
-
-def _load(source: Path, overrides: Overrides) -> PartiesSettings:
-    kinds = party_kinds(source)
-    unknown = sorted(overrides.each.keys() - set(kinds))
-    if unknown:
-        raise SettingsError(f"settings: {source} has no file {', '.join(unknown)}.yaml")
-    active = load_party_settings(ActiveSettings, source / "active.yaml", overrides.of(ACTIVE))
-    passive = [
-        load_party_settings(PassiveSettings, source / f"{kind}.yaml", overrides.of(kind))
-        for kind in kinds[1:]
-    ]
-    return PartiesSettings(active, {one.party: one for one in passive})
 
 
 @contextmanager

@@ -2,9 +2,9 @@
 
     runs/<run name>/<party>/settings.yaml, metrics.jsonl, summary.json, checkpoint/
 
-What processes do beyond that are certificates, gRPC, checkpoints on the way, transcripts and private
-set intersection. None of it changes a bit of what is learned, except for models with dropout, whose
-draws come from one generator here.
+What processes do beyond that are certificates, gRPC, checkpoints on the way, transcripts and
+private set intersection. None of it changes a bit of what is learned, except for models with
+dropout, whose draws come from one generator here.
 """
 
 from contextlib import ExitStack
@@ -102,12 +102,12 @@ def run_recorded(settings: PartiesSettings, run_folder: Path) -> None:
             stopped = error  # as configured: it ends with a summary, like any other run
         finally:
             recorder.note_refit(save_results(settings.active, active_folder, session, top))
-            for one in passive.values():
-                one.save_model()
+            for party in passive.values():
+                party.save_model()
     stopped = stopped or recorder.objection()
     write_summary(active_folder, replace(recorder.summary({}), version=VERSION))
-    for one in passive.values():
-        one.write_summary()
+    for party in passive.values():
+        party.write_summary()
     if stopped is not None:
         raise stopped
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
+from splitveil.common.party.json_output import add_json
 from splitveil.common.text.shell_completion import add_completion
 from splitveil.common.text.version import add_version
 
@@ -49,6 +50,7 @@ def party_parser(
         metavar="SECONDS",
         help="with --connect: how long to wait for the other party (default: 60)",
     )
+    add_json(check)
     _add_verify_transcript(commands)
     add_own_commands(commands)
     return parser
@@ -86,4 +88,5 @@ def _add_verify_transcript(commands: Commands) -> None:
     command.add_argument(
         "--against", type=Path, metavar="FILE", help="the other party's transcript.jsonl"
     )
+    add_json(command)
     add_verbosity(command)

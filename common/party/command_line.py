@@ -8,18 +8,20 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
 from rich.console import Console
 
 from splitveil.common.errors import SettingsError, SplitveilError
+from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_settings import (
     PartySettings,
     PartySettingsT,
     load_party_settings,
 )
-from splitveil.common.party.transcript import Broken, Verified, compare, verify
+from splitveil.common.party.transcript import Broken, Comparison, Verified, compare, verify
 from splitveil.common.storage.ended_run import end_of
 from splitveil.common.storage.run_folder import write_text_atomically
 from splitveil.common.storage.run_store import RunStore
@@ -58,16 +60,24 @@ def verify_transcript(parsed: argparse.Namespace) -> None:
         SettingsError: a file cannot be read.
         SplitveilError: a chain is broken, or one party received something the other did not send.
     """
-    found = _verified(parsed.transcript)
-    if parsed.against is None:
-        return
-    compared = compare(found, _verified(parsed.against))
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-    console.print(f"{compared.agreed:,} messages were received as the other party sent them")
-    for kind, count in compared.lost.items():
-        line = f"{kind}: {count:,} sent but not received, as when a connection breaks"
-        console.print(line, markup=False)
-    if compared.unsent:
+    verified = {}
+    for path in (parsed.transcript, parsed.against):
+        if path is not None:
+            verified[path] = _verified(path)
+            if not parsed.json:
+                _print_verified(path, verified[path])
+    both = list(verified.values())
+    compared = compare(*both) if parsed.against is not None else None
+    if parsed.json:
+        print_json(
+            {
+                "transcripts": [_plain_verified(path, one) for path, one in verified.items()],
+                "compared": None if compared is None else compared._asdict(),
+            }
+        )
+    elif compared is not None:
+        _print_compared(compared)
+    if compared is not None and compared.unsent:
         raise SplitveilError(
             "\n".join(
                 f"{kind}: {count:,} received that the other party did not record as sent"
@@ -83,12 +93,27 @@ def _verified(path: Path) -> Verified:
         raise SettingsError(f"{path}: cannot be read: {error.strerror}") from error
     if isinstance(found, Broken):
         raise SplitveilError(f"{path}: line {found.line}: {found.reason}")
+    return found
+
+
+def _print_verified(path: Path, found: Verified) -> None:
     Console(file=sys.stdout, highlight=False, soft_wrap=True).print(
         f"{visible(str(path))}: the chain of {found.entries:,} entries is intact; the last link "
         f"is {found.last_link}",
         markup=False,
     )
-    return found
+
+
+def _plain_verified(path: Path, found: Verified) -> dict[str, Any]:
+    return {"file": str(path), "entries": found.entries, "last_link": found.last_link}
+
+
+def _print_compared(compared: Comparison) -> None:
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    console.print(f"{compared.agreed:,} messages were received as the other party sent them")
+    for kind, count in compared.lost.items():
+        line = f"{kind}: {count:,} sent but not received, as when a connection breaks"
+        console.print(line, markup=False)
 
 
 def load_settings(
@@ -202,27 +227,37 @@ def report_check(
     settings: PartySettings,
     checks: Sequence[Callable[[], str]],
     probes: Callable[[], Iterator[Callable[[], str]]] | None = None,
+    *,
+    as_json: bool = False,
 ) -> None:
     """Print the resolved settings and the outcome of every successful check.
 
     Args:
-        settings: this party's.
-        checks: each returns what it has found, or raises it.
+        settings: of the party.
+        checks: each returns what it found, or raises.
         probes: yields further checks, which need the other party.
+        as_json: print settings and all outcomes, failures included, as one JSON document.
 
     Raises:
         SplitveilError: has the messages of all failed checks, and the smallest of their exit codes.
     """
     _find_own_modules(settings)
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=as_json)
     console.print(resolved_yaml(settings), markup=False)
     failures: list[SplitveilError] = []
+    outcomes: list[dict[str, object]] = []
+
+    def fail(error: SplitveilError) -> None:
+        failures.append(error)
+        outcomes.append({"ok": False, "found": str(error)})
 
     def take(check: Callable[[], str]) -> None:
         try:
-            console.print(f"ok: {visible(check())}", markup=False)
+            found = check()
+            console.print(f"ok: {visible(found)}", markup=False)
+            outcomes.append({"ok": True, "found": found})
         except SplitveilError as error:
-            failures.append(error)
+            fail(error)
 
     for check in checks:
         take(check)
@@ -231,7 +266,10 @@ def report_check(
             for check in probes():
                 take(check)
         except SplitveilError as error:
-            failures.append(error)
+            fail(error)
+    if as_json:
+        values = settings.model_dump(mode="json")
+        print_json({"ok": not failures, "checks": outcomes, "settings": values})
     if failures:
         worst = min(failures, key=lambda failure: failure.exit_code)
         raise _AllFailures(failures, worst.exit_code)

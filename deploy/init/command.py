@@ -11,6 +11,8 @@ import argparse
 from importlib import import_module
 from pathlib import Path
 
+from splitveil.common.party.json_output import add_json
+
 
 def parser(program: str) -> argparse.ArgumentParser:
     """Return the sub-command's parser.
@@ -50,7 +52,7 @@ def parser(program: str) -> argparse.ArgumentParser:
     init.add_argument("--run-name", metavar="NAME", help="default: the name of the file")
     init.add_argument("--address", default="127.0.0.1:50051", metavar="HOST:PORT")
     init.add_argument("--force", action="store_true", help="overwrite existing files")
-    init.add_argument("--json", action="store_true", help="print the outcome as JSON")
+    add_json(init)
     return init
 
 

@@ -1,7 +1,6 @@
 """Looks at a table and writes settings, by arguments or by answers at a terminal."""
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from rich.console import Console
 
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
+from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_settings import Address, load_party_settings
 from splitveil.common.run.contract import ACTIVE, Name
 from splitveil.common.text.visible_text import visible
@@ -133,7 +133,7 @@ def perform(options: argparse.Namespace) -> int:
         ask=_ask_terminal if sys.stdin.isatty() and not options.json else None,
     )
     if options.json:
-        sys.stdout.write(json.dumps(written.as_json(), indent=2) + "\n")
+        print_json(written.as_json())
     else:
         _print(written, options.role)
     return 0

@@ -194,7 +194,8 @@ def _check(parsed: argparse.Namespace) -> None:
     def connection() -> str:
         credentials = credential_files(settings, settings.party)
         security = check_security(credentials, settings.connect, "connect")
-        return f"connect: {_peer_state(settings)}; security: {security}"
+        state = "probed below" if parsed.connect else _peer_state(settings)
+        return f"connect: {state}; security: {security}"
 
     def data_and_model() -> str:
         data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)

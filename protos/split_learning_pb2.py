@@ -4,78 +4,81 @@
 # source: protos/split_learning.proto
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 7, 35, 1, "", "protos/split_learning.proto"
+    _runtime_version.Domain.PUBLIC,
+    7,
+    35,
+    1,
+    '',
+    'protos/split_learning.proto'
 )
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x1bprotos/split_learning.proto\x12\x0csplitveil.v1"\x95\x01\n\x10HandshakeRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05party\x18\x02 \x01(\t\x12\x10\n\x08\x63ontract\x18\x03 \x01(\t\x12\x18\n\x10nonce_commitment\x18\x04 \x01(\x0c\x12\x15\n\rresume_run_id\x18\x05 \x01(\t\x12\x15\n\rresume_places\x18\x06 \x03(\x04"\x9b\x01\n\x0eHandshakeReply\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x17\n\x0f\x63ontract_digest\x18\x02 \x01(\x0c\x12\r\n\x05nonce\x18\x03 \x01(\x0c\x12\x17\n\nresumes_at\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x19\n\x11nonce_commitments\x18\x05 \x03(\x0c\x12\x0e\n\x06survey\x18\x06 \x01(\x08\x42\r\n\x0b_resumes_at"\x8e\x02\n\nAlignFrame\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.splitveil.v1.AlignHelloH\x00\x12,\n\x06points\x18\x02 \x01(\x0b\x32\x1a.splitveil.v1.MaskedPointsH\x00\x12"\n\x04tags\x18\x03 \x01(\x0b\x32\x12.splitveil.v1.TagsH\x00\x12\'\n\x04\x64one\x18\x04 \x01(\x0b\x32\x17.splitveil.v1.AlignDoneH\x00\x12\'\n\x04wait\x18\x05 \x01(\x0b\x32\x17.splitveil.v1.AlignWaitH\x00\x12)\n\x05share\x18\x06 \x01(\x0b\x32\x18.splitveil.v1.AlignShareH\x00\x42\x06\n\x04\x62ody"\x9b\x01\n\nAlignHello\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\r\x12\x15\n\rnormalisation\x18\x03 \x01(\t\x12\x11\n\ttag_bytes\x18\x04 \x01(\r\x12\x11\n\tchunk_ids\x18\x05 \x01(\r\x12\x10\n\x08set_size\x18\x06 \x01(\x04\x12\r\n\x05nonce\x18\x07 \x01(\x0c\x12\x0e\n\x06run_id\x18\x08 \x01(\t"-\n\x0cMaskedPoints\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\x12\x0e\n\x06points\x18\x02 \x01(\x0c"#\n\x04Tags\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\x12\x0c\n\x04tags\x18\x02 \x01(\x0c"@\n\tAlignDone\x12\r\n\x05\x63ount\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x14\n\x0csplit_digest\x18\x03 \x01(\x0c"\x0b\n\tAlignWait"9\n\nAlignShare\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\x12\x0c\n\x04mask\x18\x02 \x01(\x0c\x12\x0e\n\x06nonces\x18\x03 \x03(\x0c"\xec\x01\n\x0bTensorFrame\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0c\n\x04step\x18\x03 \x01(\r\x12\x0c\n\x04rows\x18\x04 \x01(\r\x12\x18\n\x10positions_digest\x18\x05 \x01(\x0c\x12"\n\x05split\x18\x06 \x01(\x0e\x32\x13.splitveil.v1.Split\x12"\n\x05\x64type\x18\x07 \x01(\x0e\x32\x13.splitveil.v1.DType\x12\r\n\x05shape\x18\x08 \x03(\r\x12\x13\n\x0btotal_bytes\x18\t \x01(\x04\x12\x0e\n\x06offset\x18\n \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c"v\n\rEvaluateReply\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x0c\n\x04step\x18\x02 \x01(\r\x12$\n\x06\x63ourse\x18\x03 \x01(\x0e\x32\x14.splitveil.v1.Course\x12"\n\x05split\x18\x04 \x01(\x0e\x32\x13.splitveil.v1.Split"v\n\x0c\x41uditRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06\x61ttack\x18\x03 \x01(\t\x12\r\n\x05layer\x18\x04 \x01(\t\x12\x18\n\x10positions_digest\x18\x05 \x01(\x0c\x12\x0e\n\x06scores\x18\x06 \x01(\x0c"&\n\nAuditReply\x12\x18\n\x10leak_auc_percent\x18\x01 \x01(\r"I\n\x0cLeaveRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12)\n\x06reason\x18\x02 \x01(\x0e\x32\x19.splitveil.v1.LeaveReason"\x0c\n\nLeaveReply"\x93\x01\n\x0cIntroduction\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05party\x18\x03 \x01(\t\x12\x10\n\x08\x63ontract\x18\x04 \x01(\t\x12\x10\n\x08\x63lock_ms\x18\x05 \x01(\x04\x12%\n\x07id_form\x18\x06 \x01(\x0e\x32\x14.splitveil.v1.IdForm"Q\n\x0cProbeRequest\x12\x30\n\x0cintroduction\x18\x01 \x01(\x0b\x32\x1a.splitveil.v1.Introduction\x12\x0f\n\x07padding\x18\x02 \x01(\x0c"O\n\nProbeReply\x12\x30\n\x0cintroduction\x18\x01 \x01(\x0b\x32\x1a.splitveil.v1.Introduction\x12\x0f\n\x07padding\x18\x02 \x01(\x0c*X\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x11\n\rDTYPE_FLOAT16\x10\x02\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x03*g\n\x05Split\x12\x15\n\x11SPLIT_UNSPECIFIED\x10\x00\x12\x0f\n\x0bSPLIT_TRAIN\x10\x01\x12\x14\n\x10SPLIT_VALIDATION\x10\x02\x12\x0e\n\nSPLIT_TEST\x10\x03\x12\x10\n\x0cSPLIT_SURVEY\x10\x04*F\n\x06\x43ourse\x12\x16\n\x12\x43OURSE_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x43OURSE_CONTINUE\x10\x01\x12\x0f\n\x0b\x43OURSE_STOP\x10\x02*\xa0\x01\n\x0bLeaveReason\x12\x1c\n\x18LEAVE_REASON_UNSPECIFIED\x10\x00\x12\x19\n\x15LEAVE_REASON_FINISHED\x10\x01\x12\x1c\n\x18LEAVE_REASON_INTERRUPTED\x10\x02\x12!\n\x1dLEAVE_REASON_ALIGNMENT_FAILED\x10\x03\x12\x17\n\x13LEAVE_REASON_FAILED\x10\x04*|\n\x06IdForm\x12\x17\n\x13ID_FORM_UNSPECIFIED\x10\x00\x12\x11\n\rID_FORM_WHOLE\x10\x01\x12\x19\n\x15ID_FORM_LEADING_ZEROS\x10\x02\x12\x19\n\x15ID_FORM_DECIMAL_POINT\x10\x03\x12\x10\n\x0cID_FORM_TEXT\x10\x04\x32\xa4\x03\n\rSplitLearning\x12I\n\tHandshake\x12\x1e.splitveil.v1.HandshakeRequest\x1a\x1c.splitveil.v1.HandshakeReply\x12?\n\x05\x41lign\x12\x18.splitveil.v1.AlignFrame\x1a\x18.splitveil.v1.AlignFrame(\x01\x30\x01\x12\x41\n\x05Train\x12\x19.splitveil.v1.TensorFrame\x1a\x19.splitveil.v1.TensorFrame(\x01\x30\x01\x12\x46\n\x08\x45valuate\x12\x19.splitveil.v1.TensorFrame\x1a\x1b.splitveil.v1.EvaluateReply(\x01\x30\x01\x12=\n\x05\x41udit\x12\x1a.splitveil.v1.AuditRequest\x1a\x18.splitveil.v1.AuditReply\x12=\n\x05Leave\x12\x1a.splitveil.v1.LeaveRequest\x1a\x18.splitveil.v1.LeaveReply2J\n\tDiagnosis\x12=\n\x05Probe\x12\x1a.splitveil.v1.ProbeRequest\x1a\x18.splitveil.v1.ProbeReplyb\x06proto3'
-)
+
+
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bprotos/split_learning.proto\x12\x0csplitveil.v1\"\x95\x01\n\x10HandshakeRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05party\x18\x02 \x01(\t\x12\x10\n\x08\x63ontract\x18\x03 \x01(\t\x12\x18\n\x10nonce_commitment\x18\x04 \x01(\x0c\x12\x15\n\rresume_run_id\x18\x05 \x01(\t\x12\x15\n\rresume_places\x18\x06 \x03(\x04\"\x9b\x01\n\x0eHandshakeReply\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x17\n\x0f\x63ontract_digest\x18\x02 \x01(\x0c\x12\r\n\x05nonce\x18\x03 \x01(\x0c\x12\x17\n\nresumes_at\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x19\n\x11nonce_commitments\x18\x05 \x03(\x0c\x12\x0e\n\x06survey\x18\x06 \x01(\x08\x42\r\n\x0b_resumes_at\"\x8e\x02\n\nAlignFrame\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.splitveil.v1.AlignHelloH\x00\x12,\n\x06points\x18\x02 \x01(\x0b\x32\x1a.splitveil.v1.MaskedPointsH\x00\x12\"\n\x04tags\x18\x03 \x01(\x0b\x32\x12.splitveil.v1.TagsH\x00\x12\'\n\x04\x64one\x18\x04 \x01(\x0b\x32\x17.splitveil.v1.AlignDoneH\x00\x12\'\n\x04wait\x18\x05 \x01(\x0b\x32\x17.splitveil.v1.AlignWaitH\x00\x12)\n\x05share\x18\x06 \x01(\x0b\x32\x18.splitveil.v1.AlignShareH\x00\x42\x06\n\x04\x62ody\"\x9b\x01\n\nAlignHello\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\r\x12\x15\n\rnormalisation\x18\x03 \x01(\t\x12\x11\n\ttag_bytes\x18\x04 \x01(\r\x12\x11\n\tchunk_ids\x18\x05 \x01(\r\x12\x10\n\x08set_size\x18\x06 \x01(\x04\x12\r\n\x05nonce\x18\x07 \x01(\x0c\x12\x0e\n\x06run_id\x18\x08 \x01(\t\"-\n\x0cMaskedPoints\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\x12\x0e\n\x06points\x18\x02 \x01(\x0c\"#\n\x04Tags\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\x12\x0c\n\x04tags\x18\x02 \x01(\x0c\"@\n\tAlignDone\x12\r\n\x05\x63ount\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x14\n\x0csplit_digest\x18\x03 \x01(\x0c\"\x0b\n\tAlignWait\"9\n\nAlignShare\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\x12\x0c\n\x04mask\x18\x02 \x01(\x0c\x12\x0e\n\x06nonces\x18\x03 \x03(\x0c\"\xec\x01\n\x0bTensorFrame\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0c\n\x04step\x18\x03 \x01(\r\x12\x0c\n\x04rows\x18\x04 \x01(\r\x12\x18\n\x10positions_digest\x18\x05 \x01(\x0c\x12\"\n\x05split\x18\x06 \x01(\x0e\x32\x13.splitveil.v1.Split\x12\"\n\x05\x64type\x18\x07 \x01(\x0e\x32\x13.splitveil.v1.DType\x12\r\n\x05shape\x18\x08 \x03(\r\x12\x13\n\x0btotal_bytes\x18\t \x01(\x04\x12\x0e\n\x06offset\x18\n \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\"v\n\rEvaluateReply\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x0c\n\x04step\x18\x02 \x01(\r\x12$\n\x06\x63ourse\x18\x03 \x01(\x0e\x32\x14.splitveil.v1.Course\x12\"\n\x05split\x18\x04 \x01(\x0e\x32\x13.splitveil.v1.Split\"v\n\x0c\x41uditRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06\x61ttack\x18\x03 \x01(\t\x12\r\n\x05layer\x18\x04 \x01(\t\x12\x18\n\x10positions_digest\x18\x05 \x01(\x0c\x12\x0e\n\x06scores\x18\x06 \x01(\x0c\"&\n\nAuditReply\x12\x18\n\x10leak_auc_percent\x18\x01 \x01(\r\"I\n\x0cLeaveRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12)\n\x06reason\x18\x02 \x01(\x0e\x32\x19.splitveil.v1.LeaveReason\"\x0c\n\nLeaveReply\"\x93\x01\n\x0cIntroduction\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05party\x18\x03 \x01(\t\x12\x10\n\x08\x63ontract\x18\x04 \x01(\t\x12\x10\n\x08\x63lock_ms\x18\x05 \x01(\x04\x12%\n\x07id_form\x18\x06 \x01(\x0e\x32\x14.splitveil.v1.IdForm\"Q\n\x0cProbeRequest\x12\x30\n\x0cintroduction\x18\x01 \x01(\x0b\x32\x1a.splitveil.v1.Introduction\x12\x0f\n\x07padding\x18\x02 \x01(\x0c\"O\n\nProbeReply\x12\x30\n\x0cintroduction\x18\x01 \x01(\x0b\x32\x1a.splitveil.v1.Introduction\x12\x0f\n\x07padding\x18\x02 \x01(\x0c*X\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x11\n\rDTYPE_FLOAT16\x10\x02\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x03*g\n\x05Split\x12\x15\n\x11SPLIT_UNSPECIFIED\x10\x00\x12\x0f\n\x0bSPLIT_TRAIN\x10\x01\x12\x14\n\x10SPLIT_VALIDATION\x10\x02\x12\x0e\n\nSPLIT_TEST\x10\x03\x12\x10\n\x0cSPLIT_SURVEY\x10\x04*F\n\x06\x43ourse\x12\x16\n\x12\x43OURSE_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x43OURSE_CONTINUE\x10\x01\x12\x0f\n\x0b\x43OURSE_STOP\x10\x02*\xa0\x01\n\x0bLeaveReason\x12\x1c\n\x18LEAVE_REASON_UNSPECIFIED\x10\x00\x12\x19\n\x15LEAVE_REASON_FINISHED\x10\x01\x12\x1c\n\x18LEAVE_REASON_INTERRUPTED\x10\x02\x12!\n\x1dLEAVE_REASON_ALIGNMENT_FAILED\x10\x03\x12\x17\n\x13LEAVE_REASON_FAILED\x10\x04*|\n\x06IdForm\x12\x17\n\x13ID_FORM_UNSPECIFIED\x10\x00\x12\x11\n\rID_FORM_WHOLE\x10\x01\x12\x19\n\x15ID_FORM_LEADING_ZEROS\x10\x02\x12\x19\n\x15ID_FORM_DECIMAL_POINT\x10\x03\x12\x10\n\x0cID_FORM_TEXT\x10\x04\x32\xa4\x03\n\rSplitLearning\x12I\n\tHandshake\x12\x1e.splitveil.v1.HandshakeRequest\x1a\x1c.splitveil.v1.HandshakeReply\x12?\n\x05\x41lign\x12\x18.splitveil.v1.AlignFrame\x1a\x18.splitveil.v1.AlignFrame(\x01\x30\x01\x12\x41\n\x05Train\x12\x19.splitveil.v1.TensorFrame\x1a\x19.splitveil.v1.TensorFrame(\x01\x30\x01\x12\x46\n\x08\x45valuate\x12\x19.splitveil.v1.TensorFrame\x1a\x1b.splitveil.v1.EvaluateReply(\x01\x30\x01\x12=\n\x05\x41udit\x12\x1a.splitveil.v1.AuditRequest\x1a\x18.splitveil.v1.AuditReply\x12=\n\x05Leave\x12\x1a.splitveil.v1.LeaveRequest\x1a\x18.splitveil.v1.LeaveReply2J\n\tDiagnosis\x12=\n\x05Probe\x12\x1a.splitveil.v1.ProbeRequest\x1a\x18.splitveil.v1.ProbeReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "protos.split_learning_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.split_learning_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_DTYPE"]._serialized_start = 1930
-    _globals["_DTYPE"]._serialized_end = 2018
-    _globals["_SPLIT"]._serialized_start = 2020
-    _globals["_SPLIT"]._serialized_end = 2123
-    _globals["_COURSE"]._serialized_start = 2125
-    _globals["_COURSE"]._serialized_end = 2195
-    _globals["_LEAVEREASON"]._serialized_start = 2198
-    _globals["_LEAVEREASON"]._serialized_end = 2358
-    _globals["_IDFORM"]._serialized_start = 2360
-    _globals["_IDFORM"]._serialized_end = 2484
-    _globals["_HANDSHAKEREQUEST"]._serialized_start = 46
-    _globals["_HANDSHAKEREQUEST"]._serialized_end = 195
-    _globals["_HANDSHAKEREPLY"]._serialized_start = 198
-    _globals["_HANDSHAKEREPLY"]._serialized_end = 353
-    _globals["_ALIGNFRAME"]._serialized_start = 356
-    _globals["_ALIGNFRAME"]._serialized_end = 626
-    _globals["_ALIGNHELLO"]._serialized_start = 629
-    _globals["_ALIGNHELLO"]._serialized_end = 784
-    _globals["_MASKEDPOINTS"]._serialized_start = 786
-    _globals["_MASKEDPOINTS"]._serialized_end = 831
-    _globals["_TAGS"]._serialized_start = 833
-    _globals["_TAGS"]._serialized_end = 868
-    _globals["_ALIGNDONE"]._serialized_start = 870
-    _globals["_ALIGNDONE"]._serialized_end = 934
-    _globals["_ALIGNWAIT"]._serialized_start = 936
-    _globals["_ALIGNWAIT"]._serialized_end = 947
-    _globals["_ALIGNSHARE"]._serialized_start = 949
-    _globals["_ALIGNSHARE"]._serialized_end = 1006
-    _globals["_TENSORFRAME"]._serialized_start = 1009
-    _globals["_TENSORFRAME"]._serialized_end = 1245
-    _globals["_EVALUATEREPLY"]._serialized_start = 1247
-    _globals["_EVALUATEREPLY"]._serialized_end = 1365
-    _globals["_AUDITREQUEST"]._serialized_start = 1367
-    _globals["_AUDITREQUEST"]._serialized_end = 1485
-    _globals["_AUDITREPLY"]._serialized_start = 1487
-    _globals["_AUDITREPLY"]._serialized_end = 1525
-    _globals["_LEAVEREQUEST"]._serialized_start = 1527
-    _globals["_LEAVEREQUEST"]._serialized_end = 1600
-    _globals["_LEAVEREPLY"]._serialized_start = 1602
-    _globals["_LEAVEREPLY"]._serialized_end = 1614
-    _globals["_INTRODUCTION"]._serialized_start = 1617
-    _globals["_INTRODUCTION"]._serialized_end = 1764
-    _globals["_PROBEREQUEST"]._serialized_start = 1766
-    _globals["_PROBEREQUEST"]._serialized_end = 1847
-    _globals["_PROBEREPLY"]._serialized_start = 1849
-    _globals["_PROBEREPLY"]._serialized_end = 1928
-    _globals["_SPLITLEARNING"]._serialized_start = 2487
-    _globals["_SPLITLEARNING"]._serialized_end = 2907
-    _globals["_DIAGNOSIS"]._serialized_start = 2909
-    _globals["_DIAGNOSIS"]._serialized_end = 2983
+  DESCRIPTOR._loaded_options = None
+  _globals['_DTYPE']._serialized_start=1930
+  _globals['_DTYPE']._serialized_end=2018
+  _globals['_SPLIT']._serialized_start=2020
+  _globals['_SPLIT']._serialized_end=2123
+  _globals['_COURSE']._serialized_start=2125
+  _globals['_COURSE']._serialized_end=2195
+  _globals['_LEAVEREASON']._serialized_start=2198
+  _globals['_LEAVEREASON']._serialized_end=2358
+  _globals['_IDFORM']._serialized_start=2360
+  _globals['_IDFORM']._serialized_end=2484
+  _globals['_HANDSHAKEREQUEST']._serialized_start=46
+  _globals['_HANDSHAKEREQUEST']._serialized_end=195
+  _globals['_HANDSHAKEREPLY']._serialized_start=198
+  _globals['_HANDSHAKEREPLY']._serialized_end=353
+  _globals['_ALIGNFRAME']._serialized_start=356
+  _globals['_ALIGNFRAME']._serialized_end=626
+  _globals['_ALIGNHELLO']._serialized_start=629
+  _globals['_ALIGNHELLO']._serialized_end=784
+  _globals['_MASKEDPOINTS']._serialized_start=786
+  _globals['_MASKEDPOINTS']._serialized_end=831
+  _globals['_TAGS']._serialized_start=833
+  _globals['_TAGS']._serialized_end=868
+  _globals['_ALIGNDONE']._serialized_start=870
+  _globals['_ALIGNDONE']._serialized_end=934
+  _globals['_ALIGNWAIT']._serialized_start=936
+  _globals['_ALIGNWAIT']._serialized_end=947
+  _globals['_ALIGNSHARE']._serialized_start=949
+  _globals['_ALIGNSHARE']._serialized_end=1006
+  _globals['_TENSORFRAME']._serialized_start=1009
+  _globals['_TENSORFRAME']._serialized_end=1245
+  _globals['_EVALUATEREPLY']._serialized_start=1247
+  _globals['_EVALUATEREPLY']._serialized_end=1365
+  _globals['_AUDITREQUEST']._serialized_start=1367
+  _globals['_AUDITREQUEST']._serialized_end=1485
+  _globals['_AUDITREPLY']._serialized_start=1487
+  _globals['_AUDITREPLY']._serialized_end=1525
+  _globals['_LEAVEREQUEST']._serialized_start=1527
+  _globals['_LEAVEREQUEST']._serialized_end=1600
+  _globals['_LEAVEREPLY']._serialized_start=1602
+  _globals['_LEAVEREPLY']._serialized_end=1614
+  _globals['_INTRODUCTION']._serialized_start=1617
+  _globals['_INTRODUCTION']._serialized_end=1764
+  _globals['_PROBEREQUEST']._serialized_start=1766
+  _globals['_PROBEREQUEST']._serialized_end=1847
+  _globals['_PROBEREPLY']._serialized_start=1849
+  _globals['_PROBEREPLY']._serialized_end=1928
+  _globals['_SPLITLEARNING']._serialized_start=2487
+  _globals['_SPLITLEARNING']._serialized_end=2907
+  _globals['_DIAGNOSIS']._serialized_start=2909
+  _globals['_DIAGNOSIS']._serialized_end=2983
 # @@protoc_insertion_point(module_scope)

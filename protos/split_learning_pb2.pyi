@@ -43,7 +43,6 @@ class IdForm(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ID_FORM_LEADING_ZEROS: _ClassVar[IdForm]
     ID_FORM_DECIMAL_POINT: _ClassVar[IdForm]
     ID_FORM_TEXT: _ClassVar[IdForm]
-
 DTYPE_UNSPECIFIED: DType
 DTYPE_FLOAT32: DType
 DTYPE_FLOAT16: DType
@@ -68,14 +67,7 @@ ID_FORM_DECIMAL_POINT: IdForm
 ID_FORM_TEXT: IdForm
 
 class HandshakeRequest(_message.Message):
-    __slots__ = (
-        "protocol_version",
-        "party",
-        "contract",
-        "nonce_commitment",
-        "resume_run_id",
-        "resume_places",
-    )
+    __slots__ = ("protocol_version", "party", "contract", "nonce_commitment", "resume_run_id", "resume_places")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     PARTY_FIELD_NUMBER: _ClassVar[int]
     CONTRACT_FIELD_NUMBER: _ClassVar[int]
@@ -88,15 +80,7 @@ class HandshakeRequest(_message.Message):
     nonce_commitment: bytes
     resume_run_id: str
     resume_places: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(
-        self,
-        protocol_version: _Optional[int] = ...,
-        party: _Optional[str] = ...,
-        contract: _Optional[str] = ...,
-        nonce_commitment: _Optional[bytes] = ...,
-        resume_run_id: _Optional[str] = ...,
-        resume_places: _Optional[_Iterable[int]] = ...,
-    ) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., party: _Optional[str] = ..., contract: _Optional[str] = ..., nonce_commitment: _Optional[bytes] = ..., resume_run_id: _Optional[str] = ..., resume_places: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HandshakeReply(_message.Message):
     __slots__ = ("run_id", "contract_digest", "nonce", "resumes_at", "nonce_commitments", "survey")
@@ -112,15 +96,7 @@ class HandshakeReply(_message.Message):
     resumes_at: int
     nonce_commitments: _containers.RepeatedScalarFieldContainer[bytes]
     survey: bool
-    def __init__(
-        self,
-        run_id: _Optional[str] = ...,
-        contract_digest: _Optional[bytes] = ...,
-        nonce: _Optional[bytes] = ...,
-        resumes_at: _Optional[int] = ...,
-        nonce_commitments: _Optional[_Iterable[bytes]] = ...,
-        survey: _Optional[bool] = ...,
-    ) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., contract_digest: _Optional[bytes] = ..., nonce: _Optional[bytes] = ..., resumes_at: _Optional[int] = ..., nonce_commitments: _Optional[_Iterable[bytes]] = ..., survey: _Optional[bool] = ...) -> None: ...
 
 class AlignFrame(_message.Message):
     __slots__ = ("hello", "points", "tags", "done", "wait", "share")
@@ -136,27 +112,10 @@ class AlignFrame(_message.Message):
     done: AlignDone
     wait: AlignWait
     share: AlignShare
-    def __init__(
-        self,
-        hello: _Optional[_Union[AlignHello, _Mapping]] = ...,
-        points: _Optional[_Union[MaskedPoints, _Mapping]] = ...,
-        tags: _Optional[_Union[Tags, _Mapping]] = ...,
-        done: _Optional[_Union[AlignDone, _Mapping]] = ...,
-        wait: _Optional[_Union[AlignWait, _Mapping]] = ...,
-        share: _Optional[_Union[AlignShare, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, hello: _Optional[_Union[AlignHello, _Mapping]] = ..., points: _Optional[_Union[MaskedPoints, _Mapping]] = ..., tags: _Optional[_Union[Tags, _Mapping]] = ..., done: _Optional[_Union[AlignDone, _Mapping]] = ..., wait: _Optional[_Union[AlignWait, _Mapping]] = ..., share: _Optional[_Union[AlignShare, _Mapping]] = ...) -> None: ...
 
 class AlignHello(_message.Message):
-    __slots__ = (
-        "engine",
-        "version",
-        "normalisation",
-        "tag_bytes",
-        "chunk_ids",
-        "set_size",
-        "nonce",
-        "run_id",
-    )
+    __slots__ = ("engine", "version", "normalisation", "tag_bytes", "chunk_ids", "set_size", "nonce", "run_id")
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NORMALISATION_FIELD_NUMBER: _ClassVar[int]
@@ -173,17 +132,7 @@ class AlignHello(_message.Message):
     set_size: int
     nonce: bytes
     run_id: str
-    def __init__(
-        self,
-        engine: _Optional[str] = ...,
-        version: _Optional[int] = ...,
-        normalisation: _Optional[str] = ...,
-        tag_bytes: _Optional[int] = ...,
-        chunk_ids: _Optional[int] = ...,
-        set_size: _Optional[int] = ...,
-        nonce: _Optional[bytes] = ...,
-        run_id: _Optional[str] = ...,
-    ) -> None: ...
+    def __init__(self, engine: _Optional[str] = ..., version: _Optional[int] = ..., normalisation: _Optional[str] = ..., tag_bytes: _Optional[int] = ..., chunk_ids: _Optional[int] = ..., set_size: _Optional[int] = ..., nonce: _Optional[bytes] = ..., run_id: _Optional[str] = ...) -> None: ...
 
 class MaskedPoints(_message.Message):
     __slots__ = ("chunk", "points")
@@ -209,12 +158,7 @@ class AlignDone(_message.Message):
     count: int
     digest: bytes
     split_digest: bytes
-    def __init__(
-        self,
-        count: _Optional[int] = ...,
-        digest: _Optional[bytes] = ...,
-        split_digest: _Optional[bytes] = ...,
-    ) -> None: ...
+    def __init__(self, count: _Optional[int] = ..., digest: _Optional[bytes] = ..., split_digest: _Optional[bytes] = ...) -> None: ...
 
 class AlignWait(_message.Message):
     __slots__ = ()
@@ -228,27 +172,10 @@ class AlignShare(_message.Message):
     chunk: int
     mask: bytes
     nonces: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(
-        self,
-        chunk: _Optional[int] = ...,
-        mask: _Optional[bytes] = ...,
-        nonces: _Optional[_Iterable[bytes]] = ...,
-    ) -> None: ...
+    def __init__(self, chunk: _Optional[int] = ..., mask: _Optional[bytes] = ..., nonces: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class TensorFrame(_message.Message):
-    __slots__ = (
-        "run_id",
-        "epoch",
-        "step",
-        "rows",
-        "positions_digest",
-        "split",
-        "dtype",
-        "shape",
-        "total_bytes",
-        "offset",
-        "data",
-    )
+    __slots__ = ("run_id", "epoch", "step", "rows", "positions_digest", "split", "dtype", "shape", "total_bytes", "offset", "data")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -271,20 +198,7 @@ class TensorFrame(_message.Message):
     total_bytes: int
     offset: int
     data: bytes
-    def __init__(
-        self,
-        run_id: _Optional[str] = ...,
-        epoch: _Optional[int] = ...,
-        step: _Optional[int] = ...,
-        rows: _Optional[int] = ...,
-        positions_digest: _Optional[bytes] = ...,
-        split: _Optional[_Union[Split, str]] = ...,
-        dtype: _Optional[_Union[DType, str]] = ...,
-        shape: _Optional[_Iterable[int]] = ...,
-        total_bytes: _Optional[int] = ...,
-        offset: _Optional[int] = ...,
-        data: _Optional[bytes] = ...,
-    ) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., rows: _Optional[int] = ..., positions_digest: _Optional[bytes] = ..., split: _Optional[_Union[Split, str]] = ..., dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., total_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class EvaluateReply(_message.Message):
     __slots__ = ("epoch", "step", "course", "split")
@@ -296,13 +210,7 @@ class EvaluateReply(_message.Message):
     step: int
     course: Course
     split: Split
-    def __init__(
-        self,
-        epoch: _Optional[int] = ...,
-        step: _Optional[int] = ...,
-        course: _Optional[_Union[Course, str]] = ...,
-        split: _Optional[_Union[Split, str]] = ...,
-    ) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., course: _Optional[_Union[Course, str]] = ..., split: _Optional[_Union[Split, str]] = ...) -> None: ...
 
 class AuditRequest(_message.Message):
     __slots__ = ("run_id", "epoch", "attack", "layer", "positions_digest", "scores")
@@ -318,15 +226,7 @@ class AuditRequest(_message.Message):
     layer: str
     positions_digest: bytes
     scores: bytes
-    def __init__(
-        self,
-        run_id: _Optional[str] = ...,
-        epoch: _Optional[int] = ...,
-        attack: _Optional[str] = ...,
-        layer: _Optional[str] = ...,
-        positions_digest: _Optional[bytes] = ...,
-        scores: _Optional[bytes] = ...,
-    ) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., attack: _Optional[str] = ..., layer: _Optional[str] = ..., positions_digest: _Optional[bytes] = ..., scores: _Optional[bytes] = ...) -> None: ...
 
 class AuditReply(_message.Message):
     __slots__ = ("leak_auc_percent",)
@@ -340,9 +240,7 @@ class LeaveRequest(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     reason: LeaveReason
-    def __init__(
-        self, run_id: _Optional[str] = ..., reason: _Optional[_Union[LeaveReason, str]] = ...
-    ) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., reason: _Optional[_Union[LeaveReason, str]] = ...) -> None: ...
 
 class LeaveReply(_message.Message):
     __slots__ = ()
@@ -362,15 +260,7 @@ class Introduction(_message.Message):
     contract: str
     clock_ms: int
     id_form: IdForm
-    def __init__(
-        self,
-        protocol_version: _Optional[int] = ...,
-        version: _Optional[str] = ...,
-        party: _Optional[str] = ...,
-        contract: _Optional[str] = ...,
-        clock_ms: _Optional[int] = ...,
-        id_form: _Optional[_Union[IdForm, str]] = ...,
-    ) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., version: _Optional[str] = ..., party: _Optional[str] = ..., contract: _Optional[str] = ..., clock_ms: _Optional[int] = ..., id_form: _Optional[_Union[IdForm, str]] = ...) -> None: ...
 
 class ProbeRequest(_message.Message):
     __slots__ = ("introduction", "padding")
@@ -378,11 +268,7 @@ class ProbeRequest(_message.Message):
     PADDING_FIELD_NUMBER: _ClassVar[int]
     introduction: Introduction
     padding: bytes
-    def __init__(
-        self,
-        introduction: _Optional[_Union[Introduction, _Mapping]] = ...,
-        padding: _Optional[bytes] = ...,
-    ) -> None: ...
+    def __init__(self, introduction: _Optional[_Union[Introduction, _Mapping]] = ..., padding: _Optional[bytes] = ...) -> None: ...
 
 class ProbeReply(_message.Message):
     __slots__ = ("introduction", "padding")
@@ -390,8 +276,4 @@ class ProbeReply(_message.Message):
     PADDING_FIELD_NUMBER: _ClassVar[int]
     introduction: Introduction
     padding: bytes
-    def __init__(
-        self,
-        introduction: _Optional[_Union[Introduction, _Mapping]] = ...,
-        padding: _Optional[bytes] = ...,
-    ) -> None: ...
+    def __init__(self, introduction: _Optional[_Union[Introduction, _Mapping]] = ..., padding: _Optional[bytes] = ...) -> None: ...

@@ -275,6 +275,22 @@ def test_both_parties_learn_of_each_other(protected: Path, trusted: Path, port: 
     assert "contract: the active party holds the same" in theirs
 
 
+def test_a_server_of_probes_says_that_no_run_is_served(example: Path, port: int) -> None:
+    settings = of_passive(example, port)
+    server = ProbeServer(settings.contract, f"127.0.0.1:{port}", None, None)
+    asked: list[bool] = []
+
+    def ask() -> None:
+        with GrpcPeer(PeerConnection(settings.connect, settings.contract), settings.reconnect) as p:
+            asked.append(p.is_ready())
+        found(settings, wait_s=60)
+
+    waiting = in_background(ask)
+    server.wait(60, Interruption())
+    waiting.join()
+    assert asked == [False]
+
+
 def test_a_party_that_does_not_come_is_named(example: Path, port: int) -> None:
     contract = of_passive(example, port).contract
     server = ProbeServer(contract, f"127.0.0.1:{port}", None, None)

@@ -12,6 +12,7 @@ from splitveil.common.errors import InvalidMessage, PeerUnreachable, SplitveilEr
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.party_data import form_of_own_ids
 from splitveil.common.run.contract import DTYPE_BYTES, Contract
+from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import shown_certificate
 from splitveil.common.wire.limits import (
     PARTY_KEY,
@@ -32,7 +33,6 @@ from splitveil.common.wire.probe_findings import (
     checks_of,
     clock_in_words,
 )
-from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.protos import split_learning_pb2 as pb
 

@@ -7,10 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, cast
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
-from splitveil.active_party.serving.error_interceptor import ErrorInterceptor
-from splitveil.active_party.serving.server import HealthService
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import PeerUnreachable
 from splitveil.common.party.credentials import CredentialFiles, credential_files
@@ -18,8 +16,10 @@ from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import form_of_own_ids
 from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.run.messages import IdForm
-from splitveil.common.wire.endpoint import SERVICE, add_port, channel_options
-from splitveil.common.wire.limits import CONCURRENT_RPCS, SERVER_THREADS, STREAMS_PER_CONNECTION
+from splitveil.common.wire.endpoint import SERVICE, add_port, server_options
+from splitveil.common.wire.error_interceptor import ErrorInterceptor
+from splitveil.common.wire.health import add_health
+from splitveil.common.wire.limits import CONCURRENT_RPCS, SERVER_THREADS
 from splitveil.common.wire.probe_codec import Introduction
 from splitveil.common.wire.probe_desk import ProbeDesk
 from splitveil.common.wire.probe_findings import (
@@ -76,17 +76,11 @@ class ProbeServer:
                 *([] if credentials is None else [PartyInterceptor(contract)]),
                 ErrorInterceptor(_log_refusal),
             ],
-            options=[
-                *channel_options(contract),
-                ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION),
-                ("grpc.compression_enabled_algorithms_bitset", 1),
-            ],
+            options=server_options(contract),
             maximum_concurrent_rpcs=CONCURRENT_RPCS,
         )
         self._desk.add_to(self._server)
-        health = HealthService()
-        health.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
-        health_pb2_grpc.add_HealthServicer_to_server(health, self._server)
+        add_health(self._server, SERVICE).set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
         add_port(self._server, address, credentials)
 
     def wait(self, wait_s: float, interruption: Interruption) -> None:

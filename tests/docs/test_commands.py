@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import chdir, redirect_stderr, redirect_stdout
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,11 +26,11 @@ from splitveil.active_party import __main__ as active_party
 from splitveil.active_party.command import parser as active_parser
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.command import program as splitveil
+from splitveil.command.table import SUB_COMMANDS
 from splitveil.common.party.party_settings import PartySettings, load_party_settings
 from splitveil.common.run.contract import Contract
 from splitveil.common.settings import validate
-from splitveil.deploy import certs, demo, local
-from splitveil.deploy.init import command as init
+from splitveil.deploy import certs, local
 from splitveil.experiments import __main__ as experiments
 from splitveil.passive_party import __main__ as passive_party
 from splitveil.passive_party.settings import PassiveSettings
@@ -65,6 +66,8 @@ RUN_HERE = (
 
 TWO_RUNS = "two whole runs, which tests/system/test_local.py makes of fewer epochs"
 NEEDS_DOCKER = "builds images for minutes, from the network"
+THE_SAME = "is run as the command of one party, whose module tests/api/test_command.py finds"
+IN_API = "tests/api/test_command.py runs it"
 OWN_ENVIRONMENT = "sets up .venv and takes minutes"
 INIT_ELSEWHERE = "would write over the page's files; tests/docs/test_two_organisations.py types it"
 READ_ONLY: Mapping[str, str] = {
@@ -78,6 +81,13 @@ READ_ONLY: Mapping[str, str] = {
     "splitveil demo --defense marvell:strength.power_ratio=16 --set contract.epochs=5": TWO_RUNS,
     "splitveil demo breast_cancer_two_labs": "tests/system/test_several_parties.py runs it",
     "splitveil demo digits": "tests/system/test_several_classes.py runs it",
+    "splitveil active run active.yaml": THE_SAME,
+    "splitveil passive run passive.yaml": THE_SAME,
+    "splitveil report runs/NAME": THE_SAME,
+    "splitveil compare runs/NAME runs/OTHER": IN_API,
+    "splitveil audit gradients.npz --batch-size 100": IN_API,
+    "splitveil schema active": IN_API,
+    "splitveil --print-completion bash": IN_API,
     "splitveil-local deploy/examples/breast_cancer --defense marvell --set contract.epochs=5": (
         TWO_RUNS
     ),
@@ -292,13 +302,7 @@ def test_what_is_not_run_is_at_least_read(text: str) -> None:
         case "splitveil-local":
             accept(local.parser().parse_args(arguments))
         case "splitveil":
-            if arguments[0] == "init":
-                init.parser("splitveil init").parse_args(arguments[1:])
-                return
-            assert arguments[0] == "demo"
-            options = demo.parser("splitveil demo").parse_args(arguments[1:])
-            options.example_dir = EXAMPLES / options.example
-            accept(options)
+            read_by_sub_command(arguments)
         case "make":
             targets = (ROOT / "Makefile").read_text(encoding="utf-8")
             assert re.search(rf"^{arguments[0]}:", targets, re.MULTILINE)
@@ -307,6 +311,20 @@ def test_what_is_not_run_is_at_least_read(text: str) -> None:
             assert all((ROOT / file).is_file() for file in files)
         case _:
             assert text == "pip install splitveil"
+
+
+def read_by_sub_command(arguments: Sequence[str]) -> None:
+    """Read the arguments of ``splitveil`` as its sub-command does, and an example's settings."""
+    if arguments[0].startswith("-"):
+        with pytest.raises(SystemExit) as end:
+            splitveil.main(arguments)
+        assert end.value.code == 0
+        return
+    (module,) = (one.module for one in SUB_COMMANDS if one.name == arguments[0])
+    options = import_module(module).parser(f"splitveil {arguments[0]}").parse_args(arguments[1:])
+    if arguments[0] == "demo":
+        options.example_dir = EXAMPLES / options.example
+        accept(options)
 
 
 @pytest.mark.parametrize("text", MENTIONED)
@@ -342,19 +360,36 @@ def test_a_misspelt_option_or_setting_is_noticed() -> None:
         test_what_is_not_run_is_at_least_read("splitveil demo --set contract.epoch=5")
 
 
-PROGRAMS = [block for page in GUIDE for block in blocks(page) if block.language == "python"]
+PROGRAMS = [page for page in GUIDE if any(one.language == "python" for one in blocks(page))]
 
 
-@pytest.mark.parametrize("block", PROGRAMS, ids=lambda block: block.lines[0])
-def test_every_program_runs_as_it_stands(
-    block: Block, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+PRINTED = {
+    "README.md": r"projected_labels",
+    "docs/guide/quickstart.md": (
+        r"test AUC 0\.\d+\nbound for anybody 1\.0\n(bound for .* [01]\.\d+\n){2}"
+    ),
+    "docs/guide/python-api.md": (
+        r"(?s)projected_labels.*\n0\.(6|59)\d*\ncomparison\.html\n0\.\d+\n.*clipped ratio=0\.5"
+        r".*True 0\.\d+.*cut/largest.*EpsilonBound.*\n0\.7[0-4]\d+\n.*power ratio.*0\.6.*"
+        r"\['active', 'contract', 'passive'\]"
+    ),
+}
+"""Page -> what its programs print, run one after the other in one interpreter."""
+
+
+@pytest.mark.parametrize("page", PROGRAMS, ids=name_of)
+def test_the_programs_of_a_page_run_as_they_stand(
+    page: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.chdir(ROOT)
-    exec(compile(block.text, "guide", "exec"), {})  # noqa: S102 (it is the page's own)
-    assert re.search(
-        r"test AUC 0\.\d+\nbound for anybody 1\.0\n(bound for .* [01]\.\d+\n){2}",
-        capsys.readouterr().out,
-    )
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for block in blocks(page):
+        if block.language == "python":
+            exec(compile(block.text, name_of(page), "exec"), names)  # noqa: S102 (the page's own)
+    assert re.search(PRINTED[name_of(page)], capsys.readouterr().out)
 
 
 SNIPPETS = [

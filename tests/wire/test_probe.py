@@ -31,12 +31,12 @@ from splitveil.common.run.contract_difference import first_difference
 from splitveil.common.run.messages import IdForm
 from splitveil.common.settings import validate
 from splitveil.common.wire import probe_codec, probe_findings
+from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.http_proxy import HttpProxy
 from splitveil.common.wire.limits import PROBE_BYTES, PROBE_PADDING_BYTES
 from splitveil.common.wire.probe_desk import ProbeDesk
 from splitveil.common.wire.probe_findings import clock_in_words
 from splitveil.passive_party import probing
-from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.probing import connection_checks
 from splitveil.passive_party.settings import PassiveSettings

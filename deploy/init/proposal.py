@@ -1,7 +1,7 @@
 """Puts together the settings that fit a party's table, and writes them with the reasons beside."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -32,12 +32,6 @@ from splitveil.deploy.init.tables import RawTable
 
 Role = Literal["active", "passive"]
 
-_ENV = Environment(
-    loader=PackageLoader("splitveil.deploy.init"),
-    undefined=StrictUndefined,
-    autoescape=False,  # noqa: S701 (YAML, whose values the filters quote)
-    keep_trailing_newline=True,
-)
 _MANY_CATEGORIES = 1000
 _ROWS_PER_COUNT = 4000
 _MOST_MIN_COUNT = 20
@@ -157,7 +151,8 @@ def described(table: RawTable) -> list[Column]:
 def texts_of(proposal: Proposal, role: Role) -> dict[str, str]:
     """Return the files of a proposal by name."""
     names = ["active.yaml", "contract.yaml"] if role == ACTIVE else ["passive.yaml"]
-    return {name: _ENV.get_template(f"{name}.jinja").render(p=proposal) for name in names}
+    templates = _templates()
+    return {name: templates.get_template(f"{name}.jinja").render(p=proposal) for name in names}
 
 
 def write_files(folder: Path, texts: Mapping[str, str], *, force: bool) -> list[Path]:
@@ -187,6 +182,18 @@ def _run_name(path: Path) -> str:
     return name or "run"
 
 
+def _templates() -> Environment:
+    """Return the templates, whose filters quote every value as YAML."""
+    found = Environment(
+        loader=PackageLoader("splitveil.deploy.init"),
+        undefined=StrictUndefined,
+        autoescape=False,  # noqa: S701 (this is no HTML)
+        keep_trailing_newline=True,
+    )
+    found.filters |= {"flow": _flow, "scalar": _flow, "quoted": _quoted, "remark": _remark}
+    return found
+
+
 def _flow(value: object) -> str:
     plain = list(value) if isinstance(value, tuple) else value
     text = yaml.safe_dump(plain, default_flow_style=True, width=10**6, allow_unicode=True)
@@ -200,11 +207,3 @@ def _quoted(value: str) -> str:
 
 def _remark(text: object) -> str:
     return visible(str(text))
-
-
-def _register(names: Sequence[tuple[str, Any]]) -> None:
-    for name, made in names:
-        _ENV.filters[name] = made
-
-
-_register([("flow", _flow), ("scalar", _flow), ("quoted", _quoted), ("remark", _remark)])

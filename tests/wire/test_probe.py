@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,19 @@ def test_both_parties_learn_of_each_other(protected: Path, trusted: Path, port: 
     assert ours[1].startswith("clock: ")
     assert ours[3:] == ["contract: party passive holds the same", "ids: texts at both parties"]
     assert "contract: the active party holds the same" in theirs
+
+
+def test_every_passive_party_of_several_is_waited_for(example: Path, port: int) -> None:
+    several = "contract.passive_parties=[means, extremes]"
+    settings = [of_passive(example, port, several, f"party={p}") for p in ("means", "extremes")]
+    server = ProbeServer(settings[0].contract, f"127.0.0.1:{port}", None, IdForm.TEXT)
+    probing_parties = [in_background(partial(found, one, wait_s=60)) for one in settings]
+    server.wait(60, Interruption())
+    for thread in probing_parties:
+        thread.join()
+    told = outcomes(server.checks())
+    for name in ("means", "extremes"):
+        assert f"contract: party {name} holds the same" in told
 
 
 def test_a_server_of_probes_says_that_no_run_is_served(example: Path, port: int) -> None:

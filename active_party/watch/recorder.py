@@ -110,7 +110,7 @@ class ActiveRecorder(RunRecorder):
             "epoch %d/%d: loss %s%s%s",
             epoch + 1,
             self._settings.contract.epochs,
-            in_short(self._train_loss),
+            in_short(self._train_loss, 3),
             "" if judged is None else f", {judged.split} AUC {judged.auc:.4f}",
             self._ledger_in_short(),
         )
@@ -251,7 +251,7 @@ class ActiveRecorder(RunRecorder):
         """Return the ledger's bound for anybody in short; empty where it has none."""
         told = self._ahead if self._bounds is None else self._bounds.or_more(self._ahead)
         bound = None if told is None else told.guarantee.max
-        return "" if bound is None or bound >= 1 else f", ledger AUC at most {auc_at_most(bound)}"
+        return "" if bound is None or bound >= 1 else f", bound {auc_at_most(bound)}"
 
     def _leak_figures(self, told: LeakBounds | None) -> LeakFigures | None:
         leak = self._watch.figures()

@@ -9,7 +9,7 @@ import pytest
 from splitveil.active_party.watch.recorder import ActiveRecorder
 from tests.runs import build_parties, run_in_process
 
-LINE = re.compile(r"epoch (\d)/2: loss ([\d.]+), (validation|test) AUC ([\d.]+)(, ledger AUC .*)?")
+LINE = re.compile(r"epoch (\d)/2: loss ([\d.]+), (validation|test) AUC ([\d.]+)(, bound .*)?")
 
 
 def lines(
@@ -53,4 +53,5 @@ def test_the_bound_for_anybody_is_beside_them(
 ) -> None:
     strength = "defense={name: projected_labels, strength: {leak_auc: 0.7}}"
     found = lines(example, tmp_path, caplog, strength)
-    assert found[-1][5] == ", ledger AUC at most 0.700"
+    assert found[-1][5] == ", bound 0.700"
+    assert max(len(f"12:00:00 active INFO {one[0]}") for one in found) <= 80

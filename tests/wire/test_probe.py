@@ -97,6 +97,10 @@ def found(
     return outcomes(connection_checks(settings, link, wait_s))
 
 
+def note(settings: PassiveSettings, into: list[str]) -> None:
+    into.extend(found(settings, wait_s=60))
+
+
 def outcomes(checks: Iterator[Callable[[], str]]) -> list[str]:
     told = []
     for check in checks:
@@ -280,11 +284,15 @@ def test_every_passive_party_of_several_is_waited_for(example: Path, port: int) 
     several = "contract.passive_parties=[means, extremes]"
     settings = [of_passive(example, port, several, f"party={p}") for p in ("means", "extremes")]
     server = ProbeServer(settings[0].contract, f"127.0.0.1:{port}", None, IdForm.TEXT)
-    probing_parties = [in_background(partial(found, one, wait_s=60)) for one in settings]
+    told_to: list[list[str]] = [[], []]
+    both = zip(settings, told_to, strict=True)
+    probing_parties = [in_background(partial(note, own, into)) for own, into in both]
     server.wait(60, Interruption())
     for thread in probing_parties:
         thread.join()
     told = outcomes(server.checks())
+    for into in told_to:
+        assert "contract: the active party holds the same" in into
     for name in ("means", "extremes"):
         assert f"contract: party {name} holds the same" in told
 

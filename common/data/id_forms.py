@@ -1,99 +1,115 @@
-"""Finds out how ids are written, and says what may keep two parties' ids from being equal.
+"""Finds ids whose written form is probably not the one that the other party writes.
 
-The same person may stand in one table as 7, in another as 007 or 7.0: spreadsheets and numeric
-columns drop leading zeros, and a numeric column with gaps adds a decimal point. Such ids are
-compared as texts and are not equal. No message holds an id.
+Two parties compare the texts of ids: 7, 007 and 7.0 are three ids. Nothing of that is an error, as
+a party cannot know how the other one writes the same id; so it is said, before anything is sent.
+Since an id identifies a person, the sentences contain counts and never an id.
 """
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from splitveil.common.run.messages import IdForm
 
-LOOKED_AT = 200_000
-"""Ids that are looked at, at equal distances over the table."""
+_DECIMAL = r"^[+-]?\d+\.0*$"
+_EXPONENT = r"^[+-]?\d+(\.\d+)?[eE][+-]?\d+$"
+_DIGITS = r"^\d+$"
+_NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
+_WHOLE = r"^[+-]?\d+$"
 
-_WHOLE = re.compile(r"[+-]?\d+")
-_LEADING_ZEROS = re.compile(r"[+-]?0\d+")
-_DECIMAL_POINT = re.compile(r"[+-]?\d*[.,]\d*([eE][+-]?\d+)?")
-_ROW_NUMBERS_FROM = 20
+LOOKED_AT = 200_000
+"""Ids that decide about the form of all, at equal distances over the table."""
+_LEAST_ROW_NUMBERS = 20
 """Rows from which ids that count the rows are no coincidence."""
 
 
+class IdForms:
+    """Counts ids by their form; they may come in parts."""
+
+    def __init__(self) -> None:
+        self._num_decimals = 0
+        self._num_exponents = 0
+        self._num_padded = 0
+        self._num_ids = 0
+        self._num_numbers = 0
+        self._num_whole = 0
+        self._first_number: int | None = None
+        self._lengths: set[int] = set()
+
+    @property
+    def form(self) -> IdForm:
+        """How the ids are written, in one word that holds for all of them."""
+        if self._num_numbers < self._num_ids:
+            return IdForm.TEXT
+        if self._num_whole < self._num_ids:
+            return IdForm.DECIMAL_POINT
+        return IdForm.LEADING_ZEROS if self._num_padded else IdForm.WHOLE
+
+    def add(self, ids: Iterable[str]) -> None:
+        """Count some canonical ids."""
+        text = pa.array(ids, pa.string())
+        self._count_rows(text)
+        self._num_ids += len(text)
+        self._num_numbers += _count(pc.match_substring_regex(text, _NUMBER))
+        self._num_whole += _count(pc.match_substring_regex(text, _WHOLE))
+        self._num_decimals += _count(pc.match_substring_regex(text, _DECIMAL))
+        self._num_exponents += _count(pc.match_substring_regex(text, _EXPONENT))
+        digits = text.filter(pc.match_substring_regex(text, _DIGITS))
+        lengths = pc.utf8_length(digits)
+        self._lengths |= set(np.unique(lengths.to_numpy()).tolist())
+        starts_with_zero = pc.starts_with(digits, "0")
+        self._num_padded += _count(pc.and_(starts_with_zero, pc.greater(lengths, 1)))
+
+    def doubts(self) -> Sequence[str]:
+        """Return a sentence for each doubtful form."""
+        found = []
+        if self._num_decimals:
+            found.append(
+                f"{self._num_decimals:,} ids are whole numbers written with a decimal point, such "
+                f"as 7.0: they equal no id that the other party writes as 7"
+            )
+        if self._num_exponents:
+            found.append(
+                f"{self._num_exponents:,} ids are written like 1.2e+15, as spreadsheets shorten "
+                f"long numbers: they equal no id in full"
+            )
+        if self._num_padded and len(self._lengths) > 1:
+            found.append(
+                f"{self._num_padded:,} ids of digits begin with 0, but they have "
+                f"{min(self._lengths)} to {max(self._lengths)} digits and so no common width: 007 "
+                f"and 7 are two ids"
+            )
+        if self._first_number is not None and self._num_ids >= _LEAST_ROW_NUMBERS:
+            found.append(
+                "the ids are the numbers of the rows: they name the same examples at both parties "
+                "only if both tables were numbered in the same order"
+            )
+        return found
+
+    def _count_rows(self, text: pa.Array) -> None:
+        """Note whether the ids count the rows, from 0 or 1, so far."""
+        if not len(text):
+            return
+        if not self._num_ids:
+            first = text[0].as_py()
+            self._first_number = int(first) if first in {"0", "1"} else None
+        if self._first_number is None:
+            return
+        start = self._first_number + self._num_ids
+        counted = pc.cast(pa.array(range(start, start + len(text))), pa.string())
+        if not text.equals(counted):
+            self._first_number = None
+
+
 def form_of(ids: Sequence[str]) -> IdForm:
-    """Return how ids are written, by those that ``LOOKED_AT`` leaves."""
-    seen = set(map(_form_of_one, _some(ids)))
-    return next(
-        form
-        for form in (IdForm.TEXT, IdForm.DECIMAL_POINT, IdForm.LEADING_ZEROS, IdForm.WHOLE)
-        if form in seen or form is IdForm.WHOLE
-    )
-
-
-def doubts_about(ids: Sequence[str], where: str) -> list[str]:
-    """Say what makes it doubtful that another party writes the same ids.
-
-    Args:
-        ids: canonical ids, row by row.
-        where: file and column, for the sentences.
-    """
-    return [f"{where}: {doubt}" for doubt in _doubts(ids)]
-
-
-def _doubts(ids: Sequence[str]) -> Iterator[str]:
-    some = _some(ids)
-    forms = [_form_of_one(text) for text in some]
-    points = forms.count(IdForm.DECIMAL_POINT)
-    zeros = forms.count(IdForm.LEADING_ZEROS)
-    whole = forms.count(IdForm.WHOLE)
-    in_all = "" if len(some) == len(ids) else f" of {len(some):,} that were looked at"
-    if points and points + zeros + whole == len(some):
-        yield (
-            f"{points:,} ids{in_all} have a decimal point, as in 7.0: ids are compared as texts, "
-            f"and 7.0 is not 7; write the column as text or as whole numbers"
-        )
-    if zeros and zeros + whole == len(some):
-        widths = {len(text) for text in some}
-        fixed = " (all are equally long)" if len(widths) == 1 else ""
-        yield (
-            f"{zeros:,} ids{in_all} have leading zeros{fixed}, as in 007: the other party has to "
-            f"write them, too, because 007 is not 7; spreadsheets and numeric columns drop them"
-        )
-    alike = _differing_in_form_only(some, forms)
-    if alike:
-        yield f"{alike:,} ids{in_all} are equal to another one as numbers, but not as texts"
-    if len(some) == len(ids) >= _ROW_NUMBERS_FROM and whole == len(some) and _count_rows(ids):
-        yield (
-            "the ids are the numbers of the rows: they name the same examples at both parties only "
-            "if both tables were numbered in the same order"
-        )
-
-
-def _some(ids: Sequence[str]) -> Sequence[str]:
+    """Return how canonical ids are written."""
     step = -(-len(ids) // LOOKED_AT)
-    return ids if step <= 1 else [ids[row] for row in range(0, len(ids), step)]
+    forms = IdForms()
+    forms.add([ids[row] for row in range(0, len(ids), max(step, 1))])
+    return forms.form
 
 
-def _form_of_one(text: str) -> IdForm:
-    if _WHOLE.fullmatch(text):
-        return IdForm.LEADING_ZEROS if _LEADING_ZEROS.fullmatch(text) else IdForm.WHOLE
-    is_number = _DECIMAL_POINT.fullmatch(text) and any(map(str.isdigit, text))
-    return IdForm.DECIMAL_POINT if is_number else IdForm.TEXT
-
-
-def _differing_in_form_only(ids: Sequence[str], forms: Sequence[IdForm]) -> int:
-    """Count the ids that are another one's number, such as 7 and 007, or 7 and 7.0."""
-    if len(set(forms) - {IdForm.TEXT}) < 2 and IdForm.LEADING_ZEROS not in forms:
-        return 0
-    numbers = [
-        text.partition(".")[0].lstrip("+").lstrip("0")
-        for text, form in zip(ids, forms, strict=True)
-        if form is not IdForm.TEXT and not text.partition(".")[2].strip("0")
-    ]
-    return len(numbers) - len(set(numbers))
-
-
-def _count_rows(ids: Sequence[str]) -> bool:
-    return ids[0] in {"0", "1"} and all(
-        text == str(number) for number, text in enumerate(ids, start=int(ids[0]))
-    )
+def _count(is_it: pa.Array) -> int:
+    return pc.sum(is_it).as_py() or 0

@@ -100,6 +100,7 @@ class Choices(NamedTuple):
     label: Label | None
     numeric: tuple[Column, ...]
     categorical: tuple[Column, ...]
+    timestamps: tuple[Column, ...]
     left_out: tuple[LeftOut, ...]
     split_column: str | None
     """A column that says train, validation or test."""
@@ -107,13 +108,18 @@ class Choices(NamedTuple):
     @property
     def gaps(self) -> tuple[str, ...]:
         """The texts that mean "no value" in any of the features."""
-        found = {gap for column in (*self.numeric, *self.categorical) for gap in column.gaps}
+        found = {gap for column in self.features for gap in column.gaps}
         return tuple(sorted(found | {""}))
 
     @property
+    def features(self) -> tuple[Column, ...]:
+        """The columns that the model reads."""
+        return (*self.numeric, *self.categorical, *self.timestamps)
+
+    @property
     def has_numeric_gaps(self) -> bool:
-        """Whether a numeric column has cells without a number."""
-        return any(column.missing for column in self.numeric)
+        """Whether a column of numbers or times has cells without one."""
+        return any(column.missing for column in (*self.numeric, *self.timestamps))
 
     @property
     def is_skewed(self) -> bool:
@@ -258,7 +264,7 @@ def choose_features(
         _named(columns, name, "--numeric, --categorical and --exclude")
     is_positive = None if label is None else _is_rarest(cells[label.column], label)
     own = {id_column, None if label is None else label.column}
-    numeric, categorical, left_out, split = [], [], [], None
+    numeric, categorical, timestamps, left_out, split = [], [], [], [], None
     for column in columns:
         if column.name in own:
             continue
@@ -270,9 +276,19 @@ def choose_features(
             numeric.append(column)
         elif column.name in wishes.categorical or column.looks_like_codes or column.kind == "text":
             categorical.append(column)
+        elif column.kind == "time":
+            timestamps.append(column)
         else:
             numeric.append(column)
-    return Choices(id_column, label, tuple(numeric), tuple(categorical), tuple(left_out), split)
+    return Choices(
+        id_column,
+        label,
+        tuple(numeric),
+        tuple(categorical),
+        tuple(timestamps),
+        tuple(left_out),
+        split,
+    )
 
 
 _SPLIT = "says train, validation or test: see split in contract.yaml"
@@ -298,8 +314,8 @@ def _reason_in_its_cells(column: Column) -> str:
     """Return why no model can use a column's cells, or an empty text."""
     if column.kind in {"empty", "constant", "other"}:
         return column.in_words()
-    if column.kind == "time":
-        return "dates or times: turn them into numbers first, such as the hour or an age in days"
+    if column.kind == "odd time":
+        return f"{column.in_words()}: see timestamps and timestamp_format in docs/settings.md"
     if column.kind == "text" and set(column.values) <= set(SPLITS):
         return _SPLIT
     if column.kind == "text" and column.distinct > _MOST_CATEGORIES_SHARE * column.present:

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from splitveil.common.data.columns import NUMBER
 
-Kind = Literal["empty", "constant", "whole", "number", "time", "text", "other"]
-"""What the cells of a column hold: nothing; one value; whole numbers; numbers; dates or times;
-texts; or something that is neither text, number nor time, such as a list."""
+Kind = Literal["empty", "constant", "whole", "number", "time", "odd time", "text", "other"]
+"""What the cells of a column hold: nothing; one value; whole numbers; numbers; dates or times (of
+ISO 8601, or in another form); texts; or something that is none of these, such as a list."""
 
 GAPS = ("", "?", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null", "None", "none", "-", "#N/A")
 """Texts that mean "no value" where a column holds them beside other cells."""
@@ -63,6 +63,7 @@ CODE_WORDS = frozenset(
 """Words in the names of columns whose whole numbers are codes and not quantities."""
 
 _WHOLE = r"^[+-]?\d+$"
+_ISO_TIME = r"^\d{4}-\d{2}-\d{2}([ T]\d{2}:\d{2}(:\d{2}(\.\d+)?)?(Z|[+-]\d{2}:\d{2})?)?$"
 _TIME = r"^\d{4}[-/.]\d{1,2}[-/.]\d{1,2}([ T]\d{1,2}:\d{2}.*)?$|^\d{1,2}[/.]\d{1,2}[/.]\d{4}( .*)?$"
 _MOST_CODES = 1000
 _LEAST_REPEATS = 20
@@ -118,6 +119,7 @@ class Column(NamedTuple):
             "whole": f"whole numbers, {self.distinct:,} distinct",
             "number": f"numbers, {self.distinct:,} distinct",
             "time": "dates or times",
+            "odd time": "dates or times, but not as ISO 8601 writes them",
             "text": f"texts, {self.distinct:,} distinct",
             "other": "neither texts nor numbers",
         }[self.kind]
@@ -193,7 +195,12 @@ def _kind_of(written_as: Any, values: Any) -> Kind:
         return "time"
     if pa.types.is_floating(written_as) or pa.types.is_decimal(written_as):
         return "number"
-    forms: tuple[tuple[str, Kind], ...] = ((_WHOLE, "whole"), (NUMBER, "number"), (_TIME, "time"))
+    forms: tuple[tuple[str, Kind], ...] = (
+        (_WHOLE, "whole"),
+        (NUMBER, "number"),
+        (_ISO_TIME, "time"),
+        (_TIME, "odd time"),
+    )
     return next((kind for form, kind in forms if _all_match(values, form)), "text")
 
 

@@ -52,6 +52,7 @@ class Written(NamedTuple):
             "rarest_share": None if label is None else round(label.rarest_share, 6),
             "numeric": [column.name for column in p.choices.numeric],
             "categorical": [column.name for column in p.choices.categorical],
+            "timestamps": [column.name for column in p.choices.timestamps],
             "left_out": {column.name: column.why for column in p.choices.left_out},
             "columns": {
                 column.name: {
@@ -77,7 +78,7 @@ def initialise(
     """Look at a table and write the settings that fit it.
 
     Args:
-        path: the table: CSV, TSV or Parquet.
+        path: the table: CSV, TSV or Parquet, or a folder of Parquet files.
         wishes: what the user has decided about columns.
         terms: what the user has decided about the run.
         delimiter: character between two cells of a text file; by default it is found out.
@@ -188,6 +189,8 @@ def _print(written: Written, role: str) -> None:
         say("labels", f"{label.column}: {p.balance}")
     say("numbers", ", ".join(column.name for column in p.choices.numeric) or "none")
     say("categories", ", ".join(column.name for column in p.choices.categorical) or "none")
+    if p.choices.timestamps:
+        say("times", ", ".join(column.name for column in p.choices.timestamps))
     for column in p.choices.left_out:
         say("left out", f"{column.name}: {column.why}")
     if p.defended is not None:

@@ -66,7 +66,6 @@ class Proposal(NamedTuple):
     sizes: Sizes
     defended: Defended | None
     learning_rate: float = 0.003
-    missing_numeric: str = "zero"
     train: float = TRAIN_SHARE
     test: float = round(1 - TRAIN_SHARE, 2)
 
@@ -124,7 +123,7 @@ def propose(table: RawTable, wishes: Wishes, terms: Terms) -> Proposal:
     others = [column for column in columns if column.name != id_column]
     label = choose_label(others, wishes) if terms.role == ACTIVE else None
     choices = choose_features(columns, table.columns, wishes, id_column, label)
-    if label is None and not (choices.numeric or choices.categorical):
+    if label is None and not choices.features:
         raise SettingsError(f"{table.path}: no column is left for the model of a passive party")
     rate = None
     if label is not None:

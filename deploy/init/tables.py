@@ -9,7 +9,7 @@ import pyarrow as pa
 from pydantic import TypeAdapter
 
 from splitveil.common.data.kinds import open_source
-from splitveil.common.data.settings import Source
+from splitveil.common.data.source_settings import Source
 from splitveil.common.data.sources import unreadable_is_data_error
 from splitveil.common.errors import DataError, SettingsError
 
@@ -36,7 +36,7 @@ class RawTable(NamedTuple):
 
 
 def read_raw(path: Path, delimiter: str | None = None, most_rows: int = MOST_ROWS) -> RawTable:
-    """Read a CSV, TSV or Parquet file.
+    """Read a CSV, TSV or Parquet file, or a folder of Parquet files.
 
     Args:
         path: the file.
@@ -72,12 +72,13 @@ def read_raw(path: Path, delimiter: str | None = None, most_rows: int = MOST_ROW
 def _source_of(path: Path, delimiter: str | None) -> dict[str, Any]:
     endings = [ending for ending in path.suffixes if ending not in _COMPRESSED]
     last = endings[-1].lower() if endings else ""
-    if last in {".parquet", ".pq"}:
+    if path.is_dir() or last in {".parquet", ".pq"}:
         return {"kind": "parquet"}
     if last not in _TEXT:
         raise SettingsError(
             f"{path}: expected a file whose name ends in .csv, .tsv, .txt (also compressed) or "
-            f".parquet; write other sources into the settings by hand (docs/settings.md)"
+            f".parquet, or a folder of Parquet files; write other sources into the settings by "
+            f"hand (docs/settings.md)"
         )
     found = delimiter or _delimiter_of(path)
     by_default = "\t" if last == ".tsv" else ","

@@ -81,7 +81,9 @@ def test_a_column_is_what_its_cells_are() -> None:
     assert one(["1", "2", " 3 "]).kind == "whole"
     assert one(["1.5", "2", "-3e4"]).kind == "number"
     assert one(["2026-01-31", "2026-02-01 10:30"]).kind == "time"
-    assert one(["31.1.2026", "1.2.2026"]).kind == "time"
+    assert one(["2026-01-31T10:30:00Z", "2026-02-01T10:30:00+01:00"]).kind == "time"
+    assert one(["31.1.2026", "1.2.2026"]).kind == "odd time"
+    assert one(["2026-1-31 9:30", "2026-02-01 10:30"]).kind == "odd time"
     assert one(["a", "1"]).kind == "text"
     assert one(["a", "a"]).kind == "constant"
     assert one(["", "NA"]).kind == "empty"
@@ -112,7 +114,8 @@ def test_codes_are_told_from_quantities() -> None:
 
 
 def test_what_is_written_can_be_used_as_it_is(tmp_path: Path) -> None:
-    active(tmp_path, clients(tmp_path))
+    since = ["2026-01-31", "", "2026-02-01"] * (ROWS // 3)
+    active(tmp_path, clients(tmp_path, since=since))
     passive(tmp_path, usage(tmp_path))
     short = ["contract.epochs=1"]
     run = simulation.build(simulation.read_settings(tmp_path, short, short))
@@ -126,6 +129,7 @@ def test_every_column_is_found_out(tmp_path: Path) -> None:
         clients(
             tmp_path,
             since=["2026-01-01"] * 300 + ["2026-03-01"] * 300,
+            until=["1.1.2026"] * 300 + ["1.3.2026"] * 300,
             note=[f"text {i} of its own" for i in range(ROWS)],
             cancelled_on=["x" if i % 5 == 0 else "" for i in range(ROWS)],
             fold=["train" if i % 3 else "test" for i in range(ROWS)],
@@ -140,7 +144,9 @@ def test_every_column_is_found_out(tmp_path: Path) -> None:
     assert [column.name for column in choices.numeric] == ["fee"]
     assert [column.name for column in choices.categorical] == ["plan"]
     left_out = dict(choices.left_out)
-    assert set(left_out) == {"since", "note", "cancelled_on", "fold", "all_the_same"}
+    assert [column.name for column in choices.timestamps] == ["since"]
+    assert "timestamp_format" in left_out["until"]
+    assert set(left_out) == {"until", "note", "cancelled_on", "fold", "all_the_same"}
     assert "tells the label" in left_out["cancelled_on"]
     assert choices.split_column == "fold"
     assert found.source == {"kind": "csv", "delimiter": ";"}
@@ -215,7 +221,14 @@ def test_parquet_is_read_in_its_own_types(tmp_path: Path) -> None:
     found = passive(tmp_path, tmp_path / "usage.parquet").proposal
     assert found.source == {"kind": "parquet"}
     assert [column.name for column in found.choices.numeric] == ["amount"]
-    assert [name for name, _ in found.choices.left_out] == ["when"]
+    assert [column.name for column in found.choices.timestamps] == ["when"]
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    for number, part in enumerate((table[:100], table[100:])):
+        parquet.write_table(part, folder / f"{number}.parquet")
+    again = initialise(folder, Wishes(), Terms("passive", tmp_path), force=True).proposal
+    assert again.num_rows == ROWS
+    assert again.choices.timestamps == found.choices.timestamps
 
 
 @pytest.mark.parametrize("name", ["a b", 'quo"te', "y", "#no", "ünï", "- x", "{{ p }}"])

@@ -4,6 +4,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
+from rich.console import Console
+
 from splitveil.common.record.lines import AlignmentLine
 from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.training_progress import TrainingProgress
@@ -20,6 +22,8 @@ class RunRecorder:
 
     def __init__(self, folder: Path) -> None:
         self.aligned_rows = 0
+        self.console: Console | None = None
+        """Where progress is shown; None for the standard error stream."""
         self._folder = folder
         self._resources = ExitStack()
         self._of_run = ExitStack()
@@ -44,5 +48,5 @@ class RunRecorder:
 
     def _show_progress(self, party: str, rows: AlignedRows, contract: Contract) -> None:
         """Start the progress bar."""
-        bar = TrainingProgress(party, rows.total_steps(contract))
+        bar = TrainingProgress(party, rows.total_steps(contract), console=self.console)
         self._progress = self._of_run.enter_context(bar)

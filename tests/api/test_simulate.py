@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 
 from splitveil import Run, Runs, defenses, simulate
 from splitveil.active_party.defenses import Defense
+from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
+from splitveil.common.party.party_settings import load_party_settings
 from tests.compared import assert_same_weights
 from tests.runs import write_example
 from tests.several import NAMES, write_several
@@ -22,18 +24,18 @@ from tests.system.processes import started
 
 ONE_CORE = {"active.torch_threads": 1, "passive.torch_threads": 1}
 SHORT = {**ONE_CORE, "contract.epochs": 1}
-MARVELL = {"name": "marvell", "insecure_noise_seed": 7}
 
 
 def weights_of(run_folder: Path, party: str) -> dict[str, torch.Tensor]:
     return load_file(run_folder / party / "checkpoint" / "model.safetensors")
 
 
-def test_a_simulation_leaves_the_bits_of_two_real_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("defense", ["marvell", "projected_labels"])
+def test_a_simulation_leaves_the_bits_of_two_real_processes(defense: str, tmp_path: Path) -> None:
     """The processes read the settings that the simulation left, with a network between them."""
     write_example(tmp_path)
     attacks = ["norm", "spectral", "accumulated_spectral"]
-    (run,) = simulate(tmp_path, defense=MARVELL, attacks=attacks, seeds=[5], settings=ONE_CORE)
+    (run,) = simulate(tmp_path, defense=defense, attacks=attacks, seeds=[5], settings=ONE_CORE)
     for party in ("active", "passive"):
         shutil.copy(run.path / party / "settings.yaml", tmp_path / f"{party}.yaml")
     name = f"contract.run_name={run.name}"
@@ -239,6 +241,9 @@ def test_a_function_is_an_attack(tmp_path: Path) -> None:
     )
     measured = {str(row["attack"]) for row in run.rows("batches")}
     assert measured == {"norm", "largest", "lambda"}
+    again = load_party_settings(ActiveSettings, run.path / "active" / "settings.yaml")
+    assert again.leak_monitor is not None
+    assert again.leak_monitor.attack_names == ("norm", "largest", "lambda")
     by_attack = {row["attack"]: row["leak_auc"] for row in run.rows("attacks")}
     assert by_attack["lambda"] == by_attack["norm"]  # a mirrored score leaks as much
 

@@ -370,7 +370,8 @@ PRINTED = {
     ),
     "docs/guide/python-api.md": (
         r"(?s)projected_labels.*\n0\.(6|59)\d*\ncomparison\.html\n0\.\d+\n.*clipped ratio=0\.5"
-        r".*True 0\.\d+.*cut/largest.*EpsilonBound.*\n0\.7[0-4]\d+\n.*power ratio.*0\.6.*"
+        r".*True 0\.\d+.*cut/largest.*nobody +False.*EpsilonBound"
+        r".*\n0\.7[0-4]\d+\n.*power ratio.*0\.6.*"
         r"\['active', 'contract', 'passive'\]"
     ),
 }

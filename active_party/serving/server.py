@@ -10,7 +10,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from splitveil.active_party.serving.error_interceptor import ErrorInterceptor
 from splitveil.active_party.serving.service import ActiveService
 from splitveil.common.party.credentials import CredentialFiles
-from splitveil.common.party.transcript import Transcript
 from splitveil.common.run.contract import Contract
 from splitveil.common.wire.endpoint import SERVICE, add_port, channel_options
 from splitveil.common.wire.limits import (
@@ -24,7 +23,7 @@ from splitveil.common.wire.limits import (
     believed,
     reader,
 )
-from splitveil.common.wire.noted_calls import NotingServer
+from splitveil.common.wire.noted_calls import Notes, NotingServer
 from splitveil.common.wire.tls import PartyInterceptor
 from splitveil.protos import split_learning_pb2 as pb
 
@@ -42,7 +41,7 @@ def start_server(
     contract: Contract,
     address: str,
     credentials: CredentialFiles | None = None,
-    transcript: Transcript | None = None,
+    transcript: Notes | None = None,
 ) -> grpc.Server:
     """Serve at an address, together with the standard health service.
 
@@ -51,7 +50,7 @@ def start_server(
         contract: gives the limits, and lists the parties that may call.
         address: host and port.
         credentials: this party's; without them it serves plain text, on loopback only.
-        transcript: records every message that crosses, if there is one.
+        transcript: takes note of every message that crosses, if there is one.
 
     Raises:
         SettingsError: the address is taken, does not belong to this machine, or needs credentials.

@@ -50,11 +50,13 @@ MAY_CHANGE = frozenset(
         "first_contact_s",
         "leak_gate",
         "listen",
+        "log_format",
         "proxy",
         "reconnect",
         "run_budget",
         "runs_dir",
         "security",
+        "status",
         "torch_threads",
         "transcript",
     }

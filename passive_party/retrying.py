@@ -15,6 +15,7 @@ from splitveil.common.errors import (
     SplitveilError,
 )
 from splitveil.common.party.party_settings import ReconnectSettings
+from splitveil.common.text.log_lines import log_fields
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,11 @@ class Retrying:
                 if lost_at is None:
                     lost_at = time.monotonic()
                     logger.warning(
-                        "%s at %s; trying for up to %g s", error, self._where, self._settings.max_s
+                        "%s at %s; trying for up to %g s",
+                        error,
+                        self._where,
+                        self._settings.max_s,
+                        extra=log_fields(reason=type(error).__name__),
                     )
                 left_s = self._left_s(lost_at, error)
             else:

@@ -41,6 +41,7 @@ from splitveil.common.run.messages import Activation
 from splitveil.common.run.phases import Phase
 from splitveil.common.status.presence import Presence
 from splitveil.common.status.run_status import RunStatus
+from splitveil.common.text.log_lines import log_fields
 from splitveil.common.wire.audit_codec import decode_question
 from splitveil.common.wire.enums import leave_reason_from_wire
 from splitveil.common.wire.evaluation_codec import encode_course
@@ -155,7 +156,12 @@ class ActiveService:
             # The peer has given the exchange up, although the end of its stream may never arrive.
             caller.exchange_of_ids.close()
         caller.align_slots.clear()  # the peer may never read what it was sent, either
-        logger.info("handshake done: run %s with party %s", opening.run_id, greeting.party)
+        logger.info(
+            "handshake done: run %s with party %s",
+            opening.run_id,
+            greeting.party,
+            extra=log_fields(peer=greeting.party),
+        )
         return encode_opening(opening)
 
     def align(
@@ -283,7 +289,7 @@ class ActiveService:
             kind = type(error).__name__
             self.refused[kind] += 1
             self._status.note_refused(error)
-            _warn(f"refused a message: {error}", self.refused[kind])
+            _warn(f"refused a message: {error}", self.refused[kind], kind)
         elif isinstance(error, SplitveilError):
             self._session.end(error)
         else:
@@ -346,9 +352,10 @@ def agreeing(session: ActiveSession, party: str) -> Agree:
     return agree
 
 
-def _warn(text: str, count: int) -> None:
+def _warn(text: str, count: int, reason: str = "PeerUnreachable") -> None:
     """Log an event that has occurred ``count`` times: the first few, and then every doubling."""
+    fields = log_fields(reason=reason, count=count)
     if count <= REFUSALS_LOGGED:
-        logger.warning("%s", text)
+        logger.warning("%s", text, extra=fields)
     elif count & (count - 1) == 0:
-        logger.warning("%s (%d times so far)", text, count)
+        logger.warning("%s (%d times so far)", text, count, extra=fields)

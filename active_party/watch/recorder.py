@@ -44,6 +44,7 @@ from splitveil.common.record.summary import (
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.run.progress import State
+from splitveil.common.text.log_lines import log_fields
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
 
 logger = logging.getLogger(__name__)
@@ -128,6 +129,7 @@ class ActiveRecorder(RunRecorder):
             at_most(bounds.sum_kl.max),
             bounds.estimate.max,
             bounds.in_words(),
+            extra=log_fields(epoch=epoch + 1, sum_kl_max=bounds.sum_kl.max),
         )
 
     def on_answers_ahead(self, bounds: LeakBounds) -> None:

@@ -31,6 +31,7 @@ from splitveil.common.party.transcript import Broken, Verified, compare, verify
 from splitveil.common.storage.ended_run import end_of
 from splitveil.common.storage.run_folder import write_text_atomically
 from splitveil.common.storage.run_store import RunStore
+from splitveil.common.text.log_lines import add_to_log_lines, log_fields, use_log_format
 from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import visible
 from splitveil.common.text.yaml_text import RESOLVED, read_yaml_file
@@ -106,6 +107,9 @@ def add_command(commands: Commands, name: str, purpose: str) -> argparse.Argumen
         help="override one setting, for instance contract.epochs=3 (may be repeated)",
     )
     command.add_argument("--runs", type=Path, help="folder of all runs (default: runs)")
+    command.add_argument(
+        "--log-format", choices=("text", "json"), help="form of the log (default: the settings')"
+    )
     command.add_argument("-v", "--verbose", action="count", default=0)
     command.add_argument("-q", "--quiet", action="count", default=0)
     return command
@@ -165,7 +169,7 @@ def _verified(path: Path) -> Verified:
 def load_settings(
     section: type[PartySettingsT], arguments: argparse.Namespace, party: str
 ) -> PartySettingsT:
-    """Load the settings that a command names, with its overrides and ``--runs``.
+    """Load the settings that a command names, with its overrides, and log as they say.
 
     Args:
         section: the settings class of this kind of party.
@@ -178,7 +182,13 @@ def load_settings(
     overrides = [text.removeprefix(f"{party}.") for text in arguments.overrides]
     if arguments.runs is not None:
         overrides.append(f"runs_dir={arguments.runs}")
-    return load_party_settings(section, arguments.settings, overrides)
+    if arguments.log_format is not None:
+        use_log_format(arguments.log_format)  # now: problems of the settings are logged, too
+        overrides.append(f"log_format={arguments.log_format}")
+    settings = load_party_settings(section, arguments.settings, overrides)
+    use_log_format(settings.log_format)
+    add_to_log_lines(run=settings.contract.run_name)
+    return settings
 
 
 def exit_code_of(action: Callable[[], None]) -> int:
@@ -188,7 +198,8 @@ def exit_code_of(action: Callable[[], None]) -> int:
     except SplitveilError as error:
         for told in _with_earlier(error):
             for line in str(told).splitlines() or [type(told).__name__]:
-                logger.error("%s", line)
+                fields = log_fields(error=type(told).__name__, exit_code=error.exit_code)
+                logger.error("%s", line, extra=fields)
         return error.exit_code
     except KeyboardInterrupt:
         logger.error("stopped at once; nothing was saved")

@@ -12,6 +12,7 @@ from splitveil.common.models.settings import OptimizerSettings
 from splitveil.common.run.contract import Contract
 from splitveil.common.settings import Section, apply_overrides, kind_by_field, read_yaml, validate
 from splitveil.common.text.addresses import usable
+from splitveil.common.text.log_lines import LogFormat
 
 Address = Annotated[str, AfterValidator(usable)]
 
@@ -118,7 +119,7 @@ class PartySettings(Section):
     neither password nor encryption, so that an address other than one on loopback needs a firewall.
     """
 
-    log_format: Literal["text", "json"] = "text"
+    log_format: LogFormat = "text"
     """``json``: each line of the log is a JSON object with date, level, run and message."""
 
     runs_dir: Path = Path("runs")

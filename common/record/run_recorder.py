@@ -10,6 +10,8 @@ from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.training_progress import TrainingProgress
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows
+from splitveil.common.text.log_lines import writes_json
+from splitveil.common.text.output import printing_console
 
 
 class RunRecorder:
@@ -46,5 +48,6 @@ class RunRecorder:
 
     def _show_progress(self, party: str, rows: AlignedRows, contract: Contract) -> None:
         """Start the progress bar."""
-        bar = TrainingProgress(party, rows.total_steps(contract))
+        console = printing_console(stderr=True, plain=writes_json())
+        bar = TrainingProgress(party, rows.total_steps(contract), console=console)
         self._progress = self._of_run.enter_context(bar)

@@ -10,6 +10,7 @@ from rich.progress import Progress, ProgressColumn, Task, TextColumn, TimeRemain
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
+from splitveil.common.text.log_lines import log_fields
 from splitveil.common.text.output import printing_console
 from splitveil.common.text.wording import in_short, label
 
@@ -64,7 +65,7 @@ class TrainingProgress:
         self._end = time.monotonic()
         self._bar.stop()
         if not self._console.is_terminal:
-            self._log("")
+            self._log({})
 
     @property
     def steps_per_s(self) -> float:
@@ -98,15 +99,21 @@ class TrainingProgress:
             self._bar.update(self._task, advance=steps, numbers=_each_in_words(numbers))
         elif now - self._logged >= self._log_every_s:
             self._logged = now
-            self._log(", ".join(_each_in_words(numbers)))
+            self._log(numbers)
 
-    def _log(self, numbers: str) -> None:
+    def _log(self, numbers: Mapping[str, float | None]) -> None:
         _logger.info(
             "step %d/%d, %.1f steps/s%s",
             self.steps_done,
             self._total_steps,
             self.steps_per_s,
-            f", {numbers}" if numbers else "",
+            "".join(f", {number}" for number in _each_in_words(numbers)),
+            extra=log_fields(
+                steps_done=self.steps_done,
+                steps=self._total_steps,
+                steps_per_s=round(self.steps_per_s, 3),
+                **numbers,
+            ),
         )
 
 

@@ -16,6 +16,7 @@ from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.phases import Phases
 from splitveil.common.status.presence import Presence
 from splitveil.common.status.registry import Metrics, PhaseCollector
+from splitveil.common.text.log_lines import add_to_log_lines
 from splitveil.common.text.version import VERSION
 
 STAGES = ("starting", "waiting", "aligning", "training", "finished", "ended")
@@ -146,6 +147,7 @@ class RunStatus:
             return
         self._info.remove(self.party, self.run_name, self.run_id, VERSION)
         self.run_id = run_id
+        add_to_log_lines(run_id=run_id)
         self._info.labels(self.party, self.run_name, run_id, VERSION).set(1)
 
     def note_alignment(self, done_ids: int, total_ids: int) -> None:

@@ -243,12 +243,11 @@ class Lifecycle:
             StorageError: it cannot be written.
         """
         answering = self.answering
-
-        def state() -> State:
-            return answering.state_dict() | {"observer": self.observer.state_dict()}
-
         with answering.phases(Phase.CHECKPOINT):
-            answering.progress.save(state, soon=soon)
+            answering.progress.save(self._state, soon=soon)
+
+    def _state(self) -> State:
+        return self.answering.state_dict() | {"observer": self.observer.state_dict()}
 
     # ---- steps ----
 

@@ -6,10 +6,11 @@ passive party tells its operators only what it would tell them if all labels wer
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
+from splitveil.common.errors import ContractMismatch, PeerError, ProtocolError
 from splitveil.common.party.transcript import Crossing
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows, Batch
@@ -21,6 +22,12 @@ from splitveil.common.text.version import VERSION
 
 STAGES = ("starting", "waiting", "aligning", "training", "finished", "ended")
 """The stages of a run, in order; ``ended`` is a run that ended early."""
+
+
+def _kinds_of(error: type[PeerError]) -> Iterator[type[PeerError]]:
+    yield error
+    for kind in error.__subclasses__():
+        yield from _kinds_of(kind)
 
 
 class Readiness(NamedTuple):
@@ -110,6 +117,11 @@ class RunStatus:
         self._failed = counter(
             "failed_calls", "Calls to the peer that got no usable answer.", ["reason"]
         )
+        # From 0 on: an increase from nothing to 1 is none to Prometheus.
+        for kind in (ContractMismatch, *_kinds_of(ProtocolError)):
+            self._refused.labels(kind.__name__)
+        for kind in _kinds_of(PeerError):
+            self._failed.labels(kind.__name__)
 
     # ---- health ----
 

@@ -127,7 +127,7 @@ def _run(parsed: argparse.Namespace) -> None:
     logger.log(logging.WARNING if credentials is None else logging.INFO, "security: %s", security)
     _check_files_and_address(settings)
     status = ActiveStatus(settings)
-    with serving_status(status, settings.status):
+    with serving_status(status, settings.status, interruption):
         _train(parsed, settings, credentials, interruption, status)
 
 

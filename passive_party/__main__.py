@@ -70,7 +70,7 @@ def _run(parsed: argparse.Namespace) -> None:
     credentials = credential_files(settings, settings.party)
     _check_files_and_address(settings, credentials)
     status = RunStatus(settings.party, settings.contract)
-    with serving_status(status, settings.status):
+    with serving_status(status, settings.status, interruption):
         _train(parsed, settings, credentials, interruption, status)
 
 
@@ -124,7 +124,6 @@ def _train(
                 status.enter_stage("waiting")
                 status.set_ready("waiting for the active party", ready=False)
                 run.run(peer)
-            status.enter_stage("finished")
         except PeerEndedForGood as error:
             stopped = error  # it ends with a summary, like any other run
         except (PeerError, ContractMismatch) as error:

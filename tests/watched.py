@@ -2,10 +2,9 @@
 
 from contextlib import ExitStack
 from functools import partial
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import NamedTuple
-from urllib.error import HTTPError
-from urllib.request import urlopen
 
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -119,10 +118,20 @@ def value_of(status: RunStatus, name: str, **labels: str) -> float:
 
 
 def asked(address: str, path: str) -> tuple[int, str]:
-    """Ask an endpoint, and return the code and the text."""
+    """Ask an endpoint, and return the code and the text.
+
+    Raises:
+        OSError: nobody answers.
+    """
+    host, _, port = address.rpartition(":")
+    # A socket that asks a port without a server, again and again, meets itself one day.
+    other = None if ":" in host else ("127.0.0.2", 0)
+    connection = HTTPConnection(host.strip("[]"), int(port), timeout=60, source_address=other)
     try:
-        with urlopen(f"http://{address}{path}", timeout=60) as answer:
-            return answer.status, answer.read().decode()
-    except HTTPError as refused:
-        with refused:
-            return refused.code, refused.read().decode()
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    except HTTPException as error:
+        raise ConnectionError(str(error)) from error
+    finally:
+        connection.close()

@@ -66,6 +66,8 @@ class _Caller:
     def __init__(self, name: str, presence: Presence) -> None:
         self.name = name
         self._presence = presence
+        self._counting = threading.Lock()
+        self._open_streams = 0
         self.heard_at = time.monotonic()
         self.aligning = threading.Lock()
         self.exchange_of_ids: StreamChannel | None = None
@@ -82,9 +84,23 @@ class _Caller:
         self.hear()
         self._presence.heard(self.name)
 
-    def break_off(self) -> None:
-        """Note that a stream has broken off."""
-        self._presence.lost(self.name)
+    def opened_stream(self, context: grpc.ServicerContext, is_over: Callable[[], bool]) -> None:
+        """Note that a stream of tensors is open; if the last one ends too early, the peer is lost.
+
+        A killed peer's stream may look as if it had been closed.
+        """
+
+        def ended() -> None:
+            with self._counting:
+                self._open_streams -= 1
+                is_last = self._open_streams == 0
+            if is_last and not is_over():
+                self._presence.lost(self.name)
+
+        with self._counting:
+            self._open_streams += 1
+        if not context.add_callback(ended):
+            ended()
 
 
 class ActiveService:
@@ -238,6 +254,7 @@ class ActiveService:
     def train(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Answer activations with defended gradients; learn from each after its answer has left."""
         caller = self._caller(context)
+        caller.opened_stream(context, lambda: self._session.over)
         with caller.train_slots.enter(context):
             for activation in self._activations(caller, requests):
                 answer = self._session.exchange(activation, caller.name, context.is_active)
@@ -250,6 +267,7 @@ class ActiveService:
     ) -> Iterator[pb.EvaluateReply]:
         """Score the activations of held-out rows."""
         caller = self._caller(context)
+        caller.opened_stream(context, lambda: self._session.over)
         with caller.evaluate_slots.enter(context):
             for activation in self._activations(caller, requests):
                 course = self._session.evaluate(activation, caller.name, context.is_active)
@@ -327,7 +345,6 @@ class ActiveService:
                 return
             except grpc.RpcError:
                 if not self._session.over:
-                    caller.break_off()
                     self._broken_streams += 1
                     _warn(
                         "the peer's stream broke off; waiting for it to come back",

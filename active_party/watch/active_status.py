@@ -33,7 +33,7 @@ _STAGES = {
     Stage.HANDSHAKEN: "aligning",
     Stage.TRAINING: "training",
     Stage.FINISHED: "finished",
-    Stage.ENDED: "ended",
+    Stage.ENDED: "stopping",
 }
 
 
@@ -129,6 +129,7 @@ class ActiveStatus(RunStatus):
             with self.phases(Phase.WAIT):
                 yield
         finally:
+            self.enter_stage(self.stage)  # the session is of no interest after this
             self.set_ready("the run is over", ready=False)
 
     def note_line(self, line: Line) -> None:

@@ -8,6 +8,7 @@ import json
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from socketserver import TCPServer
@@ -17,7 +18,7 @@ from wsgiref.simple_server import WSGIRequestHandler
 from prometheus_client import make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
-from splitveil.common.errors import SettingsError
+from splitveil.common.errors import EndedForGood, PeerEndedForGood, SettingsError
 from splitveil.common.status.run_status import RunStatus
 from splitveil.common.text.addresses import is_numeric_loopback, split_address
 
@@ -27,7 +28,10 @@ REQUESTS_AT_ONCE = 8
 """Requests that are answered at the same time."""
 PATIENCE_S = 5.0
 """Seconds that a client may take to send its request, or to take a part of the answer."""
+LAST_LOOK_S = 65.0
+"""Longest wait for a last request for metrics: scrapes a minute apart are the rarest usual ones."""
 _GOODBYE_S = 2.0
+_POLL_S = 0.05
 
 StartResponse = Callable[[str, list[tuple[str, str]]], object]
 
@@ -53,8 +57,18 @@ def status_checks(address: str | None) -> list[Callable[[], str]]:
 
 
 @contextmanager
-def serving_status(status: RunStatus, address: str | None) -> Iterator[None]:
+def serving_status(
+    status: RunStatus, address: str | None, interruption: Callable[[], int | None]
+) -> Iterator[None]:
     """Serve a status within the block, if it has an address.
+
+    A run that has finished, or was ended for good, is served until its metrics were asked for once
+    more, if somebody asks regularly: who sees a party vanish from training has to look after it.
+
+    Args:
+        status: of this party.
+        address: host and port.
+        interruption: returns the signal that asks this party to stop, once there is one.
 
     Raises:
         SettingsError: the address is taken, or does not belong to this machine.
@@ -62,8 +76,15 @@ def serving_status(status: RunStatus, address: str | None) -> Iterator[None]:
     if address is None:
         yield
         return
-    with StatusEndpoint(status, address):
-        yield
+    with StatusEndpoint(status, address) as endpoint:
+        try:
+            yield
+        except (EndedForGood, PeerEndedForGood):
+            status.enter_stage("ended")
+            endpoint.wait_for_last_look(interruption)
+            raise
+        status.enter_stage("finished")
+        endpoint.wait_for_last_look(interruption)
 
 
 class StatusEndpoint:
@@ -80,8 +101,9 @@ class StatusEndpoint:
         Raises:
             SettingsError: the address is taken, or does not belong to this machine.
         """
+        self._looks = _Looks()
         self._server = _server(address)
-        self._server.set_app(_application(status))
+        self._server.set_app(_application(status, self._looks))
         self._host, port = str(self._server.server_address[0]), self._server.server_address[1]
         self.address = f"[{self._host}]:{port}" if ":" in self._host else f"{self._host}:{port}"
         """The address at which it is served."""
@@ -100,10 +122,44 @@ class StatusEndpoint:
             )
         return self
 
+    def wait_for_last_look(
+        self, interruption: Callable[[], int | None], patience_s: float | None = None
+    ) -> None:
+        """Wait until the metrics are asked for once more, if they were asked for twice.
+
+        Args:
+            interruption: returns the signal that asks this party to stop, once there is one.
+            patience_s: longest wait; by default twice the time between the last two requests.
+        """
+        asked, every_s = self._looks.count, self._looks.every_s
+        if every_s is None:
+            return
+        patience_s = min(2 * every_s + 1, LAST_LOOK_S) if patience_s is None else patience_s
+        until = time.monotonic() + patience_s
+        while self._looks.count == asked and time.monotonic() < until and not interruption():
+            time.sleep(_POLL_S)
+
     def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(_GOODBYE_S)
+
+
+class _Looks:
+    """Counts the requests for metrics, and the time between the last two."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.every_s: float | None = None
+        self._last_at: float | None = None
+
+    def note(self) -> None:
+        """Note a request that was answered."""
+        now = time.monotonic()
+        if self._last_at is not None:
+            self.every_s = now - self._last_at
+        self._last_at = now
+        self.count += 1
 
 
 class _Handler(WSGIRequestHandler):
@@ -162,7 +218,9 @@ def _server(address: str) -> _Server:
         raise SettingsError(f"status: cannot serve at {address}: {error}") from error
 
 
-def _application(status: RunStatus) -> Callable[[dict[str, Any], Any], Iterable[bytes]]:
+def _application(
+    status: RunStatus, looks: _Looks
+) -> Callable[[dict[str, Any], Any], Iterable[bytes]]:
     metrics = make_wsgi_app(status.metrics.registry)
 
     def application(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
@@ -171,6 +229,7 @@ def _application(status: RunStatus) -> Callable[[dict[str, Any], Any], Iterable[
             return _answer(start_response, "405 Method Not Allowed", {"error": "only GET"})
         if path == "/metrics":
             shown: Iterable[bytes] = metrics(environ, start_response)
+            looks.note()
             return shown
         if path == "/healthz":
             return _answer(start_response, "200 OK", {"status": "ok", **_facts(status)})

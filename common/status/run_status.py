@@ -20,12 +20,12 @@ from splitveil.common.status.registry import Metrics, PhaseCollector
 from splitveil.common.text.log_lines import add_to_log_lines
 from splitveil.common.text.version import VERSION
 
-STAGES = ("starting", "waiting", "aligning", "training", "finished", "ended")
-"""The stages of a run, in order; ``ended`` is a run that ended early."""
+STAGES = ("starting", "waiting", "aligning", "training", "stopping", "finished", "ended")
+"""The stages of a run, in order; a run that stops can be resumed, one that has ended cannot."""
 
 
-def _kinds_of(error: type[PeerError]) -> Iterator[type[PeerError]]:
-    yield error
+def _kinds_of(error: type[PeerError]) -> Iterator[str]:
+    yield error.__name__
     for kind in error.__subclasses__():
         yield from _kinds_of(kind)
 
@@ -118,10 +118,10 @@ class RunStatus:
             "failed_calls", "Calls to the peer that got no usable answer.", ["reason"]
         )
         # From 0 on: an increase from nothing to 1 is none to Prometheus.
-        for kind in (ContractMismatch, *_kinds_of(ProtocolError)):
-            self._refused.labels(kind.__name__)
-        for kind in _kinds_of(PeerError):
-            self._failed.labels(kind.__name__)
+        for reason in (ContractMismatch.__name__, *_kinds_of(ProtocolError)):
+            self._refused.labels(reason)
+        for reason in _kinds_of(PeerError):
+            self._failed.labels(reason)
 
     # ---- health ----
 

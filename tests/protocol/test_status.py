@@ -3,7 +3,9 @@
 import json
 import math
 import re
+import signal
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,19 +15,33 @@ import pytest
 from splitveil.active_party.__main__ import main as active_main
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.watch.active_status import ActiveStatus
-from splitveil.common.errors import InvalidMessage, PeerUnreachable, SettingsError
+from splitveil.common.errors import (
+    BudgetExhausted,
+    InvalidMessage,
+    PeerEndedForGood,
+    PeerLeft,
+    PeerUnreachable,
+    SettingsError,
+    SplitveilError,
+)
 from splitveil.common.party.command_line import MAY_CHANGE
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.party.transcript import Crossing
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import Batch
 from splitveil.common.run.phases import Phase
-from splitveil.common.status.endpoint import REQUESTS_AT_ONCE, StatusEndpoint, check_free
+from splitveil.common.status.endpoint import (
+    REQUESTS_AT_ONCE,
+    StatusEndpoint,
+    check_free,
+    serving_status,
+)
 from splitveil.common.status.run_status import STAGES, RunStatus
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.passive_party.status_observer import WatchedCalls
-from tests.runs import write_example
+from tests.runs import in_background, write_example
 from tests.system.processes import free_address
+from tests.waiting import HANGS_AFTER_S, wait_until
 from tests.watched import Series, Watched, asked, names_in, series_of, value_of, watched_run
 
 CONTRACT = Contract(run_name="small", cut_shape=(4,), batch_size=8, epochs=3)
@@ -278,6 +294,81 @@ def test_two_parties_in_one_process_do_not_share_figures() -> None:
     one.note(Crossing("sent", "Train request", b"12345"))
     assert value_of(one, "splitveil_messages_total", direction="sent", call="Train") == 1
     assert "splitveil_messages_total" not in names_in(series_of(other))
+
+
+# ---- the end ----
+
+
+def never() -> None:
+    return None
+
+
+def test_a_run_that_is_over_is_shown_to_those_who_look_regularly(status: RunStatus) -> None:
+    ended = threading.Event()
+
+    def serve() -> None:
+        with serving_status(status, address, never):
+            up.set()
+            over.wait(HANGS_AFTER_S)
+        ended.set()
+
+    address, up, over = free_address(), threading.Event(), threading.Event()
+    server = in_background(serve)
+    assert up.wait(HANGS_AFTER_S)
+    for _ in range(2):
+        assert asked(address, "/metrics")[0] == 200
+    over.set()
+    wait_until(lambda: status.stage == "finished" or ended.is_set())
+    server.join(HANGS_AFTER_S)
+    assert ended.is_set()  # after the look, or after its patience
+
+
+def test_the_last_look_ends_the_wait(status: RunStatus) -> None:
+    with StatusEndpoint(status, "127.0.0.1:0") as endpoint:
+        for _ in range(2):
+            asked(endpoint.address, "/metrics")
+        waits = in_background(lambda: endpoint.wait_for_last_look(never, HANGS_AFTER_S))
+        asked(endpoint.address, "/healthz")
+        assert waits.is_alive()  # health is not what tells Prometheus the stage
+        asked(endpoint.address, "/metrics")
+        waits.join(HANGS_AFTER_S)
+        assert not waits.is_alive()
+
+
+def test_nobody_is_waited_for_who_does_not_look(status: RunStatus) -> None:
+    with StatusEndpoint(status, "127.0.0.1:0") as endpoint:
+        asked(endpoint.address, "/metrics")  # once, as a person does
+        endpoint.wait_for_last_look(never, math.inf)
+
+
+def test_a_signal_ends_the_wait(status: RunStatus) -> None:
+    with StatusEndpoint(status, "127.0.0.1:0") as endpoint:
+        for _ in range(2):
+            asked(endpoint.address, "/metrics")
+        endpoint.wait_for_last_look(lambda: signal.SIGTERM, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("error", "stage"),
+    [
+        (BudgetExhausted("a"), "ended"),
+        (PeerEndedForGood("b"), "ended"),
+        (PeerLeft("c"), "training"),
+    ],
+)
+def test_only_a_run_that_resumes_is_left_in_training(
+    status: RunStatus, error: SplitveilError, stage: str
+) -> None:
+    """So that the alert about a party that is gone does not fire for a run that is over."""
+
+    def run() -> None:
+        with serving_status(status, free_address(), never):
+            status.enter_stage("training")
+            raise error
+
+    with pytest.raises(type(error)):
+        run()
+    assert status.stage == stage
 
 
 # ---- the peer ----

@@ -110,7 +110,7 @@ def status_of(party: str, overrides: Sequence[str]) -> str | None:
 def env_example(party: str) -> dict[str, str]:
     text = (ROOT / "deploy" / "env" / f"{party}.env.example").read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-    return dict(line.split("=", 1) for line in lines)  # type: ignore[misc]
+    return dict(line.split("=", 1) for line in lines)
 
 
 # ---- what all of them agree on ----

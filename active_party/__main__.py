@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
@@ -22,9 +23,12 @@ from splitveil.active_party.assembly import (
     signals_of,
     subjects_of,
 )
+from splitveil.active_party.command import parser
 from splitveil.active_party.ended import WHAT_NOW, mark_run_as_ended, was_ended
+from splitveil.active_party.inference.command import predict
 from splitveil.active_party.ledger.earlier_ledgers import LEDGER
-from splitveil.active_party.plan import print_plan
+from splitveil.active_party.plan import show
+from splitveil.active_party.planned import plan_of
 from splitveil.active_party.report import write_comparison, write_report
 from splitveil.active_party.results import save_results
 from splitveil.active_party.serving.server import start_server
@@ -43,7 +47,9 @@ from splitveil.common.errors import (
 from splitveil.common.models.factory import build_top_model
 from splitveil.common.party import command_line
 from splitveil.common.party.credentials import CredentialFiles, credential_files
+from splitveil.common.party.ending import end_program, exit_code_of
 from splitveil.common.party.interruption import Interruption
+from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.transcript import Transcript
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
@@ -69,53 +75,24 @@ FINAL_WORDS_S = 30.0
 """The same time if the run ends for good: a peer that did not learn of it would retry forever."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command and exit with its code."""
-    parsed = command_line.parse_arguments("active-party", arguments, _add_own_commands)
+    exit_code = perform(parser().parse_args(arguments))
+    end_program(exit_code, is_program=arguments is None)
+
+
+def perform(parsed: argparse.Namespace) -> int:
+    """Do what parsed arguments say, and return the exit code."""
     configure_logging("active", parsed.verbose - parsed.quiet)
     actions = {
         "run": _run,
         "check": _check,
         "plan": _plan,
+        "predict": predict,
         "report": _report,
         "verify-transcript": command_line.verify_transcript,
     }
-    exit_code = command_line.exit_code_of(partial(actions[parsed.command], parsed))
-    command_line.end_program(exit_code, is_program=arguments is None)
-
-
-def _add_own_commands(commands: command_line.Commands) -> None:
-    _add_plan(commands)
-    _add_report(commands)
-
-
-def _add_plan(commands: command_line.Commands) -> None:
-    command = command_line.add_command(
-        commands, "plan", "print what a run would reveal about the labels, before any training"
-    )
-    command.add_argument(
-        "--target-leak-auc",
-        type=float,
-        metavar="AUC",
-        help="also print the power ratio at which the whole run stays below this",
-    )
-
-
-def _add_report(commands: command_line.Commands) -> None:
-    purpose = "write a page that shows what a run revealed about the labels"
-    command = commands.add_parser("report", help=purpose, description=purpose)
-    command.add_argument("run_dir", type=Path, nargs="?", help="the run's folder, runs/<run name>")
-    command.add_argument(
-        "--compare", type=Path, nargs="+", metavar="RUN_DIR", help="set runs side by side instead"
-    )
-    command.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="default: active/report.html in the run's folder, or comparison.html here",
-    )
-    command.add_argument("-v", "--verbose", action="count", default=0)
-    command.add_argument("-q", "--quiet", action="count", default=0)
+    return exit_code_of(partial(actions[parsed.command], parsed))
 
 
 def _run(parsed: argparse.Namespace) -> None:
@@ -312,6 +289,7 @@ def _check(parsed: argparse.Namespace) -> None:
             *([own_attacks] if monitor is not None and monitor.custom_attacks else []),
             data_and_model,
         ],
+        as_json=parsed.json,
     )
 
 
@@ -333,11 +311,12 @@ def _check_noise_key(settings: ActiveSettings) -> None:
 
 def _plan(parsed: argparse.Namespace) -> None:
     settings = command_line.load_settings(ActiveSettings, parsed, "active")
-    target = parsed.target_leak_auc
-    if target is not None and not 0.5 < target < 1:
-        raise SettingsError(f"--target-leak-auc: expected an AUC between 0.5 and 1, got {target}")
     data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
-    print_plan(settings, data, target)
+    plan = plan_of(settings, data, parsed.target_leak_auc)
+    if parsed.json:
+        print_json(plan.to_json())
+    else:
+        show(plan)
 
 
 def _report(parsed: argparse.Namespace) -> None:
@@ -347,6 +326,8 @@ def _report(parsed: argparse.Namespace) -> None:
         written = write_report(parsed.run_dir, parsed.output)
     else:
         written = write_comparison(parsed.compare, parsed.output or Path("comparison.html"))
+    if parsed.json:
+        print_json({"report": str(written)})
     logger.info("report written to %s", written)
 
 

@@ -1,6 +1,67 @@
-"""Two-party split learning that tells the label owner what its gradients give away."""
+"""Two-party split learning that tells the label owner what its gradients give away.
+
+    from splitveil import simulate
+
+    runs = simulate("breast_cancer", defense=["none", "projected_labels"], seeds=5)
+    runs.frame("defenses")
+    runs.report()
+
+Names are imported when they are first used, so that ``import splitveil`` takes no time.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from splitveil.common.text.version import VERSION
 
+if TYPE_CHECKING:
+    from splitveil.library.auditing import Audit, audit
+    from splitveil.library.example_ledger import Ledger
+    from splitveil.library.planning import RunPlan, plan
+    from splitveil.library.recorded_run import Run
+    from splitveil.library.runs import Runs
+    from splitveil.library.schema import settings_schema
+    from splitveil.library.simulating import simulate
+
+__all__ = [
+    "Audit",
+    "Ledger",
+    "Run",
+    "RunPlan",
+    "Runs",
+    "__version__",
+    "attacks",
+    "audit",
+    "defenses",
+    "plan",
+    "settings_schema",
+    "simulate",
+]
+
 __version__ = VERSION
 """The version of the installed package."""
+
+_HOMES = {
+    "Audit": "auditing",
+    "audit": "auditing",
+    "Ledger": "example_ledger",
+    "Run": "recorded_run",
+    "RunPlan": "planning",
+    "Runs": "runs",
+    "plan": "planning",
+    "settings_schema": "schema",
+    "simulate": "simulating",
+}
+"""Name -> its module in ``splitveil.library``."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in {"attacks", "defenses"}:
+        return import_module(f"splitveil.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'splitveil' has no attribute {name!r}")
+    return getattr(import_module(f"splitveil.library.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,6 +1,6 @@
 """``python -m splitveil``."""
 
-from splitveil.deploy.command import main
+from splitveil.command.program import main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -54,7 +54,8 @@ def main() -> None:
     num_columns = columns_of(next(chunks())).of(next(chunks())).shape[1]
     print(f"{given.rows} rows, {num_columns} columns, rank {given.rank}; CPU seconds in brackets")
     for stage in range(given.stages):
-        made, took = timed(partial(design, chunks, given.rows, given.rank))
+        told = posterior.told
+        made, took = timed(partial(design, chunks, given.rows, given.rank, earlier=told))
         release, sums = timed(partial(draw_release, made, labels, sigma, SecureNoise()))
         _, gram = timed(partial(posterior.add, made, release))
         _, targets = timed(partial(posterior.targets, prior))

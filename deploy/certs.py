@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -26,10 +26,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from splitveil.common.errors import SettingsError, SplitveilError, StorageError
 from splitveil.common.party.credentials import MAX_FILE_BYTES, SOON_DAYS, dns_names, subject_of
+from splitveil.common.party.json_output import add_json, print_json
 from splitveil.common.run.contract import ACTIVE, DnsName, Name
 from splitveil.common.storage.run_folder import write_bytes_atomically
 from splitveil.common.text.files import read_bytes
 from splitveil.common.text.log_lines import configure_logging
+from splitveil.common.text.shell_completion import add_completion
 from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import visible, visible_lines
 
@@ -71,7 +73,11 @@ class Authority(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return the exit code."""
-    options = _parser().parse_args(arguments)
+    return run(parser().parse_args(arguments))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do what parsed arguments say, and return the exit code."""
     configure_logging("certs")
     try:
         options.action(options)
@@ -304,6 +310,7 @@ def _init(options: argparse.Namespace) -> None:
         "its own folder",
         _authority_folder(options.folder).private_key,
     )
+    _print_made(options, parties)
 
 
 def _check_party(party: str) -> None:
@@ -324,10 +331,34 @@ def _dns_name(party: str, name: str) -> str:
 
 def _renew(options: argparse.Namespace) -> None:
     renew_certificate(options.folder, options.party, options.days)
+    _print_made(options, [options.party])
+
+
+def _print_made(options: argparse.Namespace, parties: Sequence[str]) -> None:
+    """Print what the parties' certificates say, where JSON is asked for."""
+    if options.json:
+        files = {party: PartyFolder(options.folder / party).certificate for party in parties}
+        print_json({party: described(_read_certificate(path)) for party, path in files.items()})
+
+
+def described(certificate: x509.Certificate) -> dict[str, Any]:
+    """Return the content of a certificate as plain values."""
+    return {
+        "subject": subject_of(certificate),
+        "identities": dns_names(certificate),
+        "issuer": certificate.issuer.rfc4514_string(),
+        "valid_from": certificate.not_valid_before_utc.isoformat(),
+        "valid_to": certificate.not_valid_after_utc.isoformat(),
+        "days_left": _days_left(certificate),
+        "sha256": certificate.fingerprint(hashes.SHA256()).hex(),
+    }
 
 
 def _show(options: argparse.Namespace) -> None:
     certificate = _read_certificate(options.file)
+    if options.json:
+        print_json(described(certificate))
+        return
     lines = (
         f"subject     {subject_of(certificate)}",
         f"identities  {', '.join(dns_names(certificate)) or 'none'}",
@@ -347,12 +378,18 @@ def _days(text: str) -> int:
     return days
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="splitveil-certs", description="Make trial certificates, or show any certificate."
+def parser(program: str = "splitveil-certs") -> argparse.ArgumentParser:
+    """Return the command's parser.
+
+    Args:
+        program: the words with which it is called.
+    """
+    certs = argparse.ArgumentParser(
+        prog=program, description="Make trial certificates, or show any certificate."
     )
-    add_version(parser)
-    commands = parser.add_subparsers(dest="command", required=True)
+    add_version(certs)
+    add_completion(certs)
+    commands = certs.add_subparsers(dest="command", required=True)
     init = commands.add_parser("init", help="make an authority and one certificate per party")
     init.add_argument("folder", type=Path, metavar="DIR", help="parent of the parties' folders")
     init.add_argument(
@@ -382,7 +419,9 @@ def _parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="print the content of a certificate")
     show.add_argument("file", type=Path, metavar="FILE")
     show.set_defaults(action=_show)
-    return parser
+    for command in (init, renew, show):
+        add_json(command)
+    return certs
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from rich.console import Console
 from splitveil.common.errors import EndedForGood, SettingsError
 from splitveil.common.run.contract import ACTIVE, NAME_CHARACTERS
 from splitveil.common.settings import apply_overrides, read_yaml
+from splitveil.common.text.shell_completion import add_completion
 from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import cell, visible_lines
 from splitveil.common.text.wording import slug
@@ -117,7 +118,11 @@ class PlannedRun(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run an example and return the exit code."""
-    options = _parser().parse_args(arguments)
+    return run(parser().parse_args(arguments))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the example that the options name and return the exit code."""
     return run_example(options.example_dir, options, "splitveil-local")
 
 
@@ -273,19 +278,24 @@ def held_port() -> Iterator[int]:
         yield int(holder.getsockname()[1])
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="splitveil-local",
-        description="Run all parties of an example as processes on this machine.",
+def parser(program: str = "splitveil-local") -> argparse.ArgumentParser:
+    """Return the command's parser.
+
+    Args:
+        program: the words with which it is called.
+    """
+    local = argparse.ArgumentParser(
+        prog=program, description="Run all parties of an example as processes on this machine."
     )
-    parser.add_argument(
+    local.add_argument(
         "example_dir",
         type=Path,
         help="folder with active.yaml and passive.yaml, or passive_a.yaml, passive_b.yaml, ...",
     )
-    add_version(parser)
-    add_run_arguments(parser)
-    return parser
+    add_version(local)
+    add_completion(local)
+    add_run_arguments(local)
+    return local
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -309,7 +319,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="a setting to override: active.NAME=VALUE, passive.NAME=VALUE (for one passive party "
         "among several: passive_a.NAME=VALUE), contract.NAME=VALUE",
     )
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all runs")
+    parser.add_argument(
+        "--runs", type=Path, metavar="DIR", default=Path("runs"), help="folder of all runs"
+    )
 
 
 if __name__ == "__main__":

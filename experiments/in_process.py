@@ -11,29 +11,14 @@ import multiprocessing
 import os
 import sys
 import traceback
-from contextlib import ExitStack
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from splitveil.active_party.results import save_results
-from splitveil.active_party.watch.recorder import ActiveRecorder
-from splitveil.common.errors import EndedForGood, SettingsError, SplitveilError
+from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party import command_line
-from splitveil.common.party.party_data import PartyData
-from splitveil.common.record.run_record import write_summary
-from splitveil.common.run.contract import ACTIVE
-from splitveil.common.storage.model_files import save_model
 from splitveil.common.text.log_lines import configure_logging
-from splitveil.passive_party.recorder import PassiveRecorder
-from splitveil.passive_party.settings import PassiveSettings
-from splitveil.simulation import (
-    InProcessPeer,
-    PartiesSettings,
-    assemble_active,
-    assemble_passive,
-    clear_engine,
-    read_settings,
-)
+from splitveil.simulation import PartiesSettings, read_settings
+from splitveil.simulation.recorded import run_recorded
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 
@@ -75,50 +60,17 @@ def run_in_process(settings: Path, run_folder: Path, threads: int = 1) -> None:
     """
     with_threads = [f"torch_threads={threads}", f"runs_dir={run_folder.parent}"]
     both = read_settings(settings, with_threads, with_threads)
-    passive = _only_party(both)
-    folders = {name: run_folder / name for name in (ACTIVE, passive.folder_name())}
-    for folder in folders.values():
-        folder.mkdir(parents=True, exist_ok=True)
+    _check_party(both)
     command_line.prepare(both.active)
-    stopped: EndedForGood | None = None
-    with ExitStack() as resources:
-        recorder = resources.enter_context(ActiveRecorder(both.active, folders[ACTIVE]))
-        session, top = assemble_active(both.active, recorder)
-        data = PartyData.load(passive.data, passive.base_dir, passive.contract.split)
-        observer = resources.enter_context(
-            PassiveRecorder(passive, folders[passive.folder_name()], data.ids, _labels(passive))
-        )
-        engine = clear_engine(passive.contract.alignment)
-        run, bottom = assemble_passive(passive, data, observer, engine)
-        session.reopen()
-        peer = InProcessPeer(session, clear_engine(passive.contract.alignment))
-        try:
-            run.run(peer)
-        except EndedForGood as error:
-            stopped = error
-        recorder.note_refit(save_results(both.active, folders[ACTIVE], session, top))
-        if run.trainer is not None:
-            save_model(folders[passive.folder_name()], run.trainer.model, bottom.encoder)
-    stopped = stopped or recorder.objection()
-    write_summary(folders[ACTIVE], recorder.summary({}))
-    write_summary(folders[passive.folder_name()], observer.summary())
-    if stopped is not None:
-        raise stopped
+    run_recorded(both, run_folder)
 
 
-def _only_party(settings: PartiesSettings) -> PassiveSettings:
+def _check_party(settings: PartiesSettings) -> None:
     passive, *others = settings.passive.values()
     if others or passive.audits:
         raise SettingsError(
             "in_process: expected one passive party, which does not ask for audits; leave it out"
         )
-    return passive
-
-
-def _labels(settings: PassiveSettings) -> PartyData | None:
-    if settings.adversary is None or settings.adversary.labels is None:
-        return None
-    return PartyData.load(settings.adversary.labels, settings.base_dir)
 
 
 def _main(settings: Path, run_folder: Path, log: Path, threads: int) -> None:

@@ -8,6 +8,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from splitveil.common.errors import (
 from splitveil.common.models.factory import build_bottom_model
 from splitveil.common.party import command_line
 from splitveil.common.party.credentials import CredentialFiles, credential_files
+from splitveil.common.party.ending import end_program, exit_code_of
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.party.transcript import Transcript
@@ -35,13 +37,16 @@ from splitveil.common.storage.ended_run import end_of, mark_as_ended
 from splitveil.common.storage.model_files import save_model
 from splitveil.common.storage.run_folder import open_run_folder
 from splitveil.common.storage.run_store import RunStore
+from splitveil.common.storage.trained_model import identity_metadata
 from splitveil.common.text.log_lines import configure_logging
 from splitveil.common.text.version import VERSION
+from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import check_security
 from splitveil.common.wire.noted_calls import AllNotes, Notes
 from splitveil.passive_party.assembly import TrainerBuilder, http_proxy
-from splitveil.passive_party.connection import PeerConnection
+from splitveil.passive_party.command import parser
 from splitveil.passive_party.grpc_peer import GrpcPeer
+from splitveil.passive_party.inference.command import serve
 from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun
@@ -54,13 +59,22 @@ BACK_WITHIN_S = 15.0
 """Time in which the active party of a run that it has ended for good has to serve again."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command and exit with its code."""
-    parsed = command_line.parse_arguments("passive-party", arguments)
+    exit_code = perform(parser().parse_args(arguments))
+    end_program(exit_code, is_program=arguments is None)
+
+
+def perform(parsed: argparse.Namespace) -> int:
+    """Do what parsed arguments say, and return the exit code."""
     configure_logging("passive", parsed.verbose - parsed.quiet)
-    actions = {"run": _run, "check": _check, "verify-transcript": command_line.verify_transcript}
-    exit_code = command_line.exit_code_of(partial(actions[parsed.command], parsed))
-    command_line.end_program(exit_code, is_program=arguments is None)
+    actions = {
+        "run": _run,
+        "check": _check,
+        "serve": serve,
+        "verify-transcript": command_line.verify_transcript,
+    }
+    return exit_code_of(partial(actions[parsed.command], parsed))
 
 
 def _run(parsed: argparse.Namespace) -> None:
@@ -134,7 +148,8 @@ def _train(
             aligner.engine.close()
             # A run that has ended for good and is not resumed keeps the model that it ended with.
             if run.trainer is not None and end_of(folder) is None:
-                saved = save_model(folder, run.trainer.model, build_trainer.encoder)
+                identity = identity_metadata(run.model_identity, settings.contract)
+                saved = save_model(folder, run.trainer.model, build_trainer.encoder, identity)
                 logger.info("model saved in %s", saved)
     if end_of(folder) is not None:
         logger.warning(_ENDED)
@@ -248,6 +263,7 @@ def _check(parsed: argparse.Namespace) -> None:
             data_and_model,
             labels,
         ],
+        as_json=parsed.json,
     )
 
 

@@ -20,8 +20,8 @@ from splitveil.common.party.command_line import draw_nonce
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.record.summary import Summary
 from splitveil.common.status.run_status import RunStatus
+from splitveil.common.wire.connection import PeerConnection
 from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
-from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.passive_party.recorder import PassiveRecorder

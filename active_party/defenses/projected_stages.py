@@ -132,6 +132,7 @@ class ProjectedLabels(Defense):
             self._plan.rank,
             subjects=self._subjects,
             excluded=None if self._known is None else self._known.excluded,
+            earlier=None if self._posterior is None else self._posterior.told,
         )
         return StageRelease(self, stage, rows, predictions)
 

@@ -99,6 +99,14 @@ class NpzFile:
             columns[name] = self._column(array, part)
         return columns
 
+    def array_names(self) -> list[str]:
+        """Return the names of the arrays.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
+        return list(self._shapes())
+
     def read_array(self, name: str) -> NDArray[Any]:
         """Return one array as stored.
 

@@ -34,11 +34,18 @@ ClassName = Annotated[
 Classes = Annotated[
     Annotated[int, Field(ge=3, le=MAX_CLASSES, strict=True)]
     | Annotated[tuple[ClassName, ...], Field(min_length=3, max_length=MAX_CLASSES)],
-    BeforeValidator(_as_class_names),
+    BeforeValidator(
+        _as_class_names,
+        json_schema_input_type=Annotated[int, Field(ge=3, le=MAX_CLASSES)]
+        | Annotated[tuple[ClassName | int, ...], Field(min_length=3, max_length=MAX_CLASSES)],
+    ),
 ]
 """The number of classes, or their names."""
 
-Columns = Annotated[tuple[ColumnName, ...], BeforeValidator(_as_list)]
+Columns = Annotated[
+    tuple[ColumnName, ...],
+    BeforeValidator(_as_list, json_schema_input_type=ColumnName | tuple[ColumnName, ...]),
+]
 """Column names, or patterns with shell wildcards such as ``x*``; a single one needs no list."""
 
 

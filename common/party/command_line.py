@@ -1,4 +1,4 @@
-"""The parts of both parties' command lines: arguments, checks, exit codes."""
+"""What both parties' commands do alike: settings, checks, transcripts, device."""
 
 import argparse
 import hashlib
@@ -6,40 +6,30 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, TypeAlias
+from typing import Any
 
 import torch
 import yaml
 from rich.console import Console
 
-from splitveil.common.errors import (
-    Interrupted,
-    PeerError,
-    SettingsError,
-    SplitveilError,
-    StorageError,
-)
+from splitveil.common.errors import SettingsError, SplitveilError
+from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_settings import (
     PartySettings,
     PartySettingsT,
     load_party_settings,
 )
-from splitveil.common.party.transcript import Broken, Verified, compare, verify
+from splitveil.common.party.transcript import Broken, Comparison, Verified, compare, verify
 from splitveil.common.storage.ended_run import end_of
 from splitveil.common.storage.run_folder import write_text_atomically
 from splitveil.common.storage.run_store import RunStore
-from splitveil.common.text.log_lines import add_to_log_lines, log_fields, use_log_format
-from splitveil.common.text.version import add_version
+from splitveil.common.text.log_lines import add_to_log_lines, use_log_format
 from splitveil.common.text.visible_text import visible
 from splitveil.common.text.yaml_text import RESOLVED, read_yaml_file
 
 logger = logging.getLogger(__name__)
-
-# The type that add_subparsers returns is private.
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # noqa: SLF001
 
 MAY_CHANGE = frozenset(
     {
@@ -49,6 +39,7 @@ MAY_CHANGE = frozenset(
         "connect",
         "device",
         "first_contact_s",
+        "inference",
         "leak_gate",
         "listen",
         "log_format",
@@ -65,67 +56,6 @@ MAY_CHANGE = frozenset(
 """Settings that may differ when a run is resumed; all others affect its results."""
 
 
-def parse_arguments(
-    program: str,
-    arguments: Sequence[str] | None,
-    add_own_commands: Callable[[Commands], None] = lambda _: None,
-) -> argparse.Namespace:
-    """Read a party's command line.
-
-    Args:
-        program: the name of the party's program.
-        arguments: the words after it; by default the arguments of this process.
-        add_own_commands: adds the commands that only this kind of party has.
-    """
-    parser = argparse.ArgumentParser(prog=program)
-    add_version(parser)
-    commands = parser.add_subparsers(dest="command", required=True)
-    run = add_command(commands, "run", "train with the other party, or resume an unfinished run")
-    run.add_argument(
-        "--fresh",
-        action="store_true",
-        help="start over; results of an unfinished run are moved aside",
-    )
-    add_command(
-        commands, "check", "check settings and data without training; print the resolved settings"
-    )
-    _add_verify_transcript(commands)
-    add_own_commands(commands)
-    return parser.parse_args(arguments)
-
-
-def add_command(commands: Commands, name: str, purpose: str) -> argparse.ArgumentParser:
-    """Add a command with the arguments that all commands have."""
-    command = commands.add_parser(name, help=purpose, description=purpose)
-    command.add_argument("settings", type=Path, help="this party's settings file")
-    command.add_argument(
-        "--set",
-        dest="overrides",
-        metavar="NAME=VALUE",
-        action="append",
-        default=[],
-        help="override one setting, for instance contract.epochs=3 (may be repeated)",
-    )
-    command.add_argument("--runs", type=Path, help="folder of all runs (default: runs)")
-    command.add_argument(
-        "--log-format", choices=("text", "json"), help="form of the log (default: the settings')"
-    )
-    command.add_argument("-v", "--verbose", action="count", default=0)
-    command.add_argument("-q", "--quiet", action="count", default=0)
-    return command
-
-
-def _add_verify_transcript(commands: Commands) -> None:
-    purpose = "check that a transcript is intact and matches the other party's transcript"
-    command = commands.add_parser("verify-transcript", help=purpose, description=purpose)
-    command.add_argument("transcript", type=Path, help="a party's transcript.jsonl")
-    command.add_argument(
-        "--against", type=Path, metavar="FILE", help="the other party's transcript.jsonl"
-    )
-    command.add_argument("-v", "--verbose", action="count", default=0)
-    command.add_argument("-q", "--quiet", action="count", default=0)
-
-
 def verify_transcript(parsed: argparse.Namespace) -> None:
     """Check one transcript, or two against each other, and print the result.
 
@@ -133,16 +63,24 @@ def verify_transcript(parsed: argparse.Namespace) -> None:
         SettingsError: a file cannot be read.
         SplitveilError: a chain is broken, or one party received something the other did not send.
     """
-    found = _verified(parsed.transcript)
-    if parsed.against is None:
-        return
-    compared = compare(found, _verified(parsed.against))
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-    console.print(f"{compared.agreed:,} messages were received as the other party sent them")
-    for kind, count in compared.lost.items():
-        line = f"{kind}: {count:,} sent but not received, as when a connection breaks"
-        console.print(line, markup=False)
-    if compared.unsent:
+    verified = {}
+    for path in (parsed.transcript, parsed.against):
+        if path is not None:
+            verified[path] = _verified(path)
+            if not parsed.json:
+                _print_verified(path, verified[path])
+    both = list(verified.values())
+    compared = compare(*both) if parsed.against is not None else None
+    if parsed.json:
+        print_json(
+            {
+                "transcripts": [_plain_verified(path, one) for path, one in verified.items()],
+                "compared": None if compared is None else compared._asdict(),
+            }
+        )
+    elif compared is not None:
+        _print_compared(compared)
+    if compared is not None and compared.unsent:
         raise SplitveilError(
             "\n".join(
                 f"{kind}: {count:,} received that the other party did not record as sent"
@@ -158,12 +96,27 @@ def _verified(path: Path) -> Verified:
         raise SettingsError(f"{path}: cannot be read: {error.strerror}") from error
     if isinstance(found, Broken):
         raise SplitveilError(f"{path}: line {found.line}: {found.reason}")
+    return found
+
+
+def _print_verified(path: Path, found: Verified) -> None:
     Console(file=sys.stdout, highlight=False, soft_wrap=True).print(
         f"{visible(str(path))}: the chain of {found.entries:,} entries is intact; the last link "
         f"is {found.last_link}",
         markup=False,
     )
-    return found
+
+
+def _plain_verified(path: Path, found: Verified) -> dict[str, Any]:
+    return {"file": str(path), "entries": found.entries, "last_link": found.last_link}
+
+
+def _print_compared(compared: Comparison) -> None:
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    console.print(f"{compared.agreed:,} messages were received as the other party sent them")
+    for kind, count in compared.lost.items():
+        line = f"{kind}: {count:,} sent but not received, as when a connection breaks"
+        console.print(line, markup=False)
 
 
 def load_settings(
@@ -189,51 +142,6 @@ def load_settings(
     use_log_format(settings.log_format)
     add_to_log_lines(run=settings.contract.run_name)
     return settings
-
-
-def exit_code_of(action: Callable[[], None]) -> int:
-    """Run an action, log its errors, and return the exit code for its outcome."""
-    try:
-        action()
-    except SplitveilError as error:
-        for told in _with_earlier(error):
-            for line in str(told).splitlines() or [type(told).__name__]:
-                fields = log_fields(error=type(told).__name__, exit_code=error.exit_code)
-                logger.error("%s", line, extra=fields)
-        return error.exit_code
-    except KeyboardInterrupt:
-        logger.error("stopped at once; nothing was saved")
-        return 130
-    return 0
-
-
-def end_program(exit_code: int, *, is_program: bool) -> NoReturn:
-    """End with an exit code.
-
-    Args:
-        exit_code: the exit code of the process.
-        is_program: whether this process has nothing else to do. It then ends without the
-            interpreter's teardown, in which library threads (those of Arrow, after an unreadable
-            file) occasionally abort the process, so that the exit code is lost.
-    """
-    if is_program:
-        logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(exit_code)
-    sys.exit(exit_code)
-
-
-def _with_earlier(error: SplitveilError) -> Iterator[SplitveilError]:
-    """Yield an error, preceded by the reason for the run's end if a full disk would hide it."""
-    earlier: BaseException | None = error
-    while isinstance(error, StorageError) and earlier is not None:
-        earlier = earlier.__context__
-        if isinstance(earlier, PeerError | Interrupted):
-            yield earlier
-            break
-    yield error
 
 
 def torch_device(device: str) -> torch.device:
@@ -324,21 +232,35 @@ def save_resolved(settings: PartySettings, folder: Path) -> None:
     write_text_atomically(folder / "settings.yaml", resolved_yaml(settings))
 
 
-def report_check(settings: PartySettings, checks: Sequence[Callable[[], str]]) -> None:
+def report_check(
+    settings: PartySettings, checks: Sequence[Callable[[], str]], *, as_json: bool = False
+) -> None:
     """Print the resolved settings and the outcome of every successful check.
+
+    Args:
+        settings: of the party.
+        checks: each returns what it found, or raises.
+        as_json: print settings and all outcomes, failures included, as one JSON document.
 
     Raises:
         SplitveilError: has the messages of all failed checks, and the smallest of their exit codes.
     """
     _find_own_modules(settings)
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=as_json)
     console.print(resolved_yaml(settings), markup=False)
     failures: list[SplitveilError] = []
+    outcomes = []
     for check in checks:
         try:
-            console.print(f"ok: {visible(check())}", markup=False)
+            found = check()
+            console.print(f"ok: {visible(found)}", markup=False)
+            outcomes.append({"ok": True, "found": found})
         except SplitveilError as error:
             failures.append(error)
+            outcomes.append({"ok": False, "found": str(error)})
+    if as_json:
+        values = settings.model_dump(mode="json")
+        print_json({"ok": not failures, "checks": outcomes, "settings": values})
     if failures:
         worst = min(failures, key=lambda failure: failure.exit_code)
         raise _AllFailures(failures, worst.exit_code)

@@ -17,6 +17,11 @@ class Covers(StrEnum):
     """A peer that follows the protocol and compares gradients with the class means of a batch."""
 
     @property
+    def column(self) -> str:
+        """The name of a column that holds the bound for these peers."""
+        return f"bound_{self.replace(' ', '_')}"
+
+    @property
     def in_words(self) -> str:
         """The peers, as a sentence names them."""
         return _IN_WORDS[self]

@@ -65,7 +65,7 @@ def open_run_folder(
         if folder.is_dir():
             _close_to_others(folder)
             if any(folder.iterdir()) and not resumes(folder):
-                _move_aside(folder)
+                move_aside(folder)
         folder.mkdir(_OWNER_ONLY_FOLDER, parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(f"{folder}: cannot be used for results: {error.strerror}") from error
@@ -196,7 +196,12 @@ def _close_to_others(folder: Path) -> None:
         _logger.warning("%s: others may read the results (%s)", folder, error.strerror)
 
 
-def _move_aside(folder: Path) -> None:
+def move_aside(folder: Path) -> None:
+    """Rename a party's folder to the next free ``<name>.previous-N``.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
     prefix = f"{folder.name}.previous-"
     endings = (path.name.removeprefix(prefix) for path in folder.parent.glob(f"{prefix}*"))
     newest = max((int(ending) for ending in endings if ending.isdecimal()), default=0)
@@ -211,12 +216,21 @@ def checkpoint_folder(folder: Path) -> Path:
     Raises:
         StorageError: it cannot be made.
     """
-    checkpoint = folder / "checkpoint"
+    return inner_folder(folder, "checkpoint")
+
+
+def inner_folder(folder: Path, name: str) -> Path:
+    """Return a folder inside a run's folder, which is made if it does not exist.
+
+    Raises:
+        StorageError: it cannot be made.
+    """
+    inner = folder / name
     try:
-        checkpoint.mkdir(exist_ok=True)
+        inner.mkdir(exist_ok=True)
     except OSError as error:
-        raise StorageError(f"{checkpoint}: cannot be made: {error.strerror}") from error
-    return checkpoint
+        raise StorageError(f"{inner}: cannot be made: {error.strerror}") from error
+    return inner
 
 
 def delete(path: Path) -> None:

@@ -22,12 +22,12 @@ import pytest
 import yaml
 
 from splitveil.active_party import __main__ as active_party
+from splitveil.active_party.command import parser as active_parser
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.party.command_line import parse_arguments
 from splitveil.common.party.party_settings import PartySettings, load_party_settings
 from splitveil.common.run.contract import Contract
 from splitveil.common.settings import validate
-from splitveil.deploy import certs, command, local
+from splitveil.deploy import certs, demo, local
 from splitveil.experiments import __main__ as experiments
 from splitveil.passive_party import __main__ as passive_party
 from splitveil.passive_party.settings import PassiveSettings
@@ -249,13 +249,14 @@ def test_what_is_not_run_is_at_least_read(text: str) -> None:
     program, *arguments = shlex.split(text)
     match program:
         case "active-party":
-            parse_arguments(program, arguments, active_party._add_own_commands)
+            active_parser(program).parse_args(arguments)
         case "splitveil-certs":
-            certs._parser().parse_args(arguments)
+            certs.parser().parse_args(arguments)
         case "splitveil-local":
-            accept(local._parser().parse_args(arguments))
+            accept(local.parser().parse_args(arguments))
         case "splitveil":
-            options = command._parser().parse_args(arguments)
+            assert arguments[0] == "demo"
+            options = demo.parser("splitveil demo").parse_args(arguments[1:])
             options.example_dir = EXAMPLES / options.example
             accept(options)
         case "make":

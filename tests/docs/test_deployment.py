@@ -15,14 +15,16 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from splitveil.active_party.command import parser as active_parser
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import EndedForGood, PeerEndedForGood, PeerUnreachable, SplitveilError
-from splitveil.common.party.command_line import parse_arguments
 from splitveil.common.party.party_settings import load_party_settings
+from splitveil.passive_party.command import parser as passive_parser
 from splitveil.passive_party.settings import PassiveSettings
 from tests.docs.markdown import ROOT
 
 PARTIES = ("active", "passive")
+PARSERS = {"active": active_parser, "passive": passive_parser}
 EXAMPLE = ROOT / "deploy" / "examples" / "breast_cancer"
 SYSTEMD = ROOT / "deploy" / "systemd"
 KUBERNETES = ROOT / "deploy" / "kubernetes"
@@ -120,7 +122,7 @@ def env_example(party: str) -> dict[str, str]:
 def test_every_command_line_is_one_that_the_program_takes(party: str) -> None:
     for program, words in commands(party):
         assert program == f"{party}-party"
-        parsed = parse_arguments(program, words)
+        parsed = PARSERS[party]().parse_args(words)
         assert parsed.command == "run"
         assert parsed.log_format == "json"
         assert status_of(party, parsed.overrides) is not None

@@ -56,8 +56,15 @@ def in_chunks(rows: RowChunk, size: int = 128) -> Chunks:
     return chunks
 
 
-def design_of(rows: RowChunk, rank: int = 16, **given: Tensor) -> Design:
-    return design(in_chunks(rows), len(rows.activations), rank, **given)
+def design_of(
+    rows: RowChunk,
+    rank: int = 16,
+    *,
+    subjects: Tensor | None = None,
+    excluded: Tensor | None = None,
+) -> Design:
+    chunks, num_rows = in_chunks(rows), len(rows.activations)
+    return design(chunks, num_rows, rank, subjects=subjects, excluded=excluded)
 
 
 def spoilt(kind: str) -> RowChunk:

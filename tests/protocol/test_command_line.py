@@ -8,7 +8,7 @@ import pytest
 from splitveil.active_party import __main__ as active_program
 from splitveil.common.errors import PeerLeft, PeerUnreachable, SettingsError, StorageError
 from splitveil.common.models.settings import MlpModel
-from splitveil.common.party.command_line import exit_code_of
+from splitveil.common.party.ending import exit_code_of
 from splitveil.common.settings import validate
 
 

@@ -22,7 +22,8 @@ from splitveil.active_party.defenses.sum_kl import (
 )
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.bounds import LeakBounds
-from splitveil.active_party.plan import print_plan, stop_epoch
+from splitveil.active_party.plan import print_plan
+from splitveil.active_party.planned import stop_epoch
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.top_trainer import StepResult

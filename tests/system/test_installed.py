@@ -4,11 +4,14 @@ import json
 import os
 import re
 import shutil
+import socket
 import sys
 import sysconfig
 import tarfile
 import tomllib
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -41,13 +44,30 @@ class Installed:
                 (parent / name / "__init__.py").write_text(f"raise SystemExit('wrong {name}')")
 
     def run(self, *command: str) -> str:
-        """Run an installed command beside folders that have our folders' names."""
-        return run(str(self._bin / command[0]), *command[1:], cwd=self.here)
+        """Run an installed command beside folders that have our folders' names.
+
+        Whatever it does has to work behind a proxy that answers nothing.
+        """
+        with dead_proxy() as settings:
+            return run(str(self._bin / command[0]), *command[1:], cwd=self.here, **settings)
 
 
-def run(*command: str, cwd: Path | None = None) -> str:
+@contextmanager
+def dead_proxy() -> Iterator[dict[str, str]]:
+    """Yield an environment whose HTTP proxy refuses every connection."""
+    with socket.socket() as holder:  # bound, and nobody listens
+        holder.bind(("127.0.0.1", 0))
+        proxy = f"http://127.0.0.1:{holder.getsockname()[1]}"
+        yield {
+            written: proxy
+            for name in ("https_proxy", "http_proxy", "all_proxy", "grpc_proxy")
+            for written in (name, name.upper())
+        }
+
+
+def run(*command: str, cwd: Path | None = None, **variables: str) -> str:
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200", **variables}
     done = run_program(*command, cwd=cwd, env=environment)
     assert done.returncode == 0, done.stdout
     return done.stdout.strip()
@@ -119,7 +139,9 @@ def test_every_command_prints_its_version(installed: Installed, command: str) ->
     assert installed.run(command, "--version") == f"{command} {VERSION}"
 
 
-def test_the_demo_needs_no_repository_and_minds_no_folder_of_another(installed: Installed) -> None:
+def test_the_demo_needs_neither_repository_nor_network_and_minds_no_folder_of_another(
+    installed: Installed,
+) -> None:
     printed = installed.run("splitveil", "demo", "--set", "contract.epochs=1")
     assert "marvell" in printed
     assert "projected_labels" in printed

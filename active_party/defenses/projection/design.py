@@ -1,8 +1,8 @@
 """The design of a stage: weights of the rows, made without labels, of exact sensitivity.
 
-Phi (N, m) are the columns of `features`, U (N, r) an orthonormal basis of their leading directions
-(from the eigenvectors of the m x m matrix Phi^T Phi; of large tables, that of a sample of rows),
-and h_i = |U_i|^2 a row's leverage:
+Phi (N, m) are the columns of `features`, without what earlier stages have told of them (`earlier`),
+U (N, r) an orthonormal basis of their leading directions (from the eigenvectors of the m x m matrix
+Phi^T Phi; of large tables, that of a sample of rows), and h_i = |U_i|^2 a row's leverage:
 
     A_i = U_i / sqrt(max(h_i, r / 10 N))
 
@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from splitveil.active_party.defenses.projection.earlier import Earlier, Told
 from splitveil.active_party.defenses.projection.features import (
     Chunks,
     columns_of,
@@ -71,6 +72,7 @@ def design(
     *,
     subjects: Tensor | None = None,
     excluded: Tensor | None = None,
+    earlier: Told | None = None,
 ) -> Design:
     """Choose the weights of a stage.
 
@@ -80,6 +82,7 @@ def design(
         rank: most columns of the design, >= 1.
         subjects: (N,) int64, equal for rows that share one bound; None if every row has its own.
         excluded: (N,) bool, rows that get weights of 0 and are charged nothing.
+        earlier: stages that were released before; None for the first.
 
     Raises:
         ValueError: rank is below 1, or shapes and number of rows do not fit.
@@ -94,7 +97,11 @@ def design(
     columns = columns_of(sample.rows)
     counted = included[:: sample.stride, None]
     phi = columns.of(sample.rows).cpu() * counted
+    known = None if earlier is None else Earlier.of_sample(earlier, phi, sample.stride)
+    if known is not None:
+        phi -= known.of(slice(None, None, sample.stride))
     basis = _basis((phi.T @ phi).double(), rank)
+    known = None if known is None else known.projected(basis)
     least = math.sqrt(_SMALLEST_SHARE * basis.shape[1] / max(1.0, float(counted.sum())))
     bounded = BoundedWeights(num_rows, basis.shape[1], subjects)
     norms = torch.empty(num_rows)
@@ -102,6 +109,8 @@ def design(
     for chunk in chunks():
         rows = columns.of(chunk).cpu() @ basis
         rows *= included[start : start + len(rows), None]
+        if known is not None:
+            rows -= known.of(slice(start, start + len(rows)))
         norm = torch.linalg.vector_norm(rows, dim=1)
         norms[start : start + len(rows)] = norm
         bounded.add(start, rows.div_(norm.clamp_min(least)[:, None]))

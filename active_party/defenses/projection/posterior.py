@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.defenses.projection.design import Design
+from splitveil.active_party.defenses.projection.earlier import Told
 from splitveil.active_party.defenses.projection.grid import BLOCK_ROWS
 from splitveil.active_party.defenses.projection.release import Release
 
@@ -50,6 +51,18 @@ class Posterior:
     def num_stages(self) -> int:
         """Number of stages in memory."""
         return len(self._stages)
+
+    @property
+    def told(self) -> Told | None:
+        """Weights and noise of the stages in memory; None if there is none."""
+        if not self._stages:
+            return None
+        return Told(
+            [stage.design.steps for stage in self._stages],
+            [stage.design.unit for stage in self._stages],
+            [stage.release.sigma for stage in self._stages],
+            self._gram,
+        )
 
     def add(self, design: Design, release: Release) -> None:
         """Remember a stage, and forget the oldest ones that no longer fit.

@@ -1,17 +1,14 @@
-"""The command ``splitveil``: the examples that come with the package.
+"""``splitveil demo``: the examples that come with the package.
 
     splitveil demo [EXAMPLE] [--defense DEFENSE ...] [--set PARTY.NAME=VALUE ...] [--runs DIR]
-    splitveil --version
 
-``demo`` runs an example as ``splitveil-local`` does, from the copy inside the package: it needs
-neither the repository nor a download.
+It runs an example as ``splitveil-local`` does, from the copy inside the package: it needs neither
+the repository nor a download.
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
-from splitveil.common.text.version import add_version
 from splitveil.deploy import local
 
 EXAMPLES = Path(__file__).parent / "examples"
@@ -22,9 +19,8 @@ DEMO_DEFENSES = ("none", "marvell", "projected_labels")
 """Run one after the other and compared where the command line names no defense."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a sub-command and return its exit code."""
-    options = _parser().parse_args(arguments)
+def run(options: argparse.Namespace) -> int:
+    """Run an example and return the exit code."""
     if options.example == DEMO:
         options.defense = options.defense or list(DEMO_DEFENSES)
     return local.run_example(EXAMPLES / options.example, options, "splitveil demo")
@@ -35,14 +31,16 @@ def names_of_examples() -> list[str]:
     return sorted(path.parent.name for path in EXAMPLES.glob("*/active.yaml"))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="splitveil", description="Two-party split learning with defended gradients."
+def parser(program: str) -> argparse.ArgumentParser:
+    """Return the sub-command's parser.
+
+    Args:
+        program: the words with which it is called.
+    """
+    demo = argparse.ArgumentParser(
+        prog=program,
+        description="run both parties of an example on this machine, and compare defenses",
     )
-    add_version(parser)
-    commands = parser.add_subparsers(dest="command", required=True)
-    purpose = "run both parties of an example on this machine, and compare defenses"
-    demo = commands.add_parser("demo", help=purpose, description=purpose)
     demo.add_argument(
         "example",
         nargs="?",
@@ -52,4 +50,4 @@ def _parser() -> argparse.ArgumentParser:
         "no download",
     )
     local.add_run_arguments(demo)
-    return parser
+    return demo

@@ -1,0 +1,309 @@
+"""What a run will reveal about the labels, as far as it is known before any training.
+
+The defense forecasts the charge of one answer (see ``defenses.forecast`` for the kinds of forecast,
+and the modules of the defenses for their proofs); here it is extended to the whole run and compared
+with the run's budget.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from splitveil.active_party.assembly import signals_of
+from splitveil.active_party.defenses.build_inputs import DefenseContext
+from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast
+from splitveil.active_party.defenses.interface import LeakCharge
+from splitveil.active_party.defenses.marvell import power_ratio_for
+from splitveil.active_party.defenses.multi_class_marvell import worst_pair_factor
+from splitveil.active_party.defenses.sum_kl import (
+    estimated_auc,
+    sum_kl_for_estimated_auc,
+    sum_kl_for_leak_auc,
+)
+from splitveil.active_party.ledger.bounds import auc_bound, caveats_of
+from splitveil.active_party.ledger.label_signals import widest_circle
+from splitveil.active_party.ledger.limit import in_words, num_answers_within
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.errors import SettingsError
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.privacy.covers import Covers, narrowest
+from splitveil.common.storage.run_folder import finite_or_null
+from splitveil.common.text.upper_bounds import at_most
+
+
+class PlannedRows(NamedTuple):
+    """The label owner's file, and the steps that it makes if all of its rows are aligned."""
+
+    source: str
+    rows: int
+    shares: str
+    """The shares of the classes, in words."""
+    training_rows: int
+    steps_per_epoch: int
+    batch_size: int
+    epochs: int
+
+
+class PlannedAnswers(NamedTuple):
+    """What some answers about one example tell its reader."""
+
+    noise: str
+    """``fresh`` or ``persistent``."""
+    is_configured: bool
+    """Whether the settings choose this noise."""
+    answers: int
+    charge: ChargeForecast
+    """Of all of them together."""
+
+    def figure(self, of_divergence: Callable[[float], float]) -> tuple[float, float] | None:
+        """Return the least and the most that a figure may be; None if nothing is known.
+
+        Args:
+            of_divergence: returns the figure for a divergence.
+        """
+        if self.charge.certainty == "unknown":
+            return None
+        return of_divergence(self.charge.low), of_divergence(self.charge.high)
+
+    def bound(self, peers: Covers) -> tuple[float, float] | None:
+        """Return the least and the most that the bound on the leak AUC may be.
+
+        None if nothing is known of it, or if the charge does not describe these peers.
+        """
+        charge = self.charge
+        if not charge.covers.includes(peers) or not math.isfinite(charge.high):
+            return None
+        caveats = caveats_of_forecast(charge)
+        return self.figure(lambda sum_kl: auc_bound(sum_kl, caveats, peers))
+
+    def row(self) -> dict[str, Any]:
+        """Return plain values, column -> value; None for what is unknown or not bounded."""
+        sum_kl, estimate = self.figure(float), self.figure(estimated_auc)
+        figures = {"sum_kl": sum_kl, "estimated_leak_auc": estimate}
+        figures |= {peers.column: self.bound(peers) for peers in Covers}
+        return {
+            "noise": self.noise,
+            "configured": self.is_configured,
+            "answers": self.answers,
+            "certainty": self.charge.certainty,
+            **{
+                f"{name}{end}": None if pair is None else finite_or_null(pair[place])
+                for name, pair in figures.items()
+                for place, end in enumerate(("_least", ""))
+            },
+        }
+
+
+class PlannedRatio(NamedTuple):
+    """The power ratios of marvell that keep a whole run below a leak AUC."""
+
+    noise: str
+    answers: int
+    by_estimate: float
+    by_bound: float
+
+
+class Target(NamedTuple):
+    """A leak AUC below which the whole run should stay."""
+
+    leak_auc: float
+    ratios: tuple[PlannedRatio, ...]
+    holds_for_any_means: bool
+    """Whether the ratios hold whatever the class means are, as with several classes."""
+
+
+class Plan(NamedTuple):
+    """What a run will reveal, as far as it is known before."""
+
+    defense: str
+    """Its name."""
+    data: PlannedRows
+    answers: tuple[PlannedAnswers, ...]
+    """One answer and all answers of a run, for each kind of noise."""
+    remarks: tuple[str, ...]
+    """Sentences about the reliability of the figures, other signals and the budget."""
+    target: Target | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as plain values."""
+        target = self.target
+        return {
+            "defense": self.defense,
+            "data": self.data._asdict(),
+            "answers": [one.row() for one in self.answers],
+            "remarks": list(self.remarks),
+            "target": None
+            if target is None
+            else {
+                "leak_auc": target.leak_auc,
+                "power_ratios": [finite_or_null(one._asdict()) for one in target.ratios],
+            },
+        }
+
+
+def plan_of(
+    settings: ActiveSettings, data: PartyData, target_leak_auc: float | None = None
+) -> Plan:
+    """Return what a run with these settings would reveal.
+
+    Args:
+        settings: the active party's settings, with the contract.
+        data: the label file, not yet aligned.
+        target_leak_auc: AUC below which the whole run should stay, above 0.5 and below 1.
+
+    Raises:
+        SettingsError: the target is not such an AUC, or earlier ledgers or initial weights cannot
+            be read.
+    """
+    if target_leak_auc is not None and not 0.5 < target_leak_auc < 1:
+        raise SettingsError(
+            f"--target-leak-auc: expected an AUC between 0.5 and 1, got {target_leak_auc}"
+        )
+    contract = settings.contract
+    labels, num_classes = data.labels_of(data.ids), data.settings.num_classes
+    # With more than two classes there are no positives, and charges do not depend on shares.
+    pos_fraction = float(labels.double().mean()) if num_classes == 2 else 1 / num_classes
+    training_rows = data.training_rows(contract.split)
+    steps = training_rows / contract.batch_size
+    rows = PlannedRows(
+        data.table.source,
+        len(data.ids),
+        _shares(labels, data),
+        training_rows,
+        math.floor(steps) if contract.drop_last else math.ceil(steps),
+        contract.batch_size,
+        contract.epochs,
+    )
+    context = settings.defense_context(pos_fraction)
+    signals = signals_of(settings)
+    forecast = _narrowed(settings.defense.forecast(context), widest_circle(signals))
+    teaches = settings.defense.outlook(context, training_rows)
+    said = [*([teaches] if teaches else []), *(signal.why for signal in signals)]
+    return Plan(
+        settings.defense.name,
+        rows,
+        tuple(_answers(forecast, contract.epochs)),
+        (*said, *_remarks(settings, forecast)),
+        None if target_leak_auc is None else _target(target_leak_auc, contract.epochs, context),
+    )
+
+
+def stop_epoch(charge: float, epochs: int, max_sum_kl: float) -> int | None:
+    """Return the epoch, from 0, in which a budget ends a run with fresh noise; None if it does not.
+
+    Each epoch answers once about every training example. The first answer beyond the budget comes
+    in the epoch after the last one that fits completely.
+    """
+    whole = num_answers_within(max_sum_kl, charge)
+    return None if whole >= epochs else int(whole)
+
+
+def _answers(forecast: Forecast, epochs: int) -> Iterator[PlannedAnswers]:
+    for noise, charge in forecast.charges.items():
+        whole_run = charge.times(epochs) if noise == "fresh" else charge
+        for answers, of_all in ((1, charge), (epochs, whole_run)):
+            yield PlannedAnswers(noise, noise == forecast.configured, answers, of_all)
+
+
+def _shares(labels: Tensor, data: PartyData) -> str:
+    """Describe the shares of the classes among the rows."""
+    names = data.settings.class_names
+    if not names:
+        return f"{float(labels.double().mean()):.2%} positive"
+    counts = torch.bincount(labels.long(), minlength=len(names)).tolist()
+    shares = (f"{name!r} {n / len(labels):.1%}" for name, n in zip(names, counts, strict=True))
+    return f"{len(names)} classes: {', '.join(shares)}"
+
+
+def _narrowed(forecast: Forecast, peers: Covers) -> Forecast:
+    """Return a forecast for no more peers than those for whom the run can have bounds."""
+    charges = {
+        noise: charge._replace(covers=narrowest(charge.covers, peers))
+        for noise, charge in forecast.charges.items()
+    }
+    return forecast._replace(charges=charges)
+
+
+def _remarks(settings: ActiveSettings, forecast: Forecast) -> list[str]:
+    remarks = [forecast.honesty]
+    if settings.data.num_classes > 2:
+        remarks.append("All figures are of the pair of classes left furthest apart.")
+    if forecast.charge.certainty == "unknown" or math.isfinite(forecast.charge.high):
+        remarks.append(settings.defense.coverage().why)
+    earlier = 0.0
+    if settings.earlier_ledgers:
+        book = settings.earlier_answers()
+        earlier = book.most()
+        remarks.append(
+            f"What earlier_ledgers have told comes on top, sum_kl {at_most(earlier)} at most, "
+            f"bounded for {book.covers().in_words}."
+        )
+    if settings.run_budget is None:
+        return [*remarks, "run_budget: none is set"]
+    limit, epochs = settings.run_budget.limit, settings.contract.epochs
+    budget = limit.of(caveats_of_forecast(forecast.charge))
+    # Repeated noise exceeds the budget either with its first answer or never.
+    epochs_charged = epochs if forecast.configured == "fresh" else 1
+    charge = forecast.charge
+    last = stop_epoch(charge.low, epochs_charged, budget)
+    first = stop_epoch(charge.high, epochs_charged, budget - earlier)
+    return [
+        *remarks,
+        f"run_budget, for {limit.peers.in_words}: {in_words(budget, caveats_of_forecast(charge))}: "
+        + _end_in_words(first, last, epochs, charge),
+    ]
+
+
+def _end_in_words(first: int | None, last: int | None, epochs: int, charge: ChargeForecast) -> str:
+    """Describe when a budget ends the run.
+
+    Args:
+        first: the epoch in which the budget ends the run at the highest charge; None if it does
+            not.
+        last: the same epoch at the lowest charge.
+        epochs: number of epochs of the run.
+        charge: forecast for one answer.
+    """
+    if first is None:
+        fits = f"all {epochs} epochs fit"
+        return fits if charge.is_promise else f"{fits}, if charges are as estimated"
+    if charge.low == 0:
+        likely = "" if charge.certainty == "unknown" else f", not likely before epoch {first + 1}"
+        return f"it may end the run in any epoch{likely}"
+    if first == last and charge.is_promise:
+        return f"the run ends in epoch {first + 1} of {epochs}"
+    fit = f"all {epochs} epochs are" if last is None else "the run is"
+    expected = f"{fit} expected to " + (
+        "fit" if last is None else f"end in epoch {last + 1} of {epochs}"
+    )
+    if charge.is_promise:
+        return f"{expected}; it does not end before epoch {first + 1}"
+    sooner = (
+        "" if first == last else f"; at the highest charges estimated it ends in epoch {first + 1}"
+    )
+    return f"{expected}{sooner}; higher charges end it sooner"
+
+
+def _target(leak_auc: float, epochs: int, context: DefenseContext) -> Target:
+    of_several = context.num_classes > 2
+    allowed = (sum_kl_for_estimated_auc(leak_auc), sum_kl_for_leak_auc(leak_auc))
+    ratios = [PlannedRatio("fresh", epochs, *(_fresh_ratio(x, epochs, context) for x in allowed))]
+    if not of_several:
+        ratios.append(PlannedRatio("persistent", epochs, *(1 / sum_kl for sum_kl in allowed)))
+    return Target(leak_auc, tuple(ratios), of_several)
+
+
+def _fresh_ratio(sum_kl: float, epochs: int, context: DefenseContext) -> float:
+    """Return the power ratio at which the fresh answers of a run leave this divergence."""
+    if context.num_classes > 2:
+        return worst_pair_factor(context.num_classes) * epochs / sum_kl
+    return power_ratio_for(sum_kl, epochs, context.cut_dim, context.pos_fraction)
+
+
+def caveats_of_forecast(charge: ChargeForecast) -> int:
+    """Return what would not hold of a charge as high as forecast, as bits."""
+    of_high = LeakCharge(charge.high, covers=charge.covers, is_gaussian=charge.is_gaussian)
+    return caveats_of(of_high)

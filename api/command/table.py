@@ -1,0 +1,67 @@
+"""The sub-commands of ``splitveil``: what each is for, and the module that has its arguments.
+
+Such a module has two functions:
+
+    parser(program: str) -> argparse.ArgumentParser     the arguments; ``program`` is for its help
+    run(parsed: argparse.Namespace) -> int              does what they say, returns the exit code
+
+A ``SplitveilError`` that ``run`` raises is printed after the program's name, and its exit code is
+the command's. A module is imported only when its sub-command is called, or for the completion of
+all; it imports torch, if at all, in ``run``, so that its help appears at once.
+"""
+
+from typing import NamedTuple
+
+
+class SubCommand(NamedTuple):
+    """One sub-command."""
+
+    name: str
+    purpose: str
+    module: str
+
+
+SUB_COMMANDS = (
+    SubCommand(
+        "demo",
+        "run both parties of an example on this machine, and compare defenses",
+        "splitveil.deploy.demo",
+    ),
+    SubCommand(
+        "active",
+        "the label owner's commands, as active-party: run, check, plan, report, ...",
+        "splitveil.active_party.command",
+    ),
+    SubCommand(
+        "passive",
+        "a feature owner's commands, as passive-party: run, check, ...",
+        "splitveil.passive_party.command",
+    ),
+    SubCommand(
+        "local",
+        "run all parties of a folder as processes on this machine, as splitveil-local",
+        "splitveil.deploy.local",
+    ),
+    SubCommand(
+        "certs",
+        "make and show certificates, as splitveil-certs",
+        "splitveil.deploy.certs",
+    ),
+    SubCommand(
+        "report",
+        "write a page that shows what a run revealed about the labels",
+        "splitveil.command.report",
+    ),
+    SubCommand(
+        "compare",
+        "print the final figures of several runs, side by side",
+        "splitveil.command.compare",
+    ),
+    SubCommand(
+        "audit",
+        "attack gradients of any trainer, and print what they tell of the labels",
+        "splitveil.command.audit",
+    ),
+    SubCommand("schema", "print the JSON Schema of a settings file", "splitveil.command.schema"),
+)
+"""In the order of the help."""

@@ -1,0 +1,74 @@
+"""Defenses for programs: their settings, and what a defense of one's own is made of.
+
+    from splitveil import defenses, simulate
+
+    simulate("breast_cancer", defense=defenses.IsoDefense(noise_ratio=2.0))
+
+    class Half(defenses.Defense):
+        def __init__(self, context, noise):
+            self._noise = noise
+
+        def defend(self, batch):
+            sent = defenses.release(batch.gradients / 2, batch.gradients)
+            return defenses.Defended(sent, defenses.DefenseReport(noise_power=0.0))
+
+    simulate("breast_cancer", defense=Half)
+
+``own`` gives a class arguments, or turns a function into a defense. A report without a charge is
+charged without bound; ``docs/defenses.md`` says how a defense states one.
+"""
+
+from typing import get_args
+
+from splitveil.active_party.defenses import (
+    Covers,
+    CustomDefense,
+    Defended,
+    DefendedGradient,
+    Defense,
+    DefenseContext,
+    DefenseReport,
+    DefenseSettings,
+    GafmDefense,
+    IsoDefense,
+    LeakCharge,
+    MarvellDefense,
+    MaxNormDefense,
+    MaxNormPositiveDefense,
+    NoDefense,
+    NoiseSource,
+    NoisyLabelDefense,
+    ProjectedLabelsDefense,
+    RawBatch,
+    release,
+)
+from splitveil.library.choices import own_defense as own
+
+__all__ = [
+    "NAMES",
+    "Covers",
+    "CustomDefense",
+    "Defended",
+    "DefendedGradient",
+    "Defense",
+    "DefenseContext",
+    "DefenseReport",
+    "GafmDefense",
+    "IsoDefense",
+    "LeakCharge",
+    "MarvellDefense",
+    "MaxNormDefense",
+    "MaxNormPositiveDefense",
+    "NoDefense",
+    "NoiseSource",
+    "NoisyLabelDefense",
+    "ProjectedLabelsDefense",
+    "RawBatch",
+    "own",
+    "release",
+]
+
+NAMES: tuple[str, ...] = tuple(
+    str(section.model_fields["name"].default) for section in get_args(get_args(DefenseSettings)[0])
+)
+"""The names by which settings and ``simulate`` choose a defense."""

@@ -1,0 +1,1 @@
+"""What `splitveil` offers to a notebook or a program: its parts are imported from `splitveil`."""

@@ -1,0 +1,163 @@
+"""Defenses and attacks as a program chooses them: by name, as settings, or as code of one's own."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from pydantic import TypeAdapter, ValidationError
+
+from splitveil.active_party.defenses import CustomDefense, Defense, DefenseSettings
+from splitveil.active_party.defenses.interface import (
+    Defended,
+    DefenseReport,
+    RawBatch,
+    release,
+)
+from splitveil.active_party.defenses.noise import NoiseSource
+from splitveil.active_party.defenses.section import DefenseSection
+from splitveil.common.errors import SettingsError
+from splitveil.common.privacy.settings import CustomAttack
+from splitveil.deploy.local import NamedDefense, parse_defense
+from splitveil.library.own_code import name_of
+
+DefenseChoice: TypeAlias = str | Mapping[str, Any] | DefenseSection | Callable[..., Any]
+"""A name (``marvell``), a name with settings (``iso:noise_ratio=2``), a mapping or a section of
+settings, a subclass of `Defense`, or a function of gradients, labels and noise."""
+
+AttackChoice: TypeAlias = str | Mapping[str, Any] | CustomAttack | Callable[..., Any]
+"""The name of an attack, a mapping or a section of settings, or a function of gradients."""
+
+_defenses: TypeAdapter[DefenseSection] = TypeAdapter(DefenseSettings)
+
+
+def own_defense(code: Callable[..., Any], **arguments: Any) -> CustomDefense:
+    """Return the settings of a defense of one's own.
+
+    Args:
+        code: a subclass of ``splitveil.defenses.Defense``, built as
+            ``code(context, noise, **arguments)``; or a function
+            ``code(gradients, labels, noise, **arguments)`` that returns a gradient to send, of the
+            same shape. A function states no charge, so that the ledger has no bound for its
+            answers.
+        arguments: further arguments, plain values that settings can hold.
+
+    Raises:
+        SettingsError: it is neither.
+    """
+    if isinstance(code, type):
+        if not issubclass(code, Defense):
+            raise SettingsError(f"{code.__name__}: expected a subclass of defenses.Defense")
+        return CustomDefense(module=name_of(code), arguments=arguments)
+    if not callable(code):
+        raise SettingsError(f"expected a defense's class or function, got {type(code).__name__}")
+    return CustomDefense(module=name_of(_class_around(code)), arguments=arguments)
+
+
+def own_attack(
+    function: Callable[..., Any],
+    *,
+    name: str | None = None,
+    needs: Sequence[str] = (),
+    num_hints: int | None = None,
+) -> CustomAttack:
+    """Return the settings of an attack of one's own.
+
+    Args:
+        function: called as ``function(gradients, **side_information)`` with (rows, ...); returns
+            one number per row, higher for rows that look more like positives.
+        name: the name of its figures; by default that of the function.
+        needs: side information that it uses, see ``needs`` in the settings of attacks.
+        num_hints: number of known positives, for an attack that needs ``hints``.
+
+    Raises:
+        SettingsError: the name is taken or has other characters, or a need is unknown.
+    """
+    values = {
+        "kind": "custom",
+        "module": name_of(function),
+        "name": name or getattr(function, "__name__", "").strip("<>"),
+        "needs": tuple(needs),
+        **({} if num_hints is None else {"num_hints": num_hints}),
+    }
+    try:
+        return CustomAttack.model_validate(values)
+    except ValidationError as error:
+        raise SettingsError(_problems("attack", error)) from error
+
+
+def named_defense(choice: DefenseChoice) -> NamedDefense:
+    """Return a chosen defense as settings, with a title for tables.
+
+    Raises:
+        SettingsError: there is no such defense, or its settings are wrong.
+    """
+    if isinstance(choice, str):
+        chosen = parse_defense(choice)
+        section(chosen.settings)
+        return chosen
+    if isinstance(choice, Mapping):
+        found = section(choice)
+        return NamedDefense(_title(found), dict(choice))
+    if not isinstance(choice, DefenseSection):
+        choice = own_defense(choice)
+    return NamedDefense(
+        _title(choice),
+        choice.model_dump(mode="json", exclude_defaults=True) | {"name": choice.title},
+    )
+
+
+def section(values: Mapping[str, Any]) -> DefenseSection:
+    """Return the section that a defense's settings are.
+
+    Raises:
+        SettingsError: there is no such defense, or its settings are wrong.
+    """
+    try:
+        return _defenses.validate_python(dict(values))
+    except ValidationError as error:
+        raise SettingsError(_problems("defense", error)) from error
+
+
+def attack_settings(choice: AttackChoice) -> str | dict[str, Any]:
+    """Return a chosen attack as the settings write it: a name or a section's values."""
+    if isinstance(choice, str):
+        return choice
+    if isinstance(choice, Mapping):
+        return dict(choice)
+    if not isinstance(choice, CustomAttack):
+        choice = own_attack(choice)
+    return choice.model_dump(mode="json", exclude_defaults=True) | {"kind": "custom"}
+
+
+def _class_around(function: Callable[..., Any]) -> type[Defense]:
+    """Return a defense's class that lets a function answer, without state or charge."""
+
+    class FunctionDefense(Defense):
+        def __init__(self, _context: object, noise: NoiseSource, **arguments: Any) -> None:
+            self._noise, self._arguments = noise, arguments
+
+        def defend(self, batch: RawBatch) -> Defended:
+            rows = function(batch.gradients, batch.labels, self._noise, **self._arguments)
+            moved = (rows - batch.gradients).square().flatten(1).sum(dim=1).mean()
+            return Defended(release(rows.clone(), batch.gradients), DefenseReport(float(moved)))
+
+    FunctionDefense.__name__ = getattr(function, "__name__", "function").strip("<>")
+    FunctionDefense.__qualname__ = FunctionDefense.__name__
+    FunctionDefense.__module__ = "__main__"  # so that it is found by what was handed over alone
+    return FunctionDefense
+
+
+def _title(chosen: DefenseSection) -> str:
+    """Return the name and the settings that are not defaults, as the command line writes them."""
+    if isinstance(chosen, CustomDefense):
+        given = [f"{name}={value}" for name, value in chosen.arguments.items()]
+        return " ".join([chosen.module.partition(":")[2], *given])
+    values = chosen.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
+    return " ".join([chosen.title, *(f"{name}={value}" for name, value in values.items())])
+
+
+def _problems(where: str, error: ValidationError) -> list[str]:
+    return [
+        f"{'.'.join([where, *map(str, problem['loc'])])}: "
+        + problem["msg"].removeprefix("Value error, ")
+        for problem in error.errors()
+    ]

@@ -1,0 +1,66 @@
+"""Prints an audit of gradients as tables."""
+
+import math
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from splitveil.common.text.visible_text import cell
+from splitveil.library.auditing import Audit
+
+
+def print_audit(found: Audit, console: Console | None = None) -> None:
+    """Print the figures of an audit.
+
+    Args:
+        found: the audit.
+        console: the console to print on; by default the standard output stream.
+    """
+    console = console or Console(file=sys.stdout, highlight=False)
+    batches = Table(title="single batches: mean leak AUC", title_justify="left")
+    batches.add_column("attack", no_wrap=True)
+    for heading in ("leak AUC", "95 % interval", "random", "batches"):
+        batches.add_column(heading, justify="right")
+    batches.add_column("needs to know")
+    for one in found.batches:
+        interval = _interval(one.low, one.high)
+        figures = (f"{one.leak_auc:.3f}", interval, f"{one.random:.3f}", str(one.batches))
+        batches.add_row(cell(one.attack), *figures, cell(one.needs))
+    console.print(batches)
+    if found.run:
+        console.print(_intervals("all batches together", found, "run"))
+    if found.beyond is not None:
+        console.print(_intervals("among rows of which covariates tell the same", found, "adjusted"))
+    if found.epsilon is not None:
+        epsilon = found.epsilon
+        console.print(
+            f"epsilon of label differential privacy is at least {epsilon.epsilon:.3f} "
+            f"(confidence {epsilon.confidence:g}, delta {epsilon.delta:g}): {epsilon.attack} "
+            f"guessed {epsilon.correct} of {epsilon.guesses} labels right",
+            markup=False,
+            soft_wrap=True,
+        )
+    if found.skipped_one_class:
+        console.print(
+            f"{found.skipped_one_class} batches of a single class were left out", markup=False
+        )
+
+
+def _intervals(title: str, found: Audit, part: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("attack", no_wrap=True)
+    for heading in ("leak AUC", "95 % interval"):
+        table.add_column(heading, justify="right")
+    rows = found.run if part == "run" else {}
+    figures = {name: (one["auc"], one["low"], one["high"]) for name, one in rows.items()}
+    if part == "adjusted" and found.beyond is not None:
+        adjusted = found.beyond.adjusted.items()
+        figures = {name: (one.value, one.low, one.high) for name, one in adjusted}
+    for attack, (auc, low, high) in figures.items():
+        table.add_row(cell(attack), f"{auc:.3f}", _interval(low, high))
+    return table
+
+
+def _interval(low: float, high: float) -> str:
+    return "-" if math.isnan(low) else f"{low:.3f} .. {min(high, 1.0):.3f}"

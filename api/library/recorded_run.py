@@ -1,0 +1,245 @@
+"""One run as its folder tells it, finished or still running."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias, get_args
+
+from splitveil.active_party.report import write_report
+from splitveil.active_party.report.run_files import PartyFiles, RunFiles, read_run
+from splitveil.common.privacy.covers import Covers
+from splitveil.common.record.figures import LedgerFigures
+from splitveil.common.record.lines import (
+    EpochLeakLine,
+    EvaluationLine,
+    LeakLine,
+    LedgerLine,
+    TrainingLine,
+)
+from splitveil.common.record.summary import Summary, to_json
+from splitveil.library.example_ledger import Ledger
+from splitveil.library.frames import Row, as_html, frame
+
+Kind: TypeAlias = Literal["epochs", "attacks", "steps", "batches"]
+"""What a row of a run's frame is about."""
+
+
+class Run:
+    """A run in its folder: figures, bounds, ledger and report.
+
+    Figures are read anew whenever they are asked for, so that a run can be watched while it trains.
+
+    Args:
+        path: the run's folder ``runs/<run name>``, or the active party's folder in it.
+        owner: kept as long as the run, such as what deletes a temporary folder.
+
+    Raises:
+        SettingsError: there are no metrics of an active party in it.
+    """
+
+    def __init__(self, path: str | Path, *, owner: object = None) -> None:
+        self.path = read_run(Path(path)).folder
+        self._owner = owner
+
+    @property
+    def name(self) -> str:
+        """The run's name, from the contract."""
+        return self._files().name
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the active party has written its summary."""
+        return self._files().active.has_ended
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The active party's settings with every default, the contract among them."""
+        return MappingProxyType(dict(self._files().active.settings))
+
+    @property
+    def defense(self) -> str:
+        """The defense's name."""
+        chosen = self.settings.get("defense")
+        return str(chosen.get("name")) if isinstance(chosen, dict) else "unknown"
+
+    @property
+    def summary(self) -> Mapping[str, Any]:
+        """The active party's summary as in ``summary.json``; empty until the run has ended."""
+        active = self._files().active
+        return MappingProxyType(to_json(active.summary) if active.has_ended else {})
+
+    @property
+    def summaries(self) -> Mapping[str, Summary]:
+        """The summaries of all parties that have ended, by their names."""
+        ended = (party for party in self._files().parties if party.has_ended)
+        return {party.name: party.summary for party in ended}
+
+    @property
+    def test_auc(self) -> float | None:
+        """The test AUC after the last epoch that was evaluated; None before the first."""
+        evaluated = self._files().active.metrics.of(EvaluationLine)
+        return next((line.auc for line in reversed(evaluated) if line.split == "test"), None)
+
+    @property
+    def strongest_leak_auc(self) -> float | None:
+        """The largest leak AUC that an attack measured over the whole run or, on average, batches.
+
+        None if none was measured.
+        """
+        figures = (row["leak_auc"] for row in self._attacks())
+        return max((one for one in figures if isinstance(one, float)), default=None)
+
+    @property
+    def bounds(self) -> Mapping[str, float]:
+        """Peers -> the AUC that no score of theirs exceeds, for the most exposed label.
+
+        1 means that there is no bound. Empty before the first epoch is over.
+        """
+        found = self._ledger_figures()
+        if found is None:
+            return {}
+        spreads = found.by_peers()
+        return {str(p): 1.0 if (most := spreads[p].max) is None else most for p in Covers}
+
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger that the run has left, by example.
+
+        Raises:
+            SettingsError: there is none, because the run has not ended.
+        """
+        return Ledger.load(self.path / "active" / "checkpoint")
+
+    def frame(self, of: Kind = "epochs") -> Any:
+        """Return the run's figures as a data frame.
+
+        Args:
+            of: what a row is about. ``epochs``: evaluations, losses and bounds. ``attacks``: each
+                attack at each layer, over the run. ``steps``: each training step. ``batches``: each
+                attack on each audited batch.
+
+        Returns:
+            A ``pandas.DataFrame`` where pandas is installed, otherwise a ``pyarrow.Table``.
+
+        Raises:
+            ValueError: there is no such kind of frame.
+        """
+        return frame(self.rows(of))
+
+    def rows(self, of: Kind = "epochs") -> list[Row]:
+        """Return the rows of a frame as mappings, column -> value.
+
+        Raises:
+            ValueError: there is no such kind of frame.
+        """
+        makers: Mapping[str, Callable[[], list[Row]]] = {
+            "epochs": self._epochs,
+            "attacks": self._attacks,
+            "steps": self._steps,
+            "batches": self._batches,
+        }
+        if of not in makers:
+            raise ValueError(f"expected one of {', '.join(get_args(Kind))}, got {of!r}")
+        return makers[of]()
+
+    def report(self, output: str | Path | None = None) -> Path:
+        """Write the report, one HTML page without further files, and return its path.
+
+        Args:
+            output: the file; by default ``active/report.html`` in the run's folder.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        return write_report(self.path, None if output is None else Path(output))
+
+    def overview(self) -> Row:
+        """Return the run in one row: defense, quality, leak and bounds."""
+        bounds = self.bounds
+        return {
+            "run": self.name,
+            "defense": self.defense,
+            "test_auc": self.test_auc,
+            "strongest_leak_auc": self.strongest_leak_auc,
+            **{peers.column: bounds.get(str(peers)) for peers in Covers},
+        }
+
+    def __repr__(self) -> str:
+        state = "ended" if self.has_ended else "running or stopped"
+        return f"Run({str(self.path)!r}, {state})"
+
+    def _repr_html_(self) -> str:
+        note = "" if self.has_ended else "This run has no summary: it is running, or was stopped."
+        return as_html(self.name, [self.overview()], note)
+
+    def _files(self) -> RunFiles:
+        return read_run(self.path)
+
+    def _ledger_figures(self) -> LedgerFigures | None:
+        active = self._files().active
+        if active.has_ended:
+            return active.summary.of_active.ledger
+        lines = active.metrics.of(LedgerLine)
+        return lines[-1].bounds if lines else None
+
+    def _epochs(self) -> list[Row]:
+        metrics = self._files().active.metrics
+        by_epoch: dict[int, dict[str, object]] = {}
+        for line in metrics.of(EvaluationLine):
+            row = by_epoch.setdefault(line.epoch, {"epoch": line.epoch})
+            row["train_loss"] = line.train_loss
+            row |= {f"{line.split}_loss": line.loss, f"{line.split}_auc": line.auc}
+            if line.class_aucs:
+                row[f"{line.split}_accuracy"] = line.accuracy
+        for ledger in metrics.of(LedgerLine):
+            row = by_epoch.setdefault(ledger.epoch, {"epoch": ledger.epoch})
+            row["sum_kl"] = ledger.bounds.sum_kl.max
+            row |= {p.column: one.max for p, one in ledger.bounds.by_peers().items()}
+        for leak in metrics.of(EpochLeakLine):
+            row = by_epoch.setdefault(leak.epoch, {"epoch": leak.epoch})
+            row |= {f"{one.layer}/{one.attack}": one.leak_auc for one in leak.figures}
+        return [by_epoch[epoch] for epoch in sorted(by_epoch)]
+
+    def _attacks(self) -> list[Row]:
+        rows: list[Row] = []
+        for party in self._files().parties:
+            leak = party.summary.of_leak
+            head: dict[str, object] = {"party": party.name}
+            for layer, batches in leak.batches.items():
+                for attack, found in batches.items():
+                    own = {"layer": layer, "attack": attack, "over": "batches"}
+                    rest = {
+                        "leak_auc": found.mean,
+                        "q95": found.q95,
+                        "random_q95": found.random_q95,
+                    }
+                    rows.append(head | own | rest)
+            for layer, whole in leak.run_level.items():
+                for attack, of_run in whole.items():
+                    own = {"layer": layer, "attack": attack, "over": "run"}
+                    interval = {"low": of_run.low, "high": of_run.high, "examples": of_run.examples}
+                    rows.append(head | own | {"leak_auc": of_run.auc} | interval)
+        return rows
+
+    def _steps(self) -> list[Row]:
+        active = self._files().active.metrics
+        return [line._asdict() for line in active.of(TrainingLine)]
+
+    def _batches(self) -> list[Row]:
+        return [row for party in self._files().parties for row in _batch_rows(party)]
+
+
+def _batch_rows(party: PartyFiles) -> list[Row]:
+    return [
+        {
+            "party": party.name,
+            "epoch": line.epoch,
+            "step": line.step,
+            "layer": one.layer,
+            "attack": one.attack,
+            "leak_auc": one.leak_auc,
+            "random": line.random,
+        }
+        for line in party.metrics.of(LeakLine)
+        for one in line.figures
+    ]

@@ -1,0 +1,25 @@
+"""The option ``--json`` of commands: one JSON document on the standard output stream, for programs.
+
+What people read goes to the standard error stream all the same: the log, and errors. Where a
+command fails before it has found anything, the standard output stream is empty.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+
+from splitveil.common.storage.run_folder import finite_or_null
+
+
+def add_json(command: argparse.ArgumentParser) -> None:
+    """Add the option to a command."""
+    command.add_argument(
+        "--json", action="store_true", help="print one JSON document instead of text"
+    )
+
+
+def print_json(value: Mapping[str, object]) -> None:
+    """Print a JSON document; numbers that are not finite become null."""
+    text = json.dumps(finite_or_null(value), indent=2, ensure_ascii=False, allow_nan=False)
+    sys.stdout.write(text + "\n")

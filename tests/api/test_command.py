@@ -1,0 +1,292 @@
+"""The command ``splitveil``: its sub-commands, their help, JSON and shell completion."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from splitveil import simulate
+from splitveil.active_party import __main__ as active_party
+from splitveil.command import program
+from splitveil.command.table import SUB_COMMANDS
+from splitveil.common.party.transcript import Transcript
+from splitveil.deploy import certs
+from splitveil.passive_party import __main__ as passive_party
+from tests.programs import ROOT, run_program
+from tests.runs import write_example
+
+HEAVY = ("torch", "grpc", "sklearn", "scipy", "pyarrow", "pandas")
+
+
+class Done(NamedTuple):
+    """The outcome of a command."""
+
+    exit_code: int
+    out: str
+    err: str
+
+    def json(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.out)
+        return found
+
+
+Call = Callable[..., Done]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Return a function that calls ``splitveil`` in this process."""
+
+    def called(*words: object, main: Callable[[Sequence[str]], Any] = program.main) -> Done:
+        with pytest.raises(SystemExit) as end:
+            raise SystemExit(main([str(word) for word in words]))
+        code = end.value.code
+        return Done(code if isinstance(code, int) else 0, *capsys.readouterr())
+
+    return called
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with an example and two runs of it."""
+    made = tmp_path_factory.mktemp("folder")
+    write_example(made)
+    short = {"contract.epochs": 1}
+    simulate(made, defense=["none", "iso"], settings=short, threads=1, runs=made / "runs")
+    return made
+
+
+@pytest.mark.parametrize("name", [one.name for one in SUB_COMMANDS])
+def test_every_sub_command_has_help_under_its_whole_name(name: str, call: Call) -> None:
+    done = call(name, "--help")
+    assert done.exit_code == 0
+    assert done.out.startswith(f"usage: splitveil {name}")
+
+
+def test_the_help_names_every_sub_command(call: Call) -> None:
+    done = call("--help")
+    assert done.exit_code == 0
+    assert all(f"    {one.name} " in done.out for one in SUB_COMMANDS)
+    assert call().out == done.out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *([one.name, "--help"] for one in SUB_COMMANDS if one.name not in {"certs", "demo"}),
+        ["--help"],
+        ["--version"],
+        ["active", "run", "--help"],
+        ["--print-completion", "bash"],
+    ],
+    ids=" ".join,
+)
+def test_help_imports_nothing_that_takes_long(words: list[str]) -> None:
+    code = (
+        "import sys, atexit\n"
+        f"atexit.register(lambda: print('heavy', [n for n in {HEAVY} if n in sys.modules]))\n"
+        "from splitveil.command.program import main\n"
+        f"main({words})"
+    )
+    done = run_program(sys.executable, "-c", code)
+    assert done.returncode == 0, done.stdout
+    expected = "heavy ['pyarrow']" if words[:1] == ["local"] else "heavy []"
+    assert done.stdout.splitlines()[-1] in {"heavy []", expected}
+
+
+def test_the_package_is_imported_without_its_dependencies() -> None:
+    code = f"import sys, splitveil; print([n for n in {HEAVY} if n in sys.modules])"
+    assert run_program(sys.executable, "-c", code).stdout.strip() == "[]"
+
+
+def test_an_unknown_sub_command_is_an_error_that_names_the_others(call: Call) -> None:
+    done = call("actve")
+    assert done.exit_code == 2
+    assert "invalid choice: 'actve'" in done.err
+    assert "'active'" in done.err
+
+
+def test_an_error_is_one_line_with_the_whole_name(call: Call, tmp_path: Path) -> None:
+    done = call("audit", tmp_path / "missing.npz")
+    assert (done.exit_code, done.out) == (3, "")
+    assert done.err.startswith("splitveil audit: ")
+    assert "missing.npz" in done.err
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+@pytest.mark.parametrize(
+    "main",
+    [program.main, active_party.main, passive_party.main, certs.main],
+    ids=["splitveil", "active-party", "passive-party", "splitveil-certs"],
+)
+def test_every_command_prints_its_completion(shell: str, main: Any, call: Call) -> None:
+    done = call("--print-completion", shell, main=main)
+    assert (done.exit_code, done.err) == (0, "")
+    assert "print-completion" in done.out
+
+
+def completed(line: str) -> list[str]:
+    """Return what bash offers for a line at whose end the tabulator is pressed."""
+    script = run_program(sys.executable, "-m", "splitveil", "--print-completion", "bash").stdout
+    words = line.split(" ")
+    quoted = " ".join(f"'{word}'" for word in words)
+    tail = (
+        f"\nCOMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _shtab_splitveil 2>/dev/null"
+        '\nprintf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run(
+        ["bash", "-c", script + tail], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("splitveil ac", ["active"]),
+        ("splitveil active pl", ["plan"]),
+        ("splitveil active run --fr", ["--fresh"]),
+        ("splitveil certs sh", ["show"]),
+        ("splitveil demo breast_cancer_", ["breast_cancer_two_labs"]),
+        ("splitveil schema con", ["contract"]),
+        ("splitveil audit READ", ["README.md"]),
+        ("splitveil report doc", ["docs"]),
+    ],
+)
+def test_bash_completes_sub_commands_options_and_files(line: str, offered: list[str]) -> None:
+    assert completed(line) == offered
+
+
+def test_check_prints_settings_and_outcomes_as_json(folder: Path, call: Call) -> None:
+    done = call("active", "check", folder / "active.yaml", "--json", "-q")
+    assert done.exit_code == 0
+    found = done.json()
+    assert found["ok"] is True
+    assert {one["ok"] for one in found["checks"]} == {True}
+    assert any(one["found"].startswith("data: 380 rows") for one in found["checks"])
+    assert found["settings"]["defense"]["name"] == "none"
+
+
+def test_what_a_check_refuses_is_in_its_json_too(folder: Path, call: Call) -> None:
+    wrong = "data.features.numeric=[nothing_of_that_name]"
+    done = call("passive", "check", folder / "passive.yaml", "--json", "--set", wrong)
+    assert done.exit_code == 3
+    found = done.json()
+    assert found["ok"] is False
+    (refused,) = (one["found"] for one in found["checks"] if not one["ok"])
+    assert "nothing_of_that_name" in refused
+    assert "nothing_of_that_name" in done.err
+
+
+def test_a_plan_is_printed_as_json(folder: Path, call: Call) -> None:
+    words = ("active", "plan", folder / "active.yaml", "--set", "defense={name: projected_labels}")
+    found = call(*words, "--json", "--target-leak-auc", "0.65").json()
+    assert found["defense"] == "projected_labels"
+    assert [one["bound_anybody"] for one in found["answers"]] == pytest.approx([0.6, 0.6])
+    assert found["target"]["leak_auc"] == 0.65
+    assert "0.600" in call(*words).out
+
+
+@pytest.mark.parametrize("words", [("report",), ("active", "report")], ids=" ".join)
+def test_a_report_says_where_it_is(words: tuple[str, ...], folder: Path, call: Call) -> None:
+    run = folder / "runs" / "small-none-seed-0"
+    found = call(*words, run, "--json", "--output", folder / "page.html").json()
+    assert found == {"report": str(folder / "page.html")}
+    assert "<html" in (folder / "page.html").read_text()
+
+
+def test_runs_are_compared_as_a_table_and_as_json(folder: Path, call: Call) -> None:
+    runs = [folder / "runs" / f"small-{name}-seed-0" for name in ("none", "iso")]
+    table = call("compare", *runs)
+    assert table.exit_code == 0
+    assert "test AUC" in table.out
+    page = folder / "compared.html"
+    found = call("compare", *runs, "--json", "--output", page).json()
+    assert [one["defense"] for one in found["runs"]] == ["none", "iso"]
+    assert found["report"] == str(page)
+    summary = json.loads((runs[0] / "active" / "summary.json").read_text())
+    assert found["runs"][0]["summary"]["test_auc"] == summary["test_auc"]
+    assert call("compare", runs[0], runs[0]).exit_code == 2
+
+
+def test_certificates_are_shown_as_json(tmp_path: Path, call: Call) -> None:
+    made = call("certs", "init", tmp_path / "certificates", "--json").json()
+    assert sorted(made) == ["active", "passive"]
+    file = tmp_path / "certificates" / "active" / "certificate.pem"
+    shown = call("certs", "show", file, "--json").json()
+    assert shown == made["active"]
+    assert shown["identities"] == ["active.splitveil"]
+    assert shown["days_left"] in {89, 90}
+    assert shown["sha256"] in call("certs", "show", file).out
+    again = ("certs", "renew", tmp_path / "certificates", "--party", "active", "--json")
+    assert call(*again).json()["active"]["sha256"] != shown["sha256"]
+
+
+def test_a_transcript_is_verified_as_json(call: Call, tmp_path: Path) -> None:
+    for party in ("active", "passive"):
+        (tmp_path / party).mkdir()
+        with Transcript(tmp_path / party, party):
+            pass  # a process that has started and ended
+    files = [tmp_path / party / "transcript.jsonl" for party in ("active", "passive")]
+    found = call("active", "verify-transcript", files[0], "--against", files[1], "--json").json()
+    assert [one["entries"] for one in found["transcripts"]] == [1, 1]
+    assert found["compared"] == {"agreed": 0, "lost": {}, "unsent": {}}
+
+
+@pytest.fixture(scope="module")
+def gradients(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    draw = np.random.default_rng(0)
+    labels = np.arange(200) % 2
+    rows = (labels[:, None] - 0.5) + draw.normal(size=(200, 4))
+    path = tmp_path_factory.mktemp("gradients") / "sent.npz"
+    np.savez(path, gradients=rows, labels=labels, covariates=draw.normal(size=(200, 2)))
+    return path
+
+
+def test_gradients_of_another_trainer_are_audited(gradients: Path, call: Call) -> None:
+    found = call("audit", gradients, "--batch-size", 50, "--json").json()
+    assert found["rows"] == 200
+    by_attack = {one["attack"]: one for one in found["batches"]}
+    assert by_attack["lda"]["leak_auc"] > 0.8 > by_attack["norm"]["leak_auc"]
+    assert {one["batches"] for one in found["batches"]} == {4}
+    assert found["adjusted"]
+    text = call("audit", gradients, "--attacks", "lda", "norm").out
+    assert f"{found['rows']}" not in text
+    assert "lda" in text
+    assert "cosine" not in text
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words", "message"),
+    [
+        ({"gradients": np.zeros((4, 2))}, (), "expected an array labels"),
+        ({"gradients": np.zeros((4, 2)), "labels": [0, 1, 2]}, (), "gradients: expected 3 rows"),
+        ({"gradients": np.full((2, 2), np.nan), "labels": [0, 1]}, (), "finite"),
+        ({"gradients": np.zeros((2, 2)), "labels": [0, 1]}, ("--attacks", "nrm"), "'norm'"),
+        (
+            {"gradients": np.zeros((2, 2)), "labels": [0, 1], "batches": [0, 0]},
+            ("--batch-size", "1"),
+            "leave --batch-size out",
+        ),
+    ],
+)
+def test_arrays_that_cannot_be_audited_are_refused(
+    arrays: dict[str, Any], words: tuple[str, ...], message: str, tmp_path: Path, call: Call
+) -> None:
+    np.savez(tmp_path / "sent.npz", **arrays)
+    done = call("audit", tmp_path / "sent.npz", *words)
+    assert done.exit_code in {2, 3}
+    assert message in done.err
+
+
+@pytest.mark.parametrize("kind", ["active", "passive", "contract"])
+def test_a_schema_is_printed(kind: str, call: Call) -> None:
+    found = call("schema", kind).json()
+    assert found["title"] == f"splitveil: {kind}.yaml"
+    assert call("schema").json()[kind] == found

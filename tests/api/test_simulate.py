@@ -1,0 +1,332 @@
+"""``simulate``: both parties in this process, with the bits that two processes leave."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from splitveil import Run, Runs, defenses, simulate
+from splitveil.active_party.defenses import Defense
+from splitveil.common.errors import SettingsError
+from tests.compared import assert_same_weights
+from tests.runs import write_example
+from tests.several import NAMES, write_several
+from tests.system.processes import started
+
+ONE_CORE = {"active.torch_threads": 1, "passive.torch_threads": 1}
+SHORT = {**ONE_CORE, "contract.epochs": 1}
+MARVELL = {"name": "marvell", "insecure_noise_seed": 7}
+
+
+def weights_of(run_folder: Path, party: str) -> dict[str, torch.Tensor]:
+    return load_file(run_folder / party / "checkpoint" / "model.safetensors")
+
+
+def test_a_simulation_leaves_the_bits_of_two_real_processes(tmp_path: Path) -> None:
+    """The processes read the settings that the simulation left, with a network between them."""
+    write_example(tmp_path)
+    attacks = ["norm", "spectral", "accumulated_spectral"]
+    (run,) = simulate(tmp_path, defense=MARVELL, attacks=attacks, seeds=[5], settings=ONE_CORE)
+    for party in ("active", "passive"):
+        shutil.copy(run.path / party / "settings.yaml", tmp_path / f"{party}.yaml")
+    name = f"contract.run_name={run.name}"
+    with started(tmp_path, name) as pair:
+        assert pair.wait() == (0, 0), pair.outputs
+    there = Run(tmp_path / "runs" / run.name)
+    for party in ("active", "passive"):
+        assert_same_weights(weights_of(run.path, party), weights_of(there.path, party))
+    assert run.rows("epochs") == there.rows("epochs")
+    assert run.rows("attacks") == there.rows("attacks")
+    assert run.bounds == there.bounds
+    assert run.test_auc == there.summary["test_auc"] == there.test_auc
+
+
+def test_another_seed_leaves_other_bits(tmp_path: Path) -> None:
+    """The counterpart of the test above."""
+    write_example(tmp_path)
+    one, other = simulate(tmp_path, seeds=2, settings=SHORT)
+    assert one.rows("epochs") != other.rows("epochs")
+    (again,) = simulate(tmp_path, seeds=[1], settings=SHORT)
+    assert again.rows("steps") == other.rows("steps")
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("swept")
+    write_example(folder)
+    chosen = ["none", "iso:noise_ratio=2"]
+    return simulate(folder, defense=chosen, seeds=2, settings=SHORT, runs=folder / "runs")
+
+
+def columns_of(frame: Any) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = pa.table(frame).to_pydict()
+    return found
+
+
+@pytest.mark.parametrize("has_pandas", [True, False])
+def test_frames_are_of_pandas_where_it_is_installed(
+    swept: Runs, monkeypatch: pytest.MonkeyPatch, *, has_pandas: bool
+) -> None:
+    if not has_pandas:
+        monkeypatch.setitem(__import__("sys").modules, "pandas", None)
+    found = swept.frame()
+    assert type(found).__module__.startswith("pandas" if has_pandas else "pyarrow")
+    assert columns_of(swept.frame())["seed"] == [0, 0, 1, 1]
+    assert columns_of(swept.frame())["defense"] == ["none", "iso noise_ratio=2"] * 2
+
+
+def test_a_frame_of_defenses_holds_means_over_seeds(swept: Runs) -> None:
+    by_defense = {row["defense"]: row for row in swept.rows("defenses")}
+    ones = [run.summary["test_auc"] for run in swept.of("none")]
+    assert by_defense["none"]["seeds"] == 2
+    assert by_defense["none"]["test_auc"] == pytest.approx(np.mean(ones), abs=1e-15)
+    assert by_defense["none"]["test_auc_sd"] == pytest.approx(np.std(ones, ddof=1), abs=1e-12)
+
+
+@pytest.mark.parametrize("of", ["epochs", "attacks", "steps", "batches"])
+def test_every_row_says_to_which_run_it_belongs(swept: Runs, of: Any) -> None:
+    rows = swept.rows(of)
+    told = {(row["defense"], row["seed"]) for row in rows}
+    assert told == {(one, seed) for one in ("none", "iso noise_ratio=2") for seed in (0, 1)}
+
+
+def test_the_figures_of_frames_are_those_of_the_files(swept: Runs) -> None:
+    run = swept[0]
+    lines = (run.path / "active" / "metrics.jsonl").read_text().splitlines()
+    metrics = [json.loads(line) for line in lines]
+    losses = [line["loss"] for line in metrics if line["kind"] == "train"]
+    assert [row["loss"] for row in run.rows("steps")] == losses
+    assert len(losses) > 2
+    test = [line["auc"] for line in metrics if line["kind"] == "test"]
+    assert [row["test_auc"] for row in run.rows("epochs")] == test
+    leaks = json.loads((run.path / "active" / "summary.json").read_text())["leak_run_level"]
+    found = {
+        (row["layer"], row["attack"]): row["leak_auc"]
+        for row in run.rows("attacks")
+        if (row["party"], row["over"]) == ("active", "run")
+    }
+    assert found == {(x, name): one["auc"] for x, of in leaks.items() for name, one in of.items()}
+
+
+def test_the_report_of_several_runs_compares_them(swept: Runs, tmp_path: Path) -> None:
+    page = swept.report(tmp_path / "compared.html").read_text()
+    assert all(run.name in page for run in swept)
+    alone = swept[0].report()
+    assert alone == swept[0].path / "active" / "report.html"
+    assert swept[0].name in alone.read_text()
+
+
+def test_notebooks_show_runs_as_tables_whose_text_is_escaped(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    (run,) = simulate(tmp_path, settings=SHORT, runs=tmp_path / "a&b <i>")
+    assert "<table>" in run._repr_html_()
+    assert "&lt;i&gt;" not in run._repr_html_()  # a name that a contract may have needs no escape
+    runs = simulate(tmp_path, defense=defenses.own(halved_labels), settings=SHORT)
+    assert "<td>halved_labels</td>" in runs._repr_html_()
+
+
+def test_a_run_can_be_read_while_it_trains(swept: Runs, tmp_path: Path) -> None:
+    shutil.copytree(swept[0].path, tmp_path / "running")
+    (tmp_path / "running" / "active" / "summary.json").unlink()
+    run = Run(tmp_path / "running")
+    assert not run.has_ended
+    assert run.summary == {}
+    assert run.test_auc == swept[0].test_auc
+    assert run.bounds == swept[0].bounds
+    assert "running" in repr(run)
+    with pytest.raises(SettingsError, match="expected a run's folder"):
+        Run(tmp_path)
+
+
+def test_the_ledger_of_a_run_bounds_what_its_summary_bounds(swept: Runs) -> None:
+    (run, *_) = swept.of("iso noise_ratio=2")
+    bounds = run.ledger.guarantee()
+    for peers in defenses.Covers:
+        assert bounds.against(peers).leak_auc.max == run.bounds[str(peers)]
+    assert run.bounds["knows class means only"] < 1 == run.bounds["anybody"]
+    with pytest.raises(ValueError, match="expected one run, got 4"):
+        _ = swept.ledger
+
+
+def test_temporary_folders_live_as_long_as_their_runs(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    runs = simulate(tmp_path, settings=SHORT)
+    folder = runs.folder
+    run = runs[0]
+    assert folder.is_dir()
+    del runs
+    assert run.path.is_dir(), "a run of a deleted simulation must stay readable"
+    del run
+    assert not folder.exists()
+
+
+def test_nothing_of_the_calling_program_is_changed(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    path, threads = list(__import__("sys").path), torch.get_num_threads()
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    simulate(tmp_path, settings=SHORT)
+    assert torch.equal(torch.rand(4), expected)
+    assert __import__("sys").path == path
+    assert torch.get_num_threads() == threads
+
+
+def test_several_feature_owners_are_simulated(tmp_path: Path) -> None:
+    write_several(tmp_path)
+    for name in NAMES:
+        (tmp_path / f"{name}.yaml").rename(tmp_path / f"passive_{name}.yaml")
+    (run,) = simulate(tmp_path, settings={"contract.epochs": 1})
+    assert sorted(run.summaries) == ["active", *NAMES]
+
+
+class Halved(Defense):
+    """Sends half of the gradient, and charges nothing for anybody: a lie that a test looks for."""
+
+    def __init__(self, context: object, noise: object, factor: float = 0.5) -> None:
+        self._factor = factor
+
+    def defend(self, batch: defenses.RawBatch) -> defenses.Defended:
+        sent = defenses.release(batch.gradients * self._factor, batch.gradients)
+        charge = defenses.LeakCharge(0.25, covers=defenses.Covers.ANYBODY)
+        return defenses.Defended(sent, defenses.DefenseReport(0.0, charge=charge))
+
+
+def halved_labels(gradients: torch.Tensor, labels: torch.Tensor, noise: object) -> torch.Tensor:
+    return gradients * 0
+
+
+def largest_entry(gradients: torch.Tensor) -> torch.Tensor:
+    return gradients.flatten(1).abs().amax(dim=1)
+
+
+def test_a_class_is_a_defense_and_its_charge_is_what_the_ledger_says(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    chosen: list[Any] = [Halved, defenses.own(Halved, factor=0.25)]
+    runs = simulate(tmp_path, defense=chosen, settings={**ONE_CORE, "contract.epochs": 2})
+    assert runs.defenses == ["Halved", "Halved factor=0.25"]
+    assert [run.ledger.guarantee().sum_kl.max for run in runs] == [0.5, 0.5]
+    assert all(run.bounds["anybody"] < 1 for run in runs)
+
+
+def test_a_function_is_a_defense_without_a_bound(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    zeros, closure = simulate(
+        tmp_path,
+        defense=[halved_labels, lambda gradients, labels, noise: gradients + 1],
+        attacks=["norm"],
+        settings=SHORT,
+    )
+    assert zeros.bounds == dict.fromkeys(map(str, defenses.Covers), 1.0)
+    assert [row["leak_auc"] for row in zeros.rows("batches")] == [0.5] * len(zeros.rows("batches"))
+    assert zeros.rows("batches") != closure.rows("batches")
+
+
+def test_a_function_is_an_attack(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    named = __import__("splitveil").attacks.own(largest_entry, name="largest")
+    (run,) = simulate(
+        tmp_path,
+        attacks=["norm", named, lambda gradients: -gradients.flatten(1).norm(dim=1)],
+        settings=SHORT,
+    )
+    measured = {str(row["attack"]) for row in run.rows("batches")}
+    assert measured == {"norm", "largest", "lambda"}
+    by_attack = {row["attack"]: row["leak_auc"] for row in run.rows("attacks")}
+    assert by_attack["lambda"] == by_attack["norm"]  # a mirrored score leaks as much
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "columns": dict,
+    "pyarrow": pa.table,
+    "pandas": lambda columns: pytest.importorskip("pandas").DataFrame(columns),
+}
+
+
+@pytest.fixture(scope="module")
+def columns() -> tuple[dict[str, Any], dict[str, Any]]:
+    draw = np.random.default_rng(1)
+    x = draw.normal(size=(300, 4))
+    labels = (x[:, 0] + x[:, 3] > 0.5).astype(np.int64)
+    ids = [f"c{i:03d}" for i in range(300)]
+    kind = np.array(["red", "green", "blue"])[draw.integers(3, size=300)]
+    return (
+        {"id": ids, "label": labels, "own": x[:, 3]},
+        {"id": ids, "x0": x[:, 0], "x1": x[:, 1], "colour": kind},
+    )
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_table_of_any_kind_gives_the_same_bits(
+    kind: str, columns: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
+    make = TABLES[kind]
+    (expected,) = simulate(active=columns[0], passive=columns[1], key="id", settings=SHORT)
+    active, passive = map(make, columns)
+    (run,) = simulate(active=active, passive=passive, key="id", settings=SHORT)
+    assert run.rows("steps") == expected.rows("steps")
+    assert len(run.rows("steps")) > 2
+    features = run.settings["data"]["features"]
+    assert features["numeric"] == ["own"]
+
+
+def test_arrays_correspond_row_by_row(columns: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    features = np.column_stack([columns[1]["x0"], columns[1]["x1"]])
+    two = {"a": features, "b": np.column_stack([columns[0]["own"]])}
+    (run,) = simulate(active={"label": columns[0]["label"]}, passive=two, settings=SHORT)
+    assert sorted(run.summaries) == ["a", "active", "b"]
+    assert run.summary["aligned_rows"] == 300
+
+
+def test_classes_are_counted(columns: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    labels = np.arange(300) % 3
+    (run,) = simulate(active={"y": labels}, passive=columns[1]["x0"][:, None], label="y",
+                      settings=SHORT)  # fmt: skip
+    assert run.settings["data"]["classes"] == 3
+    assert run.summary["test_accuracy"] is not None
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no data at all": ({}, "expected an example, or tables"),
+    "one table": ({"active": {"label": [0, 1]}}, "expected the tables of both parties"),
+    "both": ({"example": "breast_cancer", "active": {}, "passive": {}}, "expected an example"),
+    "no such example": ({"example": "breast"}, "expected a folder with active.yaml, or one of"),
+    "a table of another kind": (
+        {"active": [[1, "a"]], "passive": np.zeros((3, 1))},
+        "active: expected a data frame",
+    ),
+    "no label": (
+        {"active": {"y": [0, 1]}, "passive": np.zeros((2, 1))},
+        "active: expected a column 'label', got 'y'",
+    ),
+    "no ids": (
+        {"active": {"label": [0, 1]}, "passive": {"x": [1.0, 2.0]}, "key": "id"},
+        "active: expected a column 'id'",
+    ),
+    "no such defense": ({"example": "breast_cancer", "defense": "marvel"}, "defense"),
+    "twice": ({"example": "breast_cancer", "defense": ["none", "none"]}, "each defense once"),
+    "no seeds": ({"example": "breast_cancer", "seeds": 0}, "expected at least one"),
+    "no such setting": (
+        {"example": "breast_cancer", "settings": {"contract.epoch": 1}},
+        "did you mean 'epochs'",
+    ),
+    "no such party": (
+        {"example": "breast_cancer", "settings": {"epochs": 1}},
+        "expected active.NAME=VALUE",
+    ),
+    "not a defense": ({"example": "breast_cancer", "defense": int}, "expected a subclass"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_cannot_be_simulated_is_said(wrong: str) -> None:
+    arguments, message = WRONG[wrong]
+    with pytest.raises((SettingsError, ValueError), match=message):
+        simulate(**arguments)

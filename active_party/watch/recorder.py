@@ -1,6 +1,7 @@
 """Records a run at the active party: metrics, progress, their state in checkpoints, summary."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from splitveil.common.record.lines import (
     AuditLine,
     EvaluationLine,
     LedgerLine,
+    Line,
     TrainingLine,
 )
 from splitveil.common.record.run_record import write_ledger_ahead
@@ -42,6 +44,7 @@ from splitveil.common.record.summary import (
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.run.progress import State
+from splitveil.common.text.log_lines import log_fields
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
 from splitveil.common.text.wording import in_short
 
@@ -51,13 +54,23 @@ logger = logging.getLogger(__name__)
 class ActiveRecorder(RunRecorder):
     """Observes a session. Its numbers are about batches and epochs, never about one example.
 
+    Args:
+        settings: settings of the active party.
+        folder: the run's folder.
+        on_line: called with each line of the metrics once it is written.
+
     Raises:
         SettingsError: a user-defined attack cannot be used.
     """
 
-    def __init__(self, settings: ActiveSettings, folder: Path) -> None:
+    def __init__(
+        self,
+        settings: ActiveSettings,
+        folder: Path,
+        on_line: Callable[[Line], None] | None = None,
+    ) -> None:
         try_custom_attacks(settings.leak_monitor, settings.contract.aggregate_shape)
-        super().__init__(folder)
+        super().__init__(folder, on_line)
         self._settings = settings
         self._watch = LeakWatch(settings, self._metrics)
         self._counter = GradientCounter(settings, self._metrics)
@@ -127,6 +140,7 @@ class ActiveRecorder(RunRecorder):
             at_most(bounds.sum_kl.max),
             bounds.estimate.max,
             bounds.in_words(),
+            extra=log_fields(epoch=epoch + 1, sum_kl_max=bounds.sum_kl.max),
         )
 
     def on_answers_ahead(self, bounds: LeakBounds) -> None:

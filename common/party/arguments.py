@@ -71,6 +71,9 @@ def add_command(commands: Commands, name: str, purpose: str) -> argparse.Argumen
     command.add_argument(
         "--runs", type=Path, metavar="DIR", help="folder of all runs (default: runs)"
     )
+    command.add_argument(
+        "--log-format", choices=("text", "json"), help="form of the log (default: the settings')"
+    )
     add_verbosity(command)
     return command
 

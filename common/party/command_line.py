@@ -25,6 +25,7 @@ from splitveil.common.party.transcript import Broken, Comparison, Verified, comp
 from splitveil.common.storage.ended_run import end_of
 from splitveil.common.storage.run_folder import write_text_atomically
 from splitveil.common.storage.run_store import RunStore
+from splitveil.common.text.log_lines import add_to_log_lines, use_log_format
 from splitveil.common.text.visible_text import visible
 from splitveil.common.text.yaml_text import RESOLVED, read_yaml_file
 
@@ -41,12 +42,14 @@ MAY_CHANGE = frozenset(
         "inference",
         "leak_gate",
         "listen",
+        "log_format",
         "proxy",
         "proxy_credentials",
         "reconnect",
         "run_budget",
         "runs_dir",
         "security",
+        "status",
         "torch_threads",
         "transcript",
     }
@@ -120,7 +123,7 @@ def _print_compared(compared: Comparison) -> None:
 def load_settings(
     section: type[PartySettingsT], arguments: argparse.Namespace, party: str
 ) -> PartySettingsT:
-    """Load the settings that a command names, with its overrides and ``--runs``.
+    """Load the settings that a command names, with its overrides, and log as they say.
 
     Args:
         section: the settings class of this kind of party.
@@ -133,7 +136,13 @@ def load_settings(
     overrides = [text.removeprefix(f"{party}.") for text in arguments.overrides]
     if arguments.runs is not None:
         overrides.append(f"runs_dir={arguments.runs}")
-    return load_party_settings(section, arguments.settings, overrides)
+    if arguments.log_format is not None:
+        use_log_format(arguments.log_format)  # now: problems of the settings are logged, too
+        overrides.append(f"log_format={arguments.log_format}")
+    settings = load_party_settings(section, arguments.settings, overrides)
+    use_log_format(settings.log_format)
+    add_to_log_lines(run=settings.contract.run_name)
+    return settings
 
 
 def torch_device(device: str) -> torch.device:

@@ -11,6 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from splitveil.common.record.progress_pipe import progress_pipe
+from splitveil.common.text.log_lines import log_fields
 from splitveil.common.text.output import printing_console
 from splitveil.common.text.wording import in_short, label
 
@@ -69,7 +70,7 @@ class TrainingProgress:
         self._bar.stop()
         self._tell(is_last=True)
         if not self._console.is_terminal:
-            self._log("")
+            self._log({})
 
     @property
     def steps_per_s(self) -> float:
@@ -105,15 +106,21 @@ class TrainingProgress:
             self._bar.update(self._task, advance=steps, numbers=_each_in_words(numbers))
         elif self._pipe is None and now - self._logged >= self._log_every_s:
             self._logged = now
-            self._log(", ".join(_each_in_words(numbers)))
+            self._log(numbers)
 
-    def _log(self, numbers: str) -> None:
+    def _log(self, numbers: Mapping[str, float | None]) -> None:
         _logger.info(
             "step %d/%d, %.1f steps/s%s",
             self.steps_done,
             self._total_steps,
             self.steps_per_s,
-            f", {numbers}" if numbers else "",
+            "".join(f", {number}" for number in _each_in_words(numbers)),
+            extra=log_fields(
+                steps_done=self.steps_done,
+                steps=self._total_steps,
+                steps_per_s=round(self.steps_per_s, 3),
+                **numbers,
+            ),
         )
 
     def _tell(self, *, is_last: bool) -> None:

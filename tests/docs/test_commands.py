@@ -97,6 +97,12 @@ READ_ONLY: Mapping[str, str] = {
     "splitveil-certs init certificates --days 90": "is run with the default, which is 90 days",
     "active-party run active.yaml --fresh": "tests/system/test_resume.py starts over",
     "docker compose up --build": NEEDS_DOCKER,
+    "docker compose --env-file active.env -f docker-compose.active.yml up --build --detach": (
+        NEEDS_DOCKER
+    ),
+    "docker compose --env-file passive.env -f docker-compose.passive.yml up --build --detach": (
+        NEEDS_DOCKER
+    ),
     "docker compose -f docker-compose.yml -f docker-compose.gpu.yml up --build": NEEDS_DOCKER,
 }
 """Commands that are not run here, and why; their options are read."""

@@ -31,7 +31,7 @@ from tests.peers import AtSteps
 from tests.runs import Parties, build_parties, run_in_process, write_example
 from tests.wire.between import Relay
 
-WRONG_NAME = "does not carry the active party's name"
+WRONG_NAME = "does not carry the called party's name"
 
 
 def dns(*names: str) -> list[x509.GeneralName]:

@@ -110,7 +110,7 @@ def test_a_run_over_mutual_tls_is_bit_equal_to_one_in_process(
     [
         ("late-active", "the peer's certificate has expired"),
         ("foreign", "is not signed by any authority in security.authority"),
-        ("mallory", "does not carry the active party's name"),
+        ("mallory", "does not carry the called party's name"),
         (None, "the peer answers without TLS"),
     ],
 )

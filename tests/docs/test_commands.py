@@ -123,9 +123,9 @@ MENTIONED = (
     "active-party predict",
     "active-party report --output",
     "passive-party check",
-    "passive-party serve",
     "passive-party check --connect",
     "splitveil init",
+    "passive-party serve",
 )
 """Commands that a sentence names without a file to act on."""
 

@@ -31,6 +31,7 @@ from splitveil.active_party.plan import show
 from splitveil.active_party.planned import plan_of
 from splitveil.active_party.report import write_comparison, write_report
 from splitveil.active_party.results import save_results
+from splitveil.active_party.serving.probe_server import probe_checks
 from splitveil.active_party.serving.server import start_server
 from splitveil.active_party.serving.service import ActiveService
 from splitveil.active_party.serving.supervisor import wait_for_end
@@ -39,6 +40,7 @@ from splitveil.active_party.watch.active_status import ActiveStatus
 from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.active_party.watch.status_observer import StatusObserver
 from splitveil.common.alignment import AlignmentResources, TriedIds, build_engine, file_of_count
+from splitveil.common.data.id_forms import form_of
 from splitveil.common.errors import (
     EndedForGood,
     SettingsError,
@@ -65,6 +67,7 @@ from splitveil.common.text.log_lines import configure_logging
 from splitveil.common.text.version import VERSION
 from splitveil.common.wire.endpoint import check_security
 from splitveil.common.wire.noted_calls import AllNotes
+from splitveil.common.wire.probe_desk import ProbeDesk
 
 logger = logging.getLogger("splitveil.active_party")
 
@@ -150,7 +153,8 @@ def _train(
         tried = _tried_ids(settings, folder)
         service = ActiveService(session, engine, settings.reconnect.deadline_s, tried, status)
         notes = status if transcript is None else AllNotes(transcript, status)
-        server = start_server(service, contract, settings.listen, credentials, notes)
+        desk = ProbeDesk(contract, form_of(data.ids))
+        server = start_server(service, contract, settings.listen, credentials, notes, desk)
         logger.info("waiting for %s at %s", _parties_of(contract), settings.listen)
         stopped: EndedForGood | None = None
         try:
@@ -289,6 +293,7 @@ def _check(parsed: argparse.Namespace) -> None:
             *([own_attacks] if monitor is not None and monitor.custom_attacks else []),
             data_and_model,
         ],
+        partial(probe_checks, settings, parsed.wait) if parsed.connect else None,
         as_json=parsed.json,
     )
 

@@ -3,7 +3,7 @@
 import argparse
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -48,6 +48,7 @@ from splitveil.passive_party.command import parser
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.inference.command import serve
 from splitveil.passive_party.opening import Aligner, Participant
+from splitveil.passive_party.probing import connection_checks
 from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
@@ -225,7 +226,8 @@ def _check(parsed: argparse.Namespace) -> None:
     def connection() -> str:
         credentials = credential_files(settings, settings.party)
         security = check_security(credentials, settings.connect, "connect")
-        return f"connect: {_peer_state(settings)}; security: {security}"
+        state = "probed below" if parsed.connect else _peer_state(settings)
+        return f"connect: {state}; security: {security}"
 
     def data_and_model() -> str:
         data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
@@ -247,6 +249,10 @@ def _check(parsed: argparse.Namespace) -> None:
         found = _evaluation_labels(settings)
         return f"evaluation labels: {'none' if found is None else found.table.source}"
 
+    def probes() -> Iterator[Callable[[], str]]:
+        link = _connection(settings, credential_files(settings, settings.party))
+        return connection_checks(settings, link, parsed.wait)
+
     adversary = settings.adversary
 
     def own_attacks() -> str:
@@ -263,6 +269,7 @@ def _check(parsed: argparse.Namespace) -> None:
             data_and_model,
             labels,
         ],
+        probes if parsed.connect else None,
         as_json=parsed.json,
     )
 

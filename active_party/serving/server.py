@@ -23,6 +23,7 @@ from splitveil.common.wire.limits import (
     reader,
 )
 from splitveil.common.wire.noted_calls import Notes, NotingServer
+from splitveil.common.wire.probe_desk import ProbeDesk
 from splitveil.common.wire.tls import PartyInterceptor
 from splitveil.protos import split_learning_pb2 as pb
 
@@ -33,6 +34,7 @@ def start_server(
     address: str,
     credentials: CredentialFiles | None = None,
     transcript: Notes | None = None,
+    desk: ProbeDesk | None = None,
 ) -> grpc.Server:
     """Serve at an address, together with the standard health service.
 
@@ -42,6 +44,7 @@ def start_server(
         address: host and port.
         credentials: this party's; without them it serves plain text, on loopback only.
         transcript: takes note of every message that crosses, if there is one.
+        desk: answers probes of the connection; by default one that knows nothing of the ids.
 
     Raises:
         SettingsError: the address is taken, does not belong to this machine, or needs credentials.
@@ -65,6 +68,7 @@ def start_server(
     )
     handlers = method_handlers(service, contract)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    (desk or ProbeDesk(contract)).add_to(server)
     add_health(server, SERVICE)
     add_port(server, address, credentials)
     server.start()

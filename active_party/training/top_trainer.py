@@ -19,6 +19,7 @@ from splitveil.active_party.defenses.objective import BatchLabels, Objective, St
 from splitveil.active_party.training.cut_memory import CutMemory
 from splitveil.active_party.training.label_free_facts import LabelFreeFacts
 from splitveil.active_party.training.predictions import (
+    LossWeights,
     PredictionFigures,
     auc_of_shares,
     measure_predictions,
@@ -50,6 +51,9 @@ class TrainingRows(NamedTuple):
 
     digest: str = ""
     """Distinguishes these data from other data when the run is resumed later."""
+
+    weights: LossWeights = LossWeights()
+    """What the aligned rows and the classes count in the loss."""
 
     training: Tensor | None = None
     """Positions of the training rows, (training rows,) int64, ascending, if the activations of all
@@ -119,6 +123,7 @@ class TopTrainer:
         self._objective = objective
         self._features = None if rows.features is None else rows.features.to(device)
         self._labels = rows.labels.to(device, torch.float32)
+        self._weights = rows.weights
         self._device = device
         self._example_keys = rows.example_keys
         self._answer_keys = answer_keys
@@ -198,9 +203,10 @@ class TopTrainer:
         )
         self.model.train()
         own = self._own(rows)
+        weights = None if self._weights.of_rows is None else self._weights.of_rows[rows]
         with self.phases(Phase.FORWARD):
-            outcome = self._objective.compute(cut, own, BatchLabels(rows, labels, targets))
-            slopes = _slopes(outcome.logits, cut) if self._tells_slopes else None
+            outcome = self._objective.compute(cut, own, BatchLabels(rows, labels, targets, weights))
+            slopes = _slopes(outcome.logits, cut, weights) if self._tells_slopes else None
         defended, report = self._defend(outcome, labels, positions, slopes)
         self._unlearned = outcome
         return StepResult(
@@ -283,7 +289,7 @@ class TopTrainer:
         return auc_of_shares(logits, targets.cpu())
 
     def _known(self, memory: CutMemory) -> KnownRows:
-        return KnownRows(memory, self._features, self._labels)
+        return KnownRows(memory, self._features, self._labels, self._weights)
 
     def predict(self, positions: Positions, activation: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits and labels of some rows, on the CPU, without learning.
@@ -335,15 +341,16 @@ class TopTrainer:
         return None if self._features is None else self._features.rows(rows)
 
 
-def _slopes(logits: Tensor | None, cut: Tensor) -> Tensor | None:
-    """Return each logit's slope in each row's activation, over the number of rows.
+def _slopes(logits: Tensor | None, cut: Tensor, weights: Tensor | None) -> Tensor | None:
+    """Return each logit's slope in each row's activation, times the row's share of the loss.
 
     The loss is a mean over the batch, so that the gradient of a row is its residuals times these.
     """
     if logits is None:
         return None
+    shares = logits.new_ones(len(logits)) if weights is None else weights
     if logits.ndim == 1:
-        (slopes,) = torch.autograd.grad(logits.sum(), cut, retain_graph=True)
+        (slopes,) = torch.autograd.grad(logits, cut, shares, retain_graph=True)
         return slopes / len(cut)
-    of_classes = [torch.autograd.grad(one.sum(), cut, retain_graph=True)[0] for one in logits.T]
+    of_classes = [torch.autograd.grad(one, cut, shares, retain_graph=True)[0] for one in logits.T]
     return torch.stack(of_classes, dim=1) / len(cut)

@@ -38,6 +38,18 @@ def party_parser(
     check = add_command(
         commands, "check", "check settings and data without training; print the resolved settings"
     )
+    check.add_argument(
+        "--connect",
+        action="store_true",
+        help="probe the connection to the other party as well: certificate, clock, speed, contract",
+    )
+    check.add_argument(
+        "--wait",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="with --connect: how long to wait for the other party (default: 60)",
+    )
     add_json(check)
     _add_verify_transcript(commands)
     add_own_commands(commands)

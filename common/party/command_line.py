@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ MAY_CHANGE = frozenset(
         "alignment_attempts",
         "alignment_workers",
         "allow_audits",
+        "answers",
         "connect",
         "device",
         "first_contact_s",
@@ -44,6 +45,7 @@ MAY_CHANGE = frozenset(
         "listen",
         "log_format",
         "proxy",
+        "proxy_credentials",
         "reconnect",
         "run_budget",
         "runs_dir",
@@ -233,13 +235,18 @@ def save_resolved(settings: PartySettings, folder: Path) -> None:
 
 
 def report_check(
-    settings: PartySettings, checks: Sequence[Callable[[], str]], *, as_json: bool = False
+    settings: PartySettings,
+    checks: Sequence[Callable[[], str]],
+    probes: Callable[[], Iterator[Callable[[], str]]] | None = None,
+    *,
+    as_json: bool = False,
 ) -> None:
     """Print the resolved settings and the outcome of every successful check.
 
     Args:
         settings: of the party.
         checks: each returns what it found, or raises.
+        probes: yields further checks, which need the other party.
         as_json: print settings and all outcomes, failures included, as one JSON document.
 
     Raises:
@@ -249,15 +256,28 @@ def report_check(
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=as_json)
     console.print(resolved_yaml(settings), markup=False)
     failures: list[SplitveilError] = []
-    outcomes = []
-    for check in checks:
+    outcomes: list[dict[str, object]] = []
+
+    def fail(error: SplitveilError) -> None:
+        failures.append(error)
+        outcomes.append({"ok": False, "found": str(error)})
+
+    def take(check: Callable[[], str]) -> None:
         try:
             found = check()
             console.print(f"ok: {visible(found)}", markup=False)
             outcomes.append({"ok": True, "found": found})
         except SplitveilError as error:
-            failures.append(error)
-            outcomes.append({"ok": False, "found": str(error)})
+            fail(error)
+
+    for check in checks:
+        take(check)
+    if probes is not None:
+        try:
+            for check in probes():
+                take(check)
+        except SplitveilError as error:
+            fail(error)
     if as_json:
         values = settings.model_dump(mode="json")
         print_json({"ok": not failures, "checks": outcomes, "settings": values})

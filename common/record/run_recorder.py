@@ -5,6 +5,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
+from rich.console import Console
+
 from splitveil.common.record.lines import AlignmentLine, Line
 from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.training_progress import TrainingProgress
@@ -24,6 +26,8 @@ class RunRecorder:
 
     def __init__(self, folder: Path, on_line: Callable[[Line], None] | None = None) -> None:
         self.aligned_rows = 0
+        self.console: Console | None = None
+        """Where progress is shown; None for the standard error stream."""
         self._folder = folder
         self._resources = ExitStack()
         self._of_run = ExitStack()
@@ -48,6 +52,6 @@ class RunRecorder:
 
     def _show_progress(self, party: str, rows: AlignedRows, contract: Contract) -> None:
         """Start the progress bar."""
-        console = printing_console(stderr=True, plain=writes_json())
+        console = self.console or printing_console(stderr=True, plain=writes_json())
         bar = TrainingProgress(party, rows.total_steps(contract), console=console)
         self._progress = self._of_run.enter_context(bar)

@@ -10,6 +10,7 @@ from rich.table import Table
 from splitveil.common.record.beyond_figures import BeyondFigures
 from splitveil.common.record.figures import LedgerFigures, SpreadFigures
 from splitveil.common.record.leak_figures import BatchFigures, ClassFigures, RunFigures
+from splitveil.common.record.progress_pipe import progress_pipe
 from splitveil.common.record.summary import Summary, plain_figures
 from splitveil.common.record.values import ByAttack
 from splitveil.common.text.log_lines import log_fields, writes_json
@@ -34,6 +35,8 @@ def print_summary(party: str, summary: Summary, *, console: Console | None = Non
     if console is None and writes_json():
         logger.info("summary", extra=log_fields(**plain_figures(summary)))
         return
+    if console is None and progress_pipe() is not None:
+        return  # a launcher shows one table of all parties
     console = console or printing_console()
     table = Table(title=f"{party}: summary", title_justify="left", show_header=False)
     for name, value in plain_figures(summary).items():

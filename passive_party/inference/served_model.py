@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from splitveil.common.data.id_index import ABSENT
-from splitveil.common.data.settings import expand_path
+from splitveil.common.data.source_settings import expand_path
 from splitveil.common.data.table_files import read_id_list
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.factory import build_bottom_model
@@ -65,9 +65,9 @@ class ServedModel:
         contract = settings.contract
         trained = TrainedModel.open(settings.run_folder(settings.folder_name()), contract)
         rows = ServedRows.load(settings, trained.encoder, table)
-        allowed = settings.inference.allowed_ids
+        allowed = settings.answers.allowed_ids
         if allowed is not None:
-            path = expand_path("inference.allowed_ids", allowed, settings.base_dir)
+            path = expand_path("answers.allowed_ids", allowed, settings.base_dir)
             rows.serve_only(read_id_list(path, settings.data.id_column))
         model = build_bottom_model(
             settings.bottom_model,

@@ -40,6 +40,7 @@ from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.privacy.covers import narrowest
 from splitveil.common.run.course import AlignedRows
+from splitveil.common.run.phases import Phases
 from splitveil.common.storage.initial_weights import SETTING as WEIGHTS_SETTING
 from splitveil.common.storage.initial_weights import EarlierModel, is_label_free
 from splitveil.common.storage.run_store import RunStore
@@ -54,7 +55,14 @@ class TrainerBuilder:
         StorageError: a noise key is needed and cannot be written.
     """
 
-    def __init__(self, settings: ActiveSettings, data: PartyData, device: torch.device) -> None:
+    def __init__(
+        self,
+        settings: ActiveSettings,
+        data: PartyData,
+        device: torch.device,
+        phases: Phases | None = None,
+    ) -> None:
+        self.phases = phases
         self.encoder: FeatureEncoder | None = None
         self._settings = settings
         self._data = data
@@ -127,6 +135,7 @@ class TrainerBuilder:
             ),
             self._device,
             answer_keys,
+            self.phases,
             tells_slopes=settings.defense.needs_slopes
             or (settings.leak_monitor is not None and settings.leak_monitor.needs_predictions),
         )

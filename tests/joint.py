@@ -32,7 +32,7 @@ from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.course import Batch
 from splitveil.common.storage.model_files import save_model
 from splitveil.common.storage.trained_model import identity_metadata
-from splitveil.deploy.certs import PartyFolder, make_certificates
+from splitveil.deploy.authority import PartyFolder, make_certificates
 from splitveil.passive_party.inference.served_model import ServedModel
 from splitveil.passive_party.inference.server import InferenceServer
 from splitveil.passive_party.inference.service import InferenceService
@@ -203,8 +203,8 @@ def serving(
 ) -> Iterator[InferenceService]:
     """Serve one passive party's half of the model on a port of loopback."""
     model = ServedModel.load(settings, CPU, table)
-    throttle = throttle or Throttle(settings.inference.ids_per_s)
-    gives_table = settings.inference.whole_table
+    throttle = throttle or Throttle(settings.answers.ids_per_second)
+    gives_table = settings.answers.whole_table
     service = InferenceService(
         model, settings.party, settings.contract, throttle, gives_table=gives_table
     )

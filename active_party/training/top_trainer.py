@@ -29,6 +29,7 @@ from splitveil.common.data.features import Features
 from splitveil.common.errors import SplitveilError
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.random_state import random_state, set_random_state
+from splitveil.common.run.phases import Phase, Phases
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
 
@@ -99,6 +100,7 @@ class TopTrainer:
         rows: this party's data about the aligned rows.
         device: the device of the model.
         answer_keys: gives the defense the keys of fresh noise; None if it does not draw any.
+        phases: charges the time that its computations take.
         tells_slopes: whether results hold slopes, which cost a pass through the model's graph for
             each logit.
     """
@@ -110,12 +112,14 @@ class TopTrainer:
         rows: TrainingRows,
         device: torch.device,
         answer_keys: AnswerKeys | None = None,
+        phases: Phases | None = None,
         *,
         tells_slopes: bool = False,
     ) -> None:
         self.data_digest = rows.digest
         self.num_classes = rows.num_classes
         self.defense = defense
+        self.phases = phases or Phases()
         self._objective = objective
         self._features = None if rows.features is None else rows.features.to(device)
         self._labels = rows.labels.to(device, torch.float32)
@@ -165,7 +169,8 @@ class TopTrainer:
             self.model, self.memory, self._features, self._training, self._device
         )
         try:
-            return self.defense.pending_release(epoch, facts)
+            with self.phases(Phase.DEFENSE):
+                return self.defense.pending_release(epoch, facts)
         except ValueError as error:
             raise SplitveilError(f"the defense cannot begin a stage: {error}") from error
 
@@ -199,8 +204,9 @@ class TopTrainer:
         self.model.train()
         own = self._own(rows)
         weights = None if self._weights.of_rows is None else self._weights.of_rows[rows]
-        outcome = self._objective.compute(cut, own, BatchLabels(rows, labels, targets, weights))
-        slopes = _slopes(outcome.logits, cut, weights) if self._tells_slopes else None
+        with self.phases(Phase.FORWARD):
+            outcome = self._objective.compute(cut, own, BatchLabels(rows, labels, targets, weights))
+            slopes = _slopes(outcome.logits, cut, weights) if self._tells_slopes else None
         defended, report = self._defend(outcome, labels, positions, slopes)
         self._unlearned = outcome
         return StepResult(
@@ -217,7 +223,8 @@ class TopTrainer:
 
     def _targets(self, batch: LabelledRows) -> Tensor:
         try:
-            return self.defense.targets(batch)
+            with self.phases(Phase.DEFENSE):
+                return self.defense.targets(batch)
         except ValueError as error:
             raise SplitveilError(f"the defense has no targets to train on: {error}") from error
 
@@ -234,7 +241,8 @@ class TopTrainer:
             slopes if outcome.probabilities.ndim == 1 else None,
         )
         try:
-            return self.defense.defend(batch)
+            with self.phases(Phase.DEFENSE):
+                return self.defense.defend(batch)
         except ValueError as error:
             raise SplitveilError(f"a gradient cannot be defended: {error}") from error
 
@@ -242,7 +250,8 @@ class TopTrainer:
         """Let the top model learn from the last step, if it has not done so yet."""
         if self._unlearned is None:
             return
-        self._objective.learn(self._unlearned)
+        with self.phases(Phase.BACKWARD):
+            self._objective.learn(self._unlearned)
         self._unlearned = None  # only now: half-learned weights must not count as a state
 
     def refitted(self, fitting: Fitting) -> nn.Module | None:

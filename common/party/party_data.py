@@ -15,7 +15,7 @@ from torch import Tensor
 
 from splitveil.common.data.converted import MappedTable, open_converted
 from splitveil.common.data.features import FeatureEncoder, Features
-from splitveil.common.data.id_forms import IdForms
+from splitveil.common.data.id_forms import IdForms, form_of
 from splitveil.common.data.ids import canonical_ids
 from splitveil.common.data.mapped_features import MappedFeatures, RowEncoder
 from splitveil.common.data.settings import DataSettings
@@ -26,10 +26,11 @@ from splitveil.common.data.source_settings import (
     expand_path,
 )
 from splitveil.common.data.table import Table, read_table
-from splitveil.common.errors import DataError
+from splitveil.common.errors import DataError, SplitveilError
 from splitveil.common.party.party_settings import PartySettings
 from splitveil.common.run.contract import ColumnSplit, SplitSettings
 from splitveil.common.run.course import AlignedRows
+from splitveil.common.run.messages import IdForm
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.run.splits import SPLITS
 from splitveil.common.storage.initial_weights import SETTING, EarlierModel
@@ -179,6 +180,17 @@ class PartyData:
                 f"{self.table.source}: {missing} of the {len(ids)} aligned ids have no label here"
             )
         return torch.from_numpy(self.table.labels[rows])
+
+
+def form_of_own_ids(settings: PartySettings) -> IdForm | None:
+    """Return how a party writes its ids; None if it numbers its rows, or they cannot be read."""
+    if settings.data.id_column is None:
+        return None
+    try:
+        data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
+    except SplitveilError:  # a run and a check say it
+        return None
+    return form_of(data.ids)
 
 
 def open_earlier_model(settings: PartySettings) -> EarlierModel | None:

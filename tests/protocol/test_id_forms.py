@@ -7,11 +7,12 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from splitveil.common.data import sources
-from splitveil.common.data.id_forms import IdForms
+from splitveil.common.data import id_forms, sources
+from splitveil.common.data.id_forms import IdForms, form_of
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import DataError
 from splitveil.common.party.party_data import PartyData
+from splitveil.common.run.messages import IdForm
 from splitveil.common.settings import validate
 
 FORMS = {
@@ -72,3 +73,51 @@ def test_a_column_of_floating_point_numbers_is_refused_with_the_reason(tmp_path:
     }
     with pytest.raises(DataError, match=r"not double: as texts, 7\.0 and 7 differ"):
         PartyData.load(validate(DataSettings, values, "data"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("ids", "form"),
+    [
+        (["7", "12", "-3"], IdForm.WHOLE),
+        (["0"], IdForm.WHOLE),
+        (["7", "007"], IdForm.LEADING_ZEROS),
+        (["007", "012"], IdForm.LEADING_ZEROS),
+        (["7", "7.0"], IdForm.DECIMAL_POINT),
+        (["007", "1.5e+3"], IdForm.DECIMAL_POINT),
+        (["7", "c7"], IdForm.TEXT),
+        (["."], IdForm.TEXT),
+        (["7.0.0"], IdForm.TEXT),
+    ],
+)
+def test_the_form_is_that_of_the_id_least_like_a_whole_number(ids: list[str], form: IdForm) -> None:
+    assert form_of(ids) is form
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_ids_that_count_the_rows_are_pointed_out_in_parts_as_well(first: int) -> None:
+    ids = [str(number) for number in range(first, 60)]
+    forms = IdForms()
+    for start in (0, 7, 50):
+        forms.add(ids[start : {0: 7, 7: 50, 50: 60}[start]])
+    (doubt,) = forms.doubts()
+    assert doubt.startswith("the ids are the numbers of the rows: ")
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [str(number) for number in range(1, 10)],  # too few to be no coincidence
+        [str(number) for number in range(60, 0, -1)],
+        [*map(str, range(1, 50)), "70"],
+        [str(number) for number in range(2, 60)],
+    ],
+)
+def test_other_whole_numbers_do_not_count_rows(ids: list[str]) -> None:
+    forms = IdForms()
+    forms.add(ids)
+    assert forms.doubts() == []
+
+
+def test_of_a_large_table_some_ids_decide_about_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(id_forms, "LOOKED_AT", 10)
+    assert form_of([f"{number}.0" for number in range(95)]) is IdForm.DECIMAL_POINT

@@ -50,6 +50,7 @@ from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.transcript import Transcript
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
+from splitveil.common.record.provenance import provenance_of_process
 from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.summary import Summary
 from splitveil.common.record.summary_tables import print_summary
@@ -150,7 +151,8 @@ def _run(parsed: argparse.Namespace) -> None:
     stopped = stopped or recorder.objection()
     summary = recorder.summary(dict(service.refused))
     end = None if transcript is None else transcript.summary()
-    summary = replace(summary, transcript=end, version=VERSION)
+    found = provenance_of_process(shows_host=settings.report.show_host)
+    summary = replace(summary, transcript=end, version=VERSION, provenance=found)
     _leave_results(settings, folder, summary, stopped)
     service.tried.forget()
     store.forget_finished()  # last: a process that ends before this does not train from scratch

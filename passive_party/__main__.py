@@ -28,6 +28,7 @@ from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.party.transcript import Transcript
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
+from splitveil.common.record.provenance import provenance_of_process
 from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.summary import Summary
 from splitveil.common.record.summary_tables import print_summary
@@ -125,7 +126,8 @@ def _run(parsed: argparse.Namespace) -> None:
         return
     summary = recorder.summary()
     end = None if transcript is None else transcript.summary()
-    summary = replace(summary, transcript=end, version=VERSION)
+    found = provenance_of_process(shows_host=settings.report.show_host)
+    summary = replace(summary, transcript=end, version=VERSION, provenance=found)
     _leave_results(folder, summary, stopped)
     aligner.tried.forget()
     store.forget_finished()  # last: a process that ends before this does not train from scratch

@@ -6,7 +6,12 @@ from pydantic import Field, model_validator
 
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.models.settings import ModelSettings
-from splitveil.common.party.party_settings import Address, Insecure, PartySettings
+from splitveil.common.party.party_settings import (
+    Address,
+    Insecure,
+    PartySettings,
+    ReportSettings,
+)
 from splitveil.common.privacy.attacks import ATTACKS, CUT
 from splitveil.common.privacy.label_free import LABEL_FREE
 from splitveil.common.privacy.settings import AuditSettings
@@ -67,6 +72,14 @@ class AdversarySettings(AuditSettings):
         return self
 
 
+class PassiveReportSettings(ReportSettings):
+    """The contents of the passive party's report."""
+
+    probe_rows: int = Field(default=4000, ge=0, le=100_000)
+    """Number of aligned rows from whose activations the report reconstructs this party's own
+    features, to say what the activations tell of them; 0 leaves that out."""
+
+
 class PassiveSettings(PartySettings):
     """The private settings of the feature owner."""
 
@@ -83,6 +96,9 @@ class PassiveSettings(PartySettings):
 
     bottom_model: ModelSettings
     """The half of the network below the cut layer."""
+
+    report: PassiveReportSettings = PassiveReportSettings()
+    """The contents of this party's report; they change nothing of the run."""
 
     adversary: AdversarySettings | None = None
     """Red team: measure the leakage of the received gradients; ``null`` disables it."""

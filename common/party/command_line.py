@@ -39,6 +39,7 @@ MAY_CHANGE = frozenset(
         "device",
         "first_contact_s",
         "leak_gate",
+        "report",
         "listen",
         "proxy",
         "reconnect",

@@ -8,8 +8,9 @@ them.
 
 Once all parties have ended, the report is rewritten with the figures of all parties. If more than
 one defense is given, they run one after another with the same batches and the same test rows, and
-the results are compared in a table and in ``<run name>-comparison.html`` in the folder of all runs. The exit code is that of the first party
-that fails; it is 5 if the run was ended for good, and 0 if such a run is started again.
+the results are compared in a table and in ``<run name>-comparison.html`` in the folder of all runs.
+The exit code is that of the first party that fails; it is 5 if the run was ended for good, and 0 if
+such a run is started again.
 """
 
 import argparse
@@ -231,7 +232,8 @@ def _sharing_batches(
     """Give every run of a comparison the same joint seed, and so the same split and batches.
 
     The noise stays fresh. The seed follows from the example's name, so that a comparison that is
-    started again resumes; anyone could know it, which harms nobody where one person has all parties.
+    started again resumes. Anyone could know it, which harms nobody where one person has all
+    parties.
     """
     files = {kind: read_yaml(example_dir / f"{kind}.yaml") for kind in kinds}
     has_seed = any(_NONCE_SEED in one for one in files.values()) or any(

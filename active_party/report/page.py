@@ -14,6 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from splitveil.active_party.report.beyond import beyond_of, beyond_rows
 from splitveil.active_party.report.bounds import ledger_of
 from splitveil.active_party.report.classes import class_table, pair_rows, run_pairs
+from splitveil.active_party.report.decision import decide
 from splitveil.active_party.report.distributions import class_rows, sent_panels
 from splitveil.active_party.report.figures import Finding, finding_of, strongest
 from splitveil.active_party.report.panels import (
@@ -123,6 +124,7 @@ def report_page(run: RunFiles) -> str:
         has_ended=run.active.has_ended,
         counts=run.active.summary.counts,
         verdict=judge(run, findings, accumulated),
+        decision=decide(run, findings, accumulated),
         tiles=tiles(run, findings, accumulated),
         training=training_panels(run),
         cut_panels=[leak_panel(run, one) for one in series if one.party == "active"],

@@ -1,9 +1,10 @@
 """Compares the test AUCs of several runs: with an interval where they share their test rows.
 
-Each run's AUC is a mean over pairs of rows, and so is nearly a sum of one term per row (E. R. DeLong
-et al., Biometrics 44, 1988: the structural components). The AUCs of two runs on the same rows vary
-together; the variance of their difference is that of the differences of the terms. With more than
-two classes the AUC is the mean over the classes, each against the rest, and so are the terms.
+Each run's AUC is a mean over pairs of rows, and so is nearly a sum of one term per row (E. R.
+DeLong et al., Biometrics 44, 1988: the structural components). The AUCs of two runs on the same
+rows vary together; the variance of their difference is that of the differences of the terms. With
+more than two classes the AUC is the mean over the classes, each against the rest, and so are the
+terms.
 """
 
 import math

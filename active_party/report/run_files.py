@@ -43,6 +43,7 @@ _ACCUMULATED = "accumulated_"
 class PartyFiles(NamedTuple):
     """The files of one party."""
 
+    folder: Path
     name: str
     """``active``, ``passive`` or, of several passive parties, one's name in the contract."""
     settings: Mapping[str, Any]
@@ -253,6 +254,7 @@ def _read_party(folder: Path) -> PartyFiles:
     settings = _mapping(load_yaml(_text(path) or "{}", str(path), RESOLVED))
     summary = find_summary(folder)
     return PartyFiles(
+        folder,
         folder.name,
         settings,
         Summary() if summary is None else summary,

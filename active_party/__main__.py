@@ -330,12 +330,18 @@ def _plan(parsed: argparse.Namespace) -> None:
 
 
 def _report(parsed: argparse.Namespace) -> None:
-    if (parsed.run_dir is None) == (parsed.compare is None):
-        raise SettingsError("report: expected either a run's folder or --compare with several")
-    if parsed.compare is None:
-        written = write_report(parsed.run_dir, parsed.output)
+    folders = [*parsed.run_dirs, *(parsed.compare or [])]
+    target = parsed.target_leak_auc
+    if not folders:
+        raise SettingsError("report: expected a run's folder, or several to compare")
+    if target is not None and not 0.5 < target < 1:
+        raise SettingsError(f"--target-leak-auc: expected an AUC between 0.5 and 1, got {target}")
+    if len(folders) == 1 and parsed.compare is None:
+        written = write_report(folders[0], parsed.output, target)
+    elif target is not None:
+        raise SettingsError("--target-leak-auc: expected one run's folder")
     else:
-        written = write_comparison(parsed.compare, parsed.output or Path("comparison.html"))
+        written = write_comparison(folders, parsed.output or Path("comparison.html"))
     if parsed.json:
         print_json({"report": str(written)})
     logger.info("report written to %s", written)

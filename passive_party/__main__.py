@@ -25,6 +25,7 @@ from splitveil.common.party import command_line
 from splitveil.common.party.credentials import CredentialFiles, credential_files
 from splitveil.common.party.ending import end_program, exit_code_of
 from splitveil.common.party.interruption import Interruption
+from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.party.transcript import Transcript
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
@@ -45,6 +46,8 @@ from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.passive_party.recorder import PassiveRecorder
+from splitveil.passive_party.report import write_passive_report
+from splitveil.passive_party.report.at_end import try_to_measure, try_to_report
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
 
@@ -63,7 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def perform(parsed: argparse.Namespace) -> int:
     """Do what parsed arguments say, and return the exit code."""
     configure_logging("passive", parsed.verbose - parsed.quiet)
-    actions = {"run": _run, "check": _check, "verify-transcript": command_line.verify_transcript}
+    actions = {
+        "run": _run,
+        "check": _check,
+        "report": _report,
+        "verify-transcript": command_line.verify_transcript,
+    }
     return exit_code_of(partial(actions[parsed.command], parsed))
 
 
@@ -124,11 +132,10 @@ def _run(parsed: argparse.Namespace) -> None:
     if end_of(folder) is not None:
         logger.warning(_ENDED)
         return
-    summary = recorder.summary()
-    end = None if transcript is None else transcript.summary()
-    found = provenance_of_process(shows_host=settings.report.show_host)
-    summary = replace(summary, transcript=end, version=VERSION, provenance=found)
-    _leave_results(folder, summary, stopped)
+    if run.trainer is not None and build_trainer.encoder is not None:
+        of_report = settings.report
+        try_to_measure(of_report, folder, run.trainer, build_trainer.encoder, len(data.ids))
+    _leave_results(folder, _whole_summary(settings, recorder, transcript), stopped)
     aligner.tried.forget()
     store.forget_finished()  # last: a process that ends before this does not train from scratch
 
@@ -161,11 +168,23 @@ _ENDED = (
 )
 
 
+def _whole_summary(
+    settings: PassiveSettings, recorder: PassiveRecorder, transcript: Transcript | None
+) -> Summary:
+    return replace(
+        recorder.summary(),
+        transcript=None if transcript is None else transcript.summary(),
+        version=VERSION,
+        provenance=provenance_of_process(shows_host=settings.report.show_host),
+    )
+
+
 def _leave_results(folder: Path, summary: Summary, stopped: PeerEndedForGood | None) -> None:
     write_summary(folder, summary)
     if stopped is not None:
         mark_as_ended(folder, {"ended_by": "the active party"})
     print_summary("passive party", summary)
+    try_to_report(folder)
     if stopped is not None:
         raise stopped
 
@@ -234,6 +253,13 @@ def _check(parsed: argparse.Namespace) -> None:
         ],
         as_json=parsed.json,
     )
+
+
+def _report(parsed: argparse.Namespace) -> None:
+    written = write_passive_report(parsed.run_dir, parsed.output)
+    if parsed.json:
+        print_json({"report": str(written)})
+    logger.info("report written to %s", written)
 
 
 def _peer_state(settings: PassiveSettings) -> str:

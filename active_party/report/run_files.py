@@ -69,6 +69,12 @@ class RunFiles(NamedTuple):
     passives: tuple[PartyFiles, ...]
     """Without the parties whose files are missing or belong to another run."""
 
+    def with_target(self, leak_auc: float) -> "RunFiles":
+        """Return the same run with another largest accepted leak AUC."""
+        settings = dict(self.active.settings)
+        settings["report"] = {**(settings.get("report") or {}), "target_leak_auc": leak_auc}
+        return self._replace(active=self.active._replace(settings=settings))
+
     @property
     def parties(self) -> tuple[PartyFiles, ...]:
         """All parties whose files are there, the active party first."""

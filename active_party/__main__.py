@@ -330,7 +330,9 @@ def _plan(parsed: argparse.Namespace) -> None:
 
 
 def _report(parsed: argparse.Namespace) -> None:
-    folders = [*parsed.run_dirs, *(parsed.compare or [])]
+    if parsed.run_dirs and parsed.compare:
+        raise SettingsError("report: expected runs' folders either before or after --compare")
+    folders = parsed.run_dirs or parsed.compare
     target = parsed.target_leak_auc
     if not folders:
         raise SettingsError("report: expected a run's folder, or several to compare")

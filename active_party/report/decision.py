@@ -84,7 +84,7 @@ def decide(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[Run
             steps += steps_to_a_bound(run, target, size)
     else:
         checks = [*_ledger_checks(run), *checks]
-    steps += _other_steps(checks, target)
+    steps += _other_steps(checks, target, has_guarantee=guarantee_of(run) < 1)
     outcome = _overall(checks, has_bound=bool(checks) and _passes_by_bound(checks))
     return Decision(
         outcome,
@@ -223,7 +223,9 @@ def _interval(auc: float, predictions: StoredPredictions | None) -> Estimate | N
     return None if found is None or abs(found.value - auc) > 1e-4 else found
 
 
-def _other_steps(checks: Sequence[Check], target: float | None) -> Iterator[Step]:
+def _other_steps(
+    checks: Sequence[Check], target: float | None, *, has_guarantee: bool
+) -> Iterator[Step]:
     failed = {check.name for check in checks if check.outcome == "fail"}
     if target is None:
         yield Step(
@@ -232,7 +234,8 @@ def _other_steps(checks: Sequence[Check], target: float | None) -> Iterator[Step
             "None: it changes the report alone. The command report --target-leak-auc 0.6 does the "
             "same for a run that is over.",
         )
-    if _DOUBTS in failed:
+    # A bound that was never meant for this attack needs no other run, but another defense.
+    if _DOUBTS in failed and has_guarantee:
         yield Step(
             "model_seed: 1",
             "repeats the run to tell chance from a wrong bound: use no bound of this run before "

@@ -49,7 +49,7 @@ class Comparison(NamedTuple):
 def auc_estimate(predictions: StoredPredictions) -> Estimate | None:
     """Return the AUC of a run's predictions; None if no class has both members and others."""
     terms = auc_terms(predictions.logits, predictions.labels)
-    return None if terms is None else _estimate(*terms)
+    return None if terms is None else _within_range(_estimate(*terms))
 
 
 def compare(first: StoredPredictions | None, other: StoredPredictions | None) -> Comparison:
@@ -111,6 +111,10 @@ def _terms_of_class(scores: _Numbers, members: npt.NDArray[np.bool_]) -> tuple[f
 def _estimate(value: float, terms: _Numbers) -> Estimate:
     half = Z_95 * math.sqrt(float(terms @ terms))
     return Estimate(value, value - half, value + half)
+
+
+def _within_range(found: Estimate) -> Estimate:
+    return Estimate(found.value, max(found.low, 0.0), min(found.high, 1.0))
 
 
 def _keys(ids: npt.NDArray[np.void]) -> Sequence[bytes]:

@@ -60,7 +60,10 @@ def steps_to_a_bound(run: RunFiles, target: float, size: TableSize | None) -> It
     defense = defense_at(run, target)
     if defense is None:
         return
+    whole = defense.model_dump(mode="json", exclude_none=True)
     changed = defense.model_dump(mode="json", exclude_defaults=True) | {"name": defense.title}
+    # The strength is what is changed: it is written even where it is the default.
+    changed |= {name: whole[name] for name in ("strength",) if name in whole}
     why = f"bounds the leak AUC of the whole run at {target:g} for anybody"
     teaches = "" if size is None else defense.outlook(_context(run, size), size.training_rows)
     price = teaches or "The price is not known before a run."

@@ -101,4 +101,4 @@ def _digest_of(ids: Sequence[str], rows: AlignedRows, positions: Positions) -> b
     # Adding up modulo 2^64, lane by lane, needs no sorting; the sum of random words is a digest
     # against mix-ups, not against somebody who chooses ids.
     lanes = np.frombuffer(digests.tobytes(), dtype="<u8").reshape(-1, _DIGEST_BYTES // 8)
-    return lanes.sum(axis=0, dtype=np.uint64).tobytes()
+    return bytes(lanes.sum(axis=0, dtype=np.uint64).tobytes())

@@ -30,7 +30,8 @@ def delong_variance(scores: np.ndarray, labels: np.ndarray) -> float:
     positive, negative = scores[labels == 1], scores[labels == 0]
     wins = (positive[:, None] > negative) + 0.5 * (positive[:, None] == negative)
     of_positives, of_negatives = wins.mean(axis=1), wins.mean(axis=0)
-    return of_positives.var(ddof=1) / len(positive) + of_negatives.var(ddof=1) / len(negative)
+    of_each = (of_positives.var(ddof=1) / len(positive), of_negatives.var(ddof=1) / len(negative))
+    return float(sum(of_each))
 
 
 @pytest.mark.parametrize("digits", [6, 1, 0])

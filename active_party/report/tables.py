@@ -105,12 +105,12 @@ def tiles(
         )
         yield Tile("Epsilon at least", figure(measured.epsilon.epsilon), meaning)
     tests = test_lines(run)
-    if tests:
-        model = run.active.summary.of_active.model
+    model = run.active.summary.of_active.model
+    if tests or model.test_auc is not None:
         meaning = "of the joint model on rows that it has not seen, in the last epoch"
         if model.test_auc_alone is not None:
             meaning += f"; the active party alone: {figure(model.test_auc_alone)}"
-        yield Tile("Test AUC", figure(tests[-1].auc), meaning)
+        yield Tile("Test AUC", figure(tests[-1].auc if tests else model.test_auc), meaning)
     best = strongest(findings)
     if best is not None:
         by = (

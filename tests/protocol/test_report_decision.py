@@ -85,9 +85,9 @@ def _write_predictions(active: Path, first_id: int, noise_seed: int) -> float:
     generator = torch.Generator().manual_seed(noise_seed)
     labels = (torch.arange(TEST_ROWS) % 5 == 0).float()
     logits = labels + torch.randn(TEST_ROWS, generator=generator)
-    ids = torch.arange(first_id, first_id + TEST_ROWS)[:, None] // 256 ** torch.arange(15, -1, -1)
+    ids = [[0] * 12 + list((first_id + row).to_bytes(4, "big")) for row in range(TEST_ROWS)]
     tensors = {
-        "ids": (ids % 256).to(torch.uint8),
+        "ids": torch.tensor(ids, dtype=torch.uint8),
         "logits": logits,
         "labels": labels,
         "training_rows": torch.zeros(16, dtype=torch.uint8),

@@ -112,6 +112,8 @@ _MEASURED = "measured attacks"
 _DOUBTS = "attacks below the stated bounds"
 _QUALITY = "test AUC"
 _ALONE = "better than the active party alone"
+_BUDGET = "run budget"
+_OF_LEAK = {_BOUND, _MEASURED, _DOUBTS, _BUDGET}
 
 
 def _bound_check(run: RunFiles, target: float) -> Check:
@@ -184,7 +186,7 @@ def _ledger_checks(run: RunFiles) -> Iterator[Check]:
         held = spent.sum_kl.max <= limit * (1 + _ROUNDING)
         figure = f"sum_kl {at_most(spent.sum_kl.max)}"
         why = "The largest charge of any example, all answers together."
-        yield Check("run budget", "pass" if held else "fail", figure, f"≤ {limit:g}", why)
+        yield Check(_BUDGET, "pass" if held else "fail", figure, f"≤ {limit:g}", why)
 
 
 def _quality_checks(run: RunFiles, predictions: StoredPredictions | None) -> Iterator[Check]:
@@ -249,6 +251,12 @@ def _other_steps(
             "accepts a larger leak for a better model; or align more rows",
             "The list of prices below says what the same table is worth at other bounds.",
         )
+    if (_QUALITY, "open") in {(check.name, check.outcome) for check in checks}:
+        yield Step(
+            "split: {kind: hash, train: 0.6, test: 0.4}",
+            "in the contract: twice as many test rows make the interval narrower by 30 %",
+            "A quarter of the training rows, or none if more rows are aligned instead.",
+        )
     if _ALONE in failed:
         yield Step(
             "(no joint run)",
@@ -284,6 +292,9 @@ def _headline(outcome: Outcome, checks: Sequence[Check], target: float | None, w
     missed = [check.name for check in checks if check.outcome == outcome]
     if outcome == "pass":
         return f"The run meets {goal}, and its bound holds for anybody."
+    verb = "fails" if outcome == "fail" else "is not shown"
+    if not any(name in _OF_LEAK for name in missed):
+        return f"The run meets {goal}, but another check {verb}: {', '.join(missed)}."
     if outcome == "open":
         return f"It is not shown that the run meets {goal}: {', '.join(missed)}."
     return f"The run does not meet {goal}: {', '.join(missed)}."

@@ -6,18 +6,19 @@ from typing import Annotated, Literal
 from pydantic import Field, Tag, model_validator
 
 from splitveil.active_party.defenses import DefenseContext, DefenseSettings
+from splitveil.active_party.defenses.loss_weights import WeightUses, refusal_of_weights
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.earlier_ledgers import SETTING, open_books
 from splitveil.active_party.ledger.label_signals import LabelUses, label_signals, objection_to
 from splitveil.active_party.ledger.limit import Limit
-from splitveil.common.data.settings import expand_path
+from splitveil.common.data.source_settings import expand_path
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.settings import ModelSettings
 from splitveil.common.party.party_settings import Address, PartySettings, ReportSettings
 from splitveil.common.privacy.attacks import SideInformation
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.settings import AuditSettings, suggested
-from splitveil.common.run.contract import ACTIVE
+from splitveil.common.run.contract import ACTIVE, Name
 from splitveil.common.settings import Section, kind_by_key
 
 
@@ -162,6 +163,24 @@ class ActiveReportSettings(ReportSettings):
     """Smallest accepted test AUC; ``null`` accepts any."""
 
 
+class InferenceSettings(Section):
+    """Predictions with the trained model, for which this party calls the passive parties."""
+
+    connect: dict[Name, Address] = Field(default_factory=dict)
+    """Host and port of each passive party's ``passive-party serve``, by its name in the
+    contract."""
+
+    proxy: Literal["environment"] | None = None
+    """``environment``: connect through the HTTP proxy that the environment names, as the passive
+    party's ``proxy`` does."""
+
+    model: Literal["best", "trained", "refitted"] = "best"
+    """The top model that predicts: ``trained`` is the model that the run has trained, ``refitted``
+    its copy that was fitted to the true labels after the last gradient, which only this party
+    sees. ``best`` takes the refitted copy if the run has left one, and the trained model
+    otherwise."""
+
+
 class ActiveSettings(PartySettings):
     """The label owner's settings, which stay private."""
 
@@ -230,6 +249,9 @@ class ActiveSettings(PartySettings):
     audits the run together with you.
     """
 
+    inference: InferenceSettings = InferenceSettings()
+    """Predictions with the trained model."""
+
     early_stopping: EarlyStopping | None = None
     """Rule for stopping before the contract's last epoch; ``null`` for none. The peer then learns
     when the run ends, which depends on the validation labels: the bounds are about training labels
@@ -266,7 +288,7 @@ class ActiveSettings(PartySettings):
         """Return the path of the noise key."""
         if self.noise_key_path is not None:
             return self.base_dir / self.noise_key_path
-        return self.runs_dir / self.contract.run_name / ACTIVE / "checkpoint" / "noise.key"
+        return self.run_folder(ACTIVE) / "checkpoint" / "noise.key"
 
     def earlier_answers(self) -> AccountBook:
         """Return the ledgers of earlier runs: what they may have revealed, by example.
@@ -275,7 +297,7 @@ class ActiveSettings(PartySettings):
             SettingsError: a ledger cannot be read, or belongs to this run.
         """
         folders = [expand_path(SETTING, text, self.base_dir) for text in self.earlier_ledgers]
-        own = (self.runs_dir / self.contract.run_name / ACTIVE).resolve()
+        own = self.run_folder(ACTIVE).resolve()
         for folder in folders:
             if own in folder.resolve().parents:
                 raise SettingsError(
@@ -304,6 +326,16 @@ class ActiveSettings(PartySettings):
         if self.allow_audits and not self.contract.audits_allowed:
             raise ValueError("allow_audits needs contract.audits_allowed")
         self._check_leak_gate()
+        refusal = refusal_of_weights(
+            self.defense,
+            WeightUses(
+                self.data.class_weights is not None,
+                self.data.weight_column is not None,
+                self.data.weights_are_label_free,
+            ),
+        )
+        if refusal is not None:
+            raise ValueError(f"defense: {refusal}")
         if self.data.classes is not None:
             refusal = self.defense.refusal(self.defense_context())
             if refusal is not None:

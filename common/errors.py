@@ -7,9 +7,12 @@
     |- AlignmentError              3   the intersection of the two parties' ids
     |- PeerError                   4   the other party
     |  |- PeerUnreachable              it is silent or gone
+    |  |  |- Busy                      it has as many streams as it serves at a time
     |  |  |- OthersAwaited             it is waiting for another passive party
     |  |  `- PeerRenewed               its certificate differs from the one seen before
     |  |- PeerUntrusted                one party does not accept the other's identity
+    |  |- OtherModel                   its half of the model is from another training
+    |  |- TableRefused                 it does not give its whole table
     |  |- PeerLeft                     it announced that it stops
     |  |  `- PeerEndedForGood      5   for good: restarting does not help
     |  |- PeerRestarted                it was restarted, and the run must be opened again
@@ -81,6 +84,10 @@ class PeerUnreachable(PeerError):
     """The other party is silent or gone."""
 
 
+class Busy(PeerUnreachable):
+    """A server has as many streams as it serves at a time."""
+
+
 class OthersAwaited(PeerUnreachable):
     """A passive party's request needs another passive party, which is not ready yet."""
 
@@ -91,6 +98,14 @@ class PeerRenewed(PeerUnreachable):
 
 class PeerUntrusted(PeerError):
     """One of the parties does not accept the other's certificate or its security mode."""
+
+
+class OtherModel(PeerError):
+    """The two halves of a model are not the result of the same training."""
+
+
+class TableRefused(PeerError):
+    """The feature owner answers for single ids only, and never gives a whole table."""
 
 
 class PeerLeft(PeerError):

@@ -9,7 +9,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from splitveil.common.party.arguments import Commands, add_verbosity, party_parser
+from splitveil.common.party.arguments import (
+    Commands,
+    add_command,
+    add_verbosity,
+    party_parser,
+)
 from splitveil.common.party.ending import end_program
 from splitveil.common.party.json_output import add_json
 
@@ -29,6 +34,7 @@ def parser(program: str = "passive-party") -> argparse.ArgumentParser:
 
 
 def _add_own_commands(commands: Commands) -> None:
+    _add_serve(commands)
     purpose = "write a page that shows what left and what it tells of this party's features"
     report = commands.add_parser("report", help=purpose, description=purpose)
     report.add_argument(
@@ -45,3 +51,15 @@ def run(parsed: argparse.Namespace) -> int:
     """Do what parsed arguments say, and return the exit code."""
     exit_code: int = import_module("splitveil.passive_party.__main__").perform(parsed)
     return exit_code
+
+
+def _add_serve(commands: Commands) -> None:
+    command = add_command(
+        commands, "serve", "answer the active party's questions for predictions, until stopped"
+    )
+    command.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help="table with the rows to answer for (default: data.source of the settings)",
+    )

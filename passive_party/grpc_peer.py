@@ -15,6 +15,7 @@ from splitveil.common.errors import InvalidMessage, OthersAwaited, PeerUnreachab
 from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.run import messages
 from splitveil.common.wire.audit_codec import encode_question
+from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import HANDSHAKE_TIMEOUT_S, SERVICE, method_path
 from splitveil.common.wire.enums import LEAVE_REASON_TO_WIRE
 from splitveil.common.wire.evaluation_codec import decode_course
@@ -27,15 +28,14 @@ from splitveil.common.wire.limits import (
     believed,
     reader,
 )
+from splitveil.common.wire.message_stream import Interruption, MessageStream
+from splitveil.common.wire.retrying import CallWatch, Retrying
 from splitveil.common.wire.status import error_from
 from splitveil.common.wire.tensor_codec import (
     TensorAssembler,
     TensorLimits,
     encode_activation,
 )
-from splitveil.passive_party.connection import PeerConnection
-from splitveil.passive_party.message_stream import Interruption, MessageStream
-from splitveil.passive_party.retrying import Retrying
 from splitveil.protos import split_learning_pb2 as pb
 
 GOODBYE_S = 15.0
@@ -53,6 +53,7 @@ class GrpcPeer:
         reconnect: how long to keep trying, and how long one answer may take.
         interruption: returns the signal that asks this party to stop, once there is one.
         party: this party's name, which every call carries if the run has several passive parties.
+        watch: is told how each attempt to ask the active party ended.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class GrpcPeer:
         reconnect: ReconnectSettings,
         interruption: Interruption = lambda: None,
         party: str | None = None,
+        watch: CallWatch | None = None,
     ) -> None:
         self.connection = connection
         is_multi_party = len(connection.contract.passive_parties) > 1
@@ -68,7 +70,9 @@ class GrpcPeer:
         self._limits = TensorLimits.of(connection.contract)
         self._reconnect = reconnect
         self._interruption = interruption
-        self._retrying = Retrying(reconnect, interruption, connection.where, connection.renew)
+        self._retrying = Retrying(
+            reconnect, interruption, connection.where, connection.renew, watch
+        )
         self._train: MessageStream | None = None
         self._evaluate: MessageStream | None = None
         self._align: Any = None

@@ -1,8 +1,9 @@
 """The passive party's settings."""
 
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.models.settings import ModelSettings
@@ -15,6 +16,7 @@ from splitveil.common.party.party_settings import (
 from splitveil.common.privacy.attacks import ATTACKS, CUT
 from splitveil.common.privacy.label_free import LABEL_FREE
 from splitveil.common.privacy.settings import AuditSettings
+from splitveil.common.settings import Section
 
 
 class AdversarySettings(AuditSettings):
@@ -80,6 +82,35 @@ class PassiveReportSettings(ReportSettings):
     features, to say what the activations tell of them; 0 leaves that out."""
 
 
+class AnswerSettings(Section):
+    """Answers about rows once the model is trained, by ``passive-party serve``.
+
+    The active party names ids, and this party answers with the activations of their rows. Each
+    answer tells the active party whether this party has a row of that id.
+    """
+
+    listen: Address = "127.0.0.1:50061"
+    """Host and port at which the active party reaches this one for predictions."""
+
+    allowed_ids: str | None = Field(default=None, min_length=1)
+    """File with the ids that are answered: a text file with one id per line, or a CSV or Parquet
+    file with the column ``data.id_column``. All others are answered as unknown. Relative to this
+    settings file; ``~`` and ``${NAME}`` are replaced. By default every row of the table is."""
+
+    ids_per_second: float | None = Field(default=None, gt=0)
+    """The most ids per second that are answered on average, over all connections; faster requests
+    wait. By default there is no limit."""
+
+    whole_table: bool = False
+    """Whether the active party may take the whole table, sealed row by row, and open the rows whose
+    ids it has. This party then learns how many ids are asked for, and not which. Every row is
+    computed for every such request."""
+
+
+ProxyUrl = Annotated[str, StringConstraints(pattern=r"^http://[^/@\s]+:[0-9]{1,5}/?$")]
+"""Without user and password, which have a file of their own."""
+
+
 class PassiveSettings(PartySettings):
     """The private settings of the feature owner."""
 
@@ -89,10 +120,15 @@ class PassiveSettings(PartySettings):
     connect: Address = "127.0.0.1:50051"
     """Host and port of the active party."""
 
-    proxy: Literal["environment"] | None = None
-    """``environment``: connect through the HTTP proxy that ``grpc_proxy``, ``https_proxy`` or
-    ``http_proxy`` names, except to the hosts in ``no_grpc_proxy`` or ``no_proxy``. Only with mTLS.
-    By default these variables are ignored."""
+    proxy: Literal["environment"] | ProxyUrl | None = None
+    """The HTTP proxy to connect through with ``CONNECT``, as ``http://HOST:PORT``. With
+    ``environment``, it is the one that ``grpc_proxy``, ``https_proxy`` or ``http_proxy`` names,
+    except to the hosts in ``no_grpc_proxy`` or ``no_proxy``. Only with mTLS. By default these
+    variables are ignored, and the connection is direct."""
+
+    proxy_credentials: Path | None = None
+    """File with ``USER:PASSWORD`` for the proxy, mode 0600 or stricter, relative to this settings
+    file; needs ``proxy: http://HOST:PORT``. Not for ``environment``, whose variable has them."""
 
     bottom_model: ModelSettings
     """The half of the network below the cut layer."""
@@ -102,6 +138,9 @@ class PassiveSettings(PartySettings):
 
     adversary: AdversarySettings | None = None
     """Red team: measure the leakage of the received gradients; ``null`` disables it."""
+
+    answers: AnswerSettings = AnswerSettings()
+    """Answers about rows for predictions with the trained model."""
 
     def folder_name(self) -> str:
         """Return the name of this party's folder among a run's results."""
@@ -122,6 +161,12 @@ class PassiveSettings(PartySettings):
     def _shows_plain_text_to_no_proxy(self) -> "PassiveSettings":
         if self.proxy is not None and isinstance(self.security, Insecure):
             raise ValueError("proxy: needs security.mode mtls; plain text may not use a proxy")
+        return self
+
+    @model_validator(mode="after")
+    def _names_the_proxy_of_credentials(self) -> "PassiveSettings":
+        if self.proxy_credentials is not None and self.proxy in {None, "environment"}:
+            raise ValueError("proxy_credentials: needs proxy: http://HOST:PORT")
         return self
 
     @model_validator(mode="after")

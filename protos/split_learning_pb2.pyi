@@ -35,6 +35,14 @@ class LeaveReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LEAVE_REASON_INTERRUPTED: _ClassVar[LeaveReason]
     LEAVE_REASON_ALIGNMENT_FAILED: _ClassVar[LeaveReason]
     LEAVE_REASON_FAILED: _ClassVar[LeaveReason]
+
+class IdForm(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ID_FORM_UNSPECIFIED: _ClassVar[IdForm]
+    ID_FORM_WHOLE: _ClassVar[IdForm]
+    ID_FORM_LEADING_ZEROS: _ClassVar[IdForm]
+    ID_FORM_DECIMAL_POINT: _ClassVar[IdForm]
+    ID_FORM_TEXT: _ClassVar[IdForm]
 DTYPE_UNSPECIFIED: DType
 DTYPE_FLOAT32: DType
 DTYPE_FLOAT16: DType
@@ -52,6 +60,11 @@ LEAVE_REASON_FINISHED: LeaveReason
 LEAVE_REASON_INTERRUPTED: LeaveReason
 LEAVE_REASON_ALIGNMENT_FAILED: LeaveReason
 LEAVE_REASON_FAILED: LeaveReason
+ID_FORM_UNSPECIFIED: IdForm
+ID_FORM_WHOLE: IdForm
+ID_FORM_LEADING_ZEROS: IdForm
+ID_FORM_DECIMAL_POINT: IdForm
+ID_FORM_TEXT: IdForm
 
 class HandshakeRequest(_message.Message):
     __slots__ = ("protocol_version", "party", "contract", "nonce_commitment", "resume_run_id", "resume_places")
@@ -232,3 +245,101 @@ class LeaveRequest(_message.Message):
 class LeaveReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class Introduction(_message.Message):
+    __slots__ = ("protocol_version", "version", "party", "contract", "clock_ms", "id_form")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PARTY_FIELD_NUMBER: _ClassVar[int]
+    CONTRACT_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_MS_FIELD_NUMBER: _ClassVar[int]
+    ID_FORM_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    version: str
+    party: str
+    contract: str
+    clock_ms: int
+    id_form: IdForm
+    def __init__(self, protocol_version: _Optional[int] = ..., version: _Optional[str] = ..., party: _Optional[str] = ..., contract: _Optional[str] = ..., clock_ms: _Optional[int] = ..., id_form: _Optional[_Union[IdForm, str]] = ...) -> None: ...
+
+class ProbeRequest(_message.Message):
+    __slots__ = ("introduction", "padding")
+    INTRODUCTION_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
+    introduction: Introduction
+    padding: bytes
+    def __init__(self, introduction: _Optional[_Union[Introduction, _Mapping]] = ..., padding: _Optional[bytes] = ...) -> None: ...
+
+class ProbeReply(_message.Message):
+    __slots__ = ("introduction", "padding")
+    INTRODUCTION_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
+    introduction: Introduction
+    padding: bytes
+    def __init__(self, introduction: _Optional[_Union[Introduction, _Mapping]] = ..., padding: _Optional[bytes] = ...) -> None: ...
+
+class DescribeRequest(_message.Message):
+    __slots__ = ("protocol_version", "party", "contract")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PARTY_FIELD_NUMBER: _ClassVar[int]
+    CONTRACT_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    party: str
+    contract: str
+    def __init__(self, protocol_version: _Optional[int] = ..., party: _Optional[str] = ..., contract: _Optional[str] = ...) -> None: ...
+
+class DescribeReply(_message.Message):
+    __slots__ = ("run_id", "batch_number", "max_ids")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    BATCH_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    MAX_IDS_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    batch_number: int
+    max_ids: int
+    def __init__(self, run_id: _Optional[str] = ..., batch_number: _Optional[int] = ..., max_ids: _Optional[int] = ...) -> None: ...
+
+class EmbedRequest(_message.Message):
+    __slots__ = ("number", "model_digest", "ids")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    model_digest: bytes
+    ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, number: _Optional[int] = ..., model_digest: _Optional[bytes] = ..., ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class TableRequest(_message.Message):
+    __slots__ = ("model_digest", "points", "last")
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    POINTS_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    model_digest: bytes
+    points: bytes
+    last: bool
+    def __init__(self, model_digest: _Optional[bytes] = ..., points: _Optional[bytes] = ..., last: _Optional[bool] = ...) -> None: ...
+
+class TableReply(_message.Message):
+    __slots__ = ("points", "tags", "sealed", "last")
+    POINTS_FIELD_NUMBER: _ClassVar[int]
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    SEALED_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    points: bytes
+    tags: bytes
+    sealed: bytes
+    last: bool
+    def __init__(self, points: _Optional[bytes] = ..., tags: _Optional[bytes] = ..., sealed: _Optional[bytes] = ..., last: _Optional[bool] = ...) -> None: ...
+
+class EmbedReply(_message.Message):
+    __slots__ = ("number", "known", "dtype", "shape", "data")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    known: bytes
+    dtype: DType
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    data: bytes
+    def __init__(self, number: _Optional[int] = ..., known: _Optional[bytes] = ..., dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...

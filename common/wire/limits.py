@@ -60,6 +60,22 @@ PARTY_KEY = "splitveil-party"
 """Metadata key of every call in a run with several passive parties: the caller's name in the
 contract."""
 
+# ---- diagnosis ----
+
+PROBE_PADDING_BYTES = 256 * 1024
+"""Padding of one probe: below the largest message that any contract allows."""
+PROBE_BYTES = PROBE_PADDING_BYTES + HANDSHAKE_BYTES
+"""A whole probe, with the sender's contract."""
+VERSION_CHARACTERS = 64
+"""The version of the peer's software, which is printed."""
+
+# ---- joint inference ----
+
+MAX_IDS = 2**20
+"""Ids of one request under any contract: the largest batch of an evaluation."""
+ID_BYTES = 1024
+"""UTF-8 bytes of one id: far more than any key of a table. A longer id is never known."""
+
 # ---- names ----
 
 RUN_ID_PATTERN = r"[A-Za-z0-9_-]{1,64}"
@@ -98,6 +114,7 @@ _POSITIONS = Bound(POSITIONS_DIGEST_BYTES, "the length of the digests of sample_
 _VERSION = Bound(255, "there is only one; any other gets a reply that names the mismatch")
 _EPOCH = Bound(100_000, "the contract allows no more epochs")
 _STEP = Bound(2**31, "at most one step per row, and at most this many rows")
+_SHAPE = Bound(5, "rows, and up to four dimensions of the cut layer")
 _CHUNK = Bound(2**31 // CHUNK_IDS, "the number of chunks of the largest set")
 
 FIELDS: Mapping[str, Bound] = {
@@ -135,7 +152,7 @@ FIELDS: Mapping[str, Bound] = {
     "TensorFrame.epoch": _EPOCH,
     "TensorFrame.step": _STEP,
     "TensorFrame.positions_digest": _POSITIONS,
-    "TensorFrame.shape": Bound(5, "rows, and up to four dimensions of the cut layer"),
+    "TensorFrame.shape": _SHAPE,
     "EvaluateReply.epoch": _EPOCH,
     "EvaluateReply.step": _STEP,
     "AuditRequest.run_id": _NAME,
@@ -145,6 +162,25 @@ FIELDS: Mapping[str, Bound] = {
     "AuditRequest.positions_digest": _POSITIONS,
     "AuditReply.leak_auc_percent": Bound(100, "per cent"),
     "LeaveRequest.run_id": _NAME,
+    "Introduction.protocol_version": _VERSION,
+    "Introduction.version": Bound(VERSION_CHARACTERS, "see VERSION_CHARACTERS"),
+    "Introduction.party": _NAME,
+    "Introduction.contract": Bound(CONTRACT_CHARACTERS, "see CONTRACT_CHARACTERS"),
+    "Introduction.clock_ms": Bound(2**53, "a date that a computer can name"),
+    "ProbeRequest.padding": Bound(PROBE_PADDING_BYTES, "see PROBE_PADDING_BYTES"),
+    "ProbeReply.padding": Bound(PROBE_PADDING_BYTES, "as many bytes as were sent"),
+    "DescribeRequest.protocol_version": _VERSION,
+    "DescribeRequest.party": _NAME,
+    "DescribeRequest.contract": Bound(CONTRACT_CHARACTERS, "see CONTRACT_CHARACTERS"),
+    "DescribeReply.run_id": _NAME,
+    "EmbedRequest.model_digest": _DIGEST,
+    "EmbedRequest.ids": Bound(MAX_IDS, "see MAX_IDS; inference_codec knows the contract's bound"),
+    "TableRequest.model_digest": _DIGEST,
+    "TableRequest.points": Bound(CHUNK_IDS * POINT_BYTES, "one chunk"),
+    "TableReply.points": Bound(CHUNK_IDS * POINT_BYTES, "one chunk"),
+    "TableReply.tags": Bound(CHUNK_IDS * TAG_BYTES, "one chunk"),
+    "EmbedReply.known": Bound(MAX_IDS // 8, "one bit for each id"),
+    "EmbedReply.shape": _SHAPE,
 }
 
 EXEMPT: Mapping[str, str] = {
@@ -169,6 +205,19 @@ EXEMPT: Mapping[str, str] = {
     "EvaluateReply.split": "an enumeration: one of its numbers",
     "AuditRequest.scores": "the message's own bound; the desk requires one per training row",
     "LeaveRequest.reason": "an enumeration: one of its numbers",
+    "Introduction.id_form": "an enumeration: one of its numbers",
+    "ProbeRequest.introduction": "a message: its own fields are bounded",
+    "ProbeReply.introduction": "a message: its own fields are bounded",
+    "DescribeReply.batch_number": "only compared with this party's own",
+    "DescribeReply.max_ids": "inference_codec: at least 1; the own bound holds as well",
+    "EmbedRequest.number": "repeated in the reply, and used for nothing else",
+    "EmbedRequest.ids[]": "inference_codec: ID_BYTES",
+    "TableRequest.last": "yes or no",
+    "TableReply.sealed": "table_codec: exactly the size that follows from the number of tags",
+    "TableReply.last": "yes or no",
+    "EmbedReply.number": "has to be that of a request that waits",
+    "EmbedReply.dtype": "an enumeration: one of its numbers",
+    "EmbedReply.data": "inference_codec: exactly the size that follows from the shape",
 }
 
 

@@ -13,12 +13,14 @@ import grpc
 from splitveil.common.errors import (
     AlignmentError,
     AuditRefused,
+    Busy,
     ContractMismatch,
     EndedForGood,
     Interrupted,
     InvalidMessage,
     NothingBegun,
     NotOpen,
+    OtherModel,
     OthersAwaited,
     OutOfStep,
     PeerEndedForGood,
@@ -30,6 +32,7 @@ from splitveil.common.errors import (
     PeerUntrusted,
     ProtocolError,
     SplitveilError,
+    TableRefused,
     TooLarge,
 )
 from splitveil.common.wire.limits import DETAILS_CHARACTERS
@@ -72,6 +75,10 @@ _SENT: tuple[tuple[type[Exception], PeerStatus], ...] = (
         ),
     ),
     (
+        Busy,
+        PeerStatus(grpc.StatusCode.UNAVAILABLE, "busy: this party serves no further stream now"),
+    ),
+    (
         OthersAwaited,
         PeerStatus(grpc.StatusCode.UNAVAILABLE, "others-awaited: another party is not there yet"),
     ),
@@ -87,6 +94,20 @@ _SENT: tuple[tuple[type[Exception], PeerStatus], ...] = (
         PeerStatus(
             grpc.StatusCode.FAILED_PRECONDITION,
             "out-of-step: a message is for another run, epoch, step or other rows than expected",
+        ),
+    ),
+    (
+        OtherModel,
+        PeerStatus(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "other-model: this party's half of the model is from another training",
+        ),
+    ),
+    (
+        TableRefused,
+        PeerStatus(
+            grpc.StatusCode.PERMISSION_DENIED,
+            "table-refused: this party does not give its whole table",
         ),
     ),
     (
@@ -128,9 +149,15 @@ _RECEIVED: dict[str, tuple[type[SplitveilError], str]] = {
     "invalid-message": (ProtocolError, "the peer found a message of this party invalid"),
     "too-large": (ProtocolError, "the peer found a message of this party too large"),
     "not-open": (PeerRestarted, "the peer was restarted, and its run has to be opened again"),
+    "busy": (Busy, "the peer has as many calls as it accepts at a time"),
     "others-awaited": (OthersAwaited, "the active party waits for another passive party"),
     "nothing-begun": (NothingBegun, "the active party has started over before the first answer"),
     "out-of-step": (ProtocolError, "the peer is at another run, epoch, step or other rows"),
+    "table-refused": (
+        TableRefused,
+        "the passive party does not give its whole table (its answers.whole_table)",
+    ),
+    "other-model": (OtherModel, "the peer's half of the model is from another training"),
     "audit-refused": (AuditRefused, "the peer does not measure scores in this run"),
     "untrusted": (PeerUntrusted, "the peer does not accept this party's certificate"),
     "alignment-failed": (
@@ -150,7 +177,7 @@ _RECEIVED: dict[str, tuple[type[SplitveilError], str]] = {
 _NOT_TO_BE: tuple[tuple[str, str], ...] = (
     (
         "Hostname Verification Check failed",
-        "the peer's certificate does not carry the active party's name (contract.identities)",
+        "the peer's certificate does not carry the called party's name (contract.identities)",
     ),
     (
         "certificate has expired",

@@ -17,7 +17,7 @@ from splitveil.common.record.beyond_figures import (
     is_clearly_above,
     passed_bounds,
 )
-from splitveil.common.text.upper_bounds import at_most, auc_at_most
+from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
 
 _ABSENT = "–"
 _KNOWS_NOTHING = 1e-3
@@ -134,8 +134,8 @@ def contradictions(run: RunFiles, bounds: Mapping[Covers, float]) -> Iterator[st
     epsilon = beyond.epsilon
     if epsilon is not None and epsilon.stated is not None and epsilon.passes_stated:
         yield (
-            f"{epsilon.attack} excludes every epsilon below {epsilon.epsilon:.3f}, more than the "
-            f"{at_most(epsilon.stated)} that the ledger states for {epsilon.stated_for}: its "
+            f"{epsilon.attack} excludes every epsilon below {at_least(epsilon.epsilon)}, more than "
+            f"the {at_most(epsilon.stated)} that the ledger states for {epsilon.stated_for}: its "
             "figures do not describe these gradients."
         )
     for attack, found, peers in passed_bounds(beyond, bounds):
@@ -179,7 +179,7 @@ def _epsilon_in_words(found: EpsilonFigures) -> str:
     if not found.epsilon:
         return f"No epsilon of label differential privacy is excluded: {guessed}. {stated}"
     return (
-        f"Label differential privacy with an epsilon below {found.epsilon:.3f} is excluded (delta "
-        f"{found.delta:g}, {found.confidence:.0%} confidence): {guessed}, where features alone "
+        f"Label differential privacy with an epsilon below {at_least(found.epsilon)} is excluded "
+        f"(delta {found.delta:g}, {found.confidence:.0%} confidence): {guessed}, where features alone "
         f"give even odds. {stated}"
     )

@@ -15,7 +15,7 @@ from splitveil.active_party.report.verdict import (
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.lines import AlarmLine, AuditLine, GateLine
-from splitveil.common.text.upper_bounds import at_most, auc_at_most
+from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
 from splitveil.common.text.wording import setting_in_words
 
 _SECRETS = ("insecure_nonce_seed", "insecure_noise_seed")
@@ -103,7 +103,7 @@ def tiles(
         meaning = (
             f"epsilon that {measured.epsilon.attack} excludes (delta {measured.epsilon.delta:g})"
         )
-        yield Tile("Epsilon at least", figure(measured.epsilon.epsilon), meaning)
+        yield Tile("Epsilon at least", at_least(measured.epsilon.epsilon), meaning)
     tests = test_lines(run)
     model = run.active.summary.of_active.model
     if tests or model.test_auc is not None:
@@ -234,7 +234,7 @@ def summary_rows(run: RunFiles) -> Iterator[tuple[str, str]]:
     yield "batches left out", count(batches.left_out)
     epsilon = beyond_of(run).epsilon
     if epsilon is not None:
-        yield "epsilon, at least", figure(epsilon.epsilon, 4)
+        yield "epsilon, at least", at_least(epsilon.epsilon)
     yield "leak alarms", count(active.leak_alarms)
     yield "leak gate findings", count(None if active.gate is None else active.gate.findings)
     yield "audits answered", count(active.audits_answered)

@@ -24,7 +24,7 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.record.beyond_figures import AdjustedFigures, BeyondFigures
 from splitveil.common.record.figures import LedgerFigures, SpreadFigures
 from splitveil.common.record.leak_figures import LeakFigures
-from splitveil.common.record.lines import AlignmentLine, LeakLine
+from splitveil.common.record.lines import AlignmentLine, LeakLine, LedgerLine
 from splitveil.common.record.provenance import Provenance
 from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.summary import ActiveFigures, ModelFigures, RunCounts, Summary
@@ -274,3 +274,17 @@ def test_the_page_says_where_its_figures_come_from(tmp_path: Path) -> None:
     page = write_report(run).read_text(encoding="utf-8")
     assert ">alpha<" not in page
     assert "not shown (report.show_host)" in page
+
+
+def test_no_page_prints_a_bound_below_its_value(tmp_path: Path) -> None:
+    """A bound of .60004 is .601 wherever it stands: in words, tiles, checks, tables and charts."""
+    runs = [write_run(tmp_path / name, bound=0.60004) for name in "ab"]
+    for run in runs:
+        append_lines(run / "active", *(LedgerLine(epoch, bounded(0.60004)) for epoch in range(2)))
+    pages = [write_report(runs[0]), write_comparison(runs, tmp_path / "c.html")]
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        # The estimate beside it is no bound.
+        assert text.count("0.601") > 3
+        found = [line for line in text.splitlines() if "0.600" in line]
+        assert all("stimate" in line for line in found), found

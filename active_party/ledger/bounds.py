@@ -147,8 +147,8 @@ def widest_covered(caveats: int) -> Covers:
 
 def odds_of_entry(entry: ChargedAnswer) -> Odds:
     """Return what is known of a charge besides its divergence."""
-    is_gaussian = not entry.caveats & NOT_GAUSSIAN
-    return odds_of(entry.sum_kl, entry.epsilon, entry.leak_auc, is_gaussian=is_gaussian)
+    mu = entry.dominating_mu if entry.caveats & NOT_GAUSSIAN else math.sqrt(entry.sum_kl)
+    return odds_of(entry.sum_kl, entry.epsilon, entry.leak_auc, mu)
 
 
 def auc_bound(sum_kl: float, odds: Odds, caveats: int, peers: Covers) -> float:

@@ -214,6 +214,11 @@ class GafmDefense(SeededDefense):
             "cut of one number"
         )
 
+    @property
+    def takes_weights(self) -> bool:
+        """Whether the loss can have weights: it is not the cross entropy that they are made for."""
+        return False
+
     def coverage(self) -> Coverage:
         """Return the peers whom the charges describe: those of the defense behind, or the fewest.
 

@@ -242,9 +242,9 @@ def test_the_gaussian_curve_of_a_mechanism_lies_below_its_own(epsilon: float) ->
     corners = [1 / (math.exp(epsilon) + classes - 1) for classes in (2, 3, 10)]
     alpha = np.concatenate([ALPHA, corners, [math.exp(-epsilon / 2) / 2]])
     for mu, own_curve in cases:
-        own = own_curve(alpha)
-        assert (curve(mu, alpha) <= own * (1 + 1e-7) + 1e-13).all()
-        assert (curve(0.99 * mu, alpha) > own * (1 + 1e-5)).any()
+        errors: Numbers = own_curve(alpha)
+        assert (curve(mu, alpha) <= errors * (1 + 1e-7) + 1e-13).all()
+        assert (curve(0.99 * mu, alpha) > errors * (1 + 1e-5)).any()
 
 
 def test_no_epsilon_leaves_no_mu_and_several_numbers_add_their_squares() -> None:

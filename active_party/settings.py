@@ -61,7 +61,8 @@ class LeakAucBudget(PeersOfBudget):
     """Highest AUC that a score computed from all answers together may reach on any example.
 
     The limit is compared with the ledger's bound for these peers. Where all answers are a Gaussian
-    mechanism, that is the exact figure; otherwise it is the bound for any distributions.
+    mechanism, or follow from one noisy label, that is the exact figure; otherwise it is the bound
+    for any distributions, or a smaller one where the defense has it.
     """
 
     @property

@@ -5,6 +5,8 @@ checkpoint/refitted.safetensors   the same, fitted to the true labels afterwards
                                   party's own predictions, never for another run
 checkpoint/ledger.safetensors     the account book
 checkpoint/targets.safetensors    targets by example, if the defense releases any
+checkpoint/test_predictions.safetensors
+                                  the last predictions of the test rows, to compare runs
 """
 
 import logging
@@ -19,6 +21,7 @@ from splitveil.active_party.ledger.released_targets import TARGETS, targets_by_i
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.training.held_out import save_predictions
 from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.active_party.training.refit import Fitting
 from splitveil.active_party.training.top_trainer import TopTrainer
@@ -50,6 +53,9 @@ def save_results(
     saved = save_model(folder, trainer.model, builder.encoder, learned_from | result_of)
     save_tensors(folder, LEDGER, session.account_book().state_dict())
     logger.info("model saved in %s", saved)
+    predictions = session.answering.test_predictions
+    if predictions is not None:
+        save_predictions(folder, session.ids, session.answering.rows, predictions)
     targets = trainer.defense.released_targets
     if targets is not None:
         _save_targets(folder, session, targets)

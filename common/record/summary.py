@@ -17,6 +17,7 @@ from splitveil.common.record.leak_figures import (
     leak_from_json,
     leak_to_json,
 )
+from splitveil.common.record.provenance import Provenance, provenance_from_json
 from splitveil.common.record.values import (
     ByAttack,
     as_count,
@@ -51,6 +52,8 @@ class ModelFigures(NamedTuple):
     """Only with more than two classes."""
     test_auc_refit: float | None = None
     """Of the copy of the top model that was fitted to the true labels after the last gradient."""
+    test_auc_alone: float | None = None
+    """Of a model that the active party trained on its own features alone, on the same test rows."""
 
 
 class PeerBound(NamedTuple):
@@ -122,6 +125,8 @@ class Summary:
     transcript: TranscriptEnd | None = None
     version: str | None = None
     """The version of splitveil that ended the run."""
+    provenance: Provenance | None = None
+    """Where and when the run ended; None in a summary written by an earlier version."""
 
     @property
     def of_active(self) -> ActiveFigures:
@@ -149,6 +154,7 @@ def to_json(summary: Summary) -> dict[str, Any]:
         **({} if active is None or active.gate is None else _write_gate(active.gate)),
         **({} if summary.transcript is None else {"transcript": summary.transcript._asdict()}),
         **({} if summary.version is None else {"version": summary.version}),
+        **({} if summary.provenance is None else {"provenance": summary.provenance._asdict()}),
     }
 
 
@@ -166,6 +172,7 @@ def from_json(document: object) -> Summary:
         leak=leak_from_json(values),
         transcript=_read_transcript(values),
         version=as_text(values.get("version")),
+        provenance=provenance_from_json(values.get("provenance")),
     )
 
 
@@ -178,22 +185,25 @@ def plain_figures(summary: Summary) -> dict[str, Any]:
 _MODEL = ("test_auc", "test_loss", "test_calibration_error", "train_loss")
 _OF_CLASSES = ("test_accuracy", "test_auc_by_class")
 _REFIT = "test_auc_refit"
+_ALONE = "test_auc_alone"
 _GATE = ("leak_gate_findings", "leak_gate_closed")
 _OF_ACTIVE = {
     *_MODEL,
     *_OF_CLASSES,
     *_GATE,
     _REFIT,
+    _ALONE,
     *("defense", "ledger", "bounds", "audits_answered", "refused_messages", "earlier_answers"),
     "leak_alarms",
 }
-_WITH_TABLES = {*LEAK_TABLES, "ledger", "bounds", "audit", "transcript"}
+_WITH_TABLES = {*LEAK_TABLES, "ledger", "bounds", "audit", "transcript", "provenance"}
 
 
 def _write_model(model: ModelFigures) -> dict[str, Any]:
     return {
         "test_auc": model.test_auc,
         **({} if model.test_auc_refit is None else {_REFIT: model.test_auc_refit}),
+        **({} if model.test_auc_alone is None else {_ALONE: model.test_auc_alone}),
         "test_loss": model.test_loss,
         "test_calibration_error": model.test_calibration_error,
         "train_loss": model.train_loss,
@@ -239,7 +249,10 @@ def _read_active(values: Mapping[str, Any]) -> ActiveFigures:
 def _read_model(values: Mapping[str, Any]) -> ModelFigures:
     auc, loss, calibration_error, train_loss = (as_number(values.get(name)) for name in _MODEL)
     figures = ModelFigures(auc, loss, calibration_error, train_loss)
-    figures = figures._replace(test_auc_refit=as_number(values.get(_REFIT)))
+    figures = figures._replace(
+        test_auc_refit=as_number(values.get(_REFIT)),
+        test_auc_alone=as_number(values.get(_ALONE)),
+    )
     if not values.keys() & set(_OF_CLASSES):
         return figures
     accuracy, aucs = (values.get(name) for name in _OF_CLASSES)

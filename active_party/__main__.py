@@ -24,6 +24,7 @@ from splitveil.active_party.assembly import (
     subjects_of,
 )
 from splitveil.active_party.command import parser
+from splitveil.active_party.inference.command import predict
 from splitveil.active_party.ledger.earlier_ledgers import LEDGER
 from splitveil.active_party.plan import show
 from splitveil.active_party.planned import plan_of
@@ -84,6 +85,7 @@ def perform(parsed: argparse.Namespace) -> int:
         "run": _run,
         "check": _check,
         "plan": _plan,
+        "predict": predict,
         "report": _report,
         "verify-transcript": command_line.verify_transcript,
     }

@@ -38,6 +38,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _add_own_commands(commands: Commands) -> None:
     _add_plan(commands)
+    _add_predict(commands)
     _add_report(commands)
 
 
@@ -50,6 +51,47 @@ def _add_plan(commands: Commands) -> None:
         type=float,
         metavar="AUC",
         help="also print the power ratio at which the whole run stays below this",
+    )
+    add_json(command)
+
+
+def _add_predict(commands: Commands) -> None:
+    command = add_command(
+        commands, "predict", "predict with the trained model and every passive party's serve"
+    )
+    command.add_argument(
+        "--ids",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="ids to predict: a text file with one per line, or a CSV or Parquet file with the "
+        "column data.id_column",
+    )
+    command.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="predictions.parquet or predictions.csv; an interrupted prediction goes on with the "
+        "same command",
+    )
+    command.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help="table with this party's own features of the ids, which needs no labels (default: "
+        "data.source of the settings)",
+    )
+    command.add_argument(
+        "--model",
+        choices=("best", "trained", "refitted"),
+        help="which of the run's top models predicts (default: inference.model of the settings)",
+    )
+    command.add_argument(
+        "--whole-table",
+        action="store_true",
+        help="take every passive party's whole table, sealed, so that it does not learn which of "
+        "its ids are meant",
     )
     add_json(command)
 

@@ -23,8 +23,10 @@ from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.active_party.training.refit import Fitting
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.models.optimizers import build_optimizer
+from splitveil.common.run.inference import ModelIdentity
 from splitveil.common.storage.initial_weights import RELEASED_LABELS, TRUE_LABELS
 from splitveil.common.storage.model_files import REFITTED, delete_saved, save_model, save_tensors
+from splitveil.common.storage.trained_model import identity_metadata
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +46,8 @@ def save_results(
     if trainer is None:
         return None
     learned_from = RELEASED_LABELS if builder.is_label_free else TRUE_LABELS
-    saved = save_model(folder, trainer.model, builder.encoder, learned_from)
+    result_of = _identity(settings, session)
+    saved = save_model(folder, trainer.model, builder.encoder, learned_from | result_of)
     save_tensors(folder, LEDGER, session.account_book().state_dict())
     logger.info("model saved in %s", saved)
     targets = trainer.defense.released_targets
@@ -55,6 +58,11 @@ def save_results(
     if session.stage is not Stage.FINISHED or not settings.defense.refits_top:
         return None
     return _refit(settings, folder, session, trainer)
+
+
+def _identity(settings: ActiveSettings, session: ActiveSession) -> dict[str, str]:
+    model = ModelIdentity(session.run_id, session.answering.batch_number)
+    return identity_metadata(model, settings.contract)
 
 
 def _save_targets(folder: Path, session: ActiveSession, targets: Tensor) -> None:
@@ -76,7 +84,8 @@ def _refit(
     model = trainer.refitted(fitting)
     if model is None:
         return None
-    save_tensors(folder, REFITTED, model.state_dict(), TRUE_LABELS)
+    metadata = TRUE_LABELS | _identity(settings, session)
+    save_tensors(folder, REFITTED, model.state_dict(), metadata)
     figures = trainer.measure(model, session.answering.rows.splits["test"])
     if figures is not None:
         logger.info(

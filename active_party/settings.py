@@ -17,7 +17,7 @@ from splitveil.common.party.party_settings import Address, PartySettings
 from splitveil.common.privacy.attacks import SideInformation
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.settings import AuditSettings, suggested
-from splitveil.common.run.contract import ACTIVE
+from splitveil.common.run.contract import ACTIVE, Name
 from splitveil.common.settings import Section, kind_by_key
 
 
@@ -150,6 +150,24 @@ class LeakMonitorSettings(AuditSettings):
         return self
 
 
+class InferenceSettings(Section):
+    """Predictions with the trained model, for which this party calls the passive parties."""
+
+    connect: dict[Name, Address] = Field(default_factory=dict)
+    """Host and port of each passive party's ``passive-party serve``, by its name in the
+    contract."""
+
+    proxy: Literal["environment"] | None = None
+    """``environment``: connect through the HTTP proxy that the environment names, as the passive
+    party's ``proxy`` does."""
+
+    model: Literal["best", "trained", "refitted"] = "best"
+    """The top model that predicts: ``trained`` is the model that the run has trained, ``refitted``
+    its copy that was fitted to the true labels after the last gradient, which only this party
+    sees. ``best`` takes the refitted copy if the run has left one, and the trained model
+    otherwise."""
+
+
 class ActiveSettings(PartySettings):
     """The label owner's settings, which stay private."""
 
@@ -215,6 +233,9 @@ class ActiveSettings(PartySettings):
     audits the run together with you.
     """
 
+    inference: InferenceSettings = InferenceSettings()
+    """Predictions with the trained model."""
+
     early_stopping: EarlyStopping | None = None
     """Rule for stopping before the contract's last epoch; ``null`` for none. The peer then learns
     when the run ends, which depends on the validation labels: the bounds are about training labels
@@ -251,7 +272,7 @@ class ActiveSettings(PartySettings):
         """Return the path of the noise key."""
         if self.noise_key_path is not None:
             return self.base_dir / self.noise_key_path
-        return self.runs_dir / self.contract.run_name / ACTIVE / "checkpoint" / "noise.key"
+        return self.run_folder(ACTIVE) / "checkpoint" / "noise.key"
 
     def earlier_answers(self) -> AccountBook:
         """Return the ledgers of earlier runs: what they may have revealed, by example.
@@ -260,7 +281,7 @@ class ActiveSettings(PartySettings):
             SettingsError: a ledger cannot be read, or belongs to this run.
         """
         folders = [expand_path(SETTING, text, self.base_dir) for text in self.earlier_ledgers]
-        own = (self.runs_dir / self.contract.run_name / ACTIVE).resolve()
+        own = self.run_folder(ACTIVE).resolve()
         for folder in folders:
             if own in folder.resolve().parents:
                 raise SettingsError(

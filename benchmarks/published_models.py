@@ -46,8 +46,8 @@ from torch import Tensor
 from benchmarks.environment import print_environment, spread
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.run.course import Batch
+from splitveil.common.wire.connection import PeerConnection
 from splitveil.passive_party.bottom_trainer import BottomTrainer
-from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.runs import ACTIVE, CONTRACT, PASSIVE, PassiveRecording, build_parties, serving
 

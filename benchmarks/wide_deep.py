@@ -45,7 +45,7 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.run.course import Batch
 from splitveil.common.settings import read_yaml
-from splitveil.passive_party.connection import PeerConnection
+from splitveil.common.wire.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.settings import PassiveSettings
 from tests.runs import PassiveRecording, build_parties

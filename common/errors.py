@@ -10,6 +10,8 @@
     |  |  |- OthersAwaited             it is waiting for another passive party
     |  |  `- PeerRenewed               its certificate differs from the one seen before
     |  |- PeerUntrusted                one party does not accept the other's identity
+    |  |- OtherModel                   its half of the model is from another training
+    |  |- TableRefused                 it does not give its whole table
     |  |- PeerLeft                     it announced that it stops
     |  |  `- PeerEndedForGood      5   for good: restarting does not help
     |  |- PeerRestarted                it was restarted, and the run must be opened again
@@ -91,6 +93,14 @@ class PeerRenewed(PeerUnreachable):
 
 class PeerUntrusted(PeerError):
     """One of the parties does not accept the other's certificate or its security mode."""
+
+
+class OtherModel(PeerError):
+    """The two halves of a model are not the result of the same training."""
+
+
+class TableRefused(PeerError):
+    """The feature owner answers for single ids only, and never gives a whole table."""
 
 
 class PeerLeft(PeerError):

@@ -35,13 +35,15 @@ from splitveil.common.storage.ended_run import end_of, mark_as_ended
 from splitveil.common.storage.model_files import save_model
 from splitveil.common.storage.run_folder import open_run_folder
 from splitveil.common.storage.run_store import RunStore
+from splitveil.common.storage.trained_model import identity_metadata
 from splitveil.common.text.log_lines import configure_logging
 from splitveil.common.text.version import VERSION
+from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import check_security
 from splitveil.passive_party.assembly import TrainerBuilder, http_proxy
 from splitveil.passive_party.command import parser
-from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
+from splitveil.passive_party.inference.command import serve
 from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun
@@ -62,7 +64,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def perform(parsed: argparse.Namespace) -> int:
     """Do what parsed arguments say, and return the exit code."""
     configure_logging("passive", parsed.verbose - parsed.quiet)
-    actions = {"run": _run, "check": _check, "verify-transcript": command_line.verify_transcript}
+    actions = {
+        "run": _run,
+        "check": _check,
+        "serve": serve,
+        "verify-transcript": command_line.verify_transcript,
+    }
     return exit_code_of(partial(actions[parsed.command], parsed))
 
 
@@ -118,7 +125,8 @@ def _run(parsed: argparse.Namespace) -> None:
             aligner.engine.close()
             # A run that has ended for good and is not resumed keeps the model that it ended with.
             if run.trainer is not None and end_of(folder) is None:
-                saved = save_model(folder, run.trainer.model, build_trainer.encoder)
+                identity = identity_metadata(run.model_identity, settings.contract)
+                saved = save_model(folder, run.trainer.model, build_trainer.encoder, identity)
                 logger.info("model saved in %s", saved)
     if end_of(folder) is not None:
         logger.warning(_ENDED)

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from splitveil.common.data.features import Features
+from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.random_state import random_state, set_random_state
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
@@ -104,7 +105,4 @@ class BottomTrainer:
 
     def embed(self, features: Features) -> Tensor:
         """Return activations of held-out rows, without a graph."""
-        self.model.eval()
-        with torch.no_grad():
-            activation: Tensor = self.model(features)
-        return activation
+        return predict_in_blocks(self.model, features)

@@ -6,9 +6,10 @@ It imports neither torch nor gRPC, so that help and a mistyped option are answer
 import argparse
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import NoReturn
 
-from splitveil.common.party.arguments import party_parser
+from splitveil.common.party.arguments import Commands, add_command, party_parser
 from splitveil.common.party.ending import end_program
 
 
@@ -23,10 +24,22 @@ def parser(program: str = "passive-party") -> argparse.ArgumentParser:
     Args:
         program: the words with which the command is called.
     """
-    return party_parser(program)
+    return party_parser(program, _add_serve)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Do what parsed arguments say, and return the exit code."""
     exit_code: int = import_module("splitveil.passive_party.__main__").perform(parsed)
     return exit_code
+
+
+def _add_serve(commands: Commands) -> None:
+    command = add_command(
+        commands, "serve", "answer the active party's questions for predictions, until stopped"
+    )
+    command.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help="table with the rows to answer for (default: data.source of the settings)",
+    )

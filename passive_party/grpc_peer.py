@@ -15,6 +15,7 @@ from splitveil.common.errors import InvalidMessage, OthersAwaited, PeerUnreachab
 from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.run import messages
 from splitveil.common.wire.audit_codec import encode_question
+from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import HANDSHAKE_TIMEOUT_S, SERVICE, method_path
 from splitveil.common.wire.enums import LEAVE_REASON_TO_WIRE
 from splitveil.common.wire.evaluation_codec import decode_course
@@ -27,15 +28,14 @@ from splitveil.common.wire.limits import (
     believed,
     reader,
 )
+from splitveil.common.wire.message_stream import Interruption, MessageStream
+from splitveil.common.wire.retrying import Retrying
 from splitveil.common.wire.status import error_from
 from splitveil.common.wire.tensor_codec import (
     TensorAssembler,
     TensorLimits,
     encode_activation,
 )
-from splitveil.passive_party.connection import PeerConnection
-from splitveil.passive_party.message_stream import Interruption, MessageStream
-from splitveil.passive_party.retrying import Retrying
 from splitveil.protos import split_learning_pb2 as pb
 
 GOODBYE_S = 15.0

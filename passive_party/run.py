@@ -23,6 +23,7 @@ from splitveil.common.errors import (
     StorageError,
 )
 from splitveil.common.run.course import AlignedRows
+from splitveil.common.run.inference import ModelIdentity
 from splitveil.common.run.messages import LeaveReason, Offer, Opening
 from splitveil.common.run.progress import (
     CheckpointStore,
@@ -85,6 +86,12 @@ class PassiveRun:
     def trainer(self) -> BottomTrainer | None:
         """This party's half of the network; None before the common rows are known."""
         return None if self._training is None else self._training.trainer
+
+    @property
+    def model_identity(self) -> ModelIdentity:
+        """The training that the bottom model is the result of, as far as it has got."""
+        number = 0 if self._training is None else self._training.progress.batch_number
+        return ModelIdentity(self.run_id, number)
 
     def run(self, peer: Peer) -> None:
         """Take part in the whole run, and tell the peer how it ended.

@@ -10,6 +10,7 @@ from splitveil.common.party.party_settings import Address, Insecure, PartySettin
 from splitveil.common.privacy.attacks import ATTACKS, CUT
 from splitveil.common.privacy.label_free import LABEL_FREE
 from splitveil.common.privacy.settings import AuditSettings
+from splitveil.common.settings import Section
 
 
 class AdversarySettings(AuditSettings):
@@ -67,6 +68,31 @@ class AdversarySettings(AuditSettings):
         return self
 
 
+class InferenceSettings(Section):
+    """Answers about rows once the model is trained, by ``passive-party serve``.
+
+    The active party names ids, and this party answers with the activations of their rows. Each
+    answer tells the active party whether this party has a row of that id.
+    """
+
+    listen: Address = "127.0.0.1:50061"
+    """Host and port at which the active party reaches this one for predictions."""
+
+    allowed_ids: str | None = Field(default=None, min_length=1)
+    """File with the ids that are answered: a text file with one id per line, or a CSV or Parquet
+    file with the column ``data.id_column``. All others are answered as unknown. Relative to this
+    settings file; ``~`` and ``${NAME}`` are replaced. By default every row of the table is."""
+
+    ids_per_s: float | None = Field(default=None, gt=0)
+    """The most ids per second that are answered on average, over all connections; faster requests
+    wait. By default there is no limit."""
+
+    whole_table: bool = False
+    """Whether the active party may take the whole table, sealed row by row, and open the rows whose
+    ids it has. This party then learns how many ids are asked for, and not which. Every row is
+    computed for every such request."""
+
+
 class PassiveSettings(PartySettings):
     """The private settings of the feature owner."""
 
@@ -86,6 +112,9 @@ class PassiveSettings(PartySettings):
 
     adversary: AdversarySettings | None = None
     """Red team: measure the leakage of the received gradients; ``null`` disables it."""
+
+    inference: InferenceSettings = InferenceSettings()
+    """Answers for predictions with the trained model."""
 
     def folder_name(self) -> str:
         """Return the name of this party's folder among a run's results."""

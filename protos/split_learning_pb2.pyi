@@ -232,3 +232,69 @@ class LeaveRequest(_message.Message):
 class LeaveReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class DescribeRequest(_message.Message):
+    __slots__ = ("protocol_version", "party", "contract")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PARTY_FIELD_NUMBER: _ClassVar[int]
+    CONTRACT_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    party: str
+    contract: str
+    def __init__(self, protocol_version: _Optional[int] = ..., party: _Optional[str] = ..., contract: _Optional[str] = ...) -> None: ...
+
+class DescribeReply(_message.Message):
+    __slots__ = ("run_id", "batch_number", "max_ids")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    BATCH_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    MAX_IDS_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    batch_number: int
+    max_ids: int
+    def __init__(self, run_id: _Optional[str] = ..., batch_number: _Optional[int] = ..., max_ids: _Optional[int] = ...) -> None: ...
+
+class EmbedRequest(_message.Message):
+    __slots__ = ("number", "model_digest", "ids")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    model_digest: bytes
+    ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, number: _Optional[int] = ..., model_digest: _Optional[bytes] = ..., ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class TableRequest(_message.Message):
+    __slots__ = ("model_digest", "points", "last")
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    POINTS_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    model_digest: bytes
+    points: bytes
+    last: bool
+    def __init__(self, model_digest: _Optional[bytes] = ..., points: _Optional[bytes] = ..., last: _Optional[bool] = ...) -> None: ...
+
+class TableReply(_message.Message):
+    __slots__ = ("points", "tags", "sealed", "last")
+    POINTS_FIELD_NUMBER: _ClassVar[int]
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    SEALED_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    points: bytes
+    tags: bytes
+    sealed: bytes
+    last: bool
+    def __init__(self, points: _Optional[bytes] = ..., tags: _Optional[bytes] = ..., sealed: _Optional[bytes] = ..., last: _Optional[bool] = ...) -> None: ...
+
+class EmbedReply(_message.Message):
+    __slots__ = ("number", "known", "dtype", "shape", "data")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    known: bytes
+    dtype: DType
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    data: bytes
+    def __init__(self, number: _Optional[int] = ..., known: _Optional[bytes] = ..., dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...

@@ -5,21 +5,20 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from splitveil.active_party.serving.error_interceptor import ErrorInterceptor
 from splitveil.active_party.serving.service import ActiveService
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.transcript import Transcript
 from splitveil.common.run.contract import Contract
-from splitveil.common.wire.endpoint import SERVICE, add_port, channel_options
+from splitveil.common.wire.endpoint import SERVICE, add_port, server_options
+from splitveil.common.wire.error_interceptor import ErrorInterceptor
+from splitveil.common.wire.health import add_health
 from splitveil.common.wire.limits import (
     ALIGN_FRAME_BYTES,
     CONCURRENT_RPCS,
     HANDSHAKE_BYTES,
     SERVER_THREADS,
     SMALL_BYTES,
-    STREAMS_PER_CONNECTION,
     THREADS_PER_PARTY,
     believed,
     reader,
@@ -27,14 +26,6 @@ from splitveil.common.wire.limits import (
 from splitveil.common.wire.noted_calls import NotingServer
 from splitveil.common.wire.tls import PartyInterceptor
 from splitveil.protos import split_learning_pb2 as pb
-
-
-class HealthService(health.HealthServicer):  # type: ignore[misc]
-    """Answers whether this party serves; there is no stream of later changes."""
-
-    def Watch(self, request: Any, context: grpc.ServicerContext) -> None:  # noqa: ARG002, N802 (gRPC's)
-        """Refuse: long-lived streams would occupy every slot that calls have."""
-        context.abort(grpc.StatusCode.UNIMPLEMENTED, "ask with Check")
 
 
 def start_server(
@@ -70,19 +61,12 @@ def start_server(
             SERVER_THREADS + THREADS_PER_PARTY * (parties - 1), thread_name_prefix="grpc"
         ),
         interceptors=interceptors,
-        options=[
-            *channel_options(contract),
-            ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION),
-            # A few compressed kilobytes could expand without limit.
-            ("grpc.compression_enabled_algorithms_bitset", 1),
-        ],
+        options=server_options(contract),
         maximum_concurrent_rpcs=CONCURRENT_RPCS * parties,
     )
     handlers = method_handlers(service, contract)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-    health_servicer = HealthService()
-    health_servicer.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    add_health(server, SERVICE)
     add_port(server, address, credentials)
     server.start()
     return server

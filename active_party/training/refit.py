@@ -18,6 +18,7 @@ from splitveil.active_party.defenses.objective import descend
 from splitveil.active_party.training.cut_memory import CutMemory
 from splitveil.active_party.training.predictions import cross_entropy_of
 from splitveil.common.data.features import Features
+from splitveil.common.models.blocks import predict_in_blocks
 
 MAX_EPOCHS = 20
 PATIENCE_EPOCHS = 3
@@ -85,9 +86,10 @@ def refit_top(model: nn.Module, known: KnownRows, training: Tensor, fitting: Fit
 
 def predict_logits(model: nn.Module, known: KnownRows, rows: Tensor) -> Tensor:
     """Return the logits of some rows at their last activations, (rows,) or (rows, classes)."""
-    model.eval()
-    with torch.no_grad():
-        parts = [_logits(model, known, part) for part in torch.split(rows, _PREDICTED_AT_ONCE)]
+    parts = [
+        predict_in_blocks(model, *_inputs(known, part))
+        for part in torch.split(rows, _PREDICTED_AT_ONCE)
+    ]
     return torch.cat(parts).cpu()
 
 
@@ -96,9 +98,13 @@ def _loss(model: nn.Module, known: KnownRows, rows: Tensor) -> float:
 
 
 def _logits(model: nn.Module, known: KnownRows, rows: Tensor) -> Tensor:
-    own = None if known.features is None else known.features.rows(rows.to(known.labels.device))
-    logits: Tensor = model(known.memory.at(rows), own)
+    logits: Tensor = model(*_inputs(known, rows))
     return logits
+
+
+def _inputs(known: KnownRows, rows: Tensor) -> tuple[Tensor, Features | None]:
+    own = None if known.features is None else known.features.rows(rows.to(known.labels.device))
+    return known.memory.at(rows), own
 
 
 def _labels(known: KnownRows, rows: Tensor) -> Tensor:

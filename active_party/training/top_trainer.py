@@ -26,6 +26,7 @@ from splitveil.active_party.training.predictions import (
 from splitveil.active_party.training.refit import Fitting, KnownRows, predict_logits, refit_top
 from splitveil.common.data.features import Features
 from splitveil.common.errors import SplitveilError
+from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.random_state import random_state, set_random_state
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
@@ -287,10 +288,7 @@ class TopTrainer:
         return logits.cpu(), self._labels[rows].cpu()
 
     def _logits(self, rows: Tensor, activation: Tensor) -> Tensor:
-        self.model.eval()
-        with torch.no_grad():
-            logits: Tensor = self.model(activation, self._own(rows))
-        return logits
+        return predict_in_blocks(self.model, activation, self._own(rows))
 
     def state_dict(self) -> State:
         """Return everything that a step changes.

@@ -8,7 +8,7 @@ from splitveil.active_party.serving.server import start_server
 from splitveil.active_party.serving.service import ActiveService
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.run.contract import ACTIVE
-from splitveil.passive_party.connection import PeerConnection
+from splitveil.common.wire.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.simulation.parties import ActiveParty, Simulation
 

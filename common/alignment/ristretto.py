@@ -83,6 +83,7 @@ class Ristretto:
             self._from_hash = library.crypto_core_ristretto255_from_hash
             self._multiply = library.crypto_scalarmult_ristretto255
             self._random_scalar = library.crypto_core_ristretto255_scalar_random
+            self._invert = library.crypto_core_ristretto255_scalar_invert
         except (OSError, AttributeError) as error:
             raise LibraryError(f"{name}: not a libsodium with ristretto255: {error}") from error
         if status < 0:
@@ -91,6 +92,7 @@ class Ristretto:
         self._multiply.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
         self._random_scalar.argtypes = [ctypes.c_void_p]
         self._random_scalar.restype = None
+        self._invert.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         self._check_vectors()
 
     def random_scalar(self) -> bytes:
@@ -98,6 +100,13 @@ class Ristretto:
         scalar = ctypes.create_string_buffer(SCALAR_BYTES)
         self._random_scalar(ctypes.addressof(scalar))
         return scalar.raw
+
+    def invert(self, scalar: bytes) -> bytes:
+        """Return the scalar that undoes a multiplication by a nonzero scalar."""
+        inverse = ctypes.create_string_buffer(SCALAR_BYTES)
+        if self._invert(ctypes.addressof(inverse), _address(scalar)):
+            raise ValueError("zero has no inverse")
+        return inverse.raw
 
     def hash_to_group(self, digests: bytes) -> bytes:
         """Map each 64-byte digest to a group element, one-way and uniformly."""

@@ -49,17 +49,18 @@ class Features:
     """(rows, channels, height, width), uint8 or float32 as in the file; see ``image_as_float``."""
 
     def __len__(self) -> int:
-        return next((len(part) for part in self._parts() if part is not None), 0)
+        return next((len(part) for part in self.parts() if part is not None), 0)
 
     def rows(self, index: Tensor) -> "Features":
         """Return the rows with these positions, (count,) int64, in this order."""
-        return Features(*(None if part is None else part[index] for part in self._parts()))
+        return Features(*(None if part is None else part[index] for part in self.parts()))
 
     def to(self, device: torch.device) -> "Features":
         """Return the same features on a device."""
-        return Features(*(None if part is None else part.to(device) for part in self._parts()))
+        return Features(*(None if part is None else part.to(device) for part in self.parts()))
 
-    def _parts(self) -> tuple[Tensor | None, ...]:
+    def parts(self) -> tuple[Tensor | None, ...]:
+        """Return numbers, categories and images, each None if there are none."""
         return self.numeric, self.categorical, self.image
 
 

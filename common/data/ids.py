@@ -36,6 +36,11 @@ def canonical_ids(raw: Sequence[str | None], source: str) -> list[str]:
     return canonical
 
 
+def canonical_texts(raw: Sequence[str]) -> list[str]:
+    """Return ids in canonical form, without any check: they are only looked up."""
+    return [_canonical(text) for text in raw]
+
+
 def _canonical(text: str | None) -> str:
     if text is None:
         return ""

@@ -75,6 +75,22 @@ class StoredIds(CheckedIds):
         for first in range(0, len(self), _CHUNK):
             yield from self._between(first, min(first + _CHUNK, len(self)))
 
+    def holds(self, rows: NDArray[np.int64], texts: Sequence[str]) -> bool:
+        """Return whether some rows have these ids, comparing the text of all rows at once."""
+        wanted = "".join(texts)
+        if wanted.isascii():
+            lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+        else:
+            lengths = np.array([len(text.encode()) for text in texts], np.int64)
+        ends = self._ends[rows]
+        starts = np.where(rows > 0, self._ends[rows - 1], 0)
+        if not np.array_equal(ends - starts, lengths):
+            return False
+        # Position of each character of all texts together, counted from the start of its own.
+        within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        found = self._text[np.repeat(starts, lengths) + within]
+        return bool(found.tobytes() == wanted.encode())
+
     def _start(self, row: int) -> int:
         return int(self._ends[row - 1]) if row else 0
 

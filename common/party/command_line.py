@@ -38,6 +38,7 @@ MAY_CHANGE = frozenset(
         "connect",
         "device",
         "first_contact_s",
+        "inference",
         "leak_gate",
         "listen",
         "proxy",

@@ -5,9 +5,9 @@ embedding, the mean that was subtracted. So vocabularies and scalers are taken o
 nothing is fitted again, and a category that has appeared since counts as unknown.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic_core import from_json
@@ -50,24 +50,38 @@ class EarlierModel:
     is_label_free: bool = False
     """Whether no true label has entered the weights, but only labels that a defense released."""
 
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """Kept with the weights."""
+
+    weights: str = WEIGHTS
+    """The name of the file of weights."""
+
+    setting: str = SETTING
+    """What names the folder, for messages."""
+
     @classmethod
-    def open(cls, folder: Path) -> "EarlierModel":
+    def open(cls, folder: Path, weights: str = WEIGHTS, setting: str = SETTING) -> "EarlierModel":
         """Open a folder. The weights are checked now, and loaded when they are needed.
+
+        Args:
+            folder: a party's ``checkpoint``.
+            weights: the name of the file of weights.
+            setting: what names the folder, for messages.
 
         Raises:
             SettingsError: the folder has no readable model, or a weight is not a finite number;
                 the message names the first such tensor.
         """
-        with _reading(folder):
-            check_regular(folder / WEIGHTS)
-            spoilt = _first_not_finite(folder / WEIGHTS)
-            metadata = _metadata(folder / WEIGHTS)
+        path = folder / weights
+        with _reading(folder, weights, setting):
+            check_regular(path)
+            spoilt = _first_not_finite(path)
+            metadata = _metadata(path)
             encoder = _read_encoder(folder / ENCODER)
         if spoilt is not None:
-            raise SettingsError(
-                f"{SETTING}: {folder / WEIGHTS}: tensor {spoilt!r} holds NaN or infinity"
-            )
-        return cls(folder, encoder, metadata.items() >= RELEASED_LABELS.items())
+            raise SettingsError(f"{setting}: {path}: tensor {spoilt!r} holds NaN or infinity")
+        is_free = metadata.items() >= RELEASED_LABELS.items()
+        return cls(folder, encoder, is_free, metadata, weights, setting)
 
     def encoder_for(self, table: Table | None, source: str) -> FeatureEncoder | None:
         """Return the encoder of that run, after checking that the table has the same features.
@@ -83,7 +97,8 @@ class EarlierModel:
         if (table is None) != (self.encoder is None):
             had, has = ("features", "none") if table is None else ("no features", "some")
             raise SettingsError(
-                f"{SETTING}: {self.folder}: that run's party had {had}, data.features has {has}"
+                f"{self.setting}: {self.folder}: that run's party had {had}, data.features has "
+                f"{has}"
             )
         if table is None or self.encoder is None:
             return None
@@ -93,8 +108,8 @@ class EarlierModel:
         new = [name for name in (*table.numeric, *table.categorical) if name not in known]
         if new:
             raise SettingsError(
-                f"{SETTING}: {source}: the model was trained without {', '.join(new)}: leave the "
-                f"column out of data.features"
+                f"{self.setting}: {source}: the model was trained without {', '.join(new)}: leave "
+                f"the column out of data.features"
             )
         return self.encoder
 
@@ -105,19 +120,19 @@ class EarlierModel:
             SettingsError: they do not fit the model; the message names the first tensor that
                 differs.
         """
-        path = self.folder / WEIGHTS
+        path = self.folder / self.weights
         try:
             found = load_file(path)
         except (OSError, SafetensorError) as error:
-            raise SettingsError(f"{SETTING}: {path}: cannot be read") from error
+            raise SettingsError(f"{self.setting}: {path}: cannot be read") from error
         expected = model.state_dict()
         for name in dict.fromkeys((*expected, *found)):
             for form in (_shape, _dtype):
                 there, here = form(found.get(name)), form(expected.get(name))
                 if there != here:
                     raise SettingsError(
-                        f"{SETTING}: {path}: tensor {name!r} is {there} there and {here} in the "
-                        f"model of these settings"
+                        f"{self.setting}: {path}: tensor {name!r} is {there} there and {here} in "
+                        f"the model of these settings"
                     )
         model.load_state_dict(found)
 
@@ -128,13 +143,13 @@ def is_label_free(folder: Path) -> bool:
     Raises:
         SettingsError: the folder has no readable model.
     """
-    with _reading(folder):
+    with _reading(folder, WEIGHTS, SETTING):
         check_regular(folder / WEIGHTS)
         return _metadata(folder / WEIGHTS).items() >= RELEASED_LABELS.items()
 
 
 @contextmanager
-def _reading(folder: Path) -> Iterator[None]:
+def _reading(folder: Path, weights: str, setting: str) -> Iterator[None]:
     """Translate errors of files and libraries.
 
     Raises:
@@ -144,15 +159,15 @@ def _reading(folder: Path) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise SettingsError(
-            f"{SETTING}: {folder}: there is no {WEIGHTS}: expected the checkpoint folder of "
+            f"{setting}: {folder}: there is no {weights}: expected the checkpoint folder of "
             f"this party in a run that has ended, as RUN/PARTY/checkpoint"
         ) from error
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        raise SettingsError(f"{SETTING}: {folder}: cannot be read: {reason}") from error
+        raise SettingsError(f"{setting}: {folder}: cannot be read: {reason}") from error
     except _UNREADABLE as error:
         raise SettingsError(
-            f"{SETTING}: {folder}: cannot be read ({type(error).__name__})"
+            f"{setting}: {folder}: cannot be read ({type(error).__name__})"
         ) from error
 
 

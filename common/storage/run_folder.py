@@ -216,12 +216,21 @@ def checkpoint_folder(folder: Path) -> Path:
     Raises:
         StorageError: it cannot be made.
     """
-    checkpoint = folder / "checkpoint"
+    return inner_folder(folder, "checkpoint")
+
+
+def inner_folder(folder: Path, name: str) -> Path:
+    """Return a folder inside a run's folder, which is made if it does not exist.
+
+    Raises:
+        StorageError: it cannot be made.
+    """
+    inner = folder / name
     try:
-        checkpoint.mkdir(exist_ok=True)
+        inner.mkdir(exist_ok=True)
     except OSError as error:
-        raise StorageError(f"{checkpoint}: cannot be made: {error.strerror}") from error
-    return checkpoint
+        raise StorageError(f"{inner}: cannot be made: {error.strerror}") from error
+    return inner
 
 
 def delete(path: Path) -> None:

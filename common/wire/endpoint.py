@@ -9,17 +9,21 @@ from splitveil.common.party.credentials import CredentialFiles, Credentials, des
 from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.text.addresses import on_loopback, split_address
 from splitveil.common.wire.http_proxy import ChannelOptions, HttpProxy, without_proxy
+from splitveil.common.wire.limits import STREAMS_PER_CONNECTION
 from splitveil.common.wire.server_certificate import LOOK_TIMEOUT_S, judged_certificate
 from splitveil.common.wire.tls import channel_credentials, server_credentials
 
 SERVICE = "splitveil.v1.SplitLearning"
+"""Served by the active party while a model is trained."""
+INFERENCE_SERVICE = "splitveil.v1.SplitInference"
+"""Served by a passive party once a model is trained."""
 
 HANDSHAKE_TIMEOUT_S = 20.0
 
 
-def method_path(method: str) -> str:
+def method_path(method: str, service: str = SERVICE) -> str:
     """Return the full name of an RPC, as gRPC expects it."""
-    return f"/{SERVICE}/{method}"
+    return f"/{service}/{method}"
 
 
 def open_channel(
@@ -27,8 +31,9 @@ def open_channel(
     contract: Contract,
     credentials: Credentials | None,
     proxy: HttpProxy | None = None,
+    party: str = ACTIVE,
 ) -> grpc.Channel:
-    """Return a channel to the active party, and to no other server.
+    """Return a channel to one party of the contract, and to no other server.
 
     With credentials, the certificate of the server that answers now is checked first: the channel
     only ever connects to the holder of that certificate. Without credentials, it connects with the
@@ -36,14 +41,15 @@ def open_channel(
 
     Args:
         address: host and port.
-        contract: gives the limits, and the name that the active party's certificate must carry.
+        contract: gives the limits, and the name that the party's certificate must carry.
         credentials: this party's; None for plain text, which never leaves the machine.
         proxy: the proxy to connect through, with credentials only.
+        party: the party's name in the contract.
 
     Raises:
         SettingsError: there are no credentials, and the address is beyond loopback or there is a
             proxy.
-        PeerUntrusted: the server that answers is not the active party.
+        PeerUntrusted: the server that answers is not that party.
         PeerUnreachable: no server answers.
     """
     options = channel_options(contract) + (without_proxy() if proxy is None else proxy.through())
@@ -52,7 +58,7 @@ def open_channel(
         literal = on_loopback(address, "connect")
         family = "ipv6" if literal.startswith("[") else "ipv4"
         return grpc.insecure_channel(f"{family}:{literal}", options)  # an IP: no lookup
-    identity = contract.identities[ACTIVE]
+    identity = contract.identities[party]
     pinned = _pinned(address, proxy, credentials.authority, identity)
     # TLS then compares the certificate with this name instead of the host in the address.
     options.append(("grpc.ssl_target_name_override", identity))
@@ -148,6 +154,16 @@ def refuse_plain_text_through(proxy: HttpProxy | None) -> None:
             f"proxy: security.mode is insecure, and {proxy} would read every message; use "
             f"security.mode mtls, or no proxy"
         )
+
+
+def server_options(contract: Contract) -> ChannelOptions:
+    """Return the options of a server."""
+    return [
+        *channel_options(contract),
+        ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION),
+        # A few compressed kilobytes could expand without limit.
+        ("grpc.compression_enabled_algorithms_bitset", 1),
+    ]
 
 
 def channel_options(contract: Contract) -> ChannelOptions:

@@ -60,6 +60,13 @@ PARTY_KEY = "splitveil-party"
 """Metadata key of every call in a run with several passive parties: the caller's name in the
 contract."""
 
+# ---- joint inference ----
+
+MAX_IDS = 2**20
+"""Ids of one request under any contract: the largest batch of an evaluation."""
+ID_BYTES = 1024
+"""UTF-8 bytes of one id: far more than any key of a table. A longer id is never known."""
+
 # ---- names ----
 
 RUN_ID_PATTERN = r"[A-Za-z0-9_-]{1,64}"
@@ -98,6 +105,7 @@ _POSITIONS = Bound(POSITIONS_DIGEST_BYTES, "the length of the digests of sample_
 _VERSION = Bound(255, "there is only one; any other gets a reply that names the mismatch")
 _EPOCH = Bound(100_000, "the contract allows no more epochs")
 _STEP = Bound(2**31, "at most one step per row, and at most this many rows")
+_SHAPE = Bound(5, "rows, and up to four dimensions of the cut layer")
 _CHUNK = Bound(2**31 // CHUNK_IDS, "the number of chunks of the largest set")
 
 FIELDS: Mapping[str, Bound] = {
@@ -135,7 +143,7 @@ FIELDS: Mapping[str, Bound] = {
     "TensorFrame.epoch": _EPOCH,
     "TensorFrame.step": _STEP,
     "TensorFrame.positions_digest": _POSITIONS,
-    "TensorFrame.shape": Bound(5, "rows, and up to four dimensions of the cut layer"),
+    "TensorFrame.shape": _SHAPE,
     "EvaluateReply.epoch": _EPOCH,
     "EvaluateReply.step": _STEP,
     "AuditRequest.run_id": _NAME,
@@ -145,6 +153,18 @@ FIELDS: Mapping[str, Bound] = {
     "AuditRequest.positions_digest": _POSITIONS,
     "AuditReply.leak_auc_percent": Bound(100, "per cent"),
     "LeaveRequest.run_id": _NAME,
+    "DescribeRequest.protocol_version": _VERSION,
+    "DescribeRequest.party": _NAME,
+    "DescribeRequest.contract": Bound(CONTRACT_CHARACTERS, "see CONTRACT_CHARACTERS"),
+    "DescribeReply.run_id": _NAME,
+    "EmbedRequest.model_digest": _DIGEST,
+    "EmbedRequest.ids": Bound(MAX_IDS, "see MAX_IDS; inference_codec knows the contract's bound"),
+    "TableRequest.model_digest": _DIGEST,
+    "TableRequest.points": Bound(CHUNK_IDS * POINT_BYTES, "one chunk"),
+    "TableReply.points": Bound(CHUNK_IDS * POINT_BYTES, "one chunk"),
+    "TableReply.tags": Bound(CHUNK_IDS * TAG_BYTES, "one chunk"),
+    "EmbedReply.known": Bound(MAX_IDS // 8, "one bit for each id"),
+    "EmbedReply.shape": _SHAPE,
 }
 
 EXEMPT: Mapping[str, str] = {
@@ -169,6 +189,16 @@ EXEMPT: Mapping[str, str] = {
     "EvaluateReply.split": "an enumeration: one of its numbers",
     "AuditRequest.scores": "the message's own bound; the desk requires one per training row",
     "LeaveRequest.reason": "an enumeration: one of its numbers",
+    "DescribeReply.batch_number": "only compared with this party's own",
+    "DescribeReply.max_ids": "inference_codec: at least 1; the own bound holds as well",
+    "EmbedRequest.number": "repeated in the reply, and used for nothing else",
+    "EmbedRequest.ids[]": "inference_codec: ID_BYTES",
+    "TableRequest.last": "yes or no",
+    "TableReply.sealed": "table_codec: exactly the size that follows from the number of tags",
+    "TableReply.last": "yes or no",
+    "EmbedReply.number": "has to be that of a request that waits",
+    "EmbedReply.dtype": "an enumeration: one of its numbers",
+    "EmbedReply.data": "inference_codec: exactly the size that follows from the shape",
 }
 
 

@@ -15,7 +15,7 @@ import grpc
 from splitveil.common.errors import StorageError
 from splitveil.common.party.transcript import Crossing, Direction, Transcript
 from splitveil.common.run.contract import NAME_CHARACTERS
-from splitveil.common.wire.endpoint import SERVICE
+from splitveil.common.wire.endpoint import INFERENCE_SERVICE, SERVICE
 from splitveil.common.wire.interceptor import HandlerInterceptor
 from splitveil.common.wire.limits import PARTY_KEY
 from splitveil.common.wire.tensor_codec import epoch_and_step_of
@@ -23,7 +23,7 @@ from splitveil.common.wire.tensor_codec import epoch_and_step_of
 if TYPE_CHECKING:
     from splitveil.common.wire.interceptor import Handler
 
-_PREFIX = f"/{SERVICE}/"
+_PREFIXES = (f"/{SERVICE}/", f"/{INFERENCE_SERVICE}/")
 _GOODBYE = "Leave"
 
 _Note = Callable[[Direction, str, Any], Any]
@@ -76,10 +76,11 @@ class NotingClient(
 
     Args:
         transcript: the calling party's.
+        party: the passive party at the other end, if there is more than one.
     """
 
-    def __init__(self, transcript: Transcript) -> None:
-        self._note: _Note = partial(_noting(transcript), None)
+    def __init__(self, transcript: Transcript, party: str | None = None) -> None:
+        self._note: _Note = partial(_noting(transcript), party)
 
     def intercept_unary_unary(
         self, continuation: Callable[..., Any], details: grpc.ClientCallDetails, request: Any
@@ -158,7 +159,8 @@ class _NotedCall:
 def _own_method(path: str | bytes) -> str | None:
     """Return the method's name, or None for another service, such as that of health checks."""
     text = path.decode() if isinstance(path, bytes) else path
-    return text.removeprefix(_PREFIX) if text.startswith(_PREFIX) else None
+    prefix = next((prefix for prefix in _PREFIXES if text.startswith(prefix)), None)
+    return None if prefix is None else text.removeprefix(prefix)
 
 
 def _caller(context: grpc.ServicerContext) -> str | None:

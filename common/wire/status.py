@@ -19,6 +19,7 @@ from splitveil.common.errors import (
     InvalidMessage,
     NothingBegun,
     NotOpen,
+    OtherModel,
     OthersAwaited,
     OutOfStep,
     PeerEndedForGood,
@@ -30,6 +31,7 @@ from splitveil.common.errors import (
     PeerUntrusted,
     ProtocolError,
     SplitveilError,
+    TableRefused,
     TooLarge,
 )
 from splitveil.common.wire.limits import DETAILS_CHARACTERS
@@ -90,6 +92,20 @@ _SENT: tuple[tuple[type[Exception], PeerStatus], ...] = (
         ),
     ),
     (
+        OtherModel,
+        PeerStatus(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "other-model: this party's half of the model is from another training",
+        ),
+    ),
+    (
+        TableRefused,
+        PeerStatus(
+            grpc.StatusCode.PERMISSION_DENIED,
+            "table-refused: this party does not give its whole table",
+        ),
+    ),
+    (
         AuditRefused,
         PeerStatus(
             grpc.StatusCode.PERMISSION_DENIED,
@@ -131,6 +147,11 @@ _RECEIVED: dict[str, tuple[type[SplitveilError], str]] = {
     "others-awaited": (OthersAwaited, "the active party waits for another passive party"),
     "nothing-begun": (NothingBegun, "the active party has started over before the first answer"),
     "out-of-step": (ProtocolError, "the peer is at another run, epoch, step or other rows"),
+    "table-refused": (
+        TableRefused,
+        "the passive party does not give its whole table (its inference.whole_table)",
+    ),
+    "other-model": (OtherModel, "the peer's half of the model is from another training"),
     "audit-refused": (AuditRefused, "the peer does not measure scores in this run"),
     "untrusted": (PeerUntrusted, "the peer does not accept this party's certificate"),
     "alignment-failed": (

@@ -30,7 +30,7 @@ TORCH_DTYPES: dict[CutDtype, torch.dtype] = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-_WIRE_DTYPES: dict[CutDtype, pb.DType] = {
+WIRE_DTYPES: dict[CutDtype, pb.DType] = {
     "float32": pb.DTYPE_FLOAT32,
     "float16": pb.DTYPE_FLOAT16,
     "bfloat16": pb.DTYPE_BFLOAT16,
@@ -51,6 +51,11 @@ class TensorLimits:
     max_rows: int
     unchunked_bytes: int
     chunk_bytes: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Number of bytes of one row."""
+        return math.prod(self.cut_shape) * DTYPE_BYTES[self.dtype]
 
     @classmethod
     def of(cls, contract: Contract) -> "TensorLimits":
@@ -96,7 +101,7 @@ def _encode(batch: BatchId, tensor: Tensor, limits: TensorLimits) -> Iterator[by
             rows=values.shape[0],
             positions_digest=batch.positions_digest,
             split=SPLIT_TO_WIRE[batch.split],
-            dtype=_WIRE_DTYPES[limits.dtype],
+            dtype=WIRE_DTYPES[limits.dtype],
             shape=values.shape,
             total_bytes=len(payload),
             offset=offset,
@@ -170,7 +175,7 @@ class TensorAssembler(Generic[MessageT]):
     def _check_first(self, fields: pb.TensorFrame) -> None:
         limits = self._limits
         shape = (fields.rows, *limits.cut_shape)
-        if fields.dtype != _WIRE_DTYPES[limits.dtype]:
+        if fields.dtype != WIRE_DTYPES[limits.dtype]:
             raise InvalidMessage(f"dtype: expected {limits.dtype}, got {fields.dtype}")
         if fields.rows > limits.max_rows:
             raise TooLarge(f"rows: at most {limits.max_rows}, got {fields.rows}")

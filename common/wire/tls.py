@@ -1,4 +1,4 @@
-"""Mutual TLS for gRPC, and the check that a genuine certificate belongs to a passive party."""
+"""Mutual TLS for gRPC, and the check that a genuine certificate belongs to an expected party."""
 
 import logging
 import threading
@@ -76,17 +76,20 @@ def _configuration(credentials: Credentials) -> grpc.ServerCertificateConfigurat
 
 
 class PartyInterceptor(HandlerInterceptor):
-    """Admits only the contract's passive parties, of all whom the authority has certified.
+    """Admits only certain parties of the contract, of all whom the authority has certified.
 
     It has to be a server's first interceptor: a refused caller gets a fixed sentence, reaches no
     handler, and leaves one line in the log for each connection.
 
     Args:
-        contract: lists the passive parties and their identities.
+        contract: gives the parties' identities.
+        admitted: the parties' names in the contract; by default every passive party.
     """
 
-    def __init__(self, contract: Contract) -> None:
-        self._parties = {contract.identities[name]: name for name in contract.passive_parties}
+    def __init__(self, contract: Contract, admitted: Sequence[str] | None = None) -> None:
+        names = contract.passive_parties if admitted is None else admitted
+        self._kind = "any passive" if admitted is None else f"the {' or '.join(admitted)}"
+        self._parties = {contract.identities[name]: name for name in names}
         self._told: set[str] = set()
         self._lock = threading.Lock()
 
@@ -130,7 +133,7 @@ class PartyInterceptor(HandlerInterceptor):
             self._told.add(peer)
         subject = b", ".join(shown.get("x509_subject", [])).decode(errors="replace")
         reason = (
-            "it does not carry the name of any passive party of the contract"
+            f"it does not carry the name of {self._kind} party of the contract"
             if party is None
             else f"it is {party}'s, and the {message} names another party"
         )

@@ -13,6 +13,10 @@ from splitveil.protos import split_learning_pb2 as pb
 
 ROOT = Path(__file__).parents[2]
 SERVICE = pb.DESCRIPTOR.services_by_name["SplitLearning"]
+INFERENCE = pb.DESCRIPTOR.services_by_name["SplitInference"]
+PREDICTED = ("predict", "probab", "logit", "class", "output", "value", "data")
+"""Names that a prediction could have; a request of joint inference has no field of numbers at all.
+"""
 TELLTALE = ("label", "target", "loss", "accuracy", "auc", "metric", "score", "release", "noisy")
 AGREED = {"AuditReply.leak_auc_percent"}  # off unless both parties allow audits
 
@@ -43,6 +47,15 @@ def test_nothing_towards_the_passive_party_is_named_like_a_label_or_a_loss(metho
     fields = list(fields_reachable_from(SERVICE.methods_by_name[method].output_type.name))
     telltale = {name for name in fields if any(word in name.lower() for word in TELLTALE)}
     assert telltale == (AGREED if method == "Audit" else set())
+
+
+@pytest.mark.parametrize("method", INFERENCE.methods_by_name)
+def test_no_question_of_joint_inference_has_a_place_for_labels_or_predictions(method: str) -> None:
+    """There, requests are what goes to the passive party."""
+    fields = list(fields_reachable_from(INFERENCE.methods_by_name[method].input_type.name))
+    assert fields
+    told = {name for name in fields if any(word in name.lower() for word in TELLTALE + PREDICTED)}
+    assert told == set()
 
 
 def test_the_search_for_telltale_fields_sees_nested_messages() -> None:

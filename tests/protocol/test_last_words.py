@@ -20,9 +20,9 @@ from splitveil.common.errors import (
 )
 from splitveil.common.run.messages import Activation, Answer, BatchId, Course, LeaveReason
 from splitveil.common.storage.run_store import RunStore
-from splitveil.passive_party.connection import PeerConnection
+from splitveil.common.wire.connection import PeerConnection
+from splitveil.common.wire.retrying import MAX_DAMAGED
 from splitveil.passive_party.grpc_peer import GrpcPeer
-from splitveil.passive_party.retrying import MAX_DAMAGED
 from tests.compared import assert_same_weights
 from tests.peers import InProcessPeer
 from tests.runs import Parties, build_parties, run_in_process, serving

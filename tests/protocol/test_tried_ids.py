@@ -21,7 +21,7 @@ from splitveil.common.errors import (
 )
 from splitveil.common.run.messages import Offer, Opening
 from splitveil.common.storage.run_folder import open_run_folder
-from splitveil.passive_party.connection import PeerConnection
+from splitveil.common.wire.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.peers import InProcessPeer
 from tests.runs import build_parties, run_in_process, serving

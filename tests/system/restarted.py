@@ -31,8 +31,8 @@ from splitveil.common.party.party_settings import load_party_settings
 from splitveil.common.record.run_record import write_summary
 from splitveil.common.storage.model_files import save_model
 from splitveil.common.storage.run_store import RunStore
+from splitveil.common.wire.connection import PeerConnection
 from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
-from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.passive_party.recorder import PassiveRecorder

@@ -13,8 +13,8 @@ from splitveil.active_party.serving.server import start_server
 from splitveil.active_party.serving.service import ActiveService
 from splitveil.common.errors import SettingsError
 from splitveil.common.text.addresses import HostAndPort, on_loopback, split_address
+from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import add_port
-from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.runs import Parties, build_parties
 

@@ -20,9 +20,9 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import method_path
 from splitveil.common.wire.limits import STREAMS_PER_CONNECTION
-from splitveil.passive_party.connection import PeerConnection
 from splitveil.protos import split_learning_pb2 as pb
 from tests.mutations import AtStep, Tape
 from tests.runs import build_parties, run_in_process, write_example

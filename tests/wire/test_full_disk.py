@@ -14,7 +14,7 @@ from splitveil.active_party.serving.server import start_server
 from splitveil.active_party.serving.service import ActiveService
 from splitveil.common.errors import PeerLeft, SplitveilError, StorageError
 from splitveil.common.party.transcript import FILE, Broken, Crossing, Transcript, verify
-from splitveil.passive_party.connection import PeerConnection
+from splitveil.common.wire.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.runs import Parties, build_parties
 

@@ -14,8 +14,8 @@ from splitveil.active_party.serving.server import start_server
 from splitveil.active_party.serving.service import ActiveService
 from splitveil.common.errors import PeerError, PeerUntrusted
 from splitveil.common.party.credentials import CredentialFiles, in_lower_case
+from splitveil.common.wire.connection import PeerConnection
 from splitveil.deploy.certs import renew_certificate
-from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.certificates import (
     CLIENT,

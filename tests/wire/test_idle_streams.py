@@ -16,9 +16,9 @@ from splitveil.common.alignment.ecdh import ENGINE, VERSION
 from splitveil.common.data.ids import NORMALISATION
 from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.wire import limits
+from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import method_path
 from splitveil.common.wire.limits import STREAMS_PER_CONNECTION
-from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
 from tests.runs import Parties, build_parties, serving

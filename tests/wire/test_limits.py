@@ -34,7 +34,7 @@ def filled(name: str, size: int) -> Message:
     message: Message = getattr(pb, kind)()
     field = ALL_FIELDS[name]
     if field.is_repeated:
-        entry = b"x" if field.type == field.TYPE_BYTES else 1
+        entry = {field.TYPE_BYTES: b"x", field.TYPE_STRING: "x"}.get(field.type, 1)
         getattr(message, attribute).extend([entry] * size)
     elif field.cpp_type == field.CPPTYPE_STRING:
         text = field.type == field.TYPE_STRING

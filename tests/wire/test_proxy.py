@@ -13,10 +13,10 @@ from splitveil.active_party.serving.service import ActiveService
 from splitveil.common.errors import PeerUnreachable, SettingsError
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import open_channel
 from splitveil.common.wire.http_proxy import HttpProxy, proxy_of_environment
 from splitveil.passive_party.assembly import http_proxy
-from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.settings import PassiveSettings
 from tests.certificates import files, make, use

@@ -28,10 +28,10 @@ from splitveil.common.errors import (
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.transcript import Crossing, Transcript
 from splitveil.common.run.messages import Activation, Answer, LeaveReason
+from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import method_path
 from splitveil.common.wire.limits import PARTY_KEY
 from splitveil.deploy.certs import make_certificates
-from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
 from tests.certificates import files

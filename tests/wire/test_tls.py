@@ -24,9 +24,9 @@ from splitveil.active_party.serving.service import ActiveService
 from splitveil.common.errors import PeerUnreachable, PeerUntrusted, SettingsError
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.wire import tls_version
+from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import method_path, open_channel
 from splitveil.deploy.certs import PartyFolder, keep_certificates, renew_certificate
-from splitveil.passive_party.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
 from tests.certificates import NAMES, Unchecked, add_expired, files, make

@@ -26,7 +26,7 @@ from splitveil.common.party.transcript import (
     verify,
 )
 from splitveil.common.party.transcript_lines import KINDS
-from splitveil.passive_party.connection import PeerConnection
+from splitveil.common.wire.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.programs import run_program
 from tests.runs import Parties, build_parties, run_in_process

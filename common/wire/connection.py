@@ -1,11 +1,11 @@
-"""The connection to the active party: one gRPC channel, renewed when the certificates change."""
+"""The connection to another party: one gRPC channel, renewed when the certificates change."""
 
 import grpc
 
 from splitveil.common.errors import PeerRenewed, SplitveilError
 from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.party.transcript import Transcript
-from splitveil.common.run.contract import Contract
+from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.wire.endpoint import open_channel
 from splitveil.common.wire.http_proxy import HttpProxy
 from splitveil.common.wire.noted_calls import NotingClient
@@ -13,14 +13,15 @@ from splitveil.common.wire.status import error_from
 
 
 class PeerConnection:
-    """A channel to the active party, opened when it is needed.
+    """A channel to another party, opened when it is needed.
 
     Args:
-        address: host and port of the active party.
-        contract: gives the limits of messages, and the active party's identity.
+        address: host and port of the party.
+        contract: gives the limits of messages, and the party's identity.
         credentials: this party's; without them the channel uses plain text, on loopback only.
         transcript: notes every message that crosses, if there is one.
         proxy: the proxy to connect through, with credentials only.
+        party: the party's name in the contract.
     """
 
     def __init__(
@@ -30,11 +31,13 @@ class PeerConnection:
         credentials: CredentialFiles | None = None,
         transcript: Transcript | None = None,
         proxy: HttpProxy | None = None,
+        party: str = ACTIVE,
     ) -> None:
         self.where = address if proxy is None else f"{address} through the proxy {proxy}"
-        """The active party's address, in words."""
+        """The party's address, in words."""
         self.contract = contract
         self.proxy = proxy
+        self.party = party
         self._address = address
         self._files = credentials
         self._shown = None if credentials is None else credentials.current()
@@ -88,8 +91,13 @@ class PeerConnection:
             self._channel.close()
             self._channel = None
 
+    def _noted_party(self) -> str | None:
+        """Return the name by which a transcript tells several passive parties apart."""
+        is_one_of_many = self.party != ACTIVE and len(self.contract.passive_parties) > 1
+        return self.party if is_one_of_many else None
+
     def _open(self) -> grpc.Channel:
-        channel = open_channel(self._address, self.contract, self._shown, self.proxy)
+        channel = open_channel(self._address, self.contract, self._shown, self.proxy, self.party)
         if self._transcript is None:
             return channel
-        return grpc.intercept_channel(channel, NotingClient(self._transcript))
+        return grpc.intercept_channel(channel, NotingClient(self._transcript, self._noted_party()))

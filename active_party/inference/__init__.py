@@ -1,0 +1,1 @@
+"""Joint inference at the active party: activations of passive parties become probabilities."""

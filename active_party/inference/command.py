@@ -1,0 +1,163 @@
+"""The command ``active-party predict``."""
+
+import argparse
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from splitveil.active_party.inference.batch import (
+    Advance,
+    BatchPrediction,
+    BatchResult,
+    check_lengths,
+)
+from splitveil.active_party.inference.parts import Parts, Plan, check_output, digest_of_ids
+from splitveil.active_party.inference.predictor import Predictor, open_predictor
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.data.table_files import read_id_list
+from splitveil.common.errors import Interrupted, PeerError
+from splitveil.common.party import command_line
+from splitveil.common.party.credentials import credential_files
+from splitveil.common.party.interruption import Interruption
+from splitveil.common.party.transcript import Transcript
+from splitveil.common.run.contract import ACTIVE
+from splitveil.common.storage.run_folder import claimed, inner_folder
+from splitveil.common.text.output import printing_console
+from splitveil.common.wire.endpoint import check_security
+
+logger = logging.getLogger(__name__)
+
+_LOG_EVERY_S = 10.0
+
+
+def predict(parsed: argparse.Namespace) -> None:
+    """Predict every id of a file.
+
+    Raises:
+        SplitveilError: settings, model, data or a passive party cannot be used.
+    """
+    interruption = Interruption()
+    interruption.install()
+    settings = command_line.load_settings(ActiveSettings, parsed, "active")
+    check_output(parsed.output)
+    credentials = credential_files(settings, ACTIVE)
+    for party, address in settings.inference.connect.items():
+        security = check_security(credentials, address, f"inference.connect.{party}")
+        level = logging.WARNING if credentials is None else logging.INFO
+        logger.log(level, "security towards %s: %s", party, security)
+    device = command_line.prepare(settings)
+    ids = read_id_list(parsed.ids, settings.data.id_column)
+    check_lengths(ids, str(parsed.ids))
+    folder = inner_folder(settings.run_folder(ACTIVE), "predict")
+    with ExitStack() as resources:
+        resources.enter_context(claimed(folder, "another process predicts with this run"))
+        transcript = None
+        if settings.transcript:
+            transcript = resources.enter_context(Transcript(folder, ACTIVE))
+        predictor = resources.enter_context(
+            open_predictor(
+                settings,
+                device,
+                parsed.model,
+                parsed.data,
+                transcript,
+                whole_table=parsed.whole_table,
+            )
+        )
+        logger.info(
+            "predicting %d ids with the %s top model of %s",
+            len(ids),
+            predictor.model.kind,
+            predictor.model.identity,
+        )
+        parts = Parts(parsed.output, _plan(ids, predictor, settings))
+        batch = BatchPrediction(predictor, settings.contract, settings.reconnect, interruption)
+        with _progress(len(ids)) as advance:
+            try:
+                result = batch.run(ids, parts, advance)
+            except (Interrupted, PeerError):
+                logger.info("the same command goes on with the parts in %s", parts.folder)
+                raise
+    _report(parsed, result, predictor)
+
+
+def _plan(ids: list[str], predictor: Predictor, settings: ActiveSettings) -> Plan:
+    model = predictor.model
+    own = predictor.own_rows
+    return Plan(
+        digest_of_ids(ids),
+        len(ids),
+        f"{model.kind}, {model.identity}",
+        "" if own is None else own.source,
+        settings.data.class_names,
+    )
+
+
+def _report(parsed: argparse.Namespace, result: BatchResult, predictor: Predictor) -> None:
+    for party, count in result.missing_at.items():
+        if count:
+            logger.warning("%d of the ids have no row at %s", count, party)
+    logger.info("%d of %d ids predicted: %s", result.found, result.rows, parsed.output)
+    if parsed.json:
+        summary = _summary(parsed.output, result, predictor)
+        Console(file=sys.stdout, highlight=False, soft_wrap=True).print(
+            json.dumps(summary), markup=False
+        )
+
+
+def _summary(output: Path, result: BatchResult, predictor: Predictor) -> dict[str, Any]:
+    model = predictor.model
+    return {
+        "output": str(output),
+        "rows": result.rows,
+        "found": result.found,
+        "missing_at": result.missing_at,
+        "resumed_rows": result.rows - result.asked_rows,
+        "seconds": round(result.seconds, 3),
+        "model": {
+            "kind": model.kind,
+            "run_id": model.identity.run_id,
+            "batch_number": model.identity.batch_number,
+        },
+    }
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Advance]:
+    """Show a bar on a terminal, occasional log lines elsewhere."""
+    console = printing_console(stderr=True)
+    bar = Progress(
+        TextColumn("predicting"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    task = bar.add_task("predicting", total=total)
+    done, logged = 0, time.monotonic()
+
+    def advance(rows: int) -> None:
+        nonlocal done, logged
+        done += rows
+        bar.update(task, completed=done)
+        if not console.is_terminal and time.monotonic() - logged > _LOG_EVERY_S:
+            logged = time.monotonic()
+            logger.info("%d of %d ids", done, total)
+
+    with bar:
+        yield advance

@@ -1,0 +1,179 @@
+"""How many rows per second and core does a joint prediction take, and where does the time go?
+
+    OMP_NUM_THREADS=1 python -m benchmarks.predict [--rows 500000] [--cached] [--tls]
+
+A passive party with 20 numbers per row serves in a process of its own, the active party with 10
+numbers of its own predicts every id over gRPC and writes a Parquet file: models and columns are
+those of the example breast_cancer, rows are drawn at random. Figures per core are in CPU time of
+each process: they hold on a busy machine, too. Aim: at least 100,000 rows per second and core, for
+each party. Files are read, and ids indexed, before the clock starts.
+"""
+
+import argparse
+import multiprocessing
+import resource
+import signal
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+import yaml
+from pyarrow import parquet
+
+from benchmarks.environment import print_environment
+from splitveil.active_party.inference.batch import BatchPrediction
+from splitveil.active_party.inference.parts import Parts, Plan, digest_of_ids
+from splitveil.active_party.inference.predictor import open_predictor
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.models.factory import build_bottom_model, build_top_model
+from splitveil.common.party.credentials import credential_files
+from splitveil.common.party.interruption import Interruption
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.party_settings import PartySettings, load_party_settings
+from splitveil.common.run.inference import ModelIdentity
+from splitveil.common.storage.model_files import save_model
+from splitveil.common.storage.trained_model import identity_metadata
+from splitveil.passive_party.inference.served_model import ServedModel
+from splitveil.passive_party.inference.server import InferenceServer
+from splitveil.passive_party.inference.service import InferenceService
+from splitveil.passive_party.inference.throttle import Throttle
+from splitveil.passive_party.settings import PassiveSettings
+from splitveil.simulation import free_address
+from tests.certificates import make, use
+
+CPU = torch.device("cpu")
+IDENTITY = ModelIdentity("benchmark", 1)
+AIM = 100_000
+
+
+def write_example(folder: Path, rows: int, *, cached: bool) -> None:
+    """Write the tables of both parties, in different orders, and their settings."""
+    generator = np.random.default_rng(0)
+    ids = pa.array([f"patient-{row:08d}" for row in range(rows)])
+    for name, columns in (("active", 10), ("passive", 20)):
+        order = pa.array(generator.permutation(rows))
+        table = {"id": ids.take(order)}
+        for j in range(columns):
+            table[f"x{j}"] = pa.array(generator.normal(size=rows))
+        if name == "active":
+            table["label"] = pa.array(generator.integers(0, 2, size=rows))
+        parquet.write_table(pa.table(table), folder / f"{name}.parquet")
+    contract = {"run_name": "predict", "cut_shape": [16], "batch_size": 32, "epochs": 1}
+    both = {
+        "contract": "contract.yaml",
+        "security": {"mode": "insecure"},
+        "optimizer": {"kind": "adam"},
+        "device": "cpu",
+        "torch_threads": 1,
+    }
+    for name, own in (
+        ("active", {"top_model": {"kind": "mlp", "hidden": [16]}, "defense": {"name": "none"}}),
+        ("passive", {"bottom_model": {"kind": "mlp", "hidden": [32]}}),
+    ):
+        source = {"kind": "parquet", "path": f"{name}.parquet"}
+        if cached:
+            source["cache_dir"] = "cache"
+        data = {"source": source, "id_column": "id", "features": {"numeric": "x*"}}
+        if name == "active":
+            data["label_column"] = "label"
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump({**both, **own, "data": data}))
+    (folder / "contract.yaml").write_text(yaml.safe_dump(contract))
+
+
+def save_models(active: ActiveSettings, passive: PassiveSettings) -> None:
+    """Save models with their initial weights, as a run would leave them."""
+    contract = active.contract
+    own: list[tuple[PartySettings, str]] = [(active, "active"), (passive, "passive")]
+    for settings, name in own:
+        data = PartyData.load(settings.data, settings.base_dir, contract.split)
+        encoder = data.fit(np.arange(len(data.ids)))
+        if encoder is None:
+            raise RuntimeError("the example has features")
+        if isinstance(settings, ActiveSettings):
+            model = build_top_model(settings.top_model, contract.aggregate_shape, encoder, seed=0)
+        else:
+            model = build_bottom_model(passive.bottom_model, encoder, contract.cut_shape, seed=0)
+        folder = settings.run_folder(name)
+        folder.mkdir(parents=True)
+        save_model(folder, model, encoder, identity_metadata(IDENTITY, contract))
+
+
+def serve(settings: PassiveSettings, address: str, answers: Connection) -> None:
+    """Serve until the other process says so, and tell it the CPU seconds since the start."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    model = ServedModel.load(settings, CPU)
+    service = InferenceService(model, settings.party, settings.contract, Throttle(None))
+    credentials = credential_files(settings, settings.party)
+    with InferenceServer(service, settings.contract, address, credentials):
+        before = cpu_seconds()
+        answers.send("ready")
+        answers.recv()
+        answers.send(cpu_seconds() - before)
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of all threads of this process."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def predict(settings: ActiveSettings, ids: list[str], output: Path) -> tuple[float, float]:
+    """Predict all ids, and return CPU seconds and seconds."""
+    with open_predictor(settings, CPU) as predictor:
+        cpu, wall = cpu_seconds(), time.perf_counter()
+        parts = Parts(output, Plan(digest_of_ids(ids), len(ids), "benchmark", "", ()))
+        batch = BatchPrediction(predictor, settings.contract, settings.reconnect, Interruption())
+        result = batch.run(ids, parts, lambda _: None)
+        if result.found != len(ids):
+            raise RuntimeError(f"found {result.found} of {len(ids)} ids")
+        return cpu_seconds() - cpu, time.perf_counter() - wall
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=500_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cached", action="store_true", help="with memory-mapped columns")
+    parser.add_argument("--tls", action="store_true", help="with mutual TLS")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    print_environment("grpcio", "protobuf", "pyarrow")
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = Path(folder_name)
+        write_example(folder, arguments.rows, cached=arguments.cached)
+        if arguments.tls:
+            use(make(folder / "certificates"), folder)
+        address = free_address()
+        both = [f"runs_dir={folder / 'runs'}"]
+        passive = load_party_settings(PassiveSettings, folder / "passive.yaml", both)
+        own = [*both, f"inference.connect.passive={address}"]
+        active = load_party_settings(ActiveSettings, folder / "active.yaml", own)
+        save_models(active, passive)
+        shuffled = np.random.default_rng(1).permutation(arguments.rows)
+        ids = [f"patient-{row:08d}" for row in shuffled]
+        print(f"{arguments.rows:,} ids; rows per second of CPU time, in thousands")
+        for number in range(arguments.rounds):
+            here, ours = multiprocessing.Pipe()
+            start = multiprocessing.get_context("spawn").Process
+            process = start(target=serve, args=(passive, address, ours))
+            process.start()
+            here.recv()  # once it serves
+            used, wall = predict(active, ids, folder / "predictions.parquet")
+            here.send("done")
+            theirs = here.recv()
+            process.join()
+            figures = [arguments.rows / seconds / 1000 for seconds in (used, theirs, wall)]
+            print(
+                f"round {number + 1}: active party {figures[0]:.0f}, passive party "
+                f"{figures[1]:.0f}; {figures[2]:.0f} per second of time"
+            )
+            print(f"  at least {AIM // 1000} each: {min(figures[:2]) * 1000 >= AIM}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Reads files that a command line names: tables for predictions, and lists of ids."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from splitveil.common.data.columns import WrittenColumn, check_columns_exist, read_ids
+from splitveil.common.data.csv_file import CODECS
+from splitveil.common.data.features import FeatureEncoder
+from splitveil.common.data.ids import canonical_texts
+from splitveil.common.data.kinds import open_source
+from splitveil.common.data.settings import (
+    CsvSource,
+    DataSettings,
+    FileSource,
+    NpzSource,
+    ParquetSource,
+    Source,
+)
+from splitveil.common.data.sources import list_rows, unreadable_is_data_error
+from splitveil.common.errors import DataError
+
+_KINDS: dict[str, Callable[[str], Source]] = {
+    ".csv": lambda path: CsvSource(kind="csv", path=path),
+    ".tsv": lambda path: CsvSource(kind="csv", path=path),
+    ".parquet": lambda path: ParquetSource(kind="parquet", path=path),
+    ".npz": lambda path: NpzSource(kind="npz", path=path),
+}
+
+
+def source_of(path: Path, like: Source | None = None) -> Source:
+    """Return the source that reads a file, which its ending decides.
+
+    Args:
+        path: the file, relative to the current folder.
+        like: a source of this party: a file of the same kind is read like that one.
+
+    Raises:
+        DataError: no kind of file has this ending.
+    """
+    ending = _ending(path)
+    if ending not in _KINDS:
+        raise DataError(f"{path}: expected a file ending in {', '.join(_KINDS)}")
+    # Settings replace variables in paths; a dollar sign of the command line is meant.
+    text = str(path.resolve()).replace("$", "$$")
+    source = _KINDS[ending](text)
+    if isinstance(like, FileSource) and type(like) is type(source):
+        return like.model_copy(update={"path": text})
+    return source
+
+
+def settings_for(
+    settings: DataSettings, source: Source, encoder: FeatureEncoder | None
+) -> DataSettings:
+    """Return the settings that read from another table what a trained model needs, and no label.
+
+    Args:
+        settings: those of the training.
+        source: of the other table.
+        encoder: of the model; None if the party had no features.
+    """
+    features = settings.features
+    if features is not None and encoder is not None:
+        chosen = {
+            "numeric": tuple(column.name for column in encoder.numeric),
+            "categorical": tuple(column.name for column in encoder.categorical),
+            "exclude": (),
+        }
+        features = features.model_copy(update=chosen)
+    without = {"label_column": None, "positive_label": None, "classes": None}
+    return settings.model_copy(update={"source": source, "features": features, **without})
+
+
+def read_id_list(path: Path, id_column: str | None) -> list[str]:
+    """Read ids in canonical form, in the file's order, possibly repeated.
+
+    Args:
+        path: a text file with one id per line, or a table with a column of ids.
+        id_column: the name of that column; None if rows are known by their number, so that only a
+            text file can name them.
+
+    Raises:
+        DataError: the file cannot be read, has no ids, or has rows without one.
+    """
+    if _ending(path) not in _KINDS:
+        with unreadable_is_data_error(path):
+            ids = canonical_texts(path.read_text(encoding="utf-8-sig").splitlines())
+        while ids and not ids[-1]:
+            ids.pop()
+        where = str(path)
+    else:
+        if id_column is None:
+            raise DataError(f"{path}: expected a text file with one row number per line")
+        source = open_source(source_of(path), Path())
+        check_columns_exist([id_column], source.column_names(), source.name)
+        where = f"{source.name}: column {id_column!r}"
+        written = WrittenColumn(source.read([id_column])[id_column], where)
+        ids = canonical_texts(read_ids(written))
+    if not ids:
+        raise DataError(f"{where}: there are no ids")
+    if "" in ids:
+        missing = [row for row, text in enumerate(ids, start=1) if not text]
+        raise DataError(f"{where}: no id in {list_rows(missing)}")
+    return ids
+
+
+def _ending(path: Path) -> str:
+    endings = [ending.lower() for ending in path.suffixes]
+    if len(endings) > 1 and endings[-1] in CODECS:
+        endings.pop()
+    return endings[-1] if endings else ""

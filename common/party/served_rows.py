@@ -1,0 +1,92 @@
+"""A party's rows as predictions need them: found by id, encoded as in the training."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from splitveil.common.data.converted import MappedTable
+from splitveil.common.data.features import FeatureEncoder, Features
+from splitveil.common.data.id_index import ABSENT, IdIndex
+from splitveil.common.data.ids import canonical_texts
+from splitveil.common.data.mapped_features import MappedFeatures, RowEncoder
+from splitveil.common.data.table_files import settings_for, source_of
+from splitveil.common.errors import SettingsError
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.party_settings import PartySettings
+
+
+class ServedRows:
+    """Rows of a table, found by their ids.
+
+    Args:
+        data: the table.
+        encoder: turns its rows into the features that the model was trained with.
+    """
+
+    def __init__(self, data: PartyData, encoder: FeatureEncoder) -> None:
+        self.source = data.table.source
+        """The table, for messages."""
+        self.encoder = encoder
+        self._ids = data.ids
+        self._index = IdIndex(data.ids)
+        self._is_served = np.ones(len(data.ids), np.bool_)
+        everything = np.arange(len(data.ids), dtype=np.int64)
+        self._features: Features = (
+            MappedFeatures(encode=RowEncoder(encoder, data.table), file_rows=everything)
+            if isinstance(data.table, MappedTable)
+            else encoder.transform(data.table, everything)
+        )
+
+    @classmethod
+    def load(
+        cls, settings: PartySettings, encoder: FeatureEncoder | None, table: Path | None = None
+    ) -> "ServedRows":
+        """Load a party's table, or open its memory-mapped columns.
+
+        Args:
+            settings: the party's.
+            encoder: of its trained model.
+            table: another file than that of the settings, with rows that need no label.
+
+        Raises:
+            DataError: the table cannot be used, or lacks a column that the model needs.
+            SettingsError: the model was trained without features.
+            StorageError: the cache cannot be used.
+        """
+        if encoder is None:
+            raise SettingsError("data.features: the model was trained without features here")
+        if table is None:
+            data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
+        else:
+            chosen = settings_for(settings.data, source_of(table, settings.data.source), encoder)
+            data = PartyData.load(chosen, settings.base_dir)
+        return cls(data, encoder)
+
+    def __len__(self) -> int:
+        return int(self._is_served.sum())
+
+    def serve_only(self, ids: Sequence[str]) -> None:
+        """Restrict the rows to those of some ids, in canonical form; ids without a row are fine."""
+        rows = self._index.rows_of(ids)
+        self._is_served[:] = False
+        self._is_served[rows[rows != ABSENT]] = True
+
+    def served(self) -> NDArray[np.int64]:
+        """Return the rows that are served, ascending."""
+        return np.flatnonzero(self._is_served)
+
+    def ids_at(self, rows: NDArray[np.int64]) -> list[str]:
+        """Return the ids of some rows, in canonical form."""
+        return [self._ids[row] for row in rows.tolist()]
+
+    def rows_of(self, ids: Sequence[str]) -> NDArray[np.int64]:
+        """Return the row of each id, in any form; ``ABSENT`` for one without a served row."""
+        rows = self._index.rows_of(canonical_texts(ids))
+        return np.where((rows != ABSENT) & self._is_served[rows], rows, ABSENT)
+
+    def features_of(self, rows: NDArray[np.int64]) -> Features:
+        """Return the features of some rows, in this order."""
+        return self._features.rows(torch.from_numpy(rows))

@@ -1,0 +1,202 @@
+"""Encodes the messages of joint inference; the only module that checks and decodes their bytes."""
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from splitveil.common.errors import ContractMismatch, InvalidMessage, TooLarge
+from splitveil.common.run.contract import DTYPE_BYTES, Contract
+from splitveil.common.run.inference import Embedded, ModelIdentity
+from splitveil.common.wire.limits import ID_BYTES, MAX_IDS, PROTOCOL_VERSION, RUN_ID_PATTERN
+from splitveil.common.wire.tensor_codec import TORCH_DTYPES, WIRE_DTYPES, TensorLimits
+from splitveil.protos import split_learning_pb2 as pb
+
+HEADER_BYTES = 65_536
+"""Bytes of a message that are left to everything beside a tensor's or the ids' own bytes."""
+
+
+class Described(NamedTuple):
+    """What a passive party says of the model that it serves."""
+
+    model: ModelIdentity
+    max_ids: int
+    """The most ids that it takes at a time."""
+
+
+def most_ids(contract: Contract) -> int:
+    """Return the most ids of a request: their activations fit into one message.
+
+    Raises:
+        TooLarge: not even one activation does.
+    """
+    room = contract.max_message_bytes - HEADER_BYTES
+    row_bytes = contract.cut_dim * DTYPE_BYTES[contract.cut_dtype]
+    if row_bytes > room:
+        raise TooLarge(
+            f"one activation has {row_bytes:,} bytes, and joint inference sends no activation in "
+            f"parts: contract.wire.unchunked_bytes has to be as large"
+        )
+    return min(MAX_IDS, contract.max_rows, room // row_bytes)
+
+
+def portions(ids: Sequence[str], most: int, contract: Contract) -> Iterator[slice]:
+    """Divide ids into requests: not too many each, and their texts fit into one message.
+
+    Args:
+        ids: none longer than ``ID_BYTES``.
+        most: the most ids of a request.
+        contract: gives the size of a message.
+    """
+    room = contract.max_message_bytes - HEADER_BYTES
+    # A character takes at most four bytes, and the frame around a text at most three.
+    ends = np.cumsum(np.fromiter(map(len, ids), np.int64, len(ids)) * 4 + 3)
+    start, taken = 0, 0
+    while start < len(ids):
+        by_size = int(np.searchsorted(ends, taken + room, side="right"))
+        end = min(start + most, max(by_size, start + 1))
+        yield slice(start, end)
+        start, taken = end, int(ends[end - 1])
+
+
+# ---- which model ----
+
+
+def encode_describe(party: str, contract: Contract) -> pb.DescribeRequest:
+    """Encode the question which model a passive party serves."""
+    return pb.DescribeRequest(
+        protocol_version=PROTOCOL_VERSION, party=party, contract=contract.canonical_json()
+    )
+
+
+def check_describe(request: pb.DescribeRequest, party: str, contract: Contract) -> None:
+    """Check that a question is for this party, and comes from one with the same contract.
+
+    Raises:
+        ContractMismatch: names the fields in which the parties differ.
+        InvalidMessage: the question is for another party.
+    """
+    if request.protocol_version != PROTOCOL_VERSION:
+        raise ContractMismatch(["protocol_version"])
+    if differing := contract.fields_differing_from(request.contract):
+        raise ContractMismatch(differing)
+    if request.party != party:
+        raise InvalidMessage("a call for another passive party than this one")
+
+
+def encode_described(described: Described) -> pb.DescribeReply:
+    """Encode the answer."""
+    return pb.DescribeReply(
+        run_id=described.model.run_id,
+        batch_number=described.model.batch_number,
+        max_ids=described.max_ids,
+    )
+
+
+def decode_described(reply: pb.DescribeReply) -> Described:
+    """Decode the answer.
+
+    Raises:
+        InvalidMessage: it does not name a run, or no request could have any id.
+    """
+    if not re.fullmatch(RUN_ID_PATTERN, reply.run_id):
+        raise InvalidMessage("the description of a model does not name a run")
+    if not reply.max_ids:
+        raise InvalidMessage("the description of a model allows no ids")
+    return Described(ModelIdentity(reply.run_id, reply.batch_number), reply.max_ids)
+
+
+def model_digest(model: ModelIdentity) -> bytes:
+    """Return the digest by which every request names the model, 32 bytes."""
+    return hashlib.sha256(f"{model.run_id} {model.batch_number}".encode()).digest()
+
+
+# ---- ids up, activations down ----
+
+
+def encode_ids(number: int, ids: Sequence[str], digest: bytes) -> pb.EmbedRequest:
+    """Encode a request.
+
+    Args:
+        number: of the request on its stream.
+        ids: in canonical form, at most ``most_ids``, none longer than ``ID_BYTES``.
+        digest: the model's.
+    """
+    return pb.EmbedRequest(number=number, model_digest=digest, ids=ids)
+
+
+def decode_ids(request: pb.EmbedRequest, max_ids: int) -> list[str]:
+    """Decode the ids of a request.
+
+    Raises:
+        InvalidMessage: there are none, or one is too long.
+        TooLarge: there are too many.
+    """
+    ids = list(request.ids)
+    if not ids:
+        raise InvalidMessage("ids: a request without any")
+    if len(ids) > max_ids:
+        raise TooLarge(f"ids: at most {max_ids}, got {len(ids)}")
+    # A character has at least one byte: only long texts have to be encoded to be measured.
+    if any(4 * len(text) > ID_BYTES and len(text.encode()) > ID_BYTES for text in ids):
+        raise InvalidMessage(f"ids: one has more than {ID_BYTES} bytes")
+    return ids
+
+
+def encode_embedded(number: int, embedded: Embedded, limits: TensorLimits) -> pb.EmbedReply:
+    """Encode the reply to a request."""
+    values = embedded.values.detach().to("cpu", TORCH_DTYPES[limits.dtype]).contiguous()
+    return pb.EmbedReply(
+        number=number,
+        known=np.packbits(embedded.known, bitorder="little").tobytes(),
+        dtype=WIRE_DTYPES[limits.dtype],
+        shape=values.shape,
+        data=values.view(torch.uint8).numpy().tobytes() if len(values) else b"",
+    )
+
+
+def decode_embedded(
+    reply: pb.EmbedReply, number: int, num_ids: int, limits: TensorLimits
+) -> Embedded:
+    """Decode the reply to the request with a number and so many ids.
+
+    Raises:
+        InvalidMessage: the reply is for another request, or its dtype, shape, length or values are
+            not those of such a reply.
+    """
+    if reply.number != number:
+        raise InvalidMessage(f"the reply is for request {reply.number}, expected {number}")
+    known = _decode_known(reply.known, num_ids)
+    shape = (int(known.sum()), *limits.cut_shape)
+    if reply.dtype != WIRE_DTYPES[limits.dtype]:
+        raise InvalidMessage(f"dtype: expected {limits.dtype}, got {reply.dtype}")
+    if tuple(reply.shape) != shape:
+        raise InvalidMessage(f"shape: expected {shape}, got {tuple(reply.shape)}")
+    expected = math.prod(shape) * DTYPE_BYTES[limits.dtype]
+    if len(reply.data) != expected:
+        raise InvalidMessage(f"length: expected {expected} bytes, got {len(reply.data)}")
+    return Embedded(known, _decode_values(reply.data, shape, limits))
+
+
+def _decode_known(packed: bytes, num_ids: int) -> NDArray[np.bool_]:
+    bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little").astype(np.bool_)
+    if len(packed) != -(-num_ids // 8) or bits[num_ids:].any():
+        raise InvalidMessage(f"known: {len(packed)} bytes are not a bit for each of {num_ids} ids")
+    return bits[:num_ids]
+
+
+def _decode_values(data: bytes, shape: tuple[int, ...], limits: TensorLimits) -> Tensor:
+    if not data:
+        return torch.zeros(shape, dtype=TORCH_DTYPES[limits.dtype])
+    # The copy makes the tensor writable and independent of the message's memory.
+    flat = torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(TORCH_DTYPES[limits.dtype])
+    values = flat.view(shape)
+    if not bool(torch.isfinite(values).all()):
+        raise InvalidMessage("values: expected finite numbers, got NaN or infinity")
+    return values

@@ -1,0 +1,70 @@
+"""The command ``passive-party serve``."""
+
+import argparse
+import logging
+import time
+from contextlib import ExitStack
+
+from splitveil.common.party import command_line
+from splitveil.common.party.credentials import credential_files
+from splitveil.common.party.interruption import Interruption
+from splitveil.common.party.transcript import Transcript
+from splitveil.common.storage.run_folder import claimed, inner_folder
+from splitveil.common.wire.endpoint import check_security
+from splitveil.passive_party.inference.served_model import ServedModel
+from splitveil.passive_party.inference.server import InferenceServer
+from splitveil.passive_party.inference.service import InferenceService
+from splitveil.passive_party.inference.throttle import Throttle
+from splitveil.passive_party.settings import PassiveSettings
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 5.0
+_LOOK_EVERY_S = 0.2
+
+
+def serve(parsed: argparse.Namespace) -> None:
+    """Serve until a signal asks to stop.
+
+    Raises:
+        SplitveilError: settings, model or data cannot be used.
+    """
+    interruption = Interruption()
+    interruption.install()
+    settings = command_line.load_settings(PassiveSettings, parsed, "passive")
+    address = settings.inference.listen
+    credentials = credential_files(settings, settings.party)
+    security = check_security(credentials, address, "inference.listen")
+    logger.log(logging.WARNING if credentials is None else logging.INFO, "security: %s", security)
+    device = command_line.prepare(settings)
+    model = ServedModel.load(settings, device, parsed.data)
+    logger.info(
+        "the model of %s answers for %d rows of %s",
+        model.identity,
+        len(model.rows),
+        model.rows.source,
+    )
+    folder = inner_folder(settings.run_folder(settings.folder_name()), "serve")
+    throttle = Throttle(settings.inference.ids_per_s)
+    gives_table = settings.inference.whole_table
+    service = InferenceService(
+        model, settings.party, settings.contract, throttle, gives_table=gives_table
+    )
+    with ExitStack() as resources:
+        resources.enter_context(claimed(folder, "another process serves this run"))
+        transcript = None
+        if settings.transcript:
+            transcript = resources.enter_context(Transcript(folder, settings.party))
+        server = InferenceServer(service, settings.contract, address, credentials, transcript)
+        logger.info("waiting for the active party at %s", address)
+        while interruption() is None:
+            time.sleep(_LOOK_EVERY_S)
+        logger.info("stopping: requests under way are answered")
+        server.stop(GRACE_S)
+    counted = service.answered
+    logger.info(
+        "answered %d requests about %d ids, of which %d have rows here",
+        counted["requests"],
+        counted["ids"],
+        counted["known"],
+    )

@@ -1,0 +1,106 @@
+"""Serves joint inference with gRPC: methods, interceptors, limits and health."""
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from splitveil.common.party.credentials import CredentialFiles
+from splitveil.common.party.transcript import Transcript
+from splitveil.common.run.contract import ACTIVE, Contract
+from splitveil.common.wire.endpoint import INFERENCE_SERVICE, add_port, server_options
+from splitveil.common.wire.error_interceptor import ErrorInterceptor
+from splitveil.common.wire.health import add_health
+from splitveil.common.wire.limits import HANDSHAKE_BYTES, believed, reader
+from splitveil.common.wire.noted_calls import NotingServer
+from splitveil.common.wire.tls import PartyInterceptor
+from splitveil.passive_party.inference.service import InferenceService
+from splitveil.protos import split_learning_pb2 as pb
+
+MAX_STREAMS = 16
+"""Calls at a time, each of which has a thread of its own; the next one is turned away at once."""
+
+
+class InferenceServer(AbstractContextManager["InferenceServer"]):
+    """Serves a service at an address, together with the standard health service.
+
+    Args:
+        service: answers the calls.
+        contract: gives the limits, and the active party's identity.
+        address: host and port.
+        credentials: this party's; without them it serves plain text, on loopback only.
+        transcript: records every message that crosses, if there is one.
+    """
+
+    def __init__(
+        self,
+        service: InferenceService,
+        contract: Contract,
+        address: str,
+        credentials: CredentialFiles | None = None,
+        transcript: Transcript | None = None,
+    ) -> None:
+        """Start to serve.
+
+        Raises:
+            SettingsError: the address is taken, does not belong to this machine, or needs
+                credentials.
+        """
+        self._service = service
+        interceptors: list[grpc.ServerInterceptor] = []
+        if credentials is not None:
+            interceptors.append(PartyInterceptor(contract, (ACTIVE,)))
+        interceptors.append(ErrorInterceptor(service.on_error))
+        if transcript is not None:
+            interceptors.append(NotingServer(transcript))
+        self._server = grpc.server(
+            ThreadPoolExecutor(MAX_STREAMS, thread_name_prefix="grpc"),
+            interceptors=interceptors,
+            options=server_options(contract),
+            maximum_concurrent_rpcs=MAX_STREAMS,
+        )
+        handlers = method_handlers(service, contract)
+        generic = grpc.method_handlers_generic_handler(INFERENCE_SERVICE, handlers)
+        self._server.add_generic_rpc_handlers((generic,))
+        self._health = add_health(self._server, INFERENCE_SERVICE)
+        add_port(self._server, address, credentials)
+        self._server.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop(0)
+
+    def stop(self, grace_s: float) -> None:
+        """Stop serving: requests under way have some seconds to be answered."""
+        self._health.set(INFERENCE_SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
+        stopped = self._server.stop(grace_s)
+        self._service.stop()
+        stopped.wait()
+
+
+def method_handlers(
+    service: InferenceService, contract: Contract
+) -> "dict[str, grpc.RpcMethodHandler[Any, Any]]":
+    """Return the handler of each method, with its parser and serialiser."""
+
+    def describe(request: Any, context: grpc.ServicerContext) -> pb.DescribeReply:
+        return service.describe(believed(request), context)
+
+    return {
+        "Describe": grpc.unary_unary_rpc_method_handler(
+            describe,
+            reader(pb.DescribeRequest, HANDSHAKE_BYTES),
+            pb.DescribeReply.SerializeToString,
+        ),
+        "Embed": grpc.stream_stream_rpc_method_handler(
+            service.embed,
+            reader(pb.EmbedRequest, contract.max_message_bytes),
+            pb.EmbedReply.SerializeToString,
+        ),
+        "EmbedTable": grpc.stream_stream_rpc_method_handler(
+            service.embed_table,
+            reader(pb.TableRequest, contract.max_message_bytes),
+            pb.TableReply.SerializeToString,
+        ),
+    }

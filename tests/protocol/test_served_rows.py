@@ -1,0 +1,183 @@
+"""Rows found by their ids, lists of ids, a limited rate, and blocks whose size changes no bit."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+from torch import nn
+
+from splitveil.common.data import id_index
+from splitveil.common.data.features import Features
+from splitveil.common.data.id_index import ABSENT, IdIndex
+from splitveil.common.data.settings import CsvSource, ParquetSource
+from splitveil.common.data.stored_ids import RowNumbers, StoredIds
+from splitveil.common.data.table_files import read_id_list, source_of
+from splitveil.common.errors import DataError
+from splitveil.common.models.blocks import predict_in_blocks
+from splitveil.passive_party.inference.throttle import Throttle
+
+
+def stored(ids: list[str]) -> StoredIds:
+    texts = [text.encode() for text in ids]
+    text = np.frombuffer(b"".join(texts), np.uint8)
+    return StoredIds(text, np.cumsum([len(one) for one in texts]).astype(np.int64))
+
+
+NAMES = st.lists(st.text("abä漢", min_size=1, max_size=4), min_size=1, max_size=40, unique=True)
+
+
+@given(NAMES, st.lists(st.text("abä漢", max_size=4), max_size=40), st.booleans())
+def test_an_index_finds_what_a_dictionary_finds(
+    ids: list[str], asked: list[str], on_disk: bool
+) -> None:
+    row_of = {name: row for row, name in enumerate(ids)}
+    wanted = [*asked, *ids[::2]]
+    found = IdIndex(stored(ids) if on_disk else ids).rows_of(wanted)
+    assert found.tolist() == [row_of.get(name, ABSENT) for name in wanted]
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_equal_hashes_of_different_ids_confuse_nothing(
+    monkeypatch: pytest.MonkeyPatch, on_disk: bool
+) -> None:
+    def hashes(ids: list[str]) -> np.ndarray:
+        return np.array([len(text) for text in ids], np.int64)
+
+    monkeypatch.setattr(id_index, "_hashes", hashes)
+    ids = ["a", "b", "cc", "dd", "ee", "fff"]
+    index = IdIndex(stored(ids) if on_disk else ids)
+    assert index.rows_of(["dd", "b", "zz", "ee", "a", "gggg", "fff"]).tolist() == [
+        *(3, 1, ABSENT, 4, 0, ABSENT, 5)
+    ]
+
+
+def test_row_numbers_are_ids_too() -> None:
+    index = IdIndex(RowNumbers(5))
+    assert index.rows_of(["5", "1", "0", "6", "01"]).tolist() == [4, 0, ABSENT, ABSENT, ABSENT]
+
+
+def test_lists_of_ids_are_text_or_a_column_and_canonical(tmp_path: Path) -> None:
+    text = tmp_path / "ids.txt"
+    text.write_text(" a\nb \n\u0041\u030a\n\n\n", encoding="utf-8")
+    table = tmp_path / "ids.parquet"
+    parquet.write_table(pa.table({"n": [1, 2, 3], "id": [" a", "b ", "\u00c5"]}), table)
+    written = tmp_path / "ids.csv"
+    written.write_text("x,id\n1,a\n2,b\n3,\u00c5\n")
+    assert read_id_list(text, None) == ["a", "b", "\u00c5"]
+    assert read_id_list(table, "id") == ["a", "b", "\u00c5"]
+    assert read_id_list(written, "id") == ["a", "b", "\u00c5"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("empty.txt", "\n\n", "there are no ids"),
+        ("gap.txt", "a\n\nb\n", "no id in row 2"),
+        ("gap.csv", "id\na\n''\n \nb\n", "no id in row 3"),
+        ("other.csv", "key\na\n", "there is no column 'id'"),
+    ],
+)
+def test_a_list_without_ids_is_refused(tmp_path: Path, name: str, content: str, why: str) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(DataError, match=why):
+        read_id_list(path, "id")
+
+
+def test_a_table_of_another_ending_or_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="ending in"):
+        source_of(tmp_path / "rows.xlsx")
+    with pytest.raises(DataError, match="no such file"):
+        read_id_list(tmp_path / "absent.txt", "id")
+    with pytest.raises(DataError, match="row number per line"):
+        read_id_list(tmp_path / "ids.csv", None)
+
+
+def test_another_table_is_read_like_the_table_of_the_settings(tmp_path: Path) -> None:
+    like = CsvSource(kind="csv", path="old.csv", delimiter=";")
+    path = tmp_path / "a$b.csv"
+    path.write_text("id;x\n")
+    same = source_of(path, like)
+    assert isinstance(same, CsvSource)
+    assert same.delimiter == ";"
+    assert same.resolve(Path("elsewhere")) == path
+    assert isinstance(source_of(tmp_path / "new.parquet", like), ParquetSource)
+    compressed = source_of(tmp_path / "new.csv.gz")
+    assert isinstance(compressed, CsvSource)
+    assert compressed.delimiter is None
+
+
+class Clock:
+    """A clock that only goes on while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def now(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def test_ids_are_answered_at_no_more_than_the_rate() -> None:
+    clock = Clock()
+    throttle = Throttle(10.0, clock.now, clock.sleep)
+    began = clock.now_s
+    for _ in range(30):
+        assert throttle.wait(5, lambda: True)
+    # A second's worth may be answered at once.
+    assert clock.now_s - began == pytest.approx(30 * 5 / 10 - 1.0)
+    clock.now_s += 1000
+    quiet = clock.now_s
+    for _ in range(4):
+        throttle.wait(5, lambda: True)
+    assert clock.now_s - quiet == pytest.approx(4 * 5 / 10 - 1.0)
+
+
+def test_nobody_is_waited_for_who_has_left() -> None:
+    clock = Clock()
+    throttle = Throttle(1.0, clock.now, clock.sleep)
+    assert not throttle.wait(100, lambda: clock.now_s < 1005)
+    assert clock.now_s < 1006
+
+
+def test_requests_are_small_enough_for_the_rate() -> None:
+    assert Throttle(None).most_ids(4096, 5) == 4096
+    assert Throttle(100.0).most_ids(4096, 5) == 500
+    assert Throttle(0.01).most_ids(4096, 5) == 1
+
+
+@pytest.mark.parametrize("width", [3, 37, 5000])
+def test_a_row_has_the_same_bits_in_any_company(width: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, 33), nn.ReLU(), nn.Linear(33, 3))
+    rows = torch.randn(600, width, generator=generator)
+    order = torch.randperm(600, generator=generator)
+
+    def found(inputs: torch.Tensor) -> torch.Tensor:
+        return predict_in_blocks(model, inputs, link=torch.sigmoid)
+
+    together = found(rows)
+    assert torch.equal(found(rows[order]), together[order])
+    assert torch.equal(torch.cat([found(one) for one in torch.split(rows[:40], 1)]), together[:40])
+    assert torch.equal(found(rows[100:371]), together[100:371])
+    assert torch.allclose(together, torch.sigmoid(model(rows)), atol=1e-5)
+
+
+def test_blocks_take_features_and_nothing_as_a_model_does() -> None:
+    class Two(nn.Module):
+        def forward(self, activation: torch.Tensor, own: Features | None) -> torch.Tensor:
+            total = activation.sum(dim=1)
+            return total if own is None or own.numeric is None else total + own.numeric[:, 0]
+
+    rows = torch.arange(600.0).view(300, 2)
+    own = Features(numeric=torch.ones(300, 1))
+    assert torch.equal(predict_in_blocks(Two(), rows, None), rows.sum(dim=1))
+    assert torch.equal(predict_in_blocks(Two(), rows, own), rows.sum(dim=1) + 1)
+    assert len(predict_in_blocks(Two(), rows[:0], None)) == 0

@@ -1,0 +1,270 @@
+"""Predictions of a trained model, over mutual TLS, against the evaluation at the end of training.
+
+Equality is of bits, on the CPU: of the probabilities that the last evaluation's logits give, asked
+for together, one by one, and in another order.
+"""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from splitveil.active_party.inference.embed_client import EmbedClient
+from splitveil.active_party.inference.predictor import open_predictor
+from splitveil.active_party.training.predictions import probabilities_of
+from splitveil.common.errors import ContractMismatch, OtherModel, PeerUntrusted
+from splitveil.common.party.credentials import credential_files
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.transcript import Transcript, Verified, compare, verify
+from splitveil.common.privacy.leakage import auc
+from splitveil.common.run.inference import ModelIdentity
+from splitveil.common.wire.connection import PeerConnection
+from tests.joint import (
+    IN_TIME_S,
+    Trained,
+    connecting_to,
+    free_port,
+    predicting,
+    serving,
+    train,
+    write_wide_deep,
+)
+from tests.runs import CPU
+from tests.several import write_several
+
+EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
+SHORT = ("contract.epochs=2", "insecure_nonce_seed=4")
+
+
+def trained_example(name: str, folder: Path) -> Trained:
+    """Train one of the examples of this test, small ones or shipped ones with few epochs."""
+    if name == "wide_deep":
+        write_wide_deep(folder / name)
+        return train(folder / name, folder / "runs")
+    if name == "three_parties":
+        write_several(folder / name)
+        return train(folder / name, folder / "runs", "contract.aggregation=concat")
+    return train(EXAMPLES / name, folder / "runs", *SHORT)
+
+
+needs_data = pytest.mark.skipif(
+    "SPLITVEIL_DATA" not in os.environ, reason="the environment names no folder of data"
+)
+NAMES = (
+    "breast_cancer",
+    "breast_cancer_two_labs",
+    "digits",
+    pytest.param("vehicle", marks=needs_data),
+    "wide_deep",
+    "three_parties",
+)
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp(str(request.param))
+    return trained_example(str(request.param), folder)
+
+
+def expected(trained: Trained) -> NDArray[np.float32]:
+    """Return the probabilities of the last evaluation's logits.
+
+    The values at the end of an odd number of values go through another sigmoid, which rounds
+    otherwise: the logits are filled up.
+    """
+    logits = trained.test_logits
+    filling = torch.zeros(-len(logits) % 64, *logits.shape[1:])
+    return probabilities_of(torch.cat([logits, filling])).numpy()[: len(logits)]
+
+
+def test_predictions_are_those_of_the_evaluation_at_the_end_of_training(trained: Trained) -> None:
+    with predicting(trained) as predictor:
+        together = [
+            predictor.predict(trained.test_ids[at : at + predictor.max_ids])
+            for at in range(0, len(trained.test_ids), predictor.max_ids)
+        ]
+        backwards = predictor.predict(trained.test_ids[:-51:-1])
+        alone = [predictor.predict([one]) for one in trained.test_ids[:20]]
+    found = np.concatenate([part.probabilities for part in together])
+    np.testing.assert_array_equal(found, expected(trained))
+    np.testing.assert_array_equal(backwards.probabilities[::-1], found[-50:])
+    np.testing.assert_array_equal(np.concatenate([one.probabilities for one in alone]), found[:20])
+    assert all(part.found.all() for part in together)
+
+
+# ---- one small run for everything else ----
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("small")
+    write_wide_deep(folder)
+    return train(folder, folder / "runs")
+
+
+def test_an_id_that_a_party_lacks_is_not_found_and_disturbs_no_other(small: Trained) -> None:
+    known = small.test_ids[:3]
+    with predicting(small) as predictor:
+        alone = predictor.predict(known)
+        mixed = predictor.predict(["nobody", known[0], known[0], "", known[1], known[2], "row"])
+        nobody = predictor.predict(["nobody"])
+    np.testing.assert_array_equal(mixed.found, [False, True, True, False, True, True, False])
+    np.testing.assert_array_equal(mixed.probabilities[[1, 4, 5]], alone.probabilities)
+    assert mixed.probabilities[1] == mixed.probabilities[2]
+    assert np.isnan(mixed.probabilities[~mixed.found]).all()
+    assert mixed.missing_at == {"active": 3, "passive": 3}
+    assert not nobody.found.any()
+
+
+def test_ids_are_compared_in_canonical_form_at_both_parties(small: Trained) -> None:
+    one = small.test_ids[0]
+    with predicting(small) as predictor:
+        as_written = predictor.predict([one])
+        spaced = predictor.predict([f"  {one}\t"])
+    assert spaced.found.all()
+    np.testing.assert_array_equal(spaced.probabilities, as_written.probabilities)
+
+
+def rows_of(folder: Path, name: str) -> tuple[str, dict[str, str]]:
+    head, *lines = (folder / f"{name}.csv").read_text().splitlines()
+    return head, {line.split(",", 1)[0]: line for line in lines}
+
+
+def test_new_rows_are_predicted_like_old_rows_with_the_same_values(
+    small: Trained, tmp_path: Path
+) -> None:
+    """Without labels, with columns in another order, and others that the model never saw."""
+    folder, old, new = small.settings.active.base_dir, small.test_ids[:40], {}
+    tables = {}
+    for name in ("active", "passive"):
+        head, rows = rows_of(folder, name)
+        columns = head.split(",")
+        kept = [column for column in ("word", "n2", "n1", "id") if column in columns]
+        lines = [",".join(["remark", *kept])]
+        for number, one in enumerate(old):
+            values = dict(zip(columns, rows[one].split(","), strict=True))
+            values["id"] = new[one] = f"new-{number}"
+            lines.append(",".join(["x", *(values[column] for column in kept)]))
+        tables[name] = tmp_path / f"{name}.csv"
+        tables[name].write_text("\n".join(lines) + "\n")
+    with predicting(small) as predictor:
+        as_trained = predictor.predict(old)
+    with predicting(small, tables=tables) as predictor:
+        as_new = predictor.predict([new[one] for one in old])
+        forgotten = predictor.predict(old)
+    np.testing.assert_array_equal(as_new.probabilities, as_trained.probabilities)
+    assert as_new.found.all()
+    assert not forgotten.found.any()
+
+
+def test_a_category_that_training_never_saw_counts_as_unknown(
+    small: Trained, tmp_path: Path
+) -> None:
+    head, rows = rows_of(small.settings.active.base_dir, "passive")
+    one = small.test_ids[0]
+    numbers = rows[one].rsplit(",", 1)[0]
+    table = tmp_path / "passive.csv"
+    table.write_text(f"{head}\n{numbers},unheard of\n")
+    other = tmp_path / "other.csv"
+    other.write_text(f"{head}\n{numbers},neither heard of\n")
+    found = []
+    for path in (table, other):
+        with predicting(small, tables={"passive": path}) as predictor:
+            found.append(predictor.predict([one]).probabilities)
+    np.testing.assert_array_equal(found[0], found[1])
+    assert np.isfinite(found[0]).all()
+
+
+def test_only_allowed_ids_are_answered(small: Trained, tmp_path: Path) -> None:
+    allowed = tmp_path / "allowed.txt"
+    allowed.write_text("\n".join([*small.test_ids[:5], "nobody"]) + "\n")
+    with predicting(small, passive=[f"inference.allowed_ids={allowed}"]) as predictor:
+        predictions = predictor.predict(small.test_ids[:10])
+    np.testing.assert_array_equal(predictions.found, [True] * 5 + [False] * 5)
+    assert predictions.missing_at["passive"] == 5
+
+
+def test_a_half_of_another_run_is_refused_and_both_are_named(
+    small: Trained, tmp_path: Path
+) -> None:
+    other = train(small.settings.active.base_dir, tmp_path / "runs", "model_seed=1")
+    port = free_port()
+    settings = other.active(connecting_to({"passive": port}))
+    settings = settings.model_copy(update={"security": small.settings.active.security})
+    with (
+        serving(small.passive("passive"), port),
+        open_predictor(settings, CPU) as predictor,
+    ):
+        with pytest.raises(OtherModel, match=f"{other.run_id}.*{small.run_id}"):
+            predictor.check_models()
+        with pytest.raises(OtherModel):  # nor does the passive party answer for it
+            predictor.predict(small.test_ids[:1])
+
+
+def test_another_contract_is_refused_with_the_names_of_its_fields(
+    small: Trained, tmp_path: Path
+) -> None:
+    with predicting(small) as predictor:
+        contract = predictor.clients[0].connection.contract
+        other = contract.model_copy(update={"epochs": 77})
+        predictor.clients[0].connection.contract = other
+        with pytest.raises(ContractMismatch, match="epochs"):
+            predictor.check_models()
+
+
+def test_only_the_active_party_may_ask(small: Trained) -> None:
+    """Another party of the same authority is refused."""
+    port = free_port()
+    shown = credential_files(small.passive("passive"), "passive")
+    contract = small.settings.active.contract
+    with serving(small.passive("passive"), port):
+        connection = PeerConnection(f"127.0.0.1:{port}", contract, shown, party="passive")
+        with (
+            EmbedClient(connection, ModelIdentity(small.run_id, 1), IN_TIME_S) as client,
+            pytest.raises(PeerUntrusted),
+        ):
+            client.check_model()
+
+
+def test_a_run_with_released_labels_predicts_with_the_refitted_model(tmp_path: Path) -> None:
+    """By default; the model that was trained is there as well."""
+    defense = "defense={name: projected_labels, stages: 1, rank: 8}"
+    run = train(EXAMPLES / "breast_cancer", tmp_path, *SHORT, active=[defense])
+    data = PartyData.load(run.settings.active.data, run.settings.active.base_dir)
+    truth = data.labels_of(run.test_ids)
+    found = {}
+    for choice in ("best", "trained", "refitted"):
+        with predicting(run, choice=choice) as predictor:
+            assert predictor.model.kind == ("trained" if choice == "trained" else "refitted")
+            found[choice] = predictor.predict(run.test_ids).probabilities
+    assert run.refitted is not None
+    assert auc(torch.from_numpy(found["best"]).double(), truth) == run.refitted.auc
+    np.testing.assert_array_equal(found["best"], found["refitted"])
+    np.testing.assert_array_equal(found["trained"], expected(run))
+    assert (found["trained"] != found["refitted"]).any()
+
+
+def test_transcripts_of_both_parties_agree(small: Trained, tmp_path: Path) -> None:
+    port, folders = free_port(), [tmp_path / name for name in ("active", "passive")]
+    for folder in folders:
+        folder.mkdir()
+    settings = small.active(connecting_to({"passive": port}))
+    with (
+        Transcript(folders[0], "active") as own,
+        Transcript(folders[1], "passive") as others,
+        serving(small.passive("passive"), port, transcript=others),
+        open_predictor(settings, CPU, transcript=own) as predictor,
+    ):
+        predictor.check_models()
+        for one in small.test_ids[:4]:
+            predictor.predict([one])
+    ours, theirs = (verify(folder / "transcript.jsonl") for folder in folders)
+    assert isinstance(ours, Verified)
+    assert isinstance(theirs, Verified)
+    compared = compare(ours, theirs)
+    assert compared.agreed == 2 * (1 + 4)
+    assert not compared.unsent
+    assert not compared.lost

@@ -87,6 +87,7 @@ def perform(parsed: argparse.Namespace) -> int:
         "plan": _plan,
         "predict": predict,
         "report": _report,
+        "serve": _serve,
         "verify-transcript": command_line.verify_transcript,
     }
     return exit_code_of(partial(actions[parsed.command], parsed))
@@ -339,6 +340,13 @@ def _report(parsed: argparse.Namespace) -> None:
     if parsed.json:
         print_json({"report": str(written)})
     logger.info("report written to %s", written)
+
+
+def _serve(parsed: argparse.Namespace) -> None:
+    # A run need not wait for the libraries of HTTP.
+    from splitveil.active_party.online.command import serve  # noqa: PLC0415
+
+    serve(parsed)
 
 
 _REPORT_LATER = "once the cause is gone: active-party report"

@@ -10,6 +10,7 @@ from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.earlier_ledgers import SETTING, open_books
 from splitveil.active_party.ledger.label_signals import LabelUses, label_signals, objection_to
 from splitveil.active_party.ledger.limit import Limit
+from splitveil.active_party.online.settings import ServingSettings
 from splitveil.common.data.settings import expand_path
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.settings import ModelSettings
@@ -235,6 +236,9 @@ class ActiveSettings(PartySettings):
 
     inference: InferenceSettings = InferenceSettings()
     """Predictions with the trained model."""
+
+    serving: ServingSettings = ServingSettings()
+    """Online predictions for other programs of this party."""
 
     early_stopping: EarlyStopping | None = None
     """Rule for stopping before the contract's last epoch; ``null`` for none. The peer then learns

@@ -46,6 +46,7 @@ MAY_CHANGE = frozenset(
         "run_budget",
         "runs_dir",
         "security",
+        "serving",
         "torch_threads",
         "transcript",
     }

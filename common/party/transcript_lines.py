@@ -71,6 +71,30 @@ class Crossed(_Line):
     digest: _Link
 
 
+class Answered(BaseModel):
+    """A request for predictions, from another program of the active party."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    program: Annotated[str, Field(max_length=NAME_CHARACTERS)]
+    """The program that asked."""
+    protocol: Annotated[str, Field(max_length=16)]
+    num_ids: Annotated[int, Field(ge=0, lt=2**32)]
+    found: Annotated[int, Field(ge=0, lt=2**32)]
+    """Number of ids for which there was a prediction."""
+    status: Annotated[int, Field(ge=100, lt=1000)]
+    """As in HTTP."""
+    milliseconds: float
+    ids: Annotated[tuple[str, ...] | None, Field(strict=False)] = None
+    """The ids, if the settings ask for them."""
+
+
+class AnsweredLine(_Line, Answered):
+    """A request for predictions was answered or refused."""
+
+    event: Literal["answered"]
+
+
 class Unreadable(NamedTuple):
     """The reason why a line is neither of the two."""
 
@@ -78,18 +102,24 @@ class Unreadable(NamedTuple):
 
 
 def _which(value: object) -> str:
-    return "opening" if isinstance(value, dict) and "event" in value else "crossed"
+    if not isinstance(value, dict) or "event" not in value:
+        return "crossed"
+    return "answered" if value["event"] == "answered" else "opening"
 
 
-_ENTRY: TypeAdapter[Opening | Crossed] = TypeAdapter(
+Entry = Opening | Crossed | AnsweredLine
+
+_ENTRY: TypeAdapter[Entry] = TypeAdapter(
     Annotated[
-        Annotated[Opening, Tag("opening")] | Annotated[Crossed, Tag("crossed")],
+        Annotated[Opening, Tag("opening")]
+        | Annotated[Crossed, Tag("crossed")]
+        | Annotated[AnsweredLine, Tag("answered")],
         Discriminator(_which),
     ]
 )
 
 
-def read_lines(path: Path) -> Iterator[tuple[bytes, Opening | Crossed | Unreadable]]:
+def read_lines(path: Path) -> Iterator[tuple[bytes, Entry | Unreadable]]:
     """Yield every line without its line break, and its parsed content.
 
     Raises:
@@ -102,7 +132,7 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, Opening | Crossed | Unreadab
             yield line, _parsed(line)
 
 
-def _parsed(line: bytes) -> Opening | Crossed | Unreadable:
+def _parsed(line: bytes) -> Entry | Unreadable:
     if len(line) > LINE_BYTES:
         return Unreadable(f"the line is not an entry: expected at most {LINE_BYTES:,} bytes")
     try:

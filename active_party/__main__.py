@@ -29,7 +29,7 @@ from splitveil.active_party.ledger.earlier_ledgers import LEDGER
 from splitveil.active_party.plan import show
 from splitveil.active_party.planned import plan_of
 from splitveil.active_party.report import write_comparison, write_report
-from splitveil.active_party.results import save_results
+from splitveil.active_party.results import save_alone, save_results
 from splitveil.active_party.serving.server import start_server
 from splitveil.active_party.serving.service import ActiveService
 from splitveil.active_party.serving.supervisor import wait_for_end
@@ -149,6 +149,7 @@ def _run(parsed: argparse.Namespace) -> None:
             server.stop(GRACE_S).wait()
             engine.close()
             recorder.note_refit(save_results(settings, folder, session, build_trainer))
+            recorder.note_alone(save_alone(settings, folder, session, build_trainer))
     # The monitor measures the last batches only after the last answer has left.
     stopped = stopped or recorder.objection()
     summary = recorder.summary(dict(service.refused))

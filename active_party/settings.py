@@ -311,6 +311,8 @@ class ActiveSettings(PartySettings):
                 "defense.earlier: needs earlier_ledgers: what earlier targets tell of labels is in "
                 "the ledgers of the runs that released them"
             )
+        if self.serving.fallback and self.data.features is None:
+            raise ValueError("serving.fallback: needs data.features: it predicts from them alone")
         if self.allow_audits and not self.contract.audits_allowed:
             raise ValueError("allow_audits needs contract.audits_allowed")
         self._check_leak_gate()

@@ -29,6 +29,7 @@ PATIENCE_EPOCHS = 5
 HELD_OUT_SHARE = 0.1
 
 _AT_ONCE = 16_384
+_CPU = torch.device("cpu")
 
 
 class OwnRows(NamedTuple):
@@ -37,6 +38,11 @@ class OwnRows(NamedTuple):
     features: Features
     labels: Tensor
     """(aligned,), float32."""
+
+    def at(self, positions: Tensor) -> tuple[Features, Tensor]:
+        """Return the features and labels of some rows, on the CPU."""
+        there = positions.to(self.labels.device)
+        return self.features.rows(there).to(_CPU), self.labels[there].cpu()
 
 
 class LogitsAlone(nn.Module):
@@ -89,11 +95,12 @@ def train_alone(
             model.train()
             order = fitted[torch.randperm(len(fitted), generator=generator)]
             for batch in torch.split(order, batch_size):
-                loss = cross_entropy_of(model(rows.features.rows(batch)), rows.labels[batch])
+                features, labels = rows.at(batch)
+                loss = cross_entropy_of(model(features), labels)
                 descend(loss, model.parameters(), optimizer)
-            found = cross_entropy_of(logits_alone(model, rows, held_out), rows.labels[held_out])
-            if float(found) < best_loss:
-                best, best_loss, without_gain = copy.deepcopy(model), float(found), 0
+            loss_now = float(cross_entropy_of(*predicted_alone(model, rows, held_out)))
+            if loss_now < best_loss:
+                best, best_loss, without_gain = copy.deepcopy(model), loss_now, 0
             else:
                 without_gain += 1
             if without_gain == PATIENCE_EPOCHS:
@@ -101,10 +108,14 @@ def train_alone(
     return best
 
 
-def logits_alone(model: nn.Module, rows: OwnRows, positions: Tensor) -> Tensor:
-    """Return the logits of some rows, (rows,) or (rows, classes)."""
-    parts = torch.split(positions, _AT_ONCE)
-    return torch.cat([predict_in_blocks(model, rows.features.rows(part)) for part in parts])
+def predicted_alone(model: nn.Module, rows: OwnRows, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logits of some rows, (rows,) or (rows, classes), and their labels, (rows,)."""
+    logits, labels = [], []
+    for part in torch.split(positions, _AT_ONCE):
+        features, own_labels = rows.at(part)
+        logits.append(predict_in_blocks(model, features))
+        labels.append(own_labels)
+    return torch.cat(logits), torch.cat(labels)
 
 
 def probabilities_alone(model: nn.Module, features: Features) -> NDArray[np.float32]:

@@ -51,6 +51,8 @@ class ModelFigures(NamedTuple):
     """Only with more than two classes."""
     test_auc_refit: float | None = None
     """Of the copy of the top model that was fitted to the true labels after the last gradient."""
+    test_auc_alone: float | None = None
+    """Of a model of the active party's own features alone."""
 
 
 class PeerBound(NamedTuple):
@@ -178,12 +180,14 @@ def plain_figures(summary: Summary) -> dict[str, Any]:
 _MODEL = ("test_auc", "test_loss", "test_calibration_error", "train_loss")
 _OF_CLASSES = ("test_accuracy", "test_auc_by_class")
 _REFIT = "test_auc_refit"
+_ALONE = "test_auc_alone"
 _GATE = ("leak_gate_findings", "leak_gate_closed")
 _OF_ACTIVE = {
     *_MODEL,
     *_OF_CLASSES,
     *_GATE,
     _REFIT,
+    _ALONE,
     *("defense", "ledger", "bounds", "audits_answered", "refused_messages", "earlier_answers"),
     "leak_alarms",
 }
@@ -194,6 +198,7 @@ def _write_model(model: ModelFigures) -> dict[str, Any]:
     return {
         "test_auc": model.test_auc,
         **({} if model.test_auc_refit is None else {_REFIT: model.test_auc_refit}),
+        **({} if model.test_auc_alone is None else {_ALONE: model.test_auc_alone}),
         "test_loss": model.test_loss,
         "test_calibration_error": model.test_calibration_error,
         "train_loss": model.train_loss,
@@ -239,7 +244,9 @@ def _read_active(values: Mapping[str, Any]) -> ActiveFigures:
 def _read_model(values: Mapping[str, Any]) -> ModelFigures:
     auc, loss, calibration_error, train_loss = (as_number(values.get(name)) for name in _MODEL)
     figures = ModelFigures(auc, loss, calibration_error, train_loss)
-    figures = figures._replace(test_auc_refit=as_number(values.get(_REFIT)))
+    figures = figures._replace(
+        test_auc_refit=as_number(values.get(_REFIT)), test_auc_alone=as_number(values.get(_ALONE))
+    )
     if not values.keys() & set(_OF_CLASSES):
         return figures
     accuracy, aucs = (values.get(name) for name in _OF_CLASSES)

@@ -85,7 +85,7 @@ def _add_predict(commands: Commands) -> None:
     )
     command.add_argument(
         "--model",
-        choices=("best", "trained", "refitted"),
+        choices=["best", "trained", "refitted"],
         help="which of the run's top models predicts (default: inference.model of the settings)",
     )
     command.add_argument(

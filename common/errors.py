@@ -7,6 +7,7 @@
     |- AlignmentError              3   the intersection of the two parties' ids
     |- PeerError                   4   the other party
     |  |- PeerUnreachable              it is silent or gone
+    |  |  |- Busy                      it has as many streams as it serves at a time
     |  |  |- OthersAwaited             it is waiting for another passive party
     |  |  `- PeerRenewed               its certificate differs from the one seen before
     |  |- PeerUntrusted                one party does not accept the other's identity
@@ -81,6 +82,10 @@ class PeerError(SplitveilError):
 
 class PeerUnreachable(PeerError):
     """The other party is silent or gone."""
+
+
+class Busy(PeerUnreachable):
+    """A server has as many streams as it serves at a time."""
 
 
 class OthersAwaited(PeerUnreachable):

@@ -68,7 +68,7 @@ class AdversarySettings(AuditSettings):
         return self
 
 
-class InferenceSettings(Section):
+class AnswerSettings(Section):
     """Answers about rows once the model is trained, by ``passive-party serve``.
 
     The active party names ids, and this party answers with the activations of their rows. Each
@@ -83,7 +83,7 @@ class InferenceSettings(Section):
     file with the column ``data.id_column``. All others are answered as unknown. Relative to this
     settings file; ``~`` and ``${NAME}`` are replaced. By default every row of the table is."""
 
-    ids_per_s: float | None = Field(default=None, gt=0)
+    ids_per_second: float | None = Field(default=None, gt=0)
     """The most ids per second that are answered on average, over all connections; faster requests
     wait. By default there is no limit."""
 
@@ -113,8 +113,8 @@ class PassiveSettings(PartySettings):
     adversary: AdversarySettings | None = None
     """Red team: measure the leakage of the received gradients; ``null`` disables it."""
 
-    inference: InferenceSettings = InferenceSettings()
-    """Answers for predictions with the trained model."""
+    answers: AnswerSettings = AnswerSettings()
+    """Answers about rows for predictions with the trained model."""
 
     def folder_name(self) -> str:
         """Return the name of this party's folder among a run's results."""

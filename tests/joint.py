@@ -206,8 +206,8 @@ def serving(
 ) -> Iterator[InferenceService]:
     """Serve one passive party's half of the model on a port of loopback."""
     model = ServedModel.load(settings, CPU, table)
-    throttle = throttle or Throttle(settings.inference.ids_per_s)
-    gives_table = settings.inference.whole_table
+    throttle = throttle or Throttle(settings.answers.ids_per_second)
+    gives_table = settings.answers.whole_table
     service = InferenceService(
         model, settings.party, settings.contract, throttle, gives_table=gives_table
     )

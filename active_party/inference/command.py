@@ -1,16 +1,13 @@
 """The command ``active-party predict``."""
 
 import argparse
-import json
 import logging
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -33,6 +30,7 @@ from splitveil.common.errors import Interrupted, PeerError
 from splitveil.common.party import command_line
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.interruption import Interruption
+from splitveil.common.party.json_output import print_json
 from splitveil.common.party.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.storage.run_folder import claimed, inner_folder
@@ -113,10 +111,7 @@ def _report(parsed: argparse.Namespace, result: BatchResult, predictor: Predicto
             logger.warning("%d of the ids have no row at %s", count, party)
     logger.info("%d of %d ids predicted: %s", result.found, result.rows, parsed.output)
     if parsed.json:
-        summary = _summary(parsed.output, result, predictor)
-        Console(file=sys.stdout, highlight=False, soft_wrap=True).print(
-            json.dumps(summary), markup=False
-        )
+        print_json(_summary(parsed.output, result, predictor))
 
 
 def _summary(output: Path, result: BatchResult, predictor: Predictor) -> dict[str, Any]:

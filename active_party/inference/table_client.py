@@ -9,7 +9,6 @@ from concurrent.futures import Future
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from splitveil.active_party.inference.embed_client import EmbedClient
 from splitveil.common.alignment import ristretto
@@ -21,11 +20,12 @@ from splitveil.common.wire.limits import CHUNK_IDS, believed
 from splitveil.common.wire.message_stream import MessageStream
 from splitveil.common.wire.table_codec import (
     decode_points,
+    decode_rows,
     open_row,
     sealed_rows,
     secrets_of,
 )
-from splitveil.common.wire.tensor_codec import TORCH_DTYPES, TensorLimits
+from splitveil.common.wire.tensor_codec import TensorLimits
 from splitveil.protos import split_learning_pb2 as pb
 
 
@@ -89,9 +89,7 @@ class TableClient:
         place = np.full(len(distinct), ABSENT, np.int64)
         rows = np.fromiter(opened, np.int64, len(opened))
         place[rows] = np.arange(len(rows))
-        shape = (0, *self._limits.cut_shape)
-        none = torch.empty(shape, dtype=TORCH_DTYPES[self._limits.dtype])
-        self._values = torch.stack(list(opened.values())) if opened else none
+        self._values = decode_rows(list(opened.values()), self._limits)
         self._place = place
         self._index = IdIndex(distinct)
 
@@ -129,13 +127,13 @@ class TableClient:
 
     def _opened(
         self, stream: MessageStream, key_of: dict[bytes, tuple[int, bytes]]
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Yield the rows that have a key, each with the place of its id."""
+    ) -> Iterator[tuple[int, bytes]]:
+        """Yield the bytes of the rows that have a key, each with the place of its id."""
         while True:
             reply: pb.TableReply = believed(stream.receive())
             for tag, sealed in sealed_rows(reply, self._limits):
                 if tag in key_of:
                     row, key = key_of[tag]
-                    yield row, open_row(sealed, key, self._limits)
+                    yield row, open_row(sealed, key)
             if reply.last:
                 return

@@ -35,6 +35,7 @@ MAY_CHANGE = frozenset(
         "alignment_attempts",
         "alignment_workers",
         "allow_audits",
+        "answers",
         "connect",
         "device",
         "first_contact_s",

@@ -13,6 +13,7 @@ import grpc
 from splitveil.common.errors import (
     AlignmentError,
     AuditRefused,
+    Busy,
     ContractMismatch,
     EndedForGood,
     Interrupted,
@@ -72,6 +73,10 @@ _SENT: tuple[tuple[type[Exception], PeerStatus], ...] = (
             grpc.StatusCode.FAILED_PRECONDITION,
             "not-open: this party was restarted; open the run again with a handshake",
         ),
+    ),
+    (
+        Busy,
+        PeerStatus(grpc.StatusCode.UNAVAILABLE, "busy: this party serves no further stream now"),
     ),
     (
         OthersAwaited,
@@ -144,12 +149,13 @@ _RECEIVED: dict[str, tuple[type[SplitveilError], str]] = {
     "invalid-message": (ProtocolError, "the peer found a message of this party invalid"),
     "too-large": (ProtocolError, "the peer found a message of this party too large"),
     "not-open": (PeerRestarted, "the peer was restarted, and its run has to be opened again"),
+    "busy": (Busy, "the peer has as many calls as it accepts at a time"),
     "others-awaited": (OthersAwaited, "the active party waits for another passive party"),
     "nothing-begun": (NothingBegun, "the active party has started over before the first answer"),
     "out-of-step": (ProtocolError, "the peer is at another run, epoch, step or other rows"),
     "table-refused": (
         TableRefused,
-        "the passive party does not give its whole table (its inference.whole_table)",
+        "the passive party does not give its whole table (its answers.whole_table)",
     ),
     "other-model": (OtherModel, "the peer's half of the model is from another training"),
     "audit-refused": (AuditRefused, "the peer does not measure scores in this run"),

@@ -16,7 +16,6 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
@@ -97,28 +96,38 @@ def sealed_rows(reply: pb.TableReply, limits: TensorLimits) -> Iterator[tuple[by
         InvalidMessage: the lengths do not fit together.
     """
     size = limits.row_bytes + _SEAL_BYTES
-    num_rows, rest = divmod(len(reply.tags), TAG_BYTES)
-    if rest or len(reply.sealed) != num_rows * size:
-        raise InvalidMessage(f"rows: {len(reply.sealed)} bytes do not belong to {num_rows} tags")
+    tags, sealed = reply.tags, reply.sealed  # each access copies
+    num_rows, rest = divmod(len(tags), TAG_BYTES)
+    if rest or len(sealed) != num_rows * size:
+        raise InvalidMessage(f"rows: {len(sealed)} bytes do not belong to {num_rows} tags")
     for row in range(num_rows):
-        yield (
-            reply.tags[row * TAG_BYTES : (row + 1) * TAG_BYTES],
-            reply.sealed[row * size : (row + 1) * size],
-        )
+        tag = tags[row * TAG_BYTES : (row + 1) * TAG_BYTES]
+        yield tag, sealed[row * size : (row + 1) * size]
 
 
-def open_row(sealed: bytes, key: bytes, limits: TensorLimits) -> Tensor:
-    """Return the activation of a row, cut_shape.
+def open_row(sealed: bytes, key: bytes) -> bytes:
+    """Return the bytes of a row's activation.
 
     Raises:
-        InvalidMessage: the row was not sealed with this key, or its values are not finite.
+        InvalidMessage: the row was not sealed with this key.
     """
     try:
-        data = ChaCha20Poly1305(key).decrypt(_NONCE, sealed, None)
+        return ChaCha20Poly1305(key).decrypt(_NONCE, sealed, None)
     except InvalidTag:
         raise InvalidMessage("rows: one was sealed with another key than that of its tag") from None
-    values = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
-    values = values.view(TORCH_DTYPES[limits.dtype]).view(limits.cut_shape)
+
+
+def decode_rows(rows: Sequence[bytes], limits: TensorLimits) -> Tensor:
+    """Return the activations of opened rows, (rows, *cut_shape).
+
+    Raises:
+        InvalidMessage: their values are not finite.
+    """
+    shape, dtype = (len(rows), *limits.cut_shape), TORCH_DTYPES[limits.dtype]
+    if not rows:
+        return torch.zeros(shape, dtype=dtype)
+    flat = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8)
+    values = flat.view(dtype).view(shape)
     if not bool(torch.isfinite(values).all()):
         raise InvalidMessage("rows: expected finite numbers, got NaN or infinity")
     return values

@@ -32,9 +32,9 @@ def serve(parsed: argparse.Namespace) -> None:
     interruption = Interruption()
     interruption.install()
     settings = command_line.load_settings(PassiveSettings, parsed, "passive")
-    address = settings.inference.listen
+    address = settings.answers.listen
     credentials = credential_files(settings, settings.party)
-    security = check_security(credentials, address, "inference.listen")
+    security = check_security(credentials, address, "answers.listen")
     logger.log(logging.WARNING if credentials is None else logging.INFO, "security: %s", security)
     device = command_line.prepare(settings)
     model = ServedModel.load(settings, device, parsed.data)
@@ -45,8 +45,8 @@ def serve(parsed: argparse.Namespace) -> None:
         model.rows.source,
     )
     folder = inner_folder(settings.run_folder(settings.folder_name()), "serve")
-    throttle = Throttle(settings.inference.ids_per_s)
-    gives_table = settings.inference.whole_table
+    throttle = Throttle(settings.answers.ids_per_second)
+    gives_table = settings.answers.whole_table
     service = InferenceService(
         model, settings.party, settings.contract, throttle, gives_table=gives_table
     )

@@ -65,9 +65,9 @@ class ServedModel:
         contract = settings.contract
         trained = TrainedModel.open(settings.run_folder(settings.folder_name()), contract)
         rows = ServedRows.load(settings, trained.encoder, table)
-        allowed = settings.inference.allowed_ids
+        allowed = settings.answers.allowed_ids
         if allowed is not None:
-            path = expand_path("inference.allowed_ids", allowed, settings.base_dir)
+            path = expand_path("answers.allowed_ids", allowed, settings.base_dir)
             rows.serve_only(read_id_list(path, settings.data.id_column))
         model = build_bottom_model(
             settings.bottom_model,

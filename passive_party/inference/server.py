@@ -13,14 +13,14 @@ from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.wire.endpoint import INFERENCE_SERVICE, add_port, server_options
 from splitveil.common.wire.error_interceptor import ErrorInterceptor
 from splitveil.common.wire.health import add_health
-from splitveil.common.wire.limits import HANDSHAKE_BYTES, believed, reader
+from splitveil.common.wire.limits import CONCURRENT_RPCS, HANDSHAKE_BYTES, believed, reader
 from splitveil.common.wire.noted_calls import NotingServer
 from splitveil.common.wire.tls import PartyInterceptor
-from splitveil.passive_party.inference.service import InferenceService
+from splitveil.passive_party.inference.service import MAX_STREAMS, InferenceService
 from splitveil.protos import split_learning_pb2 as pb
 
-MAX_STREAMS = 16
-"""Calls at a time, each of which has a thread of its own; the next one is turned away at once."""
+OTHER_THREADS = 8
+"""For single calls, and for streams that are turned away."""
 
 
 class InferenceServer(AbstractContextManager["InferenceServer"]):
@@ -56,10 +56,10 @@ class InferenceServer(AbstractContextManager["InferenceServer"]):
         if transcript is not None:
             interceptors.append(NotingServer(transcript))
         self._server = grpc.server(
-            ThreadPoolExecutor(MAX_STREAMS, thread_name_prefix="grpc"),
+            ThreadPoolExecutor(MAX_STREAMS + OTHER_THREADS, thread_name_prefix="grpc"),
             interceptors=interceptors,
             options=server_options(contract),
-            maximum_concurrent_rpcs=MAX_STREAMS,
+            maximum_concurrent_rpcs=CONCURRENT_RPCS,
         )
         handlers = method_handlers(service, contract)
         generic = grpc.method_handlers_generic_handler(INFERENCE_SERVICE, handlers)

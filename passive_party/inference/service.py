@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from splitveil.common.errors import (
+    Busy,
     ContractMismatch,
     Interrupted,
     OtherModel,
@@ -36,6 +37,9 @@ from splitveil.passive_party.inference.throttle import Throttle
 from splitveil.protos import split_learning_pb2 as pb
 
 logger = logging.getLogger(__name__)
+
+MAX_STREAMS = 16
+"""Streams at a time, each of which occupies a thread; the next one is turned away at once."""
 
 WAIT_S = 5.0
 """Longest time for which one request of a client that asks for nothing else is made to wait."""
@@ -149,7 +153,8 @@ class InferenceService:
                 error, ProtocolError | ContractMismatch | OtherModel | TableRefused
             )
             what = "refused a message" if refused else "a request failed"
-            logger.warning("%s: %s (%d so far)", what, error, count)
+            # Not the error itself: a log that keeps it would keep the stream of its frames open.
+            logger.warning("%s: %s (%d so far)", what, str(error), count)
 
     def _reply(
         self, request: pb.EmbedRequest, context: grpc.ServicerContext
@@ -173,7 +178,7 @@ class InferenceService:
 
     def _sealed_table(self) -> SealedTable:
         if not self._gives_table:
-            raise TableRefused("the whole table is asked for: see inference.whole_table")
+            raise TableRefused("the whole table is asked for: see answers.whole_table")
         with self._lock:
             if self._table is None:
                 self._table = SealedTable(self._model, self._contract)
@@ -184,6 +189,8 @@ class InferenceService:
         with self._lock:
             if self._stopping:
                 raise Interrupted
+            if len(self._streams) >= MAX_STREAMS:
+                raise Busy(f"a stream beyond {MAX_STREAMS}")
             self._streams[id(context)] = context
         try:
             yield

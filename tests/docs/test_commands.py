@@ -30,6 +30,7 @@ from splitveil.common.settings import validate
 from splitveil.deploy import certs, demo, local
 from splitveil.experiments import __main__ as experiments
 from splitveil.passive_party import __main__ as passive_party
+from splitveil.passive_party.command import parser as passive_parser
 from splitveil.passive_party.settings import PassiveSettings
 from tests.docs.markdown import GUIDE, ROOT, Block, blocks, name_of, prose
 from tests.system.processes import free_address
@@ -62,6 +63,7 @@ RUN_HERE = (
 """In the order in which a reader types them; a run's two parties at the same time."""
 
 TWO_RUNS = "two whole runs, which tests/system/test_local.py makes of fewer epochs"
+PREDICTED = "serves until it is stopped; tests/system/test_predict_processes.py runs the commands"
 NEEDS_DOCKER = "builds images for minutes, from the network"
 OWN_ENVIRONMENT = "sets up .venv and takes minutes"
 READ_ONLY: Mapping[str, str] = {
@@ -81,6 +83,14 @@ READ_ONLY: Mapping[str, str] = {
     "splitveil-local deploy/examples/breast_cancer --defense none iso max_norm marvell": TWO_RUNS,
     "splitveil-certs init certificates --days 90": "is run with the default, which is 90 days",
     "active-party run active.yaml --fresh": "tests/system/test_resume.py starts over",
+    "passive-party serve passive.yaml": PREDICTED,
+    "active-party predict active.yaml --ids ids.txt --output predictions.parquet": PREDICTED,
+    "passive-party serve passive.yaml --data new-usage.csv": PREDICTED,
+    "active-party predict active.yaml --ids new-ids.txt --data new-clients.csv "
+    "--output new.parquet": PREDICTED,
+    "passive-party serve passive.yaml --set answers.whole_table=true": PREDICTED,
+    "active-party predict active.yaml --ids ids.txt --output predictions.parquet "
+    "--whole-table": PREDICTED,
     "docker compose up --build": NEEDS_DOCKER,
     "docker compose -f docker-compose.yml -f docker-compose.gpu.yml up --build": NEEDS_DOCKER,
 }
@@ -89,8 +99,10 @@ READ_ONLY: Mapping[str, str] = {
 MENTIONED = (
     "active-party check",
     "active-party plan",
+    "active-party predict",
     "active-party report --output",
     "passive-party check",
+    "passive-party serve",
 )
 """Commands that a sentence names without a file to act on."""
 
@@ -250,6 +262,8 @@ def test_what_is_not_run_is_at_least_read(text: str) -> None:
     match program:
         case "active-party":
             active_parser(program).parse_args(arguments)
+        case "passive-party":
+            passive_parser(program).parse_args(arguments)
         case "splitveil-certs":
             certs.parser().parse_args(arguments)
         case "splitveil-local":

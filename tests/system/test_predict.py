@@ -5,23 +5,34 @@ for together, one by one, and in another order.
 """
 
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file
 
 from splitveil.active_party.inference.embed_client import EmbedClient
+from splitveil.active_party.inference.joint_model import JointModel
 from splitveil.active_party.inference.predictor import open_predictor
 from splitveil.active_party.training.predictions import probabilities_of
-from splitveil.common.errors import ContractMismatch, OtherModel, PeerUntrusted
+from splitveil.common.errors import (
+    ContractMismatch,
+    DataError,
+    OtherModel,
+    PeerUntrusted,
+    SettingsError,
+)
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.transcript import Transcript, Verified, compare, verify
 from splitveil.common.privacy.leakage import auc
 from splitveil.common.run.inference import ModelIdentity
+from splitveil.common.storage.model_files import save_tensors
 from splitveil.common.wire.connection import PeerConnection
+from splitveil.passive_party.inference.served_model import ServedModel
 from tests.joint import (
     IN_TIME_S,
     Trained,
@@ -181,7 +192,7 @@ def test_a_category_that_training_never_saw_counts_as_unknown(
 def test_only_allowed_ids_are_answered(small: Trained, tmp_path: Path) -> None:
     allowed = tmp_path / "allowed.txt"
     allowed.write_text("\n".join([*small.test_ids[:5], "nobody"]) + "\n")
-    with predicting(small, passive=[f"inference.allowed_ids={allowed}"]) as predictor:
+    with predicting(small, passive=[f"answers.allowed_ids={allowed}"]) as predictor:
         predictions = predictor.predict(small.test_ids[:10])
     np.testing.assert_array_equal(predictions.found, [True] * 5 + [False] * 5)
     assert predictions.missing_at["passive"] == 5
@@ -268,3 +279,50 @@ def test_transcripts_of_both_parties_agree(small: Trained, tmp_path: Path) -> No
     assert compared.agreed == 2 * (1 + 4)
     assert not compared.unsent
     assert not compared.lost
+
+
+# ---- what is refused before anything is asked ----
+
+
+def test_a_model_that_names_no_run_is_refused(small: Trained, tmp_path: Path) -> None:
+    """As an earlier version saved it."""
+    settings = small.active(f"runs_dir={tmp_path}")
+    shutil.copytree(small.settings.active.run_folder("active"), settings.run_folder("active"))
+    weights = load_file(settings.run_folder("active") / "checkpoint" / "model.safetensors")
+    save_tensors(settings.run_folder("active"), "model.safetensors", weights)
+    with pytest.raises(SettingsError, match="does not say which run it is from"):
+        JointModel.load(settings, CPU)
+
+
+def test_a_model_of_another_contract_is_refused(small: Trained) -> None:
+    contract = small.settings.active.contract.model_copy(update={"epochs": 99})
+    settings = small.settings.active.model_copy(update={"contract": contract})
+    with pytest.raises(SettingsError, match="another contract"):
+        JointModel.load(settings, CPU)
+
+
+def test_a_run_that_never_ended_has_no_model(small: Trained, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"there is no model\.safetensors"):
+        JointModel.load(small.active(f"runs_dir={tmp_path}"), CPU)
+
+
+def test_a_refitted_model_that_is_not_there_is_refused(small: Trained) -> None:
+    with pytest.raises(SettingsError, match="refit_top"):
+        JointModel.load(small.settings.active, CPU, "refitted")
+
+
+def test_every_passive_party_needs_an_address(small: Trained) -> None:
+    with pytest.raises(SettingsError, match=r"add inference\.connect\.passive"):
+        open_predictor(small.settings.active, CPU)
+    both = "inference.connect={passive: '127.0.0.1:1', other: '127.0.0.1:2'}"
+    with pytest.raises(SettingsError, match="no passive party 'other'"):
+        open_predictor(small.active(both), CPU)
+
+
+def test_a_table_that_lacks_a_column_of_the_model_is_refused(
+    small: Trained, tmp_path: Path
+) -> None:
+    table = tmp_path / "rows.csv"
+    table.write_text("id,n1,word\na,1,w0\n")
+    with pytest.raises(DataError, match="n2"):
+        ServedModel.load(small.settings.passive["passive"], CPU, table)

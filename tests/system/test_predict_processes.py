@@ -1,6 +1,7 @@
 """The real commands for predictions: a passive party that is killed, stopped, or away."""
 
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tests.certificates import make, use
 from tests.runs import write_example
 from tests.system.processes import Party, free_address, started
 
-SLOW = "inference.ids_per_s=60"
+SLOW = "answers.ids_per_second=60"
 """With the 400 ids of the example, answers take seconds: time to be killed in the middle."""
 
 
@@ -31,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def served(folder: Path, address: str, *overrides: str) -> Party:
-    passive = Party("passive", folder, f"inference.listen={address}", *overrides, command="serve")
+    passive = Party("passive", folder, f"answers.listen={address}", *overrides, command="serve")
     passive.wait_until_says("waiting for the active party")
     return passive
 
@@ -50,8 +51,8 @@ def probabilities(path: Path) -> NDArray[np.float32]:
 
 
 def summary_of(active: Party) -> dict[str, object]:
-    (line,) = (line for line in active.output.splitlines() if line.startswith("{"))
-    found: dict[str, object] = json.loads(line)
+    (text,) = re.findall(r"^{\n.*?^}$", active.output, re.MULTILINE | re.DOTALL)
+    found: dict[str, object] = json.loads(text)
     return found
 
 
@@ -128,7 +129,7 @@ def test_a_stopped_prediction_leaves_no_output_and_ends_with_the_signal_s_code(
     folder: Path,
 ) -> None:
     address = free_address()
-    passive = served(folder, address, "inference.ids_per_s=1")
+    passive = served(folder, address, "answers.ids_per_second=1")
     active = predicting(folder, address, "stopped.parquet")
     try:
         active.wait_until_says("predicting 400 ids")
@@ -147,7 +148,7 @@ def test_a_second_server_of_the_same_run_is_refused(folder: Path) -> None:
     second = Party(
         "passive",
         folder,
-        f"inference.listen={free_address()}",
+        f"answers.listen={free_address()}",
         command="serve",
         log="second",
     )

@@ -15,6 +15,7 @@ from splitveil.common.run.contract import Contract
 from splitveil.common.wire.table_codec import (
     Secret,
     decode_points,
+    decode_rows,
     open_row,
     rows_of_a_reply,
     seal,
@@ -27,7 +28,7 @@ from splitveil.protos import split_learning_pb2 as pb
 from tests.joint import Trained, predicting, train, write_wide_deep
 from tests.several import write_several
 
-GIVEN = ("inference.whole_table=true",)
+GIVEN = ("answers.whole_table=true",)
 
 
 @pytest.fixture(scope="module", params=["one", "three"])
@@ -41,7 +42,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture
-def heard(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
+def heard(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """Return what passive parties receive, as bytes."""
     received: list[bytes] = []
     for name in ("embed", "embed_table"):
@@ -120,14 +121,13 @@ def test_only_rows_whose_ids_were_asked_for_can_be_opened(
     with predicting(trained, passive=GIVEN, whole_table=True) as predictor:
         predictor.take_tables(asked)
         assert predictor.predict(asked).found.all()
-        limits = predictor.clients[0]._limits
         assert not predictor.predict(trained.test_ids[3:5]).found.any()
     assert len(sent) > 300
     fitting = 0
     for _, sealed in sent:
         for key in keys:
             try:
-                open_row(sealed, key, limits)
+                open_row(sealed, key)
                 fitting += 1
             except InvalidMessage:
                 continue
@@ -137,7 +137,7 @@ def test_only_rows_whose_ids_were_asked_for_can_be_opened(
 def test_only_allowed_rows_are_in_the_table(trained: Trained, tmp_path: Path) -> None:
     allowed = tmp_path / "allowed.txt"
     allowed.write_text("\n".join(trained.test_ids[:4]) + "\n")
-    passive = [*GIVEN, f"inference.allowed_ids={allowed}"]
+    passive = [*GIVEN, f"answers.allowed_ids={allowed}"]
     with predicting(trained, passive=passive, whole_table=True) as predictor:
         predictor.take_tables(trained.test_ids[:10])
         found = predictor.predict(trained.test_ids[:10]).found
@@ -157,12 +157,12 @@ def test_sealed_rows_open_with_their_own_key_alone() -> None:
     rows = list(sealed_rows(seal(SECRETS, VALUES, LIMITS), LIMITS))
     for (tag, sealed), secret, values in zip(rows, SECRETS, VALUES, strict=True):
         assert tag == secret.tag
-        assert torch.equal(open_row(sealed, secret.key, LIMITS), values)
+        assert torch.equal(decode_rows([open_row(sealed, secret.key)], LIMITS)[0], values)
     with pytest.raises(InvalidMessage, match="another key"):
-        open_row(rows[0][1], SECRETS[1].key, LIMITS)
+        open_row(rows[0][1], SECRETS[1].key)
     damaged = bytes([rows[0][1][0] ^ 1]) + rows[0][1][1:]
     with pytest.raises(InvalidMessage, match="another key"):
-        open_row(damaged, SECRETS[0].key, LIMITS)
+        open_row(damaged, SECRETS[0].key)
 
 
 def test_a_row_that_holds_no_numbers_is_refused() -> None:
@@ -170,7 +170,7 @@ def test_a_row_that_holds_no_numbers_is_refused() -> None:
     values[0, 0, 0] = torch.inf
     ((_, sealed), _) = sealed_rows(seal(SECRETS, values, LIMITS), LIMITS)
     with pytest.raises(InvalidMessage, match="finite"):
-        open_row(sealed, SECRETS[0].key, LIMITS)
+        decode_rows([open_row(sealed, SECRETS[0].key)], LIMITS)
 
 
 @pytest.mark.parametrize(

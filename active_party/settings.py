@@ -10,7 +10,7 @@ from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.earlier_ledgers import SETTING, open_books
 from splitveil.active_party.ledger.label_signals import LabelUses, label_signals, objection_to
 from splitveil.active_party.ledger.limit import Limit
-from splitveil.active_party.online.settings import ServingSettings
+from splitveil.active_party.serving_settings import ServingSettings
 from splitveil.common.data.settings import expand_path
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.settings import ModelSettings

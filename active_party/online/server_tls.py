@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 
 import grpc
 
-from splitveil.active_party.online.settings import ServingTls
+from splitveil.active_party.serving_settings import ServingTls
 from splitveil.common.errors import SettingsError
 from splitveil.common.text.files import read_bytes
 from splitveil.common.wire.tls_version import require_tls_1_3

@@ -10,15 +10,18 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import NamedTuple, Self
 
 import numpy as np
+import torch
 
 from splitveil.active_party.inference.predictor import Asked, Predictions, Predictor
 from splitveil.active_party.online.errors import NotAvailable
 from splitveil.active_party.online.questions import Question
+from splitveil.common.run.contract import Contract
 from splitveil.common.run.inference import Embedded
+from splitveil.common.wire.inference_codec import portions
 
 IN_FLIGHT = 4
 """Questions under way at a time."""
@@ -35,21 +38,33 @@ class _Waiting(NamedTuple):
         return not self.answer.cancelled() and time.monotonic() < self.given_up_at
 
 
+class _UnderWay(NamedTuple):
+    batch: list[_Waiting]
+    asked: list[Asked]
+    """The messages of which the batch's question consists."""
+
+
 class Batcher:
     """Answers questions with predictions of the joint model. Several threads may use it.
 
     Args:
         predictor: asks the passive parties, and computes.
+        contract: gives the limits of messages.
         wait_s: how long a question waits for company.
         timeout_s: how long an answer may take.
     """
 
-    def __init__(self, predictor: Predictor, wait_s: float, timeout_s: float) -> None:
+    def __init__(
+        self, predictor: Predictor, contract: Contract, wait_s: float, timeout_s: float
+    ) -> None:
         self._predictor = predictor
+        self._contract = contract
         self._wait_s = wait_s
         self._timeout_s = timeout_s
         self._incoming: queue.Queue[_Waiting | None] = queue.Queue(MOST_WAITING)
-        self._under_way: queue.Queue[tuple[list[_Waiting], Asked] | None] = queue.Queue(IN_FLIGHT)
+        self._under_way: queue.Queue[tuple[list[_Waiting], list[Asked]] | None] = queue.Queue(
+            IN_FLIGHT
+        )
         self._kept: _Waiting | None = None
         self._threads = [
             threading.Thread(target=work, name=name, daemon=True)
@@ -68,7 +83,7 @@ class Batcher:
         """Ask a question without waiting.
 
         Args:
-            question: at least one id, and at most ``predictor.max_ids``.
+            question: at least one id.
 
         Returns:
             The answer to come, or one of the errors of ``Predictor.finish``.
@@ -97,12 +112,17 @@ class Batcher:
             if not batch:
                 continue
             try:
-                asked = self._predictor.ask([i for w in batch for i in w.question.ids])
+                asked = self._asked([text for w in batch for text in w.question.ids])
             except Exception as error:
                 _set_all(batch, error)
             else:
-                self._under_way.put((batch, asked))
+                self._under_way.put(_UnderWay(batch, asked))
         self._under_way.put(None)
+
+    def _asked(self, ids: Sequence[str]) -> list[Asked]:
+        """Ask for ids in as many messages as they need."""
+        parts = portions(ids, self._predictor.max_ids, self._contract)
+        return [self._predictor.ask(ids[part]) for part in parts]
 
     def _gathered(self) -> tuple[list[_Waiting], bool]:
         """Return the questions to be asked together, and whether they are the last."""
@@ -133,8 +153,8 @@ class Batcher:
             batch, asked = item
             left_s = max(waiting.given_up_at for waiting in batch) - time.monotonic()
             try:
-                embedded = [answer.result(max(left_s, 0.0)) for answer in asked.answers]
-                found = _answers(self._predictor, batch, asked, embedded)
+                wait([answer for part in asked for answer in part.answers], max(left_s, 0.0))
+                found = _answers(self._predictor, batch, *_joined(asked))
             except Exception as error:
                 _set_all(batch, error)
                 continue
@@ -174,6 +194,28 @@ def _answers(
         ]
     together = predictor.combine(asked, embedded)
     return [Predictions(together.probabilities[part], together.found[part], {}) for part in parts]
+
+
+def _joined(asked: Sequence[Asked]) -> tuple[Asked, list[Embedded]]:
+    """Return a question and its answers, of the messages that they were divided into.
+
+    Raises:
+        PeerError: an answer has failed.
+        TimeoutError: an answer is still to come.
+    """
+    answers = [[answer.result(0) for answer in part.answers] for part in asked]
+    if len(asked) == 1:
+        return asked[0], answers[0]
+    rows = [part.rows for part in asked if part.rows is not None]
+    ids = [text for part in asked for text in part.ids]
+    together = [
+        Embedded(
+            np.concatenate([one.known for one in of_party]),
+            torch.cat([one.values for one in of_party]),
+        )
+        for of_party in zip(*answers, strict=True)
+    ]
+    return Asked(ids, np.concatenate(rows) if rows else None, []), together
 
 
 def _part_of(asked: Asked, part: slice) -> Asked:

@@ -62,7 +62,7 @@ def serve(parsed: argparse.Namespace) -> None:
         if settings.transcript:
             transcript = resources.enter_context(Transcript(folder, ACTIVE))
         predictor = resources.enter_context(
-            open_predictor(_impatient(settings), device, None, parsed.data, transcript)
+            open_predictor(impatient(settings), device, None, parsed.data, transcript)
         )
         desk = open_desk(settings, predictor, resources, transcript)
         with serving(settings, desk, doors):
@@ -144,7 +144,8 @@ def open_desk(
         fallback = Fallback.load(settings, predictor.own_rows, predictor.model.identity)
     clients = [client for client in predictor.clients if isinstance(client, EmbedClient)]
     watch = resources.enter_context(PeerWatch(clients))
-    batcher = resources.enter_context(Batcher(predictor, own.batch_wait_ms / 1000, own.timeout_s))
+    wait_s = own.batch_wait_ms / 1000
+    batcher = resources.enter_context(Batcher(predictor, settings.contract, wait_s, own.timeout_s))
     rules = Rules(own.max_ids, own.timeout_s, allowed, RateLimit(own.ids_per_s), own.record_ids)
     given = GivenFeatures(settings.data, predictor.model.encoder)
     return AnswerDesk(predictor, batcher, watch, given, rules, fallback, transcript)
@@ -179,7 +180,7 @@ def serving(settings: ActiveSettings, desk: AnswerDesk, doors: Doors) -> Iterato
         yield Served(http, grpc)
 
 
-def _impatient(settings: ActiveSettings) -> ActiveSettings:
+def impatient(settings: ActiveSettings) -> ActiveSettings:
     """Return settings with which a stream whose answers come too late is given up."""
     reconnect = settings.reconnect.model_copy(update={"deadline_s": settings.serving.timeout_s})
     return settings.model_copy(update={"reconnect": reconnect})

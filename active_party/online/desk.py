@@ -191,7 +191,7 @@ class AnswerDesk:
     def _checked(self, raw_ids: Sequence[str]) -> list[str]:
         if not raw_ids:
             raise Unusable("ids: there are none")
-        most = min(self.rules.max_ids, self._predictor.max_ids)
+        most = self.rules.max_ids
         if len(raw_ids) > most:
             raise TooManyIds(f"ids: at most {most}, got {len(raw_ids)}")
         ids = canonical_texts(raw_ids)

@@ -55,7 +55,7 @@ class ServingSettings(Section):
     """Milliseconds for which a request waits for others, to be sent together with them. Requests
     that arrive while earlier ones are under way are sent together in any case."""
 
-    ids_per_s: float | None = Field(default=None, gt=0)
+    ids_per_second: float | None = Field(default=None, gt=0)
     """Largest number of ids per second on average for each program; ``null`` for no limit. One
     second's number may be asked for at once."""
 

@@ -11,21 +11,23 @@ ratio of the two holds on a busy machine. Aim: p99 of at most 20 ms on two cores
 """
 
 import argparse
+import http.client
 import json
 import multiprocessing
 import signal
+import socket
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import grpc
-import h11
 import numpy as np
-import socket
 import torch
 from numpy.typing import NDArray
 
@@ -66,7 +68,7 @@ def echo(address: str, ready: Connection) -> None:
     """Return bytes until the other process says so."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = grpc.server(ThreadPoolExecutor(THREADS))
-    handler = grpc.unary_unary_rpc_method_handler(lambda data, _: data)
+    handler: Any = grpc.unary_unary_rpc_method_handler(lambda data, _: data)
     service, method = _ECHO.strip("/").split("/")
     generic = grpc.method_handlers_generic_handler(service, {method: handler})
     server.add_generic_rpc_handlers((generic,))
@@ -80,7 +82,7 @@ def echo(address: str, ready: Connection) -> None:
 def grpc_asker(address: str, path: str, resources: ExitStack) -> Ask:
     """Return what asks a gRPC server, and waits for the answer."""
     channel = resources.enter_context(grpc.insecure_channel(address))
-    call = channel.unary_unary(path)
+    call: Any = channel.unary_unary(path)
 
     def ask(ids: list[str]) -> None:
         data = call(pb.PredictRequest(ids=ids).SerializeToString(), timeout=60)
@@ -92,15 +94,135 @@ def grpc_asker(address: str, path: str, resources: ExitStack) -> Ask:
     return ask
 
 
-def http_asker(address: str, local: "dict[int, HttpConnection]", key: Callable[[], int]) -> Ask:
-    """Return what asks the HTTP server over a connection for each thread."""
+def http_asker(address: str) -> Ask:
+    """Return what asks the HTTP server, over one connection for each thread."""
+    kept = threading.local()
 
     def ask(ids: list[str]) -> None:
-        connection = local.get(key())
-        if connection is None:
-            connection = local[key()] = HttpConnection(address)
-        found = json.loads(connection.post("/predict", json.dumps({"ids": ids}).encode()))
+        if not hasattr(kept, "connection"):
+            kept.connection = http.client.HTTPConnection(address, timeout=60)
+            kept.connection.connect()
+            kept.connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        body = json.dumps({"ids": ids}).encode()
+        kept.connection.request("POST", "/predict", body, {"Content-Type": "application/json"})
+        found = json.loads(kept.connection.getresponse().read())
         if set(found["model"]) != {"joint"}:
             raise RuntimeError("a row was not predicted by the joint model")
 
     return ask
+
+
+def latencies(ask: Ask, questions: list[list[str]], rate: float) -> NDArray[np.float64]:
+    """Ask at a steady rate, and return the milliseconds from when each request was due."""
+    found = np.empty(len(questions))
+
+    def one(number: int, due: float) -> None:
+        ask(questions[number])
+        found[number] = 1000 * (time.perf_counter() - due)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        begin = time.perf_counter() + 0.05
+        asked = []
+        for number in range(len(questions)):
+            due = begin + number / rate
+            time.sleep(max(0.0, due - time.perf_counter()))
+            asked.append(pool.submit(one, number, due))
+        for future in asked:
+            future.result()
+    return found
+
+
+def load(arguments: argparse.Namespace, where: dict[str, str], results: Connection) -> None:
+    """Ask every server in turns, several times, and send what each request took."""
+    generator = np.random.default_rng(1)
+    count = round(arguments.seconds * arguments.rate / ROUNDS)
+    questions = [
+        [f"patient-{row:08d}" for row in generator.integers(0, ROWS, arguments.ids)]
+        for _ in range(count)
+    ]
+    with ExitStack() as resources:
+        askers = {
+            "gRPC echo": grpc_asker(where["echo"], _ECHO, resources),
+            "gRPC": grpc_asker(where["grpc"], _PREDICT, resources),
+            "HTTP": http_asker(where["http"]),
+        }
+        taken: dict[str, list[NDArray[np.float64]]] = {name: [] for name in askers}
+        for ask in askers.values():
+            latencies(ask, questions[:200], arguments.rate)  # connections, caches
+        for _ in range(ROUNDS):
+            for name, ask in askers.items():
+                taken[name].append(latencies(ask, questions, arguments.rate))
+    results.send({name: np.concatenate(parts) for name, parts in taken.items()})
+
+
+def show(taken: dict[str, NDArray[np.float64]]) -> None:
+    """Print percentiles, and their ratios to the echo's."""
+    bare = taken["gRPC echo"]
+    print(f"{'':10} {'p50 ms':>8} {'p90 ms':>8} {'p99 ms':>8} {'p50 ratio':>10} {'p99 ratio':>10}")
+    for name, values in taken.items():
+        p50, p90, p99 = np.percentile(values, [50, 90, 99])
+        ratios = [p50 / np.percentile(bare, 50), p99 / np.percentile(bare, 99)]
+        print(f"{name:10} {p50:8.2f} {p90:8.2f} {p99:8.2f} {ratios[0]:10.1f} {ratios[1]:10.1f}")
+    print(f"aim: p99 of at most {AIM_MS:g} ms for gRPC and HTTP, on two cores without other work")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rate", type=float, default=200.0, help="requests per second")
+    parser.add_argument("--ids", type=int, default=16, help="ids in a request")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of requests, for each server")
+    parser.add_argument("--plain", action="store_true", help="plain text between the parties")
+    arguments = parser.parse_args()
+    print_environment()
+    with tempfile.TemporaryDirectory() as name, ExitStack() as resources:
+        folder = Path(name)
+        write_example(folder, ROWS, cached=False)
+        if not arguments.plain:
+            use(make(folder / "certificates"), folder)
+        runs = f"runs_dir={folder / 'runs'}"
+        where = {party: free_address() for party in ("passive", "http", "grpc", "echo")}
+        active = load_party_settings(
+            ActiveSettings,
+            folder / "active.yaml",
+            [
+                runs,
+                f"inference.connect.passive={where['passive']}",
+                f"serving.http={where['http']}",
+                f"serving.grpc={where['grpc']}",
+                "serving.timeout_s=60",
+            ],
+        )
+        passive = load_party_settings(PassiveSettings, folder / "passive.yaml", [runs])
+        save_models(active, passive)
+        for target, given in (
+            (serve, (passive, where["passive"])),
+            (answer, (active,)),
+            (echo, (where["echo"],)),
+        ):
+            resources.enter_context(_started(target, *given))
+        results, sender = multiprocessing.Pipe(duplex=False)
+        asking = multiprocessing.get_context("spawn").Process(
+            target=load, args=(arguments, where, sender)
+        )
+        asking.start()
+        sender.close()
+        show(results.recv())
+        asking.join()
+
+
+@contextmanager
+def _started(target: Callable[..., None], *given: object) -> Iterator[None]:
+    """Run a server in a process of its own until the block ends."""
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=target, args=(*given, there))
+    process.start()
+    try:
+        here.recv()
+        yield
+    finally:
+        here.send("stop")
+        process.join()
+
+
+if __name__ == "__main__":
+    main()

@@ -65,11 +65,7 @@ class Program:
         self, request: pb.PredictRequest, metadata: tuple[tuple[str, str | bytes], ...] = ()
     ) -> pb.PredictReply:
         with grpc.insecure_channel(f"127.0.0.1:{self.grpc}") as channel:
-            predict = channel.unary_unary(
-                "/splitveil.v1.Predictions/Predict",
-                pb.PredictRequest.SerializeToString,
-                pb.PredictReply.FromString,
-            )
+            predict = predict_over(channel)
             reply: pb.PredictReply = predict(request, timeout=ASKING_TAKES_S, metadata=metadata)
             return reply
 
@@ -89,6 +85,15 @@ class Program:
             return Told(answer.status, found, dict(answer.getheaders()))
         finally:
             connection.close()
+
+
+def predict_over(channel: grpc.Channel) -> Any:
+    """Return what calls Predict."""
+    return channel.unary_unary(
+        "/splitveil.v1.Predictions/Predict",
+        pb.PredictRequest.SerializeToString,
+        pb.PredictReply.FromString,
+    )
 
 
 @contextmanager

@@ -146,7 +146,9 @@ def open_desk(
     watch = resources.enter_context(PeerWatch(clients))
     wait_s = own.batch_wait_ms / 1000
     batcher = resources.enter_context(Batcher(predictor, settings.contract, wait_s, own.timeout_s))
-    rules = Rules(own.max_ids, own.timeout_s, allowed, RateLimit(own.ids_per_s), own.record_ids)
+    rules = Rules(
+        own.max_ids, own.timeout_s, allowed, RateLimit(own.ids_per_second), own.record_ids
+    )
     given = GivenFeatures(settings.data, predictor.model.encoder)
     return AnswerDesk(predictor, batcher, watch, given, rules, fallback, transcript)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from splitveil.active_party.online.errors import TooFast
 
+_ROUNDING_S = 1e-6
 BURST_S = 1.0
 """Seconds of requests that may be saved up by asking nothing."""
 
@@ -14,12 +15,14 @@ class RateLimit:
     """Refuses requests that come too fast. Several threads may use it.
 
     Args:
-        ids_per_s: the most ids per second on average for each program; None for no limit.
+        ids_per_second: the most ids per second on average for each program; None for no limit.
         now: the clock, in seconds.
     """
 
-    def __init__(self, ids_per_s: float | None, now: Callable[[], float] = time.monotonic) -> None:
-        self._ids_per_s = ids_per_s
+    def __init__(
+        self, ids_per_second: float | None, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._ids_per_second = ids_per_second
         self._now = now
         self._free_at: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -33,14 +36,15 @@ class RateLimit:
         Raises:
             TooFast: says how long to wait; nothing is counted.
         """
-        if self._ids_per_s is None:
+        if self._ids_per_second is None:
             return
-        now, cost_s = self._now(), num_ids / self._ids_per_s
+        now, cost_s = self._now(), num_ids / self._ids_per_second
         with self._lock:
             free_at = max(self._free_at.get(program, 0.0), now - BURST_S)
             wait_s = free_at + min(cost_s, BURST_S) - now
             if wait_s > 0:
                 raise TooFast(
-                    f"more than {self._ids_per_s:g} ids per second (serving.ids_per_s)", wait_s
+                    f"more than {self._ids_per_second:g} ids per second (serving.ids_per_second)",
+                    wait_s,
                 )
             self._free_at[program] = free_at + cost_s

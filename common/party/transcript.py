@@ -1,11 +1,12 @@
 """The transcript records every message that crossed the wire, for accountability.
 
 ``transcript.jsonl`` has one line per message in either direction: time, kind, step, number of bytes
-and their SHA-256, and on the active party's side the defense in force. It contains neither content
-nor labels. Every line carries the SHA-256 of the previous line, so that a line that is changed,
-dropped or moved later is detected. Cutting off the end leaves an intact chain; therefore the last
-link is also written to the log and to ``summary.json``, and the other party's transcript shows the
-missing lines.
+and their SHA-256, and on the active party's side the defense in force. Where the active party
+answers other programs, it also has one per request: who asked, for how many ids, and the status. It
+contains neither content nor labels nor predictions. Every line carries the SHA-256 of the previous
+line, so that a line that is changed, dropped or moved later is detected. Cutting off the end leaves
+an intact chain; therefore the last link is also written to the log and to ``summary.json``, and the
+other party's transcript shows the missing lines.
 """
 
 import hashlib
@@ -131,7 +132,8 @@ class Transcript:
         """
         self.check()
         if not self._closed:
-            self._queue.put((_now(), answered))
+            for line in answered.lines():
+                self._queue.put((_now(), line))
 
     def check(self) -> None:
         """Notice without an entry that an earlier one could not be written.

@@ -5,6 +5,7 @@ Equality is of bits, on the CPU, with the evaluation at the end of training.
 
 import json
 import logging
+import ssl
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +20,10 @@ import torch
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.transcript import Transcript, Verified, verify
 from splitveil.common.privacy.leakage import auc
+from splitveil.deploy.certs import PartyFolder, make_certificates
 from splitveil.protos import prediction_pb2 as pb
 from tests import joint
-from tests.asked import Program, answering, asked
+from tests.asked import Program, answering, asked, predict_over
 from tests.joint import Trained, free_port, train, write_wide_deep
 from tests.several import write_several
 from tests.system.test_predict import expected
@@ -242,7 +244,7 @@ def test_programs_are_known_by_their_tokens(
 def test_a_program_that_asks_too_fast_is_told_to_wait_and_others_are_not(
     small: Trained, token_file: Path
 ) -> None:
-    limits = (f"serving.token_file={token_file}", "serving.ids_per_s=0.001")
+    limits = (f"serving.token_file={token_file}", "serving.ids_per_second=0.001")
     with asked(small, *limits) as program:
         program.headers = {"Authorization": f"Bearer {TOKENS['billing']}"}
         first, second = (program.ask(small.test_ids[:2]) for _ in range(2))
@@ -450,3 +452,59 @@ def test_a_run_without_a_fallback_says_how_to_get_one(
         answering(trained, "serving.fallback=true", ports=ports),
     ):
         pass
+
+
+# ---- TLS towards programs ----
+
+
+def server_tls(folder: Path, *, with_clients: bool) -> tuple[str, ssl.SSLContext]:
+    """Return an override for serving with TLS, and a client's context that trusts it."""
+    certificates = folder / "certificates"
+    if not certificates.exists():
+        make_certificates(certificates, {"server": "localhost", "scoring": "scoring.example"})
+    own, client = PartyFolder(certificates / "server"), PartyFolder(certificates / "scoring")
+    files = f"certificate: {own.certificate}, private_key: {own.private_key}"
+    if with_clients:
+        files += f", clients: {own.authority}"
+    context = ssl.create_default_context(cafile=str(own.authority))
+    context.check_hostname = False  # the programs of these tests name the address
+    if with_clients:
+        context.load_cert_chain(client.certificate, client.private_key)
+    return f"serving.tls={{{files}}}", context
+
+
+def test_programs_are_known_by_their_certificates(small: Trained, tmp_path: Path) -> None:
+    override, context = server_tls(tmp_path, with_clients=True)
+    _, stranger = server_tls(tmp_path, with_clients=False)
+    ids = small.test_ids[:2]
+    with (
+        Transcript(tmp_path, "active") as transcript,
+        asked(small, override, transcript=transcript) as program,
+    ):
+        program.tls = context
+        known = program.ask(ids)
+        program.tls = stranger
+        with pytest.raises(OSError):  # noqa: PT011 (the server hangs up, in one of several ways)
+            program.ask(ids)
+        own = PartyFolder(tmp_path / "certificates" / "scoring")
+        credentials = grpc.ssl_channel_credentials(
+            own.authority.read_bytes(), own.private_key.read_bytes(), own.certificate.read_bytes()
+        )
+        options = [("grpc.ssl_target_name_override", "localhost")]
+        with grpc.secure_channel(f"127.0.0.1:{program.grpc}", credentials, options) as channel:
+            reply = predict_over(channel)(pb.PredictRequest(ids=ids), timeout=60)
+    np.testing.assert_array_equal(known.probabilities, expected(small)[:2])
+    by_grpc = np.array([one.probabilities for one in reply.predictions], np.float32)[:, 0]
+    np.testing.assert_array_equal(by_grpc, expected(small)[:2])
+    assert len({line["program"] for line in answered_lines(tmp_path)}) == 1
+    assert "scoring" in str(answered_lines(tmp_path)[0]["program"])
+
+
+def test_the_server_speaks_tls_1_3_alone(small: Trained, tmp_path: Path) -> None:
+    override, context = server_tls(tmp_path, with_clients=False)
+    with asked(small, override) as program:
+        program.tls = context
+        assert program.ask(small.test_ids[:1]).status == 200
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
+        with pytest.raises(ssl.SSLError):
+            program.ask(small.test_ids[:1])

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
@@ -24,27 +24,31 @@ from splitveil.active_party.assembly import (
     subjects_of,
 )
 from splitveil.active_party.command import parser
+from splitveil.active_party.ended import WHAT_NOW, mark_run_as_ended, was_ended
 from splitveil.active_party.inference.command import predict
 from splitveil.active_party.ledger.earlier_ledgers import LEDGER
 from splitveil.active_party.plan import show
 from splitveil.active_party.planned import plan_of
 from splitveil.active_party.report import write_comparison, write_report
 from splitveil.active_party.results import save_alone, save_results
+from splitveil.active_party.serving.probe_server import probe_checks
 from splitveil.active_party.serving.server import start_server
 from splitveil.active_party.serving.service import ActiveService
 from splitveil.active_party.serving.supervisor import wait_for_end
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.watch.active_status import ActiveStatus
 from splitveil.active_party.watch.recorder import ActiveRecorder
+from splitveil.active_party.watch.status_observer import StatusObserver
 from splitveil.common.alignment import AlignmentResources, TriedIds, build_engine, file_of_count
+from splitveil.common.data.id_forms import form_of
 from splitveil.common.errors import (
-    BudgetExhausted,
     EndedForGood,
     SettingsError,
     StorageError,
 )
 from splitveil.common.models.factory import build_top_model
 from splitveil.common.party import command_line
-from splitveil.common.party.credentials import credential_files
+from splitveil.common.party.credentials import CredentialFiles, credential_files
 from splitveil.common.party.ending import end_program, exit_code_of
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.json_output import print_json
@@ -55,13 +59,15 @@ from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.summary import Summary
 from splitveil.common.record.summary_tables import print_summary
 from splitveil.common.run.contract import ACTIVE, Contract
-from splitveil.common.storage.ended_run import clear_mark, end_of, mark_as_ended
+from splitveil.common.status.endpoint import check_free, serving_status, status_checks
 from splitveil.common.storage.model_files import delete_saved
 from splitveil.common.storage.run_folder import open_run_folder
 from splitveil.common.storage.run_store import RunStore
 from splitveil.common.text.log_lines import configure_logging
 from splitveil.common.text.version import VERSION
 from splitveil.common.wire.endpoint import check_security
+from splitveil.common.wire.noted_calls import AllNotes
+from splitveil.common.wire.probe_desk import ProbeDesk
 
 logger = logging.getLogger("splitveil.active_party")
 
@@ -97,11 +103,23 @@ def _run(parsed: argparse.Namespace) -> None:
     interruption = Interruption()
     interruption.install()
     settings = command_line.load_settings(ActiveSettings, parsed, "active")
-    contract = settings.contract
     credentials = credential_files(settings, ACTIVE)
     security = check_security(credentials, settings.listen, "listen")
     logger.log(logging.WARNING if credentials is None else logging.INFO, "security: %s", security)
     _check_files_and_address(settings)
+    status = ActiveStatus(settings)
+    with serving_status(status, settings.status, interruption):
+        _train(parsed, settings, credentials, interruption, status)
+
+
+def _train(
+    parsed: argparse.Namespace,
+    settings: ActiveSettings,
+    credentials: CredentialFiles | None,
+    interruption: Interruption,
+    status: ActiveStatus,
+) -> None:
+    contract = settings.contract
     device = command_line.prepare(settings)
     settings.defense.require_usable(settings.defense_context())
     data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
@@ -111,21 +129,21 @@ def _run(parsed: argparse.Namespace) -> None:
     for signal in signals_of(settings):
         logger.info("%s", signal.why)
     folder = _open_folder(settings, fresh=parsed.fresh)
-    if _was_ended(settings, folder):
+    if was_ended(settings, folder):
         return
     engine = build_engine(
         contract.alignment, AlignmentResources(workers=settings.alignment_workers)
     )
-    build_trainer = TrainerBuilder(settings, data, device)
+    build_trainer = TrainerBuilder(settings, data, device, status.phases)
     with ExitStack() as resources:
         transcript = resources.enter_context(_transcript(settings, folder))
-        recorder = resources.enter_context(ActiveRecorder(settings, folder))
+        recorder = resources.enter_context(ActiveRecorder(settings, folder, status.note_line))
         store = resources.enter_context(_store(contract, folder))
         session = build_session(
             settings,
             data,
             build_trainer,
-            recorder,
+            StatusObserver(recorder, status),
             partial(command_line.draw_nonce, settings),
             store,
             allowance,
@@ -133,14 +151,16 @@ def _run(parsed: argparse.Namespace) -> None:
         session.reopen()
         # From the first answer until this process ends, no file may pass for the whole account.
         delete_saved(folder, LEDGER)
-        service = ActiveService(
-            session, engine, settings.reconnect.deadline_s, _tried_ids(settings, folder)
-        )
-        server = start_server(service, contract, settings.listen, credentials, transcript)
+        tried = _tried_ids(settings, folder)
+        service = ActiveService(session, engine, settings.reconnect.deadline_s, tried, status)
+        notes = status if transcript is None else AllNotes(transcript, status)
+        desk = ProbeDesk(contract, form_of(data.ids))
+        server = start_server(service, contract, settings.listen, credentials, notes, desk)
         logger.info("waiting for %s at %s", _parties_of(contract), settings.listen)
         stopped: EndedForGood | None = None
         try:
-            wait_for_end(session, service, settings, interruption)
+            with status.serving(session):
+                wait_for_end(session, service, settings, interruption)
         except EndedForGood as error:
             stopped = error  # as configured: it ends with a summary, like any other run
         finally:
@@ -165,40 +185,12 @@ def _leave_results(
 ) -> None:
     write_summary(folder, summary)
     if stopped is not None:
-        mark_as_ended(folder, {"ended_by": _limit_of(stopped), **_limits_of(settings)})
+        mark_run_as_ended(settings, folder, stopped)
     print_summary("active party", summary)
     _try_to_report(folder.parent)
     if stopped is not None:
-        logger.warning("the run has ended for good: %s", _WHAT_NOW)
+        logger.warning("the run has ended for good: %s", WHAT_NOW)
         raise stopped
-
-
-_WHAT_NOW = (
-    "the same command trains nothing; a larger run_budget or leak_gate resumes the run, and "
-    "--fresh starts over, which answers about the same labels again (earlier_ledgers counts both)"
-)
-
-
-def _limit_of(stopped: EndedForGood) -> str:
-    return "run_budget" if isinstance(stopped, BudgetExhausted) else "leak_gate"
-
-
-def _limits_of(settings: ActiveSettings) -> dict[str, Any]:
-    return settings.model_dump(mode="json", include={"run_budget", "leak_gate"})
-
-
-def _was_ended(settings: ActiveSettings, folder: Path) -> bool:
-    """Return whether the run was ended for good under the limits that are still set, and say so."""
-    end = end_of(folder)
-    if end is None:
-        return False
-    limits = _limits_of(settings)
-    if all(name in end and end[name] == limit for name, limit in limits.items()):
-        logger.warning("this run was ended for good by its %s: %s", end["ended_by"], _WHAT_NOW)
-        return True
-    logger.info("resuming the run in %s, which was ended under other limits", folder)
-    clear_mark(folder)
-    return False
 
 
 def _open_folder(settings: ActiveSettings, *, fresh: bool) -> Path:
@@ -293,6 +285,7 @@ def _check(parsed: argparse.Namespace) -> None:
         [
             security,
             address,
+            *status_checks(settings.status),
             lambda: f"device: {command_line.torch_device(settings.device)}",
             noise_key,
             defense,
@@ -302,6 +295,7 @@ def _check(parsed: argparse.Namespace) -> None:
             *([own_attacks] if monitor is not None and monitor.custom_attacks else []),
             data_and_model,
         ],
+        partial(probe_checks, settings, parsed.wait) if parsed.connect else None,
         as_json=parsed.json,
     )
 
@@ -309,6 +303,7 @@ def _check(parsed: argparse.Namespace) -> None:
 def _check_files_and_address(settings: ActiveSettings) -> None:
     """Check what would end a run, before its folder is opened and earlier results move aside."""
     _check_listen(settings)
+    check_free(settings.status)
     _check_noise_key(settings)
     open_label_owners_model(settings)
     try_custom_attacks(settings.leak_monitor, settings.contract.aggregate_shape)

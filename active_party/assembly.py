@@ -29,9 +29,10 @@ from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.early_stopping import EarlyStop
 from splitveil.active_party.training.objectives import CrossEntropy
+from splitveil.active_party.training.predictions import LossWeights
 from splitveil.active_party.training.top_trainer import TopTrainer, TrainingRows
 from splitveil.common.data.features import FeatureEncoder
-from splitveil.common.data.settings import expand_path
+from splitveil.common.data.source_settings import expand_path
 from splitveil.common.data.subjects import read_subjects
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.models.factory import build_top_model
@@ -39,6 +40,7 @@ from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.privacy.covers import narrowest
 from splitveil.common.run.course import AlignedRows
+from splitveil.common.run.phases import Phases
 from splitveil.common.storage.initial_weights import SETTING as WEIGHTS_SETTING
 from splitveil.common.storage.initial_weights import EarlierModel, is_label_free
 from splitveil.common.storage.run_store import RunStore
@@ -53,7 +55,14 @@ class TrainerBuilder:
         StorageError: a noise key is needed and cannot be written.
     """
 
-    def __init__(self, settings: ActiveSettings, data: PartyData, device: torch.device) -> None:
+    def __init__(
+        self,
+        settings: ActiveSettings,
+        data: PartyData,
+        device: torch.device,
+        phases: Phases | None = None,
+    ) -> None:
+        self.phases = phases
         self.encoder: FeatureEncoder | None = None
         self._settings = settings
         self._data = data
@@ -121,10 +130,12 @@ class TrainerBuilder:
                 self._num_classes,
                 self._example_keys(ids),
                 self._data.digest(self.encoder),
+                self._loss_weights(rows),
                 training,
             ),
             self._device,
             answer_keys,
+            self.phases,
             tells_slopes=settings.defense.needs_slopes
             or (settings.leak_monitor is not None and settings.leak_monitor.needs_predictions),
         )
@@ -159,7 +170,20 @@ class TrainerBuilder:
 
         top = TopModel(model, build_optimizer(settings.optimizer, model), schedule)
         objective = defense.objective(top, secrets, examples)
-        return objective or CrossEntropy(top, learns_targets=defense.top_learns_targets)
+        return objective or CrossEntropy(
+            top,
+            learns_targets=defense.top_learns_targets,
+            class_weights=self._class_weights(),
+        )
+
+    def _loss_weights(self, rows: AlignedRows) -> LossWeights:
+        of_rows = self._data.weights_at(rows)
+        on_device = None if of_rows is None else of_rows.to(self._device)
+        return LossWeights(on_device, self._class_weights())
+
+    def _class_weights(self) -> Tensor | None:
+        weights = self._settings.data.class_weights
+        return None if weights is None else torch.tensor(weights, device=self._device)
 
 
 def subjects_of(settings: ActiveSettings) -> NDArray[np.int64] | None:

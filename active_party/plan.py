@@ -3,15 +3,13 @@
 import math
 import sys
 from collections.abc import Callable
-from functools import partial
 
 from rich.console import Console
 from rich.table import Table
 
 from splitveil.active_party.defenses.forecast import ChargeForecast
-from splitveil.active_party.defenses.sum_kl import estimated_auc
-from splitveil.active_party.ledger.bounds import auc_bound
-from splitveil.active_party.planned import Plan, Target, caveats_of_forecast, plan_of
+from splitveil.active_party.ledger.bounds import estimate_of
+from splitveil.active_party.planned import Plan, Target, odds_of_forecast, plan_of
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.covers import Covers
@@ -100,13 +98,16 @@ def _target_table(target: Target) -> Table:
 
 def _figures(charge: ChargeForecast) -> list[str]:
     """Write sum_kl, the estimated AUC, and the bound for each circle of peers, rounded up."""
-    caveats = caveats_of_forecast(charge)
-    shown: list[Callable[[float], str]] = [at_most, lambda sum_kl: f"{estimated_auc(sum_kl):.3f}"]
+    odds = odds_of_forecast(charge)
+    shown: list[Callable[[float], str]] = [
+        at_most,
+        lambda sum_kl: f"{estimate_of(sum_kl, odds):.3f}",
+    ]
     written = [_in_words(charge, figure) for figure in shown]
     for peers in Covers:
         described = charge.high < math.inf or charge.certainty == "unknown"
         if described and charge.covers.includes(peers):
-            written.append(_in_words(charge, partial(_bound, caveats, peers)))
+            written.append(_in_words(charge, lambda sum_kl: auc_at_most(odds.auc_bound(sum_kl))))
         else:
             written.append("none")
     return written
@@ -123,7 +124,3 @@ def _in_words(charge: ChargeForecast, figure: Callable[[float], str]) -> str:
             return f"likely {figure(charge.low)} .. {figure(charge.high)}"
         case "unknown":
             return "not known before"
-
-
-def _bound(caveats: int, peers: Covers, sum_kl: float) -> str:
-    return auc_at_most(auc_bound(sum_kl, caveats, peers))

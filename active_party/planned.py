@@ -7,6 +7,7 @@ with the run's budget.
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,17 +16,17 @@ from torch import Tensor
 from splitveil.active_party.assembly import signals_of
 from splitveil.active_party.defenses.build_inputs import DefenseContext
 from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast
-from splitveil.active_party.defenses.interface import LeakCharge
 from splitveil.active_party.defenses.marvell import power_ratio_for
 from splitveil.active_party.defenses.multi_class_marvell import worst_pair_factor
 from splitveil.active_party.defenses.sum_kl import (
-    estimated_auc,
     sum_kl_for_estimated_auc,
     sum_kl_for_leak_auc,
 )
-from splitveil.active_party.ledger.bounds import auc_bound, caveats_of
+from splitveil.active_party.ledger.bounds import estimate_of, odds_of_entry
 from splitveil.active_party.ledger.label_signals import widest_circle
-from splitveil.active_party.ledger.limit import in_words, num_answers_within
+from splitveil.active_party.ledger.ledger import logged
+from splitveil.active_party.ledger.limit import num_answers_within
+from splitveil.active_party.ledger.odds import Odds
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_data import PartyData
@@ -76,12 +77,12 @@ class PlannedAnswers(NamedTuple):
         charge = self.charge
         if not charge.covers.includes(peers) or not math.isfinite(charge.high):
             return None
-        caveats = caveats_of_forecast(charge)
-        return self.figure(lambda sum_kl: auc_bound(sum_kl, caveats, peers))
+        return self.figure(odds_of_forecast(charge).auc_bound)
 
     def row(self) -> dict[str, Any]:
         """Return plain values, column -> value; None for what is unknown or not bounded."""
-        sum_kl, estimate = self.figure(float), self.figure(estimated_auc)
+        odds = odds_of_forecast(self.charge)
+        sum_kl, estimate = self.figure(float), self.figure(partial(estimate_of, odds=odds))
         figures = {"sum_kl": sum_kl, "estimated_leak_auc": estimate}
         figures |= {peers.column: self.bound(peers) for peers in Covers}
         return {
@@ -233,10 +234,11 @@ def _remarks(settings: ActiveSettings, forecast: Forecast) -> list[str]:
         remarks.append("All figures are of the pair of classes left furthest apart.")
     if forecast.charge.certainty == "unknown" or math.isfinite(forecast.charge.high):
         remarks.append(settings.defense.coverage().why)
-    earlier = 0.0
+    earlier, odds = 0.0, odds_of_forecast(forecast.charge)
+    together = odds
     if settings.earlier_ledgers:
         book = settings.earlier_answers()
-        earlier = book.most()
+        earlier, together = book.most(), book.odds().and_also(odds)
         remarks.append(
             f"What earlier_ledgers have told comes on top, sum_kl {at_most(earlier)} at most, "
             f"bounded for {book.covers().in_words}."
@@ -244,15 +246,14 @@ def _remarks(settings: ActiveSettings, forecast: Forecast) -> list[str]:
     if settings.run_budget is None:
         return [*remarks, "run_budget: none is set"]
     limit, epochs = settings.run_budget.limit, settings.contract.epochs
-    budget = limit.of(caveats_of_forecast(forecast.charge))
     # Repeated noise exceeds the budget either with its first answer or never.
     epochs_charged = epochs if forecast.configured == "fresh" else 1
     charge = forecast.charge
-    last = stop_epoch(charge.low, epochs_charged, budget)
-    first = stop_epoch(charge.high, epochs_charged, budget - earlier)
+    last = stop_epoch(charge.low, epochs_charged, limit.of(odds))
+    first = stop_epoch(charge.high, epochs_charged, limit.of(together) - earlier)
     return [
         *remarks,
-        f"run_budget, for {limit.peers.in_words}: {in_words(budget, caveats_of_forecast(charge))}: "
+        f"run_budget, for {limit.peers.in_words}: {limit.in_words(odds)}: "
         + _end_in_words(first, last, epochs, charge),
     ]
 
@@ -303,7 +304,6 @@ def _fresh_ratio(sum_kl: float, epochs: int, context: DefenseContext) -> float:
     return power_ratio_for(sum_kl, epochs, context.cut_dim, context.pos_fraction)
 
 
-def caveats_of_forecast(charge: ChargeForecast) -> int:
-    """Return what would not hold of a charge as high as forecast, as bits."""
-    of_high = LeakCharge(charge.high, covers=charge.covers, is_gaussian=charge.is_gaussian)
-    return caveats_of(of_high)
+def odds_of_forecast(charge: ChargeForecast) -> Odds:
+    """Return what would be known of a charge as high as forecast, besides its divergence."""
+    return odds_of_entry(logged(charge.as_charge()))

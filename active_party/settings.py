@@ -6,12 +6,13 @@ from typing import Annotated, Literal
 from pydantic import Field, Tag, model_validator
 
 from splitveil.active_party.defenses import DefenseContext, DefenseSettings
+from splitveil.active_party.defenses.loss_weights import WeightUses, refusal_of_weights
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.earlier_ledgers import SETTING, open_books
 from splitveil.active_party.ledger.label_signals import LabelUses, label_signals, objection_to
 from splitveil.active_party.ledger.limit import Limit
 from splitveil.active_party.serving_settings import ServingSettings
-from splitveil.common.data.settings import expand_path
+from splitveil.common.data.source_settings import expand_path
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.settings import ModelSettings
 from splitveil.common.party.party_settings import Address, PartySettings
@@ -316,6 +317,16 @@ class ActiveSettings(PartySettings):
         if self.allow_audits and not self.contract.audits_allowed:
             raise ValueError("allow_audits needs contract.audits_allowed")
         self._check_leak_gate()
+        refusal = refusal_of_weights(
+            self.defense,
+            WeightUses(
+                self.data.class_weights is not None,
+                self.data.weight_column is not None,
+                self.data.weights_are_label_free,
+            ),
+        )
+        if refusal is not None:
+            raise ValueError(f"defense: {refusal}")
         if self.data.classes is not None:
             refusal = self.defense.refusal(self.defense_context())
             if refusal is not None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from splitveil.library.auditing import Audit, audit
     from splitveil.library.example_ledger import Ledger
     from splitveil.library.planning import RunPlan, plan
+    from splitveil.library.predicting import predict
     from splitveil.library.recorded_run import Run
     from splitveil.library.runs import Runs
     from splitveil.library.schema import settings_schema
@@ -34,6 +35,7 @@ __all__ = [
     "audit",
     "defenses",
     "plan",
+    "predict",
     "settings_schema",
     "simulate",
 ]
@@ -49,6 +51,7 @@ _HOMES = {
     "RunPlan": "planning",
     "Runs": "runs",
     "plan": "planning",
+    "predict": "predicting",
     "settings_schema": "schema",
     "simulate": "simulating",
 }

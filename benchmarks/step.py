@@ -27,7 +27,7 @@ from benchmarks.environment import print_environment, spread
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.run.course import Batch
 from splitveil.common.wire.connection import PeerConnection
-from splitveil.deploy.certs import make_certificates
+from splitveil.deploy.authority import make_certificates
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.certificates import NAMES, use
 from tests.runs import (

@@ -1,74 +1,59 @@
-"""The command ``splitveil-certs``: makes a trial authority and a certificate for each party.
+"""The command ``splitveil-certs``: certificates for both parties, signed by an authority.
 
     splitveil-certs init DIR [--party NAME ...] [--name-of NAME=DNS_NAME ...] [--days N] [--keep]
+    splitveil-certs authority DIR
+    splitveil-certs request DIR --party NAME [--name DNS_NAME]
+    splitveil-certs sign DIR REQUEST --party NAME [--name DNS_NAME] [--fingerprint SHA256]
     splitveil-certs renew DIR --party NAME [--days N]
     splitveil-certs show FILE
 
-``DIR/<party>/`` holds everything that one party needs and nothing that belongs to another, so that
-the whole folder can be handed over. Parties that have their own certification authority do not need
-this command: the settings accept certificates from anywhere.
+``init`` makes everything at one place, for a trial. With ``request`` and ``sign``, each party makes
+its own key, which never leaves its machine. Parties that have their own certification authority do
+not need this command: the settings accept certificates from anywhere.
 """
 
 import argparse
 import logging
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from pydantic import TypeAdapter, ValidationError
 
-from splitveil.common.errors import SettingsError, SplitveilError, StorageError
-from splitveil.common.party.credentials import MAX_FILE_BYTES, SOON_DAYS, dns_names, subject_of
+from splitveil.common.errors import SettingsError, SplitveilError
+from splitveil.common.party.credentials import SOON_DAYS, dns_names, subject_of
 from splitveil.common.party.json_output import add_json, print_json
 from splitveil.common.run.contract import ACTIVE, DnsName, Name
-from splitveil.common.storage.run_folder import write_bytes_atomically
-from splitveil.common.text.files import read_bytes
 from splitveil.common.text.log_lines import configure_logging
 from splitveil.common.text.shell_completion import add_completion
 from splitveil.common.text.version import add_version
 from splitveil.common.text.visible_text import visible, visible_lines
+from splitveil.deploy.authority import (
+    AUTHORITY_DAYS,
+    PARTY_DAYS,
+    PartyFolder,
+    authority_folder,
+    days_left,
+    keep_certificates,
+    make_authority,
+    make_certificates,
+    read_certificate,
+    renew_certificate,
+)
+from splitveil.deploy.certificate_requests import (
+    fingerprint_of,
+    fingerprint_of_key,
+    kind_of_file,
+    make_request,
+    read_request,
+    sign_request,
+)
 
 logger = logging.getLogger("splitveil.deploy.certs")
-
-AUTHORITY_DAYS = 3650
-PARTY_DAYS = 90
-CLOCK_SKEW = timedelta(hours=1)
-"""Time by which the other machine's clock may be behind."""
-
-
-class PartyFolder(NamedTuple):
-    """The files of one party."""
-
-    folder: Path
-
-    @property
-    def certificate(self) -> Path:
-        """The party's certificate."""
-        return self.folder / "certificate.pem"
-
-    @property
-    def private_key(self) -> Path:
-        """The party's key."""
-        return self.folder / "private_key.pem"
-
-    @property
-    def authority(self) -> Path:
-        """The authority's certificate."""
-        return self.folder / "authority.pem"
-
-
-class Authority(NamedTuple):
-    """The certificate and key that sign the parties' certificates."""
-
-    certificate: x509.Certificate
-    private_key: ec.EllipticCurvePrivateKey
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,211 +72,6 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def make_certificates(folder: Path, names: dict[str, str], days: int = PARTY_DAYS) -> None:
-    """Make an authority and one certificate per party.
-
-    Args:
-        folder: folder in which a subfolder ``authority`` and one for each party are made.
-        names: DNS name of each party's certificate, by the party's name.
-        days: validity of the parties' certificates in days.
-
-    Raises:
-        SettingsError: one of the files exists.
-        StorageError: a file cannot be written.
-    """
-    existing = [path for path in _all_files(folder, names) if path.exists()]
-    if existing:
-        raise SettingsError(
-            f"{existing[0]} exists and will not be overwritten: use another folder, renew for a "
-            f"new certificate, or --keep to keep existing certificates"
-        )
-    authority = _new_authority()
-    own = _authority_folder(folder)
-    _write_private(own.private_key, _pem_of_key(authority.private_key))
-    _write_public(own.certificate, _pem_of(authority.certificate))
-    for party, name in names.items():
-        _issue(authority, PartyFolder(folder / party), name, days)
-
-
-def keep_certificates(folder: Path, names: dict[str, str], days: int = PARTY_DAYS) -> None:
-    """Make missing certificates; renew those that expire soon or carry another name.
-
-    Raises:
-        SettingsError: the authority's files exist and cannot be used.
-        StorageError: a file cannot be written.
-    """
-    if not _authority_folder(folder).certificate.exists():
-        make_certificates(folder, names, days)
-        return
-    for party, name in names.items():
-        own = PartyFolder(folder / party)
-        if not own.certificate.exists() or not _suffices(_read_certificate(own.certificate), name):
-            _issue(_read_authority(folder), own, name, days)
-
-
-def renew_certificate(folder: Path, party: str, days: int = PARTY_DAYS) -> None:
-    """Replace a party's certificate and key by new ones with the same name.
-
-    Between the two replacements, key and certificate do not match. A running party that reads them
-    at that moment keeps the old ones and reads the files again at the next connection.
-
-    Raises:
-        SettingsError: the party has no certificate, or there is no authority.
-        StorageError: a file cannot be written.
-    """
-    own = PartyFolder(folder / party)
-    names = dns_names(_read_certificate(own.certificate))
-    if not names:
-        raise SettingsError(f"{own.certificate}: has no DNS name for which it could be renewed")
-    _issue(_read_authority(folder), own, names[0], days)
-
-
-def _issue(authority: Authority, own: PartyFolder, name: str, days: int) -> None:
-    key = ec.generate_private_key(ec.SECP256R1())
-    certificate = _party_certificate(authority, key, name, days)
-    _write_private(own.private_key, _pem_of_key(key))
-    _write_public(own.certificate, _pem_of(certificate))
-    _write_public(own.authority, _pem_of(authority.certificate))
-    logger.info("%s: certificate for %s, %d days", own.folder, name, days)
-
-
-def _new_authority() -> Authority:
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "splitveil trial authority")])
-    key_id = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
-    certificate = (
-        _builder(key, name, name, AUTHORITY_DAYS)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_key_usage(signs_certificates=True), critical=True)
-        .add_extension(key_id, critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    return Authority(certificate, key)
-
-
-def _party_certificate(
-    authority: Authority, key: ec.EllipticCurvePrivateKey, name: str, days: int
-) -> x509.Certificate:
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
-    issuer = authority.certificate.subject
-    issuer_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(
-        authority.private_key.public_key()
-    )
-    # Both purposes: the active party serves in training, and the passive one in joint inference.
-    purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-    return (
-        _builder(key, subject, issuer, days)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_key_usage(signs_certificates=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
-        .add_extension(issuer_key, critical=False)
-        .sign(authority.private_key, hashes.SHA256())
-    )
-
-
-def _builder(
-    key: ec.EllipticCurvePrivateKey, subject: x509.Name, issuer: x509.Name, days: int
-) -> x509.CertificateBuilder:
-    now = datetime.now(UTC)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - CLOCK_SKEW)
-        .not_valid_after(now + timedelta(days=days))
-    )
-
-
-def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs_certificates,
-        key_cert_sign=signs_certificates,
-        crl_sign=signs_certificates,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
-
-
-def _authority_folder(folder: Path) -> PartyFolder:
-    return PartyFolder(folder / "authority")
-
-
-def _all_files(folder: Path, names: dict[str, str]) -> list[Path]:
-    folders = [_authority_folder(folder), *(PartyFolder(folder / party) for party in names)]
-    return [path for own in folders for path in (own.certificate, own.private_key)]
-
-
-def _read_certificate(path: Path) -> x509.Certificate:
-    try:
-        found = x509.load_pem_x509_certificate(read_bytes(path, MAX_FILE_BYTES))
-        dns_names(found)  # checks them, because the library parses lazily
-    except OSError as error:
-        raise SettingsError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise SettingsError(f"{path}: expected a certificate in PEM form") from error
-    return found
-
-
-def _read_authority(folder: Path) -> Authority:
-    own = _authority_folder(folder)
-    certificate = _read_certificate(own.certificate)
-    try:
-        key_pem = read_bytes(own.private_key, MAX_FILE_BYTES)
-        key = serialization.load_pem_private_key(key_pem, password=None)
-    except OSError as error:
-        raise SettingsError(
-            f"{own.private_key}: {error.strerror}: no certificate can be signed"
-        ) from error
-    except (ValueError, TypeError, UnsupportedAlgorithm):
-        key = None
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise SettingsError(f"{own.private_key}: expected the authority's key in PEM form")
-    return Authority(certificate, key)
-
-
-def _suffices(certificate: x509.Certificate, name: str) -> bool:
-    return _days_left(certificate) >= SOON_DAYS and name in dns_names(certificate)
-
-
-def _days_left(certificate: x509.Certificate) -> int:
-    return (certificate.not_valid_after_utc - datetime.now(UTC)).days
-
-
-def _pem_of(certificate: x509.Certificate) -> bytes:
-    return certificate.public_bytes(serialization.Encoding.PEM)
-
-
-def _pem_of_key(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
-    )
-
-
-def _write_private(path: Path, data: bytes) -> None:
-    _write(path, data, 0o600)
-
-
-def _write_public(path: Path, data: bytes) -> None:
-    _write(path, data, 0o644)
-
-
-def _write(path: Path, data: bytes, mode: int) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
-    write_bytes_atomically(path, data, mode)
-
-
 def _init(options: argparse.Namespace) -> None:
     parties = options.party or [ACTIVE, "passive"]
     for party in parties:
@@ -305,12 +85,60 @@ def _init(options: argparse.Namespace) -> None:
             )
         names[party] = _dns_name(party, name)
     (keep_certificates if options.keep else make_certificates)(options.folder, names, options.days)
+    _warn_of_key(options.folder)
+    _print_made(options, parties)
+
+
+def _warn_of_key(folder: Path) -> None:
     logger.warning(
         "anyone who has %s can impersonate any party: keep it offline, and give each party only "
         "its own folder",
-        _authority_folder(options.folder).private_key,
+        authority_folder(folder).private_key,
     )
-    _print_made(options, parties)
+
+
+def _authority(options: argparse.Namespace) -> None:
+    made = make_authority(options.folder)
+    _warn_of_key(options.folder)
+    written = str(authority_folder(options.folder).certificate)
+    _tell(options, {"written": written, "authority": fingerprint_of(made.certificate)})
+
+
+def _request(options: argparse.Namespace) -> None:
+    made = make_request(options.folder, options.party, _name_of(options))
+    own = PartyFolder(options.folder / options.party)
+    found = {
+        "private key": str(own.private_key),
+        "request": str(made.path),
+        "identity": made.name,
+        "public key": made.fingerprint,
+    }
+    _tell(
+        options,
+        found,
+        f"{'a new' if made.is_new_key else 'the same'} private key (mode 0600), which stays here; "
+        f"send the request to the authority, and read the public key's SHA-256 out over the phone",
+    )
+
+
+def _sign(options: argparse.Namespace) -> None:
+    own = PartyFolder(options.output or options.folder / options.party)
+    made = sign_request(
+        options.folder, options.request, own, _name_of(options), options.days, options.fingerprint
+    )
+    found = {
+        "identity": made.name,
+        "public key": made.fingerprint,
+        "authority": made.authority,
+        "certificate": str(made.own.certificate),
+    }
+    heard = "" if options.fingerprint else "compare both SHA-256 over the phone, then "
+    _tell(options, found, f"{heard}send {made.own.certificate} and {made.own.authority} back")
+
+
+def _name_of(options: argparse.Namespace) -> str:
+    _check_party(options.party)
+    return _dns_name(options.party, options.name or f"{options.party}.splitveil")
 
 
 def _check_party(party: str) -> None:
@@ -338,7 +166,7 @@ def _print_made(options: argparse.Namespace, parties: Sequence[str]) -> None:
     """Print what the parties' certificates say, where JSON is asked for."""
     if options.json:
         files = {party: PartyFolder(options.folder / party).certificate for party in parties}
-        print_json({party: described(_read_certificate(path)) for party, path in files.items()})
+        print_json({party: described(read_certificate(path)) for party, path in files.items()})
 
 
 def described(certificate: x509.Certificate) -> dict[str, Any]:
@@ -349,26 +177,53 @@ def described(certificate: x509.Certificate) -> dict[str, Any]:
         "issuer": certificate.issuer.rfc4514_string(),
         "valid_from": certificate.not_valid_before_utc.isoformat(),
         "valid_to": certificate.not_valid_after_utc.isoformat(),
-        "days_left": _days_left(certificate),
+        "days_left": days_left(certificate),
         "sha256": certificate.fingerprint(hashes.SHA256()).hex(),
+        "public_key": _key_of(certificate),
     }
 
 
 def _show(options: argparse.Namespace) -> None:
-    certificate = _read_certificate(options.file)
+    found = kind_of_file(options.file)
+    if found == "a certificate signing request":
+        request = read_request(options.file)
+        subject = request.subject.rfc4514_string()
+        _tell(options, {"subject": subject, "public key": _key_of(request)})
+        return
+    if found != "a certificate":
+        expected = "expected a certificate or a certificate signing request in PEM form"
+        raise SettingsError(f"{options.file}: {expected}, found {found}")
+    certificate = read_certificate(options.file)
     if options.json:
         print_json(described(certificate))
         return
-    lines = (
-        f"subject     {subject_of(certificate)}",
-        f"identities  {', '.join(dns_names(certificate)) or 'none'}",
-        f"issuer      {certificate.issuer.rfc4514_string()!a}",
-        f"valid from  {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC",
-        f"valid to    {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC",
-        f"days left   {_days_left(certificate)}",
-        f"SHA-256     {certificate.fingerprint(hashes.SHA256()).hex()}",
-    )
-    sys.stdout.write("\n".join(map(visible, lines)) + "\n")
+    lines = {
+        "subject": subject_of(certificate),
+        "identities": ", ".join(dns_names(certificate)) or "none",
+        "issuer": f"{certificate.issuer.rfc4514_string()!a}",
+        "valid from": f"{certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC",
+        "valid to": f"{certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC",
+        "days left": str(days_left(certificate)),
+        "SHA-256": fingerprint_of(certificate),
+        "public key": _key_of(certificate),
+    }
+    _tell(options, lines)
+
+
+def _key_of(found: x509.Certificate | x509.CertificateSigningRequest) -> str:
+    key = found.public_key()
+    if isinstance(key, ec.EllipticCurvePublicKey | rsa.RSAPublicKey):
+        return fingerprint_of_key(key)
+    return "of another kind than EC or RSA"
+
+
+def _tell(options: argparse.Namespace, found: dict[str, str], advice: str = "") -> None:
+    """Print what was found or made, and what to do next."""
+    if options.json:
+        print_json({name.replace(" ", "_"): value for name, value in found.items()})
+        return
+    for name, value in (found | ({"next": advice} if advice else {})).items():
+        sys.stdout.write(visible(f"{name:<11} {value}") + "\n")
 
 
 def _days(text: str) -> int:
@@ -385,7 +240,7 @@ def parser(program: str = "splitveil-certs") -> argparse.ArgumentParser:
         program: the words with which it is called.
     """
     certs = argparse.ArgumentParser(
-        prog=program, description="Make trial certificates, or show any certificate."
+        prog=program, description="Make keys, requests and certificates, or show any certificate."
     )
     add_version(certs)
     add_completion(certs)
@@ -408,18 +263,39 @@ def parser(program: str = "splitveil-certs") -> argparse.ArgumentParser:
         help=f"keep existing certificates; renew those that expire within {SOON_DAYS} days",
     )
     init.set_defaults(action=_init)
+    authority = commands.add_parser("authority", help="make an authority alone")
+    authority.add_argument("folder", type=Path, metavar="DIR", help="parent of its folder")
+    authority.set_defaults(action=_authority)
+    request = commands.add_parser("request", help="make a key, and a request for its certificate")
+    request.add_argument("folder", type=Path, metavar="DIR", help="parent of the party's folder")
+    request.set_defaults(action=_request)
+    sign = commands.add_parser("sign", help="sign a party's request")
+    sign.add_argument("folder", type=Path, metavar="DIR", help="parent of the authority's folder")
+    sign.add_argument("request", type=Path, metavar="REQUEST", help="the file that was sent")
+    sign.add_argument("--output", type=Path, metavar="DIR", help="default: DIR/NAME")
+    sign.add_argument(
+        "--fingerprint",
+        metavar="SHA256",
+        help="the public key's SHA-256 as the other side reads it out: sign no other key",
+    )
+    sign.set_defaults(action=_sign)
+    for command in (request, sign):
+        command.add_argument("--party", required=True, metavar="NAME", help="as in the contract")
+        command.add_argument(
+            "--name", metavar="DNS_NAME", help="as in its identities (default: NAME.splitveil)"
+        )
     renew = commands.add_parser("renew", help="replace a party's certificate and key")
     renew.add_argument("folder", type=Path, metavar="DIR", help="as given to init")
     renew.add_argument("--party", required=True, metavar="NAME")
     renew.set_defaults(action=_renew)
-    for command in (init, renew):
+    for command in (init, sign, renew):
         command.add_argument(
             "--days", type=_days, default=PARTY_DAYS, help=f"validity (default: {PARTY_DAYS})"
         )
-    show = commands.add_parser("show", help="print the content of a certificate")
+    show = commands.add_parser("show", help="print the content of a certificate or request")
     show.add_argument("file", type=Path, metavar="FILE")
     show.set_defaults(action=_show)
-    for command in (init, renew, show):
+    for command in (init, authority, request, sign, renew, show):
         add_json(command)
     return certs
 

@@ -26,13 +26,14 @@ from typing import Any, NamedTuple
 
 import yaml
 from rich.console import Console
+from rich.text import Text
 
 from splitveil.common.errors import EndedForGood, SettingsError
 from splitveil.common.run.contract import ACTIVE, NAME_CHARACTERS
 from splitveil.common.settings import apply_overrides, read_yaml
 from splitveil.common.text.shell_completion import add_completion
 from splitveil.common.text.version import add_version
-from splitveil.common.text.visible_text import cell, visible_lines
+from splitveil.common.text.visible_text import cell, visible, visible_lines
 from splitveil.common.text.wording import slug
 from splitveil.common.text.yaml_text import load_yaml
 from splitveil.deploy.comparison import comparison_table, read_results
@@ -195,15 +196,29 @@ def _run(example_dir: Path, defenses: list[str], overrides: list[str], runs_dir:
             return code
         results[title] = read_results(runs_dir / run.name)
     Console().print(comparison_table(name, results))
+    pages = [runs_dir / run.name / ACTIVE / "report.html" for run in plan.values()]
     if len(plan) > 1:
         folders = [str(runs_dir / run.name) for run in plan.values()]
-        _report("--output", str(runs_dir / f"{name}-comparison.html"), "--compare", *folders)
+        pages.append(runs_dir / f"{name}-comparison.html")
+        _report("--output", str(pages[-1]), "--compare", *folders)
+    _link(pages)
     return 0
+
+
+def _link(pages: Sequence[Path]) -> None:
+    """Say last where the reports are; a terminal that can opens them by a click."""
+    console = Console(soft_wrap=True, highlight=False)
+    for page in pages:
+        if page.exists():
+            shown = Text(visible(str(page)), style=f"link {page.resolve().as_uri()}")
+            console.print(Text("report  ").append_text(shown))
 
 
 def _report(*arguments: str) -> None:
     """Write a page with the active party's command; if that fails, the results are still there."""
-    command = [*PYTHON, "-m", "splitveil.active_party", "report", *arguments]
+    # On a terminal, the last lines of this command say where the pages are.
+    quiet = ["--quiet"] if Console().is_terminal else []
+    command = [*PYTHON, "-m", "splitveil.active_party", "report", *quiet, *arguments]
     if subprocess.run(command, check=False).returncode:
         sys.stderr.write("splitveil-local: a report could not be written\n")
 

@@ -6,12 +6,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO
 
+from rich.console import Console
+
 from splitveil.common.errors import PeerError
 from splitveil.common.party.interruption import stop_signals_to
+from splitveil.deploy.run_display import RunDisplay
 
 PEER_NOTICES_S = 5.0
 """Seconds that a party may continue after another has failed: enough to notice it and to save."""
@@ -35,8 +38,24 @@ def run_parties(commands: Mapping[str, Sequence[str]]) -> int:
         0, or the exit code of the first party that failed, where a party that knows the reason
         takes precedence over one that only noticed that its peer was gone.
     """
-    processes = {name: _start(name, command) for name, command in commands.items()}
-    readers = [_copy_output(name, process) for name, process in processes.items()]
+    console = Console()
+    if not console.is_terminal:
+        return _run_side_by_side(commands, _print_line)
+    with RunDisplay(list(commands), console) as display:
+        return _run_side_by_side(commands, display.show, display)
+
+
+def _run_side_by_side(
+    commands: Mapping[str, Sequence[str]],
+    show: Callable[[str, str], None],
+    display: RunDisplay | None = None,
+) -> int:
+    try:
+        processes = {name: _start(name, command, display) for name, command in commands.items()}
+    finally:
+        if display is not None:
+            display.close_writing()
+    readers = [_copy_output(name, process, show) for name, process in processes.items()]
     with _first_signal_forwarded(list(processes.values())) as signalled_at:
         exit_code = _wait(list(processes.values()), signalled_at)
     for reader in readers:
@@ -44,10 +63,12 @@ def run_parties(commands: Mapping[str, Sequence[str]]) -> int:
     return exit_code
 
 
-def _start(name: str, command: Sequence[str]) -> subprocess.Popen[str]:
+def _start(name: str, command: Sequence[str], display: RunDisplay | None) -> subprocess.Popen[str]:
+    own = {} if display is None else display.environment
     return subprocess.Popen(
         command,
-        env={**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": str(_columns(name))},
+        env={**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": str(_columns(name)), **own},
+        pass_fds=() if display is None else (display.descriptor,),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -70,18 +91,24 @@ def _prefix(name: str) -> str:
     return f"{name:<7} | "
 
 
-def _copy_output(name: str, process: subprocess.Popen[str]) -> threading.Thread:
-    reader = threading.Thread(target=_copy_lines, args=(_prefix(name), process.stdout), daemon=True)
+def _copy_output(
+    name: str, process: subprocess.Popen[str], show: Callable[[str, str], None]
+) -> threading.Thread:
+    reader = threading.Thread(target=_copy_lines, args=(name, process.stdout, show), daemon=True)
     reader.start()
     return reader
 
 
-def _copy_lines(prefix: str, lines: IO[str]) -> None:
+def _copy_lines(name: str, lines: IO[str], show: Callable[[str, str], None]) -> None:
     with lines:
         for line in lines:
-            # One write per line, so that the lines of the parties are not mixed.
-            sys.stdout.write(f"{prefix}{line.rstrip()}\n")
-            sys.stdout.flush()
+            show(name, line.rstrip())
+
+
+def _print_line(name: str, line: str) -> None:
+    # One write per line, so that the lines of the parties are not mixed.
+    sys.stdout.write(f"{_prefix(name)}{line}\n")
+    sys.stdout.flush()
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.settings import apply_overrides, read_yaml
-from splitveil.deploy.certs import PartyFolder, keep_certificates
+from splitveil.deploy.authority import PartyFolder, keep_certificates
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.common.data.settings import DataSettings, FileSource
+from splitveil.common.data.settings import DataSettings
+from splitveil.common.data.source_settings import FileSource
 from splitveil.common.errors import SettingsError
 from splitveil.common.run.contract import Contract
 from splitveil.common.settings import apply_overrides, read_yaml, validate

@@ -3,7 +3,7 @@
 import argparse
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -31,6 +31,8 @@ from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.summary import Summary
 from splitveil.common.record.summary_tables import print_summary
+from splitveil.common.status.endpoint import check_free, serving_status, status_checks
+from splitveil.common.status.run_status import RunStatus
 from splitveil.common.storage.ended_run import end_of, mark_as_ended
 from splitveil.common.storage.model_files import save_model
 from splitveil.common.storage.run_folder import open_run_folder
@@ -40,14 +42,17 @@ from splitveil.common.text.log_lines import configure_logging
 from splitveil.common.text.version import VERSION
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import check_security
+from splitveil.common.wire.noted_calls import AllNotes, Notes
 from splitveil.passive_party.assembly import TrainerBuilder, http_proxy
 from splitveil.passive_party.command import parser
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.inference.command import serve
 from splitveil.passive_party.opening import Aligner, Participant
+from splitveil.passive_party.probing import connection_checks
 from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
+from splitveil.passive_party.status_observer import StatusObserver, WatchedCalls
 
 logger = logging.getLogger("splitveil.passive_party")
 
@@ -79,6 +84,18 @@ def _run(parsed: argparse.Namespace) -> None:
     settings = command_line.load_settings(PassiveSettings, parsed, "passive")
     credentials = credential_files(settings, settings.party)
     _check_files_and_address(settings, credentials)
+    status = RunStatus(settings.party, settings.contract)
+    with serving_status(status, settings.status, interruption):
+        _train(parsed, settings, credentials, interruption, status)
+
+
+def _train(
+    parsed: argparse.Namespace,
+    settings: PassiveSettings,
+    credentials: CredentialFiles | None,
+    interruption: Interruption,
+    status: RunStatus,
+) -> None:
     device = command_line.prepare(settings)
     data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
     logger.info("%d rows read from %s", len(data.ids), data.table.source)
@@ -105,15 +122,22 @@ def _run(parsed: argparse.Namespace) -> None:
         run = PassiveRun(
             aligner,
             build_trainer,
-            recorder,
+            StatusObserver(recorder, status),
             store,
             recorder if settings.audits else None,
             interruption,
+            status.phases,
         )
         stopped: PeerEndedForGood | None = None
         try:
-            connection = _connection(settings, credentials, transcript)
-            with GrpcPeer(connection, settings.reconnect, interruption, settings.party) as peer:
+            notes = status if transcript is None else AllNotes(transcript, status)
+            connection = _connection(settings, credentials, notes)
+            watch = WatchedCalls(status)
+            with GrpcPeer(
+                connection, settings.reconnect, interruption, settings.party, watch
+            ) as peer:
+                status.enter_stage("waiting")
+                status.set_ready("waiting for the active party", ready=False)
                 run.run(peer)
         except PeerEndedForGood as error:
             stopped = error  # it ends with a summary, like any other run
@@ -157,6 +181,7 @@ def _check_files_and_address(
     security = check_security(credentials, settings.connect, "connect")
     logger.log(logging.WARNING if credentials is None else logging.INFO, "security: %s", security)
     http_proxy(settings)
+    check_free(settings.status)
     open_earlier_model(settings)
     try_custom_attacks(settings.adversary, settings.contract.cut_shape)
 
@@ -201,7 +226,8 @@ def _check(parsed: argparse.Namespace) -> None:
     def connection() -> str:
         credentials = credential_files(settings, settings.party)
         security = check_security(credentials, settings.connect, "connect")
-        return f"connect: {_peer_state(settings)}; security: {security}"
+        state = "probed below" if parsed.connect else _peer_state(settings)
+        return f"connect: {state}; security: {security}"
 
     def data_and_model() -> str:
         data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
@@ -223,6 +249,10 @@ def _check(parsed: argparse.Namespace) -> None:
         found = _evaluation_labels(settings)
         return f"evaluation labels: {'none' if found is None else found.table.source}"
 
+    def probes() -> Iterator[Callable[[], str]]:
+        link = _connection(settings, credential_files(settings, settings.party))
+        return connection_checks(settings, link, parsed.wait)
+
     adversary = settings.adversary
 
     def own_attacks() -> str:
@@ -233,11 +263,13 @@ def _check(parsed: argparse.Namespace) -> None:
         settings,
         [
             connection,
+            *status_checks(settings.status),
             lambda: f"device: {command_line.torch_device(settings.device)}",
             *([own_attacks] if adversary is not None and adversary.custom_attacks else []),
             data_and_model,
             labels,
         ],
+        probes if parsed.connect else None,
         as_json=parsed.json,
     )
 
@@ -260,10 +292,10 @@ def _peer(settings: PassiveSettings) -> GrpcPeer:
 def _connection(
     settings: PassiveSettings,
     credentials: CredentialFiles | None,
-    transcript: Transcript | None = None,
+    notes: Notes | None = None,
 ) -> PeerConnection:
     return PeerConnection(
-        settings.connect, settings.contract, credentials, transcript, http_proxy(settings)
+        settings.connect, settings.contract, credentials, notes, http_proxy(settings)
     )
 
 

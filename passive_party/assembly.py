@@ -9,7 +9,7 @@ from splitveil.common.models.factory import build_bottom_model
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.run.course import AlignedRows
-from splitveil.common.wire.http_proxy import HttpProxy, proxy_of_environment
+from splitveil.common.wire.http_proxy import HttpProxy, named_proxy, proxy_of_environment
 from splitveil.passive_party.amplified_steps import amplify_steps
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.layer_taps import LayerTap, named_layer
@@ -20,9 +20,17 @@ def http_proxy(settings: PassiveSettings) -> HttpProxy | None:
     """Return the proxy to connect through; None for a direct connection.
 
     Raises:
-        SettingsError: the environment names something that is not an HTTP proxy.
+        SettingsError: the settings or the environment name something that is not an HTTP proxy, or
+            its credentials cannot be used.
     """
-    return None if settings.proxy is None else proxy_of_environment(settings.connect)
+    match settings.proxy:
+        case None:
+            return None
+        case "environment":
+            return proxy_of_environment(settings.connect)
+        case url:
+            known = settings.proxy_credentials
+            return named_proxy(url, None if known is None else settings.base_dir / known)
 
 
 class TrainerBuilder:

@@ -29,7 +29,7 @@ from splitveil.common.wire.limits import (
     reader,
 )
 from splitveil.common.wire.message_stream import Interruption, MessageStream
-from splitveil.common.wire.retrying import Retrying
+from splitveil.common.wire.retrying import CallWatch, Retrying
 from splitveil.common.wire.status import error_from
 from splitveil.common.wire.tensor_codec import (
     TensorAssembler,
@@ -53,6 +53,7 @@ class GrpcPeer:
         reconnect: how long to keep trying, and how long one answer may take.
         interruption: returns the signal that asks this party to stop, once there is one.
         party: this party's name, which every call carries if the run has several passive parties.
+        watch: is told how each attempt to ask the active party ended.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class GrpcPeer:
         reconnect: ReconnectSettings,
         interruption: Interruption = lambda: None,
         party: str | None = None,
+        watch: CallWatch | None = None,
     ) -> None:
         self.connection = connection
         is_multi_party = len(connection.contract.passive_parties) > 1
@@ -68,7 +70,9 @@ class GrpcPeer:
         self._limits = TensorLimits.of(connection.contract)
         self._reconnect = reconnect
         self._interruption = interruption
-        self._retrying = Retrying(reconnect, interruption, connection.where, connection.renew)
+        self._retrying = Retrying(
+            reconnect, interruption, connection.where, connection.renew, watch
+        )
         self._train: MessageStream | None = None
         self._evaluate: MessageStream | None = None
         self._align: Any = None

@@ -65,7 +65,7 @@ class PassiveRecorder(RunRecorder):
         self._audit_refused = False
         self._audited: dict[str, dict[str, float]] = {}
 
-    def on_opened(self) -> None:
+    def on_opened(self, run_id: str) -> None:  # noqa: ARG002
         """Unmark a run that had ended for good: the active party has opened it again."""
         clear_mark(self._folder)
 

@@ -25,6 +25,7 @@ from splitveil.common.errors import (
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.inference import ModelIdentity
 from splitveil.common.run.messages import LeaveReason, Offer, Opening
+from splitveil.common.run.phases import Phase, Phases
 from splitveil.common.run.progress import (
     CheckpointStore,
     Progress,
@@ -58,6 +59,7 @@ class PassiveRun:
         store: keeps checkpoints; by default none, and then the run cannot be resumed.
         auditor: gives the scores for audits; by default there are no audits.
         interruption: returns the signal that asks this party to stop, once there is one.
+        phases: charges the time that the run takes.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class PassiveRun:
         store: CheckpointStore | None = None,
         auditor: Auditor | None = None,
         interruption: Callable[[], int | None] = lambda: None,
+        phases: Phases | None = None,
     ) -> None:
         self.aligner = aligner
         self.contract = aligner.participant.contract
@@ -79,6 +82,7 @@ class PassiveRun:
         self._build_trainer = build_trainer
         self._store = store or NoStore()
         self._interruption = interruption
+        self._phases = phases or Phases()
         self._nonce = b""
         self._training: Training | None = None
 
@@ -154,9 +158,10 @@ class PassiveRun:
         opening = self._handshake(peer)
         check_nonce(opening.nonce)
         self.run_id = opening.run_id
-        found = self.aligner.align(
-            peer, opening, self._nonce, self._on_alignment_progress, self._stop_if_interrupted
-        )
+        with self._phases(Phase.ALIGNMENT):
+            found = self.aligner.align(
+                peer, opening, self._nonce, self._on_alignment_progress, self._stop_if_interrupted
+            )
         seed = joint_seed(opening.nonce, *found.nonces)
         training, rows = self._prepare(found.rows, seed, has_survey=opening.survey)
         identity = RunIdentity(
@@ -172,8 +177,9 @@ class PassiveRun:
         return training
 
     def _handshake(self, peer: Peer, offer: Offer | None = None) -> Opening:
-        opening = self._me.handshake(peer, self._nonce, offer)
-        self.observer.on_opened()
+        with self._phases(Phase.WAIT):
+            opening = self._me.handshake(peer, self._nonce, offer)
+        self.observer.on_opened(opening.run_id)
         return opening
 
     def _prepare(
@@ -186,7 +192,9 @@ class PassiveRun:
         )
         trainer = self._build_trainer(rows)
         progress = Progress(self.contract, rows, self._store)
-        self._training = Training(self.run_id, rows, trainer, progress, self.observer, self.auditor)
+        self._training = Training(
+            self.run_id, rows, trainer, progress, self.observer, self.auditor, self._phases
+        )
         self.observer.on_aligned(rows, seed)
         return self._training, rows
 

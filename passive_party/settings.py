@@ -1,8 +1,9 @@
 """The passive party's settings."""
 
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.models.settings import ModelSettings
@@ -93,6 +94,10 @@ class AnswerSettings(Section):
     computed for every such request."""
 
 
+ProxyUrl = Annotated[str, StringConstraints(pattern=r"^http://[^/@\s]+:[0-9]{1,5}/?$")]
+"""Without user and password, which have a file of their own."""
+
+
 class PassiveSettings(PartySettings):
     """The private settings of the feature owner."""
 
@@ -102,10 +107,15 @@ class PassiveSettings(PartySettings):
     connect: Address = "127.0.0.1:50051"
     """Host and port of the active party."""
 
-    proxy: Literal["environment"] | None = None
-    """``environment``: connect through the HTTP proxy that ``grpc_proxy``, ``https_proxy`` or
-    ``http_proxy`` names, except to the hosts in ``no_grpc_proxy`` or ``no_proxy``. Only with mTLS.
-    By default these variables are ignored."""
+    proxy: Literal["environment"] | ProxyUrl | None = None
+    """The HTTP proxy to connect through with ``CONNECT``, as ``http://HOST:PORT``. With
+    ``environment``, it is the one that ``grpc_proxy``, ``https_proxy`` or ``http_proxy`` names,
+    except to the hosts in ``no_grpc_proxy`` or ``no_proxy``. Only with mTLS. By default these
+    variables are ignored, and the connection is direct."""
+
+    proxy_credentials: Path | None = None
+    """File with ``USER:PASSWORD`` for the proxy, mode 0600 or stricter, relative to this settings
+    file; needs ``proxy: http://HOST:PORT``. Not for ``environment``, whose variable has them."""
 
     bottom_model: ModelSettings
     """The half of the network below the cut layer."""
@@ -135,6 +145,12 @@ class PassiveSettings(PartySettings):
     def _shows_plain_text_to_no_proxy(self) -> "PassiveSettings":
         if self.proxy is not None and isinstance(self.security, Insecure):
             raise ValueError("proxy: needs security.mode mtls; plain text may not use a proxy")
+        return self
+
+    @model_validator(mode="after")
+    def _names_the_proxy_of_credentials(self) -> "PassiveSettings":
+        if self.proxy_credentials is not None and self.proxy in {None, "environment"}:
+            raise ValueError("proxy_credentials: needs proxy: http://HOST:PORT")
         return self
 
     @model_validator(mode="after")

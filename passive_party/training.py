@@ -15,6 +15,7 @@ from splitveil.common.errors import (
 )
 from splitveil.common.run.course import AlignedRows, Batch, batch_in_words
 from splitveil.common.run.messages import Activation, Answer, AuditQuestion, Course
+from splitveil.common.run.phases import Phase, Phases
 from splitveil.common.run.progress import Progress, State, refusing_other_versions
 from splitveil.common.run.sample_order import positions_digest
 from splitveil.passive_party.bottom_trainer import BottomTrainer
@@ -25,8 +26,8 @@ from splitveil.passive_party.peer import Peer
 class RunObserver(Protocol):
     """Receives the events of a run."""
 
-    def on_opened(self) -> None:
-        """The active party has opened the run, or resumes it."""
+    def on_opened(self, run_id: str) -> None:
+        """The active party has opened the run of this id, or resumes it."""
 
     def on_alignment_progress(self, done_ids: int, total_ids: int) -> None:
         """The alignment has processed a part of both parties' ids."""
@@ -98,6 +99,7 @@ class Training:
         progress: the progress through the course.
         observer: receives the steps and epochs.
         auditor: gives the scores for audits.
+        phases: charges the time that training takes.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class Training:
         progress: Progress,
         observer: RunObserver,
         auditor: Auditor,
+        phases: Phases,
     ) -> None:
         self.trainer = trainer
         self.progress = progress
@@ -115,6 +118,7 @@ class Training:
         self._rows = rows
         self._observer = observer
         self._auditor = auditor
+        self._phases = phases
         self._unobserved: _Step | None = None
 
     # ---- checkpoints ----
@@ -125,7 +129,8 @@ class Training:
         Raises:
             StorageError: it cannot be written.
         """
-        self.progress.save(self._state, soon=soon)
+        with self._phases(Phase.CHECKPOINT):
+            self.progress.save(self._state, soon=soon)
 
     def save_if_between_steps(self) -> None:
         """Save a checkpoint unless nothing has been done yet, or a step is under way.
@@ -190,14 +195,17 @@ class Training:
 
     def _train(self, peer: Peer, batch: Batch, features: Features) -> Features | None:
         """Train on a batch, and return the features of the batch after it."""
-        activation = self.trainer.forward(features)
+        with self._phases(Phase.FORWARD):
+            activation = self.trainer.forward(features)
         peer.send_activation(Activation(batch.identity(self._run_id), activation))
         # The peer computes now, so no party waits for this.
         self._report_step()
         following = self._features_of(self.progress.following)
-        answer = peer.receive_gradient()
+        with self._phases(Phase.WAIT):
+            answer = peer.receive_gradient()
         self._check(answer, batch)
-        layers = self.trainer.backward(answer.values)
+        with self._phases(Phase.BACKWARD):
+            layers = self.trainer.backward(answer.values)
         self.progress.advance()
         self._unobserved = _Step(batch, activation, answer.values, layers)
         return following
@@ -205,8 +213,10 @@ class Training:
     def _evaluate(self, peer: Peer, batch: Batch, features: Features) -> Features | None:
         """Let the active party evaluate a batch, and return the features of the batch after it."""
         self._report_step()
-        held_out = Activation(batch.identity(self._run_id), self.trainer.embed(features))
-        stops = peer.evaluate(held_out) is Course.STOP
+        with self._phases(Phase.EVALUATION):
+            held_out = Activation(batch.identity(self._run_id), self.trainer.embed(features))
+        with self._phases(Phase.WAIT):
+            stops = peer.evaluate(held_out) is Course.STOP
         if stops and not batch.closes_epoch:
             raise InvalidMessage("the peer ends the run in the middle of an epoch")
         self.progress.advance()
@@ -234,7 +244,8 @@ class Training:
         for scored in self._auditor.scores_to_audit(epoch):
             stop_if_interrupted()
             try:
-                leak_auc = peer.audit(self._question(epoch, scored))
+                with self._phases(Phase.AUDIT):
+                    leak_auc = peer.audit(self._question(epoch, scored))
             except PeerRestarted:
                 raise
             except PeerError as error:

@@ -35,6 +35,14 @@ class LeaveReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LEAVE_REASON_INTERRUPTED: _ClassVar[LeaveReason]
     LEAVE_REASON_ALIGNMENT_FAILED: _ClassVar[LeaveReason]
     LEAVE_REASON_FAILED: _ClassVar[LeaveReason]
+
+class IdForm(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ID_FORM_UNSPECIFIED: _ClassVar[IdForm]
+    ID_FORM_WHOLE: _ClassVar[IdForm]
+    ID_FORM_LEADING_ZEROS: _ClassVar[IdForm]
+    ID_FORM_DECIMAL_POINT: _ClassVar[IdForm]
+    ID_FORM_TEXT: _ClassVar[IdForm]
 DTYPE_UNSPECIFIED: DType
 DTYPE_FLOAT32: DType
 DTYPE_FLOAT16: DType
@@ -52,6 +60,11 @@ LEAVE_REASON_FINISHED: LeaveReason
 LEAVE_REASON_INTERRUPTED: LeaveReason
 LEAVE_REASON_ALIGNMENT_FAILED: LeaveReason
 LEAVE_REASON_FAILED: LeaveReason
+ID_FORM_UNSPECIFIED: IdForm
+ID_FORM_WHOLE: IdForm
+ID_FORM_LEADING_ZEROS: IdForm
+ID_FORM_DECIMAL_POINT: IdForm
+ID_FORM_TEXT: IdForm
 
 class HandshakeRequest(_message.Message):
     __slots__ = ("protocol_version", "party", "contract", "nonce_commitment", "resume_run_id", "resume_places")
@@ -232,6 +245,38 @@ class LeaveRequest(_message.Message):
 class LeaveReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class Introduction(_message.Message):
+    __slots__ = ("protocol_version", "version", "party", "contract", "clock_ms", "id_form")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PARTY_FIELD_NUMBER: _ClassVar[int]
+    CONTRACT_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_MS_FIELD_NUMBER: _ClassVar[int]
+    ID_FORM_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    version: str
+    party: str
+    contract: str
+    clock_ms: int
+    id_form: IdForm
+    def __init__(self, protocol_version: _Optional[int] = ..., version: _Optional[str] = ..., party: _Optional[str] = ..., contract: _Optional[str] = ..., clock_ms: _Optional[int] = ..., id_form: _Optional[_Union[IdForm, str]] = ...) -> None: ...
+
+class ProbeRequest(_message.Message):
+    __slots__ = ("introduction", "padding")
+    INTRODUCTION_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
+    introduction: Introduction
+    padding: bytes
+    def __init__(self, introduction: _Optional[_Union[Introduction, _Mapping]] = ..., padding: _Optional[bytes] = ...) -> None: ...
+
+class ProbeReply(_message.Message):
+    __slots__ = ("introduction", "padding")
+    INTRODUCTION_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
+    introduction: Introduction
+    padding: bytes
+    def __init__(self, introduction: _Optional[_Union[Introduction, _Mapping]] = ..., padding: _Optional[bytes] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ("protocol_version", "party", "contract")

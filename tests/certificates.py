@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from splitveil.common.party.credentials import CredentialFiles, Credentials
-from splitveil.deploy import certs
-from splitveil.deploy.certs import PartyFolder, keep_certificates, make_certificates
+from splitveil.deploy import authority as issuing
+from splitveil.deploy.authority import PartyFolder, keep_certificates, make_certificates
 
 NAMES = {"active": "active.splitveil", "passive": "passive.splitveil"}
 
@@ -42,7 +42,7 @@ def use(folder: Path, example: Path) -> None:
 def add_expired(folder: Path, party: str, name: str) -> None:
     """Add a party whose certificate expired yesterday."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(certs, "CLOCK_SKEW", timedelta(days=9))
+        patch.setattr(issuing, "CLOCK_SKEW", timedelta(days=9))
         keep_certificates(folder, {party: name}, days=-1)
 
 

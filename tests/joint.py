@@ -32,7 +32,7 @@ from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.course import Batch
 from splitveil.common.storage.model_files import save_model
 from splitveil.common.storage.trained_model import identity_metadata
-from splitveil.deploy.certs import PartyFolder, make_certificates
+from splitveil.deploy.authority import PartyFolder, make_certificates
 from splitveil.passive_party.inference.served_model import ServedModel
 from splitveil.passive_party.inference.server import InferenceServer
 from splitveil.passive_party.inference.service import InferenceService

@@ -45,6 +45,21 @@ def auc_of_epsilon(epsilon: float) -> float:
     return 0.5 + math.tanh(epsilon / 2) / 2
 
 
+def gaussian_of_epsilon(epsilon: float) -> float:
+    """Return the mu of the weakest Gaussian mechanism that tells no less than any e-label-DP one.
+
+    The trade-off curve of randomised response is a polygon whose corner lies where both errors are
+    1/(1 + exp e). The Gaussian curve with mu = -2 Phi^-1(1/(1 + exp e)) passes through that corner
+    and through the polygon's ends; it is convex, so that it lies below both sides. A smaller mu
+    would miss the corner.
+
+    Args:
+        epsilon: at least 0; infinite for none.
+    """
+    # 1/(1 + exp e) is about exp(-e), and 0 in double precision from 745 on.
+    return -2 * NormalDist().inv_cdf(1 / (1 + math.exp(epsilon))) if epsilon < 700 else math.inf
+
+
 def response_auc(epsilon: float, num_classes: int = 2) -> float:
     """Return the best AUC between two classes against randomised response over several.
 

@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
+from splitveil.active_party.defenses.interface import LeakCharge
 from splitveil.common.privacy.covers import Covers
 
 NoiseKind = Literal["fresh", "persistent"]
@@ -36,9 +37,25 @@ class ChargeForecast(NamedTuple):
     is_gaussian: bool = False
     """Whether the answers are a Gaussian mechanism, see ``LeakCharge``."""
 
+    epsilon: float | None = None
+    """Label differential privacy of repeated noise, see ``LeakCharge``."""
+
+    leak_auc: float | None = None
+    """AUC that no score of repeated noise passes, see ``LeakCharge``."""
+
     def times(self, answers: int) -> "ChargeForecast":
         """Return the sum over several answers with independent noise."""
-        return self._replace(low=self.low * answers, high=self.high * answers)
+        if answers == 1:
+            return self
+        whole = self._replace(low=self.low * answers, high=self.high * answers)
+        return whole._replace(epsilon=None, leak_auc=None)
+
+    def as_charge(self) -> LeakCharge:
+        """Return the highest charge that is forecast."""
+        noise = None if self.epsilon is None and self.leak_auc is None else "forecast"
+        return LeakCharge(
+            self.high, noise, self.epsilon, self.covers, self.is_gaussian, self.leak_auc
+        )
 
     @classmethod
     def exactly(
@@ -46,6 +63,12 @@ class ChargeForecast(NamedTuple):
     ) -> "ChargeForecast":
         """Return a charge that the settings determine."""
         return cls(sum_kl, sum_kl, "exact", covers, is_gaussian)
+
+    @classmethod
+    def of(cls, charge: LeakCharge) -> "ChargeForecast":
+        """Return a charge that the settings determine, with everything that is known of it."""
+        exact = cls.exactly(charge.sum_kl, charge.covers, is_gaussian=charge.is_gaussian)
+        return exact._replace(epsilon=charge.epsilon, leak_auc=charge.leak_auc)
 
     @property
     def is_promise(self) -> bool:

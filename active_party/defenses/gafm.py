@@ -214,6 +214,11 @@ class GafmDefense(SeededDefense):
             "cut of one number"
         )
 
+    @property
+    def takes_weights(self) -> bool:
+        """Whether the loss can have weights: it is not the cross entropy that they are made for."""
+        return False
+
     def coverage(self) -> Coverage:
         """Return the peers whom the charges describe: those of the defense behind, or the fewest.
 
@@ -253,7 +258,7 @@ class MixedGradientDefense(RememberingDefense):
         defended, report = self.behind.defend(batch)
         cut_dim = batch.gradients[0].numel()
         charge = self.behind.charge_covering(LabelMove(batch.label_move, cut_dim, report))
-        bound = leak_auc_bound(charge.sum_kl)
+        bound = leak_auc_bound(charge.sum_kl) if charge.leak_auc is None else charge.leak_auc
         return Defended(defended, replace(report, charge=charge, leak_auc_bound=bound))
 
     def targets(self, batch: LabelledRows, /) -> Tensor:

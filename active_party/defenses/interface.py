@@ -42,10 +42,22 @@ class LeakCharge:
     Phi(mu / sqrt 2), exactly (Dong, Roth and Su 2022); otherwise only a bound for any distributions
     is known."""
 
+    leak_auc: float | None = None
+    """AUC that no score of all answers of this identity together passes, where it is known, and
+    mostly smaller than what follows from ``sum_kl``. It bounds an account that is charged nothing
+    else. From ``epsilon`` it follows without being stated."""
+
     def __post_init__(self) -> None:
-        """Replace a divergence that is not a number by infinity, which exceeds every budget."""
+        """Replace a divergence that is not a number by infinity, which exceeds every budget.
+
+        An epsilon or AUC that cannot be one counts as unknown.
+        """
         if not self.sum_kl >= 0:
             object.__setattr__(self, "sum_kl", math.inf)
+        if self.epsilon is not None and not self.epsilon >= 0:
+            object.__setattr__(self, "epsilon", None)
+        if self.leak_auc is not None and not 0.5 <= self.leak_auc <= 1:
+            object.__setattr__(self, "leak_auc", None)
 
 
 @dataclass(frozen=True, slots=True)

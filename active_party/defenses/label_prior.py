@@ -130,15 +130,17 @@ class LabelsWithPrior(Defense):
         """Return the values unchanged. The labels' values are checked but not used."""
         as_classes(batch.labels, as_rows(batch.gradients), self._num_classes)
         sum_kl, epsilon = label_leak(self._mechanism, self._num_classes)
+        bound = leak_auc_of(self._mechanism, self._num_classes)
         report = DefenseReport(
             noise_power=0.0,  # the noise is in the labels: nothing is added to the gradient
             sum_kl_after=sum_kl,
-            leak_auc_bound=leak_auc_of(self._mechanism, self._num_classes),
+            leak_auc_bound=bound,
             charge=LeakCharge(
                 sum_kl,
                 noise_identity=f"noisy_label {self._mechanism!r} {self._identity.hex()}",
                 epsilon=epsilon,
                 covers=Covers.ANYBODY,
+                leak_auc=bound,
             ),
         )
         return Defended(DefendedGradient(batch.gradients.detach()), report)

@@ -145,13 +145,28 @@ class NoisyLabelDefense(SeededDefense):
         of_several = f" of {context.num_classes}" if context.num_classes > 2 else ""
         return f"noisy_label {strength_name(self.mechanism)}{of_several}"
 
+    def charge(self, num_classes: int, noise_identity: str | None = None) -> LeakCharge:
+        """Return the charge of an answer, which the mechanism determines.
+
+        Args:
+            num_classes: number of classes.
+            noise_identity: names the draw of the noisy labels.
+        """
+        leak = label_leak(self.mechanism, num_classes)
+        return LeakCharge(
+            leak.sum_kl,
+            noise_identity=noise_identity,
+            # A top model that knows the labels leaves no bound on the odds.
+            epsilon=leak.epsilon if self.top_labels == "noisy" else None,
+            covers=self.coverage().covers,
+            is_gaussian=self.is_gaussian,
+            # That of a Gaussian mechanism follows from its divergence.
+            leak_auc=None if self.is_gaussian else leak_auc_of(self.mechanism, num_classes),
+        )
+
     def forecast(self, context: DefenseContext) -> Forecast:
         """Return the charge, which the mechanism determines."""
-        charge = ChargeForecast.exactly(
-            label_leak(self.mechanism, context.num_classes).sum_kl,
-            self.coverage().covers,
-            is_gaussian=self.is_gaussian,
-        )
+        charge = ChargeForecast.of(self.charge(context.num_classes))
         honesty = (
             "Exact, whatever the gradients."
             if self.top_labels == "noisy"
@@ -239,18 +254,13 @@ class NoisyLabel(Defense):
         self._evidence = None
         if mechanism.posterior == "model" and noisy_labels is not None:
             self._evidence = evidence(mechanism, noisy_labels, num_classes)
-        leak, is_proved = label_leak(mechanism, num_classes), settings.top_labels == "noisy"
+        identity = f"noisy_label {strength_name(mechanism)} {key_name(key)}"
+        charge = settings.charge(num_classes, identity)
         self._report = DefenseReport(
             noise_power=0.0,  # the noise is in the labels: nothing is added to the gradient
-            sum_kl_after=leak.sum_kl,
+            sum_kl_after=charge.sum_kl,
             leak_auc_bound=leak_auc_of(mechanism, num_classes),
-            charge=LeakCharge(
-                leak.sum_kl,
-                noise_identity=f"noisy_label {strength_name(mechanism)} {key_name(key)}",
-                epsilon=leak.epsilon if is_proved else None,
-                covers=settings.coverage().covers,
-                is_gaussian=settings.is_gaussian,
-            ),
+            charge=charge,
         )
 
     def targets(self, batch: LabelledRows, /) -> Tensor:

@@ -44,6 +44,9 @@ class BatchLabels(NamedTuple):
     """The labels from which the gradient that leaves is computed: the true ones, or the targets
     with which a defense replaces them, (batch,)."""
 
+    weights: Tensor | None = None
+    """What each row counts in the loss, (batch,); None if all count 1."""
+
 
 @dataclass(frozen=True)
 class StepOutcome:

@@ -126,6 +126,11 @@ class DefenseSection(Section):
         """Whether the top model learns from ``Defense.targets``, and not from the true labels."""
         return True
 
+    @property
+    def takes_weights(self) -> bool:
+        """Whether the loss can have weights of rows and classes."""
+        return True
+
     @final
     def build(
         self,

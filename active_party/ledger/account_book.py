@@ -22,6 +22,7 @@ from torch import Tensor
 
 from splitveil.active_party.ledger.bounds import widest_covered
 from splitveil.active_party.ledger.ledger import LeakLedger
+from splitveil.active_party.ledger.odds import Odds
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.run.sample_order import Positions
 
@@ -67,6 +68,10 @@ class AccountBook:
     def most(self) -> float:
         """Return the largest divergence among all accounts, 0 if there are none."""
         return self.ledger.exposure(np.arange(len(self))).most if len(self) else 0.0
+
+    def odds(self) -> Odds:
+        """Return what is known of every account besides its divergence."""
+        return self.ledger.exposure(np.arange(len(self))).odds.worst()
 
     def covers(self) -> Covers:
         """Return the widest circle of peers that every account describes."""

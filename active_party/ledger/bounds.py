@@ -9,8 +9,10 @@ Two figures follow from the divergence K of all answers about an example:
 
 Where all answers together are one Gaussian mechanism, mu^2 = K, the estimate is exact, and so the
 bound is the same number: Phi(mu / sqrt 2) (Dong, Roth and Su 2022, "Gaussian differential privacy",
-theorem 3 and corollary 2). A bound holds for the peers whom every charge of the account describes,
-and for no others: for them it is 1.
+theorem 3 and corollary 2). For noisy labels of other kinds ``odds`` has bounds of their own, down
+to the exact AUC of a label that was drawn once; the smallest one counts, and caps the estimate. A
+bound holds for the peers whom every charge of the account describes, and for no others: for them it
+is 1.
 """
 
 import math
@@ -22,8 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 from splitveil.active_party.defenses.interface import LeakCharge
-from splitveil.active_party.defenses.sum_kl import estimated_auc, leak_auc_bound
+from splitveil.active_party.defenses.sum_kl import estimated_auc
+from splitveil.active_party.ledger.odds import ManyOdds, Odds, odds_of
 from splitveil.common.privacy.covers import Covers
+from splitveil.common.storage.answer_log import ChargedAnswer
 from splitveil.common.text.upper_bounds import auc_at_most
 
 Divergences = npt.NDArray[np.float64]
@@ -141,49 +145,59 @@ def widest_covered(caveats: int) -> Covers:
     return next(peers for peers in Covers if covers(caveats, peers))
 
 
-def auc_bound(sum_kl: float, caveats: int, peers: Covers) -> float:
+def odds_of_entry(entry: ChargedAnswer) -> Odds:
+    """Return what is known of a charge besides its divergence."""
+    is_gaussian = not entry.caveats & NOT_GAUSSIAN
+    return odds_of(entry.sum_kl, entry.epsilon, entry.leak_auc, is_gaussian=is_gaussian)
+
+
+def auc_bound(sum_kl: float, odds: Odds, caveats: int, peers: Covers) -> float:
     """Return the AUC that no score of some peers exceeds; 1 if the account says nothing of them."""
-    if not covers(caveats, peers):
-        return 1.0
-    return leak_auc_bound(sum_kl) if caveats & NOT_GAUSSIAN else estimated_auc(sum_kl)
+    return odds.auc_bound(sum_kl) if covers(caveats, peers) else 1.0
 
 
-def bounds_of(sums: Divergences, caveats: Caveats, epsilon: float) -> LeakBounds:
+def estimate_of(sum_kl: float, odds: Odds) -> float:
+    """Return the AUC of the best score under the Gaussian model, or what bounds every score."""
+    return min(estimated_auc(sum_kl), odds.auc_bound(sum_kl))
+
+
+def bounds_of(sums: Divergences, caveats: Caveats, odds: ManyOdds, epsilon: float) -> LeakBounds:
     """Return the bounds on what some examples' answers revealed.
 
     Args:
         sums: each example's divergence, (examples,), not empty.
         caveats: what does not hold of each, (examples,).
+        odds: what else is known of each.
         epsilon: label differential privacy of all answers together; infinite for none.
     """
-    kinds = np.flatnonzero(np.bincount(caveats)).tolist()
-    groups = [_Group.of(sums if len(kinds) == 1 else sums[caveats == kind], kind) for kind in kinds]
+    groups = list(_groups(sums, caveats, odds))
     sum_kl = _spread(sums)
     return LeakBounds(
         sum_kl,
-        _auc_spread(groups, sum_kl, lambda of_one, _: estimated_auc(of_one)),
+        _auc_spread(groups, sum_kl, lambda of_one, group: estimate_of(of_one, group.odds)),
         tuple(_bound_for(peers, groups, sum_kl) for peers in Covers),
         epsilon if math.isfinite(epsilon) else None,
     )
 
 
 class _Group(NamedTuple):
-    """The examples of which the same things do not hold."""
+    """The examples of which the same is known, and the same does not hold."""
 
     caveats: int
+    odds: Odds
     most: float
     """The largest divergence."""
     by_root: npt.NDArray[np.int64]
     """Number of examples in each cell of the square root of their divergence."""
 
     @classmethod
-    def of(cls, sums: Divergences, caveats: int) -> "_Group":
+    def of(cls, sums: Divergences, caveats: int, odds: Odds) -> "_Group":
         # Both AUCs are smooth in the root.
         most = float(sums.max())
         roots = np.minimum(sums, _SATURATED)
         np.sqrt(roots, out=roots)
         roots *= _CELLS_PER_UNIT
-        return cls(caveats, most, np.bincount(roots.astype(np.int32)))
+        return cls(caveats, odds, most, np.bincount(roots.astype(np.int32)))
 
     def cells(self) -> Iterator[tuple[float, int]]:
         """Yield an upper bound on the divergence in each cell, and the number of examples."""
@@ -191,8 +205,20 @@ class _Group(NamedTuple):
             yield min(((cell + 1) / _CELLS_PER_UNIT) ** 2, self.most), int(self.by_root[cell])
 
 
+def _groups(sums: Divergences, caveats: Caveats, odds: ManyOdds) -> Iterator[_Group]:
+    kinds = odds.kinds * (UNKNOWN + 1) + caveats
+    present = np.flatnonzero(np.bincount(kinds)).tolist()
+    for kind in present:
+        of_kind = sums if len(present) == 1 else sums[kinds == kind]
+        yield _Group.of(of_kind, kind % (UNKNOWN + 1), odds.table[kind // (UNKNOWN + 1)])
+
+
 def _bound_for(peers: Covers, groups: list[_Group], sum_kl: Spread) -> PeerBound:
-    spread = _auc_spread(groups, sum_kl, lambda of_one, kind: auc_bound(of_one, kind, peers))
+    spread = _auc_spread(
+        groups,
+        sum_kl,
+        lambda of_one, group: auc_bound(of_one, group.odds, group.caveats, peers),
+    )
     exact = all(
         covers(group.caveats, peers) and not group.caveats & NOT_GAUSSIAN for group in groups
     )
@@ -200,17 +226,17 @@ def _bound_for(peers: Covers, groups: list[_Group], sum_kl: Spread) -> PeerBound
     return PeerBound(spread, mu if exact and math.isfinite(mu) else None)
 
 
-def _auc_spread(groups: list[_Group], sum_kl: Spread, auc: Callable[[float, int], float]) -> Spread:
+def _auc_spread(
+    groups: list[_Group], sum_kl: Spread, auc: Callable[[float, _Group], float]
+) -> Spread:
     """Return the spread of an AUC that rises with the divergence; its mean is rounded up."""
-    cells = [
-        (auc(sum_kl, group.caveats), count) for group in groups for sum_kl, count in group.cells()
-    ]
+    cells = [(auc(sum_kl, group), count) for group in groups for sum_kl, count in group.cells()]
     cells.sort()
     aucs, counts = np.array([one for one, _ in cells]), np.array([count for _, count in cells])
-    largest = max(auc(group.most, group.caveats) for group in groups)
+    largest = max(auc(group.most, group) for group in groups)
     mean = min(float(np.average(aucs, weights=counts)), largest)
     if len(groups) == 1:  # then the quantile of the AUCs is the AUC of the quantile
-        return Spread(largest, auc(sum_kl.q95, groups[0].caveats), mean)
+        return Spread(largest, auc(sum_kl.q95, groups[0]), mean)
     rank = math.ceil(0.95 * (int(counts.sum()) - 1))
     q95 = float(aucs[np.searchsorted(np.cumsum(counts), rank, side="right")])
     return Spread(largest, min(q95, largest), mean)

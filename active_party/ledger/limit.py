@@ -1,7 +1,8 @@
 """The limit to what a run may reveal, and for which peers it has to hold.
 
-A limit in divergences is the same for every account. A limit in AUCs allows a Gaussian mechanism a
-larger divergence than an account of unknown distributions, because its bound is exact.
+A limit in divergences is the same for every account. A limit in AUCs allows an account the larger
+a divergence, the more is known of it: its exact figure where all its charges are a Gaussian
+mechanism, and any divergence where another bound (``odds``) is within the limit.
 """
 
 import math
@@ -9,14 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from splitveil.active_party.defenses.exact_auc import auc_of_epsilon
 from splitveil.active_party.defenses.sum_kl import (
-    estimated_auc,
-    leak_auc_bound,
     sum_kl_for_estimated_auc,
     sum_kl_for_leak_auc,
 )
-from splitveil.active_party.ledger.bounds import NOT_GAUSSIAN, widest_covered
+from splitveil.active_party.ledger.bounds import widest_covered
 from splitveil.active_party.ledger.ledger import Exposure
+from splitveil.active_party.ledger.odds import Odds
 from splitveil.common.privacy.covers import Covers, narrowest
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
 
@@ -27,13 +28,15 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class Limit:
-    """Divergences that no account may exceed, and the peers whom all charges have to describe."""
+    """What no account may exceed, and the peers whom all charges have to describe."""
 
     max_sum_kl: float
-    """For accounts of any distributions."""
+    """Divergence allowed to accounts of any distributions."""
     max_gaussian_sum_kl: float
-    """For accounts of Gaussian mechanisms."""
+    """Divergence allowed to accounts of Gaussian mechanisms."""
     peers: Covers = Covers.ANYBODY
+    max_leak_auc: float | None = None
+    """AUC up to which accounts may have any divergence; None for a limit to the divergence."""
 
     @classmethod
     def of_sum_kl(cls, sum_kl: float, peers: Covers = Covers.ANYBODY) -> "Limit":
@@ -43,17 +46,20 @@ class Limit:
     @classmethod
     def of_leak_auc(cls, leak_auc: float, peers: Covers = Covers.ANYBODY) -> "Limit":
         """Return the limit to an AUC, above 0.5 and below 1."""
-        return cls(sum_kl_for_leak_auc(leak_auc), sum_kl_for_estimated_auc(leak_auc), peers)
+        general, gaussian = sum_kl_for_leak_auc(leak_auc), sum_kl_for_estimated_auc(leak_auc)
+        return cls(general, gaussian, peers, leak_auc)
 
-    def of(self, caveats: int) -> float:
-        """Return the divergence allowed to an account with these caveats."""
-        return self.max_sum_kl if caveats & NOT_GAUSSIAN else self.max_gaussian_sum_kl
+    def of(self, odds: Odds) -> float:
+        """Return the divergence allowed to an account of which this is known."""
+        if self.max_leak_auc is None:
+            return self.max_sum_kl
+        known = min(odds.leak_auc, auc_of_epsilon(odds.epsilon))
+        if known - 0.5 <= (self.max_leak_auc - 0.5) * (1 + ROUNDING):
+            return math.inf
+        return max(self.max_sum_kl, self.max_gaussian_sum_kl - odds.excess)
 
     def objection(self, reached: Exposure) -> str | None:
         """Say by how much some accounts would exceed the limit; None if they are within it."""
-        allowed = np.where(
-            reached.caveats & NOT_GAUSSIAN, self.max_sum_kl, self.max_gaussian_sum_kl
-        )
         described = [widest_covered(kind) for kind in np.unique(reached.caveats).tolist()]
         narrow = narrowest(*described)
         if not narrow.includes(self.peers):
@@ -61,21 +67,29 @@ class Limit:
                 f"would leave an example without a bound for {self.peers.in_words}: what was told "
                 f"about it is bounded for {narrow.in_words}"
             )
+        allowed = np.array([self.of(odds) for odds in reached.odds.table])[reached.odds.kinds]
         excess = reached.sum_kl / allowed
         worst = int(excess.argmax())
         if excess[worst] <= 1 + ROUNDING:
             return None
-        kind = int(reached.caveats[worst])
+        odds = reached.odds.table[reached.odds.kinds[worst]]
         return (
-            f"would take an example to {in_words(float(reached.sum_kl[worst]), kind)} for "
-            f"{self.peers.in_words}; the budget is {in_words(self.of(kind), kind)}"
+            f"would take an example to {in_words(float(reached.sum_kl[worst]), odds)} for "
+            f"{self.peers.in_words}; the budget is {self.in_words(odds)}"
         )
 
+    def in_words(self, odds: Odds) -> str:
+        """Describe what is allowed to an account of which this is known."""
+        allowed = self.of(odds)
+        if self.max_leak_auc is None:
+            return in_words(allowed, odds._replace(leak_auc=1.0, epsilon=math.inf))
+        leak_auc = f"a leak AUC of at most {auc_at_most(self.max_leak_auc)}"
+        return f"sum_kl {at_most(allowed)}, {leak_auc}" if math.isfinite(allowed) else leak_auc
 
-def in_words(sum_kl: float, caveats: int) -> str:
+
+def in_words(sum_kl: float, odds: Odds) -> str:
     """Describe a divergence, and the leak AUC that it allows the peers whom it describes."""
-    exact = not caveats & NOT_GAUSSIAN
-    leak_auc = estimated_auc(sum_kl) if exact else leak_auc_bound(sum_kl)
+    leak_auc = odds.auc_bound(sum_kl)
     return f"sum_kl {at_most(sum_kl)}, a leak AUC of at most {auc_at_most(leak_auc)}"
 
 

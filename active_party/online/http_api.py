@@ -28,7 +28,7 @@ ID_BODY_BYTES = 8192
 _Scope = MutableMapping[str, Any]
 _Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 _Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-_Value = StrictInt | StrictFloat | StrictStr | None
+_Value = StrictInt | StrictFloat | StrictStr | list[StrictStr] | None
 
 
 class PredictRequest(BaseModel):

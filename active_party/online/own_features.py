@@ -13,6 +13,12 @@ from splitveil.common.data.table import table_of
 from splitveil.common.data.table_files import settings_for
 from splitveil.common.errors import DataError
 
+_KINDS = {
+    frozenset({str}): pa.string(),
+    frozenset({list}): pa.list_(pa.string()),
+    frozenset({int}): pa.int64(),
+}
+
 
 class GivenFeatures:
     """Turns columns of values into features.
@@ -28,7 +34,11 @@ class GivenFeatures:
         self._settings = settings_for(settings, settings.source, encoder).model_copy(
             update={"id_column": None}
         )
-        self.columns = () if encoder is None else _columns_of(encoder)
+        chosen = self._settings.features
+        self.columns: tuple[str, ...] = ()
+        if encoder is not None and chosen is not None:
+            kinds = (chosen.numeric, chosen.categorical, chosen.timestamps, chosen.lists)
+            self.columns = tuple(name for columns in kinds for name in columns)
         """The names of all columns that a request has to give."""
 
     def of_rows(self, rows: Sequence[Mapping[str, Any]]) -> Features:
@@ -75,19 +85,11 @@ class _GivenRows:
         return {name: self._cells[name] for name in names}
 
 
-def _columns_of(encoder: FeatureEncoder) -> tuple[str, ...]:
-    return (
-        *(column.name for column in encoder.numeric),
-        *(column.name for column in encoder.categorical),
-    )
-
-
 def _cells(name: str, values: Sequence[Any]) -> Any:
     kinds = {type(value) for value in values} - {type(None)}
-    if not kinds <= {int, float} and kinds != {str}:
-        raise Unusable(f"features: column {name!r}: expected numbers, or texts")
+    if not kinds <= {int, float} and kinds not in ({str}, {list}):
+        raise Unusable(f"features: column {name!r}: expected numbers, texts, or lists of texts")
     try:
-        kind = pa.string() if kinds == {str} else pa.int64() if kinds == {int} else pa.float64()
-        return pa.chunked_array([pa.array(values, kind)])
+        return pa.chunked_array([pa.array(values, _KINDS.get(frozenset(kinds), pa.float64()))])
     except (pa.ArrowException, OverflowError) as error:
         raise Unusable(f"features: column {name!r}: a number is too large") from error

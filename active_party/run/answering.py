@@ -25,6 +25,7 @@ from splitveil.common.errors import OtherAnswer, OutOfStep
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows, Batch, batch_in_words, run_course
 from splitveil.common.run.messages import Activation, Answer, AuditQuestion, Course
+from splitveil.common.run.phases import Phase
 from splitveil.common.run.progress import Progress, State
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.storage.answer_log import FIRST_RELEASE_NUMBER, ChargedAnswer
@@ -105,6 +106,8 @@ class Answering:
         releases: Releases,
     ) -> None:
         self.contract, self.rows, self.progress, self.trainer, self.budget = setup
+        self.phases = self.trainer.phases
+        """Charges the time of this party's work."""
         self.questions = questions
         self._run_id = run_id
         self._parties = parties
@@ -285,13 +288,14 @@ class Answering:
         Raises:
             ProtocolError: as for ``AuditDesk.answer``.
         """
-        return asking.audits.answer(
-            question,
-            self.training_positions,
-            self.trainer.labels_of,
-            self.questions.note,
-            self.trainer.num_classes,
-        )
+        with self.phases(Phase.AUDIT):
+            return asking.audits.answer(
+                question,
+                self.training_positions,
+                self.trainer.labels_of,
+                self.questions.note,
+                self.trainer.num_classes,
+            )
 
     @property
     def audits_answered(self) -> int:

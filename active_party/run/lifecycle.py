@@ -25,6 +25,7 @@ from splitveil.common.errors import (
 )
 from splitveil.common.run.course import Batch
 from splitveil.common.run.messages import AuditQuestion
+from splitveil.common.run.phases import Phase
 from splitveil.common.run.progress import (
     CheckpointStore,
     RunIdentity,
@@ -242,11 +243,11 @@ class Lifecycle:
             StorageError: it cannot be written.
         """
         answering = self.answering
+        with answering.phases(Phase.CHECKPOINT):
+            answering.progress.save(self._state, soon=soon)
 
-        def state() -> State:
-            return answering.state_dict() | {"observer": self.observer.state_dict()}
-
-        answering.progress.save(state, soon=soon)
+    def _state(self) -> State:
+        return self.answering.state_dict() | {"observer": self.observer.state_dict()}
 
     # ---- steps ----
 
@@ -260,7 +261,8 @@ class Lifecycle:
             SplitveilError: the answer must not leave, and the run has ended.
         """
         try:
-            replies = self.answering.answer(batch)
+            with self.answering.phases(Phase.ANSWER):
+                replies = self.answering.answer(batch)
         except (BudgetExhausted, OtherAnswer, StorageError) as error:
             if isinstance(error, BudgetExhausted):
                 self._report_ledger(batch.epoch)
@@ -279,7 +281,8 @@ class Lifecycle:
             StorageError: the questions cannot be logged, or the finished run cannot be saved.
         """
         answering = self.answering
-        evaluation, replies = answering.evaluate(batch)
+        with answering.phases(Phase.EVALUATION):
+            evaluation, replies = answering.evaluate(batch)
         self.rendezvous.note_progress()
         with answering.changing():
             if evaluation is not None:

@@ -8,7 +8,6 @@ import grpc
 
 from splitveil.active_party.serving.service import ActiveService
 from splitveil.common.party.credentials import CredentialFiles
-from splitveil.common.party.transcript import Transcript
 from splitveil.common.run.contract import Contract
 from splitveil.common.wire.endpoint import SERVICE, add_port, server_options
 from splitveil.common.wire.error_interceptor import ErrorInterceptor
@@ -23,7 +22,8 @@ from splitveil.common.wire.limits import (
     believed,
     reader,
 )
-from splitveil.common.wire.noted_calls import NotingServer
+from splitveil.common.wire.noted_calls import Notes, NotingServer
+from splitveil.common.wire.probe_desk import ProbeDesk
 from splitveil.common.wire.tls import PartyInterceptor
 from splitveil.protos import split_learning_pb2 as pb
 
@@ -33,7 +33,8 @@ def start_server(
     contract: Contract,
     address: str,
     credentials: CredentialFiles | None = None,
-    transcript: Transcript | None = None,
+    transcript: Notes | None = None,
+    desk: ProbeDesk | None = None,
 ) -> grpc.Server:
     """Serve at an address, together with the standard health service.
 
@@ -42,7 +43,8 @@ def start_server(
         contract: gives the limits, and lists the parties that may call.
         address: host and port.
         credentials: this party's; without them it serves plain text, on loopback only.
-        transcript: records every message that crosses, if there is one.
+        transcript: takes note of every message that crosses, if there is one.
+        desk: answers probes of the connection; by default one that knows nothing of the ids.
 
     Raises:
         SettingsError: the address is taken, does not belong to this machine, or needs credentials.
@@ -66,6 +68,7 @@ def start_server(
     )
     handlers = method_handlers(service, contract)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    (desk or ProbeDesk(contract)).add_to(server)
     add_health(server, SERVICE)
     add_port(server, address, credentials)
     server.start()

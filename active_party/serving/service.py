@@ -36,7 +36,12 @@ from splitveil.common.errors import (
     ProtocolError,
     SplitveilError,
 )
+from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.messages import Activation
+from splitveil.common.run.phases import Phase
+from splitveil.common.status.presence import Presence
+from splitveil.common.status.run_status import RunStatus
+from splitveil.common.text.log_lines import log_fields
 from splitveil.common.wire.audit_codec import decode_question
 from splitveil.common.wire.enums import leave_reason_from_wire
 from splitveil.common.wire.evaluation_codec import encode_course
@@ -58,8 +63,11 @@ _POLL_S = 0.2
 class _Caller:
     """The state that all calls of one passive party share."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, presence: Presence) -> None:
         self.name = name
+        self._presence = presence
+        self._counting = threading.Lock()
+        self._open_streams = 0
         self.heard_at = time.monotonic()
         self.aligning = threading.Lock()
         self.exchange_of_ids: StreamChannel | None = None
@@ -68,8 +76,31 @@ class _Caller:
         self.evaluate_slots = StreamSlots()
 
     def hear(self) -> None:
-        """Note that a message has arrived, or that this party is ready for one."""
+        """Restart the clock of this party's silence."""
         self.heard_at = time.monotonic()
+
+    def arrive(self) -> None:
+        """Note that a message has arrived."""
+        self.hear()
+        self._presence.heard(self.name)
+
+    def opened_stream(self, context: grpc.ServicerContext, is_over: Callable[[], bool]) -> None:
+        """Note that a stream of tensors is open; if the last one ends too early, the peer is lost.
+
+        A killed peer's stream may look as if it had been closed.
+        """
+
+        def ended() -> None:
+            with self._counting:
+                self._open_streams -= 1
+                is_last = self._open_streams == 0
+            if is_last and not is_over():
+                self._presence.lost(self.name)
+
+        with self._counting:
+            self._open_streams += 1
+        if not context.add_callback(ended):
+            ended()
 
 
 class ActiveService:
@@ -80,6 +111,7 @@ class ActiveService:
         engine: this side of the alignment.
         deadline_s: how long a peer may be silent within the alignment.
         tried: counts the ids that each peer tries; by default as long as this process lives.
+        status: what operators see of the run; by default nobody does.
     """
 
     def __init__(
@@ -88,6 +120,7 @@ class ActiveService:
         engine: AlignmentEngine,
         deadline_s: float,
         tried: TriedIds | None = None,
+        status: RunStatus | None = None,
     ) -> None:
         self.refused: Counter[str] = Counter()
         """Number of refused messages by kind of error."""
@@ -95,10 +128,13 @@ class ActiveService:
         self._session = session
         self._engine = engine
         self.tried = tried or TriedIds(session.contract.alignment.max_set_size)
+        self._status = status or RunStatus(ACTIVE, session.contract)
         self._deadline_s = deadline_s
         self._limits = TensorLimits.of(session.contract)
         self._told_of_end = threading.Semaphore(0)
-        self._callers = {name: _Caller(name) for name in session.contract.passive_parties}
+        self._callers = {
+            name: _Caller(name, self._status.peers) for name in session.contract.passive_parties
+        }
 
     def silent_s(self, party: str) -> float:
         """Return the seconds since a passive party's last message."""
@@ -130,11 +166,18 @@ class ActiveService:
         if self._is_multi_party and greeting.party != caller.name:
             raise InvalidMessage("a handshake that names another party than its call")
         opening = self._session.handshake(*greeting, context.is_active)
+        caller.arrive()
+        self._status.name_run(opening.run_id)
         if caller.exchange_of_ids is not None:
             # The peer has given the exchange up, although the end of its stream may never arrive.
             caller.exchange_of_ids.close()
         caller.align_slots.clear()  # the peer may never read what it was sent, either
-        logger.info("handshake done: run %s with party %s", opening.run_id, greeting.party)
+        logger.info(
+            "handshake done: run %s with party %s",
+            opening.run_id,
+            greeting.party,
+            extra=log_fields(peer=greeting.party),
+        )
         return encode_opening(opening)
 
     def align(
@@ -168,7 +211,10 @@ class ActiveService:
             lambda _: self._heard(caller, requests), deadline_s=self._deadline_s
         )
         caller.exchange_of_ids = channel
-        with ThreadPoolExecutor(1, thread_name_prefix="align") as executor:
+        with (
+            self._status.phases(Phase.ALIGNMENT),
+            ThreadPoolExecutor(1, thread_name_prefix="align") as executor,
+        ):
             ready = executor.submit(self._align_over, channel, caller.name)
             try:
                 yield from channel.outgoing
@@ -178,6 +224,12 @@ class ActiveService:
 
     def _align_over(self, channel: StreamChannel, party: str) -> None:
         session, run_id = self._session, self._session.run_id
+
+        def progress(done_ids: int, total_ids: int) -> None:
+            # An interrupted session says so now, and not only after all ids.
+            session.require_aligning(run_id, party)
+            self._status.note_alignment(done_ids, total_ids)
+
         try:
             alignment = align(
                 self._engine,
@@ -185,8 +237,7 @@ class ActiveService:
                 channel,
                 nonce=session.nonce,
                 run_id=run_id,
-                # An interrupted session says so now, and not only after all ids.
-                progress=lambda _done_ids, _total_ids: session.require_aligning(run_id, party),
+                progress=progress,
                 agree=agreeing(session, party) if self._is_multi_party else None,
                 splits=session.file_splits,
                 counting=partial(self.tried.counted, party),
@@ -203,6 +254,7 @@ class ActiveService:
     def train(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Answer activations with defended gradients; learn from each after its answer has left."""
         caller = self._caller(context)
+        caller.opened_stream(context, lambda: self._session.over)
         with caller.train_slots.enter(context):
             for activation in self._activations(caller, requests):
                 answer = self._session.exchange(activation, caller.name, context.is_active)
@@ -215,6 +267,7 @@ class ActiveService:
     ) -> Iterator[pb.EvaluateReply]:
         """Score the activations of held-out rows."""
         caller = self._caller(context)
+        caller.opened_stream(context, lambda: self._session.over)
         with caller.evaluate_slots.enter(context):
             for activation in self._activations(caller, requests):
                 course = self._session.evaluate(activation, caller.name, context.is_active)
@@ -253,7 +306,8 @@ class ActiveService:
         if isinstance(error, (ProtocolError, ContractMismatch)):
             kind = type(error).__name__
             self.refused[kind] += 1
-            _warn(f"refused a message: {error}", self.refused[kind])
+            self._status.note_refused(error)
+            _warn(f"refused a message: {error}", self.refused[kind], kind)
         elif isinstance(error, SplitveilError):
             self._session.end(error)
         else:
@@ -297,7 +351,7 @@ class ActiveService:
                         self._broken_streams,
                     )
                 return
-            caller.hear()
+            caller.arrive()
             yield believed(message)
 
 
@@ -315,9 +369,10 @@ def agreeing(session: ActiveSession, party: str) -> Agree:
     return agree
 
 
-def _warn(text: str, count: int) -> None:
+def _warn(text: str, count: int, reason: str = "PeerUnreachable") -> None:
     """Log an event that has occurred ``count`` times: the first few, and then every doubling."""
+    fields = log_fields(reason=reason, count=count)
     if count <= REFUSALS_LOGGED:
-        logger.warning("%s", text)
+        logger.warning("%s", text, extra=fields)
     elif count & (count - 1) == 0:
-        logger.warning("%s (%d times so far)", text, count)
+        logger.warning("%s (%d times so far)", text, count, extra=fields)

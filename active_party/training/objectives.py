@@ -5,7 +5,11 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from splitveil.active_party.defenses.objective import BatchLabels, StepOutcome, TopModel, descend
-from splitveil.active_party.training.predictions import cross_entropy_of, probabilities_of
+from splitveil.active_party.training.predictions import (
+    LossWeights,
+    probabilities_of,
+    weighted_cross_entropy,
+)
 from splitveil.common.data.features import Features
 from splitveil.common.run.progress import State
 
@@ -17,13 +21,21 @@ class CrossEntropy:
         top: the top model.
         learns_targets: whether the model learns from the targets of a defense that replaces labels,
             from which the gradient is computed, or from the true labels.
+        class_weights: what each class counts in the loss, (classes,); None if all count 1.
     """
 
-    def __init__(self, top: TopModel, *, learns_targets: bool = True) -> None:
+    def __init__(
+        self,
+        top: TopModel,
+        *,
+        learns_targets: bool = True,
+        class_weights: Tensor | None = None,
+    ) -> None:
         self.model: nn.Module = top.model
         self._optimizer = top.optimizer
         self._schedule = LambdaLR(top.optimizer, top.schedule)
         self._learns_targets = learns_targets
+        self._class_weights = class_weights
 
     def compute(self, activation: Tensor, own: Features | None, labels: BatchLabels) -> StepOutcome:
         """Compute the gradient at the cut layer, and nothing else.
@@ -31,10 +43,11 @@ class CrossEntropy:
         The model's own gradients follow in ``learn``, so that the peer need not wait for them.
         """
         logits = self.model(activation, own)
-        loss = cross_entropy_of(logits, labels.targets)
+        weights = LossWeights(labels.weights, self._class_weights)
+        loss = weighted_cross_entropy(logits, labels.targets, weights)
         (raw,) = torch.autograd.grad(loss, activation, retain_graph=True)
         if not self._learns_targets:
-            loss = cross_entropy_of(logits, labels.true)
+            loss = weighted_cross_entropy(logits, labels.true, weights)
         return StepOutcome(raw, probabilities_of(logits.detach()), loss, logits=logits)
 
     def learn(self, outcome: StepOutcome, /) -> None:

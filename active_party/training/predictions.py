@@ -12,10 +12,56 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch.nn.functional import (
+    binary_cross_entropy_with_logits,
+    cross_entropy,
+    log_softmax,
+    one_hot,
+    softplus,
+)
 
 from splitveil.active_party.training.calibration import adaptive_calibration_error
 from splitveil.common.privacy.leakage import auc, has_both_classes
+
+
+class LossWeights(NamedTuple):
+    """What rows and classes count in a loss; None if all count 1."""
+
+    of_rows: Tensor | None = None
+    """(rows,), positive, a mean of 1 over the training rows."""
+
+    of_classes: Tensor | None = None
+    """(classes,), positive; of label 0 and label 1 if there are two."""
+
+
+def weighted_cross_entropy(logits: Tensor, labels: Tensor, weights: LossWeights) -> Tensor:
+    """Return the cross entropy with weights, summed and divided by the number of rows.
+
+    A row's loss depends on no label or weight of another row: dividing by the sum of the batch's
+    weights would let one row's label move all gradients of the batch.
+
+    Args:
+        logits: as for ``cross_entropy_of``.
+        labels: as for ``cross_entropy_of``. The weights of classes multiply the loss of each label
+            by its share of the row's, so that a target counts by what it says and not by the label
+            that it stands for.
+        weights: of these rows, and of the classes.
+    """
+    if weights.of_rows is None and weights.of_classes is None:
+        return cross_entropy_of(logits, labels)
+    losses = _losses(logits, labels, weights.of_classes)
+    return (losses if weights.of_rows is None else weights.of_rows * losses).mean()
+
+
+def _losses(logits: Tensor, labels: Tensor, of_classes: Tensor | None) -> Tensor:
+    """Return the cross entropy of each row, (rows,)."""
+    if logits.ndim == 1:
+        low, high = (1.0, 1.0) if of_classes is None else of_classes
+        return high * labels * softplus(-logits) + low * (1 - labels) * softplus(logits)
+    shares = one_hot(labels.long(), logits.shape[1]) if labels.ndim == 1 else labels
+    if of_classes is not None:
+        shares = shares * of_classes
+    return -(shares * log_softmax(logits, dim=1)).sum(dim=1)
 
 
 class ClassFigures(NamedTuple):

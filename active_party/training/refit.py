@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from splitveil.active_party.defenses.objective import descend
 from splitveil.active_party.training.cut_memory import CutMemory
-from splitveil.active_party.training.predictions import cross_entropy_of
+from splitveil.active_party.training.predictions import LossWeights, weighted_cross_entropy
 from splitveil.common.data.features import Features
 from splitveil.common.models.blocks import predict_in_blocks
 
@@ -38,6 +38,9 @@ class KnownRows(NamedTuple):
 
     labels: Tensor
     """True labels, (aligned,) float32."""
+
+    weights: LossWeights = LossWeights()
+    """Of all aligned rows, and of the classes."""
 
 
 class Fitting(NamedTuple):
@@ -72,7 +75,7 @@ def refit_top(model: nn.Module, known: KnownRows, training: Tensor, fitting: Fit
             candidate.train()
             order = fitted[torch.randperm(len(fitted), generator=generator)]
             for rows in torch.split(order, fitting.batch_size):
-                loss = cross_entropy_of(_logits(candidate, known, rows), _labels(known, rows))
+                loss = _loss_of(_logits(candidate, known, rows), known, rows)
                 descend(loss, candidate.parameters(), optimizer)
             loss_now = _loss(candidate, known, held_out)
             if loss_now < best_loss:
@@ -94,7 +97,16 @@ def predict_logits(model: nn.Module, known: KnownRows, rows: Tensor) -> Tensor:
 
 
 def _loss(model: nn.Module, known: KnownRows, rows: Tensor) -> float:
-    return float(cross_entropy_of(predict_logits(model, known, rows), _labels(known, rows).cpu()))
+    logits = predict_logits(model, known, rows).to(known.labels.device)
+    return float(_loss_of(logits, known, rows))
+
+
+def _loss_of(logits: Tensor, known: KnownRows, rows: Tensor) -> Tensor:
+    of_rows = known.weights.of_rows
+    if of_rows is not None:
+        of_rows = of_rows[rows.to(of_rows.device)]
+    weights = known.weights._replace(of_rows=of_rows)
+    return weighted_cross_entropy(logits, _labels(known, rows), weights)
 
 
 def _logits(model: nn.Module, known: KnownRows, rows: Tensor) -> Tensor:

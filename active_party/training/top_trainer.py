@@ -20,6 +20,7 @@ from splitveil.active_party.training.alone import OwnRows
 from splitveil.active_party.training.cut_memory import CutMemory
 from splitveil.active_party.training.label_free_facts import LabelFreeFacts
 from splitveil.active_party.training.predictions import (
+    LossWeights,
     PredictionFigures,
     auc_of_shares,
     measure_predictions,
@@ -29,6 +30,7 @@ from splitveil.common.data.features import Features
 from splitveil.common.errors import SplitveilError
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.random_state import random_state, set_random_state
+from splitveil.common.run.phases import Phase, Phases
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
 
@@ -50,6 +52,9 @@ class TrainingRows(NamedTuple):
 
     digest: str = ""
     """Distinguishes these data from other data when the run is resumed later."""
+
+    weights: LossWeights = LossWeights()
+    """What the aligned rows and the classes count in the loss."""
 
     training: Tensor | None = None
     """Positions of the training rows, (training rows,) int64, ascending, if the activations of all
@@ -96,6 +101,7 @@ class TopTrainer:
         rows: this party's data about the aligned rows.
         device: the device of the model.
         answer_keys: gives the defense the keys of fresh noise; None if it does not draw any.
+        phases: charges the time that its computations take.
         tells_slopes: whether results hold slopes, which cost a pass through the model's graph for
             each logit.
     """
@@ -107,15 +113,18 @@ class TopTrainer:
         rows: TrainingRows,
         device: torch.device,
         answer_keys: AnswerKeys | None = None,
+        phases: Phases | None = None,
         *,
         tells_slopes: bool = False,
     ) -> None:
         self.data_digest = rows.digest
         self.num_classes = rows.num_classes
         self.defense = defense
+        self.phases = phases or Phases()
         self._objective = objective
         self._features = None if rows.features is None else rows.features.to(device)
         self._labels = rows.labels.to(device, torch.float32)
+        self._weights = rows.weights
         self._device = device
         self._example_keys = rows.example_keys
         self._answer_keys = answer_keys
@@ -161,7 +170,8 @@ class TopTrainer:
             self.model, self.memory, self._features, self._training, self._device
         )
         try:
-            return self.defense.pending_release(epoch, facts)
+            with self.phases(Phase.DEFENSE):
+                return self.defense.pending_release(epoch, facts)
         except ValueError as error:
             raise SplitveilError(f"the defense cannot begin a stage: {error}") from error
 
@@ -194,8 +204,10 @@ class TopTrainer:
         )
         self.model.train()
         own = self._own(rows)
-        outcome = self._objective.compute(cut, own, BatchLabels(rows, labels, targets))
-        slopes = _slopes(outcome.logits, cut) if self._tells_slopes else None
+        weights = None if self._weights.of_rows is None else self._weights.of_rows[rows]
+        with self.phases(Phase.FORWARD):
+            outcome = self._objective.compute(cut, own, BatchLabels(rows, labels, targets, weights))
+            slopes = _slopes(outcome.logits, cut, weights) if self._tells_slopes else None
         defended, report = self._defend(outcome, labels, positions, slopes)
         self._unlearned = outcome
         return StepResult(
@@ -212,7 +224,8 @@ class TopTrainer:
 
     def _targets(self, batch: LabelledRows) -> Tensor:
         try:
-            return self.defense.targets(batch)
+            with self.phases(Phase.DEFENSE):
+                return self.defense.targets(batch)
         except ValueError as error:
             raise SplitveilError(f"the defense has no targets to train on: {error}") from error
 
@@ -229,7 +242,8 @@ class TopTrainer:
             slopes if outcome.probabilities.ndim == 1 else None,
         )
         try:
-            return self.defense.defend(batch)
+            with self.phases(Phase.DEFENSE):
+                return self.defense.defend(batch)
         except ValueError as error:
             raise SplitveilError(f"a gradient cannot be defended: {error}") from error
 
@@ -237,7 +251,8 @@ class TopTrainer:
         """Let the top model learn from the last step, if it has not done so yet."""
         if self._unlearned is None:
             return
-        self._objective.learn(self._unlearned)
+        with self.phases(Phase.BACKWARD):
+            self._objective.learn(self._unlearned)
         self._unlearned = None  # only now: half-learned weights must not count as a state
 
     def refitted(self, fitting: Fitting) -> nn.Module | None:
@@ -279,7 +294,7 @@ class TopTrainer:
         return auc_of_shares(logits, targets.cpu())
 
     def _known(self, memory: CutMemory) -> KnownRows:
-        return KnownRows(memory, self._features, self._labels)
+        return KnownRows(memory, self._features, self._labels, self._weights)
 
     def predict(self, positions: Positions, activation: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits and labels of some rows, on the CPU, without learning.
@@ -331,15 +346,16 @@ class TopTrainer:
         return None if self._features is None else self._features.rows(rows)
 
 
-def _slopes(logits: Tensor | None, cut: Tensor) -> Tensor | None:
-    """Return each logit's slope in each row's activation, over the number of rows.
+def _slopes(logits: Tensor | None, cut: Tensor, weights: Tensor | None) -> Tensor | None:
+    """Return each logit's slope in each row's activation, times the row's share of the loss.
 
     The loss is a mean over the batch, so that the gradient of a row is its residuals times these.
     """
     if logits is None:
         return None
+    shares = logits.new_ones(len(logits)) if weights is None else weights
     if logits.ndim == 1:
-        (slopes,) = torch.autograd.grad(logits.sum(), cut, retain_graph=True)
+        (slopes,) = torch.autograd.grad(logits, cut, shares, retain_graph=True)
         return slopes / len(cut)
-    of_classes = [torch.autograd.grad(one.sum(), cut, retain_graph=True)[0] for one in logits.T]
+    of_classes = [torch.autograd.grad(one, cut, shares, retain_graph=True)[0] for one in logits.T]
     return torch.stack(of_classes, dim=1) / len(cut)

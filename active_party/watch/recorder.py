@@ -1,6 +1,7 @@
 """Records a run at the active party: metrics, progress, their state in checkpoints, summary."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from splitveil.common.record.lines import (
     AuditLine,
     EvaluationLine,
     LedgerLine,
+    Line,
     TrainingLine,
 )
 from splitveil.common.record.run_record import write_ledger_ahead
@@ -42,7 +44,9 @@ from splitveil.common.record.summary import (
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.messages import AuditQuestion
 from splitveil.common.run.progress import State
+from splitveil.common.text.log_lines import log_fields
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
+from splitveil.common.text.wording import in_short
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +54,23 @@ logger = logging.getLogger(__name__)
 class ActiveRecorder(RunRecorder):
     """Observes a session. Its numbers are about batches and epochs, never about one example.
 
+    Args:
+        settings: settings of the active party.
+        folder: the run's folder.
+        on_line: called with each line of the metrics once it is written.
+
     Raises:
         SettingsError: a user-defined attack cannot be used.
     """
 
-    def __init__(self, settings: ActiveSettings, folder: Path) -> None:
+    def __init__(
+        self,
+        settings: ActiveSettings,
+        folder: Path,
+        on_line: Callable[[Line], None] | None = None,
+    ) -> None:
         try_custom_attacks(settings.leak_monitor, settings.contract.aggregate_shape)
-        super().__init__(folder)
+        super().__init__(folder, on_line)
         self._settings = settings
         self._watch = LeakWatch(settings, self._metrics)
         self._counter = GradientCounter(settings, self._metrics)
@@ -102,21 +116,32 @@ class ActiveRecorder(RunRecorder):
             self._progress.advance(loss=loss, **self._shown_leak())
 
     def on_epoch(self, epoch: int) -> None:
-        """Note that an epoch is over, its evaluations included."""
+        """Note that an epoch is over, its evaluations included, and log its figures."""
         self._watch.end_epoch(epoch)
+        held_out = [self._evaluations.get(split) for split in ("validation", "test")]
+        judged = next((one for one in held_out if one is not None and one.epoch == epoch), None)
+        logger.info(
+            "epoch %d/%d: loss %s%s%s",
+            epoch + 1,
+            self._settings.contract.epochs,
+            in_short(self._train_loss, 3),
+            "" if judged is None else f", {judged.split} AUC {judged.auc:.4f}",
+            self._ledger_in_short(),
+        )
 
     def on_ledger(self, epoch: int, bounds: LeakBounds) -> None:
         """Note the bounds on what the run may have revealed so far."""
         self._bounds = bounds
         self._metrics.write(LedgerLine(epoch, ledger_figures(bounds)))
         bounds = bounds.or_more(self._ahead)
-        logger.info(
+        logger.debug(
             "epoch %d: leak ledger: sum_kl %s, leak AUC estimated %.3f, %s (largest of all "
             "examples)",
             epoch + 1,
             at_most(bounds.sum_kl.max),
             bounds.estimate.max,
             bounds.in_words(),
+            extra=log_fields(epoch=epoch + 1, sum_kl_max=bounds.sum_kl.max),
         )
 
     def on_answers_ahead(self, bounds: LeakBounds) -> None:
@@ -240,6 +265,12 @@ class ActiveRecorder(RunRecorder):
         )
         counts = RunCounts(self.aligned_rows, epochs, self._steps, speed)
         return Summary(counts=counts, active=active, leak=self._leak_figures(told))
+
+    def _ledger_in_short(self) -> str:
+        """Return the ledger's bound for anybody in short; empty where it has none."""
+        told = self._ahead if self._bounds is None else self._bounds.or_more(self._ahead)
+        bound = None if told is None else told.guarantee.max
+        return "" if bound is None or bound >= 1 else f", bound {auc_at_most(bound)}"
 
     def _leak_figures(self, told: LeakBounds | None) -> LeakFigures | None:
         leak = self._watch.figures()

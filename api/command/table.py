@@ -28,6 +28,11 @@ SUB_COMMANDS = (
         "splitveil.deploy.demo",
     ),
     SubCommand(
+        "init",
+        "look at a party's table, and write commented settings that fit it",
+        "splitveil.deploy.init.command",
+    ),
+    SubCommand(
         "active",
         "the label owner's commands, as active-party: run, check, plan, report, ...",
         "splitveil.active_party.command",

@@ -1,15 +1,13 @@
 """Audits the gradients of any trainer: what a peer that receives them can read of the labels."""
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,17 +15,17 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.accumulation import SOURCES
 from splitveil.common.privacy.attacks import ATTACKS, CUT, Attack, Knowledge, SideInformation
 from splitveil.common.privacy.audit import LeakAudit
-from splitveil.common.privacy.beyond_features import BeyondFeatures, Covariates
+from splitveil.common.privacy.beyond_features import BeyondFeatures
 from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
 from splitveil.common.privacy.gradient_rows import Gradients
 from splitveil.common.privacy.label_classes import LabelClasses
 from splitveil.common.privacy.leakage import leak_auc_interval
-from splitveil.common.privacy.observation import Observation
 from splitveil.common.privacy.observational_audit import EpsilonBound
 from splitveil.common.privacy.run_level import RunLevelLeak
 from splitveil.common.privacy.scoring import BatchScorer
 from splitveil.common.privacy.settings import BUILT_IN_NAMES, suggested
 from splitveil.common.text.visible_text import visible
+from splitveil.library.audited_rows import AuditedRows
 from splitveil.library.frames import Row, as_html, frame
 
 Part = Literal["batches", "run", "adjusted"]
@@ -184,7 +182,7 @@ def audit(
         ValueError: shapes do not fit, a value is not finite, or a label is not a class.
         SettingsError: there is no such attack, or it needs something that is missing.
     """
-    given = _Rows.of(gradients, labels, batches, examples, activations)
+    given = AuditedRows.of(gradients, labels, batches, examples, activations)
     classes = _classes(given.labels)
     own = {name: Attack(partial(_scored, score), frozenset()) for name, score in custom.items()}
     known = _known(given, has_examples=examples is not None)
@@ -222,117 +220,6 @@ def audit(
     )
 
 
-class _Rows(NamedTuple):
-    """The rows in the order in which they were sent."""
-
-    gradients: Tensor
-    labels: Tensor
-    starts: npt.NDArray[np.int64]
-    """First row of each batch, and the number of rows."""
-    positions: npt.NDArray[np.int64]
-    """Which example each row is about, from 0."""
-    activations: Tensor | None
-
-    @classmethod
-    def of(cls, gradients: Any, labels: Any, batches: Any, examples: Any, activations: Any) -> Any:
-        """Check the arrays' shapes and values."""
-        of_labels = _tensor(labels, "labels").reshape(-1)
-        rows = len(of_labels)
-        if not rows:
-            raise ValueError("labels: expected at least one row")
-        sent = _of_rows(gradients, "gradients", rows)
-        own = None if activations is None else _of_rows(activations, "activations", rows)
-        starts = _starts(batches, rows)
-        positions = np.arange(rows)
-        if examples is not None:
-            named = np.asarray(examples).reshape(-1)
-            if len(named) != rows:
-                raise ValueError(f"examples: expected {rows}, got {len(named)}")
-            positions = np.unique(named, return_inverse=True)[1].astype(np.int64)
-        for start, end in itertools.pairwise(starts):
-            if len(np.unique(positions[start:end])) < end - start:
-                raise ValueError("examples: expected each at most once in a batch; see batches")
-        return cls(sent, of_labels, starts, positions, own)
-
-    @property
-    def num_examples(self) -> int:
-        return int(self.positions.max()) + 1
-
-    def observations(self) -> Iterator[Observation]:
-        """Yield the batches; a batch with an example that was seen before begins an epoch."""
-        epoch, seen = 0, np.zeros(self.num_examples, dtype=bool)
-        first = 0
-        for number, (start, end) in enumerate(itertools.pairwise(self.starts)):
-            rows = slice(int(start), int(end))
-            positions = self.positions[rows]
-            if seen[positions].any():
-                epoch, first = epoch + 1, number
-                seen[:] = False
-            seen[positions] = True
-            yield Observation(
-                epoch,
-                number - first,
-                {CUT: self.gradients[rows]},
-                self.labels[rows],
-                positions=torch.from_numpy(positions),
-                activations=None if self.activations is None else self.activations[rows],
-                references_are_clean=False,  # they are among the gradients that were sent
-            )
-
-    def covariates(self, covariates: Any, predictions: Any) -> Covariates:
-        """Return what is known of each example, from the last row about it."""
-        last = np.zeros(self.num_examples, dtype=np.int64)
-        last[self.positions] = np.arange(len(self.positions))
-        rows = len(self.positions)
-
-        def values(given: Any, name: str) -> npt.NDArray[np.float32]:
-            if given is None:
-                return np.zeros((len(last), 0), dtype=np.float32)
-            found = _of_rows(given, name, rows).reshape(rows, -1).numpy()[last]
-            return found.astype(np.float32)
-
-        return Covariates(
-            np.arange(len(last)),
-            values(covariates, "covariates"),
-            values(predictions, "predictions"),
-            np.zeros((len(last), 0), dtype=np.float32),
-            self.labels.numpy()[last].astype(np.int64),
-        )
-
-
-def _tensor(values: Any, name: str) -> Tensor:
-    tensor = values.detach().cpu() if isinstance(values, Tensor) else None
-    if tensor is None:
-        array = np.asarray(values)
-        if array.dtype.kind not in "biuf":
-            raise ValueError(f"{name}: expected numbers, got {array.dtype}")
-        tensor = torch.from_numpy(np.array(array))
-    if not bool(torch.isfinite(tensor).all()):
-        raise ValueError(f"{name}: expected finite numbers")
-    return tensor
-
-
-def _of_rows(values: Any, name: str, rows: int) -> Tensor:
-    tensor = _tensor(values, name)
-    if not tensor.ndim or len(tensor) != rows:
-        raise ValueError(f"{name}: expected {rows} rows, got shape {tuple(tensor.shape)}")
-    tensor = tensor if tensor.is_floating_point() else tensor.double()
-    return tensor.reshape(rows, -1) if tensor.ndim == 1 else tensor
-
-
-def _starts(batches: Any, rows: int) -> npt.NDArray[np.int64]:
-    if batches is None:
-        return np.array([0, rows])
-    if isinstance(batches, int):
-        if batches < 1:
-            raise ValueError(f"batches: expected a size of at least 1, got {batches}")
-        return np.unique([*range(0, rows, batches), rows]).astype(np.int64)
-    numbers = np.asarray(batches).reshape(-1)
-    if len(numbers) != rows or (np.diff(numbers) < 0).any():
-        raise ValueError(f"batches: expected {rows} ascending numbers, or a size")
-    return np.array([0, *(np.flatnonzero(np.diff(numbers)) + 1), rows])
-
-
 def _classes(labels: Tensor) -> LabelClasses:
     largest = int(labels.max())
     names = tuple(map(str, range(largest + 1))) if largest > 1 else ()
@@ -341,7 +228,7 @@ def _classes(labels: Tensor) -> LabelClasses:
     return classes
 
 
-def _known(given: _Rows, *, has_examples: bool) -> list[str]:
+def _known(given: AuditedRows, *, has_examples: bool) -> list[str]:
     """Return the attacks that the arrays suffice for."""
     missing = set(_OWN_MODEL)
     if given.activations is None:
@@ -402,7 +289,7 @@ def _summary(
 
 
 def _only(
-    given: _Rows, found: LeakAudit, classes: LabelClasses, attacks: Mapping[str, Attack]
+    given: AuditedRows, found: LeakAudit, classes: LabelClasses, attacks: Mapping[str, Attack]
 ) -> dict[str, tuple[float, float]]:
     """Return the bootstrap intervals of attacks on an only batch of two classes."""
     if classes.is_multi_class:

@@ -162,14 +162,20 @@ class Ledger:
         """
         positions = self._positions(rows)
         found = self._accounts.exposure(positions)
+        accounts = zip(positions, found.sum_kl, found.caveats, found.odds.kinds, strict=True)
         return frame(
             {
                 "example": int(position),
                 "sum_kl": float(sum_kl),
                 "covers": str(widest_covered(int(caveats))),
-                **{one.column: auc_bound(float(sum_kl), int(caveats), one) for one in Covers},
+                **{
+                    peers.column: auc_bound(
+                        float(sum_kl), found.odds.table[kind], int(caveats), peers
+                    )
+                    for peers in Covers
+                },
             }
-            for position, sum_kl, caveats in zip(positions, *found, strict=True)
+            for position, sum_kl, caveats, kind in accounts
         )
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """Finds and loads the settings of parties for a program: examples, folders, tables in memory."""
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,12 +38,15 @@ def source_of(
     if (example is None) == (active is None) or (active is None and passive is not None):
         raise ValueError("expected an example, or tables of the parties, and not both")
     if example is None:
-        source = folder / "settings"
+        # Earlier runs in the folder still refer to their own tables.
+        names = (f"settings-{number}" for number in itertools.count(1))
+        source = next(folder / name for name in names if not (folder / name).exists())
         own_data.write_settings(source, active, passive, label=label, key=key)
         return source
-    if str(example) in names_of_examples() and not Path(example).is_dir():
+    is_folder = (Path(example) / "active.yaml").is_file()
+    if str(example) in names_of_examples() and not is_folder:
         return EXAMPLES / example
-    if not (Path(example) / "active.yaml").is_file():
+    if not is_folder:
         raise SettingsError(
             f"{example}: expected a folder with active.yaml, or one of "
             f"{', '.join(names_of_examples())}"

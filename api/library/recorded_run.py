@@ -32,13 +32,17 @@ class Run:
     Args:
         path: the run's folder ``runs/<run name>``, or the active party's folder in it.
         owner: kept as long as the run, such as what deletes a temporary folder.
+        base_dir: the folder to which the paths of the settings are relative, if it is known.
 
     Raises:
         SettingsError: there are no metrics of an active party in it.
     """
 
-    def __init__(self, path: str | Path, *, owner: object = None) -> None:
+    def __init__(
+        self, path: str | Path, *, owner: object = None, base_dir: Path | None = None
+    ) -> None:
         self.path = read_run(Path(path)).folder
+        self.base_dir = Path() if base_dir is None else base_dir
         self._owner = owner
 
     @property

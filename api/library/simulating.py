@@ -108,7 +108,7 @@ def simulate(
         for one in chosen:
             planned = PlannedRun(one.title, seed)
             run_folder = _run(source, base, one, seed, folder, is_only=len(chosen) == 1)
-            done[planned] = Run(run_folder, owner=scratch)
+            done[planned] = Run(run_folder, owner=scratch, base_dir=source)
     return Runs(done, folder)
 
 

@@ -7,9 +7,12 @@ private set intersection. None of it changes a bit of what is learned, except fo
 dropout, whose draws come from one generator here.
 """
 
+import io
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+
+from rich.console import Console
 
 from splitveil.active_party.results import save_alone, save_results
 from splitveil.active_party.watch.recorder import ActiveRecorder
@@ -19,6 +22,7 @@ from splitveil.common.party.party_data import PartyData
 from splitveil.common.record.run_record import write_summary
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.storage.model_files import save_model
+from splitveil.common.storage.trained_model import identity_metadata
 from splitveil.common.text.version import VERSION
 from splitveil.passive_party.assembly import TrainerBuilder
 from splitveil.passive_party.recorder import PassiveRecorder
@@ -44,6 +48,7 @@ class _Passive:
         self._folder = folder
         data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
         observer = PassiveRecorder(settings, folder, data.ids, _evaluation_labels(settings))
+        observer.console = Console(file=io.StringIO())  # the active party's bar shows every step
         self._recorder = resources.enter_context(observer)
         engine = clear_engine(settings.contract.alignment)
         self.run: PassiveRun
@@ -55,7 +60,8 @@ class _Passive:
     def save_model(self) -> None:
         """Save what was learned, if the run had begun to train."""
         if self.run.trainer is not None:
-            save_model(self._folder, self.run.trainer.model, self._builder.encoder)
+            identity = identity_metadata(self.run.model_identity, self.settings.contract)
+            save_model(self._folder, self.run.trainer.model, self._builder.encoder, identity)
 
     def write_summary(self) -> None:
         """Write the summary; call it after the recorder has been closed."""

@@ -124,7 +124,7 @@ class PassiveRecording(Recording):
     layers: list[dict[str, Tensor]] = field(default_factory=list)
     """The gradients at the layers before the cut that are tapped, by name."""
 
-    def on_opened(self) -> None:
+    def on_opened(self, run_id: str) -> None:
         """Ignore that the run was opened."""
 
     def on_alignment_progress(self, done_ids: int, total_ids: int) -> None:

@@ -12,12 +12,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from splitveil.common.data.settings import FeatureSettings
+from splitveil.common.data.settings import FeatureSettings, Gaps
 from splitveil.common.data.sources import ArrowColumn, list_rows, suggest
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.run.splits import SPLITS
 
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+MAX_WEIGHT = 1_000_000
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^[+-]?(?i:inf|infinity|nan)$"
 
 
@@ -52,35 +53,43 @@ class _Numbers(NamedTuple):
     is_unreadable: NDArray[np.bool_]  # the cell holds text that is not a number
 
 
+class ChosenColumns(NamedTuple):
+    """The columns that are features, by the way in which they are read, in the file's order."""
+
+    numeric: list[str]
+    categorical: list[str]
+    timestamps: list[str]
+    lists: list[str]
+
+
 def select_features(
     settings: FeatureSettings, names: Sequence[str], reserved: Sequence[str], source: str
-) -> tuple[list[str], list[str]]:
-    """Return the numeric and the categorical columns, each in the file's order.
+) -> ChosenColumns:
+    """Return the columns that are features.
 
     Raises:
         DataError: a name or pattern matches no column.
-        SettingsError: a column is requested as both kinds, or is the id, the label or the split.
+        SettingsError: a column is requested in two ways, or is the id, the label or the split.
     """
     candidates = [name for name in names if name not in reserved]
-    numeric, categorical, both = [], [], []
+    ways = (settings.numeric, settings.categorical, settings.timestamps, settings.lists)
+    chosen = ChosenColumns([], [], [], [])
+    both = []
     for name in candidates:
-        as_numeric = _closeness(name, settings.numeric, settings.exclude)
-        as_category = _closeness(name, settings.categorical, settings.exclude)
-        if as_numeric > as_category:
-            numeric.append(name)
-        elif as_category > as_numeric:
-            categorical.append(name)
-        elif as_numeric:
+        closeness = [_closeness(name, requested, settings.exclude) for requested in ways]
+        if closeness.count(max(closeness)) == 1:
+            chosen[closeness.index(max(closeness))].append(name)
+        elif any(closeness):
             both.append(name)
-    requested = [*settings.numeric, *settings.categorical]
+    requested = [name for way in ways for name in way]
     if wrong := [name for name in requested if name in reserved] + both:
         raise SettingsError(
             f"data.features: {', '.join(map(repr, wrong))}: a column is one of "
-            f"id, label, split, numeric and categorical"
+            f"id, label, split, numeric, categorical, timestamps and lists"
         )
     unmatched = [name for name in requested if not _matches_any(name, candidates)]
     check_columns_exist(unmatched, names, source)
-    return numeric, categorical
+    return chosen
 
 
 def check_columns_exist(wanted: Sequence[str], names: Sequence[str], source: str) -> None:
@@ -128,7 +137,7 @@ def read_labels(column: WrittenColumn, positive_label: str | None) -> NDArray[np
         is_wrong = ~np.isin(labels, (0.0, 1.0))
         expected = "0 or 1 (data.positive_label names the text that stands for 1)"
     else:
-        text = _clean_text(column)
+        text = clean_text(column)
         labels = pc.fill_null(pc.equal(text, positive_label), False).to_numpy().astype(np.float64)
         is_wrong = pc.is_null(text).to_numpy()
         expected = "a label"
@@ -157,7 +166,7 @@ def read_classes(
         values = pa.chunked_array([pa.array(class_indices)])
         expected = f"a whole number from 0 to {len(names) - 1}"
     else:
-        values = _clean_text(column)
+        values = clean_text(column)
         found = pc.index_in(values, value_set=pa.array(names, pa.string()))
         is_wrong = pc.is_null(found).to_numpy()
         class_indices = pc.fill_null(found, 0).to_numpy()
@@ -184,6 +193,22 @@ def check_all_classes(labels: NDArray[np.float32], names: Sequence[str], where: 
             f"{where}: no row has class {', '.join(map(repr, absent))}: expected every class of "
             f"data.classes"
         )
+
+
+def read_weights(column: WrittenColumn) -> NDArray[np.float64]:
+    """Return what each row counts.
+
+    Raises:
+        DataError: a weight is missing, or is not between 0 and a million.
+    """
+    weights = _read_numbers(column).values
+    is_wrong = ~((weights > 0) & (weights <= MAX_WEIGHT))
+    if is_wrong.any():
+        raise DataError(
+            f"{column.where}: expected a weight above 0, at most {MAX_WEIGHT:,}, in "
+            f"{column.list_rows(is_wrong)}"
+        )
+    return weights
 
 
 def read_splits(column: WrittenColumn) -> NDArray[np.int8]:
@@ -214,13 +239,13 @@ def check_both_classes(labels: NDArray[np.float32], where: str) -> None:
 
 
 def read_numeric(
-    columns: Mapping[str, WrittenColumn], *, missing_is_error: bool
+    columns: Mapping[str, WrittenColumn], gaps: Gaps
 ) -> dict[str, NDArray[np.float64]]:
-    """Return the columns as finite numbers.
+    """Return the columns as finite numbers, and NaN only for gaps that are kept.
 
     Args:
         columns: the columns by name.
-        missing_is_error: whether a cell without a number is refused, and not read as 0.
+        gaps: whether a cell without a number is refused, read as 0, or kept as NaN.
 
     Raises:
         DataError: has one line per kind of problem in each column.
@@ -241,12 +266,12 @@ def read_numeric(
                 f"{column.where}: infinite or too large for float32 in "
                 f"{column.list_rows(is_infinite)}"
             )
-        if missing_is_error and is_missing.any():
+        if gaps == "none" and is_missing.any():
             problems.append(
                 f"{column.where}: no number (empty or NaN) in {column.list_rows(is_missing)}; with "
                 f"data.features.missing_numeric: zero, these cells are read as 0"
             )
-        result[name] = np.where(is_missing, 0.0, values)
+        result[name] = values if gaps == "nan" else np.where(is_missing, 0.0, values)
     if problems:
         raise DataError("\n".join(problems))
     return result
@@ -254,7 +279,7 @@ def read_numeric(
 
 def read_categories(column: WrittenColumn) -> CategoricalColumn:
     """Return a column's distinct texts, and the text of each row as an index into them."""
-    text = _clean_text(column)
+    text = clean_text(column)
     encoded = pc.dictionary_encode(text).unify_dictionaries().combine_chunks()
     return CategoricalColumn(pc.fill_null(encoded.indices, -1).to_numpy(), encoded.dictionary)
 
@@ -281,10 +306,13 @@ def _as_text(column: WrittenColumn) -> ArrowColumn:
             raise pa.ArrowTypeError("a floating-point number has no unique text form")
         return pc.cast(column.cells, pa.string())
     except pa.ArrowException as error:
-        raise DataError(f"{column.where}: expected text or whole numbers, not {kind}") from error
+        advice = ": as texts, 7.0 and 7 differ" if pa.types.is_floating(kind) else ""
+        raise DataError(
+            f"{column.where}: expected text or whole numbers, not {kind}{advice}"
+        ) from error
 
 
-def _clean_text(column: WrittenColumn) -> ArrowColumn:
+def clean_text(column: WrittenColumn) -> ArrowColumn:
     """Return text without surrounding white space, null for missing values."""
     text = pc.utf8_trim_whitespace(_as_text(column))
     is_missing = pc.is_in(text, value_set=pa.array(column.missing_texts, pa.string()))
@@ -297,7 +325,7 @@ def _read_numbers(column: WrittenColumn) -> _Numbers:
     if pa.types.is_dictionary(cells.type):
         cells = pc.cast(cells, cells.type.value_type)
     if pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type):
-        cells = _clean_text(column._replace(cells=cells))
+        cells = clean_text(column._replace(cells=cells))
     try:
         numbers = pc.cast(cells, pa.float64(), safe=False)
     except pa.ArrowNotImplementedError as error:

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from splitveil.common.data.id_forms import IdForms
 from splitveil.common.data.ids import canonical_ids
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import Part, TableSource
@@ -29,6 +30,7 @@ from splitveil.common.data.table import (
     part_labels,
     part_numeric,
     part_splits,
+    part_weights,
     select_columns,
 )
 from splitveil.common.errors import DataError
@@ -93,13 +95,14 @@ class _Writer:
         self._image: dict[str, Any] | None = None
         self._part_rows: list[int] = []
         self._id_bytes = 0
+        self._id_forms = IdForms()
         self._texts = [
             self._open.enter_context(
                 pa.ipc.new_file(
                     self._open.enter_context(pa.OSFile(str(self._part_texts(j)), "wb")), TEXT
                 )
             )
-            for j in range(len(selection.categorical))
+            for j in range(len(selection.coded))
         ]
 
     def __enter__(self) -> "_Writer":
@@ -114,6 +117,9 @@ class _Writer:
         labels = part_labels(self._settings, part.columns, self._source, first_row)
         if labels is not None:
             self._append("labels.bin", labels)
+        weights = part_weights(self._settings, part.columns, self._source, first_row)
+        if weights is not None:
+            self._append("weights.bin", weights)
         splits = part_splits(self._split_column, part.columns, self._source, first_row)
         if splits is not None:
             self._append("splits.bin", splits)
@@ -122,7 +128,7 @@ class _Writer:
         )
         if numeric:
             self._append("numeric.bin", np.column_stack(list(numeric.values())))
-        self._add_categories(part)
+        self._add_categories(part, first_row)
         if part.image is not None:
             self._add_image(part.image, first_row)
         if self._settings.id_column is not None:
@@ -151,18 +157,25 @@ class _Writer:
             "source": self._source,
             "rows": num_rows,
             "numeric": self._selection.numeric,
-            "categorical": self._selection.categorical,
+            "categorical": self._selection.chosen.categorical,
+            "lists": self._selection.chosen.lists,
+            "timestamps": self._selection.chosen.timestamps,
+            "gaps": self._settings.features.gaps if self._settings.features else "none",
             "image": self._image,
             "labels": label_column is not None,
             "ids": id_column is not None,
+            "id_doubts": list(self._id_forms.doubts()),
             "splits": self._split_column is not None,
+            "weights": self._settings.weight_column is not None,
         }
         (self._folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
         for path in self._folder.iterdir():
             sync(path)
 
-    def _add_categories(self, part: Part) -> None:
-        columns = part_categories(self._settings, self._selection, part.columns, self._source)
+    def _add_categories(self, part: Part, first_row: int) -> None:
+        columns = part_categories(
+            self._settings, self._selection, part.columns, self._source, first_row
+        )
         if not columns:
             return
         self._append("codes.bin", np.column_stack([c.codes for c in columns.values()]))
@@ -181,6 +194,7 @@ class _Writer:
         offset = "" if first_row == 1 else f" (data rows counted after row {first_row - 1})"
         where = f"{self._source}: column {id_column!r}{offset}"
         ids = canonical_ids(part_ids(id_column, part.columns, self._source), where)
+        self._id_forms.add(ids)
         encoded = [text.encode() for text in ids]
         ends = self._id_bytes + np.cumsum([len(text) for text in encoded], dtype=np.int64)
         self._id_bytes = int(ends[-1])
@@ -195,7 +209,7 @@ class _Writer:
 
     def _number_categories(self, progress: Progress) -> None:
         """Replace each number within a part of the file by the number within the whole file."""
-        num_columns = len(self._selection.categorical)
+        num_columns = len(self._selection.coded)
         if not num_columns:
             return
         numbers = []

@@ -2,10 +2,12 @@
 
     <cache_dir>/<file name>-<key>/
         manifest.json           number of rows, names of the columns, shape of the images
-        numeric.bin             float64, (rows, numeric columns)
-        codes.bin               int32, (rows, categorical columns), -1 for a missing value
+        numeric.bin             float64, (rows, numeric columns), NaN for a gap that is filled later
+        codes.bin               int32, (rows, categorical columns), -1 for a missing value; columns
+                                of lists come last
         categories-<j>.arrow    the distinct texts of one column, in the order of the codes
         labels.bin              float32, (rows,)
+        weights.bin             float64, (rows,), if the settings name a column of weights
         splits.bin              int8, (rows,), if the contract splits by a column
         image.bin               uint8 or float32, (rows, channels, height, width)
         ids.bin, id_ends.bin    the canonical ids, UTF-8, and the end of each id, int64
@@ -17,13 +19,11 @@ a folder with that name is always complete. Files left by a killed conversion ar
 next one.
 """
 
-import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,14 +40,28 @@ from splitveil.common.data.conversion import (
     convert,
     open_ids,
 )
-from splitveil.common.data.settings import DataSettings, FileSource
+from splitveil.common.data.places import FoundFile, find_files, place_of
+from splitveil.common.data.settings import DataSettings, FeatureSettings
+from splitveil.common.data.source_settings import (
+    CacheableSource,
+    FileSource,
+    ParquetSource,
+    SqlSource,
+)
+from splitveil.common.data.sql_snapshot import snapshot_of
 from splitveil.common.data.stored_ids import RowNumbers
 from splitveil.common.data.table import Table, open_table_source
 from splitveil.common.errors import DataError, StorageError
-from splitveil.common.text.files import sync
+from splitveil.common.text.files import only_one_process, sync
 
 VERSION = 1
 """Version of the format of these files and of the rules by which cells are read."""
+
+_KEPT_OUT = (
+    *("cache_dir", "path", "table", "store"),
+    *("driver", "uri", "uri_file", "query", "snapshot", "snapshot_dir"),
+)
+"""Settings of sources that decide only which files are read, of which the key has the stamps."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -58,7 +72,10 @@ class MappedTable(Table):
     """(rows, numeric columns), in the order of ``numeric``."""
 
     code_rows: NDArray[np.int32]
-    """(rows, categorical columns), in the order of ``categorical``."""
+    """(rows, categorical columns), in the order of ``categorical``, then of ``lists``."""
+
+    id_doubts: tuple[str, ...] = ()
+    """What `IdForms` found when the file was converted."""
 
 
 def open_converted(
@@ -77,18 +94,18 @@ def open_converted(
         SettingsError: a path names an environment variable that is not set.
         StorageError: the cache cannot be written or read.
     """
-    if not isinstance(settings.source, FileSource):
+    if not isinstance(settings.source, CacheableSource):
         raise TypeError("only files can be converted")
     cache_dir = settings.source.resolve_cache(base_dir)
     if cache_dir is None:
         raise TypeError("the settings have no cache_dir")
     stamps = _stamps(settings.source, base_dir)
     key = _key(settings, stamps, split_column)
-    folder = cache_dir / f"{settings.source.resolve(base_dir).name}-{key}"
+    folder = cache_dir / f"{_folder_name(settings.source, base_dir)}-{key}"
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         # Two parties on one machine may need the same columns of the same file at the same time.
-        with _only_one_process(folder):
+        with only_one_process(folder.with_name(f".{folder.name}.lock")):
             if not (folder / MANIFEST).is_file():
                 _convert(settings, base_dir, folder, progress, split_column)
                 if _stamps(settings.source, base_dir) != stamps:
@@ -110,24 +127,69 @@ def _key(settings: DataSettings, stamps: list[list[Any]], split_column: str | No
     plain = settings.model_dump(mode="json")
     if plain["classes"] is None:  # keeps the keys from before this setting existed
         del plain["classes"]
-    for name in ("cache_dir", "path", "table"):
+    for name in ("class_weights", "weights_are_label_free"):
+        del plain[name]
+    if plain["weight_column"] is None:
+        del plain["weight_column"]
+    for name in _KEPT_OUT:
         plain["source"].pop(name, None)
-    for name in ("signed_log1p", "numeric_scaling", "min_count"):
-        (plain["features"] or {}).pop(name, None)
+    if settings.features is not None:
+        plain["features"] = _key_of_features(settings.features)
     split = [] if split_column is None else [split_column]
     text = json.dumps([VERSION, stamps, plain, *split], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _stamps(source: FileSource, base_dir: Path) -> list[list[Any]]:
-    stamps = []
-    for path in source.files(base_dir):
-        try:
-            found = path.stat()
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-        stamps.append([str(path.resolve()), found.st_size, found.st_mtime_ns])
-    return stamps
+def _key_of_features(features: FeatureSettings) -> dict[str, Any]:
+    """Return what decides the columns; settings that came later count only where they are used."""
+    plain = features.model_dump(mode="json")
+    for name in ("signed_log1p", "numeric_scaling", "min_count", "max_list_categories"):
+        plain.pop(name)
+    plain["missing_numeric"] = {"none": "error", "zero": "zero", "nan": "kept"}[features.gaps]
+    del plain["missing_indicator"]
+    if not features.timestamps:
+        for name in ("timestamps", "timestamp_parts", "timestamp_format"):
+            del plain[name]
+    if not features.lists:
+        for name in ("lists", "list_separator"):
+            del plain[name]
+    return plain
+
+
+def _stamps(source: CacheableSource, base_dir: Path) -> list[list[Any]]:
+    """Return name, size and modification time of every file that is read."""
+    match source:
+        case ParquetSource():
+            found = find_files(place_of(source, base_dir))
+            return [[_resolved(file), file.num_bytes, file.modified_ns] for file in found]
+        case SqlSource():
+            paths = [snapshot_of(source, base_dir)]
+        case FileSource():
+            paths = source.files(base_dir)
+        case _:
+            raise TypeError("only files can be converted")
+    return [_stamp(path) for path in paths]
+
+
+def _stamp(path: Path) -> list[Any]:
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    return [str(path.resolve()), found.st_size, found.st_mtime_ns]
+
+
+def _resolved(file: FoundFile) -> str:
+    return str(file.location.resolve()) if isinstance(file.location, Path) else file.location
+
+
+def _folder_name(source: CacheableSource, base_dir: Path) -> str:
+    """Return a word for the folder, so that a person finds it."""
+    if isinstance(source, ParquetSource):
+        return re.sub(r"[*?\[\]:/]+", "_", source.path.rstrip("/").rpartition("/")[2])
+    if isinstance(source, FileSource):
+        return source.resolve(base_dir).name
+    return "query"
 
 
 def _convert(
@@ -152,19 +214,10 @@ def _convert(
         raise
 
 
-@contextmanager
-def _only_one_process(folder: Path) -> Iterator[None]:
-    descriptor = os.open(folder.with_name(f".{folder.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def _open(folder: Path) -> MappedTable:
     found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     num_rows, numeric, categorical = found["rows"], found["numeric"], found["categorical"]
+    coded = [*categorical, *found.get("lists", [])]
 
     def mapped(name: str, dtype: str, *shape: int) -> NDArray[Any]:
         if 0 in shape:
@@ -172,21 +225,27 @@ def _open(folder: Path) -> MappedTable:
         return np.memmap(folder / name, dtype, "r", shape=(num_rows, *shape))
 
     numeric_rows = mapped("numeric.bin", "float64", len(numeric))
-    code_rows = mapped("codes.bin", "int32", len(categorical))
+    code_rows = mapped("codes.bin", "int32", len(coded))
+    columns = {
+        name: CategoricalColumn(code_rows[:, j], _categories(folder, j))
+        for j, name in enumerate(coded)
+    }
     image = found["image"]
     return MappedTable(
         source=found["source"],
         ids=open_ids(folder, num_rows) if found["ids"] else RowNumbers(num_rows),
         labels=mapped("labels.bin", "float32") if found["labels"] else None,
+        weights=mapped("weights.bin", "float64") if found.get("weights") else None,
         splits=mapped("splits.bin", "int8") if found.get("splits") else None,
         numeric={name: numeric_rows[:, j] for j, name in enumerate(numeric)},
-        categorical={
-            name: CategoricalColumn(code_rows[:, j], _categories(folder, j))
-            for j, name in enumerate(categorical)
-        },
+        categorical={name: columns[name] for name in categorical},
         image=None if image is None else mapped("image.bin", image["dtype"], *image["shape"]),
+        lists={name: columns[name] for name in coded[len(categorical) :]},
+        gaps=found.get("gaps", "none"),
+        timestamps=tuple(found.get("timestamps", [])),
         numeric_rows=numeric_rows,
         code_rows=code_rows,
+        id_doubts=tuple(found.get("id_doubts", [])),
     )
 
 

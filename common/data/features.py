@@ -3,12 +3,14 @@
 The encoder is fitted on a party's own training rows only and saved with its model.
 
 - A number x becomes (x - shift) / scale, after sign(x) log(1 + |x|) if the settings say so.
+- A gap is filled before the scaling if the settings say so, with a number that was fitted; an
+  indicator column is 1 where the gap was.
 - A category becomes a slot: 0 for a category that is absent from the training rows (or too rare),
   1 for "no value", 2 and up for the others in the order of their text.
+- A list of categories becomes a number per category, 1 or 0.
 - Images are not changed.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -21,6 +23,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
+from splitveil.common.data.category_lists import SetMembers
+from splitveil.common.data.fitting import FIT_ROWS, Fitted, compress
 from splitveil.common.data.settings import FeatureSettings
 from splitveil.common.data.table import Table
 from splitveil.common.errors import DataError
@@ -29,8 +33,6 @@ from splitveil.common.settings import Section, validate
 UNKNOWN_SLOT = 0
 MISSING_SLOT = 1
 FIRST_CATEGORY_SLOT = 2
-
-FIT_ROWS = 2**20
 
 ImageDtype = Literal["uint8", "float32"]
 
@@ -103,6 +105,9 @@ class NumericScaler(Section):
     scale: float = Field(gt=0)
     """Divides the difference."""
 
+    fill: float | None = None
+    """The number in place of a gap, before the scaling; None if the column has no gaps."""
+
 
 class Vocabulary(Section):
     """The categories of one column."""
@@ -112,6 +117,16 @@ class Vocabulary(Section):
 
     categories: tuple[str, ...]
     """The texts of slots 2 and up."""
+
+
+class ListVocabulary(Section):
+    """The categories of one column of lists."""
+
+    name: str
+    """The column."""
+
+    categories: tuple[str, ...]
+    """The texts that have a number of their own; the column's last number is for all others."""
 
 
 class ImageInfo(Section):
@@ -139,6 +154,15 @@ class FeatureEncoder(Section):
     image: ImageInfo | None
     """The kind of images, if there are images."""
 
+    indicators: tuple[str, ...] = ()
+    """Numeric columns whose gaps are told by a number of their own, after all scaled numbers."""
+
+    timestamps: tuple[str, ...] = ()
+    """Columns of times, whose parts are among ``numeric``."""
+
+    lists: tuple[ListVocabulary, ...] = ()
+    """Columns of lists; their numbers come after the indicators."""
+
     @classmethod
     def fit(
         cls, settings: FeatureSettings, table: Table, rows: NDArray[np.int64]
@@ -155,28 +179,27 @@ class FeatureEncoder(Section):
         """
         if len(rows) == 0:
             raise DataError(f"{table.source}: there are no training rows to fit scalers on")
-        ranges = {name: _Range() for name in table.numeric}
-        counts = {
-            name: np.zeros(len(column.categories), np.int64)
-            for name, column in table.categorical.items()
-        }
+        found = Fitted(table, settings)
         # In the file's order and in parts, so that a table on disk is read once, front to back.
         ordered = np.sort(rows)
         for start in range(0, len(ordered), FIT_ROWS):
-            some = ordered[start : start + FIT_ROWS]
-            for name, values in table.numeric.items():
-                ranges[name].add(compress(values[some], signed_log1p=settings.signed_log1p))
-            for name, column in table.categorical.items():
-                codes = column.codes[some]
-                counts[name] += np.bincount(codes[codes >= 0], minlength=len(counts[name]))
+            found.add(table, ordered[start : start + FIT_ROWS])
+        fills = found.fills(table, ordered)
         return cls(
             signed_log1p=settings.signed_log1p,
-            numeric=tuple(_scaler(name, found, settings) for name, found in ranges.items()),
+            numeric=tuple(
+                NumericScaler(name=name, shift=shift, scale=scale, fill=fills.get(name))
+                for name, (shift, scale) in found.scales().items()
+            ),
             categorical=tuple(
-                _vocabulary(name, table.categorical[name].categories, count, settings.min_count)
-                for name, count in counts.items()
+                Vocabulary(name=name, categories=kept) for name, kept in found.vocabularies(table)
             ),
             image=None if table.image is None else _image_info(table.image),
+            indicators=found.indicators(),
+            timestamps=table.timestamps,
+            lists=tuple(
+                ListVocabulary(name=name, categories=kept) for name, kept in found.members(table)
+            ),
         )
 
     @classmethod
@@ -190,15 +213,18 @@ class FeatureEncoder(Section):
 
     def state(self) -> dict[str, Any]:
         """Return everything that was fitted, as values that JSON represents exactly."""
-        return self.model_dump(mode="json")
+        # What is fitted only on request is left out, as it was before there was such a request.
+        return self.model_dump(mode="json", exclude_defaults=True)
 
     @property
     def shapes(self) -> FeatureShapes:
         """The shapes of the features that ``transform`` returns."""
         sizes = tuple(FIRST_CATEGORY_SLOT + len(column.categories) for column in self.categorical)
+        numeric_dim = len(self.numeric) + len(self.indicators)
+        numeric_dim += sum(len(column.categories) + 1 for column in self.lists)
         if self.image is None:
-            return FeatureShapes(len(self.numeric), sizes)
-        return FeatureShapes(len(self.numeric), sizes, self.image.shape, self.image.dtype)
+            return FeatureShapes(numeric_dim, sizes)
+        return FeatureShapes(numeric_dim, sizes, self.image.shape, self.image.dtype)
 
     def transform(self, table: Table, rows: NDArray[np.int64]) -> Features:
         """Return some rows of a table as tensors.
@@ -207,10 +233,25 @@ class FeatureEncoder(Section):
             DataError: the table lacks a column that the encoder was fitted on, or has other images.
         """
         self.check_same_columns(table)
-        numeric = np.empty((len(rows), len(self.numeric)), dtype=np.float32)
+        scaled = np.empty((len(rows), len(self.numeric)), dtype=np.float32)
+        indicators = np.zeros((len(rows), len(self.indicators)), dtype=np.float32)
         for j, scaler in enumerate(self.numeric):
             values = compress(table.numeric[scaler.name][rows], signed_log1p=self.signed_log1p)
-            numeric[:, j] = (values - scaler.shift) / scaler.scale
+            if scaler.fill is not None:
+                is_gap = np.isnan(values)
+                values = np.where(is_gap, scaler.fill, values)
+                if scaler.name in self.indicators:
+                    indicators[:, self.indicators.index(scaler.name)] = is_gap
+            scaled[:, j] = (values - scaler.shift) / scaler.scale
+        members = [
+            SetMembers(table.lists[column.name].categories, column.categories)(
+                table.lists[column.name].codes[rows]
+            )
+            for column in self.lists
+        ]
+        numeric = scaled
+        if self.indicators or members:
+            numeric = np.concatenate([scaled, indicators, *members], axis=1)
         categorical = np.empty((len(rows), len(self.categorical)), dtype=np.int64)
         for j, vocabulary in enumerate(self.categorical):
             column = table.categorical[vocabulary.name]
@@ -219,7 +260,7 @@ class FeatureEncoder(Section):
             categorical[:, j] = slots[column.codes[rows]]
         image = None if table.image is None else np.ascontiguousarray(table.image[rows])
         return Features(
-            torch.from_numpy(numeric) if self.numeric else None,
+            torch.from_numpy(numeric) if numeric.shape[1] else None,
             torch.from_numpy(categorical) if self.categorical else None,
             None if image is None else torch.from_numpy(image),
         )
@@ -228,75 +269,27 @@ class FeatureEncoder(Section):
         """Check that a table has the columns and images that the encoder was fitted on.
 
         Raises:
-            DataError: it lacks a column, or has other images.
+            DataError: it lacks a column, or has other images or another treatment of gaps.
         """
         absent = [s.name for s in self.numeric if s.name not in table.numeric]
         absent += [v.name for v in self.categorical if v.name not in table.categorical]
+        absent += [v.name for v in self.lists if v.name not in table.lists]
         if absent:
             raise DataError(
                 f"{table.source}: the model was trained with columns that are missing here: "
                 f"{', '.join(absent)}"
+            )
+        fills = any(scaler.fill is not None for scaler in self.numeric)
+        if self.numeric and table.gaps == ("zero" if fills else "nan"):
+            raise DataError(
+                f"{table.source}: the model was trained with another treatment of missing numbers: "
+                f"set data.features.missing_numeric and missing_indicator as they were then"
             )
         image = None if table.image is None else _image_info(table.image)
         if image != self.image:
             raise DataError(
                 f"{table.source}: the model was trained with images {self.image}, got {image}"
             )
-
-
-def compress(values: NDArray[np.float64], *, signed_log1p: bool) -> NDArray[np.float64]:
-    """Return sign(x) log(1 + |x|) if the settings say so."""
-    return np.sign(values) * np.log1p(np.abs(values)) if signed_log1p else values
-
-
-class _Range:
-    """Accumulates minimum, maximum, mean and squared deviations of numbers that come in parts.
-
-    For two parts with n and m numbers and means a and b, the mean changes by (b - a) m / (n + m),
-    and the sum of the squared deviations grows by (b - a)^2 n m / (n + m) beyond the sum of both
-    parts (Chan, Golub and LeVeque, 1979).
-    """
-
-    def __init__(self) -> None:
-        self.low = math.inf
-        self.high = -math.inf
-        self.mean = 0.0
-        self._squares = 0.0
-        self._count = 0
-
-    def add(self, values: NDArray[np.float64]) -> None:
-        self.low = min(self.low, float(values.min()))
-        self.high = max(self.high, float(values.max()))
-        mean, count = float(values.mean()), len(values)
-        difference, total = mean - self.mean, self._count + count
-        self._squares += float(np.square(values - mean).sum())
-        self._squares += difference**2 * self._count * count / total
-        self.mean += difference * count / total
-        self._count = total
-
-    @property
-    def deviation(self) -> float:
-        return math.sqrt(self._squares / self._count)
-
-
-def _scaler(name: str, found: _Range, settings: FeatureSettings) -> NumericScaler:
-    if settings.numeric_scaling == "none":
-        return NumericScaler(name=name, shift=0.0, scale=1.0)
-    if found.low == found.high:
-        # The standard deviation would consist of rounding errors and blow up other values.
-        return NumericScaler(name=name, shift=found.low, scale=1.0)
-    if settings.numeric_scaling == "min_max":
-        return NumericScaler(name=name, shift=found.low, scale=found.high - found.low)
-    # The squares of numbers below 1e-154 are 0, and then so is the deviation.
-    scale = found.deviation or found.high - found.low
-    return NumericScaler(name=name, shift=found.mean, scale=scale)
-
-
-def _vocabulary(
-    name: str, categories: Any, counts: NDArray[np.int64], min_count: int
-) -> Vocabulary:
-    kept = np.flatnonzero(counts >= min_count)
-    return Vocabulary(name=name, categories=tuple(sorted(categories.take(kept).to_pylist())))
 
 
 def slots_of(vocabulary: Vocabulary, categories: Any) -> NDArray[np.int64]:

@@ -9,7 +9,7 @@ from PIL import Image
 
 from splitveil.common.data import sources
 from splitveil.common.data.csv_file import CsvFile
-from splitveil.common.data.settings import ImagesSource, expand_path
+from splitveil.common.data.source_settings import ImagesSource, expand_path
 from splitveil.common.data.sources import ArrowColumn, Part, suggest
 from splitveil.common.errors import DataError
 from splitveil.common.text.files import check_regular

@@ -6,21 +6,22 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from pyarrow import parquet
 
-from splitveil.common.data import sources
 from splitveil.common.data.csv_file import CsvFile
 from splitveil.common.data.image_folder import ImageFolder
 from splitveil.common.data.npz_file import NpzFile
-from splitveil.common.data.settings import (
+from splitveil.common.data.places import Place, place_of, place_on_this_machine
+from splitveil.common.data.source_settings import (
     CsvSource,
     ImagesSource,
     NpzSource,
     ParquetSource,
     SklearnSource,
     Source,
+    SqlSource,
 )
-from splitveil.common.data.sources import ArrowColumn, Part, TableSource, unreadable_is_data_error
+from splitveil.common.data.sources import ArrowColumn, Part, TableSource
+from splitveil.common.data.sql_snapshot import snapshot_of
 
 
 def open_source(settings: Source, base_dir: Path, image_array: str | None = None) -> TableSource:
@@ -39,43 +40,22 @@ def open_source(settings: Source, base_dir: Path, image_array: str | None = None
             path = settings.resolve(base_dir)
             return CsvFile(path, settings.separator(), settings.column_names)
         case ParquetSource():
-            return ParquetFile(settings.resolve(base_dir))
+            return _parquet(place_of(settings, base_dir))
+        case SqlSource():
+            return _parquet(place_on_this_machine(snapshot_of(settings, base_dir)))
         case NpzSource():
             return NpzFile(settings.resolve(base_dir), image_array)
         case ImagesSource():
             return ImageFolder(settings, base_dir)
-        case SklearnSource(dataset="digits"):
-            return Digits(settings.shuffle_seed)
-        case SklearnSource():
-            return BreastCancer(settings.shuffle_seed)
+        case SklearnSource(dataset=dataset, shuffle_seed=seed):
+            return Digits(seed) if dataset == "digits" else BreastCancer(seed)
 
 
-class ParquetFile:
-    """A Parquet file, with typed columns."""
+def _parquet(place: Place) -> TableSource:
+    # Importing it takes a second where pandas is installed; other kinds need not wait for it.
+    from splitveil.common.data.parquet_files import ParquetFiles  # noqa: PLC0415
 
-    def __init__(self, path: Path) -> None:
-        self.name = str(path)
-        self._path = path
-
-    def column_names(self) -> list[str]:
-        """Return the names of all columns."""
-        with unreadable_is_data_error(self._path):
-            return list(parquet.read_schema(self._path).names)
-
-    def read(self, names: Sequence[str]) -> Mapping[str, ArrowColumn]:
-        """Return the named columns in the file's own types."""
-        with unreadable_is_data_error(self._path):
-            table = parquet.read_table(self._path, columns=list(names))
-        return {name: table.column(name) for name in names}
-
-    def parts(self, names: Sequence[str]) -> Iterator[Part]:
-        """Yield the named columns in the file's own types, in parts."""
-        done_rows = 0
-        with unreadable_is_data_error(self._path), parquet.ParquetFile(self._path) as file:
-            for batch in file.iter_batches(sources.PART_ROWS, columns=list(names)):
-                done_rows += len(batch)
-                columns = {name: pa.chunked_array([batch.column(name)]) for name in names}
-                yield Part(columns, None, done_rows / file.metadata.num_rows)
+    return ParquetFiles(place)
 
 
 class _Shipped:

@@ -1,6 +1,6 @@
 """Encodes the features of a table on disk batch by batch, so that they need not fit into memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -8,14 +8,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from splitveil.common.data.category_lists import SetMembers
 from splitveil.common.data.converted import MappedTable
 from splitveil.common.data.features import (
     MISSING_SLOT,
     FeatureEncoder,
     Features,
-    compress,
     slots_of,
 )
+from splitveil.common.data.fitting import compress
 
 CPU = torch.device("cpu")
 
@@ -36,9 +37,18 @@ class RowEncoder:
         self._table = table
         self._signed_log1p = encoder.signed_log1p
         self._numeric = _indices_of(table.numeric, [scaler.name for scaler in encoder.numeric])
+        self._fill = _fills(encoder)
+        self._indicators = [
+            j for j, scaler in enumerate(encoder.numeric) if scaler.name in encoder.indicators
+        ]
         self._shift = np.array([scaler.shift for scaler in encoder.numeric])
         self._scale = np.array([scaler.scale for scaler in encoder.numeric])
-        self._codes = _indices_of(table.categorical, [v.name for v in encoder.categorical])
+        coded = [*table.categorical, *table.lists]
+        self._codes = _indices_of(coded, [v.name for v in encoder.categorical])
+        self._members = [
+            (coded.index(v.name), SetMembers(table.lists[v.name].categories, v.categories))
+            for v in encoder.lists
+        ]
         # One list of slots for all columns. Code -1, no value, selects the entry before a column's
         # own entries.
         slots = [
@@ -51,18 +61,31 @@ class RowEncoder:
 
     def __call__(self, rows: NDArray[np.int64]) -> Features:
         """Return some rows of the table as tensors."""
-        numeric = categorical = image = None
-        if len(self._shift):
-            values = self._table.numeric_rows[rows][:, self._numeric]
-            values = compress(values, signed_log1p=self._signed_log1p)
-            scaled = (values - self._shift) / self._scale
-            numeric = torch.from_numpy(scaled.astype(np.float32))
+        categorical = image = None
+        numbers = self._numbers(rows) if len(self._shift) else []
+        if self._members:
+            all_codes = self._table.code_rows[rows]
+            numbers += [members(all_codes[:, j]) for j, members in self._members]
+        numeric = torch.from_numpy(_side_by_side(numbers)) if numbers else None
         if len(self._starts):
             codes = self._table.code_rows[rows][:, self._codes]
             categorical = torch.from_numpy(self._slots[codes + self._starts])
         if self._table.image is not None:
             image = torch.from_numpy(np.ascontiguousarray(self._table.image[rows]))
         return Features(numeric, categorical, image)
+
+    def _numbers(self, rows: NDArray[np.int64]) -> list[NDArray[np.float32]]:
+        """Return the scaled numbers and, if there are some, the indicators of gaps."""
+        values = self._table.numeric_rows[rows][:, self._numeric]
+        values = compress(values, signed_log1p=self._signed_log1p)
+        if self._fill is None:
+            return [((values - self._shift) / self._scale).astype(np.float32)]
+        is_gap = np.isnan(values)
+        scaled = (np.where(is_gap, self._fill, values) - self._shift) / self._scale
+        found = [scaled.astype(np.float32)]
+        if self._indicators:
+            found.append(is_gap[:, self._indicators].astype(np.float32))
+        return found
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -90,7 +113,19 @@ class MappedFeatures(Features):
         return replace(self, device=device)
 
 
-def _indices_of(columns: Mapping[str, object], names: Sequence[str]) -> slice | NDArray[np.int64]:
+def _fills(encoder: FeatureEncoder) -> NDArray[np.float64] | None:
+    """Return the number in place of a gap of each column; None if no column has any."""
+    fills = [scaler.fill for scaler in encoder.numeric]
+    if all(fill is None for fill in fills):
+        return None
+    return np.array([np.nan if fill is None else fill for fill in fills])
+
+
+def _side_by_side(parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+
+
+def _indices_of(columns: Iterable[str], names: Sequence[str]) -> slice | NDArray[np.int64]:
     """Return the columns' indices; a slice, which copies nothing, for all columns in order."""
     known = list(columns)
     if known == list(names):

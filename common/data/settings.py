@@ -1,16 +1,11 @@
 """Settings of a party's data: its source, and its id, label and feature columns."""
 
-import os
-import string
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
-from splitveil.common.errors import SettingsError
+from splitveil.common.data.source_settings import ColumnName, Source
 from splitveil.common.settings import Section
-
-ColumnName = Annotated[str, StringConstraints(min_length=1)]
 
 
 def _as_list(value: Any) -> Any:
@@ -42,160 +37,19 @@ Classes = Annotated[
 ]
 """The number of classes, or their names."""
 
+TimestampPart = Literal["seconds", "year", "month", "day", "day_of_week", "hour", "minute"]
+
+Gaps = Literal["none", "zero", "nan"]
+"""What a table has in place of missing numbers: there are none, 0, or NaN for the encoder to fill.
+"""
+
+Weight = Annotated[float, Field(gt=0, le=1e6)]
+
 Columns = Annotated[
     tuple[ColumnName, ...],
     BeforeValidator(_as_list, json_schema_input_type=ColumnName | tuple[ColumnName, ...]),
 ]
 """Column names, or patterns with shell wildcards such as ``x*``; a single one needs no list."""
-
-
-def expand_path(setting: str, path: str, base_dir: Path) -> Path:
-    """Expand a path of the settings.
-
-    Raises:
-        SettingsError: it names an environment variable that is not set.
-    """
-    try:
-        expanded = string.Template(path).substitute(os.environ)
-    except KeyError as error:
-        name = error.args[0]
-        raise SettingsError(
-            f"{setting}: {path}: the environment variable {name} is not set; "
-            f"set {name}, or write the folder into the path"
-        ) from error
-    except ValueError as error:
-        raise SettingsError(
-            f"{setting}: {path}: expected ${{NAME}} for a variable or $$ for a dollar sign"
-        ) from error
-    return base_dir / Path(expanded).expanduser()
-
-
-class FileSource(Section):
-    """A file that belongs to this party."""
-
-    path: ColumnName
-    """The file, relative to the settings file's folder. ``~`` and ``${NAME}`` (an environment
-    variable) are replaced."""
-
-    cache_dir: ColumnName | None = None
-    """Folder for a copy as memory-mapped columns, for files that do not fit into memory; written
-    like ``path``. The file is converted when it is first used, and again after it or the requested
-    columns have changed. By default the whole file is read into memory each time."""
-
-    def resolve(self, base_dir: Path) -> Path:
-        """Return the file's path.
-
-        Raises:
-            SettingsError: the path names an environment variable that is not set.
-        """
-        return expand_path("path", self.path, base_dir)
-
-    def files(self, base_dir: Path) -> list[Path]:
-        """Return the files that are read, from which a change is noticed.
-
-        Raises:
-            SettingsError: a path names an environment variable that is not set.
-        """
-        return [self.resolve(base_dir)]
-
-    def resolve_cache(self, base_dir: Path) -> Path | None:
-        """Return the path of the cache; None without a cache.
-
-        Raises:
-            SettingsError: it names an environment variable that is not set.
-        """
-        if self.cache_dir is None:
-            return None
-        return expand_path("cache_dir", self.cache_dir, base_dir)
-
-
-class CsvSource(FileSource):
-    """A text file with one row per line; may be compressed (.gz, .bz2, .zst)."""
-
-    kind: Literal["csv"]
-
-    delimiter: Annotated[str, StringConstraints(pattern=r"^[^\r\n\"]$")] | None = None
-    """Character between two cells; by default a tab for files ending in .tsv, otherwise a comma."""
-
-    column_names: tuple[ColumnName, ...] | None = Field(default=None, min_length=1)
-    """The column names, for a file without a header line; by default the first line has them."""
-
-    def separator(self) -> str:
-        """Return the character between two cells."""
-        is_tsv = ".tsv" in Path(self.path).suffixes[-2:]
-        return self.delimiter or ("\t" if is_tsv else ",")
-
-
-class ParquetSource(FileSource):
-    """A Parquet file."""
-
-    kind: Literal["parquet"]
-
-
-class NpzSource(FileSource):
-    """A NumPy archive: a one-dimensional array is one column, a two-dimensional one is several."""
-
-    kind: Literal["npz"]
-
-
-class ImagesSource(FileSource):
-    """A folder of images, ``path``, and a text file with a header line and one row per image."""
-
-    kind: Literal["images"]
-
-    table: ColumnName
-    """The text file with ids, labels and file names, separated by commas, or by tabs if it ends in
-    .tsv."""
-
-    file_column: ColumnName
-    """Column with each image's file name, relative to the folder."""
-
-    file_ending: str = ""
-    """Ending that is appended to each name in that column, for instance ``.jpg``."""
-
-    height: int = Field(ge=1, le=4096)
-    """Height in pixels to which images are resized, bilinearly with antialiasing."""
-
-    width: int = Field(ge=1, le=4096)
-    """Width in pixels to which images are resized."""
-
-    colours: Literal["rgb", "grey"] = "rgb"
-    """Three channels or one."""
-
-    def files(self, base_dir: Path) -> list[Path]:
-        """Return the folder and the table; adding or removing a file changes the folder's time.
-
-        Raises:
-            SettingsError: a path names an environment variable that is not set.
-        """
-        return [self.resolve(base_dir), expand_path("table", self.table, base_dir)]
-
-
-class SklearnSource(Section):
-    """A real data set that ships with scikit-learn, so that there is nothing to download.
-
-    ``breast_cancer`` has 569 rows, the ids ``patient-0000`` and so on in column ``id``, its 30
-    features with ``_`` for each space (``mean_radius``), and the label ``malignant``: 1 for the
-    212 malignant tumours, so that 1 is the rarer class as in the other data sets (scikit-learn's
-    own target is the opposite). ``digits`` has ten classes: 1,797 images of handwritten digits,
-    the ids ``image-0000`` and so on in column ``id``, 64 pixels by row and column, ``pixel_0_0`` to
-    ``pixel_7_7``, and the label ``digit``, 0 to 9.
-    """
-
-    kind: Literal["sklearn"]
-
-    dataset: Literal["breast_cancer", "digits"] = "breast_cancer"
-    """The data set."""
-
-    shuffle_seed: int = Field(default=0, ge=0)
-    """Seed of the row order. Two parties with different seeds have their rows in different
-    orders."""
-
-
-Source = Annotated[
-    CsvSource | ParquetSource | NpzSource | ImagesSource | SklearnSource,
-    Field(discriminator="kind"),
-]
 
 
 class ImageSettings(Section):
@@ -213,9 +67,9 @@ class ImageSettings(Section):
 class FeatureSettings(Section):
     """The columns that a party feeds into its model.
 
-    A name takes precedence over a pattern, and a pattern over ``*``: with ``categorical: C*`` and
-    ``numeric: "*"``, all columns except the ``C`` columns are numeric. Id and label are never
-    features.
+    A column is used in one way. A name takes precedence over a pattern, and a pattern over ``*``:
+    with ``categorical: C*`` and ``numeric: "*"``, all columns except the ``C`` columns are numeric.
+    Id and label are never features.
     """
 
     numeric: Columns = ()
@@ -224,14 +78,48 @@ class FeatureSettings(Section):
     categorical: Columns = ()
     """Columns read as text, each value a category."""
 
+    timestamps: Columns = ()
+    """Columns of dates or times, each turned into the numbers of ``timestamp_parts``. Texts are
+    ISO 8601 (``2026-03-01``, ``2026-03-01T17:30:00+01:00``) unless ``timestamp_format`` says
+    otherwise; a time with a zone is taken in UTC, one without as written."""
+
+    timestamp_parts: tuple[TimestampPart, ...] = Field(
+        default=("year", "month", "day_of_week", "hour"), min_length=1
+    )
+    """The numbers that a timestamp becomes, named ``COLUMN.PART`` and scaled like the other
+    numbers: ``seconds`` since 1970, ``year``, ``month`` (from 1), ``day`` (of the month, from 1),
+    ``day_of_week`` (0 is Monday), ``hour`` and ``minute``."""
+
+    timestamp_format: ColumnName | None = None
+    """How texts of timestamps are written, in the directives of C's ``strptime``, such as
+    ``%d.%m.%Y %H:%M``; without a zone."""
+
+    lists: Columns = ()
+    """Columns of which each cell holds any number of categories: a Parquet list, or text in which
+    ``list_separator`` stands between them. Each becomes one number per category, 1 for those that
+    the cell holds and 0 for the others, and one more for any category that is not kept."""
+
+    list_separator: Annotated[str, StringConstraints(min_length=1, max_length=8)] = "|"
+    """What stands between the categories of a text. Space around a category is no part of it."""
+
+    max_list_categories: int = Field(default=100, ge=1, le=10_000)
+    """How many categories of a column of lists are kept: those in the most training rows, the first
+    by their text among equals."""
+
     image: ImageSettings | None = None
     """The image of each row."""
 
     exclude: Columns = ()
     """Columns that patterns must not match, such as a column that gives the label away."""
 
-    missing_numeric: Literal["error", "zero"] = "error"
-    """Treatment of an empty cell in a numeric column: an error, or the number 0."""
+    missing_numeric: Literal["error", "zero", "mean", "median"] = "error"
+    """Treatment of an empty cell in a numeric column or a timestamp: an error, the number 0, or the
+    mean or median of the column's numbers in the training rows. Mean and median are taken after
+    ``signed_log1p``, and with them the scaling is that of the numbers that are there."""
+
+    missing_indicator: bool = False
+    """Whether every column of numbers that has gaps in the training rows makes one more number: 1
+    where there is a gap, otherwise 0. These come after all columns of numbers, unscaled."""
 
     missing_texts: tuple[str, ...] = ("",)
     """Cells that mean "no value" in features and labels, for instance ``["", "?"]``."""
@@ -244,13 +132,30 @@ class FeatureSettings(Section):
     (``min_max``) of the training rows, or no scaling."""
 
     min_count: int = Field(default=1, ge=1)
-    """Categories in fewer training rows than this share the slot of unknown categories."""
+    """Categories, also those of lists, in fewer training rows than this share the slot of unknown
+    categories."""
 
     @model_validator(mode="after")
     def _selects_something(self) -> "FeatureSettings":
-        if not (self.numeric or self.categorical or self.image):
-            raise ValueError("name at least one of numeric, categorical and image")
+        columns = (*self.numeric, *self.categorical, *self.timestamps, *self.lists)
+        if not (columns or self.image):
+            raise ValueError(
+                "name at least one of numeric, categorical, timestamps, lists and image"
+            )
+        if self.missing_indicator and self.missing_numeric == "error":
+            raise ValueError("missing_indicator: no gap is left with missing_numeric: error")
+        if len(set(self.timestamp_parts)) < len(self.timestamp_parts):
+            raise ValueError("timestamp_parts: name each part only once")
         return self
+
+    @property
+    def gaps(self) -> Gaps:
+        """What a table holds in place of a missing number."""
+        if self.missing_numeric == "error":
+            return "none"
+        if self.missing_numeric == "zero" and not self.missing_indicator:
+            return "zero"
+        return "nan"
 
 
 class DataSettings(Section):
@@ -275,6 +180,20 @@ class DataSettings(Section):
     """Three or more classes, for a softmax over them: a number K, for a column that holds the whole
     numbers 0 to K - 1, or the list of the texts (or whole numbers) that the column holds. If
     absent, there are two classes."""
+
+    class_weights: tuple[Weight, ...] | None = Field(default=None, min_length=2)
+    """What an example of each class counts in the loss: of label 0 and label 1, or of the classes
+    in their order; by default all count 1. A target between two labels counts in proportion."""
+
+    weight_column: ColumnName | None = None
+    """Column with a positive number for each row: what the row counts in the loss, in units of the
+    mean over the training rows. The peer can read the weights off the gradients. It belongs to the
+    label owner's table."""
+
+    weights_are_label_free: bool = False
+    """Whether the weights were chosen without a look at any label, such as the sampling weights of
+    a survey. Without it, defenses whose bounds hold for more than class means refuse a
+    ``weight_column``: it could tell what they hide, and no charge would count that."""
 
     features: FeatureSettings | None = None
     """The columns that go into the model; absent for a party that only holds labels."""
@@ -303,6 +222,7 @@ class DataSettings(Section):
             raise ValueError("positive_label is for two classes; leave it or classes out")
         if len(set(self.class_names)) < len(self.class_names):
             raise ValueError("classes: name each class only once")
+        self._check_weights()
         if self.features and self.features.image:
             if self.source.kind not in {"npz", "images"}:
                 raise ValueError(
@@ -313,3 +233,15 @@ class DataSettings(Section):
                     "features.image.array: required for a source of kind npz, and only there"
                 )
         return self
+
+    def _check_weights(self) -> None:
+        for name in ("class_weights", "weight_column"):
+            if getattr(self, name) is not None and self.label_column is None:
+                raise ValueError(f"{name} needs a label_column")
+        if self.class_weights is not None and len(self.class_weights) != self.num_classes:
+            raise ValueError(
+                f"class_weights: expected {self.num_classes} numbers, one per class, got "
+                f"{len(self.class_weights)}"
+            )
+        if self.weights_are_label_free and self.weight_column is None:
+            raise ValueError("weights_are_label_free is about a weight_column")

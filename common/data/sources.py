@@ -22,6 +22,9 @@ PART_BYTES = 8 * 1024 * 1024
 
 PART_ROWS = 64 * 1024
 
+MAX_STORE_CHARACTERS = 300
+"""Length to which a message quotes an object store."""
+
 ArrowColumn = Any
 """A pyarrow ChunkedArray; pyarrow ships no type annotations."""
 
@@ -86,13 +89,19 @@ def list_rows(rows: Sequence[int] | NDArray[np.int64], count: int | None = None)
 
 
 @contextmanager
-def unreadable_is_data_error(path: Path) -> Iterator[None]:
-    """Raise DataError if the file cannot be read, without quoting any of its content."""
+def unreadable_is_data_error(path: Path | str) -> Iterator[None]:
+    """Raise DataError if the file cannot be read, without quoting any of its content.
+
+    Args:
+        path: a regular file, or the text that names a folder, a pattern or an address.
+    """
     try:
-        check_regular(path)
+        if isinstance(path, Path):
+            check_regular(path)
         yield
     except FileNotFoundError as error:
-        raise DataError(f"{path}: there is no such file") from error
+        reason = _store_reason(path, error) or "there is no such file"
+        raise DataError(f"{path}: {reason}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: the text is not UTF-8") from error
     except MemoryError as error:  # also raised by pyarrow
@@ -102,5 +111,13 @@ def unreadable_is_data_error(path: Path) -> Iterator[None]:
     except _UNREADABLE as error:
         # The library's own message may quote a row.
         damaged = f"damaged, or not a file of this kind ({type(error).__name__})"
-        reason = getattr(error, "strerror", None) or damaged
+        reason = _store_reason(path, error) or getattr(error, "strerror", None) or damaged
         raise DataError(f"{path}: cannot be read: {reason}") from error
+
+
+def _store_reason(path: Path | str, error: BaseException) -> str | None:
+    """Return what an object store says about a request, which never quotes a file's content."""
+    if isinstance(path, Path) or not isinstance(error, OSError) or error.errno is not None:
+        return None
+    said = " ".join(str(error).split()).partition(" (Request ID")[0]
+    return said[:MAX_STORE_CHARACTERS] or None

@@ -29,7 +29,7 @@ def read_subjects(settings: DataSettings, base_dir: Path, column: str) -> NDArra
     """
     source = open_table_source(settings, base_dir)
     selection = select_columns(settings, source)
-    if column in (*selection.numeric, *selection.categorical):
+    if any(column in way for way in selection.chosen):
         raise SettingsError(f"{SETTING}: {column!r} is a feature, too: leave it out there")
     check_columns_exist([column], source.column_names(), source.name)
     written = WrittenColumn(source.read([column])[column], f"{source.name}: column {column!r}")

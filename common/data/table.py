@@ -1,15 +1,18 @@
 """Reads a party's own table and checks the columns it needs before anything is sent."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
+from splitveil.common.data.category_lists import read_lists
 from splitveil.common.data.columns import (
     CategoricalColumn,
+    ChosenColumns,
     WrittenColumn,
     check_all_classes,
     check_both_classes,
@@ -20,13 +23,15 @@ from splitveil.common.data.columns import (
     read_labels,
     read_numeric,
     read_splits,
+    read_weights,
     select_features,
 )
 from splitveil.common.data.image_folder import ImageFolder
 from splitveil.common.data.kinds import open_source
 from splitveil.common.data.npz_file import NpzFile
-from splitveil.common.data.settings import DataSettings, ImageSettings
+from splitveil.common.data.settings import DataSettings, Gaps, ImageSettings
 from splitveil.common.data.sources import RowSource, TableSource, list_rows
+from splitveil.common.data.timestamps import read_timestamps
 from splitveil.common.errors import DataError, SettingsError
 
 
@@ -45,7 +50,8 @@ class Table:
     """0 or 1 per row, or the class index of the row if there are more than two classes."""
 
     numeric: Mapping[str, NDArray[np.float64]]
-    """Finite numbers by column."""
+    """Finite numbers by column, and NaN for gaps if ``gaps`` says so; a timestamp has a column for
+    each of its parts."""
 
     categorical: Mapping[str, CategoricalColumn]
     """Categories by column."""
@@ -56,6 +62,18 @@ class Table:
     splits: NDArray[np.int8] | None = None
     """The split of each row as an index into ``SPLITS``, if the contract splits by a column."""
 
+    lists: Mapping[str, CategoricalColumn] = field(default_factory=dict)
+    """Sets of categories by column, as ``category_lists`` writes them."""
+
+    timestamps: tuple[str, ...] = ()
+    """The columns of times whose parts are in ``numeric``."""
+
+    weights: NDArray[np.float64] | None = None
+    """What each row counts in the loss, positive; None if all count the same."""
+
+    gaps: Gaps = "none"
+    """What stands in place of missing numbers."""
+
     def __len__(self) -> int:
         return len(self.ids)
 
@@ -63,9 +81,14 @@ class Table:
 class Selection(NamedTuple):
     """The columns of a source that the settings select."""
 
-    numeric: list[str]
-    categorical: list[str]
+    chosen: ChosenColumns
+    numeric: list[str]  # the columns of numbers that they become: parts of timestamps come last
     needed: list[str]  # all selected columns; id, label and split first
+
+    @property
+    def coded(self) -> list[str]:
+        """The columns that become codes: categorical ones, then lists."""
+        return [*self.chosen.categorical, *self.chosen.lists]
 
 
 def select_columns(
@@ -79,16 +102,27 @@ def select_columns(
     """
     features = settings.features
     names = source.column_names()
-    own = (settings.id_column, settings.label_column)
+    own = (settings.id_column, settings.label_column, settings.weight_column)
     if split_column is not None and split_column in own:
-        raise SettingsError(f"contract.split.column: {split_column!r} is the id or the label")
+        raise SettingsError(f"contract.split.column: {split_column!r} is the id, label or weight")
     reserved = [name for name in (*own, split_column) if name is not None]
-    numeric, categorical = (
-        select_features(features, names, reserved, source.name) if features else ([], [])
-    )
-    needed = list(dict.fromkeys([*reserved, *numeric, *categorical]))
+    chosen = ChosenColumns([], [], [], [])
+    if features:
+        chosen = select_features(features, names, reserved, source.name)
+    needed = list(dict.fromkeys([*reserved, *(name for way in chosen for name in way)]))
     check_columns_exist(needed, names, source.name)
-    return Selection(numeric, categorical, needed)
+    parts = features.timestamp_parts if features else ()
+    numeric = [*chosen.numeric, *(part_name(n, p) for n in chosen.timestamps for p in parts)]
+    if twice := [name for name in chosen.numeric if numeric.count(name) > 1]:
+        raise SettingsError(
+            f"data.features: {', '.join(map(repr, twice))}: parts of a timestamp have this name"
+        )
+    return Selection(chosen, numeric, needed)
+
+
+def part_name(column: str, part: str) -> str:
+    """Return the name of the column of numbers that a part of a timestamp becomes."""
+    return f"{column}.{part}"
 
 
 def open_table_source(settings: DataSettings, base_dir: Path) -> TableSource:
@@ -137,6 +171,7 @@ def table_of(source: RowSource, settings: DataSettings, split_column: str | None
     labels = part_labels(settings, columns, source.name)
     if labels is not None:
         check_classes(settings, labels, source.name)
+    coded = part_categories(settings, selection, columns, source.name)
     return Table(
         source=source.name,
         ids=[str(row + 1) for row in range(num_rows)]
@@ -144,9 +179,13 @@ def table_of(source: RowSource, settings: DataSettings, split_column: str | None
         else part_ids(settings.id_column, columns, source.name),
         labels=labels,
         numeric=part_numeric(settings, selection, columns, source.name),
-        categorical=part_categories(settings, selection, columns, source.name),
+        categorical={name: coded[name] for name in selection.chosen.categorical},
         image=image,
         splits=part_splits(split_column, columns, source.name),
+        lists={name: coded[name] for name in selection.chosen.lists},
+        timestamps=tuple(selection.chosen.timestamps),
+        weights=part_weights(settings, columns, source.name),
+        gaps=features.gaps if features else "none",
     )
 
 
@@ -167,6 +206,16 @@ def part_labels(
         are_numbers = isinstance(settings.classes, int)
         return read_classes(column, settings.class_names, are_numbers=are_numbers)
     return read_labels(column, settings.positive_label)
+
+
+def part_weights(
+    settings: DataSettings, columns: Mapping[str, Any], source: str, first_row: int = 1
+) -> NDArray[np.float64] | None:
+    """Return what some rows count in the loss; None without a column of weights."""
+    if settings.weight_column is None:
+        return None
+    missing_texts = _missing_texts(settings)
+    return read_weights(_written(columns, settings.weight_column, source, missing_texts, first_row))
 
 
 def check_classes(settings: DataSettings, labels: NDArray[np.float32], source: str) -> None:
@@ -199,25 +248,42 @@ def part_numeric(
     first_row: int = 1,
 ) -> dict[str, NDArray[np.float64]]:
     """Return the numbers of some rows, by column."""
-    if settings.features is None:
+    features = settings.features
+    if features is None:
         return {}
-    missing_texts = _missing_texts(settings)
-    numeric = {
-        name: _written(columns, name, source, missing_texts, first_row)
-        for name in selection.numeric
+    chosen = selection.chosen
+    written = {
+        name: _written(columns, name, source, features.missing_texts, first_row)
+        for name in (*chosen.numeric, *chosen.timestamps)
     }
-    return read_numeric(numeric, missing_is_error=settings.features.missing_numeric == "error")
+    plain = {name: written[name] for name in chosen.numeric}
+    for name in chosen.timestamps:
+        parts = read_timestamps(written[name], features.timestamp_parts, features.timestamp_format)
+        for part, numbers in parts.items():
+            cells = pa.array(numbers)
+            plain[part_name(name, part)] = written[name]._replace(cells=cells)
+    return read_numeric(plain, features.gaps)
 
 
 def part_categories(
-    settings: DataSettings, selection: Selection, columns: Mapping[str, Any], source: str
+    settings: DataSettings,
+    selection: Selection,
+    columns: Mapping[str, Any],
+    source: str,
+    first_row: int = 1,
 ) -> dict[str, CategoricalColumn]:
-    """Return the categories of some rows, by column."""
-    missing_texts = _missing_texts(settings)
-    return {
-        name: read_categories(_written(columns, name, source, missing_texts))
-        for name in selection.categorical
-    }
+    """Return the codes of some rows, by column: categories, then sets of categories."""
+    features = settings.features
+    if features is None:
+        return {}
+
+    def written(name: str) -> WrittenColumn:
+        return _written(columns, name, source, features.missing_texts, first_row)
+
+    found = {name: read_categories(written(name)) for name in selection.chosen.categorical}
+    for name in selection.chosen.lists:
+        found[name] = read_lists(written(name), features.list_separator)
+    return found
 
 
 def part_image(

@@ -8,15 +8,16 @@ from splitveil.common.data.csv_file import CODECS
 from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.data.ids import canonical_texts
 from splitveil.common.data.kinds import open_source
-from splitveil.common.data.settings import (
+from splitveil.common.data.settings import DataSettings
+from splitveil.common.data.source_settings import (
     CsvSource,
-    DataSettings,
     FileSource,
     NpzSource,
     ParquetSource,
     Source,
 )
 from splitveil.common.data.sources import list_rows, unreadable_is_data_error
+from splitveil.common.data.table import part_name
 from splitveil.common.errors import DataError
 
 _KINDS: dict[str, Callable[[str], Source]] = {
@@ -60,14 +61,25 @@ def settings_for(
     """
     features = settings.features
     if features is not None and encoder is not None:
+        parts = {
+            part_name(name, part)
+            for name in encoder.timestamps
+            for part in features.timestamp_parts
+        }
+        numbers = (column.name for column in encoder.numeric)
         chosen = {
-            "numeric": tuple(column.name for column in encoder.numeric),
+            "numeric": tuple(name for name in numbers if name not in parts),
             "categorical": tuple(column.name for column in encoder.categorical),
+            "timestamps": encoder.timestamps,
+            "lists": tuple(column.name for column in encoder.lists),
             "exclude": (),
         }
         features = features.model_copy(update=chosen)
     without = {"label_column": None, "positive_label": None, "classes": None}
-    return settings.model_copy(update={"source": source, "features": features, **without})
+    unweighted = {"class_weights": None, "weight_column": None, "weights_are_label_free": False}
+    return settings.model_copy(
+        update={"source": source, "features": features, **without, **unweighted}
+    )
 
 
 def read_id_list(path: Path, id_column: str | None) -> list[str]:

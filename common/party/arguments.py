@@ -38,6 +38,18 @@ def party_parser(
     check = add_command(
         commands, "check", "check settings and data without training; print the resolved settings"
     )
+    check.add_argument(
+        "--connect",
+        action="store_true",
+        help="probe the connection to the other party as well: certificate, clock, speed, contract",
+    )
+    check.add_argument(
+        "--wait",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="with --connect: how long to wait for the other party (default: 60)",
+    )
     add_json(check)
     _add_verify_transcript(commands)
     add_own_commands(commands)
@@ -58,6 +70,9 @@ def add_command(commands: Commands, name: str, purpose: str) -> argparse.Argumen
     )
     command.add_argument(
         "--runs", type=Path, metavar="DIR", help="folder of all runs (default: runs)"
+    )
+    command.add_argument(
+        "--log-format", choices=("text", "json"), help="form of the log (default: the settings')"
     )
     add_verbosity(command)
     return command

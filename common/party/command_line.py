@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from splitveil.common.party.transcript import Broken, Comparison, Verified, comp
 from splitveil.common.storage.ended_run import end_of
 from splitveil.common.storage.run_folder import write_text_atomically
 from splitveil.common.storage.run_store import RunStore
+from splitveil.common.text.log_lines import add_to_log_lines, use_log_format
 from splitveil.common.text.visible_text import visible
 from splitveil.common.text.yaml_text import RESOLVED, read_yaml_file
 
@@ -42,12 +43,15 @@ MAY_CHANGE = frozenset(
         "inference",
         "leak_gate",
         "listen",
+        "log_format",
         "proxy",
+        "proxy_credentials",
         "reconnect",
         "run_budget",
         "runs_dir",
         "security",
         "serving",
+        "status",
         "torch_threads",
         "transcript",
     }
@@ -121,7 +125,7 @@ def _print_compared(compared: Comparison) -> None:
 def load_settings(
     section: type[PartySettingsT], arguments: argparse.Namespace, party: str
 ) -> PartySettingsT:
-    """Load the settings that a command names, with its overrides and ``--runs``.
+    """Load the settings that a command names, with its overrides, and log as they say.
 
     Args:
         section: the settings class of this kind of party.
@@ -134,7 +138,13 @@ def load_settings(
     overrides = [text.removeprefix(f"{party}.") for text in arguments.overrides]
     if arguments.runs is not None:
         overrides.append(f"runs_dir={arguments.runs}")
-    return load_party_settings(section, arguments.settings, overrides)
+    if arguments.log_format is not None:
+        use_log_format(arguments.log_format)  # now: problems of the settings are logged, too
+        overrides.append(f"log_format={arguments.log_format}")
+    settings = load_party_settings(section, arguments.settings, overrides)
+    use_log_format(settings.log_format)
+    add_to_log_lines(run=settings.contract.run_name)
+    return settings
 
 
 def torch_device(device: str) -> torch.device:
@@ -226,13 +236,18 @@ def save_resolved(settings: PartySettings, folder: Path) -> None:
 
 
 def report_check(
-    settings: PartySettings, checks: Sequence[Callable[[], str]], *, as_json: bool = False
+    settings: PartySettings,
+    checks: Sequence[Callable[[], str]],
+    probes: Callable[[], Iterator[Callable[[], str]]] | None = None,
+    *,
+    as_json: bool = False,
 ) -> None:
     """Print the resolved settings and the outcome of every successful check.
 
     Args:
         settings: of the party.
         checks: each returns what it found, or raises.
+        probes: yields further checks, which need the other party.
         as_json: print settings and all outcomes, failures included, as one JSON document.
 
     Raises:
@@ -242,15 +257,28 @@ def report_check(
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=as_json)
     console.print(resolved_yaml(settings), markup=False)
     failures: list[SplitveilError] = []
-    outcomes = []
-    for check in checks:
+    outcomes: list[dict[str, object]] = []
+
+    def fail(error: SplitveilError) -> None:
+        failures.append(error)
+        outcomes.append({"ok": False, "found": str(error)})
+
+    def take(check: Callable[[], str]) -> None:
         try:
             found = check()
             console.print(f"ok: {visible(found)}", markup=False)
             outcomes.append({"ok": True, "found": found})
         except SplitveilError as error:
-            failures.append(error)
-            outcomes.append({"ok": False, "found": str(error)})
+            fail(error)
+
+    for check in checks:
+        take(check)
+    if probes is not None:
+        try:
+            for check in probes():
+                take(check)
+        except SplitveilError as error:
+            fail(error)
     if as_json:
         values = settings.model_dump(mode="json")
         print_json({"ok": not failures, "checks": outcomes, "settings": values})

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from splitveil.common.errors import Interrupted, PeerError, SplitveilError, StorageError
+from splitveil.common.text.log_lines import log_fields
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +20,8 @@ def exit_code_of(action: Callable[[], None]) -> int:
     except SplitveilError as error:
         for told in _with_earlier(error):
             for line in str(told).splitlines() or [type(told).__name__]:
-                logger.error("%s", line)
+                fields = log_fields(error=type(told).__name__, exit_code=error.exit_code)
+                logger.error("%s", line, extra=fields)
         return error.exit_code
     except KeyboardInterrupt:
         logger.error("stopped at once; nothing was saved")

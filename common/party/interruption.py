@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from types import FrameType
 
 from splitveil.common.errors import Interrupted
+from splitveil.common.text.log_lines import raw_line
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_AT_ONCE = "stopped at once; nothing more is saved"
 _SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it
 
 
@@ -56,9 +58,9 @@ class Interruption:
 
     def _remember(self, number: int, _: FrameType | None) -> None:
         if self.signal_number is not None:
-            os.write(2, _SHOW_CURSOR * os.isatty(2) + b"stopped at once; nothing more is saved\n")
+            os.write(2, _SHOW_CURSOR * os.isatty(2) + raw_line(_AT_ONCE))
             # An exception would still wait for the peer, for other threads, and for the disk.
             os._exit(128 + number)
         self.signal_number = number
         # Logging is unsafe here: the signal may have arrived in the middle of a log line.
-        os.write(2, b"stopping after this step; send the signal again to stop at once\n")
+        os.write(2, raw_line("stopping after this step; send the signal again to stop at once"))

@@ -15,14 +15,22 @@ from torch import Tensor
 
 from splitveil.common.data.converted import MappedTable, open_converted
 from splitveil.common.data.features import FeatureEncoder, Features
+from splitveil.common.data.id_forms import IdForms, form_of
 from splitveil.common.data.ids import canonical_ids
 from splitveil.common.data.mapped_features import MappedFeatures, RowEncoder
-from splitveil.common.data.settings import DataSettings, FileSource, expand_path
+from splitveil.common.data.settings import DataSettings
+from splitveil.common.data.source_settings import (
+    CacheableSource,
+    FileSource,
+    ParquetSource,
+    expand_path,
+)
 from splitveil.common.data.table import Table, read_table
-from splitveil.common.errors import DataError
+from splitveil.common.errors import DataError, SplitveilError
 from splitveil.common.party.party_settings import PartySettings
 from splitveil.common.run.contract import ColumnSplit, SplitSettings
 from splitveil.common.run.course import AlignedRows
+from splitveil.common.run.messages import IdForm
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.run.splits import SPLITS
 from splitveil.common.storage.initial_weights import SETTING, EarlierModel
@@ -59,15 +67,21 @@ class PartyData:
             StorageError: the cache cannot be used.
         """
         split_column = split.column if isinstance(split, ColumnSplit) else None
-        if isinstance(settings.source, FileSource):
+        if isinstance(settings.source, CacheableSource):
             if settings.source.cache_dir is not None:
-                with _conversion_bar(settings.source.path) as progress:
+                with _conversion_bar(_name_of(settings.source)) as progress:
                     mapped = open_converted(settings, base_dir, progress, split_column)
+                _say(mapped.id_doubts, settings, mapped.source)
                 return cls(settings, mapped, mapped.ids)
-            _suggest_a_cache(settings.source.resolve(base_dir))
+            _suggest_a_cache(settings.source, base_dir)
         table = read_table(settings, base_dir, split_column)
         where = f"{table.source}: column {settings.id_column!r}"
-        return cls(settings, table, canonical_ids(table.ids, where))
+        ids = canonical_ids(table.ids, where)
+        if settings.id_column is not None:
+            forms = IdForms()
+            forms.add(ids)
+            _say(forms.doubts(), settings, table.source)
+        return cls(settings, table, ids)
 
     def fit(
         self, training_rows: Positions, earlier: EarlierModel | None = None
@@ -101,7 +115,7 @@ class PartyData:
         return encoder, encoder.transform(self.table, rows.file_rows)
 
     def digest(self, encoder: FeatureEncoder | None) -> str:
-        """Return a hexadecimal digest of the ids, the labels and the fitted encoder."""
+        """Return a hexadecimal digest of the ids, labels, weights and the fitted encoder."""
         found = hashlib.sha256()
         for text in _joined(self.ids):
             found.update(text.encode())
@@ -109,6 +123,8 @@ class PartyData:
             found.update(np.ascontiguousarray(self.table.labels).tobytes())
         if self.table.splits is not None:
             found.update(np.ascontiguousarray(self.table.splits).tobytes())
+        if self.table.weights is not None:
+            found.update(np.ascontiguousarray(self.table.weights).tobytes())
         if encoder is not None:
             found.update(json.dumps(encoder.state(), sort_keys=True).encode())
         return found.hexdigest()
@@ -138,6 +154,16 @@ class PartyData:
             raise DataError(f"{self.table.source}: there is no label column")
         return torch.from_numpy(self.table.labels[file_rows])
 
+    def weights_at(self, rows: AlignedRows) -> Tensor | None:
+        """Return what the aligned rows count in the loss, (aligned,) float32; None for all alike.
+
+        The mean over the training rows is 1.
+        """
+        if self.table.weights is None:
+            return None
+        weights = self.table.weights[rows.file_rows]
+        return torch.from_numpy((weights / weights[rows.splits["train"]].mean()).astype(np.float32))
+
     def labels_of(self, ids: Sequence[str]) -> Tensor:
         """Return the labels of some ids, (ids,), float32.
 
@@ -154,6 +180,17 @@ class PartyData:
                 f"{self.table.source}: {missing} of the {len(ids)} aligned ids have no label here"
             )
         return torch.from_numpy(self.table.labels[rows])
+
+
+def form_of_own_ids(settings: PartySettings) -> IdForm | None:
+    """Return how a party writes its ids; None if it numbers its rows, or they cannot be read."""
+    if settings.data.id_column is None:
+        return None
+    try:
+        data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
+    except SplitveilError:  # a run and a check say it
+        return None
+    return form_of(data.ids)
 
 
 def open_earlier_model(settings: PartySettings) -> EarlierModel | None:
@@ -173,7 +210,21 @@ def _joined(ids: Sequence[str]) -> Iterator[str]:
         yield ("\0" if start else "") + "\0".join(ids[start : start + _IDS_AT_ONCE])
 
 
-def _suggest_a_cache(path: Path) -> None:
+def _say(doubts: Sequence[str], settings: DataSettings, source: str) -> None:
+    for doubt in doubts:
+        _logger.warning("%s: column %r: %s", source, settings.id_column, doubt)
+
+
+def _name_of(source: CacheableSource) -> str:
+    return source.path if isinstance(source, FileSource) else "the query's result"
+
+
+def _suggest_a_cache(source: CacheableSource, base_dir: Path) -> None:
+    if not isinstance(source, FileSource):
+        return
+    if isinstance(source, ParquetSource) and source.scheme is not None:
+        return
+    path = source.resolve(base_dir)
     if path.is_file() and path.stat().st_size > LARGE_FILE_BYTES:
         _logger.warning(
             "%s is large and will be held in memory; set data.source.cache_dir to use "

@@ -12,6 +12,7 @@ from splitveil.common.models.settings import OptimizerSettings
 from splitveil.common.run.contract import Contract
 from splitveil.common.settings import Section, apply_overrides, kind_by_field, read_yaml, validate
 from splitveil.common.text.addresses import usable
+from splitveil.common.text.log_lines import LogFormat
 
 Address = Annotated[str, AfterValidator(usable)]
 
@@ -111,6 +112,15 @@ class PartySettings(Section):
 
     transcript: bool = True
     """Whether to record what crosses the wire: kind, step, size and digest of every message."""
+
+    status: Address | None = None
+    """Address of an HTTP endpoint for those who operate this party, such as ``127.0.0.1:9464``:
+    ``/healthz``, ``/readyz`` and ``/metrics`` for Prometheus. By default there is none. It has
+    neither password nor encryption, so that an address other than one on loopback needs a firewall.
+    """
+
+    log_format: LogFormat = "text"
+    """``json``: each line of the log is a JSON object with date, level, run and message."""
 
     runs_dir: Path = Path("runs")
     """Folder of all runs, relative to the folder in which the command is started."""

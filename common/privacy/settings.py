@@ -82,7 +82,8 @@ class CustomAttack(Section):
             raise ValueError("needs: each kind of side information may be named once")
         if "classes" in self.needs and len(self.needs) > 1:
             raise ValueError("needs: classes cannot be combined with other side information")
-        if "num_hints" in self.model_fields_set and "hints" not in self.needs:
+        # Not only where it is written: resolved settings, which may be read again, write defaults.
+        if self.num_hints > 1 and "hints" not in self.needs:
             raise ValueError("num_hints: name hints in needs, too")
         return self
 

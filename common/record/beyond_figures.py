@@ -14,6 +14,10 @@ from splitveil.common.record.values import ValueT, as_count, as_mapping, as_numb
 _EPSILON = "epsilon_lower_bound"
 _DETAILS = "epsilon_lower_bound_details"
 _CLEARLY = 3.0 / 1.96
+_CLEARLY_P = 0.001
+"""A p-value below which guesses contradict a stated epsilon. Labels that are randomised with
+epsilon, and read exactly, come as close to it as guesses can: at 0.05, one such run in twenty would
+raise an alarm that nothing is behind."""
 BEYOND_TABLES = ("adjusted_leak", "leak_advantage", _DETAILS)
 """Entries of a summary that hold more than one number."""
 
@@ -61,8 +65,8 @@ class EpsilonFigures(NamedTuple):
 
     @property
     def passes_stated(self) -> bool:
-        """Whether the attacks exclude what the ledger states."""
-        return self.stated is not None and self.epsilon > self.stated
+        """Whether the attacks exclude what the ledger states, at 99.9 % confidence."""
+        return self.p_value_of_stated is not None and self.p_value_of_stated < _CLEARLY_P
 
 
 class BeyondFigures(NamedTuple):

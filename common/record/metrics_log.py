@@ -7,7 +7,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -28,17 +28,21 @@ class MetricsLog:
     null. Any thread may write.
     """
 
-    def __init__(self, folder: Path, steps_per_epoch: int = 1) -> None:
+    def __init__(
+        self, folder: Path, steps_per_epoch: int = 1, on_line: Callable[[Line], None] | None = None
+    ) -> None:
         """Open both files.
 
         Args:
             folder: an existing folder.
             steps_per_epoch: puts the epochs on TensorBoard's single axis; may be set later.
+            on_line: called with each line once it is written.
 
         Raises:
             StorageError: the files cannot be made.
         """
         self.steps_per_epoch = steps_per_epoch
+        self._on_line = on_line
         self._next_chart_step = 0
         self._path = folder / METRICS
         self._lock = threading.Lock()
@@ -84,6 +88,8 @@ class MetricsLog:
                     self._chart(fields, chart_step)
             except OSError as error:
                 raise self._storage_error(error) from error
+        if self._on_line is not None:
+            self._on_line(line)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the length of the file, the time and the step that it has reached.

@@ -1,5 +1,6 @@
 """Prints the tables at the end of a run."""
 
+import logging
 import math
 from collections.abc import Callable
 
@@ -9,22 +10,33 @@ from rich.table import Table
 from splitveil.common.record.beyond_figures import BeyondFigures
 from splitveil.common.record.figures import LedgerFigures, SpreadFigures
 from splitveil.common.record.leak_figures import BatchFigures, ClassFigures, RunFigures
+from splitveil.common.record.progress_pipe import progress_pipe
 from splitveil.common.record.summary import Summary, plain_figures
 from splitveil.common.record.values import ByAttack
+from splitveil.common.text.log_lines import log_fields, writes_json
 from splitveil.common.text.output import printing_console
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
 from splitveil.common.text.visible_text import cell
 from splitveil.common.text.wording import in_short, in_words, label
 
+logger = logging.getLogger(__name__)
+
 
 def print_summary(party: str, summary: Summary, *, console: Console | None = None) -> None:
     """Print a run's summary to the standard output stream: its numbers, then its leak tables.
+
+    With a log of JSON objects the numbers go there instead: a supervisor merges both streams.
 
     Args:
         party: name above each table.
         summary: summary of the run.
         console: the console to print on; by default the standard output stream.
     """
+    if console is None and writes_json():
+        logger.info("summary", extra=log_fields(**plain_figures(summary)))
+        return
+    if console is None and progress_pipe() is not None:
+        return  # a launcher shows one table of all parties
     console = console or printing_console()
     table = Table(title=f"{party}: summary", title_justify="left", show_header=False)
     for name, value in plain_figures(summary).items():

@@ -10,6 +10,8 @@ from rich.progress import Progress, ProgressColumn, Task, TextColumn, TimeRemain
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
+from splitveil.common.record.progress_pipe import progress_pipe
+from splitveil.common.text.log_lines import log_fields
 from splitveil.common.text.output import printing_console
 from splitveil.common.text.wording import in_short, label
 
@@ -45,6 +47,9 @@ class TrainingProgress:
         self._logged = time.monotonic()
         self._end: float | None = None
         self._first_step: float | None = None
+        self._party = party
+        self._pipe = progress_pipe()
+        self._numbers: Mapping[str, float | None] = {}
         self._bar = Progress(
             TextColumn("{task.description}"),
             _BarColumn(self._console),
@@ -63,8 +68,9 @@ class TrainingProgress:
     def __exit__(self, *_: object) -> None:
         self._end = time.monotonic()
         self._bar.stop()
+        self._tell(is_last=True)
         if not self._console.is_terminal:
-            self._log("")
+            self._log({})
 
     @property
     def steps_per_s(self) -> float:
@@ -94,20 +100,34 @@ class TrainingProgress:
         now = time.monotonic()
         if self._first_step is None:
             self._first_step = now
+        self._numbers = numbers
+        self._tell(is_last=False)
         if self._console.is_terminal:
             self._bar.update(self._task, advance=steps, numbers=_each_in_words(numbers))
-        elif now - self._logged >= self._log_every_s:
+        elif self._pipe is None and now - self._logged >= self._log_every_s:
             self._logged = now
-            self._log(", ".join(_each_in_words(numbers)))
+            self._log(numbers)
 
-    def _log(self, numbers: str) -> None:
+    def _log(self, numbers: Mapping[str, float | None]) -> None:
         _logger.info(
             "step %d/%d, %.1f steps/s%s",
             self.steps_done,
             self._total_steps,
             self.steps_per_s,
-            f", {numbers}" if numbers else "",
+            "".join(f", {number}" for number in _each_in_words(numbers)),
+            extra=log_fields(
+                steps_done=self.steps_done,
+                steps=self._total_steps,
+                steps_per_s=round(self.steps_per_s, 3),
+                **numbers,
+            ),
         )
+
+    def _tell(self, *, is_last: bool) -> None:
+        """Tell a launcher, which shows the bar itself."""
+        if self._pipe is not None:
+            done, total = self.steps_done, self._total_steps
+            self._pipe.tell(self._party, done, total, self._numbers, is_last=is_last)
 
 
 class _BarColumn(ProgressColumn):

@@ -111,3 +111,12 @@ class AuditQuestion:
 
     scores: Tensor
     """One score per training row in that order, (training rows,), float32."""
+
+
+class IdForm(Enum):
+    """How a party's ids are written."""
+
+    WHOLE = "whole numbers without leading zeros"
+    LEADING_ZEROS = "whole numbers, some with leading zeros"
+    DECIMAL_POINT = "numbers, some with a decimal point"
+    TEXT = "texts"

@@ -4,7 +4,7 @@ A run may go back to a checkpoint, but its later answers stay answered. So the l
 an answer leaves, and nothing in it is ever changed. It is a sequence of records:
 
     header    a name, the version, and the number of fingerprints in a record
-    record    number, fingerprints, reply, sum_kl, epsilon, noise identity, caveats, link
+    record    number, fingerprints, reply, sum_kl, epsilon, noise identity, caveats, leak AUC, link
 
 The number is that of a batch in the run, at least 2^62 for a release about all training rows, or at
 least 2^63 for an audit.
@@ -34,7 +34,8 @@ HOW_TO_RECOVER = (
 )
 
 _NAME = b"splitveil answers"
-_VERSION = 3  # 1 had neither replies, charges nor links; 2 did not say whom a charge describes
+# 1 had neither replies, charges nor links; 2 did not say whom a charge describes; 3 had no leak AUC
+_VERSION = 4
 _HEADER = struct.Struct(f"<{len(_NAME)}sBB")
 _FINGERPRINT_BYTES = 16
 _LINK_BYTES = 8
@@ -51,6 +52,8 @@ class ChargedAnswer(NamedTuple):
     """Infinite for an answer without label differential privacy."""
     caveats: int = 0
     """What does not hold of the charge, one bit each, below 256: the ledger gives them meaning."""
+    leak_auc: float = 1.0
+    """AUC that no score of all answers of the identity together passes; 1 if none is known."""
 
 
 NOTHING_TOLD = ChargedAnswer(0.0, b"", 0.0)
@@ -95,7 +98,7 @@ class AnswerLog:
         self._known: dict[int, Record] = {}
         self._count = 0
         self._record = struct.Struct(
-            f"<Q{questions * _FINGERPRINT_BYTES}s{_FINGERPRINT_BYTES}sdd{_DIGEST_BYTES}sB"
+            f"<Q{questions * _FINGERPRINT_BYTES}s{_FINGERPRINT_BYTES}sdd{_DIGEST_BYTES}sBd"
         )
         self._link = _link(run, _header(questions))
         if path is not None:
@@ -231,22 +234,25 @@ class AnswerLog:
         _cut_off(path, len(data), len(header) + self._count * size)
 
     def _packed(self, record: Record) -> bytes:
-        sum_kl, identity, epsilon, caveats = record.charge
+        sum_kl, identity, epsilon, caveats, leak_auc = record.charge
         fingerprints = b"".join(record.fingerprints)
         return self._record.pack(
-            record.number, fingerprints, record.reply, sum_kl, epsilon, identity, caveats
+            record.number, fingerprints, record.reply, sum_kl, epsilon, identity, caveats, leak_auc
         )
 
     def _unpacked(self, data: bytes) -> Record:
-        number, joined, reply, sum_kl, epsilon, identity, caveats = self._record.unpack(data)
-        if math.isnan(sum_kl) or math.isnan(epsilon):
+        number, joined, reply, sum_kl, epsilon, identity, caveats, leak_auc = self._record.unpack(
+            data
+        )
+        if any(map(math.isnan, (sum_kl, epsilon, leak_auc))):
             raise StorageError(f"{self._path}: a charge is not a number: {HOW_TO_RECOVER}")
         fingerprints = tuple(
             joined[start : start + _FINGERPRINT_BYTES]
             for start in range(0, len(joined), _FINGERPRINT_BYTES)
         )
         known = identity if any(identity) else b""
-        return Record(number, fingerprints, ChargedAnswer(sum_kl, known, epsilon, caveats), reply)
+        charge = ChargedAnswer(sum_kl, known, epsilon, caveats, leak_auc)
+        return Record(number, fingerprints, charge, reply)
 
 
 def _header(questions: int) -> bytes:

@@ -105,7 +105,9 @@ class EarlierModel:
         self.encoder.check_same_columns(table)
         known = {column.name for column in self.encoder.numeric}
         known |= {column.name for column in self.encoder.categorical}
-        new = [name for name in (*table.numeric, *table.categorical) if name not in known]
+        known |= {column.name for column in self.encoder.lists}
+        columns = (*table.numeric, *table.categorical, *table.lists)
+        new = [name for name in columns if name not in known]
         if new:
             raise SettingsError(
                 f"{self.setting}: {source}: the model was trained without {', '.join(new)}: leave "

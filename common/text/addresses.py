@@ -21,14 +21,18 @@ class HostAndPort(NamedTuple):
     port: int
 
 
-def split_address(address: str) -> HostAndPort:
+def split_address(address: str, *, least_port: int = 1) -> HostAndPort:
     """Split an address into host and port.
+
+    Args:
+        address: ``HOST:PORT``.
+        least_port: 0 where the system may choose the port.
 
     Raises:
         ValueError: it is not an address that another party could connect to.
     """
     host, _, port = address.rpartition(":")
-    if not re.fullmatch(r"[0-9]{1,5}", port, re.ASCII) or not 1 <= int(port) <= 65535:
+    if not re.fullmatch(r"[0-9]{1,5}", port, re.ASCII) or not least_port <= int(port) <= 65535:
         raise ValueError(f"expected HOST:PORT with a port from 1 to 65535, got {address!r}")
     if number := _IN_BRACKETS.fullmatch(host):
         return HostAndPort(str(ipaddress.IPv6Address(number[1])), int(port))
@@ -53,6 +57,14 @@ def usable(address: str) -> str:
 MTLS_ADVICE = (
     "security.mode is insecure: the connection would be unprotected; use security.mode mtls"
 )
+
+
+def is_numeric_loopback(host: str) -> bool:
+    """Return whether a host is an IP address of this machine that no other machine can reach."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def on_loopback(address: str, setting: str, advice: str = MTLS_ADVICE) -> str:

@@ -1,12 +1,15 @@
-"""Reads users' files, which must be regular files of limited size, and syncs files to disk.
+"""Reads users' files, which must be regular files of limited size, and locks and syncs files.
 
 A device such as ``/dev/zero`` never ends, and a pipe may never start. A link to a regular file is
 accepted like the file itself.
 """
 
 import errno
+import fcntl
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _PIECE_BYTES = 2**20
@@ -44,5 +47,20 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def only_one_process(lock: Path) -> Iterator[None]:
+    """Wait until no other process holds this lock, and hold it.
+
+    Raises:
+        OSError: the lock's file cannot be made.
+    """
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
     finally:
         os.close(descriptor)

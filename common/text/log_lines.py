@@ -1,36 +1,91 @@
-"""Configures logging: short lines with the party's name on the standard error stream."""
+"""Configures logging: short lines or JSON objects on the standard error stream."""
 
+import json
 import logging
+import math
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from splitveil.common.text.output import UNPRINTED
 from splitveil.common.text.visible_text import visible, visible_lines
 
+LogFormat = Literal["text", "json"]
+
 _OWN_PACKAGE = "splitveil"
 
 
-def configure_logging(party: str, verbosity: int = 0) -> None:
-    """Log short lines with the party's name to the standard error stream.
+def configure_logging(party: str, verbosity: int = 0, form: LogFormat = "text") -> None:
+    """Log short lines with the party's name, or JSON objects, to the standard error stream.
 
     Args:
         party: the party's name, for instance ``active``.
         verbosity: below 0 for warnings only, 0 for the progress of the run, above 0 for everything.
+        form: ``json`` for one JSON object per line.
     """
-    handler = _StderrHandler()
-    form = f"%(asctime)s {party.replace('%', '%%')} %(levelname)s %(message)s"
-    handler.setFormatter(_VisibleFormatter(form, datefmt="%H:%M:%S"))
+    handler = _StderrHandler(party, form)
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     threading.excepthook = partial(_on_failed_thread, threading.excepthook)
     level = logging.INFO if verbosity == 0 else logging.DEBUG if verbosity > 0 else logging.WARNING
     logging.getLogger(_OWN_PACKAGE).setLevel(level)
 
 
+def use_log_format(form: LogFormat) -> None:
+    """Change the form of all further lines, if logging was configured here."""
+    for handler in _own_handlers():
+        handler.use(form)
+
+
+def add_to_log_lines(**fields: str) -> None:
+    """Add fields, such as the run's name, to all further JSON lines."""
+    for handler in _own_handlers():
+        handler.fields |= fields
+
+
+def log_fields(**fields: object) -> dict[str, Any]:
+    """Return the ``extra`` of a message with fields of its JSON object, as numbers or words."""
+    return {"fields": fields}
+
+
+def writes_json() -> bool:
+    """Whether log lines are JSON objects."""
+    return any(handler.form == "json" for handler in _own_handlers())
+
+
+def raw_line(text: str) -> bytes:
+    """Return a line as it belongs between log lines, for code that must not log."""
+    for handler in _own_handlers():
+        if handler.form == "json":
+            record = logging.LogRecord(_OWN_PACKAGE, logging.WARNING, "", 0, text, None, None)
+            return handler.format(record).encode() + b"\n"
+    return text.encode() + b"\n"
+
+
+def _own_handlers() -> "Iterator[_StderrHandler]":
+    return (one for one in logging.getLogger().handlers if isinstance(one, _StderrHandler))
+
+
 class _StderrHandler(logging.Handler):
     """Writes to the current standard error stream, which a progress bar may have replaced."""
+
+    def __init__(self, party: str, form: LogFormat) -> None:
+        super().__init__()
+        self.party = party
+        self.fields: dict[str, str] = {}
+        self.use(form)
+
+    def use(self, form: LogFormat) -> None:
+        """Write lines of this form."""
+        self.form: LogFormat = form
+        if form == "json":
+            self.setFormatter(_JsonFormatter(self))
+        else:
+            party = self.party.replace("%", "%%")
+            text = f"%(asctime)s {party} %(levelname)s %(message)s"
+            self.setFormatter(_VisibleFormatter(text, datefmt="%H:%M:%S"))
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -50,6 +105,35 @@ class _VisibleFormatter(logging.Formatter):
 
     def formatException(self, ei: Any) -> str:  # noqa: N802
         return visible_lines(super().formatException(ei))
+
+
+class _JsonFormatter(logging.Formatter):
+    """Writes a record as one JSON object in ASCII, so that nothing in it can pass for a line."""
+
+    def __init__(self, handler: _StderrHandler) -> None:
+        super().__init__()
+        self._handler = handler
+
+    def format(self, record: logging.LogRecord) -> str:
+        own: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "party": self._handler.party,
+            **self._handler.fields,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            own["exception"] = self.formatException(record.exc_info)
+        fields: Mapping[str, object] = getattr(record, "fields", {})
+        # A field of a message never replaces one that every line has.
+        further = {name: _as_json(one) for name, one in fields.items() if name not in own}
+        return json.dumps(own | further, default=str)
+
+
+def _as_json(value: object) -> object:
+    """Return a value that JSON knows: it has no word for an infinite number."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _on_failed_thread(

@@ -44,6 +44,12 @@ class Printed:
         return False
 
 
-def printing_console(*, stderr: bool = False) -> Console:
-    """Return a console on a standard stream that ignores failures of the stream."""
-    return Console(file=Printed(sys.stderr if stderr else sys.stdout))  # type: ignore[arg-type]
+def printing_console(*, stderr: bool = False, plain: bool = False) -> Console:
+    """Return a console on a standard stream that ignores failures of the stream.
+
+    Args:
+        stderr: use the standard error stream.
+        plain: treat the stream as no terminal, even if it is one.
+    """
+    printed: Any = Printed(sys.stderr if stderr else sys.stdout)
+    return Console(file=printed, force_terminal=False if plain else None)

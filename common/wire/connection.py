@@ -4,11 +4,10 @@ import grpc
 
 from splitveil.common.errors import PeerRenewed, SplitveilError
 from splitveil.common.party.credentials import CredentialFiles
-from splitveil.common.party.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.wire.endpoint import open_channel
 from splitveil.common.wire.http_proxy import HttpProxy
-from splitveil.common.wire.noted_calls import NotingClient
+from splitveil.common.wire.noted_calls import Notes, NotingClient
 from splitveil.common.wire.status import error_from
 
 
@@ -19,7 +18,7 @@ class PeerConnection:
         address: host and port of the party.
         contract: gives the limits of messages, and the party's identity.
         credentials: this party's; without them the channel uses plain text, on loopback only.
-        transcript: notes every message that crosses, if there is one.
+        transcript: takes note of every message that crosses, if there is one.
         proxy: the proxy to connect through, with credentials only.
         party: the party's name in the contract.
     """
@@ -29,7 +28,7 @@ class PeerConnection:
         address: str,
         contract: Contract,
         credentials: CredentialFiles | None = None,
-        transcript: Transcript | None = None,
+        transcript: Notes | None = None,
         proxy: HttpProxy | None = None,
         party: str = ACTIVE,
     ) -> None:

@@ -65,6 +65,18 @@ def open_channel(
     return grpc.secure_channel(address, channel_credentials(credentials, pinned), options)
 
 
+def shown_certificate(
+    address: str, contract: Contract, credentials: Credentials, proxy: HttpProxy | None = None
+) -> bytes:
+    """Return the certificate that the active party shows now, PEM, once it has been verified.
+
+    Raises:
+        PeerUntrusted: it is not the active party's.
+        PeerUnreachable: no server answers.
+    """
+    return _pinned(address, proxy, credentials.authority, contract.identities[ACTIVE])
+
+
 def _pinned(address: str, proxy: HttpProxy | None, authority: bytes, identity: str) -> bytes:
     """Return the certificate to pin, trying each IP address of the name in turn, as gRPC does."""
     errors: list[PeerError] = []

@@ -10,12 +10,15 @@ import ipaddress
 import os
 import re
 import socket
+import stat
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from urllib.parse import SplitResult, unquote, urlsplit
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 from splitveil.common.errors import PeerUnreachable, SettingsError
+from splitveil.common.text.files import read_bytes
 
 ChannelOptions = list[tuple[str, int | str]]
 
@@ -27,6 +30,7 @@ EXCEPTIONS = ("no_grpc_proxy", "no_proxy")
 """Variables that list the hosts to reach without the proxy: the first that is set counts."""
 
 _REPLY_BYTES = 8192
+_CREDENTIALS_BYTES = 4096
 
 # The environment has a second way to impose a proxy, which the main switch does not turn off.
 _NO_ADDRESSES: ChannelOptions = [("grpc.address_http_proxy_enabled_addresses", "")]
@@ -88,6 +92,44 @@ class HttpProxy:
 def without_proxy() -> ChannelOptions:
     """Return the options of a channel that uses no proxy, regardless of the environment."""
     return [("grpc.enable_http_proxy", 0), *_NO_ADDRESSES]
+
+
+def named_proxy(url: str, credentials: Path | None = None) -> HttpProxy:
+    """Return the proxy that the settings name.
+
+    Args:
+        url: ``http://HOST:PORT``.
+        credentials: file with ``USER:PASSWORD``, which only its owner may read.
+
+    Raises:
+        SettingsError: the address is none, or the file cannot be used; its content is not repeated.
+    """
+    known = "" if credentials is None else _read_credentials(credentials)
+    try:
+        parsed = urlsplit(url)
+        return replace(_proxy_of(parsed, parsed.port), credentials=known)
+    except ValueError as error:
+        raise SettingsError(f"proxy: expected http://HOST:PORT, got {url}") from error
+
+
+def _read_credentials(path: Path) -> str:
+    """Return user and password, percent-encoded as in a URL."""
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        text = read_bytes(path, _CREDENTIALS_BYTES).decode().strip()
+    except OSError as error:
+        raise SettingsError(f"proxy_credentials: {path}: {error.strerror}") from error
+    except UnicodeDecodeError:  # not chained: it quotes the content
+        raise SettingsError(f"proxy_credentials: {path}: the text is not UTF-8") from None
+    if mode & 0o077:
+        raise SettingsError(
+            f"proxy_credentials: {path} has mode {mode:04o}, so that others may read it: "
+            f"chmod 600 {path}"
+        )
+    user, separator, password = text.partition(":")
+    if not user or not separator:
+        raise SettingsError(f"proxy_credentials: {path}: expected one line USER:PASSWORD")
+    return f"{quote(user, safe='')}:{quote(password, safe='')}"
 
 
 def proxy_of_environment(address: str) -> HttpProxy | None:

@@ -60,6 +60,15 @@ PARTY_KEY = "splitveil-party"
 """Metadata key of every call in a run with several passive parties: the caller's name in the
 contract."""
 
+# ---- diagnosis ----
+
+PROBE_PADDING_BYTES = 256 * 1024
+"""Padding of one probe: below the largest message that any contract allows."""
+PROBE_BYTES = PROBE_PADDING_BYTES + HANDSHAKE_BYTES
+"""A whole probe, with the sender's contract."""
+VERSION_CHARACTERS = 64
+"""The version of the peer's software, which is printed."""
+
 # ---- joint inference ----
 
 MAX_IDS = 2**20
@@ -153,6 +162,13 @@ FIELDS: Mapping[str, Bound] = {
     "AuditRequest.positions_digest": _POSITIONS,
     "AuditReply.leak_auc_percent": Bound(100, "per cent"),
     "LeaveRequest.run_id": _NAME,
+    "Introduction.protocol_version": _VERSION,
+    "Introduction.version": Bound(VERSION_CHARACTERS, "see VERSION_CHARACTERS"),
+    "Introduction.party": _NAME,
+    "Introduction.contract": Bound(CONTRACT_CHARACTERS, "see CONTRACT_CHARACTERS"),
+    "Introduction.clock_ms": Bound(2**53, "a date that a computer can name"),
+    "ProbeRequest.padding": Bound(PROBE_PADDING_BYTES, "see PROBE_PADDING_BYTES"),
+    "ProbeReply.padding": Bound(PROBE_PADDING_BYTES, "as many bytes as were sent"),
     "DescribeRequest.protocol_version": _VERSION,
     "DescribeRequest.party": _NAME,
     "DescribeRequest.contract": Bound(CONTRACT_CHARACTERS, "see CONTRACT_CHARACTERS"),
@@ -189,6 +205,9 @@ EXEMPT: Mapping[str, str] = {
     "EvaluateReply.split": "an enumeration: one of its numbers",
     "AuditRequest.scores": "the message's own bound; the desk requires one per training row",
     "LeaveRequest.reason": "an enumeration: one of its numbers",
+    "Introduction.id_form": "an enumeration: one of its numbers",
+    "ProbeRequest.introduction": "a message: its own fields are bounded",
+    "ProbeReply.introduction": "a message: its own fields are bounded",
     "DescribeReply.batch_number": "only compared with this party's own",
     "DescribeReply.max_ids": "inference_codec: at least 1; the own bound holds as well",
     "EmbedRequest.number": "repeated in the reply, and used for nothing else",

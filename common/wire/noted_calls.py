@@ -1,4 +1,4 @@
-"""Notes every message of every call in a transcript, on either side, as the bytes that cross.
+"""Notes every message of every call, on either side, as the bytes that cross: in a transcript, say.
 
 A message that cannot be noted does not cross, and ends the run with the transcript's
 ``StorageError``. Only a goodbye crosses anyway, so that the peer need not wait for a party that is
@@ -8,12 +8,12 @@ gone.
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import grpc
 
 from splitveil.common.errors import StorageError
-from splitveil.common.party.transcript import Crossing, Direction, Transcript
+from splitveil.common.party.transcript import Crossing, Direction
 from splitveil.common.run.contract import NAME_CHARACTERS
 from splitveil.common.wire.endpoint import INFERENCE_SERVICE, SERVICE
 from splitveil.common.wire.interceptor import HandlerInterceptor
@@ -22,6 +22,34 @@ from splitveil.common.wire.tensor_codec import epoch_and_step_of
 
 if TYPE_CHECKING:
     from splitveil.common.wire.interceptor import Handler
+
+
+class Notes(Protocol):
+    """Takes note of messages, like a transcript."""
+
+    def note(self, crossing: Crossing) -> None:
+        """Take note of a message.
+
+        Raises:
+            StorageError: it cannot be noted, and must not cross.
+        """
+
+
+class AllNotes:
+    """Takes note of each message in several places.
+
+    Args:
+        places: in order; a message that the first cannot note does not reach the others.
+    """
+
+    def __init__(self, *places: Notes) -> None:
+        self._places = places
+
+    def note(self, crossing: Crossing) -> None:
+        """Take note of a message in every place."""
+        for place in self._places:
+            place.note(crossing)
+
 
 _PREFIXES = (f"/{SERVICE}/", f"/{INFERENCE_SERVICE}/")
 _GOODBYE = "Leave"
@@ -34,11 +62,11 @@ class NotingServer(HandlerInterceptor):
     """Notes every message that a server receives or sends.
 
     Args:
-        transcript: the serving party's.
+        notes: the serving party's.
     """
 
-    def __init__(self, transcript: Transcript) -> None:
-        self._note_of = _noting(transcript)
+    def __init__(self, notes: Notes) -> None:
+        self._note_of = _noting(notes)
 
     def wrap(self, handler: "Handler", details: grpc.HandlerCallDetails, /) -> "Handler":
         """Listen to the handler of a call."""
@@ -75,12 +103,12 @@ class NotingClient(
     """Notes every message that a client sends or receives.
 
     Args:
-        transcript: the calling party's.
+        notes: the calling party's.
         party: the passive party at the other end, if there is more than one.
     """
 
-    def __init__(self, transcript: Transcript, party: str | None = None) -> None:
-        self._note: _Note = partial(_noting(transcript), party)
+    def __init__(self, notes: Notes, party: str | None = None) -> None:
+        self._note: _Note = partial(_noting(notes), party)
 
     def intercept_unary_unary(
         self, continuation: Callable[..., Any], details: grpc.ClientCallDetails, request: Any
@@ -169,7 +197,7 @@ def _caller(context: grpc.ServicerContext) -> str | None:
     return str(named[0])[:NAME_CHARACTERS] if named else None
 
 
-def _noting(transcript: Transcript) -> _NoteOf:
+def _noting(notes: Notes) -> _NoteOf:
     def note(party: str | None, direction: Direction, kind: str, message: Any) -> Any:
         """Note a message, and return it."""
         if isinstance(message, bytes):
@@ -177,7 +205,7 @@ def _noting(transcript: Transcript) -> _NoteOf:
         else:
             data = message.SerializeToString(deterministic=True)
             epoch, step = getattr(message, "epoch", None), getattr(message, "step", None)
-        transcript.note(Crossing(direction, kind, data, epoch, step, party))
+        notes.note(Crossing(direction, kind, data, epoch, step, party))
         return message
 
     return note

@@ -4,10 +4,18 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from splitveil.common.errors import Interrupted, PeerUnreachable, PeerUntrusted, ProtocolError
+from splitveil.common.errors import (
+    Interrupted,
+    PeerError,
+    PeerUnreachable,
+    PeerUntrusted,
+    ProtocolError,
+    SplitveilError,
+)
 from splitveil.common.party.party_settings import ReconnectSettings
+from splitveil.common.text.log_lines import log_fields
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +26,26 @@ ResultT = TypeVar("ResultT")
 Interruption = Callable[[], int | None]
 
 
+class CallWatch(Protocol):
+    """Is told how each attempt to ask the peer ended."""
+
+    def answered(self) -> None:
+        """An answer has come."""
+
+    def unanswered(self, error: SplitveilError) -> None:
+        """No usable answer has come."""
+
+
+class NoWatch:
+    """Takes no note."""
+
+    def answered(self) -> None:
+        """Take no note."""
+
+    def unanswered(self, error: SplitveilError) -> None:
+        """Take no note."""
+
+
 class Retrying:
     """Repeats a question, with growing waits in between.
 
@@ -26,6 +54,7 @@ class Retrying:
         interruption: returns the signal that asks this party to stop, once there is one.
         where: the peer's address, in words.
         renew: uses the certificates as they are now, and returns whether they have changed.
+        watch: is told how each attempt ended.
     """
 
     def __init__(
@@ -34,11 +63,13 @@ class Retrying:
         interruption: Interruption,
         where: str,
         renew: Callable[[], bool],
+        watch: CallWatch | None = None,
     ) -> None:
         self._settings = settings
         self._interruption = interruption
         self._where = where
         self._renew = renew
+        self._watch = watch or NoWatch()
         self._was_answered = False
 
     def until_answered(self, ask: Callable[[], ResultT]) -> ResultT:
@@ -58,7 +89,7 @@ class Retrying:
         damaged = 0
         while True:
             try:
-                answer = ask()
+                answer = self._watched(ask)
             except (PeerUntrusted, ProtocolError) as error:
                 # The trusted certificates may have been replaced since the channel was made.
                 if isinstance(error, PeerUntrusted) and self._renew():
@@ -73,7 +104,11 @@ class Retrying:
                 if lost_at is None:
                     lost_at = time.monotonic()
                     logger.warning(
-                        "%s at %s; trying for up to %g s", error, self._where, self._settings.max_s
+                        "%s at %s; trying for up to %g s",
+                        error,
+                        self._where,
+                        self._settings.max_s,
+                        extra=log_fields(reason=type(error).__name__),
                     )
                 left_s = self._left_s(lost_at, error)
             else:
@@ -82,6 +117,15 @@ class Retrying:
             self._renew()
             self.sleep(min(wait_s * random.uniform(0.5, 1.0), left_s))
             wait_s = min(2 * wait_s, self._settings.longest_wait_s)
+
+    def _watched(self, ask: Callable[[], ResultT]) -> ResultT:
+        try:
+            answer = ask()
+        except PeerError as error:
+            self._watch.unanswered(error)
+            raise
+        self._watch.answered()
+        return answer
 
     def sleep(self, wait_s: float) -> None:
         """Wait, in steps short enough to notice a signal.

@@ -1,4 +1,4 @@
-"""Fetches, verifies and pins the active party's certificate before anything is sent to the party.
+"""Fetches, verifies and pins a server's certificate before anything is sent to it.
 
 gRPC's client accepts a wildcard as a name, and the subject's common name where there is no subject
 alternative name; and it does not report which certificate it was shown. So the passive party looks
@@ -48,7 +48,7 @@ def judged_certificate(connection: socket.socket, authority: bytes, identity: st
     """Return the certificate of the server that answers, in PEM, once it has been verified.
 
     Args:
-        connection: a fresh connection to the active party; it cannot be used afterwards.
+        connection: a fresh connection to the other party; it cannot be used afterwards.
         authority: PEM certificates of the authorities whose signatures are trusted.
         identity: the DNS name that the certificate has to carry.
 
@@ -61,9 +61,9 @@ def judged_certificate(connection: socket.socket, authority: bytes, identity: st
     if identity not in names:
         found = ", ".join(printable(name) for name in names) or "none"
         raise PeerUntrusted(
-            f"the peer's certificate does not carry the active party's name: expected {identity!r} "
-            f"(contract.identities) among the DNS names of its subject alternative name, "
-            f"found {found}"
+            f"the peer's certificate does not carry the called party's name: "
+            f"expected {identity!r} (contract.identities) among the DNS names of its subject "
+            f"alternative name, found {found}"
         )
     return ssl.DER_cert_to_PEM_cert(shown).encode()
 

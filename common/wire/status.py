@@ -177,7 +177,7 @@ _RECEIVED: dict[str, tuple[type[SplitveilError], str]] = {
 _NOT_TO_BE: tuple[tuple[str, str], ...] = (
     (
         "Hostname Verification Check failed",
-        "the peer's certificate does not carry the active party's name (contract.identities)",
+        "the peer's certificate does not carry the called party's name (contract.identities)",
     ),
     (
         "certificate has expired",

@@ -20,7 +20,7 @@ from splitveil.passive_party import __main__ as passive_party
 from tests.programs import ROOT, run_program
 from tests.runs import write_example
 
-HEAVY = ("torch", "grpc", "sklearn", "scipy", "pyarrow", "pandas")
+HEAVY = ("torch", "grpc", "sklearn", "scipy", "pandas")
 
 
 class Done(NamedTuple):
@@ -78,7 +78,7 @@ def test_the_help_names_every_sub_command(call: Call) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        *([one.name, "--help"] for one in SUB_COMMANDS if one.name not in {"certs", "demo"}),
+        *([one.name, "--help"] for one in SUB_COMMANDS),
         ["--help"],
         ["--version"],
         ["active", "run", "--help"],
@@ -95,8 +95,7 @@ def test_help_imports_nothing_that_takes_long(words: list[str]) -> None:
     )
     done = run_program(sys.executable, "-c", code)
     assert done.returncode == 0, done.stdout
-    expected = "heavy ['pyarrow']" if words[:1] == ["local"] else "heavy []"
-    assert done.stdout.splitlines()[-1] in {"heavy []", expected}
+    assert done.stdout.splitlines()[-1] == "heavy []"
 
 
 def test_the_package_is_imported_without_its_dependencies() -> None:
@@ -223,7 +222,7 @@ def test_certificates_are_shown_as_json(tmp_path: Path, call: Call) -> None:
     assert shown == made["active"]
     assert shown["identities"] == ["active.splitveil"]
     assert shown["days_left"] in {89, 90}
-    assert shown["sha256"] in call("certs", "show", file).out
+    assert shown["sha256"] in call("certs", "show", file).out.replace(" ", "")
     again = ("certs", "renew", tmp_path / "certificates", "--party", "active", "--json")
     assert call(*again).json()["active"]["sha256"] != shown["sha256"]
 

@@ -12,9 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from splitveil import Run, Runs, defenses, simulate
+from splitveil import Run, Runs, defenses, predict, simulate
 from splitveil.active_party.defenses import Defense
+from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.errors import SettingsError
+from splitveil.common.party.party_settings import load_party_settings
 from tests.compared import assert_same_weights
 from tests.runs import write_example
 from tests.several import NAMES, write_several
@@ -22,18 +24,18 @@ from tests.system.processes import started
 
 ONE_CORE = {"active.torch_threads": 1, "passive.torch_threads": 1}
 SHORT = {**ONE_CORE, "contract.epochs": 1}
-MARVELL = {"name": "marvell", "insecure_noise_seed": 7}
 
 
 def weights_of(run_folder: Path, party: str) -> dict[str, torch.Tensor]:
     return load_file(run_folder / party / "checkpoint" / "model.safetensors")
 
 
-def test_a_simulation_leaves_the_bits_of_two_real_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("defense", ["marvell", "projected_labels"])
+def test_a_simulation_leaves_the_bits_of_two_real_processes(defense: str, tmp_path: Path) -> None:
     """The processes read the settings that the simulation left, with a network between them."""
     write_example(tmp_path)
     attacks = ["norm", "spectral", "accumulated_spectral"]
-    (run,) = simulate(tmp_path, defense=MARVELL, attacks=attacks, seeds=[5], settings=ONE_CORE)
+    (run,) = simulate(tmp_path, defense=defense, attacks=attacks, seeds=[5], settings=ONE_CORE)
     for party in ("active", "passive"):
         shutil.copy(run.path / party / "settings.yaml", tmp_path / f"{party}.yaml")
     name = f"contract.run_name={run.name}"
@@ -239,6 +241,9 @@ def test_a_function_is_an_attack(tmp_path: Path) -> None:
     )
     measured = {str(row["attack"]) for row in run.rows("batches")}
     assert measured == {"norm", "largest", "lambda"}
+    again = load_party_settings(ActiveSettings, run.path / "active" / "settings.yaml")
+    assert again.leak_monitor is not None
+    assert again.leak_monitor.attack_names == ("norm", "largest", "lambda")
     by_attack = {row["attack"]: row["leak_auc"] for row in run.rows("attacks")}
     assert by_attack["lambda"] == by_attack["norm"]  # a mirrored score leaks as much
 
@@ -283,6 +288,27 @@ def test_arrays_correspond_row_by_row(columns: tuple[dict[str, Any], dict[str, A
     (run,) = simulate(active={"label": columns[0]["label"]}, passive=two, settings=SHORT)
     assert sorted(run.summaries) == ["a", "active", "b"]
     assert run.summary["aligned_rows"] == 300
+
+
+def test_tables_of_earlier_runs_stay_beside_them(
+    columns: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"key": "id", "settings": SHORT, "runs": tmp_path}
+    (first,) = simulate(active=columns[0], passive=columns[1], **given)
+    fewer = {name: values[:200] for name, values in columns[1].items()}
+    (second,) = simulate(active=columns[0], passive=fewer, seeds=[1], **given)
+    assert first.base_dir != second.base_dir
+    assert [run.summary["aligned_rows"] for run in (first, second)] == [300, 200]
+    assert len(predict(first)) == 300
+
+
+def test_a_folder_that_is_no_example_does_not_hide_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "breast_cancer").mkdir()
+    monkeypatch.chdir(tmp_path)
+    (run,) = simulate("breast_cancer", settings=SHORT)
+    assert run.summary["aligned_rows"] == 569
 
 
 def test_classes_are_counted(columns: tuple[dict[str, Any], dict[str, Any]]) -> None:

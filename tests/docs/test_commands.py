@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import chdir, redirect_stderr, redirect_stdout
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,10 +25,12 @@ import yaml
 from splitveil.active_party import __main__ as active_party
 from splitveil.active_party.command import parser as active_parser
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.command import program as splitveil
+from splitveil.command.table import SUB_COMMANDS
 from splitveil.common.party.party_settings import PartySettings, load_party_settings
 from splitveil.common.run.contract import Contract
 from splitveil.common.settings import validate
-from splitveil.deploy import certs, demo, local
+from splitveil.deploy import certs, local
 from splitveil.experiments import __main__ as experiments
 from splitveil.passive_party import __main__ as passive_party
 from splitveil.passive_party.command import parser as passive_parser
@@ -65,7 +68,10 @@ RUN_HERE = (
 TWO_RUNS = "two whole runs, which tests/system/test_local.py makes of fewer epochs"
 PREDICTED = "serves until it is stopped; tests/system/test_predict_processes.py runs the commands"
 NEEDS_DOCKER = "builds images for minutes, from the network"
+THE_SAME = "is run as the command of one party, whose module tests/api/test_command.py finds"
+IN_API = "tests/api/test_command.py runs it"
 OWN_ENVIRONMENT = "sets up .venv and takes minutes"
+INIT_ELSEWHERE = "would write over the page's files; tests/docs/test_two_organisations.py types it"
 READ_ONLY: Mapping[str, str] = {
     "pip install splitveil": "needs the network; tests/system/test_installed.py installs a wheel",
     "make demo": OWN_ENVIRONMENT,
@@ -77,10 +83,19 @@ READ_ONLY: Mapping[str, str] = {
     "splitveil demo --defense marvell:strength.power_ratio=16 --set contract.epochs=5": TWO_RUNS,
     "splitveil demo breast_cancer_two_labs": "tests/system/test_several_parties.py runs it",
     "splitveil demo digits": "tests/system/test_several_classes.py runs it",
+    "splitveil active run active.yaml": THE_SAME,
+    "splitveil passive run passive.yaml": THE_SAME,
+    "splitveil report runs/NAME": THE_SAME,
+    "splitveil compare runs/NAME runs/OTHER": IN_API,
+    "splitveil audit gradients.npz --batch-size 100": IN_API,
+    "splitveil schema active": IN_API,
+    "splitveil --print-completion bash": IN_API,
     "splitveil-local deploy/examples/breast_cancer --defense marvell --set contract.epochs=5": (
         TWO_RUNS
     ),
     "splitveil-local deploy/examples/breast_cancer --defense none iso max_norm marvell": TWO_RUNS,
+    "splitveil init active clients.csv": INIT_ELSEWHERE,
+    "splitveil init passive usage.csv": INIT_ELSEWHERE,
     "splitveil-certs init certificates --days 90": "is run with the default, which is 90 days",
     "active-party run active.yaml --fresh": "tests/system/test_resume.py starts over",
     "passive-party serve passive.yaml": PREDICTED,
@@ -92,6 +107,12 @@ READ_ONLY: Mapping[str, str] = {
     "active-party predict active.yaml --ids ids.txt --output predictions.parquet "
     "--whole-table": PREDICTED,
     "docker compose up --build": NEEDS_DOCKER,
+    "docker compose --env-file active.env -f docker-compose.active.yml up --build --detach": (
+        NEEDS_DOCKER
+    ),
+    "docker compose --env-file passive.env -f docker-compose.passive.yml up --build --detach": (
+        NEEDS_DOCKER
+    ),
     "docker compose -f docker-compose.yml -f docker-compose.gpu.yml up --build": NEEDS_DOCKER,
 }
 """Commands that are not run here, and why; their options are read."""
@@ -103,6 +124,8 @@ MENTIONED = (
     "active-party report --output",
     "passive-party check",
     "passive-party serve",
+    "passive-party check --connect",
+    "splitveil init",
 )
 """Commands that a sentence names without a file to act on."""
 
@@ -122,6 +145,10 @@ def commands(page: Path) -> Iterator[str]:
         yield from INLINE.findall(line)
 
 
+TUTORIAL = ROOT / "docs" / "guide" / "two-organisations.md"
+"""Its commands are all typed, in two folders, by test_two_organisations.py."""
+
+TYPED = frozenset(commands(TUTORIAL))
 ALL_COMMANDS = sorted({one for page in GUIDE for one in commands(page)})
 
 
@@ -160,6 +187,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
 MAINS: Mapping[str, Callable[[Sequence[str]], int | None]] = {
     "active-party": active_party.main,
     "passive-party": passive_party.main,
+    "splitveil": splitveil.main,
     "splitveil-certs": certs.main,
     "python": lambda words: experiments.main(words[2:]),  # after -m and the module
 }
@@ -249,7 +277,32 @@ def test_the_run_leaves_the_files_that_the_guide_names(own: Path, done: Mapping[
 
 @pytest.mark.parametrize("text", ALL_COMMANDS)
 def test_every_command_is_run_here_or_a_reason_is_given(text: str) -> None:
-    assert [text in table for table in (RUN_HERE, READ_ONLY, MENTIONED)].count(True) == 1
+    tables = [text in table for table in (RUN_HERE, READ_ONLY, MENTIONED)]
+    assert tables.count(True) == 1 or (text in TYPED and not any(tables))
+
+
+EXPLAINED = (
+    "batch_size",
+    "categorical",
+    "cut_shape",
+    "delimiter",
+    "min_aligned",
+    "missing_numeric",
+    "missing_texts",
+    "model_seed",
+    "positive_label",
+)
+
+
+@pytest.mark.parametrize("name", EXPLAINED)
+def test_the_page_says_what_a_setting_is_for_where_it_stands(name: str) -> None:
+    """A table without an example takes these settings, and a reader has nothing but the page."""
+    written = [
+        line for block in blocks(OWN_DATA) if block.language == "yaml" for line in block.lines
+    ]
+    stands = [line for line in written if line.lstrip().startswith(f"{name}:")]
+    assert stands
+    assert all("#" in line for line in stands)
 
 
 def test_no_reason_is_given_for_a_command_that_no_page_shows() -> None:
@@ -269,10 +322,7 @@ def test_what_is_not_run_is_at_least_read(text: str) -> None:
         case "splitveil-local":
             accept(local.parser().parse_args(arguments))
         case "splitveil":
-            assert arguments[0] == "demo"
-            options = demo.parser("splitveil demo").parse_args(arguments[1:])
-            options.example_dir = EXAMPLES / options.example
-            accept(options)
+            read_by_sub_command(arguments)
         case "make":
             targets = (ROOT / "Makefile").read_text(encoding="utf-8")
             assert re.search(rf"^{arguments[0]}:", targets, re.MULTILINE)
@@ -281,6 +331,20 @@ def test_what_is_not_run_is_at_least_read(text: str) -> None:
             assert all((ROOT / file).is_file() for file in files)
         case _:
             assert text == "pip install splitveil"
+
+
+def read_by_sub_command(arguments: Sequence[str]) -> None:
+    """Read the arguments of ``splitveil`` as its sub-command does, and an example's settings."""
+    if arguments[0].startswith("-"):
+        with pytest.raises(SystemExit) as end:
+            splitveil.main(arguments)
+        assert end.value.code == 0
+        return
+    (module,) = (one.module for one in SUB_COMMANDS if one.name == arguments[0])
+    options = import_module(module).parser(f"splitveil {arguments[0]}").parse_args(arguments[1:])
+    if arguments[0] == "demo":
+        options.example_dir = EXAMPLES / options.example
+        accept(options)
 
 
 @pytest.mark.parametrize("text", MENTIONED)
@@ -316,19 +380,37 @@ def test_a_misspelt_option_or_setting_is_noticed() -> None:
         test_what_is_not_run_is_at_least_read("splitveil demo --set contract.epoch=5")
 
 
-PROGRAMS = [block for page in GUIDE for block in blocks(page) if block.language == "python"]
+PROGRAMS = [page for page in GUIDE if any(one.language == "python" for one in blocks(page))]
 
 
-@pytest.mark.parametrize("block", PROGRAMS, ids=lambda block: block.lines[0])
-def test_every_program_runs_as_it_stands(
-    block: Block, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+PRINTED = {
+    "README.md": r"projected_labels",
+    "docs/guide/quickstart.md": (
+        r"test AUC 0\.\d+\nbound for anybody 1\.0\n(bound for .* [01]\.\d+\n){2}"
+    ),
+    "docs/guide/python-api.md": (
+        r"(?s)projected_labels.*\n0\.(6|59)\d*\ncomparison\.html\n0\.\d+\n.*clipped ratio=0\.5"
+        r".*True 0\.\d+.*cut/largest.*nobody +False.*EpsilonBound"
+        r".*\n0\.7[0-4]\d+\n.*power ratio.*0\.6.*"
+        r"\['active', 'contract', 'passive'\]"
+    ),
+}
+"""Page -> what its programs print, run one after the other in one interpreter."""
+
+
+@pytest.mark.parametrize("page", PROGRAMS, ids=name_of)
+def test_the_programs_of_a_page_run_as_they_stand(
+    page: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.chdir(ROOT)
-    exec(compile(block.text, "guide", "exec"), {})  # noqa: S102 (it is the page's own)
-    assert re.search(
-        r"test AUC 0\.\d+\nbound for anybody 1\.0\n(bound for .* [01]\.\d+\n){2}",
-        capsys.readouterr().out,
-    )
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for block in blocks(page):
+        if block.language == "python":
+            exec(compile(block.text, name_of(page), "exec"), names)  # noqa: S102 (the page's own)
+    assert re.search(PRINTED[name_of(page)], capsys.readouterr().out)
 
 
 SNIPPETS = [

@@ -231,8 +231,8 @@ def test_bounds_without_an_epsilon_state_none() -> None:
     assert hold_against(BEYOND, None) == BEYOND
 
 
-@pytest.mark.parametrize(("epsilon", "passed"), [(1.4, True), (1.6, False)])
-def test_an_alarm_needs_an_epsilon_that_is_excluded(
+@pytest.mark.parametrize(("epsilon", "passed"), [(1.4, True), (1.47, False), (1.6, False)])
+def test_an_alarm_needs_an_epsilon_that_is_clearly_excluded(
     epsilon: float, *, passed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     held = hold_against(BEYOND, bounds(0.9, epsilon=epsilon))

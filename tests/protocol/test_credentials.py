@@ -18,14 +18,14 @@ from splitveil.common.party.credentials import credential_files, describe
 from splitveil.common.party.party_settings import MutualTls, load_party_settings
 from splitveil.common.run.contract import Contract
 from splitveil.common.settings import validate
-from splitveil.deploy import certs
-from splitveil.deploy.certs import (
+from splitveil.deploy import authority as issuing
+from splitveil.deploy.authority import (
     PartyFolder,
     keep_certificates,
-    main,
     make_certificates,
     renew_certificate,
 )
+from splitveil.deploy.certs import main
 from splitveil.passive_party.settings import PassiveSettings
 from tests.certificates import NAMES, add_expired, files, make, use
 from tests.runs import CONTRACT, write_example
@@ -127,7 +127,7 @@ def test_a_certificate_outside_its_time_is_refused(
 ) -> None:
     add_expired(folder, "late", "late.splitveil")
     assert "late/certificate.pem: expired on " in problem(folder, "late")
-    monkeypatch.setattr(certs, "CLOCK_SKEW", timedelta(days=-5))
+    monkeypatch.setattr(issuing, "CLOCK_SKEW", timedelta(days=-5))
     keep_certificates(folder, {"early": "early.splitveil"})
     assert "early/certificate.pem: valid only from " in problem(folder, "early")
 

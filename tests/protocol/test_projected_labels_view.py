@@ -155,6 +155,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     for folder in found:
         write_example(folder)
         with_categories(folder)
+        with_weights(folder)
     with_other_labels(found.other)
     return found
 
@@ -169,6 +170,14 @@ def with_categories(folder: Path) -> None:
         lines = path.read_text().splitlines()
         more = [f"{line},{generator.choice(['a', 'b', 'c', 'd'])}" for line in lines[1:]]
         path.write_text("\n".join([f"{lines[0]},kind", *more]) + "\n")
+
+
+def with_weights(folder: Path) -> None:
+    """Add a column of weights to the label owner's table, drawn without a look at the labels."""
+    generator = np.random.default_rng(10)
+    lines = (folder / "active.csv").read_text().splitlines()
+    more = [f"{line},{generator.uniform(0.2, 3.0):.3f}" for line in lines[1:]]
+    (folder / "active.csv").write_text("\n".join([f"{lines[0]},weight", *more]) + "\n")
 
 
 MONITOR = (
@@ -196,6 +205,15 @@ RUNS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "wide and deep": (WIDE_DEEP, ()),
     "no features of its own": (("data.features=null",), ()),
     "sixteen bits": ((), ("contract.cut_dtype=bfloat16",)),
+    "class weights": (("data.class_weights=[0.5, 4]",), ()),
+    "weights of rows": (
+        (
+            "data.weight_column=weight",
+            "data.weights_are_label_free=true",
+            "data.class_weights=[1, 3]",
+        ),
+        (),
+    ),
     "a last stage in the last epoch": (
         ("defense.stages=3",),
         ("contract.epochs=3", "contract.drop_last=true"),

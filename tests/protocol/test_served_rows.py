@@ -14,7 +14,7 @@ from torch import nn
 from splitveil.common.data import id_index
 from splitveil.common.data.features import Features
 from splitveil.common.data.id_index import ABSENT, IdIndex
-from splitveil.common.data.settings import CsvSource, ParquetSource
+from splitveil.common.data.source_settings import CsvSource, ParquetSource
 from splitveil.common.data.stored_ids import RowNumbers, StoredIds
 from splitveil.common.data.table_files import read_id_list, source_of
 from splitveil.common.errors import DataError

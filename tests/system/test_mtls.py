@@ -4,7 +4,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from splitveil.deploy.certs import PartyFolder, renew_certificate
+from splitveil.deploy.authority import PartyFolder, renew_certificate
 from tests.certificates import make, use
 from tests.runs import write_example
 from tests.system.conftest import run_locally

@@ -33,6 +33,9 @@ from splitveil.common.run.inference import ModelIdentity
 from splitveil.common.storage.model_files import save_tensors
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.passive_party.inference.served_model import ServedModel
+from splitveil.passive_party.inference.server import InferenceServer
+from splitveil.passive_party.inference.service import InferenceService
+from splitveil.passive_party.inference.throttle import Throttle
 from tests.joint import (
     IN_TIME_S,
     Trained,
@@ -238,6 +241,22 @@ def test_only_the_active_party_may_ask(small: Trained) -> None:
             pytest.raises(PeerUntrusted),
         ):
             client.check_model()
+
+
+def test_only_the_passive_party_itself_is_asked(small: Trained) -> None:
+    """A server with a genuine certificate of another party gets no ids."""
+    port, own = free_port(), small.passive("passive")
+    shown = credential_files(small.settings.active, "active")
+    service = InferenceService(ServedModel.load(own, CPU), "passive", own.contract, Throttle(None))
+    with (
+        InferenceServer(service, own.contract, f"127.0.0.1:{port}", shown),
+        open_predictor(small.active(connecting_to({"passive": port})), CPU) as predictor,
+    ):
+        with pytest.raises(PeerUntrusted, match="does not carry the called"):
+            predictor.check_models()
+        with pytest.raises(PeerUntrusted, match="does not carry the called"):
+            predictor.predict(small.test_ids[:1])
+    assert not service.answered
 
 
 def test_a_run_with_released_labels_predicts_with_the_refitted_model(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import torch
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.transcript import Transcript, Verified, verify
 from splitveil.common.privacy.leakage import auc
-from splitveil.deploy.certs import PartyFolder, make_certificates
+from splitveil.deploy.authority import PartyFolder, make_certificates
 from splitveil.protos import prediction_pb2 as pb
 from tests import joint
 from tests.asked import Program, answering, asked, predict_over

@@ -17,7 +17,8 @@ from splitveil.common.wire import http_proxy, server_certificate
 from splitveil.common.wire.endpoint import open_channel
 from splitveil.common.wire.http_proxy import HttpProxy
 from splitveil.common.wire.server_certificate import LOOK_TIMEOUT_S, judged_certificate
-from splitveil.deploy.certs import PartyFolder, main
+from splitveil.deploy.authority import PartyFolder
+from splitveil.deploy.certs import main
 from tests.certificates import NAMES, add_unusual, files, make
 from tests.runs import build_parties, in_background, write_example
 

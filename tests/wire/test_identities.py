@@ -15,7 +15,7 @@ from splitveil.active_party.serving.service import ActiveService
 from splitveil.common.errors import PeerError, PeerUntrusted
 from splitveil.common.party.credentials import CredentialFiles, in_lower_case
 from splitveil.common.wire.connection import PeerConnection
-from splitveil.deploy.certs import renew_certificate
+from splitveil.deploy.authority import renew_certificate
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from tests.certificates import (
     CLIENT,
@@ -31,7 +31,7 @@ from tests.peers import AtSteps
 from tests.runs import Parties, build_parties, run_in_process, write_example
 from tests.wire.between import Relay
 
-WRONG_NAME = "does not carry the active party's name"
+WRONG_NAME = "does not carry the called party's name"
 
 
 def dns(*names: str) -> list[x509.GeneralName]:

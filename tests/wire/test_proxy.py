@@ -1,5 +1,6 @@
 """The environment's proxies are used only if the settings say so, and only with mTLS."""
 
+import base64
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -190,3 +191,73 @@ def test_an_empty_variable_names_no_proxy_and_hides_the_next(
     monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
     assert proxy_of_environment("somewhere.example:1") is None
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
+
+
+# ---- a proxy that the settings name ----
+
+
+def named(folder: Path, *overrides: str) -> PassiveSettings:
+    return load_party_settings(PassiveSettings, folder / "passive.yaml", overrides)
+
+
+@pytest.fixture
+def protected(tmp_path: Path, trusted: Path) -> Path:
+    """Return an example whose settings ask for mTLS."""
+    write_example(tmp_path)
+    use(trusted, tmp_path)
+    (tmp_path / "proxy.txt").touch(0o600)
+    (tmp_path / "proxy.txt").write_text(f"some:body@x:{UNREPEATED}\n")
+    return tmp_path
+
+
+def test_a_whole_run_goes_through_the_proxy_that_the_settings_name(
+    example: Path, protected: Path, trusted: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    parties = build_parties(example)
+    with ConnectProxy() as proxy, serving(parties, port, files(trusted, "active")):
+        settings = named(
+            protected, f"proxy=http://127.0.0.1:{proxy.port}", "proxy_credentials=proxy.txt"
+        )
+        with through(parties, trusted, port, http_proxy(settings)) as peer:
+            parties.run.run(peer)
+    assert parties.session.stage is Stage.FINISHED
+    assert proxy.heads
+    expected = base64.b64encode(b"some:body@x:hunter2")
+    assert all(b"Basic " + expected in head for head in proxy.heads)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["proxy=https://host:1"], "proxy"),
+        (["proxy=http://user:word@host:1"], "proxy"),
+        (["proxy=http://host"], "proxy"),
+        (["proxy_credentials=proxy.txt"], "proxy_credentials: needs proxy"),
+        (
+            ["proxy=environment", "proxy_credentials=proxy.txt"],
+            "proxy_credentials: needs proxy: http://HOST:PORT",
+        ),
+    ],
+)
+def test_a_proxy_that_cannot_be_meant_is_refused(
+    protected: Path, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        named(protected, *overrides)
+
+
+def test_credentials_of_a_proxy_are_kept_like_a_key(protected: Path) -> None:
+    settings = named(protected, "proxy=http://host:1", "proxy_credentials=proxy.txt")
+    assert UNREPEATED not in repr(http_proxy(settings)) + str(http_proxy(settings))
+    (protected / "proxy.txt").chmod(0o644)
+    with pytest.raises(SettingsError, match="chmod 600"):
+        http_proxy(settings)
+    (protected / "proxy.txt").chmod(0o600)
+    (protected / "proxy.txt").write_text(UNREPEATED)
+    with pytest.raises(SettingsError, match="expected one line USER:PASSWORD") as caught:
+        http_proxy(settings)
+    assert UNREPEATED not in str(caught.value)
+    with pytest.raises(SettingsError, match="got http://host:99999"):
+        http_proxy(named(protected, "proxy=http://host:99999"))

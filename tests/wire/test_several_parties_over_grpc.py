@@ -31,7 +31,7 @@ from splitveil.common.run.messages import Activation, Answer, LeaveReason
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import method_path
 from splitveil.common.wire.limits import PARTY_KEY
-from splitveil.deploy.certs import make_certificates
+from splitveil.deploy.authority import make_certificates
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
 from tests.certificates import files

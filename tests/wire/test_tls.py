@@ -26,7 +26,7 @@ from splitveil.common.party.credentials import CredentialFiles
 from splitveil.common.wire import tls_version
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import method_path, open_channel
-from splitveil.deploy.certs import PartyFolder, keep_certificates, renew_certificate
+from splitveil.deploy.authority import PartyFolder, keep_certificates, renew_certificate
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.protos import split_learning_pb2 as pb
 from tests.certificates import NAMES, Unchecked, add_expired, files, make
@@ -110,7 +110,7 @@ def test_a_run_over_mutual_tls_is_bit_equal_to_one_in_process(
     [
         ("late-active", "the peer's certificate has expired"),
         ("foreign", "is not signed by any authority in security.authority"),
-        ("mallory", "does not carry the active party's name"),
+        ("mallory", "does not carry the called party's name"),
         (None, "the peer answers without TLS"),
     ],
 )

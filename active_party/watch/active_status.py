@@ -1,0 +1,187 @@
+"""What the active party adds to the metrics of a run: its leak, its ledger and its evaluations.
+
+These figures depend on labels. They are about batches, epochs and whole runs, never about one
+example, and so is the mean loss: a batch could have one example, an epoch has all training rows.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from prometheus_client import Gauge
+
+from splitveil.active_party.ledger.bounds import LeakBounds, Spread
+from splitveil.active_party.run.session import ActiveSession
+from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.privacy.covers import Covers
+from splitveil.common.record.figures import AttackFigure
+from splitveil.common.record.lines import (
+    AlarmLine,
+    EpochLeakLine,
+    EvaluationLine,
+    GateLine,
+    LeakLine,
+    Line,
+)
+from splitveil.common.run.contract import ACTIVE
+from splitveil.common.run.phases import Phase
+from splitveil.common.status.run_status import RunStatus
+
+_STAGES = {
+    Stage.WAITING: "waiting",
+    Stage.REJOINING: "waiting",
+    Stage.HANDSHAKEN: "aligning",
+    Stage.TRAINING: "training",
+    Stage.FINISHED: "finished",
+    Stage.ENDED: "stopping",
+}
+
+
+class ActiveStatus(RunStatus):
+    """The state of a run at the active party, for its operators.
+
+    Args:
+        settings: of the active party.
+    """
+
+    def __init__(self, settings: ActiveSettings) -> None:
+        super().__init__(ACTIVE, settings.contract)
+        for name in settings.contract.passive_parties:
+            self.peers.expect(name)
+        budget = settings.run_budget
+        self._limit = None if budget is None else budget.limit
+        self._add_leak_metrics(with_gate=settings.leak_gate is not None)
+        self._add_ledger_metrics()
+        self._add_model_metrics()
+
+    def _add_leak_metrics(self, *, with_gate: bool) -> None:
+        gauge, counter = self.metrics.gauge, self.metrics.counter
+        by_attack = ["layer", "attack"]
+        self._leak = gauge(
+            "leak_auc", "Leak AUC of an attack on the last batch that it measured.", by_attack
+        )
+        self._epoch_leak = gauge(
+            "epoch_leak_auc",
+            "Leak AUC of an attack after the last epoch that is measured: the mean over its "
+            "batches, or of all batches together.",
+            by_attack,
+        )
+        self._alarms = counter("leak_alarms", "Attacks that measured more than the ledger states.")
+        self._findings = (
+            counter("leak_gate_findings", "Times that the leak gate's limit was exceeded.")
+            if with_gate
+            else None
+        )
+        self._audits = gauge("audits_answered", "Audits that the run has answered.")
+
+    def _add_ledger_metrics(self) -> None:
+        gauge = self.metrics.gauge
+        self._bound = gauge(
+            "ledger_leak_auc_bound",
+            "AUC that no score of the peers in covers exceeds, by statistic over the training "
+            "examples; 1 without a bound.",
+            ["covers", "statistic"],
+        )
+        self._estimate = gauge(
+            "ledger_leak_auc_estimate",
+            "AUC of the best score under the Gaussian model, by statistic over the examples.",
+            ["statistic"],
+        )
+        self._sum_kl = gauge(
+            "ledger_sum_kl",
+            "Symmetrised divergence that the answers have spent, by statistic over the examples.",
+            ["statistic"],
+        )
+        self._mu = gauge(
+            "ledger_mu", "Parameter of the Gaussian mechanism that all answers are.", ["covers"]
+        )
+        self._epsilon = self.metrics.unknown_gauge(
+            "ledger_epsilon", "Label differential privacy of all answers; +Inf for none."
+        )
+        if self._limit is not None:
+            self._left = gauge(
+                "budget_left_ratio",
+                "Share of run_budget that the most exposed example has left; read after an epoch.",
+            )
+            self._left.set(1)
+
+    def _add_model_metrics(self) -> None:
+        gauge = self.metrics.gauge
+        self._train_loss = self.metrics.unknown_gauge(
+            "train_loss", "Mean training loss of the last epoch."
+        )
+        self._loss = gauge("evaluation_loss", "Loss on held-out rows.", ["split"])
+        self._auc = gauge("evaluation_auc", "AUC on held-out rows.", ["split"])
+        self._calibration = gauge(
+            "calibration_error", "Expected calibration error on held-out rows.", ["split"]
+        )
+
+    @contextmanager
+    def serving(self, session: ActiveSession) -> Iterator[None]:
+        """Follow a session that is served within the block.
+
+        This party is ready whether or not a peer is there: a supervisor that let no peer through to
+        a party that is not ready would keep the two apart.
+        """
+        self.follow_stage(lambda: _STAGES[session.stage])
+        self.set_ready("serving")
+        try:
+            with self.phases(Phase.WAIT):
+                yield
+        finally:
+            self.enter_stage(self.stage)  # the session is of no interest after this
+            self.set_ready("the run is over", ready=False)
+
+    def note_line(self, line: Line) -> None:
+        """Note a line of the metrics file."""
+        match line:
+            case LeakLine():
+                _set_each(self._leak, line.figures)
+            case EpochLeakLine():
+                _set_each(self._epoch_leak, line.figures)
+            case EvaluationLine():
+                self._note_evaluation(line)
+            case AlarmLine():
+                self._alarms.inc()
+            case GateLine() if self._findings is not None:
+                self._findings.inc()
+
+    def note_bounds(self, bounds: LeakBounds) -> None:
+        """Note the bounds on what all answers may have revealed."""
+        for statistic in Spread._fields:
+            self._sum_kl.labels(statistic).set(getattr(bounds.sum_kl, statistic))
+            self._estimate.labels(statistic).set(getattr(bounds.estimate, statistic))
+            for peers in Covers:
+                spread = bounds.against(peers).leak_auc
+                self._bound.labels(peers.value, statistic).set(getattr(spread, statistic))
+        for peers in Covers:
+            mu = bounds.against(peers).mu
+            self._mu.labels(peers.value).set(float("inf") if mu is None else mu)
+        self._epsilon.set(float("inf") if bounds.epsilon is None else bounds.epsilon)
+        self._note_budget(bounds)
+
+    def note_audits(self, count: int) -> None:
+        """Note how many audits the run has answered."""
+        self._audits.set(count)
+
+    def _note_budget(self, bounds: LeakBounds) -> None:
+        limit = self._limit
+        if limit is None:
+            return
+        is_exact = bounds.against(limit.peers).mu is not None
+        allowed = limit.max_gaussian_sum_kl if is_exact else limit.max_sum_kl
+        self._left.set(max(1 - bounds.sum_kl.max / allowed, 0))
+
+    def _note_evaluation(self, line: EvaluationLine) -> None:
+        figures = ((self._loss, line.loss), (self._auc, line.auc))
+        for gauge, value in (*figures, (self._calibration, line.calibration_error)):
+            if value is not None:
+                gauge.labels(line.split).set(value)
+        if line.train_loss is not None:
+            self._train_loss.set(line.train_loss)
+
+
+def _set_each(gauge: Gauge, figures: Iterable[AttackFigure]) -> None:
+    for figure in figures:
+        if figure.leak_auc is not None:
+            gauge.labels(figure.layer, figure.attack).set(figure.leak_auc)

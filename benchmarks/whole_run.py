@@ -1,0 +1,424 @@
+"""How fast is a whole run of two processes, beside one process and beside bare sockets?
+
+    python -m benchmarks.whole_run [--rounds 3] [--only shipped mtls] [--threads]
+
+A split MLP 64-256-128 | 128-64-1 on 67,000 synthetic rows, batch 1,024, Adam, float32, one torch
+thread per process. Each round runs, one after the other:
+
+- ``monolithic``: the whole model in one process;
+- ``gloo``: two processes, `torch.distributed` send and receive on the loopback, nothing else;
+- ``gloo ahead``: the same, the passive party one batch ahead;
+- ``insecure``, ``mtls``: `active-party run` and `passive-party run` as a user calls them, with the
+  defense ``none`` and without audits;
+- ``shipped``: mutual TLS, ``marvell`` and the default audits;
+- ``shipped without ...``: the same with one part left out.
+
+A figure is that of whole epochs after the first: steps, the evaluation of the held-out rows, and
+whatever lies between two epochs. CPU time is that of both processes together. With ``--threads``
+the threads that took most of it follow. Ratios are those of medians over the rounds. Aims: as
+shipped at least 0.80 of ``monolithic`` and 0.70 of ``gloo``; ``mtls`` at least ``monolithic``; CPU
+per step at most 1.35 of gloo's (insecure), 1.6 (mtls).
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import yaml
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from benchmarks.environment import print_environment
+from splitveil.deploy.certs import PartyFolder, make_certificates
+
+ROWS, FEATURES, BATCH, EPOCHS = 67_000, 64, 1024, 6
+TRAINING = ROWS * 9 // 10
+STEPS = -(-TRAINING // BATCH)
+NO_AUDITS: dict[str, Any] = {"leak_monitor": None}
+LEFT_OUT: dict[str, dict[str, Any]] = {
+    "defense": {"defense": {"name": "none"}},
+    "audits": NO_AUDITS,
+    "transcript": {"transcript": False},
+}
+NAMES = {"active": "active.splitveil", "passive": "passive.splitveil"}
+POLL_S = 0.02
+CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Cost(NamedTuple):
+    """What whole epochs cost."""
+
+    steps_per_s: float
+    cpu_ms: float
+    """Of all processes, for one step."""
+    first_step_s: float = 0.0
+    """From the start of the processes to the first step."""
+    ending_s: float = 0.0
+    """From the last evaluation to the exit of the last process."""
+    threads: Mapping[str, float] = MappingProxyType({})
+    """CPU milliseconds for one step, by party and thread."""
+
+
+# ---- the marks to beat --------------------------------------------------------------------------
+
+
+def halves() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    bottom = nn.Sequential(nn.Linear(FEATURES, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU())
+    return bottom, nn.Sequential(nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 1))
+
+
+def table() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(ROWS, FEATURES, generator=generator)
+    return x, (x[:, 0] + torch.randn(ROWS, generator=generator) > 1).float()
+
+
+def batches(epoch: int) -> tuple[Tensor, ...]:
+    """Return the rows of each batch of an epoch; both processes draw the same order."""
+    generator = torch.Generator().manual_seed(epoch)
+    return torch.split(torch.randperm(TRAINING, generator=generator), BATCH)
+
+
+def timed_epochs(epoch: Callable[[int], None]) -> tuple[float, float]:
+    """Return wall and CPU seconds of all epochs but the first."""
+    epoch(0)
+    wall, cpu = time.perf_counter(), time.process_time()
+    for number in range(1, EPOCHS):
+        epoch(number)
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def monolithic(_rank: int, _port: int) -> tuple[float, float]:
+    model = nn.Sequential(*halves())
+    optimizer = torch.optim.Adam(model.parameters())
+    x, labels = table()
+
+    def epoch(number: int) -> None:
+        for rows in batches(number):
+            loss = binary_cross_entropy_with_logits(model(x[rows])[:, 0], labels[rows])
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        with torch.no_grad():
+            model(x[TRAINING:])
+
+    return timed_epochs(epoch)
+
+
+def gloo(rank: int, port: int, ahead: int = 0) -> tuple[float, float]:
+    """Train one half; rank 0 is the passive party."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    half = halves()[rank]
+    optimizer = torch.optim.Adam(half.parameters())
+    x, labels = table()
+
+    def learn(activation: Tensor, gradient: Tensor) -> None:
+        optimizer.zero_grad()
+        activation.backward(gradient)  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    def passive(number: int) -> None:
+        under_way: list[Tensor] = []
+        for rows in batches(number):
+            under_way.append(half(x[rows]))
+            dist.send(under_way[-1].detach(), 1)
+            if len(under_way) > ahead:
+                learn(under_way[0], received(under_way.pop(0)))
+        for activation in under_way:
+            learn(activation, received(activation))
+        with torch.no_grad():
+            dist.send(half(x[TRAINING:]), 1)
+
+    def received(activation: Tensor) -> Tensor:
+        gradient = torch.empty_like(activation)
+        dist.recv(gradient, 1)
+        return gradient
+
+    def active(number: int) -> None:
+        for rows in batches(number):
+            cut = torch.empty(len(rows), 128)
+            dist.recv(cut, 0)
+            cut.requires_grad_()
+            optimizer.zero_grad()
+            loss = binary_cross_entropy_with_logits(half(cut)[:, 0], labels[rows])
+            loss.backward()  # type: ignore[no-untyped-call]
+            dist.send(cut.grad if cut.grad is not None else torch.zeros_like(cut), 0)
+            optimizer.step()
+        held_out = torch.empty(ROWS - TRAINING, 128)
+        dist.recv(held_out, 0)
+        with torch.no_grad():
+            half(held_out)
+
+    return timed_epochs(active if rank else passive)
+
+
+def gloo_ahead(rank: int, port: int) -> tuple[float, float]:
+    return gloo(rank, port, ahead=1)
+
+
+Mark = Callable[[int, int], tuple[float, float]]
+MARKS: dict[str, tuple[Mark, int]] = {
+    "monolithic": (monolithic, 1),
+    "gloo": (gloo, 2),
+    "gloo ahead": (gloo_ahead, 2),
+}
+
+
+def in_process(mark: Mark, rank: int, port: int, into: Any) -> None:
+    torch.set_num_threads(1)
+    into.put(mark(rank, port))
+
+
+def cost_of_mark(mark: Mark, processes: int) -> Cost:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    port = free_port()
+    started = [
+        context.Process(target=in_process, args=(mark, rank, port, results))
+        for rank in range(processes)
+    ]
+    for process in started:
+        process.start()
+    taken = [results.get(timeout=600) for _ in started]
+    for process in started:
+        process.join()
+    steps = STEPS * (EPOCHS - 1)
+    return Cost(steps / max(wall for wall, _ in taken), 1e3 * sum(cpu for _, cpu in taken) / steps)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+# ---- ours ---------------------------------------------------------------------------------------
+
+
+def write_settings(folder: Path) -> None:
+    x, labels = table()
+    ids = np.array([f"{row:09d}" for row in range(ROWS)])
+    np.savez(folder / "active.npz", id=ids, label=labels.numpy().astype(np.int64))
+    np.savez(folder / "passive.npz", id=ids, x=x.numpy())
+    contract = {
+        "run_name": "whole",
+        "cut_shape": [128],
+        "batch_size": BATCH,
+        "epochs": EPOCHS,
+        "split": {"kind": "hash", "train": 0.9, "test": 0.1},
+    }
+    common = {"contract": "contract.yaml", "device": "cpu", "torch_threads": 1}
+    active = common | {
+        "data": {
+            "source": {"kind": "npz", "path": "active.npz"},
+            "id_column": "id",
+            "label_column": "label",
+        },
+        "top_model": {"kind": "mlp", "hidden": [64]},
+        "optimizer": {"kind": "adam", "learning_rate": 0.001},
+    }
+    passive = common | {
+        "data": {
+            "source": {"kind": "npz", "path": "passive.npz"},
+            "id_column": "id",
+            "features": {"numeric": "x*"},
+        },
+        "bottom_model": {"kind": "mlp", "hidden": [256], "output_activation": "relu"},
+        "optimizer": {"kind": "adam", "learning_rate": 0.001},
+    }
+    for name, values in (("contract", contract), ("active", active), ("passive", passive)):
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
+
+
+def cost_of_run(folder: Path, *, secure: bool, active: dict[str, Any], audited: bool) -> Cost:
+    """Run both parties as commands, and watch the active party's metrics and both processes."""
+    address = f"127.0.0.1:{free_port()}"
+    with tempfile.TemporaryDirectory() as scratch:
+        runs = Path(scratch)
+        values: dict[str, dict[str, Any]] = {
+            "active": {"listen": address, **active},
+            "passive": {"connect": address} | ({} if audited else {"adversary": None}),
+        }
+        for party, own in values.items():
+            settings = yaml.safe_load((folder / f"{party}.yaml").read_text()) | own
+            settings["security"] = security(folder, party) if secure else {"mode": "insecure"}
+            (folder / f"{party}-now.yaml").write_text(yaml.safe_dump(settings))
+        begun = time.monotonic()
+        parties = {party: start(party, folder, runs) for party in values}
+        try:
+            watched = watch(parties, runs / "whole" / "active" / "metrics.jsonl")
+            ending = time.monotonic()
+            for process in parties.values():
+                if process.wait(60):
+                    raise SystemExit(f"a party ended with exit code {process.returncode}")
+        finally:
+            for process in parties.values():
+                process.kill()
+        return watched(begun)._replace(ending_s=time.monotonic() - ending)
+
+
+def security(folder: Path, party: str) -> dict[str, str]:
+    own = PartyFolder(folder / "certificates" / party)
+    files = {"certificate": own.certificate, "private_key": own.private_key}
+    return {name: str(path) for name, path in (files | {"authority": own.authority}).items()}
+
+
+def start(party: str, folder: Path, runs: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", f"splitveil.{party}_party.command"]
+    code = f"from splitveil.{party}_party.command import main; main()"
+    command = [sys.executable, "-c", code, "run", str(folder / f"{party}-now.yaml")]
+    return subprocess.Popen(
+        [*command, "--runs", str(runs), "-qq"], env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+
+
+class Watched(NamedTuple):
+    """What was seen of a run's epochs."""
+
+    first_step_at: float
+    moments: list[float]
+    """Ends of epochs."""
+    cpu: list[Counter[str]]
+    """CPU seconds by party and thread, at these moments."""
+
+    def __call__(self, begun: float) -> Cost:
+        steps = STEPS * (len(self.moments) - 1)
+        threads = Counter(
+            {
+                name: 1e3 * (total - self.cpu[0][name]) / steps
+                for name, total in self.cpu[-1].items()
+            }
+        )
+        rate = steps / (self.moments[-1] - self.moments[0])
+        return Cost(rate, sum(threads.values()), self.first_step_at - begun, 0.0, threads)
+
+
+def watch(parties: dict[str, subprocess.Popen[bytes]], metrics: Path) -> Watched:
+    """Follow a run's metrics until its last epoch has ended."""
+    seen = Watched(0.0, [], [])
+    for kind in lines_of(metrics, parties):
+        if kind == "train" and not seen.first_step_at:
+            seen = seen._replace(first_step_at=time.monotonic())
+        if kind == "test":
+            seen.moments.append(time.monotonic())
+            seen.cpu.append(cpu_by_thread(parties))
+        if len(seen.moments) == EPOCHS:
+            break
+    return seen
+
+
+def lines_of(path: Path, parties: dict[str, subprocess.Popen[bytes]]) -> Iterator[str]:
+    """Yield the kind of each line of a file as it is written."""
+    while not path.exists():
+        if any(process.poll() for process in parties.values()):
+            raise SystemExit("a party ended before the first step")
+        time.sleep(POLL_S)
+    with path.open() as file:
+        rest = ""
+        while True:
+            rest += file.read()
+            *whole, rest = rest.split("\n")
+            yield from (json.loads(line).get("kind", "") for line in whole)
+            time.sleep(POLL_S)
+
+
+def cpu_by_thread(parties: dict[str, subprocess.Popen[bytes]]) -> Counter[str]:
+    """Return CPU seconds by party and name of the thread."""
+    found: Counter[str] = Counter()
+    for party, process in parties.items():
+        for task in Path(f"/proc/{process.pid}/task").iterdir():
+            name, _, rest = (task / "stat").read_text().partition(") ")
+            ticks = rest.split()[11:13]
+            named = f"{party} {name.partition('(')[2]}"
+            if task.name == str(process.pid):
+                named = f"{party} main"
+            found[named] += sum(map(int, ticks)) / CLOCK_TICKS
+    return found
+
+
+# ---- the table ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def prepared() -> Iterator[dict[str, Callable[[], Cost]]]:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        write_settings(folder)
+        make_certificates(folder / "certificates", NAMES)
+        none = NO_AUDITS | {"defense": {"name": "none"}}
+        marvell = {"defense": {"name": "marvell"}}
+
+        def run(active: dict[str, Any], *, secure: bool = True, audited: bool = True) -> Any:
+            return lambda: cost_of_run(folder, secure=secure, active=active, audited=audited)
+
+        yield {
+            **{name: lambda given=given: cost_of_mark(*given) for name, given in MARKS.items()},
+            "insecure": run(none, secure=False, audited=False),
+            "mtls": run(none, audited=False),
+            "shipped": run(marvell),
+            **{
+                f"shipped without {part}": run(marvell | without, audited=part != "audits")
+                for part, without in LEFT_OUT.items()
+            },
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", help="names of the runs")
+    parser.add_argument("--threads", action="store_true")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    print_environment("grpcio")
+    found: dict[str, list[Cost]] = {}
+    with prepared() as runs:
+        chosen = [name for name in runs if not given.only or name in given.only]
+        for _ in range(given.rounds):
+            for name in chosen:
+                found.setdefault(name, []).append(runs[name]())
+    print("\n| | steps/s | of monolithic | of gloo | CPU ms/step | of gloo's | first step | end |")
+    print("|---|---|---|---|---|---|---|---|")
+    middle = {name: median_of(costs) for name, costs in found.items()}
+    for name, cost in middle.items():
+        whole, bare = middle.get("monolithic"), middle.get("gloo")
+        cells = [
+            f"{cost.steps_per_s:.0f}",
+            f"{cost.steps_per_s / whole.steps_per_s:.2f}" if whole else "-",
+            f"{cost.steps_per_s / bare.steps_per_s:.2f}" if bare else "-",
+            f"{cost.cpu_ms:.1f}",
+            f"{cost.cpu_ms / bare.cpu_ms:.2f}" if bare else "-",
+            *(f"{s:.1f} s" if s else "-" for s in (cost.first_step_s, cost.ending_s)),
+        ]
+        print(f"| {name} | {' | '.join(cells)} |")
+    if given.threads:
+        for name, costs in found.items():
+            busiest = sorted(costs[-1].threads.items(), key=lambda item: -item[1])
+            for thread, cpu_ms in busiest[:8]:
+                print(f"{name}: {thread} {cpu_ms:.2f} ms/step")
+
+
+def median_of(costs: list[Cost]) -> Cost:
+    fields = ("steps_per_s", "cpu_ms", "first_step_s", "ending_s")
+    return Cost(*(statistics.median(getattr(cost, field) for cost in costs) for field in fields))
+
+
+if __name__ == "__main__":
+    main()

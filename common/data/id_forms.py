@@ -1,0 +1,115 @@
+"""Finds ids whose written form is probably not the one that the other party writes.
+
+Two parties compare the texts of ids: 7, 007 and 7.0 are three ids. Nothing of that is an error, as
+a party cannot know how the other one writes the same id; so it is said, before anything is sent.
+Since an id identifies a person, the sentences contain counts and never an id.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from splitveil.common.run.messages import IdForm
+
+_DECIMAL = r"^[+-]?\d+\.0*$"
+_EXPONENT = r"^[+-]?\d+(\.\d+)?[eE][+-]?\d+$"
+_DIGITS = r"^\d+$"
+_NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
+_WHOLE = r"^[+-]?\d+$"
+
+LOOKED_AT = 200_000
+"""Ids that decide about the form of all, at equal distances over the table."""
+_LEAST_ROW_NUMBERS = 20
+"""Rows from which ids that count the rows are no coincidence."""
+
+
+class IdForms:
+    """Counts ids by their form; they may come in parts."""
+
+    def __init__(self) -> None:
+        self._num_decimals = 0
+        self._num_exponents = 0
+        self._num_padded = 0
+        self._num_ids = 0
+        self._num_numbers = 0
+        self._num_whole = 0
+        self._first_number: int | None = None
+        self._lengths: set[int] = set()
+
+    @property
+    def form(self) -> IdForm:
+        """How the ids are written, in one word that holds for all of them."""
+        if self._num_numbers < self._num_ids:
+            return IdForm.TEXT
+        if self._num_whole < self._num_ids:
+            return IdForm.DECIMAL_POINT
+        return IdForm.LEADING_ZEROS if self._num_padded else IdForm.WHOLE
+
+    def add(self, ids: Iterable[str]) -> None:
+        """Count some canonical ids."""
+        text = pa.array(ids, pa.string())
+        self._count_rows(text)
+        self._num_ids += len(text)
+        self._num_numbers += _count(pc.match_substring_regex(text, _NUMBER))
+        self._num_whole += _count(pc.match_substring_regex(text, _WHOLE))
+        self._num_decimals += _count(pc.match_substring_regex(text, _DECIMAL))
+        self._num_exponents += _count(pc.match_substring_regex(text, _EXPONENT))
+        digits = text.filter(pc.match_substring_regex(text, _DIGITS))
+        lengths = pc.utf8_length(digits)
+        self._lengths |= set(np.unique(lengths.to_numpy()).tolist())
+        starts_with_zero = pc.starts_with(digits, "0")
+        self._num_padded += _count(pc.and_(starts_with_zero, pc.greater(lengths, 1)))
+
+    def doubts(self) -> Sequence[str]:
+        """Return a sentence for each doubtful form."""
+        found = []
+        if self._num_decimals:
+            found.append(
+                f"{self._num_decimals:,} ids are whole numbers written with a decimal point, such "
+                f"as 7.0: they equal no id that the other party writes as 7"
+            )
+        if self._num_exponents:
+            found.append(
+                f"{self._num_exponents:,} ids are written like 1.2e+15, as spreadsheets shorten "
+                f"long numbers: they equal no id in full"
+            )
+        if self._num_padded and len(self._lengths) > 1:
+            found.append(
+                f"{self._num_padded:,} ids of digits begin with 0, but they have "
+                f"{min(self._lengths)} to {max(self._lengths)} digits and so no common width: 007 "
+                f"and 7 are two ids"
+            )
+        if self._first_number is not None and self._num_ids >= _LEAST_ROW_NUMBERS:
+            found.append(
+                "the ids are the numbers of the rows: they name the same examples at both parties "
+                "only if both tables were numbered in the same order"
+            )
+        return found
+
+    def _count_rows(self, text: pa.Array) -> None:
+        """Note whether the ids count the rows, from 0 or 1, so far."""
+        if not len(text):
+            return
+        if not self._num_ids:
+            first = text[0].as_py()
+            self._first_number = int(first) if first in {"0", "1"} else None
+        if self._first_number is None:
+            return
+        start = self._first_number + self._num_ids
+        counted = pc.cast(pa.array(range(start, start + len(text))), pa.string())
+        if not text.equals(counted):
+            self._first_number = None
+
+
+def form_of(ids: Sequence[str]) -> IdForm:
+    """Return how canonical ids are written."""
+    step = -(-len(ids) // LOOKED_AT)
+    forms = IdForms()
+    forms.add([ids[row] for row in range(0, len(ids), max(step, 1))])
+    return forms.form
+
+
+def _count(is_it: pa.Array) -> int:
+    return pc.sum(is_it).as_py() or 0

@@ -1,0 +1,214 @@
+"""Reads one Parquet file, or many that are one table, in the order of their paths."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+from pyarrow import parquet
+
+from splitveil.common.data import sources
+from splitveil.common.data.places import FoundFile, Place, find_files
+from splitveil.common.data.sources import ArrowColumn, Part, unreadable_is_data_error
+from splitveil.common.errors import DataError
+
+_FOOTERS_AT_ONCE = 16
+"""Files whose description is read at the same time, for stores that answer slowly."""
+_NAMED = 3
+"""Number of files that a message names."""
+
+
+_FORMAT = ds.ParquetFileFormat()
+
+
+class _OneFile(NamedTuple):
+    found: FoundFile
+    fragment: Any
+    metadata: Any
+    from_folders: Mapping[str, str | None]
+    """The columns that the names of the folders make; None is their word for no value."""
+
+    @property
+    def schema(self) -> Any:
+        return self.fragment.physical_schema
+
+
+class ParquetFiles:
+    """The Parquet files at a place, as one table with typed columns."""
+
+    def __init__(self, place: Place) -> None:
+        self.name = place.name
+        self._place = place
+
+    def column_names(self) -> list[str]:
+        """Return the names of all columns, in the order of the first file."""
+        first = self._files[0]
+        return [*first.schema.names, *first.from_folders]
+
+    def read(self, names: Sequence[str]) -> Mapping[str, ArrowColumn]:
+        """Return the named columns in the files' own types."""
+        schema = self._common_schema(names)
+        fragments = [file.fragment for file in self._files]
+        with unreadable_is_data_error(self._where):
+            dataset = ds.FileSystemDataset(fragments, schema, _FORMAT, self._place.filesystem)
+            table = dataset.to_table(columns=list(names))
+        return {name: table.column(name) for name in names}
+
+    def parts(self, names: Sequence[str]) -> Iterator[Part]:
+        """Yield the named columns in the files' own types, in parts."""
+        schema = self._common_schema(names)
+        num_rows = sum(file.metadata.num_rows for file in self._files)
+        done_rows = 0
+        held = _Held(schema)
+        for file in self._files:
+            for columns in self._batches(file, schema):
+                held.add(columns)
+                while held.num_rows >= sources.PART_ROWS:
+                    part = held.take(sources.PART_ROWS)
+                    done_rows += sources.PART_ROWS
+                    yield Part(part, None, done_rows / num_rows)
+        if held.num_rows:
+            yield Part(held.take(held.num_rows), None, 1.0)
+
+    @property
+    def _where(self) -> Any:
+        return self._files[0].found.location if len(self._files) == 1 else self.name
+
+    @cached_property
+    def _files(self) -> list[_OneFile]:
+        found = find_files(self._place)
+        with ThreadPoolExecutor(min(_FOOTERS_AT_ONCE, len(found))) as pool:
+            files = list(pool.map(self._open, found))
+        self._check_folders(files)
+        return files
+
+    def _open(self, found: FoundFile) -> _OneFile:
+        from_folders = _columns_of(found.folders)
+        with unreadable_is_data_error(found.location):
+            fragment = _FORMAT.make_fragment(
+                found.path, self._place.filesystem, _as_condition(from_folders)
+            )
+            return _OneFile(found, fragment, fragment.metadata, from_folders)
+
+    def _check_folders(self, files: Sequence[_OneFile]) -> None:
+        first = files[0]
+        for file in files:
+            if list(file.from_folders) != list(first.from_folders):
+                raise DataError(
+                    f"{self.name}: expected folders NAME=VALUE with the same names for every "
+                    f"file, got {_listed(first.from_folders)} for {first.found.name} and "
+                    f"{_listed(file.from_folders)} for {file.found.name}"
+                )
+
+    def _common_schema(self, names: Sequence[str]) -> Any:
+        """Return the types of the columns.
+
+        Raises:
+            DataError: a file lacks one, or has another type.
+        """
+        problems: list[str] = []
+        fields = [self._field(name, problems) for name in dict.fromkeys(names)]
+        if problems:
+            raise DataError("\n".join(problems))
+        return pa.schema(fields)
+
+    def _field(self, name: str, problems: list[str]) -> Any:
+        if name in self._files[0].from_folders:
+            return pa.field(name, pa.string())
+        lacking, known = [], []
+        for file in self._files:
+            if file.schema.get_field_index(name) < 0:  # absent, or there several times
+                lacking.append(file.found.name)
+            elif not pa.types.is_null(file.schema.field(name).type):
+                known.append((file.schema.field(name).type, file.found.name))
+        if lacking:
+            problems.append(
+                f"{self.name}: column {name!r} is missing in {len(lacking)} of "
+                f"{len(self._files)} files: {_first(lacking)}"
+            )
+        kind, first = known[0] if known else (pa.null(), "")
+        for other, where in known:
+            if other != kind:
+                problems.append(
+                    f"{self.name}: column {name!r} has several types: {kind} in {first}, "
+                    f"{other} in {where}; write it with one type, or read it from one folder"
+                )
+                break
+        return pa.field(name, kind)
+
+    def _batches(self, file: _OneFile, schema: Any) -> Iterator[list[Any]]:
+        """Yield one array per column of the schema."""
+        stored = [name for name in schema.names if name not in file.from_folders]
+        with (
+            unreadable_is_data_error(file.found.location),
+            parquet.ParquetFile(
+                file.found.path, filesystem=self._place.filesystem, metadata=file.metadata
+            ) as opened,
+        ):
+            for batch in opened.iter_batches(sources.PART_ROWS, columns=stored):
+                yield [
+                    _repeated(file.from_folders[field.name], len(batch))
+                    if field.name in file.from_folders
+                    else _in_type(batch.column(field.name), field.type)
+                    for field in schema
+                ]
+
+
+class _Held:
+    """Rows that have been read and not yet been given away."""
+
+    def __init__(self, schema: Any) -> None:
+        self._schema = schema
+        self._table = schema.empty_table()
+
+    @property
+    def num_rows(self) -> int:
+        return int(self._table.num_rows)
+
+    def add(self, columns: Sequence[Any]) -> None:
+        if columns and len(columns[0]):
+            added = pa.Table.from_arrays(list(columns), schema=self._schema)
+            self._table = pa.concat_tables([self._table, added]) if self.num_rows else added
+
+    def take(self, count: int) -> dict[str, ArrowColumn]:
+        """Return the first rows, and hold the others."""
+        taken = self._table.slice(0, count)
+        self._table = self._table.slice(count)
+        return {name: taken.column(name) for name in self._schema.names}
+
+
+def _columns_of(folders: Sequence[str]) -> dict[str, str | None]:
+    """Read the folders named ``NAME=VALUE``, as Hive writes them."""
+    names = [folder.partition("=")[0] for folder in folders if "=" in folder]
+    schema = pa.schema([(name, pa.string()) for name in names])
+    hive = ds.partitioning(schema, flavor="hive")
+    found = ds.get_partition_keys(hive.parse("/".join([*folders, ""])))
+    return {name: found.get(name) for name in names}
+
+
+def _as_condition(columns: Mapping[str, str | None]) -> Any:
+    condition = pc.scalar(True)
+    for name, value in columns.items():
+        field = pc.field(name)
+        condition &= field.is_null() if value is None else field == value
+    return condition
+
+
+def _repeated(value: str | None, count: int) -> Any:
+    return pa.repeat(pa.scalar(value, pa.string()), count)
+
+
+def _in_type(column: Any, kind: Any) -> Any:
+    """Return a column in the common type; a column of nothing but nulls may have had none."""
+    return column if column.type == kind else column.cast(kind)
+
+
+def _listed(names: Mapping[str, object]) -> str:
+    return ", ".join(map(repr, names)) or "none"
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")

@@ -1,0 +1,310 @@
+"""Settings of the sources that a party's rows can come from."""
+
+import os
+import re
+import string
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import parse_qs, urlsplit
+
+from pydantic import Field, StringConstraints, model_validator
+
+from splitveil.common.errors import SettingsError
+from splitveil.common.settings import Section
+
+ColumnName = Annotated[str, StringConstraints(min_length=1)]
+
+
+def expand_path(setting: str, path: str, base_dir: Path) -> Path:
+    """Expand a path of the settings.
+
+    Raises:
+        SettingsError: it names an environment variable that is not set.
+    """
+    return base_dir / Path(expand_variables(setting, path)).expanduser()
+
+
+def expand_variables(setting: str, text: str) -> str:
+    """Replace ``${NAME}`` by the environment variable.
+
+    Raises:
+        SettingsError: it is not set.
+    """
+    try:
+        return string.Template(text).substitute(os.environ)
+    except KeyError as error:
+        name = error.args[0]
+        raise SettingsError(
+            f"{setting}: {text}: the environment variable {name} is not set; "
+            f"set {name}, or write the folder into the path"
+        ) from error
+    except ValueError as error:
+        raise SettingsError(
+            f"{setting}: {text}: expected ${{NAME}} for a variable or $$ for a dollar sign"
+        ) from error
+
+
+class CacheableSource(Section):
+    """A source whose rows can be kept as memory-mapped columns."""
+
+    cache_dir: ColumnName | None = None
+    """Folder for a copy as memory-mapped columns, for files that do not fit into memory; written
+    like ``path``. The file is converted when it is first used, and again after it or the requested
+    columns have changed. By default the whole file is read into memory each time."""
+
+    def resolve_cache(self, base_dir: Path) -> Path | None:
+        """Return the path of the cache; None without a cache.
+
+        Raises:
+            SettingsError: it names an environment variable that is not set.
+        """
+        if self.cache_dir is None:
+            return None
+        return expand_path("cache_dir", self.cache_dir, base_dir)
+
+
+class FileSource(CacheableSource):
+    """A file that belongs to this party."""
+
+    path: ColumnName
+    """The file, relative to the settings file's folder. ``~`` and ``${NAME}`` (an environment
+    variable) are replaced."""
+
+    def resolve(self, base_dir: Path) -> Path:
+        """Return the file's path.
+
+        Raises:
+            SettingsError: the path names an environment variable that is not set.
+        """
+        return expand_path("path", self.path, base_dir)
+
+    def files(self, base_dir: Path) -> list[Path]:
+        """Return the files of this machine that are read, from which a change is noticed.
+
+        Raises:
+            SettingsError: a path names an environment variable that is not set.
+        """
+        return [self.resolve(base_dir)]
+
+
+class CsvSource(FileSource):
+    """A text file with one row per line; may be compressed (.gz, .bz2, .zst)."""
+
+    kind: Literal["csv"]
+
+    delimiter: Annotated[str, StringConstraints(pattern=r"^[^\r\n\"]$")] | None = None
+    """Character between two cells; by default a tab for files ending in .tsv, otherwise a comma."""
+
+    column_names: tuple[ColumnName, ...] | None = Field(default=None, min_length=1)
+    """The column names, for a file without a header line; by default the first line has them."""
+
+    def separator(self) -> str:
+        """Return the character between two cells."""
+        is_tsv = ".tsv" in Path(self.path).suffixes[-2:]
+        return self.delimiter or ("\t" if is_tsv else ",")
+
+
+Scheme = Literal["s3", "gs", "abfs"]
+"""The kinds of object stores, as addresses name them."""
+
+_ADDRESS = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+class StoreSettings(Section):
+    """How an object store is reached, if its library does not find that in the environment.
+
+    No secret stands in the settings. ``s3://`` looks for credentials where Amazon's own tools do
+    (``AWS_ACCESS_KEY_ID``, ``~/.aws``, the machine's role), ``gs://`` in the file that
+    ``GOOGLE_APPLICATION_CREDENTIALS`` names or with the machine's service account, and ``abfs://``
+    as Azure's default credential does.
+    """
+
+    region: ColumnName | None = None
+    """Region of an ``s3://`` bucket."""
+
+    endpoint: Annotated[str, StringConstraints(pattern=r"^https?://[^/@\s]+$")] | None = None
+    """Address of a store that is compatible with one of the three, ``https://HOST:PORT``."""
+
+    account: ColumnName | None = None
+    """Storage account, required by ``abfs://`` addresses."""
+
+    anonymous: bool = False
+    """Whether no credentials are used, for a public bucket."""
+
+    credentials: ColumnName | None = None
+    """YAML file, mode 0600, written like ``path``: ``access_key`` and ``secret_key`` (and, if there
+    is one, ``session_token``) for ``s3://``, ``account_key`` or ``sas_token`` for ``abfs://``."""
+
+
+class ParquetSource(FileSource):
+    """A Parquet file, or several that are read as one table.
+
+    ``path`` is a file, a folder, or a pattern with shell wildcards (``*``, ``?``, ``[...]``, and
+    ``**`` for any number of folders). It may be an address in an object store: ``s3://BUCKET/PATH``,
+    ``gs://BUCKET/PATH`` or ``abfs://CONTAINER/PATH``, or ``file://`` and an absolute path.
+
+    The parts follow each other in the order of their paths, compared segment by segment, and that
+    is the order of the rows. In a folder, everything is a part except what has a name that begins
+    with ``_`` or ``.``. Folders named ``NAME=VALUE`` below the folder, or below the pattern's first
+    wildcard, make a column of text, ``NAME``. The columns that are used must be in every part, with
+    one type.
+    """
+
+    kind: Literal["parquet"]
+
+    store: StoreSettings = StoreSettings()
+    """How an object store is reached; of no effect on paths of this machine."""
+
+    @property
+    def scheme(self) -> Scheme | None:
+        """The kind of object store; None for paths of this machine."""
+        match = _ADDRESS.match(self.path)
+        schemes: dict[str, Scheme | None] = {"s3": "s3", "gs": "gs", "abfs": "abfs", "file": None}
+        return schemes[match[1]] if match else None
+
+    def resolve(self, base_dir: Path) -> Path:
+        """Return the path on this machine.
+
+        Raises:
+            SettingsError: the path names an environment variable that is not set.
+        """
+        return expand_path("path", self.path.removeprefix("file://"), base_dir)
+
+    @model_validator(mode="after")
+    def _has_a_known_scheme(self) -> "ParquetSource":
+        match = _ADDRESS.match(self.path)
+        if match and match[1] not in {"s3", "gs", "abfs", "file"}:
+            raise ValueError(
+                f"path: expected a path, or an address that begins with s3://, gs://, abfs:// or "
+                f"file://, not {match[1]}://"
+            )
+        if self.scheme is None and self.store != StoreSettings():
+            raise ValueError("store is for addresses such as s3://BUCKET/PATH")
+        if self.scheme is not None and "@" in self.path.split("/")[2]:
+            raise ValueError("path: an address holds no credentials; see store.credentials")
+        if (self.scheme == "abfs") != (self.store.account is not None):
+            raise ValueError("store.account: required for abfs:// addresses, and only there")
+        if self.scheme != "s3" and self.store.region is not None:
+            raise ValueError("store.region is for s3:// addresses")
+        if self.scheme == "gs" and self.store.credentials is not None:
+            raise ValueError(
+                "store.credentials: for gs://, set the environment variable "
+                "GOOGLE_APPLICATION_CREDENTIALS to the path of the key file"
+            )
+        if self.store.anonymous and self.store.credentials is not None:
+            raise ValueError("store: leave out anonymous or credentials")
+        return self
+
+
+class SqlSource(CacheableSource):
+    """The result of a query, read by ADBC; needs ``pip install splitveil[sql]``.
+
+    The query runs once. Its result is kept as a Parquet file, which later commands read: a database
+    promises no order of rows and changes under a run, and a resumed run needs the rows that it
+    began with. The query runs again if the query, the database's address or ``snapshot`` changes,
+    and for SQLite also after the database file has changed.
+    """
+
+    kind: Literal["sql"]
+
+    driver: Literal["sqlite", "postgresql"]
+    """The database."""
+
+    uri: ColumnName | None = None
+    """The database's address, without a password: ``postgresql://USER@HOST/DATABASE``, or for
+    SQLite the file, written like the path of other sources."""
+
+    uri_file: ColumnName | None = None
+    """File, mode 0600, whose only line is the address, instead of ``uri``."""
+
+    query: ColumnName
+    """One SELECT statement. It decides which rows are read, and in which order."""
+
+    snapshot: str = ""
+    """Any text, such as a date. Change it to run the query again."""
+
+    snapshot_dir: ColumnName = "snapshots"
+    """Folder for the results of queries, readable by this user only; written like a path."""
+
+    @model_validator(mode="after")
+    def _has_one_address(self) -> "SqlSource":
+        if (self.uri is None) == (self.uri_file is None):
+            raise ValueError("name one of uri and uri_file")
+        if self.uri is not None and self.driver == "postgresql" and _has_password(self.uri):
+            # The message does not repeat the address.
+            raise ValueError("uri: write an address with a password into a file: uri_file")
+        return self
+
+
+def _has_password(uri: str) -> bool:
+    try:
+        parts = urlsplit(uri)
+        return parts.password is not None or "password" in parse_qs(parts.query)
+    except ValueError:
+        return False
+
+
+class NpzSource(FileSource):
+    """A NumPy archive: a one-dimensional array is one column, a two-dimensional one is several."""
+
+    kind: Literal["npz"]
+
+
+class ImagesSource(FileSource):
+    """A folder of images, ``path``, and a text file with a header line and one row per image."""
+
+    kind: Literal["images"]
+
+    table: ColumnName
+    """The text file with ids, labels and file names, separated by commas, or by tabs if it ends in
+    .tsv."""
+
+    file_column: ColumnName
+    """Column with each image's file name, relative to the folder."""
+
+    file_ending: str = ""
+    """Ending that is appended to each name in that column, for instance ``.jpg``."""
+
+    height: int = Field(ge=1, le=4096)
+    """Height in pixels to which images are resized, bilinearly with antialiasing."""
+
+    width: int = Field(ge=1, le=4096)
+    """Width in pixels to which images are resized."""
+
+    colours: Literal["rgb", "grey"] = "rgb"
+    """Three channels or one."""
+
+    def files(self, base_dir: Path) -> list[Path]:
+        """Return the folder and the table; adding or removing a file changes the folder's time.
+
+        Raises:
+            SettingsError: a path names an environment variable that is not set.
+        """
+        return [self.resolve(base_dir), expand_path("table", self.table, base_dir)]
+
+
+class SklearnSource(Section):
+    """A real data set that ships with scikit-learn, so that there is nothing to download.
+
+    ``breast_cancer`` has 569 rows, the ids ``patient-0000`` and so on in column ``id``, its 30
+    features with ``_`` for each space (``mean_radius``), and the label ``malignant``: 1 for the
+    212 malignant tumours, so that 1 is the rarer class as in the other data sets (scikit-learn's
+    own target is the opposite). ``digits`` has ten classes: 1,797 images of handwritten digits,
+    the ids ``image-0000`` and so on in column ``id``, 64 pixels by row and column, ``pixel_0_0`` to
+    ``pixel_7_7``, and the label ``digit``, 0 to 9.
+    """
+
+    kind: Literal["sklearn"]
+
+    dataset: Literal["breast_cancer", "digits"] = "breast_cancer"
+    """The data set."""
+
+    shuffle_seed: int = Field(default=0, ge=0)
+    """Seed of the row order. Two parties with different seeds have their rows in different
+    orders."""
+
+
+Source = Annotated[
+    CsvSource | ParquetSource | SqlSource | NpzSource | ImagesSource | SklearnSource,
+    Field(discriminator="kind"),
+]

@@ -1,0 +1,260 @@
+"""The HTTP endpoint of a party's operators: ``/healthz``, ``/readyz`` and ``/metrics``.
+
+It only reads. A fault in it, a slow reader or a thousand of them cost the run nothing but the few
+threads that it may have: a request beyond those is hung up on.
+"""
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from socketserver import TCPServer
+from typing import Any, Self
+from wsgiref.simple_server import WSGIRequestHandler
+
+from prometheus_client import make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
+
+from splitveil.common.errors import EndedForGood, PeerEndedForGood, SettingsError
+from splitveil.common.status.run_status import RunStatus
+from splitveil.common.text.addresses import is_numeric_loopback, split_address
+
+logger = logging.getLogger(__name__)
+
+REQUESTS_AT_ONCE = 8
+"""Requests that are answered at the same time."""
+PATIENCE_S = 5.0
+"""Seconds that a client may take to send its request, or to take a part of the answer."""
+LAST_LOOK_S = 65.0
+"""Longest wait for a last request for metrics: scrapes a minute apart are the rarest usual ones."""
+_GOODBYE_S = 2.0
+_POLL_S = 0.05
+
+StartResponse = Callable[[str, list[tuple[str, str]]], object]
+
+
+def check_free(address: str | None) -> None:
+    """Check that the endpoint could be served at an address, if there is to be one.
+
+    Raises:
+        SettingsError: the address is taken, or does not belong to this machine.
+    """
+    if address is not None:
+        _server(address).server_close()
+
+
+def status_checks(address: str | None) -> list[Callable[[], str]]:
+    """Return the check of the endpoint's address for ``check``; none without an address."""
+
+    def is_free() -> str:
+        check_free(address)
+        return f"status: {address} is free"
+
+    return [] if address is None else [is_free]
+
+
+@contextmanager
+def serving_status(
+    status: RunStatus, address: str | None, interruption: Callable[[], int | None]
+) -> Iterator[None]:
+    """Serve a status within the block, if it has an address.
+
+    A run that has finished, or was ended for good, is served until its metrics were asked for once
+    more, if somebody asks regularly: who sees a party vanish from training has to look after it.
+
+    Args:
+        status: of this party.
+        address: host and port.
+        interruption: returns the signal that asks this party to stop, once there is one.
+
+    Raises:
+        SettingsError: the address is taken, or does not belong to this machine.
+    """
+    if address is None:
+        yield
+        return
+    with StatusEndpoint(status, address) as endpoint:
+        try:
+            yield
+        except (EndedForGood, PeerEndedForGood):
+            status.enter_stage("ended")
+            endpoint.wait_for_last_look(interruption)
+            raise
+        status.enter_stage("finished")
+        endpoint.wait_for_last_look(interruption)
+
+
+class StatusEndpoint:
+    """Serves what a status says, in threads of its own.
+
+    Args:
+        status: of this party.
+        address: host and port; port 0 takes any free one.
+    """
+
+    def __init__(self, status: RunStatus, address: str) -> None:
+        """Bind the address; requests are answered from the ``with`` block on.
+
+        Raises:
+            SettingsError: the address is taken, or does not belong to this machine.
+        """
+        self._looks = _Looks()
+        self._server = _server(address)
+        self._server.set_app(_application(status, self._looks))
+        self._host, port = str(self._server.server_address[0]), self._server.server_address[1]
+        self.address = f"[{self._host}]:{port}" if ":" in self._host else f"{self._host}:{port}"
+        """The address at which it is served."""
+
+    def __enter__(self) -> Self:
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="status", daemon=True
+        )
+        self._thread.start()
+        logger.info("status: http://%s/metrics, /healthz and /readyz", self.address)
+        if not is_numeric_loopback(self._host):
+            logger.warning(
+                "status: %s can be reached from other machines, without password and encryption; "
+                "see to it that only those who operate this party get through to it",
+                self.address,
+            )
+        return self
+
+    def wait_for_last_look(
+        self, interruption: Callable[[], int | None], patience_s: float | None = None
+    ) -> None:
+        """Wait until the metrics are asked for once more, if they were asked for twice.
+
+        Args:
+            interruption: returns the signal that asks this party to stop, once there is one.
+            patience_s: longest wait; by default twice the time between the last two requests.
+        """
+        asked, every_s = self._looks.count, self._looks.every_s
+        if every_s is None:
+            return
+        patience_s = min(2 * every_s + 1, LAST_LOOK_S) if patience_s is None else patience_s
+        until = time.monotonic() + patience_s
+        while self._looks.count == asked and time.monotonic() < until and not interruption():
+            time.sleep(_POLL_S)
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(_GOODBYE_S)
+
+
+class _Looks:
+    """Counts the requests for metrics, and the time between the last two."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.every_s: float | None = None
+        self._last_at: float | None = None
+
+    def note(self) -> None:
+        """Note a request that was answered."""
+        now = time.monotonic()
+        if self._last_at is not None:
+            self.every_s = now - self._last_at
+        self._last_at = now
+        self.count += 1
+
+
+class _Handler(WSGIRequestHandler):
+    """Answers one request, without a line in the log."""
+
+    timeout = PATIENCE_S
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's name
+        """Log nothing."""
+
+
+class _Server(ThreadingWSGIServer):
+    """Answers a few requests at the same time, and hangs up on more."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._slots = threading.BoundedSemaphore(REQUESTS_AT_ONCE)
+        super().__init__(*arguments)
+
+    def server_bind(self) -> None:
+        """Bind the address, without the look-up of a name that the standard library adds."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = map(str, self.server_address[:2])  # type: ignore[assignment]
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a request in a thread, if one is free."""
+        if not self._slots.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer a request, and free its thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._slots.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
+        """Ignore a client that hangs up."""
+        logger.debug("status: a request failed", exc_info=True)
+
+
+class _ServerV6(_Server):
+    """The same, at an IPv6 address."""
+
+    address_family = socket.AF_INET6
+
+
+def _server(address: str) -> _Server:
+    host, port = split_address(address, least_port=0)
+    kind = _ServerV6 if ":" in host else _Server
+    try:
+        return kind((host, port), _Handler)
+    except (OSError, UnicodeError) as error:
+        raise SettingsError(f"status: cannot serve at {address}: {error}") from error
+
+
+def _application(
+    status: RunStatus, looks: _Looks
+) -> Callable[[dict[str, Any], Any], Iterable[bytes]]:
+    metrics = make_wsgi_app(status.metrics.registry)
+
+    def application(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        path = environ.get("PATH_INFO", "")
+        if environ.get("REQUEST_METHOD") != "GET":
+            return _answer(start_response, "405 Method Not Allowed", {"error": "only GET"})
+        if path == "/metrics":
+            shown: Iterable[bytes] = metrics(environ, start_response)
+            looks.note()
+            return shown
+        if path == "/healthz":
+            return _answer(start_response, "200 OK", {"status": "ok", **_facts(status)})
+        if path == "/readyz":
+            ready, reason = status.readiness
+            state = {"status": "ready" if ready else "not ready", "reason": reason}
+            code = "200 OK" if ready else "503 Service Unavailable"
+            return _answer(start_response, code, state | _facts(status))
+        known = {"error": "expected /healthz, /readyz or /metrics"}
+        return _answer(start_response, "404 Not Found", known)
+
+    return application
+
+
+def _facts(status: RunStatus) -> dict[str, str]:
+    return {
+        "party": status.party,
+        "run": status.run_name,
+        "run_id": status.run_id,
+        "stage": status.stage,
+    }
+
+
+def _answer(start_response: StartResponse, code: str, facts: dict[str, str]) -> Iterable[bytes]:
+    body = json.dumps(facts).encode() + b"\n"
+    headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
+    start_response(code, [*headers, ("Cache-Control", "no-store")])
+    return [body]

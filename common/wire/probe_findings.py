@@ -1,0 +1,105 @@
+"""Says in words what a probe has found, on either side; each finding is a line of ``check``."""
+
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+
+from cryptography import x509
+
+from splitveil.common.errors import ContractMismatch, DataError, PeerUntrusted, SettingsError
+from splitveil.common.party.credentials import dns_names, printable, subject_of
+from splitveil.common.run.contract import Contract
+from splitveil.common.run.contract_difference import first_difference
+from splitveil.common.text.version import VERSION
+from splitveil.common.text.visible_text import visible
+from splitveil.common.wire.limits import PROTOCOL_VERSION
+from splitveil.common.wire.probe_codec import Introduction
+
+Check = Callable[[], str]
+"""Returns a finding, or raises it if it would end a run."""
+
+CLOCK_TOLERANCE_S = 60.0
+"""Difference of the clocks from which a certificate may be judged wrongly at either side."""
+
+
+class DifferentContracts(ContractMismatch):
+    """The contracts differ; the message has the first difference with both values."""
+
+    def __init__(self, fields: list[str], first: str) -> None:
+        super().__init__(fields)
+        self.args = (first,)
+
+
+def certificate_in_words(pem: bytes, owner: str) -> str:
+    """Describe a peer's certificate that was verified.
+
+    Args:
+        pem: the certificate.
+        owner: the party, in words.
+
+    Raises:
+        PeerUntrusted: it cannot be read.
+    """
+    try:
+        found = x509.load_pem_x509_certificate(pem)
+        names = ", ".join(map(printable, dns_names(found)))
+    except ValueError as error:
+        raise PeerUntrusted("the peer's certificate cannot be read") from error
+    ends = found.not_valid_after_utc
+    left = (ends - datetime.now(UTC)).days
+    issuer = printable(found.issuer.rfc4514_string())
+    return (
+        f"certificate of {owner}: {subject_of(found)} ({names}), signed by {issuer}, valid to "
+        f"{ends:%Y-%m-%d}, {left} days left"
+    )
+
+
+def checks_of(own: Contract, form: Introduction, peer: Introduction, owner: str) -> Iterator[Check]:
+    """Yield the checks of what both parties have said about themselves.
+
+    Args:
+        own: this party's contract.
+        form: what this party says about itself.
+        peer: what the other party has said.
+        owner: the other party, in words.
+    """
+
+    def versions() -> str:
+        if peer.protocol_version != PROTOCOL_VERSION:
+            raise ContractMismatch(["protocol_version"])
+        theirs = visible(peer.version) or "unknown"
+        return f"versions: splitveil {VERSION} here, {theirs} at {owner}; the same protocol"
+
+    def contracts() -> str:
+        first = first_difference(own, peer.contract, owner)
+        if first:
+            raise DifferentContracts(own.fields_differing_from(peer.contract), first)
+        return f"contract: {owner} holds the same"
+
+    def ids() -> str:
+        if form.id_form is None or peer.id_form is None:
+            return "ids: their form was not compared"
+        if form.id_form is not peer.id_form:
+            raise DataError(
+                f"ids: {form.id_form.value} here, {peer.id_form.value} at {owner}: ids are "
+                f"compared as texts, so that 7, 007 and 7.0 are three ids"
+            )
+        return f"ids: {form.id_form.value} at both parties"
+
+    yield from (versions, contracts, ids)
+
+
+def clock_in_words(ahead_s: float, error_s: float) -> str:
+    """Describe the difference of the clocks.
+
+    Args:
+        ahead_s: seconds by which the peer's clock is ahead of this machine's.
+        error_s: how far that may be off.
+
+    Raises:
+        SettingsError: it is so large that certificates may be judged wrongly.
+    """
+    side = "ahead of" if ahead_s >= 0 else "behind"
+    text = f"the other party's is {abs(ahead_s):.2f} s {side} this machine's (± {error_s:.2f} s)"
+    if abs(ahead_s) - error_s > CLOCK_TOLERANCE_S:
+        raise SettingsError(f"clock: {text}: certificates are judged by it; set it right")
+    return f"clock: {text}"

@@ -1,0 +1,299 @@
+"""Issues certificates: a trial authority's own, and those of the parties that it signs.
+
+``DIR/<party>/`` holds everything that one party needs and nothing that belongs to another.
+"""
+
+import logging
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from splitveil.common.errors import SettingsError, StorageError
+from splitveil.common.party.credentials import MAX_FILE_BYTES, SOON_DAYS, dns_names
+from splitveil.common.storage.run_folder import write_bytes_atomically
+from splitveil.common.text.files import read_bytes
+
+logger = logging.getLogger("splitveil.deploy.certs")
+
+PublicKey = ec.EllipticCurvePublicKey | rsa.RSAPublicKey
+"""The kinds of keys that gRPC's TLS can use."""
+
+AUTHORITY_DAYS = 3650
+PARTY_DAYS = 90
+CLOCK_SKEW = timedelta(hours=1)
+"""Time by which the other machine's clock may be behind."""
+
+
+class PartyFolder(NamedTuple):
+    """The files of one party."""
+
+    folder: Path
+
+    @property
+    def certificate(self) -> Path:
+        """The party's certificate."""
+        return self.folder / "certificate.pem"
+
+    @property
+    def private_key(self) -> Path:
+        """The party's key."""
+        return self.folder / "private_key.pem"
+
+    @property
+    def authority(self) -> Path:
+        """The authority's certificate."""
+        return self.folder / "authority.pem"
+
+
+class Authority(NamedTuple):
+    """The certificate and key that sign the parties' certificates."""
+
+    certificate: x509.Certificate
+    private_key: ec.EllipticCurvePrivateKey
+
+
+def make_certificates(folder: Path, names: dict[str, str], days: int = PARTY_DAYS) -> None:
+    """Make an authority and one certificate per party.
+
+    Args:
+        folder: folder in which a subfolder ``authority`` and one for each party are made.
+        names: DNS name of each party's certificate, by the party's name.
+        days: validity of the parties' certificates in days.
+
+    Raises:
+        SettingsError: one of the files exists.
+        StorageError: a file cannot be written.
+    """
+    existing = [path for path in _all_files(folder, names) if path.exists()]
+    if existing:
+        raise SettingsError(
+            f"{existing[0]} exists and will not be overwritten: use another folder, renew for a "
+            f"new certificate, or --keep to keep existing certificates"
+        )
+    authority = make_authority(folder)
+    for party, name in names.items():
+        _issue(authority, PartyFolder(folder / party), name, days)
+
+
+def keep_certificates(folder: Path, names: dict[str, str], days: int = PARTY_DAYS) -> None:
+    """Make missing certificates; renew those that expire soon or carry another name.
+
+    Raises:
+        SettingsError: the authority's files exist and cannot be used.
+        StorageError: a file cannot be written.
+    """
+    if not authority_folder(folder).certificate.exists():
+        make_certificates(folder, names, days)
+        return
+    for party, name in names.items():
+        own = PartyFolder(folder / party)
+        if not own.certificate.exists() or not _suffices(read_certificate(own.certificate), name):
+            _issue(read_authority(folder), own, name, days)
+
+
+def renew_certificate(folder: Path, party: str, days: int = PARTY_DAYS) -> None:
+    """Replace a party's certificate and key by new ones with the same name.
+
+    Between the two replacements, key and certificate do not match. A running party that reads them
+    at that moment keeps the old ones and reads the files again at the next connection.
+
+    Raises:
+        SettingsError: the party has no certificate, or there is no authority.
+        StorageError: a file cannot be written.
+    """
+    own = PartyFolder(folder / party)
+    names = dns_names(read_certificate(own.certificate))
+    if not own.private_key.exists():
+        raise SettingsError(
+            f"{own.private_key}: is not here, so {party} keeps its key to itself: have it send a "
+            f"request, and sign that"
+        )
+    if not names:
+        raise SettingsError(f"{own.certificate}: has no DNS name for which it could be renewed")
+    _issue(read_authority(folder), own, names[0], days)
+
+
+def _issue(authority: Authority, own: PartyFolder, name: str, days: int) -> None:
+    key = ec.generate_private_key(ec.SECP256R1())
+    certificate = party_certificate(authority, key.public_key(), name, days)
+    write_private(own.private_key, pem_of_key(key))
+    write_public(own.certificate, pem_of(certificate))
+    write_public(own.authority, pem_of(authority.certificate))
+    logger.info("%s: certificate for %s, %d days", own.folder, name, days)
+
+
+def new_authority() -> Authority:
+    """Return a new key, and a certificate with which it signs others."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "splitveil trial authority")])
+    key_id = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    certificate = (
+        _builder(key.public_key(), name, name, AUTHORITY_DAYS)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_key_usage(signs_certificates=True), critical=True)
+        .add_extension(key_id, critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    return Authority(certificate, key)
+
+
+def make_authority(folder: Path) -> Authority:
+    """Make an authority in a folder's subfolder ``authority``.
+
+    Raises:
+        SettingsError: it exists.
+        StorageError: a file cannot be written.
+    """
+    own = authority_folder(folder)
+    if own.private_key.exists() or own.certificate.exists():
+        raise SettingsError(f"{own.folder} holds an authority, which will not be overwritten")
+    authority = new_authority()
+    write_private(own.private_key, pem_of_key(authority.private_key))
+    write_public(own.certificate, pem_of(authority.certificate))
+    return authority
+
+
+def party_certificate(
+    authority: Authority, key: PublicKey, name: str, days: int
+) -> x509.Certificate:
+    """Return a certificate for a party's key and DNS name, signed by the authority."""
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
+    issuer = authority.certificate.subject
+    issuer_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(
+        authority.private_key.public_key()
+    )
+    # Both purposes: the active party serves in training, and the passive one in joint inference.
+    purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    return (
+        _builder(key, subject, issuer, days)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_key_usage(signs_certificates=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        .add_extension(issuer_key, critical=False)
+        .sign(authority.private_key, hashes.SHA256())
+    )
+
+
+def _builder(
+    key: PublicKey, subject: x509.Name, issuer: x509.Name, days: int
+) -> x509.CertificateBuilder:
+    now = datetime.now(UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - CLOCK_SKEW)
+        .not_valid_after(now + timedelta(days=days))
+    )
+
+
+def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def authority_folder(folder: Path) -> PartyFolder:
+    """Return the folder of the authority's own files."""
+    return PartyFolder(folder / "authority")
+
+
+def _all_files(folder: Path, names: dict[str, str]) -> list[Path]:
+    folders = [authority_folder(folder), *(PartyFolder(folder / party) for party in names)]
+    return [path for own in folders for path in (own.certificate, own.private_key)]
+
+
+def read_certificate(path: Path) -> x509.Certificate:
+    """Read a certificate.
+
+    Raises:
+        SettingsError: the file cannot be read, or holds something else.
+    """
+    try:
+        found = x509.load_pem_x509_certificate(read_bytes(path, MAX_FILE_BYTES))
+        dns_names(found)  # checks them, because the library parses lazily
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise SettingsError(f"{path}: expected a certificate in PEM form") from error
+    return found
+
+
+def read_authority(folder: Path) -> Authority:
+    """Read an authority's certificate and key.
+
+    Raises:
+        SettingsError: a file cannot be read, or holds something else.
+    """
+    own = authority_folder(folder)
+    certificate = read_certificate(own.certificate)
+    try:
+        key_pem = read_bytes(own.private_key, MAX_FILE_BYTES)
+        key = serialization.load_pem_private_key(key_pem, password=None)
+    except OSError as error:
+        raise SettingsError(
+            f"{own.private_key}: {error.strerror}: no certificate can be signed"
+        ) from error
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        key = None
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise SettingsError(f"{own.private_key}: expected the authority's key in PEM form")
+    return Authority(certificate, key)
+
+
+def _suffices(certificate: x509.Certificate, name: str) -> bool:
+    return days_left(certificate) >= SOON_DAYS and name in dns_names(certificate)
+
+
+def days_left(certificate: x509.Certificate) -> int:
+    """Return the number of whole days for which a certificate is still valid."""
+    return (certificate.not_valid_after_utc - datetime.now(UTC)).days
+
+
+def pem_of(certificate: x509.Certificate) -> bytes:
+    """Return a certificate as PEM."""
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def pem_of_key(key: ec.EllipticCurvePrivateKey) -> bytes:
+    """Return a private key as PEM, without a password."""
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a file that only its owner can read."""
+    _write(path, data, 0o600)
+
+
+def write_public(path: Path, data: bytes) -> None:
+    """Write a file that everybody may read."""
+    _write(path, data, 0o644)
+
+
+def _write(path: Path, data: bytes, mode: int) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
+    write_bytes_atomically(path, data, mode)

@@ -1,0 +1,248 @@
+"""Requests for certificates: a party's key stays where it was made, and only a request travels.
+
+A request carries the party's public key and the DNS name that the party wants; its signature shows
+that the party holds the key. A request can be replaced on its way, so both sides compare the
+SHA-256 of the public key by another channel. The certificate shows the same figure.
+"""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.x509.oid import NameOID
+
+from splitveil.common.errors import SettingsError
+from splitveil.common.party.credentials import MAX_FILE_BYTES, dns_names, in_lower_case
+from splitveil.common.text.files import read_bytes
+from splitveil.deploy.authority import (
+    PartyFolder,
+    PublicKey,
+    party_certificate,
+    pem_of,
+    pem_of_key,
+    read_authority,
+    read_certificate,
+    write_private,
+    write_public,
+)
+
+REQUEST = "request.pem"
+LEAST_RSA_BITS = 2048
+
+_KINDS = {
+    "CERTIFICATE REQUEST": "a certificate signing request",
+    "NEW CERTIFICATE REQUEST": "a certificate signing request",
+    "CERTIFICATE": "a certificate",
+    "PUBLIC KEY": "a public key",
+}
+
+
+class Requested(NamedTuple):
+    """A request as it was written."""
+
+    path: Path
+    name: str
+    fingerprint: str
+    is_new_key: bool
+
+
+class Signed(NamedTuple):
+    """A certificate as it was issued."""
+
+    own: PartyFolder
+    name: str
+    fingerprint: str
+    authority: str
+    """SHA-256 of the authority's certificate."""
+
+
+def make_request(folder: Path, party: str, name: str) -> Requested:
+    """Write a request for a party's certificate, with a new key if the party has none.
+
+    Args:
+        folder: folder in which the party has a subfolder, as in the settings.
+        party: name of the party.
+        name: DNS name that the certificate shall carry.
+
+    Raises:
+        SettingsError: the existing key cannot be used.
+        StorageError: a file cannot be written.
+    """
+    own = PartyFolder(folder / party)
+    is_new = not own.private_key.exists()
+    if is_new:
+        write_private(own.private_key, pem_of_key(ec.generate_private_key(ec.SECP256R1())))
+    key = _read_private_key(own.private_key)
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
+    request = (
+        x509.CertificateSigningRequestBuilder()
+        .subject_name(subject)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    path = own.folder / REQUEST
+    write_public(path, request.public_bytes(serialization.Encoding.PEM))
+    return Requested(path, name, fingerprint_of_key(key.public_key()), is_new)
+
+
+def sign_request(
+    folder: Path, path: Path, own: PartyFolder, name: str, days: int, said: str | None = None
+) -> Signed:
+    """Sign a party's request, and write its certificate beside that of the authority.
+
+    Only the public key and the one expected name are taken from the request.
+
+    Args:
+        folder: folder of the authority.
+        path: the request.
+        own: where the certificate is written.
+        name: DNS name that the contract gives this party.
+        days: validity in days.
+        said: the public key's SHA-256 as the other side has read it out; None if not compared here.
+
+    Raises:
+        SettingsError: the file is no valid request, is for another name or key, or the authority
+            cannot sign.
+        StorageError: a file cannot be written.
+    """
+    authority = read_authority(folder)
+    request = read_request(path)
+    names = _names_in(request)
+    if names != (name,):
+        raise SettingsError(
+            f"{path}: expected a request for the one DNS name {name!r}, got "
+            f"{', '.join(names) or 'none'}; --party or --name says whom it is for"
+        )
+    key = _usable_key(request, path)
+    fingerprint = fingerprint_of_key(key)
+    if said is not None and _digits(said) != _digits(fingerprint):
+        raise SettingsError(
+            f"{path}: the public key's SHA-256 is not the one that was read out: this is not the "
+            f"request that the other side has sent"
+        )
+    _refuse_another_key(own, key)
+    certificate = party_certificate(authority, key, name, days)
+    write_public(own.certificate, pem_of(certificate))
+    write_public(own.authority, pem_of(authority.certificate))
+    return Signed(own, name, fingerprint, fingerprint_of(authority.certificate))
+
+
+def read_request(path: Path) -> x509.CertificateSigningRequest:
+    """Read a request, and check that its sender holds the key.
+
+    Raises:
+        SettingsError: the file cannot be read, or holds something else; the message says what.
+    """
+    data = _read(path, "a certificate signing request")
+    try:
+        request = x509.load_pem_x509_csr(data)
+        is_valid = request.is_signature_valid
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise SettingsError(f"{path}: the certificate signing request is damaged") from error
+    if not is_valid:
+        raise SettingsError(f"{path}: the request's signature is not by the key that it carries")
+    return request
+
+
+def kind_of_file(path: Path) -> str:
+    """Return what a PEM file holds, in words.
+
+    Raises:
+        SettingsError: the file cannot be read.
+    """
+    try:
+        data = read_bytes(path, MAX_FILE_BYTES)
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}") from error
+    found = re.search(rb"-----BEGIN ([A-Z ]{1,40})-----", data)
+    label = found[1].decode() if found else ""
+    if label.endswith("PRIVATE KEY"):
+        return "a private key, which must not leave its owner's machine"
+    return _KINDS.get(label, "no PEM file that splitveil knows")
+
+
+def fingerprint_of_key(key: PublicKey) -> str:
+    """Return the SHA-256 of a public key, in groups of four digits that can be read out."""
+    der = key.public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    digest = hashes.Hash(hashes.SHA256())
+    digest.update(der)
+    return _grouped(digest.finalize().hex())
+
+
+def fingerprint_of(certificate: x509.Certificate) -> str:
+    """Return the SHA-256 of a certificate, in groups of four digits that can be read out."""
+    return _grouped(certificate.fingerprint(hashes.SHA256()).hex())
+
+
+def _grouped(digits: str) -> str:
+    return " ".join(re.findall("....", digits))
+
+
+def _digits(fingerprint: str) -> str:
+    return re.sub(r"[\s:]", "", fingerprint).lower()
+
+
+def _names_in(request: x509.CertificateSigningRequest) -> tuple[str, ...]:
+    try:
+        names = request.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError):
+        return ()
+    if len(list(names)) != len(names.get_values_for_type(x509.DNSName)):
+        return ("a name that is not a DNS name",)
+    return tuple(in_lower_case(name) for name in names.get_values_for_type(x509.DNSName))
+
+
+def _usable_key(request: x509.CertificateSigningRequest, path: Path) -> PublicKey:
+    try:
+        key = request.public_key()
+    except (ValueError, UnsupportedAlgorithm):
+        key = None
+    # gRPC's TLS library offers no other signatures.
+    if isinstance(key, ec.EllipticCurvePublicKey) and isinstance(
+        key.curve, ec.SECP256R1 | ec.SECP384R1
+    ):
+        return key
+    if isinstance(key, rsa.RSAPublicKey) and key.key_size >= LEAST_RSA_BITS:
+        return key
+    raise SettingsError(
+        f"{path}: expected the request of an EC key (P-256, P-384), or of an RSA key of at least "
+        f"{LEAST_RSA_BITS} bits"
+    )
+
+
+def _refuse_another_key(own: PartyFolder, key: PublicKey) -> None:
+    """Leave a folder alone that holds a private key of its own, and another one than this."""
+    if own.private_key.exists():
+        held = _read_private_key(own.private_key).public_key()
+        if fingerprint_of_key(held) != fingerprint_of_key(key):
+            raise SettingsError(
+                f"{own.private_key}: belongs to another key than the request; name another folder "
+                f"with --output"
+            )
+    elif own.certificate.exists():
+        dns_names(read_certificate(own.certificate))  # only a certificate is ever replaced
+
+
+def _read_private_key(path: Path) -> ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey:
+    try:
+        found = serialization.load_pem_private_key(read_bytes(path, MAX_FILE_BYTES), password=None)
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}") from error
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        found = None
+    if not isinstance(found, ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey):
+        raise SettingsError(f"{path}: expected an EC or RSA private key in PEM form, no password")
+    return found
+
+
+def _read(path: Path, expected: str) -> bytes:
+    found = kind_of_file(path)
+    if found != expected:
+        raise SettingsError(f"{path}: expected {expected}, found {found}")
+    return read_bytes(path, MAX_FILE_BYTES)

@@ -1,0 +1,382 @@
+"""Decides what each column of a party's table is: id, label, feature, or left out, and says why.
+
+Where the table leaves a question open, the answer comes from the caller; nothing that matters is
+guessed among several candidates.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+from sklearn.metrics import roc_auc_score
+
+from splitveil.common.data.settings import MAX_CLASSES
+from splitveil.common.data.sources import suggest
+from splitveil.common.errors import SettingsError
+from splitveil.common.run.splits import SPLITS
+from splitveil.deploy.init.columns import Column, as_text, without_gaps
+
+LABEL_WORDS = frozenset(
+    [
+        "y",
+        "label",
+        "target",
+        "class",
+        "outcome",
+        "churn",
+        "churned",
+        "default",
+        "defaulted",
+        "fraud",
+        "click",
+        "clicked",
+        "converted",
+        "conversion",
+        "income",
+        "response",
+        "survived",
+    ]
+)
+ID_WORDS = frozenset(
+    [
+        "id",
+        "ids",
+        "key",
+        "uuid",
+        "guid",
+        "identifier",
+        "customer",
+        "client",
+        "patient",
+        "person",
+        "user",
+    ]
+)
+POSITIVE_WORDS = ("1", "yes", "true", "y", "t", "positive", "pos")
+
+TELLTALE_AUC = 0.995
+"""AUC of a single column, from which it counts as another form of the label."""
+_MOST_CATEGORIES_SHARE = 0.5
+_SAMPLE = 100_000
+
+
+class Label(NamedTuple):
+    """The label column, and how its texts are read."""
+
+    column: str
+    positive: str | None
+    """The text that stands for 1; None for the numbers 0 and 1, and for several classes."""
+    classes: tuple[str, ...] | int | None
+    """The classes, if there are more than two."""
+    shares: Mapping[str, float]
+    """Share of the rows by class."""
+
+    @property
+    def rarest_share(self) -> float:
+        """The share of the rarer class."""
+        return min(self.shares.values())
+
+    @property
+    def num_classes(self) -> int:
+        """The number of classes."""
+        return len(self.shares)
+
+
+class LeftOut(NamedTuple):
+    """A column that is not used, and the reason."""
+
+    name: str
+    why: str
+
+
+class Choices(NamedTuple):
+    """What each column of a table is."""
+
+    id_column: str | None
+    label: Label | None
+    numeric: tuple[Column, ...]
+    categorical: tuple[Column, ...]
+    timestamps: tuple[Column, ...]
+    left_out: tuple[LeftOut, ...]
+    split_column: str | None
+    """A column that says train, validation or test."""
+
+    @property
+    def gaps(self) -> tuple[str, ...]:
+        """The texts that mean "no value" in any of the features."""
+        found = {gap for column in self.features for gap in column.gaps}
+        return tuple(sorted(found | {""}))
+
+    @property
+    def features(self) -> tuple[Column, ...]:
+        """The columns that the model reads."""
+        return (*self.numeric, *self.categorical, *self.timestamps)
+
+    @property
+    def has_numeric_gaps(self) -> bool:
+        """Whether a column of numbers or times has cells without one."""
+        return any(column.missing for column in (*self.numeric, *self.timestamps))
+
+    @property
+    def is_skewed(self) -> bool:
+        """Whether some numbers have a long tail, as amounts of money do."""
+        return any(abs(column.skewness) > 5 for column in self.numeric)
+
+
+class Wishes(NamedTuple):
+    """What the user has decided."""
+
+    id_column: str | None = None
+    has_id: bool = True
+    """Whether there is an id at all; without one, equal row numbers mean the same example."""
+    label_column: str | None = None
+    positive_label: str | None = None
+    numeric: tuple[str, ...] = ()
+    categorical: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+
+def id_candidates(columns: Sequence[Column]) -> list[Column]:
+    """Return the columns that may hold ids, those that are named like one first."""
+    unique = [c for c in columns if c.is_unique and c.kind in {"whole", "text"}]
+    return sorted(unique, key=lambda column: not _words(column.name) & ID_WORDS)
+
+
+def label_candidates(columns: Sequence[Column]) -> list[Column]:
+    """Return the columns that may hold labels, those that are named like one first."""
+    few = [
+        c
+        for c in columns
+        if c.kind in {"whole", "text", "number"} and not c.missing and c.distinct == 2
+    ]
+    named = [
+        c
+        for c in columns
+        if _words(c.name) & LABEL_WORDS and not c.missing and 2 <= c.distinct <= MAX_CLASSES
+    ]
+    return list(dict.fromkeys([*named, *few]))
+
+
+def choose_id(columns: Sequence[Column], wishes: Wishes) -> str | None:
+    """Return the column with the ids; None if the rows are numbered instead.
+
+    Raises:
+        SettingsError: the column does not exist or cannot hold ids, or there are several or none.
+    """
+    if not wishes.has_id:
+        return None
+    if wishes.id_column is not None:
+        column = _named(columns, wishes.id_column, "--id-column")
+        if not column.is_unique or column.kind not in {"whole", "text"}:
+            raise SettingsError(
+                f"--id-column {column.name}: expected a text or whole number in every row, each "
+                f"once, found {column.in_words()} in {column.num_rows:,} rows"
+            )
+        return column.name
+    candidates = id_candidates(columns)
+    named = [column for column in candidates if _words(column.name) & ID_WORDS]
+    if len(named) == 1:
+        return named[0].name
+    if len(candidates) == 1:
+        return candidates[0].name
+    found = ", ".join(column.name for column in named or candidates) or "none"
+    raise SettingsError(
+        f"--id-column: name the column by which both parties know an example (columns with a text "
+        f"or whole number of its own in every row: {found}); or --no-id-column, if both files have "
+        f"the same examples in the same order"
+    )
+
+
+def choose_label(columns: Sequence[Column], wishes: Wishes) -> Label:
+    """Return the label column, and how it is read.
+
+    Raises:
+        SettingsError: the column does not exist or holds no labels, or there are several or none.
+    """
+    if wishes.label_column is not None:
+        return label_of(_named(columns, wishes.label_column, "--label-column"), wishes)
+    candidates = label_candidates(columns)
+    named = [column for column in candidates if _words(column.name) & LABEL_WORDS]
+    if len(named) == 1:
+        return label_of(named[0], wishes)
+    if len(candidates) == 1:
+        return label_of(candidates[0], wishes)
+    found = ", ".join(column.name for column in named or candidates) or "none"
+    raise SettingsError(
+        f"--label-column: name the column with the labels (columns that may be it: {found})"
+    )
+
+
+def label_of(column: Column, wishes: Wishes) -> Label:
+    """Return how a column's labels are read.
+
+    Raises:
+        SettingsError: it has gaps, or holds one class or too many.
+    """
+    where = f"--label-column {column.name}"
+    if column.missing or not 2 <= column.distinct <= MAX_CLASSES:
+        raise SettingsError(
+            f"{where}: expected a label of 2 to {MAX_CLASSES} classes in every row, found "
+            f"{column.in_words()}"
+        )
+    total = sum(column.counts)
+    shares = {v: n / total for v, n in zip(column.values, column.counts, strict=True)}
+    if column.distinct > 2 and wishes.positive_label is None:
+        numbered = {str(number) for number in range(column.distinct)}
+        classes = column.distinct if set(column.values) == numbered else tuple(sorted(shares))
+        return Label(column.name, None, classes, shares)
+    if wishes.positive_label is None and set(_as_numbers(column.values)) == {0.0, 1.0}:
+        return Label(column.name, None, None, shares)
+    positive = wishes.positive_label or _positive_of(column)
+    if positive not in shares:
+        raise SettingsError(
+            f"--positive-label: column {column.name!r} has no such label"
+            f"{suggest(positive, column.values)}"
+        )
+    others = 1 - shares[positive]
+    return Label(column.name, positive, None, {positive: shares[positive], "other": others})
+
+
+def choose_features(
+    columns: Sequence[Column],
+    cells: Mapping[str, Any],
+    wishes: Wishes,
+    id_column: str | None,
+    label: Label | None,
+) -> Choices:
+    """Decide which of the remaining columns the model reads.
+
+    Args:
+        columns: the description of every column.
+        cells: the columns as written, by name; only the label owner's are compared with the labels.
+        wishes: what the user has decided.
+        id_column: the ids.
+        label: the labels; None at a passive party.
+
+    Raises:
+        SettingsError: a column that the user names does not exist.
+    """
+    for name in (*wishes.numeric, *wishes.categorical, *wishes.exclude):
+        _named(columns, name, "--numeric, --categorical and --exclude")
+    is_positive = None if label is None else _is_rarest(cells[label.column], label)
+    own = {id_column, None if label is None else label.column}
+    numeric, categorical, timestamps, left_out, split = [], [], [], [], None
+    for column in columns:
+        if column.name in own:
+            continue
+        why = _reason_to_leave_out(column, wishes, cells, is_positive)
+        if why:
+            left_out.append(LeftOut(column.name, why))
+            split = split or (column.name if why is _SPLIT else None)
+        elif column.name in wishes.numeric:
+            numeric.append(column)
+        elif column.name in wishes.categorical or column.looks_like_codes or column.kind == "text":
+            categorical.append(column)
+        elif column.kind == "time":
+            timestamps.append(column)
+        else:
+            numeric.append(column)
+    return Choices(
+        id_column,
+        label,
+        tuple(numeric),
+        tuple(categorical),
+        tuple(timestamps),
+        tuple(left_out),
+        split,
+    )
+
+
+_SPLIT = "says train, validation or test: see split in contract.yaml"
+
+
+def _reason_to_leave_out(
+    column: Column,
+    wishes: Wishes,
+    cells: Mapping[str, Any],
+    is_positive: NDArray[np.bool_] | None,
+) -> str:
+    """Return why a column is not used, or an empty text."""
+    if column.name in wishes.exclude:
+        return "left out on request"
+    if column.name in (*wishes.numeric, *wishes.categorical):
+        return ""
+    if is_positive is not None and _tells_label(cells[column.name], column, is_positive):
+        return "tells the label almost by itself: is it known before the label is?"
+    return _reason_in_its_cells(column)
+
+
+def _reason_in_its_cells(column: Column) -> str:
+    """Return why no model can use a column's cells, or an empty text."""
+    if column.kind in {"empty", "constant", "other"}:
+        return column.in_words()
+    if column.kind == "odd time":
+        return f"{column.in_words()}: see timestamps and timestamp_format in docs/settings.md"
+    if column.kind == "text" and set(column.values) <= set(SPLITS):
+        return _SPLIT
+    if column.kind == "text" and column.distinct > _MOST_CATEGORIES_SHARE * column.present:
+        return "texts of which most rows have their own: another id, or free text"
+    is_code = column.looks_like_codes and column.is_unique
+    return "a value of its own in every row: another id" if is_code else ""
+
+
+def _tells_label(cells: Any, column: Column, is_positive: NDArray[np.bool_]) -> bool:
+    """Say whether a column alone gives the label away, by its values or by its gaps."""
+    text = as_text(cells)
+    if text is None or column.kind in {"empty", "other"}:
+        return False
+    filled = without_gaps(text, column.gaps)
+    has_value = pc.is_valid(filled).to_numpy(zero_copy_only=False)
+    scores = [has_value.astype(np.float64)]
+    if column.kind in {"whole", "number"} and not column.looks_like_codes:
+        numbers = pc.cast(filled, pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+        scores.append(np.nan_to_num(numbers, nan=0.0, posinf=0.0, neginf=0.0))
+    elif column.distinct <= MAX_CLASSES:
+        codes = pc.dictionary_encode(filled.combine_chunks()).indices
+        codes = pc.fill_null(codes, column.distinct).to_numpy(zero_copy_only=False)
+        sums = np.bincount(codes, weights=is_positive)
+        scores.append((sums / np.maximum(np.bincount(codes), 1))[codes])
+    return any(_separation(score, is_positive) >= TELLTALE_AUC for score in scores)
+
+
+def _separation(score: NDArray[np.float64], is_positive: NDArray[np.bool_]) -> float:
+    if is_positive.all() or not is_positive.any():
+        return 0.5
+    auc = float(roc_auc_score(is_positive, score))
+    return max(auc, 1 - auc)
+
+
+def _is_rarest(cells: Any, label: Label) -> NDArray[np.bool_]:
+    """Return which rows are of the positive class, or of the rarest of several."""
+    text = as_text(cells)
+    rarest = label.positive or min(label.shares, key=lambda value: label.shares[value])
+    return np.asarray(pc.equal(text, rarest).to_numpy(zero_copy_only=False), np.bool_)
+
+
+def _positive_of(column: Column) -> str:
+    """Return which of two texts stands for 1: one that says so, or else the rarer one."""
+    said = [value for value in column.values if value.lower() in POSITIVE_WORDS]
+    return said[0] if len(said) == 1 else column.values[-1]
+
+
+def _as_numbers(values: Sequence[str]) -> list[float]:
+    return [
+        float(value) if re.fullmatch(r"[01](\.0*)?", value) else float("nan") for value in values
+    ]
+
+
+def _named(columns: Sequence[Column], name: str, option: str) -> Column:
+    found = next((column for column in columns if column.name == name), None)
+    if found is None:
+        names = [column.name for column in columns]
+        raise SettingsError(f"{option}: there is no column {name!r}{suggest(name, names)}")
+    return found
+
+
+def _words(name: str) -> set[str]:
+    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
+    return set(re.split(r"[^a-z0-9]+", spaced.lower()))

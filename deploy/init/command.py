@@ -1,0 +1,62 @@
+"""The arguments of ``splitveil init``; ``initialise`` does what they say.
+
+    splitveil init active FILE [--label-column NAME] [--id-column NAME] ...
+    splitveil init passive FILE [--id-column NAME] ...
+
+It asks only where standard input is a terminal; every answer can be given as an option as well. It
+imports no torch, so that help and a mistyped option are answered at once.
+"""
+
+import argparse
+from importlib import import_module
+from pathlib import Path
+
+from splitveil.common.party.json_output import add_json
+
+
+def parser(program: str) -> argparse.ArgumentParser:
+    """Return the sub-command's parser.
+
+    Args:
+        program: the words with which it is called.
+    """
+    init = argparse.ArgumentParser(
+        prog=program,
+        description="look at a party's table, and write commented settings that fit it",
+    )
+    init.add_argument(
+        "role",
+        choices=["active", "passive"],
+        help="active: the party that has the labels; passive: the one that has only features",
+    )
+    init.add_argument("file", type=Path, help="this party's table: .csv, .tsv or .parquet")
+    init.add_argument("--folder", type=Path, default=Path(), help="where to write (default: .)")
+    init.add_argument("--id-column", metavar="NAME", help="column with the ids")
+    init.add_argument(
+        "--no-id-column",
+        action="store_true",
+        help="there are no ids: both files have the same examples in the same order",
+    )
+    init.add_argument("--label-column", metavar="NAME", help="column with the labels (active)")
+    init.add_argument("--positive-label", metavar="TEXT", help="the label that stands for 1")
+    for kind, what in (
+        ("numeric", "columns to read as numbers"),
+        ("categorical", "columns whose values are categories"),
+        ("exclude", "columns to leave out"),
+    ):
+        init.add_argument(
+            f"--{kind}", nargs="+", action="extend", default=[], metavar="NAME", help=what
+        )
+    init.add_argument("--delimiter", metavar="CHARACTER", help="character between two cells")
+    init.add_argument("--party", default="passive", metavar="NAME", help="the passive party")
+    init.add_argument("--run-name", metavar="NAME", help="default: the name of the file")
+    init.add_argument("--address", default="127.0.0.1:50051", metavar="HOST:PORT")
+    init.add_argument("--force", action="store_true", help="overwrite existing files")
+    add_json(init)
+    return init
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Do what parsed arguments say, and return the exit code."""
+    exit_code: int = import_module("splitveil.deploy.init.initialise").perform(parsed)
+    return exit_code

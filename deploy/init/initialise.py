@@ -1,0 +1,201 @@
+"""Looks at a table and writes settings, by arguments or by answers at a terminal."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import TypeAdapter, ValidationError
+from rich.console import Console
+
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.errors import SettingsError
+from splitveil.common.party.json_output import print_json
+from splitveil.common.party.party_settings import Address, load_party_settings
+from splitveil.common.run.contract import ACTIVE, Name
+from splitveil.common.text.visible_text import visible
+from splitveil.deploy.init.choices import Wishes, id_candidates, label_candidates
+from splitveil.deploy.init.columns import Column
+from splitveil.deploy.init.proposal import (
+    Proposal,
+    Terms,
+    described,
+    propose,
+    texts_of,
+    write_files,
+)
+from splitveil.deploy.init.tables import read_raw
+from splitveil.passive_party.settings import PassiveSettings
+
+Ask = Callable[[str, Sequence[str]], str]
+"""Asks a question with a list of suggestions, of which the first is the default."""
+
+
+class Written(NamedTuple):
+    """The outcome of ``splitveil init``."""
+
+    proposal: Proposal
+    columns: Sequence[Column]
+    files: Sequence[Path]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the outcome for programs."""
+        p, label = self.proposal, self.proposal.choices.label
+        return {
+            "files": [str(path) for path in self.files],
+            "rows": p.num_rows,
+            "id_column": p.choices.id_column,
+            "label_column": None if label is None else label.column,
+            "positive_label": None if label is None else label.positive,
+            "num_classes": None if label is None else label.num_classes,
+            "rarest_share": None if label is None else round(label.rarest_share, 6),
+            "numeric": [column.name for column in p.choices.numeric],
+            "categorical": [column.name for column in p.choices.categorical],
+            "timestamps": [column.name for column in p.choices.timestamps],
+            "left_out": {column.name: column.why for column in p.choices.left_out},
+            "columns": {
+                column.name: {
+                    "kind": column.kind,
+                    "distinct": column.distinct,
+                    "missing": column.missing,
+                }
+                for column in self.columns
+            },
+            "contract": p.sizes._asdict(),
+        }
+
+
+def initialise(
+    path: Path,
+    wishes: Wishes,
+    terms: Terms,
+    *,
+    delimiter: str | None = None,
+    force: bool = False,
+    ask: Ask | None = None,
+) -> Written:
+    """Look at a table and write the settings that fit it.
+
+    Args:
+        path: the table: CSV, TSV or Parquet, or a folder of Parquet files.
+        wishes: what the user has decided about columns.
+        terms: what the user has decided about the run.
+        delimiter: character between two cells of a text file; by default it is found out.
+        force: whether existing files are overwritten.
+        ask: asks the user what the table leaves open; by default that is an error.
+
+    Raises:
+        DataError: the table cannot be read.
+        SettingsError: a question is open, an answer does not fit, or a file exists.
+        StorageError: a file cannot be written.
+    """
+    table = read_raw(path, delimiter)
+    if ask is not None:
+        wishes = _asked(described(table), wishes, terms, ask)
+    proposal = propose(table, wishes, terms)
+    files = write_files(terms.folder, texts_of(proposal, terms.role), force=force)
+    _check_loadable(terms)
+    return Written(proposal, described(table), files)
+
+
+def _asked(columns: Sequence[Column], wishes: Wishes, terms: Terms, ask: Ask) -> Wishes:
+    """Ask for the columns that matter; the likeliest answer is the default."""
+    if wishes.id_column is None and wishes.has_id:
+        names = [column.name for column in id_candidates(columns)]
+        answer = ask("Column with the ids by which both parties know an example", [*names, "-"])
+        wishes = wishes._replace(has_id=answer != "-", id_column=None if answer == "-" else answer)
+    if terms.role == ACTIVE and wishes.label_column is None:
+        others = [column for column in columns if column.name != wishes.id_column]
+        names = [column.name for column in label_candidates(others)]
+        wishes = wishes._replace(label_column=ask("Column with the labels", names))
+    return wishes
+
+
+def _check_loadable(terms: Terms) -> None:
+    """Read the files back as a run does; a passive party may not have the contract yet."""
+    if terms.role == ACTIVE:
+        load_party_settings(ActiveSettings, terms.folder / "active.yaml")
+    elif (terms.folder / "contract.yaml").exists():
+        load_party_settings(PassiveSettings, terms.folder / "passive.yaml")
+
+
+# ---- the command ----
+
+
+def perform(options: argparse.Namespace) -> int:
+    """Do what parsed arguments say, and return the exit code."""
+    written = initialise(
+        options.file,
+        _wishes(options),
+        _terms(options),
+        delimiter=options.delimiter,
+        force=options.force,
+        ask=_ask_terminal if sys.stdin.isatty() and not options.json else None,
+    )
+    if options.json:
+        print_json(written.as_json())
+    else:
+        _print(written, options.role)
+    return 0
+
+
+def _wishes(options: argparse.Namespace) -> Wishes:
+    if options.role != ACTIVE and (options.label_column or options.positive_label):
+        raise SettingsError("--label-column, --positive-label: only the active party has labels")
+    return Wishes(
+        id_column=options.id_column,
+        has_id=not options.no_id_column,
+        label_column=options.label_column,
+        positive_label=options.positive_label,
+        numeric=tuple(options.numeric),
+        categorical=tuple(options.categorical),
+        exclude=tuple(options.exclude),
+    )
+
+
+def _terms(options: argparse.Namespace) -> Terms:
+    for option, kind, value in (
+        ("--party", Name, options.party),
+        ("--run-name", Name, options.run_name or "run"),
+        ("--address", Address, options.address),
+    ):
+        try:
+            TypeAdapter(kind).validate_python(value)
+        except ValidationError as error:
+            what = "HOST:PORT" if option == "--address" else "letters, digits, dots and hyphens"
+            raise SettingsError(f"{option} {value}: expected {what}") from error
+    return Terms(options.role, options.folder, options.party, options.run_name, options.address)
+
+
+def _ask_terminal(question: str, suggestions: Sequence[str]) -> str:
+    shown = ", ".join(map(visible, suggestions[:8]))
+    default = suggestions[0] if suggestions else ""
+    sys.stderr.write(f"{question}{f' ({shown})' if shown else ''} [{visible(default)}]: ")
+    sys.stderr.flush()
+    return sys.stdin.readline().strip() or default
+
+
+def _print(written: Written, role: str) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    p, label = written.proposal, written.proposal.choices.label
+
+    def say(name: str, what: str) -> None:
+        console.print(visible(f"{name:<12} {what}"), markup=False)
+
+    say("rows", p.rows_in_words)
+    say("ids", p.choices.id_column or "the rows' numbers")
+    if label is not None:
+        say("labels", f"{label.column}: {p.balance}")
+    say("numbers", ", ".join(column.name for column in p.choices.numeric) or "none")
+    say("categories", ", ".join(column.name for column in p.choices.categorical) or "none")
+    if p.choices.timestamps:
+        say("times", ", ".join(column.name for column in p.choices.timestamps))
+    for column in p.choices.left_out:
+        say("left out", f"{column.name}: {column.why}")
+    if p.defended is not None:
+        say("defense", f"projected_labels at {p.defended.leak_auc}. {p.outlook}")
+    for path in written.files:
+        say("written", str(path))
+    own = next(path for path in written.files if path.name != "contract.yaml")
+    say("next", f"{role}-party check {own}")

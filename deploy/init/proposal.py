@@ -1,0 +1,208 @@
+"""Puts together the settings that fit a party's table, and writes them with the reasons beside."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from splitveil.common.errors import SettingsError, StorageError
+from splitveil.common.run.contract import ACTIVE, NAME_CHARACTERS
+from splitveil.common.storage.run_folder import write_text_atomically
+from splitveil.common.text.visible_text import visible
+from splitveil.common.text.wording import slug
+from splitveil.deploy.init.choices import (
+    Choices,
+    Wishes,
+    choose_features,
+    choose_id,
+    choose_label,
+)
+from splitveil.deploy.init.columns import Column, describe
+from splitveil.deploy.init.sizes import (
+    TRAIN_SHARE,
+    Defended,
+    Sizes,
+    defended,
+    recommended_sizes,
+)
+from splitveil.deploy.init.tables import RawTable
+
+Role = Literal["active", "passive"]
+
+_MANY_CATEGORIES = 1000
+_ROWS_PER_COUNT = 4000
+_MOST_MIN_COUNT = 20
+_WIDE_OPEN = 0o644
+
+
+class Terms(NamedTuple):
+    """What a proposal needs to know beside the table."""
+
+    role: Role
+    folder: Path
+    """Folder in which the settings are written."""
+    party: str = "passive"
+    """The passive party's name in the contract."""
+    run_name: str | None = None
+    """By default the name of the file."""
+    address: str = "127.0.0.1:50051"
+    """At the active party where it listens, at a passive one where it connects to."""
+
+
+class Proposal(NamedTuple):
+    """Everything that the templates name."""
+
+    party: str
+    run_name: str
+    address: str
+    source: Mapping[str, Any]
+    path: str
+    num_rows: int
+    is_whole: bool
+    choices: Choices
+    sizes: Sizes
+    defended: Defended | None
+    learning_rate: float = 0.003
+    train: float = TRAIN_SHARE
+    test: float = round(1 - TRAIN_SHARE, 2)
+
+    @property
+    def rows_in_words(self) -> str:
+        """The number of rows, in words."""
+        return f"{'' if self.is_whole else 'about '}{self.num_rows:,} rows"
+
+    @property
+    def min_count(self) -> int:
+        """Rows that a category needs for a slot of its own."""
+        if not self.choices.categorical:
+            return 1
+        return max(1, min(_MOST_MIN_COUNT, self.num_rows // _ROWS_PER_COUNT))
+
+    @property
+    def embedding_dim(self) -> int:
+        """Length of a category's vector."""
+        most = max((column.distinct for column in self.choices.categorical), default=0)
+        return 8 if most > _MANY_CATEGORIES else 4
+
+    @property
+    def balance(self) -> str:
+        """The balance of the labels, in words."""
+        label = self.choices.label
+        if label is None:
+            return ""
+        if label.num_classes > 2:
+            return (
+                f"{label.num_classes} classes; the rarest has {label.rarest_share:.1%} of the rows."
+            )
+        share = label.shares[label.positive] if label.positive else label.shares.get("1", 0.0)
+        return f"{share:.1%} of the labels are positive."
+
+    @property
+    def outlook(self) -> str:
+        """What the defense leaves, in words."""
+        found = self.defended
+        if found is None:
+            return ""
+        return (
+            f"If all rows are common, the training rows keep at most {found.share:.0%} of their "
+            f"worth (half at {found.half_at_rows:,} training rows); see active-party plan."
+        )
+
+
+def propose(table: RawTable, wishes: Wishes, terms: Terms) -> Proposal:
+    """Decide about every column of a table, and about the sizes of a run.
+
+    Raises:
+        SettingsError: the table leaves a question open that ``wishes`` does not answer.
+    """
+    columns = described(table)
+    id_column = choose_id(columns, wishes)
+    others = [column for column in columns if column.name != id_column]
+    label = choose_label(others, wishes) if terms.role == ACTIVE else None
+    choices = choose_features(columns, table.columns, wishes, id_column, label)
+    if label is None and not choices.features:
+        raise SettingsError(f"{table.path}: no column is left for the model of a passive party")
+    rate = None
+    if label is not None:
+        rate = defended(table.num_rows, label.rarest_share, label.num_classes)
+    return Proposal(
+        party=terms.party,
+        run_name=terms.run_name or _run_name(table.path),
+        address=terms.address,
+        source=table.source,
+        path=os.path.relpath(table.path.absolute(), terms.folder.absolute()),
+        num_rows=table.num_rows,
+        is_whole=table.is_whole,
+        choices=choices,
+        sizes=recommended_sizes(table.num_rows),
+        defended=rate,
+    )
+
+
+def described(table: RawTable) -> list[Column]:
+    """Describe every column of a table."""
+    return [describe(name, cells) for name, cells in table.columns.items()]
+
+
+def texts_of(proposal: Proposal, role: Role) -> dict[str, str]:
+    """Return the files of a proposal by name."""
+    names = ["active.yaml", "contract.yaml"] if role == ACTIVE else ["passive.yaml"]
+    templates = _templates()
+    return {name: templates.get_template(f"{name}.jinja").render(p=proposal) for name in names}
+
+
+def write_files(folder: Path, texts: Mapping[str, str], *, force: bool) -> list[Path]:
+    """Write the files, none of them if one is in the way.
+
+    Raises:
+        SettingsError: a file exists, and ``force`` is not set.
+        StorageError: a file cannot be written.
+    """
+    existing = [folder / name for name in texts if (folder / name).exists()]
+    if existing and not force:
+        shown = ", ".join(map(str, existing))
+        raise SettingsError(f"{shown}: exists and will not be overwritten without --force")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{folder}: cannot be written: {error.strerror}") from error
+    for name, text in texts.items():
+        # The contract is shared; a party's own settings say what its table looks like.
+        mode = _WIDE_OPEN if name == "contract.yaml" else 0o600
+        write_text_atomically(folder / name, text, mode)
+    return [folder / name for name in texts]
+
+
+def _run_name(path: Path) -> str:
+    name = slug(path.name.partition(".")[0]).strip("-_.")[:NAME_CHARACTERS]
+    return name or "run"
+
+
+def _templates() -> Environment:
+    """Return the templates, whose filters quote every value as YAML."""
+    found = Environment(
+        loader=PackageLoader("splitveil.deploy.init"),
+        undefined=StrictUndefined,
+        autoescape=False,  # noqa: S701 (this is no HTML)
+        keep_trailing_newline=True,
+    )
+    found.filters |= {"flow": _flow, "scalar": _flow, "quoted": _quoted, "remark": _remark}
+    return found
+
+
+def _flow(value: object) -> str:
+    plain = list(value) if isinstance(value, tuple) else value
+    text = yaml.safe_dump(plain, default_flow_style=True, width=10**6, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _quoted(value: str) -> str:
+    text = yaml.safe_dump(value, default_style='"', width=10**6, allow_unicode=True)
+    return text.removesuffix("\n")
+
+
+def _remark(text: object) -> str:
+    return visible(str(text))

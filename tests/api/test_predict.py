@@ -1,0 +1,126 @@
+"""``predict``: the joint model of a run whose parties' folders are all on this machine."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from splitveil import predict, simulate
+from splitveil.common.errors import OtherModel, SettingsError
+from splitveil.common.party.command_line import save_resolved
+from splitveil.common.privacy.leakage import auc
+from splitveil.common.run.contract import ACTIVE
+from tests.joint import Trained, predicting, train
+from tests.runs import write_example
+from tests.several import write_several
+
+SHORT = {"contract.epochs": 1}
+
+
+def columns_of(frame: Any) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = pa.table(frame).to_pydict()
+    return found
+
+
+@pytest.fixture(scope="module", params=["one", "several"])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Return a run of two or four parties, with the files that their processes leave."""
+    folder = tmp_path_factory.mktemp(str(request.param))
+    (write_example if request.param == "one" else write_several)(folder)
+    found = train(folder, folder / "runs")
+    save_resolved(found.settings.active, found.settings.active.run_folder(ACTIVE))
+    (found.settings.active.run_folder(ACTIVE) / "metrics.jsonl").touch()
+    for one in found.settings.passive.values():
+        save_resolved(one, one.run_folder(one.folder_name()))
+    return found
+
+
+def test_predictions_are_those_of_parties_that_serve_over_a_network(trained: Trained) -> None:
+    run = trained.settings.active.run_folder(ACTIVE).parent
+    base = trained.settings.active.base_dir
+    here = columns_of(predict(run, trained.test_ids, base_dir=base))
+    ids = trained.test_ids
+    with predicting(trained) as predictor:
+        parts = [
+            predictor.predict(ids[at : at + predictor.max_ids]).probabilities
+            for at in range(0, len(ids), predictor.max_ids)
+        ]
+    there = np.concatenate(parts)
+    assert np.array(here["probability"], np.float32).tolist() == there.tolist()
+    assert here["id"] == trained.test_ids
+    assert len(here["id"]) > 40
+
+
+def test_they_are_as_good_as_the_evaluation_says(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    (run,) = simulate(tmp_path, settings={"contract.epochs": 2}, threads=1, runs=tmp_path / "runs")
+    labels = {
+        line.split(",")[0]: int(line.split(",")[1])
+        for line in (tmp_path / "active.csv").read_text().splitlines()[1:]
+    }
+    found = columns_of(predict(run))
+    known = [
+        (p, labels[one]) for one, p in zip(*found_columns(found), strict=True) if p is not None
+    ]
+    assert len(known) == run.summary["aligned_rows"] < len(found["id"])
+    scores, truth = map(np.array, zip(*known, strict=True))
+    assert run.test_auc is not None
+    assert abs(float(auc(scores, truth)) - run.test_auc) < 0.1
+
+
+def found_columns(found: dict[str, list[Any]]) -> tuple[list[Any], list[Any]]:
+    values = [None if p is None or np.isnan(p) else p for p in found["probability"]]
+    return found["id"], values
+
+
+def test_ids_and_rows_may_be_new(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    (run,) = simulate(tmp_path, settings=SHORT, threads=1)
+    new = {
+        "active": {"id": ["new", "other"], "own1": [0.1, 0.2], "own2": [0.0, 0.3]},
+        "passive": {"id": ["new"], **{f"x{i}": [0.5] for i in range(1, 6)}},
+    }
+    found = columns_of(predict(run, [" new ", "other", "nobody"], tables=new))
+    assert found["found"] == [True, False, False]
+    assert 0 < found["probability"][0] < 1
+
+
+def test_several_classes_have_a_column_each() -> None:
+    (run,) = simulate("digits", settings=SHORT, threads=1)
+    found = columns_of(predict(run, ["image-0000", "image-0001"]))
+    names = [f"probability_{digit}" for digit in range(10)]
+    sums = [sum(found[name][row] for name in names) for row in range(2)]
+    assert sums == pytest.approx([1.0, 1.0], abs=1e-5)
+
+
+def test_halves_of_different_trainings_are_not_combined(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    one, other = simulate(tmp_path, seeds=2, settings=SHORT, threads=1, runs=tmp_path / "runs")
+    with pytest.raises(OtherModel, match="expected the model of run"):
+        predict(one, passive=other.path / "passive")
+    moved = tmp_path / "elsewhere" / one.name / "passive"
+    shutil.copytree(one.path / "passive", moved)
+    expected = columns_of(predict(one))
+    assert columns_of(predict(one, passive=moved)) == expected
+    assert columns_of(predict(one, passive={"passive": moved})) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tables": {"actve": {}}}, "actve: expected active, passive"),
+        ({"passive": {}}, "expected a folder of passive"),
+        ({"passive": "/nowhere"}, "expected a party's folder of a run"),
+        ({"model": "refitted"}, "refitted"),
+    ],
+)
+def test_what_cannot_be_predicted_is_said(
+    arguments: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_example(tmp_path)
+    (run,) = simulate(tmp_path, settings=SHORT, threads=1)
+    with pytest.raises(SettingsError, match=message):
+        predict(run, **arguments)

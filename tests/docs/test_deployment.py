@@ -1,0 +1,324 @@
+"""Compose files, systemd units and Kubernetes manifests: valid, hardened, and of one mind.
+
+They were started for real, too; what these tests hold is what a later change could break unseen.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from splitveil.active_party.command import parser as active_parser
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.errors import EndedForGood, PeerEndedForGood, PeerUnreachable, SplitveilError
+from splitveil.common.party.party_settings import load_party_settings
+from splitveil.passive_party.command import parser as passive_parser
+from splitveil.passive_party.settings import PassiveSettings
+from tests.docs.markdown import ROOT
+
+PARTIES = ("active", "passive")
+PARSERS = {"active": active_parser, "passive": passive_parser}
+EXAMPLE = ROOT / "deploy" / "examples" / "breast_cancer"
+SYSTEMD = ROOT / "deploy" / "systemd"
+KUBERNETES = ROOT / "deploy" / "kubernetes"
+STATUS_PORT = "9464"
+
+FINAL = {2, 3, 5}
+"""Exit codes after which the same start ends the same way: settings, data, and the end for good."""
+VARIABLE = re.compile(r"\$\{(\w+)(?::[-?][^}]*)?\}")
+
+party = pytest.mark.parametrize("party", PARTIES)
+
+
+class Words(NamedTuple):
+    """A command line as a file names it."""
+
+    program: str
+    words: Sequence[str]
+
+
+def compose(party: str) -> dict[str, Any]:
+    text = (ROOT / f"docker-compose.{party}.yml").read_text(encoding="utf-8")
+    services: dict[str, Any] = yaml.safe_load(text)["services"]
+    assert list(services) == [f"{party}-party"]
+    service: dict[str, Any] = services[f"{party}-party"]
+    return service
+
+
+def unit(party: str) -> dict[str, list[str]]:
+    """Return every directive of a unit: name -> values."""
+    found: dict[str, list[str]] = {}
+    for line in (SYSTEMD / f"splitveil-{party}@.service").read_text(encoding="utf-8").splitlines():
+        if "=" in line and not line.startswith("#"):
+            name, _, value = line.partition("=")
+            found.setdefault(name, []).append(value)
+    return found
+
+
+def manifests(party: str) -> dict[str, dict[str, Any]]:
+    """Return the manifests of a party by kind."""
+    listed = kustomization(party)["resources"]
+    loaded = [
+        document
+        for name in listed
+        for document in yaml.safe_load_all((KUBERNETES / party / name).read_text(encoding="utf-8"))
+    ]
+    return {document["kind"]: document for document in loaded}
+
+
+def kustomization(party: str) -> dict[str, Any]:
+    file = KUBERNETES / party / "kustomization.yaml"
+    loaded: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return loaded
+
+
+def pod(party: str) -> dict[str, Any]:
+    found: dict[str, Any] = manifests(party)["Job"]["spec"]["template"]["spec"]
+    return found
+
+
+def filled(text: str, values: dict[str, str]) -> str:
+    return VARIABLE.sub(lambda found: values.get(found[1], ""), text)
+
+
+def commands(party: str) -> Iterator[Words]:
+    """Yield the command line in each of a party's files."""
+    program = f"{party}-party"
+    yield Words(program, [filled(word, env_example(party)) for word in compose(party)["command"]])
+    (start,) = unit(party)["ExecStart"]
+    path, *words = start.split()
+    yield Words(Path(path).name, words)
+    (container,) = pod(party)["containers"]
+    environment = {one["name"]: one["value"] for one in container.get("env", ())}
+    args = [re.sub(r"\$\((\w+)\)", lambda m: environment[m[1]], one) for one in container["args"]]
+    yield Words(program, args)
+
+
+def status_of(party: str, overrides: Sequence[str]) -> str | None:
+    """Load an example's settings with overrides, and return the address of the endpoint."""
+    path = EXAMPLE / f"{party}.yaml"
+    if party == "active":
+        return load_party_settings(ActiveSettings, path, overrides).status
+    return load_party_settings(PassiveSettings, path, overrides).status
+
+
+def env_example(party: str) -> dict[str, str]:
+    text = (ROOT / "deploy" / "env" / f"{party}.env.example").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return dict(line.split("=", 1) for line in lines)
+
+
+# ---- what all of them agree on ----
+
+
+@party
+def test_every_command_line_is_one_that_the_program_takes(party: str) -> None:
+    for program, words in commands(party):
+        assert program == f"{party}-party"
+        parsed = PARSERS[party]().parse_args(words)
+        assert parsed.command == "run"
+        assert parsed.log_format == "json"
+        assert status_of(party, parsed.overrides) is not None
+
+
+def test_the_codes_of_a_run_that_was_ended_for_good_are_final() -> None:
+    assert {EndedForGood.exit_code, PeerEndedForGood.exit_code} <= FINAL
+    assert SplitveilError.exit_code not in FINAL  # a full disk
+    assert PeerUnreachable.exit_code not in FINAL  # a peer that comes back
+
+
+@party
+def test_no_supervisor_restarts_for_ever_what_will_not_change(party: str) -> None:
+    prevented = {int(code) for code in " ".join(unit(party)["RestartPreventExitStatus"]).split()}
+    rules = manifests(party)["Job"]["spec"]["podFailurePolicy"]["rules"]
+    failing = [rule["onExitCodes"] for rule in rules if rule["action"] == "FailJob"]
+    assert prevented == FINAL
+    assert [(one["operator"], set(one["values"])) for one in failing] == [("In", FINAL)]
+    assert [one["containerName"] for one in failing] == [f"{party}-party"]
+    # Compose knows no exit codes, so that the number of restarts is bounded; after exit code 5, the
+    # next start ends with 0.
+    assert re.fullmatch(r"on-failure:\$\{\w+:-[1-9]\d*\}", compose(party)["restart"])
+
+
+@party
+def test_a_failure_that_may_pass_is_tried_again(party: str) -> None:
+    assert unit(party)["Restart"] == ["on-failure"]
+    assert manifests(party)["Job"]["spec"]["backoffLimit"] >= 10
+    assert pod(party)["restartPolicy"] == "Never"  # as podFailurePolicy demands
+    assert int(env_example(party)[f"{party.upper()}_RESTARTS"]) >= 10
+
+
+def test_the_guide_has_the_exit_codes_of_the_supervisors() -> None:
+    text = (ROOT / "docs" / "guide" / "operations.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| (\d(?:, \d+)*) \|.*\| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE
+    )
+    final = {int(codes) for codes, _, systemd, _ in rows if systemd.startswith("stays down")}
+    assert final == FINAL
+
+
+@party
+def test_nobody_is_root_and_nothing_but_the_results_can_be_written(party: str) -> None:
+    service = compose(party)
+    assert re.fullmatch(r"\$\{\w+:-[1-9]\d*:[1-9]\d*\}", service["user"])
+    assert service["read_only"]
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert [one for one in service["volumes"] if not one.endswith(":ro")] == [
+        f"${{{party.upper()}_RUNS:?folder for the results}}:/runs"
+    ]
+    assert unit(party)["User"] == ["splitveil"]
+    assert unit(party)["ProtectSystem"] == ["strict"]
+    assert unit(party)["NoNewPrivileges"] == ["yes"]
+    assert pod(party)["securityContext"]["runAsNonRoot"] is True
+    for container in (*pod(party)["containers"], *pod(party)["initContainers"]):
+        allowed = container["securityContext"]
+        assert allowed["readOnlyRootFilesystem"] is True
+        assert allowed["allowPrivilegeEscalation"] is False
+        assert allowed["capabilities"] == {"drop": ["ALL"]}
+
+
+@party
+def test_health_is_asked_at_the_status_port(party: str) -> None:
+    assert f"127.0.0.1:{STATUS_PORT}/healthz" in " ".join(compose(party)["healthcheck"]["test"])
+    (container,) = pod(party)["containers"]
+    paths = {
+        probe: container[probe]["httpGet"]["path"]
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe")
+    }
+    health = {"startupProbe": "/healthz", "livenessProbe": "/healthz"}
+    assert paths == health | {"readinessProbe": "/readyz"}
+    ports = {port["name"]: str(port["containerPort"]) for port in container["ports"]}
+    assert ports["status"] == STATUS_PORT
+
+
+# ---- compose ----
+
+
+@party
+def test_the_example_of_an_env_file_names_every_variable_and_no_other(party: str) -> None:
+    text = (ROOT / f"docker-compose.{party}.yml").read_text(encoding="utf-8")
+    assert {found[1] for found in VARIABLE.finditer(text)} == set(env_example(party))
+
+
+@party
+def test_the_status_port_is_published_on_loopback_only(party: str) -> None:
+    published = [port for port in compose(party)["ports"] if f":{STATUS_PORT}" in port]
+    assert len(published) == 1
+    assert published[0].partition(":-")[2].startswith("127.0.0.1:")
+    assert env_example(party)[f"{party.upper()}_STATUS"].startswith("127.0.0.1:")
+
+
+@party
+def test_an_image_is_built_from_the_packages_of_one_party(party: str) -> None:
+    other = PARTIES[1 - PARTIES.index(party)]
+    text = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
+    stages = dict(
+        re.findall(r"^FROM \S+ AS (\S+)\n(.*?)(?=^FROM |\Z)", text, re.MULTILINE | re.DOTALL)
+    )
+    assert f"--from={party}-packages" in stages[f"{party}-party"]
+    assert "--from=packages" not in stages[f"{party}-party"]
+    kept = re.findall(r"! -name (\S+)", stages[f"{party}-packages"])
+    assert kept == ["__init__.py", "protos", "common", f"{party}_party", f"{party}-party"]
+    assert f"{other}_party" not in stages[f"{party}-party"]
+    assert "USER splitveil" in stages[f"{party}-party"]
+    assert compose(party)["build"]["target"] == f"{party}-party"
+
+
+@party
+def test_a_party_runs_without_the_packages_that_its_image_lacks(party: str) -> None:
+    other = PARTIES[1 - PARTIES.index(party)]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    packages = project["tool"]["setuptools"]["packages"]
+    kept = ("protos", "common", f"{party}_party")
+    absent = [one for one in packages if one.count(".") == 1 and not one.endswith(kept)]
+    assert f"splitveil.{other}_party" in absent
+    code = (
+        "import sys\n"
+        f"sys.modules.update(dict.fromkeys({absent}))\n"
+        f"from splitveil.{party}_party.__main__ import main\n"
+        f"main(['check', {str(EXAMPLE / f'{party}.yaml')!r}, '--set', "
+        "'security={mode: insecure}', '--set', "
+        f"'{'listen' if party == 'active' else 'connect'}=127.0.0.1:1'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert "ok: data: 569 rows" in done.stdout, done.stderr
+    assert "No module named" not in done.stderr
+
+
+# ---- systemd ----
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+@party
+def test_systemd_finds_no_fault_with_a_unit(party: str, tmp_path: Path) -> None:
+    """The program is not installed here, so that another stands in its place."""
+    text = (SYSTEMD / f"splitveil-{party}@.service").read_text(encoding="utf-8")
+    file = tmp_path / f"splitveil-{party}@.service"
+    file.write_text(text.replace(f"/opt/splitveil/bin/{party}-party", "/bin/true"))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", str(file)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+# ---- Kubernetes ----
+
+
+@party
+def test_every_manifest_fits_the_schema_of_kubernetes(party: str) -> None:
+    version = kubernetes_validate.latest_version()
+    found = manifests(party)
+    assert {"Job", "NetworkPolicy", "PersistentVolumeClaim"} <= found.keys()
+    for document in found.values():
+        kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_the_schema_notices_a_misspelt_field() -> None:
+    job = manifests("active")["Job"]
+    job["spec"]["backofLimit"] = 3
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(job, kubernetes_validate.latest_version(), strict=True)
+
+
+@party
+def test_every_manifest_of_the_folder_is_applied(party: str) -> None:
+    files = {path.name for path in (KUBERNETES / party).glob("*.yaml")} - {"kustomization.yaml"}
+    assert files == set(kustomization(party)["resources"])
+
+
+@party
+def test_policies_and_services_choose_the_party_s_pods(party: str) -> None:
+    (labels,) = (one["pairs"] for one in kustomization(party)["labels"])
+    name = {"app.kubernetes.io/name": f"splitveil-{party}"}
+    assert name.items() <= labels.items()
+    assert manifests(party)["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"] == name
+    if party == "active":
+        service = manifests(party)["Service"]["spec"]
+        assert service["selector"] == name
+        assert STATUS_PORT not in str(service["ports"])
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+@party
+def test_kustomize_builds_what_fits_the_schema(party: str) -> None:
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(KUBERNETES / party)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    built = list(yaml.safe_load_all(done.stdout))
+    assert {document["kind"] for document in built} == set(manifests(party))
+    for document in built:
+        kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)

@@ -1,0 +1,218 @@
+"""Board, alert rules and the guide name metrics that a real run exports, and all of them."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from tests.docs.markdown import ROOT
+from tests.runs import write_example
+from tests.watched import Series, series_of, watched_run
+
+DEPLOY = ROOT / "deploy"
+BOARD = DEPLOY / "grafana" / "splitveil.json"
+RULES = DEPLOY / "prometheus" / "rules.yml"
+RULE_TESTS = DEPLOY / "prometheus" / "rules.test.yml"
+OPERATIONS = ROOT / "docs" / "guide" / "operations.md"
+OF_PROMETHEUS = {"up": {"instance", "job"}}
+"""Series that Prometheus adds itself, with their labels."""
+ADDED = {"instance", "job"}
+"""Labels that it adds to every series."""
+WORDS = {"and", "or", "unless", "by", "without", "on", "ignoring", "bool", "offset", "group_left"}
+
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is not installed"
+)
+
+
+class Selector(NamedTuple):
+    """A metric in an expression, and the labels that are compared there."""
+
+    name: str
+    labels: frozenset[str]
+
+
+def selectors(expression: str) -> Iterator[Selector]:
+    """Yield the metrics that a PromQL expression reads."""
+    text = re.sub(r'"(?:[^"\\]|\\.)*"', '""', expression)
+    text = re.sub(r"\[[^\]]*\]", "", text)
+    text = re.sub(r"\b(by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)", "", text)
+    for found in re.finditer(r"([a-zA-Z_:][\w:]*)\s*(\{[^}]*\}|\()?", text):
+        name, after = found[1], found[2] or ""
+        if after == "(" or name in WORDS or name in ("Inf", "NaN"):
+            continue
+        labels = re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", after)
+        yield Selector(name, frozenset(labels))
+
+
+def grouped_by(expression: str) -> set[str]:
+    lists = re.findall(r"\b(?:by|without|on|ignoring)\s*\(([^)]*)\)", expression)
+    return {label.strip() for one in lists for label in one.split(",") if label.strip()}
+
+
+def shown_by(template: str) -> set[str]:
+    return set(re.findall(r"\{\{\s*(?:\$labels\.)?(\w+)\s*\}\}", template))
+
+
+def board() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(BOARD.read_text(encoding="utf-8"))
+    return loaded
+
+
+def targets() -> list[dict[str, str]]:
+    return [target for panel in board()["panels"] for target in panel.get("targets", ())]
+
+
+def rules() -> list[dict[str, Any]]:
+    groups = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+EXPRESSIONS = sorted({one["expr"] for one in targets()} | {rule["expr"] for rule in rules()})
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """Return the metrics of both parties of a real run: name -> names of labels."""
+    folder = tmp_path_factory.mktemp("example")
+    write_example(folder)
+    watched = watched_run(
+        folder,
+        tmp_path_factory.mktemp("watched"),
+        "defense={name: marvell, strength: {power_ratio: 4}}",
+        "run_budget={sum_kl: 1000, covers: knows class means only}",
+        "leak_gate={max_leak_auc: 0.99, action: warn}",
+    )
+    found: dict[str, set[str]] = {}
+    series: Series = series_of(watched.active) | series_of(watched.passive)
+    for name, labels in series:
+        found.setdefault(name, set()).update(dict(labels))
+    return found | OF_PROMETHEUS
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_every_query_reads_metrics_and_labels_that_a_run_exports(
+    exported: dict[str, set[str]], expression: str
+) -> None:
+    used = list(selectors(expression))
+    assert used
+    assert {one.name for one in used} - exported.keys() == set()
+    for one in used:
+        assert one.labels - exported[one.name] - ADDED == set(), one.name
+    known = ADDED.union(*(exported[one.name] for one in used))
+    assert grouped_by(expression) - known == set()
+
+
+@pytest.mark.parametrize("target", targets(), ids=lambda one: one["expr"])
+def test_every_legend_shows_labels_that_the_query_has(
+    exported: dict[str, set[str]], target: dict[str, str]
+) -> None:
+    known = ADDED.union(*(exported[one.name] for one in selectors(target["expr"])))
+    assert shown_by(target["legendFormat"]) - known == set()
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda one: one["alert"])
+def test_every_alert_says_what_is_wrong_and_how_bad(
+    exported: dict[str, set[str]], rule: dict[str, Any]
+) -> None:
+    known = ADDED.union(*(exported[one.name] for one in selectors(rule["expr"])))
+    for text in rule["annotations"].values():
+        assert shown_by(text) - known == set()
+    assert rule["annotations"].keys() == {"summary", "description"}
+    assert rule["labels"]["severity"] in {"critical", "warning", "info"}
+
+
+def test_the_search_for_metrics_reads_promql() -> None:
+    expression = (
+        'histogram_quantile(0.5, sum by (instance, le) (rate(a_bucket{b=~"$x",c="d{e}"}[5m]))) '
+        "and on (instance) f == 1 or time() - g < +Inf"
+    )
+    found = {one.name: one.labels for one in selectors(expression)}
+    assert found == {"a_bucket": {"b", "c"}, "f": set(), "g": set()}
+    assert grouped_by(expression) == {"instance", "le"}
+
+
+def test_the_board_shows_every_metric_of_the_run(exported: dict[str, set[str]]) -> None:
+    """All but the constant one, whose labels choose what the board shows."""
+    asked = {one.name for target in targets() for one in selectors(target["expr"])}
+    own = {name for name in exported if name.startswith("splitveil_")}
+    assert own - asked - {"splitveil_run_info"} == set()
+
+
+def test_no_panel_of_the_board_covers_another() -> None:
+    fields: set[tuple[int, int]] = set()
+    for panel in board()["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        own = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not fields & own, panel["title"]
+        fields |= own
+    numbers = [panel["id"] for panel in board()["panels"]]
+    assert len(numbers) == len(set(numbers))
+
+
+def test_every_alert_is_seen_to_fire() -> None:
+    tests = yaml.safe_load(RULE_TESTS.read_text(encoding="utf-8"))["tests"]
+    cases = [case for test in tests for case in test["alert_rule_test"]]
+    fires = {case["alertname"] for case in cases if case["exp_alerts"]}
+    assert fires == {rule["alert"] for rule in rules()}
+
+
+# ---- the guide ----
+
+
+def base_name(name: str) -> str:
+    """Return a metric's name without what a histogram appends."""
+    return re.sub("_(bucket|sum|count)$", "", name)
+
+
+def test_the_guide_explains_every_metric_and_no_other(exported: dict[str, set[str]]) -> None:
+    lines = OPERATIONS.read_text(encoding="utf-8").splitlines()
+    rows = [line.split("|")[1] for line in lines if line.startswith("| `splitveil_")]
+    explained = {name for row in rows for name in re.findall(r"`(splitveil_\w+)", row)}
+    assert explained == {base_name(name) for name in exported if name.startswith("splitveil_")}
+
+
+def test_the_guide_says_what_to_do_about_every_alert() -> None:
+    named = re.findall(
+        r"^\| `(Splitveil\w+)` \|", OPERATIONS.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert sorted(named) == sorted(rule["alert"] for rule in rules())
+
+
+# ---- promtool ----
+
+
+def promtool(*words: str) -> str:
+    done = subprocess.run(
+        ["promtool", *words], cwd=DEPLOY / "prometheus", capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@needs_promtool
+def test_prometheus_accepts_its_files_and_the_alerts_fire_as_their_tests_say() -> None:
+    promtool("check", "config", "prometheus.yml")
+    assert "SUCCESS" in promtool("test", "rules", "rules.test.yml")
+
+
+@needs_promtool
+def test_prometheus_can_parse_every_query_of_the_board(tmp_path: Path) -> None:
+    """A query is valid where a recording rule of it is; the board's variables are words."""
+    texts = [one["expr"].replace("$instance", "here") for one in targets()]
+    recorded = [{"record": f"board:{i}", "expr": text} for i, text in enumerate(texts)]
+    file = tmp_path / "board.yml"
+    group = {"name": "board", "rules": recorded}
+    file.write_text(yaml.safe_dump({"groups": [group]}), encoding="utf-8")
+    assert f"{len(texts)} rules found" in promtool("check", "rules", str(file))

@@ -1,0 +1,123 @@
+"""Ids in forms that the other party probably does not write are pointed out, and never shown."""
+
+import logging
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from splitveil.common.data import id_forms, sources
+from splitveil.common.data.id_forms import IdForms, form_of
+from splitveil.common.data.settings import DataSettings
+from splitveil.common.errors import DataError
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.run.messages import IdForm
+from splitveil.common.settings import validate
+
+FORMS = {
+    "plain numbers": (["8417", "93", "120001"], []),
+    "all padded to one width": (["000093", "084170", "120001"], []),
+    "a single zero": (["0", "93", "120001"], []),
+    "words": (["c0093", "c84", "07-11", "v1.0"], []),
+    "decimals": (["93.0", "84170.", "5.5", "x"], ["2 ids are whole numbers"]),
+    "shortened": (["1.2E+15", "8417e5", "x"], ["2 ids are written like 1.2e+15"]),
+    "padded and not": (["0093", "93", "120001"], ["1 ids of digits begin with 0", "2 to 6 digits"]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_doubtful_forms_are_counted(form: str, parts: int) -> None:
+    ids, expected = FORMS[form]
+    forms = IdForms()
+    for part in range(parts):
+        forms.add(ids[part::parts])
+    doubts = list(forms.doubts())
+    assert len(doubts) == bool(expected)
+    for text in expected:
+        assert text in doubts[0]
+    assert not any(name in doubt for doubt in doubts for name in ids if len(name) > 3)
+
+
+@pytest.mark.parametrize("cache", [{}, {"cache_dir": "cache"}])
+def test_they_are_said_whenever_a_table_is_read(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    cache: dict[str, str],
+) -> None:
+    monkeypatch.setattr(sources, "PART_BYTES", 64)
+    rows = [f"{number}.0,1" for number in range(70_000, 70_050)]
+    (tmp_path / "x.csv").write_text("\n".join(["id,x", *rows]) + "\n")
+    values = {
+        "source": {"kind": "csv", "path": "x.csv", **cache},
+        "id_column": "id",
+        "features": {"numeric": "x"},
+    }
+    for _ in range(2):  # the second time, from the copy if there is one
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            PartyData.load(validate(DataSettings, values, "data"), tmp_path)
+        (said,) = caplog.messages
+        assert "x.csv: column 'id': 50 ids are whole numbers written with a decimal point" in said
+        assert "700" not in said
+
+
+def test_a_column_of_floating_point_numbers_is_refused_with_the_reason(tmp_path: Path) -> None:
+    parquet.write_table(pa.table({"id": [7.0, 8.0], "x": [1, 2]}), tmp_path / "x.parquet")
+    values = {
+        "source": {"kind": "parquet", "path": "x.parquet"},
+        "id_column": "id",
+        "features": {"numeric": "x"},
+    }
+    with pytest.raises(DataError, match=r"not double: as texts, 7\.0 and 7 differ"):
+        PartyData.load(validate(DataSettings, values, "data"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("ids", "form"),
+    [
+        (["7", "12", "-3"], IdForm.WHOLE),
+        (["0"], IdForm.WHOLE),
+        (["7", "007"], IdForm.LEADING_ZEROS),
+        (["007", "012"], IdForm.LEADING_ZEROS),
+        (["7", "7.0"], IdForm.DECIMAL_POINT),
+        (["007", "1.5e+3"], IdForm.DECIMAL_POINT),
+        (["7", "c7"], IdForm.TEXT),
+        (["."], IdForm.TEXT),
+        (["7.0.0"], IdForm.TEXT),
+    ],
+)
+def test_the_form_is_that_of_the_id_least_like_a_whole_number(ids: list[str], form: IdForm) -> None:
+    assert form_of(ids) is form
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_ids_that_count_the_rows_are_pointed_out_in_parts_as_well(first: int) -> None:
+    ids = [str(number) for number in range(first, 60)]
+    forms = IdForms()
+    for start in (0, 7, 50):
+        forms.add(ids[start : {0: 7, 7: 50, 50: 60}[start]])
+    (doubt,) = forms.doubts()
+    assert doubt.startswith("the ids are the numbers of the rows: ")
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [str(number) for number in range(1, 10)],  # too few to be no coincidence
+        [str(number) for number in range(60, 0, -1)],
+        [*map(str, range(1, 50)), "70"],
+        [str(number) for number in range(2, 60)],
+    ],
+)
+def test_other_whole_numbers_do_not_count_rows(ids: list[str]) -> None:
+    forms = IdForms()
+    forms.add(ids)
+    assert forms.doubts() == []
+
+
+def test_of_a_large_table_some_ids_decide_about_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(id_forms, "LOOKED_AT", 10)
+    assert form_of([f"{number}.0" for number in range(95)]) is IdForm.DECIMAL_POINT

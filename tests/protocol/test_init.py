@@ -1,0 +1,314 @@
+"""``splitveil init`` finds out what a table's columns are, and writes settings that can be used."""
+
+import json
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import yaml
+from pyarrow import parquet
+
+from splitveil import simulation
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.command.program import main as splitveil
+from splitveil.common.data.table import read_table
+from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.party.party_settings import load_party_settings
+from splitveil.deploy.init.choices import Wishes
+from splitveil.deploy.init.columns import Column, describe
+from splitveil.deploy.init.initialise import Written, initialise
+from splitveil.deploy.init.proposal import Terms
+from splitveil.deploy.init.sizes import recommended_sizes
+
+ROWS = 600
+
+
+def draw() -> np.random.Generator:
+    return np.random.default_rng(3)
+
+
+def write(path: Path, columns: Mapping[str, Sequence[object]], delimiter: str = ",") -> Path:
+    lines = [delimiter.join(columns)]
+    lines += [delimiter.join(map(str, row)) for row in zip(*columns.values(), strict=True)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def clients(folder: Path, **others: Sequence[object]) -> Path:
+    """Write a label owner's table."""
+    made = draw()
+    columns: dict[str, Sequence[object]] = {
+        "client": [f"c{i:05d}" for i in made.permutation(ROWS)],
+        "churned": ["yes" if i % 5 == 0 else "no" for i in range(ROWS)],
+        "fee": [f"{x:.2f}" for x in made.random(ROWS)],
+        "plan": ["NA" if i % 7 == 0 else "SML"[i % 3] for i in range(ROWS)],
+    }
+    return write(folder / "clients.csv", columns | others, ";")
+
+
+def usage(folder: Path, **others: Sequence[object]) -> Path:
+    """Write a feature owner's table."""
+    made = draw()
+    columns: dict[str, Sequence[object]] = {
+        "id": [f"c{i:05d}" for i in made.permutation(ROWS)],
+        "calls": [
+            "" if i % 11 == 0 else int(x) for i, x in enumerate(made.integers(90, size=ROWS))
+        ],
+        "region": ["NESW"[i % 4] for i in range(ROWS)],
+    }
+    return write(folder / "usage.csv", columns | others)
+
+
+def active(folder: Path, path: Path, wishes: Wishes | None = None) -> Written:
+    return initialise(path, wishes or Wishes(), Terms("active", folder))
+
+
+def passive(folder: Path, path: Path, wishes: Wishes | None = None) -> Written:
+    return initialise(path, wishes or Wishes(), Terms("passive", folder))
+
+
+def one(cells: Sequence[object], name: str = "x") -> Column:
+    return describe(name, pa.chunked_array([pa.array(cells)]))
+
+
+# ---- one column ----
+
+
+def test_a_column_is_what_its_cells_are() -> None:
+    assert one(["1", "2", " 3 "]).kind == "whole"
+    assert one(["1.5", "2", "-3e4"]).kind == "number"
+    assert one(["2026-01-31", "2026-02-01 10:30"]).kind == "time"
+    assert one(["2026-01-31T10:30:00Z", "2026-02-01T10:30:00+01:00"]).kind == "time"
+    assert one(["31.1.2026", "1.2.2026"]).kind == "odd time"
+    assert one(["2026-1-31 9:30", "2026-02-01 10:30"]).kind == "odd time"
+    assert one(["a", "1"]).kind == "text"
+    assert one(["a", "a"]).kind == "constant"
+    assert one(["", "NA"]).kind == "empty"
+    assert one([[1], [2]]).kind == "other"
+
+
+def test_gaps_are_counted_and_named() -> None:
+    column = one(["1", "?", "", "NA", "7"])
+    assert (column.kind, column.missing, column.distinct) == ("whole", 3, 2)
+    assert set(column.gaps) == {"", "?", "NA"}
+
+
+def test_codes_are_told_from_quantities() -> None:
+    made = draw()
+    channels = made.choice(made.permutation(500)[:160], size=4000)
+    assert one([str(x) for x in channels]).looks_like_codes
+    ages = made.integers(18, 90, size=4000)
+    assert not one([str(x) for x in ages]).looks_like_codes
+    limits = made.integers(1, 80, size=4000) * 10_000
+    assert not one([str(x) for x in limits]).looks_like_codes
+    counts = np.floor(made.exponential(30, size=4000)).astype(int)
+    counts[made.random(4000) < 0.6] = 0
+    assert not one([str(x) for x in counts]).looks_like_codes
+    assert one([str(x) for x in ages], "device_id").reason == "named like a code"
+
+
+# ---- a table ----
+
+
+def test_what_is_written_can_be_used_as_it_is(tmp_path: Path) -> None:
+    since = ["2026-01-31", "", "2026-02-01"] * (ROWS // 3)
+    active(tmp_path, clients(tmp_path, since=since))
+    passive(tmp_path, usage(tmp_path))
+    short = ["contract.epochs=1"]
+    run = simulation.build(simulation.read_settings(tmp_path, short, short))
+    run.meet()
+    assert run.active.seen.evaluations[-1].auc is not None
+
+
+def test_every_column_is_found_out(tmp_path: Path) -> None:
+    found = active(
+        tmp_path,
+        clients(
+            tmp_path,
+            since=["2026-01-01"] * 300 + ["2026-03-01"] * 300,
+            until=["1.1.2026"] * 300 + ["1.3.2026"] * 300,
+            note=[f"text {i} of its own" for i in range(ROWS)],
+            cancelled_on=["x" if i % 5 == 0 else "" for i in range(ROWS)],
+            fold=["train" if i % 3 else "test" for i in range(ROWS)],
+            all_the_same=["a"] * ROWS,
+        ),
+    ).proposal
+    choices = found.choices
+    assert choices.id_column == "client"
+    assert choices.label is not None
+    assert (choices.label.column, choices.label.positive) == ("churned", "yes")
+    assert choices.label.rarest_share == pytest.approx(0.2)
+    assert [column.name for column in choices.numeric] == ["fee"]
+    assert [column.name for column in choices.categorical] == ["plan"]
+    left_out = dict(choices.left_out)
+    assert [column.name for column in choices.timestamps] == ["since"]
+    assert "timestamp_format" in left_out["until"]
+    assert set(left_out) == {"until", "note", "cancelled_on", "fold", "all_the_same"}
+    assert "tells the label" in left_out["cancelled_on"]
+    assert choices.split_column == "fold"
+    assert found.source == {"kind": "csv", "delimiter": ";"}
+
+
+def test_the_settings_say_what_was_found(tmp_path: Path) -> None:
+    active(tmp_path, clients(tmp_path))
+    written = (tmp_path / "active.yaml").read_text()
+    assert "- fee  # numbers, " in written
+    assert "- plan  # texts, 3 distinct; 86 gaps ('NA')" in written
+    assert "# 20.0% of the labels are positive." in written
+    settings = load_party_settings(ActiveSettings, tmp_path / "active.yaml")
+    assert settings.data.positive_label == "yes"
+    assert settings.defense.name == "projected_labels"
+    assert stat.S_IMODE((tmp_path / "active.yaml").stat().st_mode) == 0o600
+
+
+def test_gaps_of_the_features_never_hide_labels(tmp_path: Path) -> None:
+    labels = ["none" if i % 3 else "some" for i in range(ROWS)]
+    path = clients(tmp_path, churned=labels, other=["none" if i % 4 else i for i in range(ROWS)])
+    with pytest.raises(SettingsError, match="expected a label of 2 to 100 classes in every row"):
+        active(tmp_path, path, Wishes(label_column="churned"))
+
+
+def test_several_classes_are_listed(tmp_path: Path) -> None:
+    path = clients(tmp_path, y=[i % 3 for i in range(ROWS)], z=["abc"[i % 3] for i in range(ROWS)])
+    with pytest.raises(SettingsError, match="columns that may be it: churned, y"):
+        active(tmp_path, path)
+    for name, classes in (("y", 3), ("z", ("a", "b", "c"))):
+        found = initialise(path, Wishes(label_column=name), Terms("active", tmp_path), force=True)
+        assert found.proposal.choices.label is not None
+        assert found.proposal.choices.label.classes == classes
+        settings = load_party_settings(ActiveSettings, tmp_path / "active.yaml")
+        assert settings.data.num_classes == 3
+
+
+def test_a_question_that_is_left_open_is_not_guessed(tmp_path: Path) -> None:
+    path = clients(tmp_path, card_id=[f"k{i}" for i in range(ROWS)])
+    with pytest.raises(SettingsError, match=r"--id-column: .*client, card_id"):
+        active(tmp_path, path)
+    found = active(tmp_path, path, Wishes(id_column="card_id"))
+    assert dict(found.proposal.choices.left_out)["client"].startswith("texts of which most rows")
+
+
+def test_answers_are_asked_for_where_somebody_can_answer(tmp_path: Path) -> None:
+    asked: list[tuple[str, list[str]]] = []
+
+    def ask(question: str, suggestions: Sequence[str]) -> str:
+        asked.append((question, list(suggestions)))
+        return {"C": "client"}.get(question[:1], "") if "ids" in question else "churned"
+
+    path = clients(tmp_path, y=[i % 2 for i in range(ROWS)])
+    found = initialise(path, Wishes(), Terms("active", tmp_path), ask=ask)
+    assert found.proposal.choices.id_column == "client"
+    assert [suggestions[0] for _, suggestions in asked] == ["client", "churned"]
+
+
+def test_rows_may_correspond_by_their_numbers(tmp_path: Path) -> None:
+    passive(tmp_path, usage(tmp_path), Wishes(has_id=False))
+    assert yaml.safe_load((tmp_path / "passive.yaml").read_text())["data"].get("id_column") is None
+
+
+def test_parquet_is_read_in_its_own_types(tmp_path: Path) -> None:
+    table = pa.table(
+        {
+            "id": pa.array(range(ROWS)),
+            "when": pa.array(np.arange(ROWS).astype("datetime64[D]")),
+            "amount": pa.array(draw().random(ROWS)),
+        }
+    )
+    parquet.write_table(table, tmp_path / "usage.parquet")
+    found = passive(tmp_path, tmp_path / "usage.parquet").proposal
+    assert found.source == {"kind": "parquet"}
+    assert [column.name for column in found.choices.numeric] == ["amount"]
+    assert [column.name for column in found.choices.timestamps] == ["when"]
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    for number, part in enumerate((table[:100], table[100:])):
+        parquet.write_table(part, folder / f"{number}.parquet")
+    again = initialise(folder, Wishes(), Terms("passive", tmp_path), force=True).proposal
+    assert again.num_rows == ROWS
+    assert again.choices.timestamps == found.choices.timestamps
+
+
+@pytest.mark.parametrize("name", ["a b", 'quo"te', "y", "#no", "ünï", "- x", "{{ p }}"])
+def test_any_name_of_a_column_is_written_as_it_is(tmp_path: Path, name: str) -> None:
+    columns: dict[str, Sequence[object]] = {
+        "id": list(range(ROWS)),
+        '"' + name.replace('"', '""') + '"': [i % 2 for i in range(ROWS)],
+        "z": [i / 7 for i in range(ROWS)],
+    }
+    active(tmp_path, write(tmp_path / "t.csv", columns), Wishes(label_column=name))
+    settings = load_party_settings(ActiveSettings, tmp_path / "active.yaml")
+    assert settings.data.label_column == name
+    assert len(read_table(settings.data, tmp_path)) == ROWS
+
+
+def test_sizes_grow_with_the_table() -> None:
+    sizes = [recommended_sizes(rows) for rows in (100, 3_000, 30_000, 3_000_000)]
+    assert [size.batch_size for size in sizes] == sorted(size.batch_size for size in sizes)
+    assert [size.epochs for size in sizes] == sorted((s.epochs for s in sizes), reverse=True)
+    assert all(size.stages <= size.epochs for size in sizes)
+    assert sizes[0].min_aligned <= 100
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "the file is empty"), ("a,a\n1,2\n", "a name of its own"), ("a,b\n", "no rows")],
+)
+def test_a_file_without_a_table_is_said(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(DataError, match=message):
+        passive(tmp_path, tmp_path / "t.csv")
+
+
+# ---- the command ----
+
+
+def command(*words: object) -> int | str | None:
+    with pytest.raises(SystemExit) as end:
+        splitveil(["init", *map(str, words)])
+    return end.value.code
+
+
+def test_nothing_is_overwritten_without_force(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = clients(tmp_path)
+    (tmp_path / "contract.yaml").write_text("agreed: long ago\n")
+    assert command("active", path, "--folder", tmp_path) == 2
+    assert "will not be overwritten without --force" in capsys.readouterr().err
+    assert not (tmp_path / "active.yaml").exists()
+    assert (tmp_path / "contract.yaml").read_text() == "agreed: long ago\n"
+    assert command("active", path, "--folder", tmp_path, "--force") == 0
+    assert "run_name: clients" in (tmp_path / "contract.yaml").read_text()
+
+
+def test_the_outcome_is_there_for_programs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("passive", usage(tmp_path), "--folder", tmp_path, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["numeric"] == ["calls"]
+    assert told["columns"]["calls"]["missing"] == 55
+    assert told["files"] == [str(tmp_path / "passive.yaml")]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--id-column", "idd"], "there is no column 'idd'; did you mean 'id'?"),
+        (["--id-column", "region"], "each once, found texts, 4 distinct"),
+        (["--label-column", "region"], "only the active party has labels"),
+        (["--exclude", "nothing"], "there is no column 'nothing'"),
+        (["--address", "nowhere"], "expected HOST:PORT"),
+        (["--party", "../x"], "expected letters"),
+        (["--exclude", "calls", "region"], "no column is left for the model"),
+    ],
+)
+def test_answers_that_do_not_fit_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert command("passive", usage(tmp_path), "--folder", tmp_path, *options) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "passive.yaml").exists()

@@ -1,0 +1,153 @@
+"""Parties as their operators have them: status endpoints and JSON logs of real processes."""
+
+import json
+import re
+import signal
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runs import write_example
+from tests.system.processes import Pair, free_address, started
+from tests.waiting import wait_until
+from tests.watched import asked
+
+LONG = "contract.epochs=100000"
+JSON = "log_format=json"
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("example")
+    write_example(folder)
+    return folder
+
+
+def lines_of(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def stage_at(address: str) -> str:
+    try:
+        _, text = asked(address, "/healthz")
+    except OSError:
+        return "not there"
+    stage: str = json.loads(text)["stage"]
+    return stage
+
+
+def steps_at(address: str) -> float:
+    _, text = asked(address, "/metrics")
+    (found,) = re.findall(r"^splitveil_steps_total (\S+)$", text, re.MULTILINE)
+    return float(found)
+
+
+def test_every_line_of_a_whole_run_is_an_object(example: Path) -> None:
+    with started(example, JSON) as pair:
+        assert pair.wait() == (0, 0), pair.outputs
+        for party in pair:
+            lines = lines_of(party.output)
+            times = [datetime.fromisoformat(line["time"]) for line in lines]
+            assert times == sorted(times)
+            assert {line["party"] for line in lines} == {party.party}
+            assert {line["run"] for line in lines} == {"small"}
+            assert any(line["message"] == "summary" and line["steps"] > 0 for line in lines)
+        active, passive = (
+            {line["run_id"] for line in lines_of(party.output) if "run_id" in line}
+            for party in pair
+        )
+    assert active == passive
+    assert len(active) == 1
+
+
+def test_a_passive_party_s_log_is_free_of_labels(example: Path) -> None:
+    """Its words, not its figures: those of the adversary are in files of its own."""
+    with started(example, JSON, passive=["adversary=null"]) as pair:
+        assert pair.wait() == (0, 0), pair.outputs
+        fields = {name for line in lines_of(pair.passive.output) for name in line}
+    assert not {name for name in fields if re.search("label|loss|auc|leak|ledger", name)}
+
+
+class Watching:
+    """The addresses of both endpoints."""
+
+    def __init__(self) -> None:
+        self.active, self.passive = free_address(), free_address()
+
+    def both(
+        self, folder: Path, *shared: str, active: Sequence[str] = ()
+    ) -> AbstractContextManager[Pair]:
+        """Start both parties with their endpoints."""
+        own = [f"status={self.active}", *active]
+        return started(folder, *shared, active=own, passive=[f"status={self.passive}"])
+
+
+def wait_for_steps(pair: Pair, address: str) -> None:
+    """Wait until a party has done some steps, unless it ends before that."""
+    pair.passive.wait_until(lambda: stage_at(address) == "training", "training")
+    pair.passive.wait_until(lambda: steps_at(address) > 3, "steps")
+
+
+def test_operators_see_a_run_its_loss_of_a_peer_and_its_return(example: Path) -> None:
+    watching = Watching()
+    with watching.both(example, LONG, JSON) as pair:
+        for address in (watching.active, watching.passive):
+            wait_for_steps(pair, address)
+            assert asked(address, "/readyz")[0] == 200
+        pair.active.kill()
+        # The passive party says so, and lives.
+        wait_until(lambda: asked(watching.passive, "/readyz")[0] == 503)
+        assert "does not answer" in asked(watching.passive, "/readyz")[1]
+        assert asked(watching.passive, "/healthz")[0] == 200
+        pair.passive.signal(signal.SIGTERM)
+        assert pair.passive.wait() == 143
+        assert any(
+            "stopping after this step" in line["message"] for line in lines_of(pair.passive.output)
+        )
+
+
+def test_the_active_party_is_ready_before_and_without_a_peer(example: Path) -> None:
+    """A supervisor that lets nobody through to a party that is not ready would part the two."""
+    watching = Watching()
+    with watching.both(example, LONG) as pair:
+        wait_for_steps(pair, watching.active)
+        pair.passive.kill()
+        connected = 'splitveil_peer_connected{peer="passive"} 0.0'
+        wait_until(lambda: connected in asked(watching.active, "/metrics")[1])
+        code, text = asked(watching.active, "/readyz")
+        assert (code, json.loads(text)["reason"]) == (200, "serving")
+
+
+def test_a_run_that_a_budget_ends_is_shown_as_ended_until_somebody_has_looked(
+    example: Path,
+) -> None:
+    watching = Watching()
+    limit = "run_budget={sum_kl: 0.5, covers: knows class means only}"
+    defense = "defense={name: marvell, strength: {power_ratio: 2}}"
+    with watching.both(example, LONG, active=[limit, defense]) as pair:
+        for _ in range(2):
+            wait_until(lambda: stage_at(watching.active) != "not there")
+            asked(watching.active, "/metrics")
+        seen = set()
+
+        def is_over() -> bool:
+            seen.add(stage_at(watching.active))
+            return pair.active.exit_code is not None
+
+        wait_until(is_over, every_s=0.1)
+        assert pair.active.wait() == 5, pair.outputs
+    assert "ended" in seen
+
+
+def test_a_taken_port_ends_a_party_before_its_folder_is_opened(example: Path) -> None:
+    address = free_address()
+    both = [f"status={address}", f"runs_dir={example / 'taken'}"]
+    with started(example, *both, LONG) as pair:
+        wait_until(lambda: any(party.exit_code is not None for party in pair))
+        first = next(party for party in pair if party.exit_code is not None)
+        assert first.exit_code == 2
+        assert f"status: cannot serve at {address}" in first.output

@@ -1,0 +1,374 @@
+"""Probes of the connection: what both sides learn of it, and that nothing changes by them."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.serving import probe_server
+from splitveil.active_party.serving.probe_server import ProbeServer
+from splitveil.active_party.serving.server import start_server
+from splitveil.active_party.serving.service import ActiveService
+from splitveil.common.errors import (
+    ContractMismatch,
+    DataError,
+    PeerUnreachable,
+    PeerUntrusted,
+    SettingsError,
+    SplitveilError,
+)
+from splitveil.common.party.credentials import CredentialFiles
+from splitveil.common.party.interruption import Interruption
+from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.party.transcript import Transcript, Verified, verify
+from splitveil.common.run.contract import Contract
+from splitveil.common.run.contract_difference import first_difference
+from splitveil.common.run.messages import IdForm
+from splitveil.common.settings import validate
+from splitveil.common.wire import probe_codec, probe_findings
+from splitveil.common.wire.connection import PeerConnection
+from splitveil.common.wire.http_proxy import HttpProxy
+from splitveil.common.wire.limits import PROBE_BYTES, PROBE_PADDING_BYTES
+from splitveil.common.wire.probe_desk import ProbeDesk
+from splitveil.common.wire.probe_findings import clock_in_words
+from splitveil.passive_party import probing
+from splitveil.passive_party.grpc_peer import GrpcPeer
+from splitveil.passive_party.probing import connection_checks
+from splitveil.passive_party.settings import PassiveSettings
+from splitveil.protos import split_learning_pb2 as pb
+from tests.certificates import add_expired, files, make, use
+from tests.runs import CONTRACT, Parties, build_parties, in_background, write_example
+from tests.wire.between import ConnectProxy
+
+
+@pytest.fixture(scope="module")
+def trusted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make(tmp_path_factory.mktemp("trusted"))
+    add_expired(folder, "late", "active.splitveil")
+    return folder
+
+
+@pytest.fixture
+def protected(tmp_path: Path, trusted: Path) -> Path:
+    write_example(tmp_path)
+    use(trusted, tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def _briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Move little: the figures themselves belong to the machine."""
+    monkeypatch.setattr(probing, "MOST_BYTES", 4 * PROBE_PADDING_BYTES)
+    monkeypatch.setattr(probe_server, "QUIET_S", 0.2)
+
+
+@contextmanager
+def serving(
+    parties: Parties,
+    port: int,
+    credentials: CredentialFiles | None = None,
+    transcript: Transcript | None = None,
+    id_form: IdForm | None = None,
+) -> Iterator[ActiveService]:
+    service = ActiveService(parties.session, parties.engine, deadline_s=20)
+    contract = parties.active_settings.contract
+    desk = ProbeDesk(contract, id_form)
+    server = start_server(service, contract, f"127.0.0.1:{port}", credentials, transcript, desk)
+    try:
+        yield service
+    finally:
+        server.stop(0).wait()
+
+
+def found(
+    settings: PassiveSettings, proxy: HttpProxy | None = None, wait_s: float = 0
+) -> list[str]:
+    """Return the findings of a passive party; those that would end a run as their messages."""
+    shown = None
+    if settings.security.mode == "mtls":
+        shown = files(settings.base_dir / settings.security.certificate.parent.parent, "passive")
+    link = PeerConnection(settings.connect, settings.contract, shown, proxy=proxy)
+    return outcomes(connection_checks(settings, link, wait_s))
+
+
+def note(settings: PassiveSettings, into: list[str]) -> None:
+    into.extend(found(settings, wait_s=60))
+
+
+def outcomes(checks: Iterator[Callable[[], str]]) -> list[str]:
+    told = []
+    for check in checks:
+        try:
+            told.append(check())
+        except SplitveilError as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def of_passive(folder: Path, port: int, *overrides: str) -> PassiveSettings:
+    own = [f"connect=127.0.0.1:{port}", *overrides]
+    return load_party_settings(PassiveSettings, folder / "passive.yaml", own)
+
+
+def test_a_passive_party_learns_all_that_a_run_depends_on(
+    example: Path, protected: Path, trusted: Path, port: int
+) -> None:
+    parties = build_parties(example)
+    with serving(parties, port, files(trusted, "active"), id_form=IdForm.TEXT):
+        told = found(of_passive(protected, port))
+    direct, certificate, clock, line, versions, contract, ids = told
+    assert direct == f"connection: 127.0.0.1:{port}, direct"
+    assert certificate.startswith(
+        "certificate of the active party: CN=active.splitveil (active.splitveil), signed by "
+        "CN=splitveil trial authority, valid to "
+    )
+    assert certificate.endswith(", 89 days left")
+    assert clock.startswith("clock: the other party's is 0.")
+    assert line.startswith("line: round trip ")
+    assert "Mbit/s in each direction at once: enough for " in line
+    assert versions.endswith("at the active party; the same protocol")
+    assert contract == "contract: the active party holds the same"
+    assert ids == "ids: texts at both parties"
+
+
+def test_a_probe_changes_nothing_at_the_active_party(
+    example: Path, tmp_path: Path, port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    parties = build_parties(example)
+    session = parties.session
+    with (
+        Transcript(tmp_path, "active") as transcript,
+        serving(parties, port, transcript=transcript) as service,
+    ):
+        before = (session.run_id, session.nonce, session.stage, session.was_met("passive"))
+        heard = service._callers["passive"].heard_at
+        found(of_passive(example, port))
+        assert before == (session.run_id, session.nonce, session.stage, session.was_met("passive"))
+        assert service._callers["passive"].heard_at == heard
+        assert not service.refused
+    noted = verify(tmp_path / "transcript.jsonl")
+    assert isinstance(noted, Verified)
+    assert noted.crossings == {}
+    assert session.stage is Stage.WAITING
+    assert "probed by party passive: the contracts agree" in caplog.text
+
+
+def test_a_run_between_probes_ends_with_the_same_bits(example: Path, port: int) -> None:
+    undisturbed, probed = build_parties(example), build_parties(example)
+    settings = of_passive(example, port)
+    with serving(undisturbed, port):
+        _run(undisturbed, port)
+    with serving(probed, port):
+        found(settings)
+        _run(probed, port)
+        found(settings)
+    theirs = undisturbed.weights()
+    assert {name: tensor.tolist() for name, tensor in probed.weights().items()} == {
+        name: tensor.tolist() for name, tensor in theirs.items()
+    }
+
+
+def _run(parties: Parties, port: int) -> None:
+    contract, reconnect = parties.run.contract, parties.passive_settings.reconnect
+    with GrpcPeer(PeerConnection(f"127.0.0.1:{port}", contract), reconnect) as peer:
+        parties.run.run(peer)
+
+
+def test_the_first_difference_of_the_contracts_is_shown_with_both_values(
+    example: Path, port: int
+) -> None:
+    with serving(build_parties(example), port):
+        told = found(of_passive(example, port, "contract.epochs=77", "contract.batch_size=9"))
+    (contract,) = (line for line in told if "contract." in line)
+    assert contract.startswith("DifferentContracts: contract.batch_size: 9 here, ")
+    assert contract.endswith(" at the active party; also different: epochs")
+    assert issubclass(probe_findings.DifferentContracts, ContractMismatch)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "no JSON", "[1]", "{}", '{"epochs": "\\u001b[2J"}', "[" * 50_000, "1" * 60_000]
+)
+def test_whatever_the_peer_calls_its_contract_is_told_in_one_printable_line(text: str) -> None:
+    own = validate(Contract, CONTRACT, "contract")
+    told = first_difference(own, text, "the active party")
+    assert told
+    assert told.isprintable()
+    assert len(told) < 2000
+
+
+def test_ids_of_another_form_are_found_out(example: Path, port: int) -> None:
+    with serving(build_parties(example), port, id_form=IdForm.LEADING_ZEROS):
+        told = found(of_passive(example, port))
+    assert told[-1] == (
+        "DataError: ids: texts here, whole numbers, some with leading zeros at the active party: "
+        "ids are compared as texts, so that 7, 007 and 7.0 are three ids"
+    )
+    assert issubclass(DataError, SplitveilError)
+
+
+def test_the_proxy_is_named_whether_it_works_or_not(
+    example: Path, protected: Path, trusted: Path, port: int
+) -> None:
+    settings = of_passive(protected, port)
+    with ConnectProxy() as proxy:
+        with serving(build_parties(example), port, files(trusted, "active")):
+            told = found(settings, HttpProxy("127.0.0.1", proxy.port))
+        assert proxy.heads
+    where = f"127.0.0.1:{port} through the proxy 127.0.0.1:{proxy.port}"
+    assert told[0].startswith(f"connection: {where}")
+    with pytest.raises(PeerUnreachable, match=where):
+        found(settings, HttpProxy("127.0.0.1", proxy.port))
+
+
+def test_a_certificate_that_has_expired_is_said(
+    example: Path, protected: Path, trusted: Path, port: int
+) -> None:
+    with (
+        serving(build_parties(example), port, files_of_late(trusted)),
+        pytest.raises(PeerUntrusted, match="has expired"),
+    ):
+        found(of_passive(protected, port))
+
+
+def files_of_late(trusted: Path) -> Any:
+    from tests.certificates import Unchecked
+
+    return Unchecked(trusted, "late")
+
+
+def test_a_clock_that_is_wrong_is_a_problem() -> None:
+    assert clock_in_words(-0.25, 0.1) == (
+        "clock: the other party's is 0.25 s behind this machine's (± 0.10 s)"
+    )
+    with pytest.raises(SettingsError, match=r"3600\.00 s ahead of this machine's"):
+        clock_in_words(3600.0, 0.1)
+
+
+def test_an_active_party_that_comes_late_is_waited_for(example: Path, port: int) -> None:
+    with pytest.raises(PeerUnreachable):
+        found(of_passive(example, port))
+    told: list[str] = []
+    waiting = in_background(lambda: told.extend(found(of_passive(example, port), wait_s=60)))
+    with serving(build_parties(example), port):
+        waiting.join()
+    assert any(line == "contract: the active party holds the same" for line in told)
+
+
+# ---- the active party's own check ----
+
+
+def test_both_parties_learn_of_each_other(protected: Path, trusted: Path, port: int) -> None:
+    settings = of_passive(protected, port)
+    server = ProbeServer(
+        settings.contract, f"127.0.0.1:{port}", files(trusted, "active"), IdForm.TEXT
+    )
+    theirs: list[str] = []
+    other = in_background(lambda: theirs.extend(found(settings, wait_s=60)))
+    server.wait(60, Interruption())
+    other.join()
+    ours = outcomes(server.checks())
+    assert ours[0].startswith("certificate of party passive: CN=passive.splitveil (passive.spl")
+    assert ours[1].startswith("clock: ")
+    assert ours[3:] == ["contract: party passive holds the same", "ids: texts at both parties"]
+    assert "contract: the active party holds the same" in theirs
+
+
+def test_every_passive_party_of_several_is_waited_for(example: Path, port: int) -> None:
+    several = "contract.passive_parties=[means, extremes]"
+    settings = [of_passive(example, port, several, f"party={p}") for p in ("means", "extremes")]
+    server = ProbeServer(settings[0].contract, f"127.0.0.1:{port}", None, IdForm.TEXT)
+    told_to: list[list[str]] = [[], []]
+    both = zip(settings, told_to, strict=True)
+    probing_parties = [in_background(partial(note, own, into)) for own, into in both]
+    server.wait(60, Interruption())
+    for thread in probing_parties:
+        thread.join()
+    told = outcomes(server.checks())
+    for into in told_to:
+        assert "contract: the active party holds the same" in into
+    for name in ("means", "extremes"):
+        assert f"contract: party {name} holds the same" in told
+
+
+def test_a_server_of_probes_says_that_no_run_is_served(example: Path, port: int) -> None:
+    settings = of_passive(example, port)
+    server = ProbeServer(settings.contract, f"127.0.0.1:{port}", None, None)
+    asked: list[bool] = []
+
+    def ask() -> None:
+        with GrpcPeer(PeerConnection(settings.connect, settings.contract), settings.reconnect) as p:
+            asked.append(p.is_ready())
+        found(settings, wait_s=60)
+
+    waiting = in_background(ask)
+    server.wait(60, Interruption())
+    waiting.join()
+    assert asked == [False]
+
+
+def test_a_party_that_does_not_come_is_named(example: Path, port: int) -> None:
+    contract = of_passive(example, port).contract
+    server = ProbeServer(contract, f"127.0.0.1:{port}", None, None)
+    with pytest.raises(PeerUnreachable, match="no probe came from passive within 0 s"):
+        server.wait(0, Interruption())
+
+
+# ---- what a peer may send ----
+
+
+def answer(port: int, data: bytes) -> bytes | grpc.StatusCode:
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call: Any = channel.unary_unary(probe_codec.method_path())
+        try:
+            reply: bytes = call(data, timeout=20)
+        except grpc.RpcError as error:
+            code: grpc.StatusCode = error.code()
+            return code
+    return reply
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff",
+        pb.ProbeRequest(introduction=pb.Introduction(party="passive")).SerializeToString(),
+        b"\x0a\x06\x22\x02{}\x30\x4d",  # an introduction whose id_form is 77
+        pb.HandshakeReply(run_id="x").SerializeToString(),
+    ],
+)
+def test_what_is_no_probe_is_refused(example: Path, port: int, data: bytes) -> None:
+    with serving(build_parties(example), port) as service:
+        assert answer(port, data) is grpc.StatusCode.INVALID_ARGUMENT
+        assert service.refused == {"InvalidMessage": 1}
+
+
+def test_a_probe_is_answered_with_as_much_as_it_brings_and_no_more(
+    example: Path, port: int
+) -> None:
+    with serving(build_parties(example), port):
+        for size in (0, 1, PROBE_PADDING_BYTES):
+            reply = answer(port, pb.ProbeRequest(padding=bytes(size)).SerializeToString())
+            assert isinstance(reply, bytes)
+            assert pb.ProbeReply.FromString(reply) == pb.ProbeReply(padding=bytes(size))
+        large = pb.ProbeRequest(padding=bytes(PROBE_PADDING_BYTES + 1)).SerializeToString()
+        assert answer(port, large) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert answer(port, bytes(PROBE_BYTES + 1)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_probes_are_answered_while_a_run_goes_on(example: Path, port: int) -> None:
+    parties = build_parties(example)
+    with serving(parties, port):
+        training = in_background(lambda: _run(parties, port))
+        replies = 0
+        while training.is_alive() or not replies:
+            assert isinstance(answer(port, b""), bytes)
+            replies += 1
+        training.join()
+    assert parties.session.stage is Stage.FINISHED

@@ -55,6 +55,7 @@ from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.transcript import Transcript
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
+from splitveil.common.record.provenance import provenance_of_process
 from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.summary import Summary
 from splitveil.common.record.summary_tables import print_summary
@@ -174,7 +175,8 @@ def _train(
     stopped = stopped or recorder.objection()
     summary = recorder.summary(dict(service.refused))
     end = None if transcript is None else transcript.summary()
-    summary = replace(summary, transcript=end, version=VERSION)
+    found = provenance_of_process(shows_host=settings.report.show_host)
+    summary = replace(summary, transcript=end, version=VERSION, provenance=found)
     _leave_results(settings, folder, summary, stopped)
     service.tried.forget()
     store.forget_finished()  # last: a process that ends before this does not train from scratch
@@ -327,12 +329,20 @@ def _plan(parsed: argparse.Namespace) -> None:
 
 
 def _report(parsed: argparse.Namespace) -> None:
-    if (parsed.run_dir is None) == (parsed.compare is None):
-        raise SettingsError("report: expected either a run's folder or --compare with several")
-    if parsed.compare is None:
-        written = write_report(parsed.run_dir, parsed.output)
+    if parsed.run_dirs and parsed.compare:
+        raise SettingsError("report: expected runs' folders either before or after --compare")
+    folders = parsed.run_dirs or parsed.compare
+    target = parsed.target_leak_auc
+    if not folders:
+        raise SettingsError("report: expected a run's folder, or several to compare")
+    if target is not None and not 0.5 < target < 1:
+        raise SettingsError(f"--target-leak-auc: expected an AUC between 0.5 and 1, got {target}")
+    if len(folders) == 1 and parsed.compare is None:
+        written = write_report(folders[0], parsed.output, target)
+    elif target is not None:
+        raise SettingsError("--target-leak-auc: expected one run's folder")
     else:
-        written = write_comparison(parsed.compare, parsed.output or Path("comparison.html"))
+        written = write_comparison(folders, parsed.output or Path("comparison.html"))
     if parsed.json:
         print_json({"report": str(written)})
     logger.info("report written to %s", written)

@@ -118,9 +118,21 @@ def _add_report(commands: Commands) -> None:
 
 def add_report_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments of a command that writes reports."""
-    command.add_argument("run_dir", type=Path, nargs="?", help="the run's folder, runs/<run name>")
     command.add_argument(
-        "--compare", type=Path, nargs="+", metavar="RUN_DIR", help="set runs side by side instead"
+        "run_dirs",
+        type=Path,
+        nargs="*",
+        metavar="RUN_DIR",
+        help="the run's folder, runs/<run name>; several are set side by side",
+    )
+    command.add_argument(
+        "--compare", type=Path, nargs="+", metavar="RUN_DIR", help="set runs side by side, too"
+    )
+    command.add_argument(
+        "--target-leak-auc",
+        type=float,
+        metavar="AUC",
+        help="pass or fail one run against this instead of report.target_leak_auc",
     )
     command.add_argument(
         "--output",

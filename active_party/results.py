@@ -7,6 +7,8 @@ checkpoint/alone.safetensors      a model of this party's own features alone, fo
                                   while a passive party is away
 checkpoint/ledger.safetensors     the account book
 checkpoint/targets.safetensors    targets by example, if the defense releases any
+checkpoint/test_predictions.safetensors
+                                  the last predictions of the test rows, to compare runs
 """
 
 import logging
@@ -22,6 +24,7 @@ from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.alone import build_alone, predicted_alone, train_alone
+from splitveil.active_party.training.held_out import save_predictions
 from splitveil.active_party.training.predictions import PredictionFigures, measure_predictions
 from splitveil.active_party.training.refit import Fitting
 from splitveil.active_party.training.top_trainer import TopTrainer
@@ -59,6 +62,9 @@ def save_results(
     saved = save_model(folder, trainer.model, builder.encoder, learned_from | result_of)
     save_tensors(folder, LEDGER, session.account_book().state_dict())
     logger.info("model saved in %s", saved)
+    predictions = session.answering.test_predictions
+    if predictions is not None:
+        save_predictions(folder, session.ids, session.answering.rows, predictions)
     targets = trainer.defense.released_targets
     if targets is not None:
         _save_targets(folder, session, targets)

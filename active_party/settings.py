@@ -15,7 +15,7 @@ from splitveil.active_party.serving_settings import ServingSettings
 from splitveil.common.data.source_settings import expand_path
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.settings import ModelSettings
-from splitveil.common.party.party_settings import Address, PartySettings
+from splitveil.common.party.party_settings import Address, PartySettings, ReportSettings
 from splitveil.common.privacy.attacks import SideInformation
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.settings import AuditSettings, suggested
@@ -62,7 +62,8 @@ class LeakAucBudget(PeersOfBudget):
     """Highest AUC that a score computed from all answers together may reach on any example.
 
     The limit is compared with the ledger's bound for these peers. Where all answers are a Gaussian
-    mechanism, that is the exact figure; otherwise it is the bound for any distributions.
+    mechanism, or follow from one noisy label, that is the exact figure; otherwise it is the bound
+    for any distributions, or a smaller one where the defense has it.
     """
 
     @property
@@ -152,6 +153,18 @@ class LeakMonitorSettings(AuditSettings):
         return self
 
 
+class ActiveReportSettings(ReportSettings):
+    """The contents of the active party's report, and the target against which it judges the run."""
+
+    target_leak_auc: float | None = Field(default=None, gt=0.5, lt=1)
+    """Largest accepted leak AUC of the whole run. The report says whether the bound for anybody and
+    the measured attacks stay below it, which setting to change if not, and at what price. By
+    default the target is the ``leak_auc`` of ``run_budget``; without either, no run passes."""
+
+    min_test_auc: float | None = Field(default=None, gt=0.5, lt=1)
+    """Smallest accepted test AUC; ``null`` accepts any."""
+
+
 class InferenceSettings(Section):
     """Predictions with the trained model, for which this party calls the passive parties."""
 
@@ -218,6 +231,9 @@ class ActiveSettings(PartySettings):
     budget. The ledger that it leaves includes them, so that the newest run of a chain is enough.
     Needs ``data.id_column``. By default the ledger starts at zero, as if there had been no earlier
     answers about any example."""
+
+    report: ActiveReportSettings = ActiveReportSettings()
+    """Contents of the report; they change nothing of the run."""
 
     leak_gate: LeakGateSettings | None = None
     """Limit at which the leak monitor's figures end the run; ``null`` for never.

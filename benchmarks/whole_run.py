@@ -30,9 +30,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -45,7 +46,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from benchmarks.environment import print_environment
-from splitveil.deploy.certs import PartyFolder, make_certificates
+from splitveil.deploy.authority import PartyFolder, make_certificates
 
 ROWS, FEATURES, BATCH, EPOCHS = 67_000, 64, 1024, 6
 TRAINING = ROWS * 9 // 10
@@ -295,17 +296,15 @@ class Watched(NamedTuple):
     first_step_at: float
     moments: list[float]
     """Ends of epochs."""
-    cpu: list[Counter[str]]
+    cpu: list[dict[str, float]]
     """CPU seconds by party and thread, at these moments."""
 
     def __call__(self, begun: float) -> Cost:
         steps = STEPS * (len(self.moments) - 1)
-        threads = Counter(
-            {
-                name: 1e3 * (total - self.cpu[0][name]) / steps
-                for name, total in self.cpu[-1].items()
-            }
-        )
+        before, after = self.cpu[0], self.cpu[-1]
+        threads = {
+            name: 1e3 * (total - before.get(name, 0.0)) / steps for name, total in after.items()
+        }
         rate = steps / (self.moments[-1] - self.moments[0])
         return Cost(rate, sum(threads.values()), self.first_step_at - begun, 0.0, threads)
 
@@ -339,9 +338,9 @@ def lines_of(path: Path, parties: dict[str, subprocess.Popen[bytes]]) -> Iterato
             time.sleep(POLL_S)
 
 
-def cpu_by_thread(parties: dict[str, subprocess.Popen[bytes]]) -> Counter[str]:
+def cpu_by_thread(parties: dict[str, subprocess.Popen[bytes]]) -> dict[str, float]:
     """Return CPU seconds by party and name of the thread."""
-    found: Counter[str] = Counter()
+    found: dict[str, float] = defaultdict(float)
     for party, process in parties.items():
         for task in Path(f"/proc/{process.pid}/task").iterdir():
             name, _, rest = (task / "stat").read_text().partition(") ")
@@ -356,8 +355,11 @@ def cpu_by_thread(parties: dict[str, subprocess.Popen[bytes]]) -> Counter[str]:
 # ---- the table ----------------------------------------------------------------------------------
 
 
+Run = Callable[[], Cost]
+
+
 @contextmanager
-def prepared() -> Iterator[dict[str, Callable[[], Cost]]]:
+def prepared() -> Iterator[dict[str, Run]]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_settings(folder)
@@ -365,11 +367,11 @@ def prepared() -> Iterator[dict[str, Callable[[], Cost]]]:
         none = NO_AUDITS | {"defense": {"name": "none"}}
         marvell = {"defense": {"name": "marvell"}}
 
-        def run(active: dict[str, Any], *, secure: bool = True, audited: bool = True) -> Any:
-            return lambda: cost_of_run(folder, secure=secure, active=active, audited=audited)
+        def run(active: dict[str, Any], *, secure: bool = True, audited: bool = True) -> Run:
+            return partial(cost_of_run, folder, secure=secure, active=active, audited=audited)
 
         yield {
-            **{name: lambda given=given: cost_of_mark(*given) for name, given in MARKS.items()},
+            **{name: partial(cost_of_mark, *given) for name, given in MARKS.items()},
             "insecure": run(none, secure=False, audited=False),
             "mtls": run(none, audited=False),
             "shipped": run(marvell),
@@ -394,6 +396,7 @@ def main() -> None:
         for _ in range(given.rounds):
             for name in chosen:
                 found.setdefault(name, []).append(runs[name]())
+                print(f"{name}: {found[name][-1].steps_per_s:.1f} steps/s", flush=True)
     print("\n| | steps/s | of monolithic | of gloo | CPU ms/step | of gloo's | first step | end |")
     print("|---|---|---|---|---|---|---|---|")
     middle = {name: median_of(costs) for name, costs in found.items()}

@@ -7,9 +7,10 @@ it has a file for each, such as ``passive_a.yaml``. ``--set passive.NAME=VALUE``
 them.
 
 Once all parties have ended, the report is rewritten with the figures of all parties. If more than
-one defense is given, they run one after another, and the results are compared in a table and in
-``<run name>-comparison.html`` in the folder of all runs. The exit code is that of the first party
-that fails; it is 5 if the run was ended for good, and 0 if such a run is started again.
+one defense is given, they run one after another with the same batches and the same test rows, and
+the results are compared in a table and in ``<run name>-comparison.html`` in the folder of all runs.
+The exit code is that of the first party that fails; it is 5 if the run was ended for good, and 0 if
+such a run is started again.
 """
 
 import argparse
@@ -46,6 +47,9 @@ WITH_SUMMARY = (0, EndedForGood.exit_code)
 
 PYTHON = (sys.executable, "-P")
 """Starts our own modules, even if the current folder has modules of the same name."""
+
+
+_NONCE_SEED = "insecure_nonce_seed"
 
 
 class NamedDefense(NamedTuple):
@@ -185,6 +189,8 @@ def _run(example_dir: Path, defenses: list[str], overrides: list[str], runs_dir:
         raise SettingsError(f"--set: {example_dir} has no file {', '.join(sorted(unknown))}.yaml")
     name = _run_name(example_dir, base.active)
     results = {}
+    if len(defenses) > 1:
+        base = _sharing_batches(example_dir, kinds, name, base)
     plan = _plan(name, base, [parse_defense(text) for text in defenses])
     for title, run in plan.items():
         Console().rule(cell(run.name))
@@ -233,6 +239,27 @@ def _plan(name: str, base: Overrides, defenses: Sequence[NamedDefense]) -> dict[
         overrides = base.adding(f"contract.run_name={own_name}", _defense_override(defense))
         runs[defense.title] = PlannedRun(own_name, overrides)
     return runs
+
+
+def _sharing_batches(
+    example_dir: Path, kinds: Sequence[str], name: str, base: Overrides
+) -> Overrides:
+    """Give every run of a comparison the same joint seed, and so the same split and batches.
+
+    The noise stays fresh. The seed follows from the example's name, so that a comparison that is
+    started again resumes. Anyone could know it, which harms nobody where one person has all
+    parties.
+    """
+    files = {kind: read_yaml(example_dir / f"{kind}.yaml") for kind in kinds}
+    has_seed = any(_NONCE_SEED in one for one in files.values()) or any(
+        text.startswith(f"{_NONCE_SEED}=") for kind in kinds for text in base.of(kind)
+    )
+    if has_seed:
+        return base
+    digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
+    seed = int.from_bytes(digest, "big")
+    shares = (f"{kind}.{_NONCE_SEED}={seed + number}" for number, kind in enumerate(kinds))
+    return base.adding(*shares)
 
 
 def _commands(

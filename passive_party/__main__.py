@@ -25,9 +25,11 @@ from splitveil.common.party import command_line
 from splitveil.common.party.credentials import CredentialFiles, credential_files
 from splitveil.common.party.ending import end_program, exit_code_of
 from splitveil.common.party.interruption import Interruption
+from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.party.transcript import Transcript
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
+from splitveil.common.record.provenance import provenance_of_process
 from splitveil.common.record.run_record import write_summary
 from splitveil.common.record.summary import Summary
 from splitveil.common.record.summary_tables import print_summary
@@ -50,6 +52,8 @@ from splitveil.passive_party.inference.command import serve
 from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.passive_party.probing import connection_checks
 from splitveil.passive_party.recorder import PassiveRecorder
+from splitveil.passive_party.report import write_passive_report
+from splitveil.passive_party.report.at_end import try_to_measure, try_to_report
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.passive_party.status_observer import StatusObserver, WatchedCalls
@@ -72,6 +76,7 @@ def perform(parsed: argparse.Namespace) -> int:
     actions = {
         "run": _run,
         "check": _check,
+        "report": _report,
         "serve": serve,
         "verify-transcript": command_line.verify_transcript,
     }
@@ -155,10 +160,10 @@ def _train(
     if end_of(folder) is not None:
         logger.warning(_ENDED)
         return
-    summary = recorder.summary()
-    end = None if transcript is None else transcript.summary()
-    summary = replace(summary, transcript=end, version=VERSION)
-    _leave_results(folder, summary, stopped)
+    if run.trainer is not None and build_trainer.encoder is not None:
+        of_report = settings.report
+        try_to_measure(of_report, folder, run.trainer, build_trainer.encoder, len(data.ids))
+    _leave_results(folder, _whole_summary(settings, recorder, transcript), stopped)
     aligner.tried.forget()
     store.forget_finished()  # last: a process that ends before this does not train from scratch
 
@@ -192,11 +197,23 @@ _ENDED = (
 )
 
 
+def _whole_summary(
+    settings: PassiveSettings, recorder: PassiveRecorder, transcript: Transcript | None
+) -> Summary:
+    return replace(
+        recorder.summary(),
+        transcript=None if transcript is None else transcript.summary(),
+        version=VERSION,
+        provenance=provenance_of_process(shows_host=settings.report.show_host),
+    )
+
+
 def _leave_results(folder: Path, summary: Summary, stopped: PeerEndedForGood | None) -> None:
     write_summary(folder, summary)
     if stopped is not None:
         mark_as_ended(folder, {"ended_by": "the active party"})
     print_summary("passive party", summary)
+    try_to_report(folder)
     if stopped is not None:
         raise stopped
 
@@ -272,6 +289,13 @@ def _check(parsed: argparse.Namespace) -> None:
         probes if parsed.connect else None,
         as_json=parsed.json,
     )
+
+
+def _report(parsed: argparse.Namespace) -> None:
+    written = write_passive_report(parsed.run_dir, parsed.output)
+    if parsed.json:
+        print_json({"report": str(written)})
+    logger.info("report written to %s", written)
 
 
 def _peer_state(settings: PassiveSettings) -> str:

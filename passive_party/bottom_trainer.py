@@ -53,6 +53,11 @@ class BottomTrainer:
         """Whether no activation waits for its gradient, so that the state is whole."""
         return self._activation is None
 
+    @property
+    def num_rows(self) -> int:
+        """Number of aligned rows."""
+        return len(self._features)
+
     def rows(self, positions: Positions) -> Features:
         """Gather the features of some rows; best called while waiting for the peer."""
         return self._features.rows(torch.from_numpy(positions.copy()).to(self._device))

@@ -9,8 +9,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from splitveil.common.party.arguments import Commands, add_command, party_parser
+from splitveil.common.party.arguments import (
+    Commands,
+    add_command,
+    add_verbosity,
+    party_parser,
+)
 from splitveil.common.party.ending import end_program
+from splitveil.common.party.json_output import add_json
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -24,7 +30,21 @@ def parser(program: str = "passive-party") -> argparse.ArgumentParser:
     Args:
         program: the words with which the command is called.
     """
-    return party_parser(program, _add_serve)
+    return party_parser(program, _add_own_commands)
+
+
+def _add_own_commands(commands: Commands) -> None:
+    _add_serve(commands)
+    purpose = "write a page that shows what left and what it tells of this party's features"
+    report = commands.add_parser("report", help=purpose, description=purpose)
+    report.add_argument(
+        "run_dir", type=Path, help="the run's folder, runs/<run name>, or this party's folder in it"
+    )
+    report.add_argument(
+        "--output", type=Path, metavar="FILE", help="default: report.html in this party's folder"
+    )
+    add_json(report)
+    add_verbosity(report)
 
 
 def run(parsed: argparse.Namespace) -> int:

@@ -7,7 +7,12 @@ from pydantic import Field, StringConstraints, model_validator
 
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.models.settings import ModelSettings
-from splitveil.common.party.party_settings import Address, Insecure, PartySettings
+from splitveil.common.party.party_settings import (
+    Address,
+    Insecure,
+    PartySettings,
+    ReportSettings,
+)
 from splitveil.common.privacy.attacks import ATTACKS, CUT
 from splitveil.common.privacy.label_free import LABEL_FREE
 from splitveil.common.privacy.settings import AuditSettings
@@ -69,6 +74,14 @@ class AdversarySettings(AuditSettings):
         return self
 
 
+class PassiveReportSettings(ReportSettings):
+    """The contents of the passive party's report."""
+
+    probe_rows: int = Field(default=4000, ge=0, le=100_000)
+    """Number of aligned rows from whose activations the report reconstructs this party's own
+    features, to say what the activations tell of them; 0 leaves that out."""
+
+
 class AnswerSettings(Section):
     """Answers about rows once the model is trained, by ``passive-party serve``.
 
@@ -119,6 +132,9 @@ class PassiveSettings(PartySettings):
 
     bottom_model: ModelSettings
     """The half of the network below the cut layer."""
+
+    report: PassiveReportSettings = PassiveReportSettings()
+    """The contents of this party's report; they change nothing of the run."""
 
     adversary: AdversarySettings | None = None
     """Red team: measure the leakage of the received gradients; ``null`` disables it."""

@@ -44,6 +44,7 @@ from splitveil.active_party.defenses.projection.outlook import outlook
 from splitveil.active_party.defenses.section import Coverage, SeededDefense
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.settings import Section, kind_by_key
+from splitveil.common.text.upper_bounds import at_most, auc_at_most
 
 MIB = 2**20
 
@@ -184,9 +185,9 @@ class ProjectedLabelsDefense(SeededDefense):
         """Return the charge of all stages together, which the strength determines."""
         mu = self.strength.of_run
         honesty = (
-            f"Exact, whatever the activations: each label is {mu:.3g}-Gaussian-differentially "
+            f"Exact, whatever the activations: each label is {at_most(mu)}-Gaussian-differentially "
             f"private over the whole run, so no score of any peer exceeds AUC "
-            f"{leak_auc_of_mu(mu):.3f}."
+            f"{auc_at_most(leak_auc_of_mu(mu))}."
         )
         charge = ChargeForecast.exactly(mu**2, Covers.ANYBODY, is_gaussian=True)
         return Forecast({"persistent": charge}, "persistent", honesty)

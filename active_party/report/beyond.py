@@ -17,9 +17,11 @@ from splitveil.common.record.beyond_figures import (
     is_clearly_above,
     passed_bounds,
 )
-from splitveil.common.text.upper_bounds import at_most, auc_at_most
+from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
 
 _ABSENT = "–"
+_KNOWS_NOTHING = 1e-3
+"""Leak AUC over one half that rounding may leave of a prior without any label."""
 
 
 class BeyondRow(NamedTuple):
@@ -34,6 +36,8 @@ class BeyondRow(NamedTuple):
     raw: str
     advantage: str
     advantage_interval: str
+    prior: str
+    """Leak AUC of the attacker's own model of its features."""
 
 
 def beyond_of(run: RunFiles) -> BeyondFigures:
@@ -52,6 +56,27 @@ def raw_figures(run: RunFiles) -> dict[str, float]:
     batches = leak.batches.get(CUT, {})
     raw = {name: one.mean for name, one in batches.items() if one.mean is not None}
     return raw | {name: one.auc for name, one in leak.run_level.get(CUT, {}).items()}
+
+
+class Prior(NamedTuple):
+    """What the attacker's own features tell of the labels, without any gradient."""
+
+    leak_auc: float
+    attack: str
+    """The attack that knows as many labels as this prior was fitted to."""
+
+
+def prior_of(run: RunFiles) -> Prior | None:
+    """Return the strongest of the attacker's own models; None if none knows anything.
+
+    Each is a model of the passive party's activations, fitted to as many labels as an attack is
+    told: the joint model's AUC would say what both parties' features tell together, which no
+    attacker has.
+    """
+    advantage = beyond_of(run).advantage
+    found = [Prior(one.prior, attack) for attack, one in advantage.items()]
+    best = max(found, key=lambda one: one.leak_auc, default=None)
+    return best if best is not None and best.leak_auc > 0.5 + _KNOWS_NOTHING else None
 
 
 def headline(found: AdjustedFigures, attack: str, *, knows: str, recovers: bool) -> str:
@@ -109,8 +134,8 @@ def contradictions(run: RunFiles, bounds: Mapping[Covers, float]) -> Iterator[st
     epsilon = beyond.epsilon
     if epsilon is not None and epsilon.stated is not None and epsilon.passes_stated:
         yield (
-            f"{epsilon.attack} excludes every epsilon below {epsilon.epsilon:.3f}, more than the "
-            f"{at_most(epsilon.stated)} that the ledger states for {epsilon.stated_for}: its "
+            f"{epsilon.attack} excludes every epsilon below {at_least(epsilon.epsilon)}, more than "
+            f"the {at_most(epsilon.stated)} that the ledger states for {epsilon.stated_for}: its "
             "figures do not describe these gradients."
         )
     for attack, found, peers in passed_bounds(beyond, bounds):
@@ -140,6 +165,7 @@ def beyond_rows(run: RunFiles, needs: Mapping[str, str]) -> Iterator[BeyondRow]:
             f"{raw[attack]:.3f}" if attack in raw else _ABSENT,
             _ABSENT if gain is None else f"{gain.value:+.3f}",
             _ABSENT if gain is None else f"{gain.low:+.3f} to {gain.high:+.3f}",
+            _ABSENT if gain is None else f"{gain.prior:.3f}",
         )
 
 
@@ -153,7 +179,7 @@ def _epsilon_in_words(found: EpsilonFigures) -> str:
     if not found.epsilon:
         return f"No epsilon of label differential privacy is excluded: {guessed}. {stated}"
     return (
-        f"Label differential privacy with an epsilon below {found.epsilon:.3f} is excluded (delta "
-        f"{found.delta:g}, {found.confidence:.0%} confidence): {guessed}, where features alone "
+        f"Label differential privacy with an epsilon below {at_least(found.epsilon)} is excluded "
+        f"(delta {found.delta:g}, {found.confidence:.0%} confidence): {guessed}, where features alone "
         f"give even odds. {stated}"
     )

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
-from splitveil.active_party.report.beyond import beyond_of, beyond_rows
+from splitveil.active_party.report.beyond import beyond_of, beyond_rows, prior_of
 from splitveil.active_party.report.bounds import ledger_of
 from splitveil.active_party.report.classes import class_table, pair_rows, run_pairs
+from splitveil.active_party.report.compared_tests import compare_tests, rows_of_tests
+from splitveil.active_party.report.decision import decide
 from splitveil.active_party.report.distributions import class_rows, sent_panels
 from splitveil.active_party.report.figures import Finding, finding_of, strongest
 from splitveil.active_party.report.panels import (
@@ -55,9 +55,13 @@ from splitveil.active_party.report.tables import (
 )
 from splitveil.active_party.report.verdict import RunLevel, Verdict, judge, needs_of, run_levels
 from splitveil.common.errors import SettingsError
+from splitveil.common.page.rendering import render
+from splitveil.common.party.traffic import read_traffic
 from splitveil.common.privacy.covers import Covers
+from splitveil.common.record.circumstances import circumstances, traffic_rows
 from splitveil.common.storage.run_folder import write_text_atomically
 
+_PACKAGE = "splitveil.active_party.report"
 _NAME_LENGTH = 36
 _EXPECTED_TO_DIFFER = {"contract.run_name", "listen", "runs_dir"}
 
@@ -74,12 +78,15 @@ class _Compared(NamedTuple):
     verdict: Verdict
 
 
-def write_report(run_dir: Path, output: Path | None = None) -> Path:
+def write_report(
+    run_dir: Path, output: Path | None = None, target_leak_auc: float | None = None
+) -> Path:
     """Write the report of a run.
 
     Args:
         run_dir: the run's folder.
         output: the file to write; ``active/report.html`` in the run's folder by default.
+        target_leak_auc: largest accepted leak AUC; that of the run's settings by default.
 
     Returns:
         The file written.
@@ -89,6 +96,8 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
         StorageError: the file cannot be written.
     """
     run = read_run(run_dir)
+    if target_leak_auc is not None:
+        run = run.with_target(target_leak_auc)
     path = output or run.folder / "active" / "report.html"
     write_text_atomically(path, report_page(run))
     return path
@@ -115,14 +124,17 @@ def report_page(run: RunFiles) -> str:
     of_active = [found for found in findings if found.party == "active"]
     measured = [*of_active, *(finding_of(one) for one in adversary)]
     accumulated = run_levels(run)
+    traffic = read_traffic(run.active.folder)
     needs = {attack: needs_of(attack) for attack in beyond_of(run).adjusted}
-    return _render(
+    return render(
+        _PACKAGE,
         "report.html.jinja",
         title=run.name,
         defense=_defense(run),
         has_ended=run.active.has_ended,
         counts=run.active.summary.counts,
         verdict=judge(run, findings, accumulated),
+        decision=decide(run, findings, accumulated),
         tiles=tiles(run, findings, accumulated),
         training=training_panels(run),
         cut_panels=[leak_panel(run, one) for one in series if one.party == "active"],
@@ -140,28 +152,33 @@ def report_page(run: RunFiles) -> str:
         audit_rows=list(audit_rows(run)),
         watch_notes=list(watch_notes(run)),
         run_level_rows=list(run_level_rows(accumulated)),
-        test_auc=figure(run.active.summary.of_active.model.test_auc),
+        prior=prior_of(run),
         ledger_panels=ledger_panels(run, series, accumulated),
         summary_rows=summary_rows(run),
+        circumstances=list(circumstances(run.active.summary, run.active.metrics, traffic)),
+        traffic_rows=traffic_rows(traffic, _only_peer(run)),
         settings=settings_tables(run.active.settings),
     )
 
 
 def comparison_page(runs: Sequence[RunFiles]) -> str:
     """Return several runs side by side as HTML."""
+    tests = compare_tests(runs)
     compared = [
         _compared(title, f"s{index % NUM_STYLES}", run)
         for index, (title, run) in enumerate(zip(_titles(runs), runs, strict=True))
     ]
     coloured = [Coloured(one.style, one.run, one.series) for one in compared]
     keys = list(dict.fromkeys((s.layer, s.attack) for one in compared for s in one.series))
-    return _render(
+    return render(
+        _PACKAGE,
         "comparison.html.jinja",
         title=", ".join(one.title for one in compared),
         runs=[(one, _defense(one.run)) for one in compared],
         multi_class=any(num_classes(run) > 2 for run in runs),
         trade_off=trade_off(*_dots(compared)),
-        rows=_rows(compared, keys),
+        rows=[*rows_of_tests(tests), *_rows(compared, keys)],
+        sharing=tests.sharing,
         training=shared_training_panels(coloured),
         leak_panels={
             layer: [shared_leak_panel(coloured, *key) for key in keys if key[0] == layer]
@@ -173,16 +190,9 @@ def comparison_page(runs: Sequence[RunFiles]) -> str:
     )
 
 
-def _render(template: str, **values: object) -> str:
-    environment = Environment(
-        loader=PackageLoader("splitveil.active_party.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    return environment.get_template(template).render(values)
+def _only_peer(run: RunFiles) -> str:
+    names = (run.active.settings.get("contract") or {}).get("passive_parties")
+    return str(names[0]) if isinstance(names, list) and names else "passive"
 
 
 def _defense(run: RunFiles) -> str:
@@ -232,7 +242,6 @@ def _rows(
     yield "aligned rows", [count(of_run.aligned_rows) for of_run in counts]
     yield "epochs", [count(of_run.epochs) for of_run in counts]
     yield "steps per second", [figure(of_run.steps_per_s, 1) for of_run in counts]
-    yield "test AUC", [figure(model.test_auc, 4) for model in models]
     if any(model.test_auc_by_class is not None for model in models):
         yield "test accuracy", [figure(model.test_accuracy, 4) for model in models]
     for layer, attack in keys:

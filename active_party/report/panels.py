@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from markupsafe import Markup
 
+from splitveil.active_party.report.beyond import prior_of
 from splitveil.active_party.report.figures import (
     WITHOUT_GRADIENTS,
     epoch_means,
@@ -260,7 +261,7 @@ def _auc_panel(lines: Sequence[Line]) -> Panel:
 def _sum_kl_panel(epochs: Numbers, largest: Numbers, mean: Numbers, budget: object) -> Panel:
     marks: list[Mark] = [
         Band(epochs, mean, largest, "guarantee"),
-        Line(epochs, mean, "guarantee dashed", f"mean ({mean[-1]:.4g})"),
+        Line(epochs, mean, "guarantee dashed", f"mean ({at_most(mean[-1])})"),
         Line(epochs, largest, "guarantee", f"largest ({at_most(largest[-1])})", True, at_most),
     ]
     limits = list(_limit(budget))
@@ -296,9 +297,9 @@ def _last(values: Numbers) -> float:
 
 
 def _baseline(run: RunFiles) -> Iterator[Rule]:
-    auc = run.active.summary.of_active.model.test_auc
-    if auc is not None:
-        yield Rule(auc, "baseline", f"test AUC ({auc:.3f})")
+    prior = prior_of(run)
+    if prior is not None:
+        yield Rule(prior.leak_auc, "baseline", f"attacker's features ({prior.leak_auc:.3f})")
 
 
 def _limit(budget: object) -> Iterator[Rule]:
@@ -313,11 +314,11 @@ def _chance(series: LeakSeries) -> Iterator[Mark]:
 
 
 def _yardsticks(run: RunFiles, series: LeakSeries) -> Iterator[Rule]:
-    """Yield the level of random scores on most batches, and the level of the features alone."""
+    """Yield the level of random scores on most batches, and of the attacker's own features."""
     yield Rule(float(np.quantile(series.random, 0.95)), "floor")
-    baseline = run.active.summary.of_active.model.test_auc
-    if baseline is not None:
-        yield Rule(baseline, "baseline")
+    prior = prior_of(run)
+    if prior is not None:
+        yield Rule(prior.leak_auc, "baseline")
 
 
 def _steps_of(run: RunFiles) -> str:

@@ -43,6 +43,7 @@ _ACCUMULATED = "accumulated_"
 class PartyFiles(NamedTuple):
     """The files of one party."""
 
+    folder: Path
     name: str
     """``active``, ``passive`` or, of several passive parties, one's name in the contract."""
     settings: Mapping[str, Any]
@@ -67,6 +68,12 @@ class RunFiles(NamedTuple):
     active: PartyFiles
     passives: tuple[PartyFiles, ...]
     """Without the parties whose files are missing or belong to another run."""
+
+    def with_target(self, leak_auc: float) -> "RunFiles":
+        """Return the same run with another largest accepted leak AUC."""
+        settings = dict(self.active.settings)
+        settings["report"] = {**(settings.get("report") or {}), "target_leak_auc": leak_auc}
+        return self._replace(active=self.active._replace(settings=settings))
 
     @property
     def parties(self) -> tuple[PartyFiles, ...]:
@@ -253,6 +260,7 @@ def _read_party(folder: Path) -> PartyFiles:
     settings = _mapping(load_yaml(_text(path) or "{}", str(path), RESOLVED))
     summary = find_summary(folder)
     return PartyFiles(
+        folder,
         folder.name,
         settings,
         Summary() if summary is None else summary,

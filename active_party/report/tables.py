@@ -15,7 +15,7 @@ from splitveil.active_party.report.verdict import (
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.lines import AlarmLine, AuditLine, GateLine
-from splitveil.common.text.upper_bounds import auc_at_most
+from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
 from splitveil.common.text.wording import setting_in_words
 
 _SECRETS = ("insecure_nonce_seed", "insecure_noise_seed")
@@ -103,11 +103,14 @@ def tiles(
         meaning = (
             f"epsilon that {measured.epsilon.attack} excludes (delta {measured.epsilon.delta:g})"
         )
-        yield Tile("Epsilon at least", figure(measured.epsilon.epsilon), meaning)
+        yield Tile("Epsilon at least", at_least(measured.epsilon.epsilon), meaning)
     tests = test_lines(run)
-    if tests:
-        meaning = "label-free baseline: what the features alone reveal to the trained model"
-        yield Tile("Test AUC", figure(tests[-1].auc), meaning)
+    model = run.active.summary.of_active.model
+    if tests or model.test_auc is not None:
+        meaning = "of the joint model on rows that it has not seen, in the last epoch"
+        if model.test_auc_alone is not None:
+            meaning += f"; the active party alone: {figure(model.test_auc_alone)}"
+        yield Tile("Test AUC", figure(tests[-1].auc if tests else model.test_auc), meaning)
     best = strongest(findings)
     if best is not None:
         by = (
@@ -218,6 +221,10 @@ def summary_rows(run: RunFiles) -> Iterator[tuple[str, str]]:
     yield "steps", count(counts.steps)
     yield "steps per second", figure(counts.steps_per_s, 1)
     yield "test AUC", figure(model.test_auc, 4)
+    if model.test_auc_refit is not None:
+        yield "test AUC, refitted", figure(model.test_auc_refit, 4)
+    if model.test_auc_alone is not None:
+        yield "test AUC, active party alone", figure(model.test_auc_alone, 4)
     if model.test_auc_by_class is not None:
         yield "test accuracy", figure(model.test_accuracy, 4)
     yield "test loss", figure(model.test_loss, 4)
@@ -227,14 +234,14 @@ def summary_rows(run: RunFiles) -> Iterator[tuple[str, str]]:
     yield "batches left out", count(batches.left_out)
     epsilon = beyond_of(run).epsilon
     if epsilon is not None:
-        yield "epsilon, at least", figure(epsilon.epsilon, 4)
+        yield "epsilon, at least", at_least(epsilon.epsilon)
     yield "leak alarms", count(active.leak_alarms)
     yield "leak gate findings", count(None if active.gate is None else active.gate.findings)
     yield "audits answered", count(active.audits_answered)
     yield "refused messages", count(sum(active.refused_messages.values()))
     ledger = ledger_of(run)
     if ledger is not None and ledger.epsilon is not None:
-        yield "label differential privacy, epsilon", figure(ledger.epsilon, 4)
+        yield "label differential privacy, epsilon", f"≤ {at_most(ledger.epsilon)}"
     if run.active.summary.version is not None:
         yield "splitveil version", run.active.summary.version
 

@@ -20,7 +20,7 @@ from splitveil.active_party.report.figures import (
 )
 from splitveil.active_party.report.run_files import RunFiles, num_classes
 from splitveil.common.privacy.accumulation import NUM_HINTS, SOURCES
-from splitveil.common.privacy.attacks import ATTACKS, CUT, Attack, SideInformation
+from splitveil.common.privacy.attacks import ATTACKS, Attack, SideInformation
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.final_attacks import FINAL_ATTACKS
 from splitveil.common.record.beyond_figures import AdjustedFigures, BeyondFigures
@@ -167,7 +167,9 @@ def judge(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunL
 
 
 def _is_adjusted(one: RunLevel, figures: BeyondFigures) -> bool:
-    return one.layer == CUT and one.attack in figures.adjusted
+    # What an attack reaches at an earlier layer follows from the cut's gradients and from features,
+    # so that its raw figure contradicts no bound where the adjusted one at the cut does not.
+    return one.attack in figures.adjusted
 
 
 def _level_beyond(figures: BeyondFigures, guarantee: float, *, trusted: bool) -> Level:

@@ -19,7 +19,11 @@ from splitveil.active_party.run.parties import PassiveParties, PassiveParty, Que
 from splitveil.active_party.run.questions import AnsweredQuestions
 from splitveil.active_party.run.releases import Releases
 from splitveil.active_party.training.aggregation import aggregate, parts_of
-from splitveil.active_party.training.evaluation import Evaluation, Evaluator
+from splitveil.active_party.training.evaluation import (
+    Evaluation,
+    Evaluator,
+    HeldOutPredictions,
+)
 from splitveil.active_party.training.top_trainer import StepResult, TopTrainer
 from splitveil.common.errors import OtherAnswer, OutOfStep
 from splitveil.common.run.contract import Contract
@@ -120,6 +124,11 @@ class Answering:
     def training_positions(self) -> Positions:
         """Positions of the training rows, ascending."""
         return self.rows.splits["train"]
+
+    @property
+    def test_predictions(self) -> HeldOutPredictions | None:
+        """The last predictions of the test rows; None if this process has not made any."""
+        return self._evaluator.test_predictions
 
     @property
     def batch_number(self) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,15 @@ class Evaluation:
     """Figures for each class if there are more than two; otherwise None."""
 
 
+class HeldOutPredictions(NamedTuple):
+    """The model on the test rows, in the order of their positions."""
+
+    logits: Tensor
+    """(test rows,) or (test rows, classes)."""
+    labels: Tensor
+    """(test rows,), float."""
+
+
 class Evaluator:
     """Collects the predictions for held-out rows, batch by batch, and measures whole splits.
 
@@ -38,6 +48,8 @@ class Evaluator:
         self._early_stop = early_stop
         self._scores: list[tuple[Tensor, Tensor]] = []
         self._validation_auc: float | None = None
+        self.test_predictions: HeldOutPredictions | None = None
+        """Of the last epoch whose test rows this process has evaluated; not in checkpoints."""
 
     def add(self, batch: Batch, logits: Tensor, labels: Tensor) -> Evaluation | None:
         """Take in the predictions for one batch; return the split's figures if it is the last.
@@ -58,6 +70,8 @@ class Evaluator:
         every_logit = torch.cat([logits for logits, _ in self._scores])
         every_label = torch.cat([labels for _, labels in self._scores])
         self._scores.clear()
+        if batch.split == "test":
+            self.test_predictions = HeldOutPredictions(every_logit, every_label)
         figures = measure_predictions(every_logit, every_label)
         evaluation = Evaluation(batch.epoch, batch.split, *figures)
         if batch.split == "validation":

@@ -24,6 +24,7 @@ from splitveil.common.privacy.observational_audit import EpsilonBound
 from splitveil.common.privacy.run_level import RunLevelLeak
 from splitveil.common.privacy.scoring import BatchScorer
 from splitveil.common.privacy.settings import BUILT_IN_NAMES, suggested
+from splitveil.common.text.upper_bounds import at_least
 from splitveil.common.text.visible_text import visible
 from splitveil.library.audited_rows import AuditedRows
 from splitveil.library.frames import Row, as_html, frame
@@ -138,7 +139,7 @@ class Audit:
 
     def _repr_html_(self) -> str:
         epsilon = self.epsilon
-        note = "" if epsilon is None else f"epsilon is at least {epsilon.epsilon:.3f}"
+        note = "" if epsilon is None else f"epsilon is at least {at_least(epsilon.epsilon)}"
         return as_html(f"Audit of {self.rows:,} rows", self.table(), note)
 
 

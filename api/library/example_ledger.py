@@ -21,6 +21,7 @@ from splitveil.common.data.ids import canonical_ids
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.storage.model_files import save_tensors
+from splitveil.common.text.upper_bounds import at_most, auc_at_most
 from splitveil.library.frames import as_html, frame
 
 Rows: TypeAlias = Sequence[int] | Sequence[str] | Positions | None
@@ -226,12 +227,16 @@ class Ledger:
             return as_html("Ledger", [], "no examples")
         bounds = self.guarantee()
         rows = [
-            {"peers": str(one), "max": spread.max, "95 %": spread.q95, "mean": spread.mean}
+            {"peers": str(one)}
+            | {
+                name: auc_at_most(auc)
+                for name, auc in zip(("max", "95 %", "mean"), spread, strict=True)
+            }
             for one in Covers
             for spread in [bounds.against(one).leak_auc]
         ]
         title = f"Leak ledger of {len(self):,} examples: bounds on the leak AUC"
-        return as_html(title, rows, f"largest sum_kl: {bounds.sum_kl.max:.6g}; 1 is no bound")
+        return as_html(title, rows, f"largest sum_kl: {at_most(bounds.sum_kl.max)}; 1 is no bound")
 
     def _positions(self, rows: Rows) -> Positions:
         if rows is None:

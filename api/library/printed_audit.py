@@ -6,6 +6,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
+from splitveil.common.text.upper_bounds import at_least
 from splitveil.common.text.visible_text import cell
 from splitveil.library.auditing import Audit
 
@@ -35,7 +36,7 @@ def print_audit(found: Audit, console: Console | None = None) -> None:
     if found.epsilon is not None:
         epsilon = found.epsilon
         console.print(
-            f"epsilon of label differential privacy is at least {epsilon.epsilon:.3f} "
+            f"epsilon of label differential privacy is at least {at_least(epsilon.epsilon)} "
             f"(confidence {epsilon.confidence:g}, delta {epsilon.delta:g}): {epsilon.attack} "
             f"guessed {epsilon.correct} of {epsilon.guesses} labels right",
             markup=False,

@@ -42,6 +42,7 @@ MAY_CHANGE = frozenset(
         "first_contact_s",
         "inference",
         "leak_gate",
+        "report",
         "listen",
         "log_format",
         "proxy",

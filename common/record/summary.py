@@ -17,6 +17,7 @@ from splitveil.common.record.leak_figures import (
     leak_from_json,
     leak_to_json,
 )
+from splitveil.common.record.provenance import Provenance, provenance_from_json
 from splitveil.common.record.values import (
     ByAttack,
     as_count,
@@ -52,7 +53,7 @@ class ModelFigures(NamedTuple):
     test_auc_refit: float | None = None
     """Of the copy of the top model that was fitted to the true labels after the last gradient."""
     test_auc_alone: float | None = None
-    """Of a model of the active party's own features alone."""
+    """Of a model that the active party trained on its own features alone, on the same test rows."""
 
 
 class PeerBound(NamedTuple):
@@ -124,6 +125,8 @@ class Summary:
     transcript: TranscriptEnd | None = None
     version: str | None = None
     """The version of splitveil that ended the run."""
+    provenance: Provenance | None = None
+    """Where and when the run ended; None in a summary written by an earlier version."""
 
     @property
     def of_active(self) -> ActiveFigures:
@@ -151,6 +154,7 @@ def to_json(summary: Summary) -> dict[str, Any]:
         **({} if active is None or active.gate is None else _write_gate(active.gate)),
         **({} if summary.transcript is None else {"transcript": summary.transcript._asdict()}),
         **({} if summary.version is None else {"version": summary.version}),
+        **({} if summary.provenance is None else {"provenance": summary.provenance._asdict()}),
     }
 
 
@@ -168,6 +172,7 @@ def from_json(document: object) -> Summary:
         leak=leak_from_json(values),
         transcript=_read_transcript(values),
         version=as_text(values.get("version")),
+        provenance=provenance_from_json(values.get("provenance")),
     )
 
 
@@ -191,7 +196,7 @@ _OF_ACTIVE = {
     *("defense", "ledger", "bounds", "audits_answered", "refused_messages", "earlier_answers"),
     "leak_alarms",
 }
-_WITH_TABLES = {*LEAK_TABLES, "ledger", "bounds", "audit", "transcript"}
+_WITH_TABLES = {*LEAK_TABLES, "ledger", "bounds", "audit", "transcript", "provenance"}
 
 
 def _write_model(model: ModelFigures) -> dict[str, Any]:
@@ -245,7 +250,8 @@ def _read_model(values: Mapping[str, Any]) -> ModelFigures:
     auc, loss, calibration_error, train_loss = (as_number(values.get(name)) for name in _MODEL)
     figures = ModelFigures(auc, loss, calibration_error, train_loss)
     figures = figures._replace(
-        test_auc_refit=as_number(values.get(_REFIT)), test_auc_alone=as_number(values.get(_ALONE))
+        test_auc_refit=as_number(values.get(_REFIT)),
+        test_auc_alone=as_number(values.get(_ALONE)),
     )
     if not values.keys() & set(_OF_CLASSES):
         return figures

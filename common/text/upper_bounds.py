@@ -1,4 +1,4 @@
-"""Formats upper bounds, rounded up so that the printed bound is never below the computed one.
+"""Formats bounds: upper ones rounded up, so that none is printed below its value, lower ones down.
 
 Every bound, charge, budget and "at most" on any page and in any log is formatted here, so that
 a bound has the same digits everywhere. Measurements and estimates are rounded as usual.
@@ -24,3 +24,10 @@ def at_most(value: float) -> str:
         return str(value)
     rounded = Context(prec=4, rounding=ROUND_CEILING).create_decimal(Decimal(value * (1 - _NOISE)))
     return f"{float(rounded):.4g}"
+
+
+def at_least(value: float) -> str:
+    """Format a nonnegative lower bound with three digits after the point, rounded down."""
+    if not math.isfinite(value):
+        return str(value)
+    return f"{math.floor(value * (1 + _NOISE) * 1000) / 1000:.3f}"

@@ -63,3 +63,24 @@ def in_short(value: float, digits: int = 4) -> str:
     """Format a number to some significant digits, with a short exponent such as ``1.235e-5``."""
     mantissa, _, exponent = f"{value:.{digits}g}".partition("e")
     return f"{mantissa}e{int(exponent)}" if exponent else mantissa
+
+
+def bytes_in_words(size: int) -> str:
+    """Format a number of bytes with three digits: ``512 bytes``, ``1.21 MiB``."""
+    if size < 1000:
+        return f"{size} byte{'s' * (size != 1)}"
+    power = next((power for power in (1, 2) if size < 1000 * 1024**power), 3)
+    value, unit = size / 1024**power, ("KiB", "MiB", "GiB")[power - 1]
+    return f"{value:.3g} {unit}" if value < 1000 else f"{value:,.0f} {unit}"
+
+
+def seconds_in_words(seconds: float) -> str:
+    """Format a duration: ``0.42 s``, ``37 s``, ``5 min 12 s``, ``3 h 4 min``."""
+    if seconds < 10:
+        return f"{seconds:.2f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -127,9 +127,9 @@ MENTIONED = (
     "active-party report --output",
     "active-party serve",
     "passive-party check",
-    "passive-party serve",
     "passive-party check --connect",
     "splitveil init",
+    "passive-party serve",
 )
 """Commands that a sentence names without a file to act on."""
 

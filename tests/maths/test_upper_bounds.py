@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound, sum_kl_for_leak_auc
-from splitveil.common.text.upper_bounds import at_most, auc_at_most
+from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
 
 
 @given(st.floats(0.5, 1.0))
@@ -42,3 +42,11 @@ def test_an_auc_above_a_digit_is_printed_as_the_next(auc: float, printed: str) -
 def test_what_has_no_bound_says_so() -> None:
     assert at_most(math.inf) == "inf"
     assert auc_at_most(math.nan) == "nan"
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [(0.3369, "0.336"), (0.336, "0.336"), (0.7 - 1e-12, "0.700"), (0, "0.000")],
+)
+def test_a_lower_bound_is_rounded_down(value: float, written: str) -> None:
+    assert at_least(value) == written

@@ -26,6 +26,7 @@ from splitveil.active_party.report.verdict import is_oracle, judge, needs_of, ru
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.attacks import BatchAttackName, RunAttackName
 from splitveil.common.privacy.covers import Covers
+from splitveil.common.record.beyond_figures import AdvantageFigures, BeyondFigures
 from splitveil.common.record.figures import AttackFigure, LedgerFigures, SpreadFigures
 from splitveil.common.record.leak_figures import LeakFigures, RunFigures
 from splitveil.common.record.lines import (
@@ -598,15 +599,22 @@ def test_every_layer_of_the_passive_party_has_its_line_in_each_attack_s_chart(
     assert "recovers the labels" in verdict_of(run_dir)[1]
 
 
-def test_each_leak_chart_shows_the_random_floor_and_the_label_free_baseline(
+def test_each_leak_chart_shows_the_random_floor_and_what_the_attacker_s_features_tell(
     tmp_path: Path,
 ) -> None:
-    page = write_report(write_run(tmp_path, test_auc=0.8768)).read_text("utf-8")
+    """The attacker's own features, and not the joint model, whose AUC no attacker reaches."""
+    beyond = BeyondFigures(advantage={"accumulated_hint_40": AdvantageFigures(0.1, 0.0, 0.2, 0.71)})
+    summary = replace(of_active(), leak=LeakFigures(beyond=beyond))
+    page = write_report(write_run(tmp_path / "a", test_auc=0.8768, summary=summary)).read_text()
     for style in ("floor", "baseline"):
         drawn = Tags(page).attributes.count(("class", f"line {style}"))
-        # And in the legend; the ledger's chart has the baseline, too.
+        # And in the legend; the ledger's chart has the attacker's features, too.
         assert drawn == len(ATTACKS) + 1 + (style == "baseline")
-    assert "test AUC, 0.877: what the features reveal" in page
+    assert "own features reach 0.710 without any gradient" in page
+    leak_section = page[page.index('id="leak"') : page.index('id="watch"')]
+    assert "0.877" not in leak_section
+    without = write_report(write_run(tmp_path / "b", test_auc=0.8768)).read_text("utf-8")
+    assert 'class="line baseline"' not in without
 
 
 def test_what_was_noticed_and_told_stands_in_tables(tmp_path: Path) -> None:

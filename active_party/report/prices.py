@@ -1,0 +1,157 @@
+"""Says which setting to change where a run misses its target, and the price of the change.
+
+Prices are what is known without another run: the number of rows with open labels that a table is
+worth at a bound (``defenses.projection.outlook``), beside the test AUC that this run measured.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from splitveil.active_party.defenses import DefenseContext, DefenseSettings
+from splitveil.active_party.defenses.gaussian_dp import mu_of_leak_auc
+from splitveil.active_party.defenses.projection.outlook import outlook
+from splitveil.active_party.ledger.label_signals import LabelUses, label_signals
+from splitveil.active_party.report.run_files import RunFiles, num_classes
+from splitveil.common.privacy.covers import Covers
+
+TYPICAL_BOUNDS = (0.55, 0.6, 0.65, 0.7, 0.8)
+
+_SETTINGS: TypeAdapter[DefenseSettings] = TypeAdapter(DefenseSettings)
+_RANK = 96
+"""Default number of sums of ``projected_labels``."""
+
+
+class Step(NamedTuple):
+    """A setting to change, in the form of the settings file."""
+
+    setting: str
+    why: str
+    price: str
+
+
+class Price(NamedTuple):
+    """The worth of the run's table at a bound for anybody."""
+
+    leak_auc: float
+    rows: float
+    """Rows with open labels that would teach as much, at most."""
+    share: float
+    """The same as a share of the training rows."""
+    is_target: bool
+
+
+class TableSize(NamedTuple):
+    """What a price depends on."""
+
+    training_rows: int
+    pos_fraction: float
+    """With several classes, that of a class of average size."""
+
+
+def steps_to_a_bound(run: RunFiles, target: float, size: TableSize | None) -> Iterator[Step]:
+    """Yield the settings that would bound the leak for anybody at the target."""
+    settings = run.active.settings
+    for signal in label_signals(_uses_of(settings)):
+        if not signal.covers.includes(Covers.ANYBODY):
+            yield Step(*_without(signal.setting, signal.why))
+    defense = defense_at(run, target)
+    if defense is None:
+        return
+    whole = defense.model_dump(mode="json", exclude_none=True)
+    changed = defense.model_dump(mode="json", exclude_defaults=True) | {"name": defense.title}
+    # The strength is what is changed: it is written even where it is the default.
+    changed |= {name: whole[name] for name in ("strength",) if name in whole}
+    why = f"bounds the leak AUC of the whole run at {target:g} for anybody"
+    teaches = "" if size is None else defense.outlook(_context(run, size), size.training_rows)
+    price = teaches or "The price is not known before a run."
+    yield Step(_as_yaml({"defense": _named_first(changed)}), why, f"{price}{_beside(run)}")
+
+
+def defense_at(run: RunFiles, target: float) -> DefenseSettings | None:
+    """Return a defense with that bound: the run's own, if one of its strengths has it."""
+    context = _context(run, None)
+    own = _defense_of(run)
+    found = None if own is None else own.at_leak_auc(target, context)
+    if found is not None and found.coverage().covers.includes(Covers.ANYBODY):
+        return found
+    try:
+        other = _SETTINGS.validate_python(
+            {"name": "projected_labels", "strength": {"leak_auc": target}}
+        )
+    except ValidationError:
+        return None
+    return other if other.refusal(context) is None else None
+
+
+def price_list(run: RunFiles, target: float | None, size: TableSize | None) -> list[Price]:
+    """Return what the run's table is worth under ``projected_labels`` at several bounds."""
+    if size is None or size.training_rows < 1 or not 0 < size.pos_fraction < 1:
+        return []
+    rank = (run.active.settings.get("defense") or {}).get("rank", _RANK)
+    rank = rank if isinstance(rank, int) and rank > 0 else _RANK
+    classes = num_classes(run)
+    bounds = sorted({*TYPICAL_BOUNDS, *([] if target is None else [target])})
+    found = []
+    for bound in bounds:
+        mu = mu_of_leak_auc(bound)
+        worth = outlook(size.training_rows, size.pos_fraction, mu, rank, classes)
+        found.append(Price(bound, worth.rows, worth.share, bound == target))
+    return found
+
+
+def _defense_of(run: RunFiles) -> DefenseSettings | None:
+    try:
+        return _SETTINGS.validate_python(run.active.settings.get("defense") or {})
+    except ValidationError:  # settings of another version
+        return None
+
+
+def _context(run: RunFiles, size: TableSize | None) -> DefenseContext:
+    contract = run.active.settings.get("contract") or {}
+    shape = tuple(contract.get("cut_shape") or (1,))
+    epochs = contract.get("epochs")
+    return DefenseContext(
+        shape,
+        num_classes(run),
+        0.5 if size is None else size.pos_fraction,
+        epochs if isinstance(epochs, int) and epochs > 0 else 1,
+    )
+
+
+def _uses_of(settings: Mapping[str, Any]) -> LabelUses:
+    gate = settings.get("leak_gate") or {}
+    return LabelUses(
+        allows_audits=bool(settings.get("allow_audits")),
+        has_stopping_gate=gate.get("action") == "stop",
+        begins_with_labels=bool(settings.get("initial_weights")),
+    )
+
+
+def _without(setting: str, why: str) -> tuple[str, str, str]:
+    written, price = {
+        "allow_audits": ("allow_audits: false", "The passive party learns no leak AUC."),
+        "leak_gate": ("leak_gate: {action: warn}", "A finding is logged and does not end the run."),
+    }.get(
+        setting,
+        (
+            f"{setting}: null",
+            "The run starts from fresh weights, and learns again what the earlier one knew.",
+        ),
+    )
+    return written, why, price
+
+
+def _beside(run: RunFiles) -> str:
+    auc = run.active.summary.of_active.model.test_auc
+    return "" if auc is None else f" This run, with its own settings, has a test AUC of {auc:.4f}."
+
+
+def _named_first(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": values["name"]} | {n: value for n, value in values.items() if n != "name"}
+
+
+def _as_yaml(values: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(dict(values), sort_keys=False).strip()

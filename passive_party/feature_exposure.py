@@ -1,0 +1,212 @@
+"""Measures what this party's activations tell of its own features, without any label.
+
+Somebody who knows the features of some rows fits a linear map from activations to a column, and
+applies it to rows whose features they do not know. Here the map is ridge regression, cross-fitted:
+each row is predicted by a map that has not seen it. A numeric column's figure is R^2, the share of
+its variance that is reconstructed (0: no better than the mean). A category's figure is the accuracy
+of the category with the highest score, beside the share of the most frequent category, which needs
+no activation.
+
+It is a lower bound: a nonlinear map, or the bottom model itself, may tell more, and so may several
+columns together.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from splitveil.common.data.features import FeatureEncoder, Features
+from splitveil.common.record.values import as_count, as_list, as_mapping, as_number, as_text
+from splitveil.common.run.sample_order import Positions
+from splitveil.passive_party.bottom_trainer import BottomTrainer
+
+FOLDS = 5
+LEAST_ROWS = 50
+"""Fewer rows say nothing."""
+MOST_DIMENSIONS = 1024
+"""Wider activations are projected onto as many random directions first."""
+MOST_CATEGORIES = 64
+"""The most frequent categories of a column; the others count as one."""
+
+_RIDGE = 1e-3
+"""Penalty per row, in units of the variance of a standardised activation."""
+_SEED = 0
+_EMBEDDED_AT_ONCE = 1024
+
+_Numbers = npt.NDArray[np.float64]
+Kind = Literal["numeric", "categorical"]
+
+
+class ColumnExposure(NamedTuple):
+    """How well one column is reconstructed from activations."""
+
+    name: str
+    kind: Kind
+    figure: float
+    """R^2, or accuracy; of rows that the map has not seen."""
+    without: float
+    """The same without activations: 0, or the share of the most frequent category."""
+
+    @property
+    def gain_fraction(self) -> float:
+        """Share of what was unknown without activations that they reveal, within 0 and 1."""
+        unknown = 1 - self.without
+        return max(0.0, (self.figure - self.without) / unknown) if unknown > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class FeatureExposure:
+    """What activations tell of the features of some rows."""
+
+    rows: int
+    dimensions: int
+    """Values per activation."""
+    columns: tuple[ColumnExposure, ...]
+    own_rows: int
+    """Rows of this party's file, whose blinded ids were offered."""
+    has_images: bool = False
+    """Whether there are images, whose reconstruction is not measured."""
+
+
+def measure_exposure(
+    trainer: BottomTrainer,
+    encoder: FeatureEncoder,
+    own_rows: int,
+    most_rows: int,
+) -> FeatureExposure | None:
+    """Reconstruct the features of some aligned rows from the activations of the trained model.
+
+    Args:
+        trainer: the bottom model with its features.
+        encoder: names the columns.
+        own_rows: number of rows of this party's file.
+        most_rows: number of rows that are sampled.
+
+    Returns:
+        None if there are too few rows.
+    """
+    aligned_rows = trainer.num_rows
+    count = min(aligned_rows, most_rows)
+    if count < LEAST_ROWS:
+        return None
+    generator = np.random.default_rng(_SEED)
+    positions = np.sort(generator.choice(aligned_rows, count, replace=False))
+    activations, features = _embedded(trainer, positions)
+    dimensions = activations.shape[1]
+    if dimensions > MOST_DIMENSIONS:
+        directions = generator.normal(size=(dimensions, MOST_DIMENSIONS))
+        activations = activations @ directions / MOST_DIMENSIONS**0.5
+    folds = generator.permutation(count) % FOLDS
+    columns = tuple(_columns(activations, features, encoder, folds))
+    return FeatureExposure(count, dimensions, columns, own_rows, encoder.image is not None)
+
+
+def exposure_to_json(exposure: FeatureExposure) -> dict[str, Any]:
+    """Return the form of the figures in ``exposure.json``."""
+    return {
+        "rows": exposure.rows,
+        "dimensions": exposure.dimensions,
+        "own_rows": exposure.own_rows,
+        "has_images": exposure.has_images,
+        "columns": [one._asdict() for one in exposure.columns],
+    }
+
+
+def exposure_from_json(document: object) -> FeatureExposure | None:
+    """Return the figures that a decoded JSON document holds; None if it is of another form."""
+    values = as_mapping(document)
+    rows, dimensions, own = (
+        as_count(values.get(name)) for name in ("rows", "dimensions", "own_rows")
+    )
+    if rows is None or dimensions is None or own is None:
+        return None
+    columns = tuple(_read_columns(as_list(values.get("columns"))))
+    return FeatureExposure(rows, dimensions, columns, own, values.get("has_images") is True)
+
+
+def cross_fitted(inputs: _Numbers, targets: _Numbers, folds: npt.NDArray[np.int64]) -> _Numbers:
+    """Predict each row's targets by ridge regression on the other folds' rows.
+
+    Args:
+        inputs: (rows, dimensions).
+        targets: (rows, targets).
+        folds: number of each row's fold, (rows,).
+    """
+    predicted = np.empty_like(targets)
+    for fold in np.unique(folds):
+        known, asked = folds != fold, folds == fold
+        centre, spread = inputs[known].mean(axis=0), inputs[known].std(axis=0)
+        # A unit that is silent on the known rows tells nothing.
+        spread = np.where(spread > 0, spread, np.inf)
+        fitted_on = (inputs[known] - centre) / spread
+        mean = targets[known].mean(axis=0)
+        penalty = _RIDGE * len(fitted_on) * np.eye(inputs.shape[1])
+        weights = np.linalg.solve(
+            fitted_on.T @ fitted_on + penalty, fitted_on.T @ (targets[known] - mean)
+        )
+        predicted[asked] = (inputs[asked] - centre) / spread @ weights + mean
+    return predicted
+
+
+def _embedded(trainer: BottomTrainer, positions: Positions) -> tuple[_Numbers, Features]:
+    parts = np.array_split(positions, range(_EMBEDDED_AT_ONCE, len(positions), _EMBEDDED_AT_ONCE))
+    activations = [trainer.embed(trainer.rows(part)).flatten(1).double().cpu() for part in parts]
+    return (
+        np.concatenate([part.numpy() for part in activations]),
+        trainer.rows(positions).to(activations[0].device),
+    )
+
+
+def _columns(
+    activations: _Numbers,
+    features: Features,
+    encoder: FeatureEncoder,
+    folds: npt.NDArray[np.int64],
+) -> Iterator[ColumnExposure]:
+    if features.numeric is not None:
+        numbers = features.numeric.double().numpy()
+        predicted = cross_fitted(activations, numbers, folds)
+        errors = ((numbers - predicted) ** 2).sum(axis=0)
+        totals = ((numbers - numbers.mean(axis=0)) ** 2).sum(axis=0)
+        for scaler, error, total in zip(encoder.numeric, errors, totals, strict=True):
+            if total > 0:
+                yield ColumnExposure(scaler.name, "numeric", float(1 - error / total), 0.0)
+    if features.categorical is not None:
+        for vocabulary, slots in zip(
+            encoder.categorical, features.categorical.numpy().T, strict=True
+        ):
+            found = _of_category(activations, slots, folds)
+            if found is not None:
+                yield ColumnExposure(vocabulary.name, "categorical", *found)
+
+
+def _of_category(
+    activations: _Numbers, slots: npt.NDArray[np.int64], folds: npt.NDArray[np.int64]
+) -> tuple[float, float] | None:
+    """Return the accuracy with and without activations; None if there is one category only."""
+    _, members, counts = np.unique(slots, return_inverse=True, return_counts=True)
+    if len(counts) < 2:
+        return None
+    rank = np.empty(len(counts), dtype=np.int64)
+    rank[np.argsort(-counts, kind="stable")] = np.arange(len(counts))
+    classes = np.minimum(rank[members], MOST_CATEGORIES)
+    predicted = cross_fitted(activations, np.eye(classes.max() + 1)[classes], folds)
+    shares = np.bincount(classes) / len(classes)
+    return float((predicted.argmax(axis=1) == classes).mean()), float(shares.max())
+
+
+def _read_columns(entries: Sequence[object]) -> Iterator[ColumnExposure]:
+    for entry in map(as_mapping, entries):
+        yield from _read_column(entry)
+
+
+def _read_column(values: Mapping[str, Any]) -> Iterator[ColumnExposure]:
+    name, kind = as_text(values.get("name")), values.get("kind")
+    figure, without = as_number(values.get("figure")), as_number(values.get("without"))
+    if name is None or figure is None or without is None:
+        return
+    if kind == "numeric" or kind == "categorical":  # noqa: PLR1714 - narrows the type
+        yield ColumnExposure(name, kind, figure, without)

@@ -53,10 +53,10 @@ def test_nothing_towards_the_passive_party_is_named_like_a_label_or_a_loss(metho
 
 
 def test_what_programs_are_told_is_no_part_of_the_wire_between_the_parties() -> None:
-    assert prediction_pb2.DESCRIPTOR.services_by_name.keys() == {"Predictions"}
+    assert list(prediction_pb2.DESCRIPTOR.services_by_name) == ["Predictions"]
     assert not prediction_pb2.DESCRIPTOR.dependencies
-    wire = pb.DESCRIPTOR.message_types_by_name.keys()
-    assert not wire & prediction_pb2.DESCRIPTOR.message_types_by_name.keys()
+    wire = set(pb.DESCRIPTOR.message_types_by_name)
+    assert not wire & set(prediction_pb2.DESCRIPTOR.message_types_by_name)
     imported = {
         path.relative_to(ROOT).parts[0]
         for path in ROOT.glob("*/**/*.py")

@@ -39,7 +39,7 @@ lint: $(INSTALLED)
 	$(BIN)/pytest -q tests/maths/test_house.py
 
 protos: $(INSTALLED)
-	$(BIN)/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. protos/split_learning.proto
+	$(BIN)/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. protos/*.proto
 
 settings: $(INSTALLED)
 	$(BIN)/python -m splitveil.settings_reference > docs/settings.md

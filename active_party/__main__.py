@@ -30,7 +30,7 @@ from splitveil.active_party.ledger.earlier_ledgers import LEDGER
 from splitveil.active_party.plan import show
 from splitveil.active_party.planned import plan_of
 from splitveil.active_party.report import write_comparison, write_report
-from splitveil.active_party.results import save_results
+from splitveil.active_party.results import save_alone, save_results
 from splitveil.active_party.serving.probe_server import probe_checks
 from splitveil.active_party.serving.server import start_server
 from splitveil.active_party.serving.service import ActiveService
@@ -94,6 +94,7 @@ def perform(parsed: argparse.Namespace) -> int:
         "plan": _plan,
         "predict": predict,
         "report": _report,
+        "serve": _serve,
         "verify-transcript": command_line.verify_transcript,
     }
     return exit_code_of(partial(actions[parsed.command], parsed))
@@ -169,6 +170,7 @@ def _train(
             server.stop(GRACE_S).wait()
             engine.close()
             recorder.note_refit(save_results(settings, folder, session, build_trainer))
+            recorder.note_alone(save_alone(settings, folder, session, build_trainer))
     # The monitor measures the last batches only after the last answer has left.
     stopped = stopped or recorder.objection()
     summary = recorder.summary(dict(service.refused))
@@ -344,6 +346,13 @@ def _report(parsed: argparse.Namespace) -> None:
     if parsed.json:
         print_json({"report": str(written)})
     logger.info("report written to %s", written)
+
+
+def _serve(parsed: argparse.Namespace) -> None:
+    # A run need not wait for the libraries of HTTP.
+    from splitveil.active_party.online.command import serve  # noqa: PLC0415
+
+    serve(parsed)
 
 
 _REPORT_LATER = "once the cause is gone: active-party report"

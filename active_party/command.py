@@ -39,6 +39,7 @@ def run(parsed: argparse.Namespace) -> int:
 def _add_own_commands(commands: Commands) -> None:
     _add_plan(commands)
     _add_predict(commands)
+    _add_serve(commands)
     _add_report(commands)
 
 
@@ -94,6 +95,19 @@ def _add_predict(commands: Commands) -> None:
         "its ids are meant",
     )
     add_json(command)
+
+
+def _add_serve(commands: Commands) -> None:
+    command = add_command(
+        commands, "serve", "answer other programs' requests for predictions, until stopped"
+    )
+    command.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help="table with this party's own features, which needs no labels (default: data.source "
+        "of the settings)",
+    )
 
 
 def _add_report(commands: Commands) -> None:

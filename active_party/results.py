@@ -3,6 +3,8 @@
 checkpoint/model.safetensors      the top model as it was trained
 checkpoint/refitted.safetensors   the same, fitted to the true labels afterwards; only for this
                                   party's own predictions, never for another run
+checkpoint/alone.safetensors      a model of this party's own features alone, for predictions
+                                  while a passive party is away
 checkpoint/ledger.safetensors     the account book
 checkpoint/targets.safetensors    targets by example, if the defense releases any
 checkpoint/test_predictions.safetensors
@@ -21,14 +23,21 @@ from splitveil.active_party.ledger.released_targets import TARGETS, targets_by_i
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.training.alone import build_alone, predicted_alone, train_alone
 from splitveil.active_party.training.held_out import save_predictions
-from splitveil.active_party.training.predictions import PredictionFigures
+from splitveil.active_party.training.predictions import PredictionFigures, measure_predictions
 from splitveil.active_party.training.refit import Fitting
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.run.inference import ModelIdentity
 from splitveil.common.storage.initial_weights import RELEASED_LABELS, TRUE_LABELS
-from splitveil.common.storage.model_files import REFITTED, delete_saved, save_model, save_tensors
+from splitveil.common.storage.model_files import (
+    ALONE,
+    REFITTED,
+    delete_saved,
+    save_model,
+    save_tensors,
+)
 from splitveil.common.storage.trained_model import identity_metadata
 
 logger = logging.getLogger(__name__)
@@ -64,6 +73,44 @@ def save_results(
     if session.stage is not Stage.FINISHED or not settings.defense.refits_top:
         return None
     return _refit(settings, folder, session, trainer)
+
+
+def save_alone(
+    settings: ActiveSettings, folder: Path, session: ActiveSession, builder: TrainerBuilder
+) -> PredictionFigures | None:
+    """Train and save a model of this party's own features alone, if the settings ask for one.
+
+    It learns from true labels: the run is over, and nothing of this model is ever sent.
+
+    Returns:
+        Its figures on the test rows; None if there is no such model, or there are no test rows.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    delete_saved(folder, ALONE)
+    trainer, encoder = session.trainer, builder.encoder
+    rows = None if trainer is None else trainer.rows_alone()
+    is_wanted = settings.serving.fallback and session.stage is Stage.FINISHED
+    if not is_wanted or rows is None or encoder is None:
+        return None
+    splits = session.answering.rows.splits
+    model = train_alone(
+        build_alone(encoder, settings.data.num_classes, settings.model_seed),
+        rows,
+        torch.from_numpy(splits["train"].copy()),
+        lambda model: build_optimizer(settings.optimizer, model),
+        settings.contract.batch_size,
+        settings.model_seed,
+    )
+    metadata = TRUE_LABELS | _identity(settings, session)
+    save_tensors(folder, ALONE, model.state_dict(), metadata)
+    if not len(splits["test"]):
+        return None
+    logits, labels = predicted_alone(model, rows, torch.from_numpy(splits["test"].copy()))
+    figures = measure_predictions(logits, labels)
+    logger.info("this party's own features alone: test AUC %.4f", figures.auc)
+    return figures
 
 
 def _identity(settings: ActiveSettings, session: ActiveSession) -> dict[str, str]:

@@ -11,6 +11,7 @@ from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.earlier_ledgers import SETTING, open_books
 from splitveil.active_party.ledger.label_signals import LabelUses, label_signals, objection_to
 from splitveil.active_party.ledger.limit import Limit
+from splitveil.active_party.serving_settings import ServingSettings
 from splitveil.common.data.source_settings import expand_path
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.settings import ModelSettings
@@ -61,7 +62,8 @@ class LeakAucBudget(PeersOfBudget):
     """Highest AUC that a score computed from all answers together may reach on any example.
 
     The limit is compared with the ledger's bound for these peers. Where all answers are a Gaussian
-    mechanism, that is the exact figure; otherwise it is the bound for any distributions.
+    mechanism, or follow from one noisy label, that is the exact figure; otherwise it is the bound
+    for any distributions, or a smaller one where the defense has it.
     """
 
     @property
@@ -252,6 +254,9 @@ class ActiveSettings(PartySettings):
     inference: InferenceSettings = InferenceSettings()
     """Predictions with the trained model."""
 
+    serving: ServingSettings = ServingSettings()
+    """Online predictions for other programs of this party."""
+
     early_stopping: EarlyStopping | None = None
     """Rule for stopping before the contract's last epoch; ``null`` for none. The peer then learns
     when the run ends, which depends on the validation labels: the bounds are about training labels
@@ -323,6 +328,8 @@ class ActiveSettings(PartySettings):
                 "defense.earlier: needs earlier_ledgers: what earlier targets tell of labels is in "
                 "the ledgers of the runs that released them"
             )
+        if self.serving.fallback and self.data.features is None:
+            raise ValueError("serving.fallback: needs data.features: it predicts from them alone")
         if self.allow_audits and not self.contract.audits_allowed:
             raise ValueError("allow_audits needs contract.audits_allowed")
         self._check_leak_gate()

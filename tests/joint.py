@@ -20,7 +20,7 @@ from torch import Tensor
 from splitveil import simulation
 from splitveil.active_party.inference.joint_model import ModelChoice
 from splitveil.active_party.inference.predictor import Predictor, open_predictor
-from splitveil.active_party.results import save_results
+from splitveil.active_party.results import save_alone, save_results
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import Evaluation, Evaluator
 from splitveil.active_party.training.predictions import PredictionFigures
@@ -66,6 +66,7 @@ class Trained:
     """What the last evaluation found for them."""
     test: Evaluation
     refitted: PredictionFigures | None
+    alone: PredictionFigures | None
     run_id: str
 
     def active(self, *overrides: str) -> ActiveSettings:
@@ -152,6 +153,7 @@ def _train(settings: simulation.PartiesSettings, certificates: Path) -> Trained:
     folder = settings.active.run_folder(ACTIVE)
     folder.mkdir(parents=True)
     refitted = save_results(settings.active, folder, session, builder)
+    alone = save_alone(settings.active, folder, session, builder)
     for name, party in parties.items():
         trainer = party.run.trainer
         assert trainer is not None
@@ -168,6 +170,7 @@ def _train(settings: simulation.PartiesSettings, certificates: Path) -> Trained:
         torch.cat(evaluated.logits),
         seen.evaluations[-1],
         refitted,
+        alone,
         session.run_id,
     )
 

@@ -18,6 +18,21 @@ function of its output (Kairouz, Oh and Viswanath, "The Composition Theorem for 
 Privacy", ICML 2015). Its AUC is therefore the bound of all.
 Phi(mu / sqrt 2) is that of Gaussian differential privacy (Dong, Roth and Su, "Gaussian Differential
 Privacy", 2022, whose trade-off curve encloses this area).
+
+For releases that follow each other the AUCs do not add up, and Gaussian mechanisms do: mu^2. One
+tells no less than a mechanism if its trade-off curve, the error on one label at each error on the
+other, lies nowhere above the mechanism's (Blackwell; theorem 2 there). Its curve is convex, goes
+through (0, 1) and (1, 0), and consists of the points (Phi(-z), Phi(z - mu)).
+
+    randomised response   the curve is a polygon with the corners (s, 1 - k), (1 - k, s), k the
+                          probability of the own class and s that of the other. A convex curve that
+                          lies below the corners lies below the sides:
+                          mu = Phi^-1(k) - Phi^-1(s)
+    Laplace               between the straight ends at (exp(-e)/2, 1/2) and (1/2, exp(-e)/2), the
+                          curve is a b = exp(-e)/4. Phi(-z) Phi(z - mu) is log-concave in z and
+                          symmetric, so it is largest at z = mu/2: with
+                          mu = -2 Phi^-1(exp(-e/2)/2) it is exp(-e)/4 there, and below it elsewhere;
+                          the ends follow by convexity. Two numbers: twice that mu^2, at e/2
 """
 
 import math
@@ -48,16 +63,33 @@ def auc_of_epsilon(epsilon: float) -> float:
 def gaussian_of_epsilon(epsilon: float) -> float:
     """Return the mu of the weakest Gaussian mechanism that tells no less than any e-label-DP one.
 
-    The trade-off curve of randomised response is a polygon whose corner lies where both errors are
-    1/(1 + exp e). The Gaussian curve with mu = -2 Phi^-1(1/(1 + exp e)) passes through that corner
-    and through the polygon's ends; it is convex, so that it lies below both sides. A smaller mu
-    would miss the corner.
-
     Args:
         epsilon: at least 0; infinite for none.
     """
-    # 1/(1 + exp e) is about exp(-e), and 0 in double precision from 745 on.
-    return -2 * NormalDist().inv_cdf(1 / (1 + math.exp(epsilon))) if epsilon < 700 else math.inf
+    # exp(-e) is 0 in double precision from 745 on.
+    return gaussian_of_response(epsilon) if epsilon < 700 else math.inf
+
+
+def gaussian_of_response(epsilon: float, num_classes: int = 2) -> float:
+    """Return the mu of the weakest Gaussian mechanism that tells no less than randomised response.
+
+    Args:
+        epsilon: as for ``response_auc``, and below 700.
+        num_classes: as for ``response_auc``.
+    """
+    swapped = 1 / (math.exp(epsilon) + num_classes - 1)
+    return -NormalDist().inv_cdf((num_classes - 1) * swapped) - NormalDist().inv_cdf(swapped)
+
+
+def gaussian_of_laplace(epsilon: float, num_numbers: int = 1) -> float:
+    """Return the mu of a Gaussian mechanism that tells no less than numbers with Laplace noise.
+
+    Args:
+        epsilon: as for ``laplace_auc``.
+        num_numbers: as for ``laplace_auc``; for 1 there is no weaker Gaussian mechanism.
+    """
+    each = -2 * NormalDist().inv_cdf(math.exp(-epsilon / num_numbers / 2) / 2)
+    return each * math.sqrt(num_numbers)
 
 
 def response_auc(epsilon: float, num_classes: int = 2) -> float:

@@ -43,18 +43,26 @@ class ChargeForecast(NamedTuple):
     leak_auc: float | None = None
     """AUC that no score of repeated noise passes, see ``LeakCharge``."""
 
+    dominating_mu: float | None = None
+    """mu of a Gaussian mechanism that tells no less than repeated noise, see ``LeakCharge``."""
+
     def times(self, answers: int) -> "ChargeForecast":
         """Return the sum over several answers with independent noise."""
         if answers == 1:
             return self
         whole = self._replace(low=self.low * answers, high=self.high * answers)
-        return whole._replace(epsilon=None, leak_auc=None)
+        return whole._replace(epsilon=None, leak_auc=None, dominating_mu=None)
 
     def as_charge(self) -> LeakCharge:
         """Return the highest charge that is forecast."""
-        noise = None if self.epsilon is None and self.leak_auc is None else "forecast"
         return LeakCharge(
-            self.high, noise, self.epsilon, self.covers, self.is_gaussian, self.leak_auc
+            self.high,
+            "forecast",
+            self.epsilon,
+            self.covers,
+            self.is_gaussian,
+            self.leak_auc,
+            self.dominating_mu,
         )
 
     @classmethod
@@ -68,7 +76,9 @@ class ChargeForecast(NamedTuple):
     def of(cls, charge: LeakCharge) -> "ChargeForecast":
         """Return a charge that the settings determine, with everything that is known of it."""
         exact = cls.exactly(charge.sum_kl, charge.covers, is_gaussian=charge.is_gaussian)
-        return exact._replace(epsilon=charge.epsilon, leak_auc=charge.leak_auc)
+        return exact._replace(
+            epsilon=charge.epsilon, leak_auc=charge.leak_auc, dominating_mu=charge.dominating_mu
+        )
 
     @property
     def is_promise(self) -> bool:

@@ -47,10 +47,15 @@ class LeakCharge:
     mostly smaller than what follows from ``sum_kl``. It bounds an account that is charged nothing
     else. From ``epsilon`` it follows without being stated."""
 
+    dominating_mu: float | None = None
+    """mu of a Gaussian mechanism that tells no less than all answers of this identity together,
+    where one is known: with it the charge adds up to other charges. It follows from ``is_gaussian``
+    and from ``epsilon`` without being stated."""
+
     def __post_init__(self) -> None:
         """Replace a divergence that is not a number by infinity, which exceeds every budget.
 
-        An epsilon or AUC that cannot be one counts as unknown.
+        An epsilon, AUC or mu that cannot be one counts as unknown.
         """
         if not self.sum_kl >= 0:
             object.__setattr__(self, "sum_kl", math.inf)
@@ -58,6 +63,8 @@ class LeakCharge:
             object.__setattr__(self, "epsilon", None)
         if self.leak_auc is not None and not 0.5 <= self.leak_auc <= 1:
             object.__setattr__(self, "leak_auc", None)
+        if self.dominating_mu is not None and not self.dominating_mu >= 0:
+            object.__setattr__(self, "dominating_mu", None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ from splitveil.active_party.defenses.interface import (
     RawBatch,
 )
 from splitveil.active_party.defenses.label_mechanisms import ResponseWithPrior, label_leak
-from splitveil.active_party.defenses.label_strength import leak_auc_of
+from splitveil.active_party.defenses.label_strength import dominating_mu_of, leak_auc_of
 from splitveil.active_party.defenses.noise import DrawKeys, secure_uniform
 from splitveil.active_party.defenses.rows import as_classes, as_rows
 from splitveil.common.privacy.covers import Covers
@@ -141,6 +141,7 @@ class LabelsWithPrior(Defense):
                 epsilon=epsilon,
                 covers=Covers.ANYBODY,
                 leak_auc=bound,
+                dominating_mu=dominating_mu_of(self._mechanism, self._num_classes),
             ),
         )
         return Defended(DefendedGradient(batch.gradients.detach()), report)

@@ -13,6 +13,9 @@ from functools import partial
 from splitveil.active_party.defenses.exact_auc import (
     auc_of_epsilon,
     gaussian_auc,
+    gaussian_of_epsilon,
+    gaussian_of_laplace,
+    gaussian_of_response,
     laplace_auc,
     response_auc,
     strength_for_auc,
@@ -46,6 +49,26 @@ def leak_auc_of(mechanism: LabelMechanism, num_classes: int = 2) -> float:
             return response_auc(mechanism.epsilon, num_classes)
         case ResponseWithPrior():
             return auc_of_epsilon(mechanism.epsilon)
+
+
+def dominating_mu_of(mechanism: LabelMechanism, num_classes: int = 2) -> float:
+    """Return the mu of a Gaussian mechanism that tells no less than one draw, between two classes.
+
+    Args:
+        mechanism: kind and strength of the noise.
+        num_classes: number of classes.
+    """
+    match mechanism:
+        case GaussianLabels() | ProjectedBatches():
+            return 1 / mechanism.noise_ratio
+        case LaplaceLabels():
+            return gaussian_of_laplace(mechanism.epsilon)
+        case AlibiLabels():
+            return gaussian_of_laplace(mechanism.epsilon, 2)
+        case RandomizedResponse():
+            return gaussian_of_response(mechanism.epsilon, num_classes)
+        case ResponseWithPrior():
+            return gaussian_of_epsilon(mechanism.epsilon)
 
 
 def at_leak_auc(

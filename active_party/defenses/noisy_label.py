@@ -54,7 +54,11 @@ from splitveil.active_party.defenses.label_mechanisms import (
     strength_name,
 )
 from splitveil.active_party.defenses.label_prior import LabelsWithPrior
-from splitveil.active_party.defenses.label_strength import at_leak_auc, leak_auc_of
+from splitveil.active_party.defenses.label_strength import (
+    at_leak_auc,
+    dominating_mu_of,
+    leak_auc_of,
+)
 from splitveil.active_party.defenses.noise import SecureNoise, fresh_key
 from splitveil.active_party.defenses.rows import as_classes, as_rows
 from splitveil.active_party.defenses.section import (
@@ -160,8 +164,11 @@ class NoisyLabelDefense(SeededDefense):
             epsilon=leak.epsilon if self.top_labels == "noisy" else None,
             covers=self.coverage().covers,
             is_gaussian=self.is_gaussian,
-            # That of a Gaussian mechanism follows from its divergence.
+            # Those of a Gaussian mechanism follow from its divergence.
             leak_auc=None if self.is_gaussian else leak_auc_of(self.mechanism, num_classes),
+            dominating_mu=None
+            if self.is_gaussian
+            else dominating_mu_of(self.mechanism, num_classes),
         )
 
     def forecast(self, context: DefenseContext) -> Forecast:

@@ -96,6 +96,20 @@ class EmbedClient:
         self._max_ids = min(most_ids(self.connection.contract), described.max_ids)
         return described
 
+    @property
+    def has_lost_stream(self) -> bool:
+        """Whether a stream was open and has ended: the next request opens another one."""
+        stream = self._stream
+        return stream is not None and stream.is_over
+
+    def open_stream(self) -> None:
+        """Open the stream before the first request, so that its loss is noticed without one.
+
+        Raises:
+            PeerError: no server answers, or one that this party does not trust.
+        """
+        self._opened()
+
     def submit(self, ids: Sequence[str]) -> "Future[Embedded]":
         """Ask for the activations of some ids without waiting.
 

@@ -54,7 +54,8 @@ class JointModel:
         self._model = model.to(device)
         self._aggregation = aggregation
         self._device = device
-        self._shape_of_none = (0,) if num_classes == 2 else (0, num_classes)
+        self.shape_of_row: tuple[int, ...] = () if num_classes == 2 else (num_classes,)
+        """The shape of one row's probabilities."""
         self._computing = threading.Lock()
 
     @classmethod
@@ -97,7 +98,7 @@ class JointModel:
             own: this party's own features of the rows; None if the model has none.
         """
         if not len(activations[0]):
-            return np.empty(self._shape_of_none, np.float32)
+            return np.empty((0, *self.shape_of_row), np.float32)
         with self._computing:
             cut = aggregate(self._aggregation, activations).to(self._device, torch.float32)
             features = None if own is None else own.to(self._device)

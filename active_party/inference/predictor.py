@@ -17,6 +17,7 @@ from splitveil.active_party.inference.embed_client import EmbedClient
 from splitveil.active_party.inference.joint_model import JointModel, ModelChoice
 from splitveil.active_party.inference.table_client import TableClient
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.data.features import Features
 from splitveil.common.data.id_index import ABSENT
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.credentials import credential_files
@@ -137,15 +138,26 @@ class Predictor:
         """Answer some ids; the same as ``ask`` and ``finish``."""
         return self.finish(self.ask(ids), timeout_s)
 
-    def combine(self, asked: Asked, embedded: Sequence[Embedded]) -> Predictions:
-        """Compute the probabilities of a question from all its answers."""
+    def combine(
+        self, asked: Asked, embedded: Sequence[Embedded], given: Features | None = None
+    ) -> Predictions:
+        """Compute the probabilities of a question from all its answers.
+
+        Args:
+            asked: the question.
+            embedded: the answer of each passive party.
+            given: this party's own features of the ids, in their order, in place of those in its
+                table.
+        """
         found = np.logical_and.reduce([answer.known for answer in embedded])
         missing_at = {
             client.party: int((~answer.known).sum())
             for client, answer in zip(self.clients, embedded, strict=True)
         }
         own = None
-        if self.own_rows is not None and asked.rows is not None:
+        if given is not None:
+            own = given.rows(torch.from_numpy(np.flatnonzero(found)))
+        elif self.own_rows is not None and asked.rows is not None:
             is_known = asked.rows != ABSENT
             missing_at[ACTIVE] = int((~is_known).sum())
             found &= is_known

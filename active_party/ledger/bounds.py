@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from splitveil.active_party.defenses.interface import LeakCharge
 from splitveil.active_party.defenses.sum_kl import estimated_auc
-from splitveil.active_party.ledger.odds import ManyOdds, Odds, odds_of
+from splitveil.active_party.ledger.odds import Kinds, ManyOdds, Odds, odds_of
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.storage.answer_log import ChargedAnswer
 from splitveil.common.text.upper_bounds import auc_at_most
@@ -147,8 +147,8 @@ def widest_covered(caveats: int) -> Covers:
 
 def odds_of_entry(entry: ChargedAnswer) -> Odds:
     """Return what is known of a charge besides its divergence."""
-    is_gaussian = not entry.caveats & NOT_GAUSSIAN
-    return odds_of(entry.sum_kl, entry.epsilon, entry.leak_auc, is_gaussian=is_gaussian)
+    mu = entry.dominating_mu if entry.caveats & NOT_GAUSSIAN else math.sqrt(entry.sum_kl)
+    return odds_of(entry.sum_kl, entry.epsilon, entry.leak_auc, mu)
 
 
 def auc_bound(sum_kl: float, odds: Odds, caveats: int, peers: Covers) -> float:
@@ -206,11 +206,17 @@ class _Group(NamedTuple):
 
 
 def _groups(sums: Divergences, caveats: Caveats, odds: ManyOdds) -> Iterator[_Group]:
-    kinds = odds.kinds * (UNKNOWN + 1) + caveats
+    first = int(odds.kinds[0])
+    kinds: Caveats | Kinds = caveats
+    if (odds.kinds == first).all():  # mostly so, and of millions that saves most of the time
+        first *= UNKNOWN + 1
+    else:
+        kinds, first = odds.kinds * (UNKNOWN + 1) + caveats, 0
     present = np.flatnonzero(np.bincount(kinds)).tolist()
     for kind in present:
         of_kind = sums if len(present) == 1 else sums[kinds == kind]
-        yield _Group.of(of_kind, kind % (UNKNOWN + 1), odds.table[kind // (UNKNOWN + 1)])
+        known, caveat = divmod(first + kind, UNKNOWN + 1)
+        yield _Group.of(of_kind, caveat, odds.table[known])
 
 
 def _bound_for(peers: Covers, groups: list[_Group], sum_kl: Spread) -> PeerBound:

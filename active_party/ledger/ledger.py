@@ -284,15 +284,22 @@ class LeakLedger:
 def logged(charge: LeakCharge) -> ChargedAnswer:
     """Return a charge in the form of the log of answers, with a digest instead of the identity."""
     caveats, identity = caveats_of(charge), charge.noise_identity
-    leak_auc = 1.0 if charge.leak_auc is None else charge.leak_auc
     if identity is None:
         # Fresh noise is Gaussian: the odds of a single answer have no bound, unless it tells
         # nobody anything.
         tells_nothing = charge.sum_kl == 0 and not caveats
-        epsilon = 0.0 if tells_nothing else math.inf
-        return ChargedAnswer(charge.sum_kl, b"", epsilon, caveats, leak_auc)
-    epsilon = math.inf if charge.epsilon is None else charge.epsilon
-    return ChargedAnswer(charge.sum_kl, _digest(identity), epsilon, caveats, leak_auc)
+        epsilon, digest = 0.0 if tells_nothing else math.inf, b""
+    else:
+        epsilon = math.inf if charge.epsilon is None else charge.epsilon
+        digest = _digest(identity)
+    return ChargedAnswer(
+        charge.sum_kl,
+        digest,
+        epsilon,
+        caveats,
+        1.0 if charge.leak_auc is None else charge.leak_auc,
+        math.inf if charge.dominating_mu is None else charge.dominating_mu,
+    )
 
 
 def _digest(identity: str) -> bytes:

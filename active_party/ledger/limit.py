@@ -97,7 +97,10 @@ def num_answers_within(max_sum_kl: float, charge: float) -> float:
     """Return the number of answers of equal charge that a budget pays for; infinite for no charge.
 
     Args:
-        max_sum_kl: the rest of the budget; a negative rest pays for no answer.
+        max_sum_kl: the rest of the budget; a negative rest pays for no answer, an infinite one for
+            all of them.
         charge: divergence that each answer adds.
     """
-    return math.inf if charge == 0 else max(max_sum_kl, 0.0) * (1 + ROUNDING) // charge
+    if charge == 0 or max_sum_kl == math.inf:
+        return math.inf
+    return max(max_sum_kl, 0.0) * (1 + ROUNDING) // charge

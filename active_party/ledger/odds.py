@@ -8,11 +8,12 @@ where it is finite, and so does the smallest of them:
     1/2 + tanh(e/2)/2      all charges are label-DP, e in total (`exact_auc.auc_of_epsilon`)
     Phi(mu / sqrt 2)       no charge tells more than some Gaussian mechanism; mu^2 adds up
 
-The last one holds for mixtures. An e-label-DP release tells no more than a Gaussian mechanism of
-`exact_auc.gaussian_of_epsilon`, and releases that follow each other, however the later ones depend
-on the earlier ones, no more than the Gaussian mechanisms in their places (Dong, Roth and Su 2022,
-"Gaussian differential privacy", theorem 3.2). For a Gaussian mechanism mu^2 is the divergence
-itself, so an account remembers by how much mu^2 exceeds it.
+The last one holds for mixtures. A label of each mechanism tells no more than some Gaussian
+mechanism (`exact_auc`), and neither does any e-label-DP release (`exact_auc.gaussian_of_epsilon`).
+Releases that follow each other, however the later ones depend on the earlier ones, tell no more
+than the Gaussian mechanisms in their places (Dong, Roth and Su 2022, "Gaussian differential
+privacy", theorem 3.2). For a Gaussian mechanism mu^2 is the divergence itself, so an account
+remembers by how much mu^2 exceeds it.
 """
 
 import math
@@ -69,27 +70,23 @@ GAUSSIAN = Odds(1.0, math.inf, 0.0)
 OF_ANY_KIND = Odds(1.0, math.inf, math.inf)
 
 
-def odds_of(
-    sum_kl: float, epsilon: float, leak_auc: float = 1.0, *, is_gaussian: bool = False
-) -> Odds:
+def odds_of(sum_kl: float, epsilon: float, leak_auc: float = 1.0, mu: float = math.inf) -> Odds:
     """Return what is known of one release.
 
     Args:
         sum_kl: its divergence.
         epsilon: its label differential privacy; infinite for none.
         leak_auc: AUC that no score of it passes; 1 if none is known.
-        is_gaussian: whether it is a Gaussian mechanism with mu^2 = sum_kl.
+        mu: of a Gaussian mechanism that tells no less; infinite if none is known.
     """
     if sum_kl == 0:
         return NOTHING
     if not math.isfinite(sum_kl):
         return OF_ANY_KIND
-    of_epsilon = gaussian_of_epsilon(epsilon) ** 2 - sum_kl
-    return Odds(
-        min(auc_of_epsilon(epsilon), leak_auc),
-        epsilon,
-        0.0 if is_gaussian else max(of_epsilon, 0.0),
-    )
+    mu = min(mu, gaussian_of_epsilon(epsilon))
+    # Of a Gaussian mechanism nothing but rounding may be left: mu is the root of sum_kl.
+    excess = 0.0 if mu == math.sqrt(sum_kl) else max(mu**2 - sum_kl, 0.0)
+    return Odds(min(auc_of_epsilon(epsilon), leak_auc), epsilon, excess)
 
 
 class ManyOdds(NamedTuple):

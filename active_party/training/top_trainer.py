@@ -16,6 +16,7 @@ from splitveil.active_party.defenses import (
 )
 from splitveil.active_party.defenses.interface import LabelledRows, PendingRelease
 from splitveil.active_party.defenses.objective import BatchLabels, Objective, StepOutcome
+from splitveil.active_party.training.alone import OwnRows
 from splitveil.active_party.training.cut_memory import CutMemory
 from splitveil.active_party.training.label_free_facts import LabelFreeFacts
 from splitveil.active_party.training.predictions import (
@@ -263,6 +264,10 @@ class TopTrainer:
             return None
         self.learn()
         return refit_top(self.model, self._known(self.memory), self._training, fitting)
+
+    def rows_alone(self) -> OwnRows | None:
+        """Return what this party knows of all aligned rows by itself; None without features."""
+        return None if self._features is None else OwnRows(self._features, self._labels)
 
     def measure(self, model: nn.Module, positions: Positions) -> PredictionFigures | None:
         """Measure a model's predictions of some rows at their last activations.

@@ -83,6 +83,7 @@ class ActiveRecorder(RunRecorder):
         self._earlier: EarlierAnswers | None = None
         self._audits = 0
         self._refit: PredictionFigures | None = None
+        self._alone: PredictionFigures | None = None
 
     def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
         """Start the progress bar and the leak monitor."""
@@ -231,6 +232,10 @@ class ActiveRecorder(RunRecorder):
         """Note the test figures of the refitted model, if there is one."""
         self._refit = figures
 
+    def note_alone(self, figures: PredictionFigures | None) -> None:
+        """Note the test figures of the model of this party's features alone, if there is one."""
+        self._alone = figures
+
     def objection(self) -> LeakGateClosed | None:
         """Return the reason why the leak gate is closed; None while it is open."""
         return self._watch.objection()
@@ -282,6 +287,8 @@ class ActiveRecorder(RunRecorder):
         figures = ModelFigures(test.auc, test.loss, test.calibration_error, self._train_loss)
         if self._refit is not None:
             figures = figures._replace(test_auc_refit=self._refit.auc)
+        if self._alone is not None:
+            figures = figures._replace(test_auc_alone=self._alone.auc)
         if test.classes is None:
             return figures
         aucs = self._by_class(test.classes.aucs)

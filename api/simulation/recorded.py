@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from splitveil.active_party.results import save_results
+from splitveil.active_party.results import save_alone, save_results
 from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.common.errors import EndedForGood
 from splitveil.common.party import command_line
@@ -108,6 +108,7 @@ def run_recorded(settings: PartiesSettings, run_folder: Path) -> None:
             stopped = error  # as configured: it ends with a summary, like any other run
         finally:
             recorder.note_refit(save_results(settings.active, active_folder, session, top))
+            recorder.note_alone(save_alone(settings.active, active_folder, session, top))
             for party in passive.values():
                 party.save_model()
     stopped = stopped or recorder.objection()

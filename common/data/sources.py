@@ -49,8 +49,8 @@ class Part(NamedTuple):
     done_fraction: float  # fraction of the source that is done after this part
 
 
-class TableSource(Protocol):
-    """A source of rows."""
+class RowSource(Protocol):
+    """A source of rows that are read at once."""
 
     name: str
     """The name of the source in messages."""
@@ -62,6 +62,10 @@ class TableSource(Protocol):
     def read(self, names: Sequence[str]) -> Mapping[str, ArrowColumn]:
         """Return the named columns, all of the same length; nothing else is read."""
         ...
+
+
+class TableSource(RowSource, Protocol):
+    """A source of rows that may also be read in parts."""
 
     def parts(self, names: Sequence[str]) -> Iterator[Part]:
         """Yield the same rows with their images, in parts, so that memory can hold them."""

@@ -30,7 +30,7 @@ from splitveil.common.data.image_folder import ImageFolder
 from splitveil.common.data.kinds import open_source
 from splitveil.common.data.npz_file import NpzFile
 from splitveil.common.data.settings import DataSettings, Gaps, ImageSettings
-from splitveil.common.data.sources import TableSource, list_rows
+from splitveil.common.data.sources import RowSource, TableSource, list_rows
 from splitveil.common.data.timestamps import read_timestamps
 from splitveil.common.errors import DataError, SettingsError
 
@@ -92,7 +92,7 @@ class Selection(NamedTuple):
 
 
 def select_columns(
-    settings: DataSettings, source: TableSource, split_column: str | None = None
+    settings: DataSettings, source: RowSource, split_column: str | None = None
 ) -> Selection:
     """Find the columns that the settings name and the column by which the contract splits rows.
 
@@ -148,7 +148,21 @@ def read_table(settings: DataSettings, base_dir: Path, split_column: str | None 
         DataError: names the file, columns and rows (counted from 1, without the header line).
         SettingsError: a path names an environment variable that is not set.
     """
-    source = open_table_source(settings, base_dir)
+    return table_of(open_table_source(settings, base_dir), settings, split_column)
+
+
+def table_of(source: RowSource, settings: DataSettings, split_column: str | None = None) -> Table:
+    """Read and check the columns of an open source that the settings name.
+
+    Args:
+        source: the rows, whatever source the settings name.
+        settings: the party's data settings.
+        split_column: the column by which the contract splits the rows, if it does.
+
+    Raises:
+        DataError: names the source, columns and rows (counted from 1).
+        SettingsError: a column is requested for two purposes.
+    """
     features = settings.features
     selection = select_columns(settings, source, split_column)
     columns = source.read(selection.needed)
@@ -327,7 +341,7 @@ def _common_length(columns: Mapping[str, Any], image: NDArray[Any] | None, sourc
     return lengths.pop()
 
 
-def _read_image(source: TableSource, settings: ImageSettings) -> NDArray[Any]:
+def _read_image(source: RowSource, settings: ImageSettings) -> NDArray[Any]:
     if isinstance(source, ImageFolder):
         return part_image(source.read_images(), settings, source.name)
     if isinstance(source, NpzFile) and settings.array is not None:

@@ -51,6 +51,7 @@ MAY_CHANGE = frozenset(
         "run_budget",
         "runs_dir",
         "security",
+        "serving",
         "status",
         "torch_threads",
         "transcript",

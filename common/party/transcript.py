@@ -1,11 +1,12 @@
 """The transcript records every message that crossed the wire, for accountability.
 
 ``transcript.jsonl`` has one line per message in either direction: time, kind, step, number of bytes
-and their SHA-256, and on the active party's side the defense in force. It contains neither content
-nor labels. Every line carries the SHA-256 of the previous line, so that a line that is changed,
-dropped or moved later is detected. Cutting off the end leaves an intact chain; therefore the last
-link is also written to the log and to ``summary.json``, and the other party's transcript shows the
-missing lines.
+and their SHA-256, and on the active party's side the defense in force. Where the active party
+answers other programs, it also has one per request: who asked, for how many ids, and the status. It
+contains neither content nor labels nor predictions. Every line carries the SHA-256 of the previous
+line, so that a line that is changed, dropped or moved later is detected. Cutting off the end leaves
+an intact chain; therefore the last link is also written to the log and to ``summary.json``, and the
+other party's transcript shows the missing lines.
 """
 
 import hashlib
@@ -22,7 +23,13 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
 from splitveil.common.errors import StorageError
-from splitveil.common.party.transcript_lines import Opening, Unreadable, read_lines
+from splitveil.common.party.transcript_lines import (
+    Answered,
+    Crossed,
+    Opening,
+    Unreadable,
+    read_lines,
+)
 from splitveil.common.storage.run_folder import open_unbuffered_to_append
 from splitveil.common.text.version import VERSION
 
@@ -78,7 +85,7 @@ class Transcript:
         """
         self._path = folder / FILE
         self._defenses = dict(defenses or {})
-        self._queue: queue.SimpleQueue[tuple[str, Crossing] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[str, Crossing | Answered] | None] = queue.SimpleQueue()
         self._queued_bytes = 0
         self._written = threading.Condition()
         self._error: OSError | None = None
@@ -117,6 +124,26 @@ class Transcript:
             self._queued_bytes += len(crossing.data)
         self._queue.put((_now(), crossing))
 
+    def note_answered(self, answered: Answered) -> None:
+        """Record a request for predictions.
+
+        Raises:
+            StorageError: an earlier entry could not be written.
+        """
+        self.check()
+        if not self._closed:
+            for line in answered.lines():
+                self._queue.put((_now(), line))
+
+    def check(self) -> None:
+        """Notice without an entry that an earlier one could not be written.
+
+        Raises:
+            StorageError: it could not.
+        """
+        if self._error is not None:
+            raise self._storage_error(self._error)
+
     def summary(self) -> TranscriptEnd:
         """Return number and last link of the lines, for ``summary.json``; call it when closed."""
         return TranscriptEnd(self._number, self._link)
@@ -139,17 +166,23 @@ class Transcript:
 
     def _work(self) -> None:
         while (noted := self._queue.get()) is not None:
-            when, crossing = noted
+            when, what = noted
             if self._error is None:
                 try:
-                    self._write(self._entry(crossing), when)
+                    self._write(self._entry(what), when)
                 except OSError as error:
                     self._error = error
-            with self._written:
-                self._queued_bytes -= len(crossing.data)
-                self._written.notify_all()
+            if isinstance(what, Crossing):
+                with self._written:
+                    self._queued_bytes -= len(what.data)
+                    self._written.notify_all()
 
-    def _entry(self, crossing: Crossing) -> dict[str, Any]:
+    def _entry(self, what: Crossing | Answered) -> dict[str, Any]:
+        if isinstance(what, Answered):
+            return {"event": "answered"} | what.model_dump(exclude_none=True)
+        return self._crossing(what)
+
+    def _crossing(self, crossing: Crossing) -> dict[str, Any]:
         entry: dict[str, Any] = {"direction": crossing.direction, "kind": crossing.kind}
         entry |= {"epoch": crossing.epoch, "step": crossing.step, "bytes": len(crossing.data)}
         entry["digest"] = hashlib.sha256(crossing.data).hexdigest()
@@ -225,7 +258,7 @@ def verify(path: Path) -> Verified | Broken:
         link = hashlib.sha256(line).hexdigest()
         if isinstance(entry, Opening):
             starts, party = starts + 1, entry.party
-        else:
+        elif isinstance(entry, Crossed):
             noted = (entry.direction, entry.kind, entry.epoch, entry.step, entry.digest)
             crossings.setdefault(entry.party, Counter())[noted] += 1
     return Verified(number, starts, link, party, crossings)

@@ -1,5 +1,6 @@
 """Parses and checks the lines of a transcript, which another party may have written."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -71,6 +72,49 @@ class Crossed(_Line):
     digest: _Link
 
 
+class Answered(BaseModel):
+    """A request for predictions, from another program of the active party."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    program: Annotated[str, Field(max_length=NAME_CHARACTERS)]
+    """The program that asked."""
+    protocol: Annotated[str, Field(max_length=16)]
+    num_ids: Annotated[int, Field(ge=0, lt=2**32)]
+    found: Annotated[int, Field(ge=0, lt=2**32)]
+    """Number of ids for which there was a prediction."""
+    status: Annotated[int, Field(ge=100, lt=1000)]
+    """As in HTTP."""
+    milliseconds: float
+    ids: Annotated[tuple[str, ...] | None, Field(strict=False)] = None
+    """The ids, or a part of them, if the settings ask for them."""
+    part: Annotated[int, Field(ge=1, lt=2**32)] | None = None
+    """Which further line about the same request this is; None for the first."""
+
+    def lines(self) -> Iterator["Answered"]:
+        """Yield as many entries as the ids need, so that no line is too long."""
+        room, at = LINE_BYTES // 2, 0
+        part: list[str] = []
+        number = 0
+        for text in self.ids or ():
+            size = len(json.dumps(text, ensure_ascii=False).encode()) + 1
+            if part and at + size > room:
+                yield self._with(part, number)
+                part, at, number = [], 0, number + 1
+            part.append(text)
+            at += size
+        yield self if self.ids is None else self._with(part, number)
+
+    def _with(self, ids: list[str], number: int) -> "Answered":
+        return self.model_copy(update={"ids": tuple(ids), "part": number or None})
+
+
+class AnsweredLine(_Line, Answered):
+    """A request for predictions was answered or refused."""
+
+    event: Literal["answered"]
+
+
 class Unreadable(NamedTuple):
     """The reason why a line is neither of the two."""
 
@@ -78,18 +122,24 @@ class Unreadable(NamedTuple):
 
 
 def _which(value: object) -> str:
-    return "opening" if isinstance(value, dict) and "event" in value else "crossed"
+    if not isinstance(value, dict) or "event" not in value:
+        return "crossed"
+    return "answered" if value["event"] == "answered" else "opening"
 
 
-_ENTRY: TypeAdapter[Opening | Crossed] = TypeAdapter(
+Entry = Opening | Crossed | AnsweredLine
+
+_ENTRY: TypeAdapter[Entry] = TypeAdapter(
     Annotated[
-        Annotated[Opening, Tag("opening")] | Annotated[Crossed, Tag("crossed")],
+        Annotated[Opening, Tag("opening")]
+        | Annotated[Crossed, Tag("crossed")]
+        | Annotated[AnsweredLine, Tag("answered")],
         Discriminator(_which),
     ]
 )
 
 
-def read_lines(path: Path) -> Iterator[tuple[bytes, Opening | Crossed | Unreadable]]:
+def read_lines(path: Path) -> Iterator[tuple[bytes, Entry | Unreadable]]:
     """Yield every line without its line break, and its parsed content.
 
     Raises:
@@ -102,7 +152,7 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, Opening | Crossed | Unreadab
             yield line, _parsed(line)
 
 
-def _parsed(line: bytes) -> Opening | Crossed | Unreadable:
+def _parsed(line: bytes) -> Entry | Unreadable:
     if len(line) > LINE_BYTES:
         return Unreadable(f"the line is not an entry: expected at most {LINE_BYTES:,} bytes")
     try:

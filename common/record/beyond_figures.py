@@ -96,10 +96,16 @@ def passed_bounds(
 ) -> Iterator[tuple[str, AdjustedFigures, Covers]]:
     """Yield each attack that tells more beyond features than a bound says, with the widest peers.
 
+    None is yielded where the guesses of the epsilon's audit, from which the features' part of every
+    score was taken out, are no better than chance: of a few hundred rows, whose labels features all
+    but tell, the adjusted figures then show what the model of the features has not learned.
+
     Args:
         beyond: the figures of a run.
         bounds: AUC that no score of some peers exceeds, from the widest circle of them on.
     """
+    if beyond.epsilon is not None and beyond.epsilon.p_value > _CLEARLY_P:
+        return
     for attack, found in beyond.adjusted.items():
         passed = [peers for peers, bound in bounds.items() if is_clearly_above(found, bound)]
         if passed:

@@ -30,6 +30,7 @@ PATIENCE_S = 5.0
 """Seconds that a client may take to send its request, or to take a part of the answer."""
 LAST_LOOK_S = 65.0
 """Longest wait for a last request for metrics: scrapes a minute apart are the rarest usual ones."""
+LEAST_LOOK_S = 5.0
 _GOODBYE_S = 2.0
 _POLL_S = 0.05
 
@@ -129,12 +130,15 @@ class StatusEndpoint:
 
         Args:
             interruption: returns the signal that asks this party to stop, once there is one.
-            patience_s: longest wait; by default twice the time between the last two requests.
+            patience_s: longest wait; by default twice the time between the last two requests,
+                and a little more.
         """
         asked, every_s = self._looks.count, self._looks.every_s
         if every_s is None:
             return
-        patience_s = min(2 * every_s + 1, LAST_LOOK_S) if patience_s is None else patience_s
+        patience_s = (
+            min(2 * every_s + LEAST_LOOK_S, LAST_LOOK_S) if patience_s is None else patience_s
+        )
         until = time.monotonic() + patience_s
         while self._looks.count == asked and time.monotonic() < until and not interruption():
             time.sleep(_POLL_S)

@@ -4,7 +4,8 @@ A run may go back to a checkpoint, but its later answers stay answered. So the l
 an answer leaves, and nothing in it is ever changed. It is a sequence of records:
 
     header    a name, the version, and the number of fingerprints in a record
-    record    number, fingerprints, reply, sum_kl, epsilon, noise identity, caveats, leak AUC, link
+    record    number, fingerprints, reply, sum_kl, epsilon, noise identity, caveats, leak AUC, mu,
+              link
 
 The number is that of a batch in the run, at least 2^62 for a release about all training rows, or at
 least 2^63 for an audit.
@@ -34,7 +35,8 @@ HOW_TO_RECOVER = (
 )
 
 _NAME = b"splitveil answers"
-# 1 had neither replies, charges nor links; 2 did not say whom a charge describes; 3 had no leak AUC
+# 1 had neither replies, charges nor links; 2 did not say whom a charge describes;
+# 3 had neither leak AUC nor mu
 _VERSION = 4
 _HEADER = struct.Struct(f"<{len(_NAME)}sBB")
 _FINGERPRINT_BYTES = 16
@@ -54,6 +56,8 @@ class ChargedAnswer(NamedTuple):
     """What does not hold of the charge, one bit each, below 256: the ledger gives them meaning."""
     leak_auc: float = 1.0
     """AUC that no score of all answers of the identity together passes; 1 if none is known."""
+    dominating_mu: float = math.inf
+    """mu of a Gaussian mechanism that tells no less than they; infinite if none is known."""
 
 
 NOTHING_TOLD = ChargedAnswer(0.0, b"", 0.0)
@@ -98,7 +102,7 @@ class AnswerLog:
         self._known: dict[int, Record] = {}
         self._count = 0
         self._record = struct.Struct(
-            f"<Q{questions * _FINGERPRINT_BYTES}s{_FINGERPRINT_BYTES}sdd{_DIGEST_BYTES}sBd"
+            f"<Q{questions * _FINGERPRINT_BYTES}s{_FINGERPRINT_BYTES}sdd{_DIGEST_BYTES}sBdd"
         )
         self._link = _link(run, _header(questions))
         if path is not None:
@@ -234,25 +238,24 @@ class AnswerLog:
         _cut_off(path, len(data), len(header) + self._count * size)
 
     def _packed(self, record: Record) -> bytes:
-        sum_kl, identity, epsilon, caveats, leak_auc = record.charge
+        sum_kl, identity, epsilon, *more = record.charge
         fingerprints = b"".join(record.fingerprints)
         return self._record.pack(
-            record.number, fingerprints, record.reply, sum_kl, epsilon, identity, caveats, leak_auc
+            record.number, fingerprints, record.reply, sum_kl, epsilon, identity, *more
         )
 
     def _unpacked(self, data: bytes) -> Record:
-        number, joined, reply, sum_kl, epsilon, identity, caveats, leak_auc = self._record.unpack(
-            data
-        )
-        if any(map(math.isnan, (sum_kl, epsilon, leak_auc))):
+        number, joined, reply, *charge = self._record.unpack(data)
+        sum_kl, epsilon, identity, caveats, leak_auc, mu = charge
+        if any(map(math.isnan, (sum_kl, epsilon, leak_auc, mu))):
             raise StorageError(f"{self._path}: a charge is not a number: {HOW_TO_RECOVER}")
         fingerprints = tuple(
             joined[start : start + _FINGERPRINT_BYTES]
             for start in range(0, len(joined), _FINGERPRINT_BYTES)
         )
         known = identity if any(identity) else b""
-        charge = ChargedAnswer(sum_kl, known, epsilon, caveats, leak_auc)
-        return Record(number, fingerprints, charge, reply)
+        answer = ChargedAnswer(sum_kl, known, epsilon, caveats, leak_auc, mu)
+        return Record(number, fingerprints, answer, reply)
 
 
 def _header(questions: int) -> bytes:

@@ -23,6 +23,7 @@ from splitveil.common.storage.run_folder import (
 
 WEIGHTS = "model.safetensors"
 REFITTED = "refitted.safetensors"
+ALONE = "alone.safetensors"
 ENCODER = "encoder.json"
 
 

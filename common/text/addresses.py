@@ -54,6 +54,11 @@ def usable(address: str) -> str:
     return address
 
 
+MTLS_ADVICE = (
+    "security.mode is insecure: the connection would be unprotected; use security.mode mtls"
+)
+
+
 def is_numeric_loopback(host: str) -> bool:
     """Return whether a host is an IP address of this machine that no other machine can reach."""
     try:
@@ -62,7 +67,7 @@ def is_numeric_loopback(host: str) -> bool:
         return False
 
 
-def on_loopback(address: str, setting: str) -> str:
+def on_loopback(address: str, setting: str, advice: str = MTLS_ADVICE) -> str:
     """Resolve an address to a numeric one after checking that it stays on this machine.
 
     A caller that uses the result and does not look the name up again connects to exactly the
@@ -72,6 +77,7 @@ def on_loopback(address: str, setting: str) -> str:
     Args:
         address: host and port.
         setting: its name in the settings.
+        advice: the end of the message about another address.
 
     Raises:
         SettingsError: the host cannot be resolved, or has an address that is not on loopback.
@@ -84,9 +90,6 @@ def on_loopback(address: str, setting: str) -> str:
     numbers = [str(socket_address[0]) for *_, socket_address in found]
     for number in numbers:
         if not ipaddress.ip_address(re.sub("%.*", "", number)).is_loopback:
-            raise SettingsError(
-                f"{setting}: {address} is not on loopback and security.mode is insecure: the "
-                f"connection would be unprotected; use security.mode mtls"
-            )
+            raise SettingsError(f"{setting}: {address} is not on loopback and {advice}")
     chosen = min(numbers, key=lambda number: ":" in number)
     return f"[{chosen}]:{port}" if ":" in chosen else f"{chosen}:{port}"

@@ -360,6 +360,8 @@ def _is_rarest(cells: Any, label: Label) -> NDArray[np.bool_]:
 def _positive_of(column: Column) -> str:
     """Return which of two texts stands for 1: one that says so, or else the rarer one."""
     said = [value for value in column.values if value.lower() in POSITIVE_WORDS]
+    if set(column.values) == {"1", "2"}:  # the numbers of two classes, neither of which is "yes"
+        said = []
     return said[0] if len(said) == 1 else column.values[-1]
 
 

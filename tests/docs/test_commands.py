@@ -102,6 +102,9 @@ READ_ONLY: Mapping[str, str] = {
     "active-party run active.yaml --fresh": "tests/system/test_resume.py starts over",
     "passive-party serve passive.yaml": PREDICTED,
     "active-party predict active.yaml --ids ids.txt --output predictions.parquet": PREDICTED,
+    "active-party serve active.yaml": (
+        "serves until it is stopped; tests/system/test_serve_processes.py runs it"
+    ),
     "passive-party serve passive.yaml --data new-usage.csv": PREDICTED,
     "active-party predict active.yaml --ids new-ids.txt --data new-clients.csv "
     "--output new.parquet": PREDICTED,
@@ -124,6 +127,7 @@ MENTIONED = (
     "active-party plan",
     "active-party predict",
     "active-party report --output",
+    "active-party serve",
     "passive-party check",
     "passive-party check --connect",
     "splitveil init",

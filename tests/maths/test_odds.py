@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 from pathlib import Path
 from statistics import NormalDist
 
@@ -10,13 +11,17 @@ import numpy.typing as npt
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from scipy import stats
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 from splitveil.active_party.defenses import Covers, LeakCharge, NoisyLabelDefense
 from splitveil.active_party.defenses.exact_auc import (
     auc_of_epsilon,
+    gaussian_auc,
     gaussian_of_epsilon,
+    gaussian_of_laplace,
+    gaussian_of_response,
     response_auc,
 )
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
@@ -26,6 +31,7 @@ from splitveil.active_party.defenses.label_mechanisms import (
     GaussianLabels,
     LabelMechanism,
     LaplaceLabels,
+    ProjectedBatches,
     RandomizedResponse,
     ResponseWithPrior,
     draw_noisy_labels,
@@ -41,6 +47,7 @@ from splitveil.active_party.ledger.ledger import LeakLedger, logged
 from splitveil.active_party.ledger.limit import Limit
 from splitveil.active_party.ledger.odds import GAUSSIAN, NOTHING, OF_ANY_KIND, odds_of
 
+Numbers = npt.NDArray[np.float64]
 ROWS = 200_000
 LABELS = (torch.arange(ROWS) % 2).float()
 IDS = [f"person-{number}" for number in range(ROWS)]
@@ -87,7 +94,7 @@ def ratios_of(mechanism: LabelMechanism, seed: int) -> Tensor:
         even = torch.full((ROWS, 2), 0.5, dtype=torch.float64)
         drawn, _ = draw_with_prior(LABELS.long(), even, mechanism.epsilon, uniform)
         return (2 * drawn - 1) * mechanism.epsilon
-    assert not isinstance(mechanism, GaussianLabels) or mechanism.noise_ratio > 0
+    assert not isinstance(mechanism, ProjectedBatches)
     drawn = draw_noisy_labels(mechanism, LABELS, key_from_insecure_seed(seed), IDS)
     return evidence(mechanism, drawn).double()
 
@@ -200,26 +207,65 @@ def test_no_composition_of_responses_and_gaussian_noise_passes_the_bound(
     assert bounds.against(Covers.ANYBODY).mu is None
 
 
+def curve(mu: float, alpha: Numbers) -> Numbers:
+    """The trade-off curve of a Gaussian mechanism, strictly between 0 and 1."""
+    normal = NormalDist()
+    return np.array([normal.cdf(normal.inv_cdf(1 - one) - mu) for one in alpha])
+
+
+def response_curve(epsilon: float, num_classes: int, alpha: Numbers) -> Numbers:
+    """Errors of the best tests that answer by a threshold, and of chance between two of them."""
+    kept = 1 / (1 + (num_classes - 1) * math.exp(-epsilon))
+    swapped = (1 - kept) / (num_classes - 1)
+    return np.interp(alpha, [0, swapped, 1 - kept, 1], [1, 1 - kept, swapped, 0])
+
+
+def laplace_curve(epsilon: float, alpha: Numbers) -> Numbers:
+    """Errors of the best test, which compares the noisy number with a threshold."""
+    beta: Numbers = stats.laplace.cdf(stats.laplace.isf(alpha) - epsilon)
+    return beta
+
+
+ALPHA = np.concatenate([np.logspace(-12, -0.302, 300), 1 - np.logspace(-12, -0.302, 300)])
+
+
 @pytest.mark.parametrize("epsilon", [0.01, 0.4, 1.0, 4.0, 15.0])
-def test_the_gaussian_curve_of_an_epsilon_lies_below_that_of_randomized_response(
-    epsilon: float,
-) -> None:
-    """It meets the corner, so that the curve of a mu 1 % smaller passes above it."""
-    alpha = np.unique(np.concatenate([np.logspace(-14, 0, 300), 1 - np.logspace(-14, 0, 300)]))
-    polygon = np.maximum(1 - math.exp(epsilon) * alpha, math.exp(-epsilon) * (1 - alpha))
+def test_the_gaussian_curve_of_a_mechanism_lies_below_its_own(epsilon: float) -> None:
+    """And meets it, so that the curve of a mu 1 % smaller does not."""
+    cases = [
+        (gaussian_of_laplace(epsilon), partial(laplace_curve, epsilon)),
+        (gaussian_of_epsilon(epsilon), partial(response_curve, epsilon, 2)),
+    ]
+    for classes in (3, 10):
+        own = partial(response_curve, epsilon, classes)
+        cases.append((gaussian_of_response(epsilon, classes), own))
+    corners = [1 / (math.exp(epsilon) + classes - 1) for classes in (2, 3, 10)]
+    alpha = np.concatenate([ALPHA, corners, [math.exp(-epsilon / 2) / 2]])
+    for mu, own_curve in cases:
+        errors: Numbers = own_curve(alpha)
+        assert (curve(mu, alpha) <= errors * (1 + 1e-7) + 1e-13).all()
+        assert (curve(0.99 * mu, alpha) > errors * (1 + 1e-5)).any()
 
-    def curve(mu: float, at: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        inside = [one for one in at if 0 < one < 1]
-        return np.array([NormalDist().cdf(NormalDist().inv_cdf(1 - a) - mu) for a in inside])
 
-    mu = gaussian_of_epsilon(epsilon)
-    is_inside = (alpha > 0) & (alpha < 1)
-    assert (curve(mu, alpha) <= np.maximum(polygon, 0)[is_inside] + 1e-12).all()
-    corner = np.array([1 / (1 + math.exp(epsilon))])
-    assert curve(mu, corner)[0] == pytest.approx(corner[0], rel=1e-6)
-    assert curve(0.99 * mu, corner)[0] > corner[0] * (1 + 1e-4)
+def test_no_epsilon_leaves_no_mu_and_several_numbers_add_their_squares() -> None:
     assert gaussian_of_epsilon(math.inf) == math.inf
     assert gaussian_of_epsilon(0.0) == 0
+    assert gaussian_of_response(1.3) == pytest.approx(gaussian_of_epsilon(1.3))
+    twice = math.hypot(gaussian_of_laplace(0.7), gaussian_of_laplace(0.7))
+    assert gaussian_of_laplace(1.4, 2) == pytest.approx(twice)
+
+
+@pytest.mark.parametrize("mechanism", ONCE, ids=kind_of)
+def test_a_mechanism_that_dominates_tells_no_less(mechanism: LabelMechanism) -> None:
+    """Neither in its divergence nor in its AUC; by mu^2, charges of every kind add up."""
+    charge = charge_of(mechanism)
+    assert charge.dominating_mu is not None
+    assert charge.dominating_mu**2 > charge.sum_kl
+    assert gaussian_auc(charge.dominating_mu) > leak_auc_of(mechanism)
+    assert charge.dominating_mu <= gaussian_of_epsilon(1.0) * (1 + 1e-12)
+    fresh = LeakCharge(0.5, covers=Covers.ANYBODY, is_gaussian=True)
+    found = guarantee_after(charge, fresh, fresh)
+    assert found == pytest.approx(gaussian_auc(math.sqrt(1 + charge.dominating_mu**2)))
 
 
 def test_a_draw_that_comes_back_is_no_second_one_and_any_other_is() -> None:
@@ -315,13 +361,12 @@ def test_a_ledger_that_lacks_a_part_of_its_odds_is_refused(name: str) -> None:
         LeakLedger(3).load_state_dict(state)
 
 
-@pytest.mark.parametrize("num_classes", [2, 4])
-@pytest.mark.parametrize("mechanism", ONCE, ids=kind_of)
+@pytest.mark.parametrize(
+    ("mechanism", "num_classes"), [*((one, 2) for one in ONCE), *((one, 4) for one in ONCE[1:])]
+)
 def test_a_budget_allows_the_strength_of_its_auc_and_no_larger_one(
     mechanism: LabelMechanism, num_classes: int
 ) -> None:
-    if num_classes > 2 and mechanism.kind == "laplace":
-        pytest.skip("laplace is for two classes")
     limit, ledger, at = Limit.of_leak_auc(0.6), LeakLedger(2), np.array([0, 1])
 
     def objection(leak_auc: float) -> str:
@@ -354,12 +399,14 @@ def test_a_budget_that_one_draw_uses_up_allows_no_second_one() -> None:
 
 def test_what_cannot_be_an_auc_or_an_epsilon_counts_as_unknown() -> None:
     for leak_auc, epsilon in ((math.nan, math.nan), (0.4, -1.0), (1.5, None)):
-        charge = LeakCharge(0.3, "key", epsilon, Covers.ANYBODY, leak_auc=leak_auc)
-        assert (charge.leak_auc, charge.epsilon) == (None, None)
+        charge = LeakCharge(
+            0.3, "key", epsilon, Covers.ANYBODY, leak_auc=leak_auc, dominating_mu=epsilon
+        )
+        assert (charge.leak_auc, charge.epsilon, charge.dominating_mu) == (None, None, None)
         assert guarantee_after(charge) == leak_auc_bound(0.3)
     assert odds_of(math.inf, 1.0, 0.6) == OF_ANY_KIND
     assert odds_of(0.0, math.inf) == NOTHING
-    assert odds_of(0.3, math.inf, is_gaussian=True) == GAUSSIAN
+    assert odds_of(0.3, math.inf, mu=math.sqrt(0.3)) == GAUSSIAN
     assert guarantee_after(LeakCharge(math.inf, "key", 1.0, Covers.ANYBODY, leak_auc=0.6)) == 1
 
 
@@ -372,4 +419,4 @@ def test_a_top_model_that_knows_the_labels_leaves_the_figure_of_the_draw_and_no_
     assert aucs == [1.0, exact, exact]
     assert bounds.epsilon is None
     two = bounds_after(settings.charge(2, "draw"), settings.charge(2, "other"))
-    assert two.by_peers[1].leak_auc.max == leak_auc_bound(two.sum_kl.max)
+    assert two.by_peers[1].leak_auc.max == pytest.approx(estimated_auc(2 * MU_SQUARED_OF_1))

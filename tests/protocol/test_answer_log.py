@@ -26,8 +26,8 @@ from tests.runs import Parties, build_parties, run_in_process
 EVERY_2 = ["contract.checkpoints={every_steps: 2, keep: 100}"]
 MARVELL = "defense={name: marvell, insecure_noise_seed: 1}"
 FRESH = ChargedAnswer(0.25, b"", float("inf"))
-REPEATED = ChargedAnswer(0.5, b"i" * 32, 1.0, caveats=5, leak_auc=0.7)
-HEADER_BYTES, RECORD_BYTES = 19, 105
+REPEATED = ChargedAnswer(0.5, b"i" * 32, 1.0, caveats=5, leak_auc=0.7, dominating_mu=1.5)
+HEADER_BYTES, RECORD_BYTES = 19, 113
 
 
 def log_of_three(path: Path) -> AnswerLog:

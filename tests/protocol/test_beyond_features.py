@@ -252,6 +252,16 @@ def test_an_alarm_needs_three_standard_errors(
     assert "cosine" not in caplog.text
 
 
+@pytest.mark.parametrize(("p_value", "passed"), [(1e-4, True), (0.2, False)])
+def test_an_alarm_needs_guesses_that_are_better_than_chance(
+    p_value: float, *, passed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of few rows, adjusted figures show what the model of the features has not learned."""
+    held = BEYOND._replace(epsilon=MEASURED._replace(p_value=p_value))
+    log_beyond(held, bounds(0.6))
+    assert ("norm reaches a leak AUC of 0.700" in caplog.text) is passed
+
+
 # ---- verdict and report ----
 
 

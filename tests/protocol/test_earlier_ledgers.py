@@ -1,6 +1,7 @@
 """A run that counts the charges of earlier runs: its ledger, budget and own account book."""
 
 import io
+import math
 import re
 import shutil
 from pathlib import Path
@@ -9,6 +10,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from splitveil.active_party.defenses.exact_auc import (
+    auc_of_epsilon,
+    gaussian_auc,
+    gaussian_of_epsilon,
+)
 from splitveil.active_party.ledger.earlier_ledgers import LEDGER
 from splitveil.active_party.plan import print_plan
 from splitveil.active_party.settings import ActiveSettings
@@ -119,6 +125,36 @@ def test_noise_that_is_kept_over_runs_tells_no_more_the_second_time(
     assert max(divergences(run(example, kept, after)).values()) == 0.25
     other = kept[:-1] + ", strength: {power_ratio: 16}}"
     assert max(divergences(run(example, other, after)).values()) == 0.25 + 1 / 16
+
+
+def test_a_label_that_another_run_draws_again_uses_up_the_budget_of_the_first(
+    example: Path, tmp_path: Path
+) -> None:
+    """With the same key it is the same label; the plan does not know the key, and warns."""
+    flips = "mechanism: {kind: randomized_response, epsilon: 0.405}"  # a leak AUC of .5999
+    once, again = (
+        f"defense={{name: noisy_label, {flips}, insecure_noise_seed: {seed}}}" for seed in (1, 2)
+    )
+    limit = "run_budget={leak_auc: 0.6}"
+    after = f"earlier_ledgers=[{tmp_path / 'active' / 'checkpoint'}]"
+    leave(run(example, once, limit), tmp_path)
+    kept = run(example, once, limit, after)
+    assert kept.session.leak_bounds().guarantee.max == pytest.approx(auc_of_epsilon(0.405))
+    with pytest.raises(BudgetExhausted, match="epoch 1 step 1"):
+        run(example, again, limit, after)
+    both = run(example, again, after).session.leak_bounds()
+    mu = math.sqrt(2) * gaussian_of_epsilon(0.405)
+    assert both.guarantee.max == pytest.approx(min(auc_of_epsilon(0.81), gaussian_auc(mu)))
+    assert "all 2 epochs fit" in plan_of(example, once, limit)
+    assert "all 2 epochs fit" not in plan_of(example, once, limit, after)
+    assert "all 2 epochs fit" in plan_of(example, once, "run_budget={leak_auc: 0.7}", after)
+
+
+def plan_of(folder: Path, *overrides: str) -> str:
+    planned = settings(folder, *overrides)
+    console = Console(file=(printed := io.StringIO()), width=250)
+    print_plan(planned, PartyData.load(planned.data, folder), None, console)
+    return printed.getvalue()
 
 
 def test_a_run_that_resumes_counts_earlier_ones_once(example: Path, tmp_path: Path) -> None:

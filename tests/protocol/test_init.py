@@ -171,6 +171,36 @@ def test_gaps_of_the_features_never_hide_labels(tmp_path: Path) -> None:
         active(tmp_path, path, Wishes(label_column="churned"))
 
 
+@pytest.mark.parametrize(
+    ("frequent", "rare", "positive"),
+    [
+        ("no", "yes", "yes"),
+        ("yes", "no", "yes"),
+        ("1", "-1", "1"),
+        ("1", "2", "2"),
+        ("a", "b", "b"),
+    ],
+)
+def test_of_two_texts_the_one_that_says_so_or_else_the_rarer_one_is_positive(
+    tmp_path: Path, frequent: str, rare: str, positive: str
+) -> None:
+    path = clients(tmp_path, churned=[frequent if i % 5 else rare for i in range(ROWS)])
+    label = active(tmp_path, path).proposal.choices.label
+    assert label is not None
+    assert label.positive == positive
+
+
+def test_labels_that_are_0_and_1_need_no_name(tmp_path: Path) -> None:
+    path = clients(tmp_path, churned=[int(i % 5 == 0) for i in range(ROWS)])
+    assert "positive_label" not in active_text(tmp_path, path)
+    assert "20.0% of the labels are positive" in active_text(tmp_path, path)
+
+
+def active_text(folder: Path, path: Path) -> str:
+    initialise(path, Wishes(), Terms("active", folder), force=True)
+    return (folder / "active.yaml").read_text()
+
+
 def test_several_classes_are_listed(tmp_path: Path) -> None:
     path = clients(tmp_path, y=[i % 3 for i in range(ROWS)], z=["abc"[i % 3] for i in range(ROWS)])
     with pytest.raises(SettingsError, match="columns that may be it: churned, y"):

@@ -14,7 +14,8 @@ import torch
 from rich.console import Console
 
 from splitveil.active_party.assembly import allowance_of, bounds_in_words
-from splitveil.active_party.defenses import LeakCharge
+from splitveil.active_party.defenses import LeakCharge, NoisyLabelDefense
+from splitveil.active_party.defenses.label_strength import at_leak_auc
 from splitveil.active_party.defenses.sum_kl import (
     leak_auc_bound,
     power_for_sum_kl,
@@ -438,6 +439,50 @@ def test_gaussian_noisy_labels_have_their_exact_figure_for_anybody(
             "leak_auc": pytest.approx(auc, rel=1e-12),
             "mu": pytest.approx(1 / ratio, rel=1e-12),
         }
+
+
+DRAWN_ONCE = ["randomized_response", "laplace", "alibi", "with_prior"]
+
+
+def noisy_labels(kind: str, leak_auc: float) -> str:
+    """Return the setting of noisy labels whose leak AUC over the run is the given one."""
+    settings = NoisyLabelDefense.model_validate({"mechanism": {"kind": kind, "epsilon": 1}})
+    chosen = at_leak_auc(settings.mechanism, leak_auc, epochs=5)
+    mechanism = f"{{kind: {kind}, epsilon: {chosen.model_dump()['epsilon']!r}}}"
+    return f"defense={{name: noisy_label, mechanism: {mechanism}, insecure_noise_seed: 1}}"
+
+
+@pytest.mark.parametrize("kind", DRAWN_ONCE)
+def test_noisy_labels_that_are_drawn_once_have_the_exact_figure_of_their_draw(
+    example: Path, tmp_path: Path, kind: str
+) -> None:
+    """In plan, ledger and summary, and held against the budget, over several epochs.
+
+    By the divergence alone it would be above .65, and the first answer refused.
+    """
+    fits, limit = noisy_labels(kind, 0.6), "run_budget={leak_auc: 0.6}"
+    parties = parties_with(example, fits, limit, LONGER)
+    written = summary_of(parties, tmp_path)
+    for bound, covers in zip(written["bounds"], Covers, strict=True):
+        assert bound == {"covers": covers, "leak_auc": pytest.approx(0.6, abs=1e-9), "mu": None}
+    bounds = parties.session.leak_bounds()
+    assert bounds.guarantee.mean == bounds.guarantee.max >= bounds.estimate.max
+    assert leak_auc_bound(bounds.sum_kl.max) > 0.65
+    plan = plan_of(example, fits, limit, LONGER)
+    assert "a leak AUC of at most 0.600: all 5 epochs fit" in plan
+    assert plan.count(" 0.600 ") >= 2 * len(Covers)  # of one answer, and of the whole run
+
+
+@pytest.mark.parametrize("kind", DRAWN_ONCE)
+def test_noisy_labels_above_the_budget_are_refused_at_the_first_answer(
+    example: Path, kind: str
+) -> None:
+    above, limit = noisy_labels(kind, 0.61), "run_budget={leak_auc: 0.6}"
+    with pytest.raises(
+        BudgetExhausted, match=r"step 1 .* a leak AUC of at most 0\.610 for anybody"
+    ):
+        run_in_process(parties_with(example, above, limit))
+    assert "the run ends in epoch 1 of 2" in plan_of(example, above, limit)
 
 
 def test_a_summary_has_all_columns_and_1_where_there_is_no_bound(

@@ -221,9 +221,9 @@ def test_a_column_that_is_not_there_is_named_with_the_nearest_one(tmp_path: Path
 
 
 def test_id_label_and_features_are_no_split(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="'id' is the id or the label"):
+    with pytest.raises(SettingsError, match="'id' is the id, label or weight"):
         read(tmp_path, TABLE, "id")
-    with pytest.raises(SettingsError, match="'fold' is the id or the label"):
+    with pytest.raises(SettingsError, match="'fold' is the id, label or weight"):
         read(tmp_path, TABLE, label_column="fold", positive_label="test")
     source = {"kind": "csv", "path": "rows.csv"}
     asked = validate(DataSettings, {"source": source, "features": {"categorical": "fold"}}, "")

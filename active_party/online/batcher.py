@@ -1,0 +1,229 @@
+"""Puts requests that arrive together into one question to the passive parties.
+
+A question leaves at once while few others are under way; requests that arrive in the meantime wait
+and leave together. Predictions do not depend on the company in which they were asked for, because
+both halves of the model compute in blocks of one size.
+"""
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+
+from splitveil.active_party.inference.predictor import Asked, Predictions, Predictor
+from splitveil.active_party.online.errors import NotAvailable
+from splitveil.active_party.online.questions import Question
+from splitveil.common.run.contract import Contract
+from splitveil.common.run.inference import Embedded
+from splitveil.common.wire.inference_codec import portions
+
+IN_FLIGHT = 4
+"""Questions under way at a time."""
+MOST_WAITING = 2048
+"""Requests that may wait; a further one is refused at once."""
+
+
+class _Waiting(NamedTuple):
+    question: Question
+    answer: "Future[Predictions]"
+    given_up_at: float
+
+    def is_wanted(self) -> bool:
+        return not self.answer.cancelled() and time.monotonic() < self.given_up_at
+
+
+class _UnderWay(NamedTuple):
+    batch: list[_Waiting]
+    asked: list[Asked]
+    """The messages of which the batch's question consists."""
+
+
+class Batcher:
+    """Answers questions with predictions of the joint model. Several threads may use it.
+
+    Args:
+        predictor: asks the passive parties, and computes.
+        contract: gives the limits of messages.
+        wait_s: how long a question waits for company.
+        timeout_s: how long an answer may take.
+    """
+
+    def __init__(
+        self, predictor: Predictor, contract: Contract, wait_s: float, timeout_s: float
+    ) -> None:
+        self._predictor = predictor
+        self._contract = contract
+        self._wait_s = wait_s
+        self._timeout_s = timeout_s
+        self._incoming: queue.Queue[_Waiting | None] = queue.Queue(MOST_WAITING)
+        self._under_way: queue.Queue[tuple[list[_Waiting], list[Asked]] | None] = queue.Queue(
+            IN_FLIGHT
+        )
+        self._kept: _Waiting | None = None
+        self._threads = [
+            threading.Thread(target=work, name=name, daemon=True)
+            for work, name in ((self._ask, "batches-asked"), (self._finish, "batches-finished"))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def submit(self, question: Question) -> "Future[Predictions]":
+        """Ask a question without waiting.
+
+        Args:
+            question: at least one id.
+
+        Returns:
+            The answer to come, or one of the errors of ``Predictor.finish``.
+
+        Raises:
+            NotAvailable: too many questions wait already.
+        """
+        answer: Future[Predictions] = Future()
+        waiting = _Waiting(question, answer, time.monotonic() + self._timeout_s)
+        try:
+            self._incoming.put_nowait(waiting)
+        except queue.Full as error:
+            raise NotAvailable("too many requests are waiting") from error
+        return answer
+
+    def close(self) -> None:
+        """Answer what is waiting, and end."""
+        self._incoming.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _ask(self) -> None:
+        is_over = False
+        while not is_over:
+            batch, is_over = self._gathered()
+            if not batch:
+                continue
+            try:
+                asked = self._asked([text for w in batch for text in w.question.ids])
+            except Exception as error:
+                _set_all(batch, error)
+            else:
+                self._under_way.put(_UnderWay(batch, asked))
+        self._under_way.put(None)
+
+    def _asked(self, ids: Sequence[str]) -> list[Asked]:
+        """Ask for ids in as many messages as they need."""
+        parts = portions(ids, self._predictor.max_ids, self._contract)
+        return [self._predictor.ask(ids[part]) for part in parts]
+
+    def _gathered(self) -> tuple[list[_Waiting], bool]:
+        """Return the questions to be asked together, and whether they are the last."""
+        first = self._kept or self._incoming.get()
+        self._kept = None
+        batch: list[_Waiting] = []
+        num_ids, until = 0, time.monotonic() + self._wait_s
+        following = first
+        while following is not None:
+            if following.is_wanted():
+                num_ids += len(following.question.ids)
+                if batch and num_ids > self._predictor.max_ids:
+                    self._kept = following
+                    return batch, False
+                batch.append(following)
+            try:
+                left_s = until - time.monotonic()
+                if left_s > 0:
+                    following = self._incoming.get(timeout=left_s)
+                else:
+                    following = self._incoming.get_nowait()
+            except queue.Empty:
+                return batch, False
+        return batch, True
+
+    def _finish(self) -> None:
+        while (item := self._under_way.get()) is not None:
+            batch, asked = item
+            left_s = max(waiting.given_up_at for waiting in batch) - time.monotonic()
+            try:
+                wait([answer for part in asked for answer in part.answers], max(left_s, 0.0))
+                found = _answers(self._predictor, batch, *_joined(asked))
+            except Exception as error:
+                _set_all(batch, error)
+                continue
+            for waiting, predictions in zip(batch, found, strict=True):
+                _set(waiting.answer, predictions)
+
+
+def _set_all(batch: Sequence[_Waiting], error: Exception) -> None:
+    for waiting in batch:
+        _set(waiting.answer, error)
+
+
+def _set(answer: "Future[Predictions]", result: Predictions | Exception) -> None:
+    with contextlib.suppress(Exception):  # a program that waits no longer has cancelled it
+        if isinstance(result, Exception):
+            answer.set_exception(result)
+        else:
+            answer.set_result(result)
+
+
+def _answers(
+    predictor: Predictor, batch: Sequence[_Waiting], asked: Asked, embedded: Sequence[Embedded]
+) -> list[Predictions]:
+    """Return the predictions of each question of a batch."""
+    ends = np.cumsum([len(waiting.question.ids) for waiting in batch])
+    parts = [
+        slice(int(end) - len(w.question.ids), int(end)) for w, end in zip(batch, ends, strict=True)
+    ]
+    if any(waiting.question.own is not None for waiting in batch):
+        return [
+            predictor.combine(
+                _part_of(asked, part),
+                [_rows_of(answer, part) for answer in embedded],
+                waiting.question.own,
+            )
+            for waiting, part in zip(batch, parts, strict=True)
+        ]
+    together = predictor.combine(asked, embedded)
+    return [Predictions(together.probabilities[part], together.found[part], {}) for part in parts]
+
+
+def _joined(asked: Sequence[Asked]) -> tuple[Asked, list[Embedded]]:
+    """Return a question and its answers, of the messages that they were divided into.
+
+    Raises:
+        PeerError: an answer has failed.
+        TimeoutError: an answer is still to come.
+    """
+    answers = [[answer.result(0) for answer in part.answers] for part in asked]
+    if len(asked) == 1:
+        return asked[0], answers[0]
+    rows = [part.rows for part in asked if part.rows is not None]
+    ids = [text for part in asked for text in part.ids]
+    together = [
+        Embedded(
+            np.concatenate([one.known for one in of_party]),
+            torch.cat([one.values for one in of_party]),
+        )
+        for of_party in zip(*answers, strict=True)
+    ]
+    return Asked(ids, np.concatenate(rows) if rows else None, []), together
+
+
+def _part_of(asked: Asked, part: slice) -> Asked:
+    return Asked(asked.ids[part], None if asked.rows is None else asked.rows[part], [])
+
+
+def _rows_of(embedded: Embedded, part: slice) -> Embedded:
+    """Return the part of an answer that is about some of its ids."""
+    before = int(embedded.known[: part.start].sum())
+    known = embedded.known[part]
+    return Embedded(known, embedded.values[before : before + int(known.sum())])

@@ -1,0 +1,188 @@
+"""The command ``active-party serve``."""
+
+import argparse
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+from splitveil.active_party.inference.embed_client import EmbedClient
+from splitveil.active_party.inference.predictor import Predictor, open_predictor
+from splitveil.active_party.online.batcher import Batcher
+from splitveil.active_party.online.desk import AnswerDesk, Rules
+from splitveil.active_party.online.fallback import Fallback
+from splitveil.active_party.online.grpc_api import GrpcServer
+from splitveil.active_party.online.http_api import build_app
+from splitveil.active_party.online.http_server import HttpServer
+from splitveil.active_party.online.own_features import GivenFeatures
+from splitveil.active_party.online.peer_watch import PeerWatch
+from splitveil.active_party.online.programs import Tokens
+from splitveil.active_party.online.rate_limit import RateLimit
+from splitveil.active_party.online.server_tls import ServerTls
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.data.table_files import read_id_list
+from splitveil.common.party import command_line
+from splitveil.common.party.credentials import credential_files
+from splitveil.common.party.interruption import Interruption
+from splitveil.common.party.transcript import Transcript
+from splitveil.common.run.contract import ACTIVE
+from splitveil.common.storage.run_folder import claimed, inner_folder
+from splitveil.common.text.addresses import on_loopback
+from splitveil.common.wire.endpoint import check_security
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 5.0
+_LOOK_EVERY_S = 0.2
+_BEYOND = "needs serving.tls, and serving.token_file or serving.tls.clients"
+_REFRESH_EVERY_S = 5.0
+
+
+def serve(parsed: argparse.Namespace) -> None:
+    """Serve until a signal asks to stop.
+
+    Raises:
+        SplitveilError: settings, model or data cannot be used, or the transcript not be written.
+    """
+    interruption = Interruption()
+    interruption.install()
+    settings = command_line.load_settings(ActiveSettings, parsed, "active")
+    doors = open_doors(settings)
+    credentials = credential_files(settings, ACTIVE)
+    for party, address in settings.inference.connect.items():
+        security = check_security(credentials, address, f"inference.connect.{party}")
+        level = logging.WARNING if credentials is None else logging.INFO
+        logger.log(level, "security towards %s: %s", party, security)
+    device = command_line.prepare(settings)
+    folder = inner_folder(settings.run_folder(ACTIVE), "serve")
+    with ExitStack() as resources:
+        resources.enter_context(claimed(folder, "another process serves this run"))
+        transcript = None
+        if settings.transcript:
+            transcript = resources.enter_context(Transcript(folder, ACTIVE))
+        predictor = resources.enter_context(
+            open_predictor(impatient(settings), device, None, parsed.data, transcript)
+        )
+        desk = open_desk(settings, predictor, resources, transcript)
+        with serving(settings, desk, doors):
+            last_refresh = time.monotonic()
+            while interruption() is None:
+                time.sleep(_LOOK_EVERY_S)
+                if transcript is not None:
+                    transcript.check()
+                if doors.tls is not None and time.monotonic() - last_refresh > _REFRESH_EVERY_S:
+                    doors.tls.refresh()
+                    last_refresh = time.monotonic()
+            logger.info("stopping: requests under way are answered")
+    by_status = ", ".join(
+        f"{number} x {status}" for status, number in sorted(desk.answered.items())
+    )
+    logger.info("answered %d requests: %s", desk.answered.total(), by_status or "none")
+
+
+class Served(NamedTuple):
+    """The ports on which programs are answered."""
+
+    http: int | None
+    grpc: int | None
+
+
+class Doors(NamedTuple):
+    """How programs get in."""
+
+    tls: ServerTls | None
+    tokens: Tokens | None
+
+
+def open_doors(settings: ActiveSettings) -> Doors:
+    """Read certificates and tokens, and check that nobody gets in who should not.
+
+    Raises:
+        SettingsError: files cannot be used, or an address beyond this machine is unprotected.
+    """
+    own = settings.serving
+    tls = None if own.tls is None else ServerTls(own.tls, settings.base_dir)
+    tokens = None if own.token_file is None else Tokens.read(settings.base_dir / own.token_file)
+    knows_programs = tokens is not None or (own.tls is not None and own.tls.clients is not None)
+    for name, address in (("http", own.http), ("grpc", own.grpc)):
+        if address is None:
+            continue
+        if tls is None or not knows_programs:
+            on_loopback(address, f"serving.{name}", _BEYOND)
+        if not knows_programs:
+            logger.warning("serving.%s: every program of this machine may ask", name)
+    return Doors(tls, tokens)
+
+
+def open_desk(
+    settings: ActiveSettings,
+    predictor: Predictor,
+    resources: ExitStack,
+    transcript: Transcript | None = None,
+) -> AnswerDesk:
+    """Build what answers requests, and ask the passive parties for their models.
+
+    Args:
+        settings: this party's.
+        predictor: the joint model.
+        resources: ends what is begun here.
+        transcript: records every request, if there is one.
+
+    Raises:
+        SettingsError: the fallback model cannot be used.
+        DataError: the file of allowed ids cannot be read.
+    """
+    own = settings.serving
+    allowed = None
+    if own.allowed_ids is not None:
+        path = settings.base_dir / own.allowed_ids
+        allowed = frozenset(read_id_list(path, settings.data.id_column))
+        logger.info("%d ids may be asked for", len(allowed))
+    fallback = None
+    if own.fallback:
+        fallback = Fallback.load(settings, predictor.own_rows, predictor.model.identity)
+    clients = [client for client in predictor.clients if isinstance(client, EmbedClient)]
+    watch = resources.enter_context(PeerWatch(clients))
+    wait_s = own.batch_wait_ms / 1000
+    batcher = resources.enter_context(Batcher(predictor, settings.contract, wait_s, own.timeout_s))
+    rules = Rules(
+        own.max_ids, own.timeout_s, allowed, RateLimit(own.ids_per_second), own.record_ids
+    )
+    given = GivenFeatures(settings.data, predictor.model.encoder)
+    return AnswerDesk(predictor, batcher, watch, given, rules, fallback, transcript)
+
+
+@contextmanager
+def serving(settings: ActiveSettings, desk: AnswerDesk, doors: Doors) -> Iterator[Served]:
+    """Serve requests over HTTP and gRPC, as the settings say, until the block ends.
+
+    Args:
+        settings: this party's.
+        desk: answers.
+        doors: how programs get in.
+
+    Raises:
+        SettingsError: an address cannot be served.
+    """
+    own, data = settings.serving, settings.data
+    classes = list(data.class_names) if data.num_classes > 2 else None
+    scheme = "http" if doors.tls is None else "https"
+    with ExitStack() as opened:
+        http = grpc = None
+        if own.http is not None:
+            app = build_app(desk, doors.tokens, classes)
+            http = opened.enter_context(HttpServer(app, own.http, doors.tls)).port
+            logger.info("answering at %s://%s (its page: /docs)", scheme, own.http)
+        if own.grpc is not None:
+            server = GrpcServer(desk, own.grpc, doors.tokens, classes, doors.tls)
+            opened.callback(server.close, GRACE_S)
+            grpc = server.port
+            logger.info("answering gRPC at %s", own.grpc)
+        yield Served(http, grpc)
+
+
+def impatient(settings: ActiveSettings) -> ActiveSettings:
+    """Return settings with which a stream whose answers come too late is given up."""
+    reconnect = settings.reconnect.model_copy(update={"deadline_s": settings.serving.timeout_s})
+    return settings.model_copy(update={"reconnect": reconnect})

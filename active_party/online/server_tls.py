@@ -1,0 +1,126 @@
+"""The certificate that this party shows to the programs that ask for predictions."""
+
+import logging
+import ssl
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import grpc
+
+from splitveil.active_party.serving_settings import ServingTls
+from splitveil.common.errors import SettingsError
+from splitveil.common.text.files import read_bytes
+from splitveil.common.wire.tls_version import require_tls_1_3
+
+logger = logging.getLogger(__name__)
+
+_MAX_FILE_BYTES = 2**20
+
+
+class _Files(NamedTuple):
+    certificate: bytes
+    private_key: bytes
+    clients: bytes | None
+
+
+class ServerTls:
+    """TLS 1.3 with files that may be replaced while they are in use.
+
+    Args:
+        settings: name the files.
+        base_dir: folder to which relative paths refer.
+    """
+
+    def __init__(self, settings: ServingTls, base_dir: Path) -> None:
+        """Read the files.
+
+        Raises:
+            SettingsError: they cannot be used.
+        """
+        self._settings = settings
+        self._base_dir = base_dir
+        self._files = self._read()
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        """For HTTP; new connections get the files as they were at the last ``refresh``."""
+        self.context.minimum_version = ssl.TLSVersion.TLSv1_3
+        self.context.set_alpn_protocols(["http/1.1"])
+        self._load(self._files)
+        if self._files.clients is not None:
+            self.context.verify_mode = ssl.CERT_REQUIRED
+
+    def refresh(self) -> None:
+        """Use the files as they are now; those that cannot be used change nothing."""
+        try:
+            now = self._read()
+            if now != self._files:
+                self._load(now)
+                self._files = now
+                logger.info("new certificate in use for the programs that ask")
+        except SettingsError as error:
+            logger.warning("%s; the previous certificate stays in use", error)
+
+    def for_grpc(self) -> grpc.ServerCredentials:
+        """Return a gRPC server's credentials, which follow the files."""
+        require_tls_1_3()
+        served = self._files
+
+        def changed() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal served
+            if self._files is served:
+                return None
+            served = self._files
+            return _configuration(served)
+
+        # None means unchanged, which grpcio's stubs do not allow for.
+        fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", changed)
+        return grpc.dynamic_ssl_server_credentials(
+            _configuration(served),
+            fetch,
+            require_client_authentication=served.clients is not None,
+        )
+
+    def _read(self) -> _Files:
+        own = self._settings
+        clients = None if own.clients is None else self._content("clients", own.clients)
+        key_path = self._base_dir / own.private_key
+        try:
+            mode = stat.S_IMODE(key_path.stat().st_mode)
+        except OSError as error:
+            raise SettingsError(f"serving.tls.private_key: {key_path}: {error.strerror}") from error
+        if mode & 0o077:
+            raise SettingsError(
+                f"serving.tls.private_key: {key_path} has mode {mode:04o}, so that others may read "
+                f"it: chmod 600 {key_path}"
+            )
+        certificate = self._content("certificate", own.certificate)
+        return _Files(certificate, self._content("private_key", own.private_key), clients)
+
+    def _content(self, name: str, path: Path) -> bytes:
+        try:
+            return read_bytes(self._base_dir / path, _MAX_FILE_BYTES)
+        except OSError as error:
+            where = self._base_dir / path
+            raise SettingsError(f"serving.tls.{name}: {where}: {error.strerror}") from error
+
+    def _load(self, files: _Files) -> None:
+        own = self._settings
+        try:
+            self.context.load_cert_chain(
+                self._base_dir / own.certificate, self._base_dir / own.private_key, lambda: ""
+            )
+            if files.clients is not None:
+                self.context.load_verify_locations(cadata=files.clients.decode("ascii"))
+        except (ssl.SSLError, OSError, ValueError) as error:
+            raise SettingsError(
+                f"serving.tls: {self._base_dir / own.certificate}: the files cannot be used "
+                f"({type(error).__name__}): expected PEM, and a key that belongs to the "
+                f"certificate, without a password"
+            ) from error
+
+
+def _configuration(files: _Files) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(files.private_key, files.certificate)], files.clients
+    )

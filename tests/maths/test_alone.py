@@ -1,0 +1,82 @@
+"""The model of the active party's own features alone."""
+
+import pytest
+import torch
+from torch import nn
+
+from splitveil.active_party.training.alone import (
+    OwnRows,
+    build_alone,
+    predicted_alone,
+    probabilities_alone,
+    train_alone,
+)
+from splitveil.common.data.features import FeatureEncoder, Features, NumericScaler
+from splitveil.common.privacy.leakage import auc
+
+ENCODER = FeatureEncoder(
+    signed_log1p=False,
+    numeric=tuple(NumericScaler(name=f"x{j}", shift=0.0, scale=1.0) for j in range(3)),
+    categorical=(),
+    image=None,
+)
+
+
+def rows(num_classes: int = 2, count: int = 600, seed: int = 1) -> OwnRows:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 3, generator=generator)
+    if num_classes == 2:
+        return OwnRows(Features(x), (x[:, 0] > 0.3).float())
+    return OwnRows(Features(x), x.argmax(dim=1).float())
+
+
+def trained(own: OwnRows, num_classes: int = 2) -> nn.Module:
+    return train_alone(
+        build_alone(ENCODER, num_classes, seed=3),
+        own,
+        torch.arange(0, len(own.labels), 2),
+        lambda model: torch.optim.Adam(model.parameters(), lr=0.01),
+        batch_size=32,
+        seed=4,
+    )
+
+
+@pytest.mark.parametrize("num_classes", [2, 3])
+def test_it_learns_what_the_features_tell_of_rows_that_it_has_not_seen(num_classes: int) -> None:
+    own = rows(num_classes)
+    held_out = torch.arange(1, len(own.labels), 2)
+    logits, labels = predicted_alone(trained(own, num_classes), own, held_out)
+    if num_classes == 2:
+        assert auc(logits, labels) > 0.95
+    else:
+        assert float((logits.argmax(dim=1) == labels).float().mean()) > 0.85
+
+
+def test_the_same_rows_and_seed_give_the_same_weights_and_disturb_no_random_numbers() -> None:
+    own = rows()
+    torch.manual_seed(9)
+    before = torch.get_rng_state()
+    one, other = trained(own), trained(own)
+    assert torch.equal(before, torch.get_rng_state())
+    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_labels_of_rows_outside_the_training_change_nothing() -> None:
+    own = rows()
+    labels = own.labels.clone()
+    labels[1::2] = 1 - labels[1::2]
+    for mine, theirs in zip(
+        trained(own).parameters(), trained(own._replace(labels=labels)).parameters(), strict=True
+    ):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("num_classes", [2, 3])
+def test_probabilities_do_not_depend_on_company(num_classes: int) -> None:
+    own, model = rows(num_classes), build_alone(ENCODER, num_classes, seed=3)
+    together = probabilities_alone(model, own.features)
+    assert together.shape == ((600,) if num_classes == 2 else (600, 3))
+    for row in (0, 1, 311, 599):
+        one = probabilities_alone(model, own.features.rows(torch.tensor([row])))
+        assert (one[0] == together[row]).all()

@@ -1,0 +1,510 @@
+"""Online predictions over mutual TLS between the parties, asked for over HTTP and gRPC.
+
+Equality is of bits, on the CPU, with the evaluation at the end of training.
+"""
+
+import json
+import logging
+import ssl
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+import torch
+
+from splitveil.common.errors import SettingsError
+from splitveil.common.party.transcript import Transcript, Verified, verify
+from splitveil.common.privacy.leakage import auc
+from splitveil.deploy.authority import PartyFolder, make_certificates
+from splitveil.protos import prediction_pb2 as pb
+from tests import joint
+from tests.asked import Program, answering, asked, predict_over
+from tests.joint import Trained, free_port, train, write_wide_deep
+from tests.several import write_several
+from tests.system.test_predict import expected
+from tests.waiting import wait_until
+
+EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
+ANY_OVER_HTTP = ("serving.max_ids=100000",)
+
+
+def trained_example(name: str, folder: Path) -> Trained:
+    if name == "three_parties":
+        write_several(folder / name)
+        return train(folder / name, folder / "runs", "contract.aggregation=concat")
+    short = ("contract.epochs=2", "insecure_nonce_seed=4")
+    return train(EXAMPLES / name, folder / "runs", *short)
+
+
+@pytest.fixture(scope="module", params=("breast_cancer", "digits", "three_parties"))
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    name = str(request.param)
+    return trained_example(name, tmp_path_factory.mktemp(name))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("small")
+    write_wide_deep(folder)
+    return train(folder, folder / "runs", active=("serving.fallback=true",))
+
+
+def test_both_ways_of_asking_give_the_bits_of_the_evaluation(trained: Trained) -> None:
+    ids, right = trained.test_ids[:150], expected(trained)[:150]
+    with asked(trained, *ANY_OVER_HTTP) as program:
+        told = program.ask(ids)
+        reply = program.call(pb.PredictRequest(ids=ids))
+    assert told.status == 200
+    assert set(told.body["model"]) == {"joint"}
+    np.testing.assert_array_equal(told.probabilities, right)
+    by_grpc = np.array([one.probabilities for one in reply.predictions], np.float32)
+    np.testing.assert_array_equal(by_grpc.reshape(right.shape), right)
+    assert {one.model for one in reply.predictions} == {pb.MODEL_JOINT}
+    names = trained.settings.active.data.class_names if right.ndim > 1 else ()
+    assert told.body["classes"] == (list(names) or None)
+    assert tuple(reply.classes) == tuple(names)
+    assert told.body["run_id"] == reply.run_id == trained.run_id
+
+
+def test_requests_that_come_together_are_asked_together_and_answered_with_the_same_bits(
+    small: Trained, tmp_path: Path
+) -> None:
+    ids, right = small.test_ids[:40], expected(small)[:40]
+    with (
+        Transcript(tmp_path, "active") as transcript,
+        asked(small, "serving.batch_wait_ms=50", transcript=transcript) as program,
+        ThreadPoolExecutor(len(ids)) as pool,
+    ):
+        begin = threading.Barrier(len(ids))
+
+        def one(text: str) -> float:
+            begin.wait()
+            return float(program.ask([text]).probabilities[0])
+
+        found = np.array(list(pool.map(one, ids)), np.float32)
+    np.testing.assert_array_equal(found, right)
+    noted = (tmp_path / "transcript.jsonl").read_text()
+    assert 1 <= noted.count('"Embed request"') < len(ids)
+    assert noted.count('"answered"') == len(ids)
+
+
+def test_unknown_ids_are_not_found_and_disturb_no_other(small: Trained) -> None:
+    known = small.test_ids[:3]
+    with asked(small) as program:
+        mixed = program.ask(["nobody", *known, "nobody else"])
+        nobody = program.ask(["nobody"])
+        reply = program.call(pb.PredictRequest(ids=["nobody", known[0]]))
+    assert (mixed.status, nobody.status) == (200, 404)
+    assert mixed.body["found"] == [False, True, True, True, False]
+    assert mixed.body["model"] == [None, "joint", "joint", "joint", None]
+    np.testing.assert_array_equal(mixed.probabilities[1:4], expected(small)[:3])
+    assert nobody.body["probabilities"] == [None]
+    assert [one.model for one in reply.predictions] == [pb.MODEL_UNSPECIFIED, pb.MODEL_JOINT]
+    assert not reply.predictions[0].probabilities
+
+
+def own_features(small: Trained, ids: Sequence[str]) -> list[dict[str, object]]:
+    """Read the active party's columns of some ids from its file, without this project's reader."""
+    lines = (small.settings.active.base_dir / "active.csv").read_text().splitlines()
+    head = lines[0].split(",")
+    rows = {line.split(",")[0]: dict(zip(head, line.split(","), strict=True)) for line in lines[1:]}
+    chosen = [rows[text] for text in ids]
+    return [{"n1": float(r["n1"]), "n2": float(r["n2"]), "word": r["word"]} for r in chosen]
+
+
+def test_own_features_of_a_request_take_the_place_of_the_table_s(small: Trained) -> None:
+    ids, right = small.test_ids[:5], expected(small)[:5]
+    rows = own_features(small, ids)
+    others = own_features(small, small.test_ids[5:10])
+    columns = [
+        pb.Column(name="n1", numbers=[row["n1"] for row in rows]),  # type: ignore[misc]
+        pb.Column(name="n2", numbers=[row["n2"] for row in rows]),  # type: ignore[misc]
+        pb.Column(name="word", texts=[row["word"] for row in rows]),  # type: ignore[misc]
+    ]
+    with asked(small) as program:
+        same = program.ask(ids, features=rows)
+        other = program.ask(ids, features=others)
+        some = program.ask(["nobody", ids[1]], features=[rows[0], rows[1]])
+        reply = program.call(pb.PredictRequest(ids=ids, features=columns))
+        wrong = [
+            program.ask(ids[:1], features=given)
+            for given in (
+                [{"n1": 1.0, "n2": 2.0}],
+                [{"n1": 1.0, "n2": 2.0, "word": "w1", "more": 1}],
+                [{"n1": "much", "n2": 2.0, "word": "w1"}],
+                [{"n1": None, "n2": 2.0, "word": "w1"}],
+                [{"n1": 1.0, "n2": 2.0, "word": 7}, {"n1": 1.0, "n2": 2.0, "word": 7}],
+            )
+        ]
+    np.testing.assert_array_equal(same.probabilities, right)
+    assert (other.probabilities != right).all()
+    np.testing.assert_array_equal(some.probabilities[1], right[1])
+    assert some.body["found"] == [False, True]
+    by_grpc = np.array([one.probabilities for one in reply.predictions], np.float32)
+    np.testing.assert_array_equal(by_grpc[:, 0], right)
+    assert [told.status for told in wrong] == [422] * 5
+    assert "word" in wrong[0].body["detail"]
+    assert "much" not in wrong[2].body["detail"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b'{"ids": []}', 422),
+        (b'{"ids": [""]}', 422),
+        (b'{"ids": ["  "]}', 422),
+        (b'{"ids": [true]}', 422),
+        (b'{"ids": [1.5]}', 422),
+        (b'{"ids": "row-0001"}', 422),
+        (b'{"ids": ["\\ud800"]}', 422),
+        (b'{"ids": ["' + 5000 * b"x" + b'"]}', 422),
+        (b'{"ids": ["a"], "more": 1}', 422),
+        (b'{"ids": ["a"', 422),
+        (b"[]", 422),
+        (b"", 422),
+        (b'{"ids": ["a", "b", "c", "d", "e"]}', 413),
+        (b'{"ids": ["' + 40_000 * b"x" + b'"]}', 413),
+    ],
+)
+def test_bad_requests_are_refused_and_the_next_one_is_answered(
+    limited: Program, small: Trained, body: bytes, status: int
+) -> None:
+    told = limited.post(body)
+    assert told.status == status
+    assert set(told.body) == {"detail"}
+    assert limited.ask(small.test_ids[:1]).status == 200
+
+
+@pytest.fixture(scope="module")
+def limited(small: Trained) -> Iterator[Program]:
+    with asked(small, "serving.max_ids=4") as program:
+        yield program
+
+
+def test_grpc_refuses_with_statuses_of_its_own(limited: Program, small: Trained) -> None:
+    refusals = {}
+    for name, request in {
+        "none": pb.PredictRequest(),
+        "too many": pb.PredictRequest(ids=5 * ["a"]),
+        "twice": pb.PredictRequest(ids=["a"], features=2 * [pb.Column(name="n1", numbers=[1])]),
+        "too few": pb.PredictRequest(ids=["a", "b"], features=[pb.Column(name="n", numbers=[1])]),
+    }.items():
+        with pytest.raises(grpc.RpcError) as caught:
+            limited.call(request)
+        refusals[name] = caught.value.code()
+    assert set(refusals.values()) == {grpc.StatusCode.INVALID_ARGUMENT}
+    assert limited.call(pb.PredictRequest(ids=small.test_ids[:1])).predictions[0].model
+
+
+# ---- who may ask, and for what ----
+
+TOKENS = {"scoring": 40 * "s", "billing": 40 * "b"}
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens"
+    lines = [f"{name} {token}" for name, token in TOKENS.items()]
+    path.write_text("\n".join(["# who may ask", *lines]) + "\n")
+    path.chmod(0o600)
+    return path
+
+
+def test_programs_are_known_by_their_tokens(
+    small: Trained, token_file: Path, tmp_path: Path
+) -> None:
+    ids = small.test_ids[:1]
+    with (
+        Transcript(tmp_path, "active") as transcript,
+        asked(small, f"serving.token_file={token_file}", transcript=transcript) as program,
+    ):
+        stranger = program.ask(ids)
+        program.headers = {"Authorization": "Bearer " + 40 * "x"}
+        wrong = program.ask(ids)
+        program.headers = {"Authorization": f"Bearer {TOKENS['billing']}"}
+        right = program.ask(ids)
+        health = Program(program.http, program.grpc, program.desk).get("/healthz")
+        with pytest.raises(grpc.RpcError) as caught:
+            program.call(pb.PredictRequest(ids=ids))
+        bearer = ("authorization", f"Bearer {TOKENS['scoring']}")
+        assert program.call(pb.PredictRequest(ids=ids), (bearer,)).predictions
+    assert (stranger.status, wrong.status, right.status, health.status) == (401, 401, 200, 200)
+    assert stranger.headers["www-authenticate"] == "Bearer"
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    noted = answered_lines(tmp_path)
+    assert [line["program"] for line in noted] == ["billing", "scoring"]
+    assert not any(token in str(noted) for token in TOKENS.values())
+
+
+def test_a_program_that_asks_too_fast_is_told_to_wait_and_others_are_not(
+    small: Trained, token_file: Path
+) -> None:
+    limits = (f"serving.token_file={token_file}", "serving.ids_per_second=0.001")
+    with asked(small, *limits) as program:
+        program.headers = {"Authorization": f"Bearer {TOKENS['billing']}"}
+        first, second = (program.ask(small.test_ids[:2]) for _ in range(2))
+        bearer = ("authorization", f"Bearer {TOKENS['billing']}")
+        with pytest.raises(grpc.RpcError) as caught:
+            program.call(pb.PredictRequest(ids=small.test_ids[:1]), (bearer,))
+        program.headers = {"Authorization": f"Bearer {TOKENS['scoring']}"}
+        other = program.ask(small.test_ids[:1])
+    assert (first.status, second.status, other.status) == (200, 429, 200)
+    assert int(second.headers["retry-after"]) > 1000
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_only_allowed_ids_are_answered_or_ever_sent(small: Trained, tmp_path: Path) -> None:
+    (tmp_path / "ids.txt").write_text("\n".join(small.test_ids[:2]) + "\n")
+    with (
+        Transcript(tmp_path, "active") as transcript,
+        asked(
+            small, f"serving.allowed_ids={tmp_path / 'ids.txt'}", transcript=transcript
+        ) as program,
+    ):
+        rows = own_features(small, small.test_ids[:3])
+        mixed = program.ask([small.test_ids[2], *small.test_ids[:2]])
+        given = program.ask(small.test_ids[:3], features=rows)
+        others = program.ask(small.test_ids[2:4])
+    assert mixed.body["found"] == [False, True, True]
+    np.testing.assert_array_equal(mixed.probabilities[1:], expected(small)[:2])
+    np.testing.assert_array_equal(given.probabilities[:2], expected(small)[:2])
+    assert given.body["found"] == [True, True, False]
+    assert others.status == 404
+    noted = (tmp_path / "transcript.jsonl").read_text()
+    assert noted.count('"Embed request"') == 2
+
+
+def answered_lines(folder: Path) -> list[dict[str, object]]:
+    lines = map(json.loads, (folder / "transcript.jsonl").read_text().splitlines())
+    return [line for line in lines if line.get("event") == "answered"]
+
+
+def test_the_transcript_has_every_request_and_no_prediction(
+    small: Trained, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids = small.test_ids[:3]
+    caplog.set_level(logging.DEBUG)
+    folders = [tmp_path / name for name in ("plain", "named")]
+    told = []
+    for folder, records_ids in zip(folders, ("false", "true"), strict=True):
+        folder.mkdir()
+        with (
+            Transcript(folder, "active") as transcript,
+            asked(small, f"serving.record_ids={records_ids}", transcript=transcript) as program,
+        ):
+            told.append(program.ask([*ids, "nobody"]))
+            program.ask([""])
+            program.call(pb.PredictRequest(ids=ids))
+        assert isinstance(verify(folder / "transcript.jsonl"), Verified)
+        noted = answered_lines(folder)
+        fields = ("program", "protocol", "num_ids", "found", "status")
+        assert [tuple(line[name] for name in fields) for line in noted] == [
+            ("local", "http", 4, 3, 200),
+            ("local", "http", 0, 0, 422),
+            ("local", "grpc", 3, 3, 200),
+        ]
+    assert "ids" not in answered_lines(folders[0])[0]
+    assert answered_lines(folders[1])[0]["ids"] == [*ids, "nobody"]
+    written = caplog.text + "".join((f / "transcript.jsonl").read_text() for f in folders)
+    for probability in told[0].probabilities[:3]:
+        assert repr(float(probability))[:7] not in written
+    assert not any(text in caplog.text for text in ids)
+
+
+def test_an_address_beyond_this_machine_needs_tls_and_known_programs(small: Trained) -> None:
+    with (
+        pytest.raises(SettingsError, match=r"not on loopback and needs serving\.tls"),
+        answering(small, "serving.http='0.0.0.0:1'", ports={"passive": free_port()}),
+    ):
+        pass
+
+
+# ---- a passive party that is away ----
+
+
+def test_requests_are_refused_at_once_while_a_passive_party_is_away_and_answered_when_it_is_back(
+    small: Trained,
+) -> None:
+    port, ids = free_port(), small.test_ids[:3]
+    with ExitStack() as resources:
+        with joint.serving(small.passive("passive"), port):
+            program = resources.enter_context(answering(small, ports={"passive": port}))
+            assert program.ask(ids).status == 200
+            assert program.get("/readyz").body == {"ready": True, "model": "joint", "reason": None}
+        away = program.ask(ids)
+        with pytest.raises(grpc.RpcError) as caught:
+            program.call(pb.PredictRequest(ids=ids))
+        ready, healthy = program.get("/readyz"), program.get("/healthz")
+        with joint.serving(small.passive("passive"), port):
+            wait_until(lambda: program.get("/readyz").status == 200)
+            back = program.ask(ids)
+    assert away.status == 503
+    assert away.body["detail"]
+    assert "retry-after" in away.headers
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert (ready.status, healthy.status) == (503, 200)
+    assert ready.body["reason"]
+    np.testing.assert_array_equal(back.probabilities, expected(small)[:3])
+
+
+def test_a_lost_passive_party_is_noticed_without_a_request(small: Trained) -> None:
+    port = free_port()
+    with ExitStack() as resources:
+        with joint.serving(small.passive("passive"), port):
+            program = resources.enter_context(answering(small, ports={"passive": port}))
+            assert program.desk.trouble is None
+        wait_until(lambda: program.desk.trouble is not None)
+
+
+def test_a_party_with_another_model_is_named_and_never_asked(
+    small: Trained, tmp_path: Path
+) -> None:
+    write_wide_deep(tmp_path / "other", seed=6)
+    other = train(tmp_path / "other", tmp_path / "runs")
+    port = free_port()
+    settings = small.passive("passive", f"runs_dir={other.settings.passive['passive'].runs_dir}")
+    with joint.serving(settings, port), answering(small, ports={"passive": port}) as program:
+        told = program.ask(small.test_ids[:1])
+    assert told.status == 503
+    assert other.run_id in told.body["detail"]
+    assert small.run_id in told.body["detail"]
+
+
+def test_one_of_several_parties_away_is_enough_for_a_refusal(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    trained = trained_example("three_parties", tmp_path_factory.mktemp("three"))
+    names = list(trained.settings.passive)
+    ports = {name: free_port() for name in names}
+    with ExitStack() as resources:
+        for name in names[:-1]:
+            resources.enter_context(joint.serving(trained.passive(name), ports[name]))
+        program = resources.enter_context(answering(trained, ports=ports))
+        away = program.ask(trained.test_ids[:2])
+        last = joint.serving(trained.passive(names[-1]), ports[names[-1]])
+        with last:
+            wait_until(lambda: program.get("/readyz").status == 200)
+            back = program.ask(trained.test_ids[:2])
+    assert away.status == 503
+    assert names[-1] in away.body["detail"]
+    np.testing.assert_array_equal(back.probabilities, expected(trained)[:2])
+
+
+# ---- the model of the active party's own features ----
+
+
+def test_the_fallback_answers_for_a_passive_party_that_is_away_and_says_so(small: Trained) -> None:
+    port, ids = free_port(), small.test_ids
+    fallback = ("serving.fallback=true",)
+    with ExitStack() as resources:
+        with joint.serving(small.passive("passive"), port):
+            program = resources.enter_context(answering(small, *fallback, ports={"passive": port}))
+            joined = program.ask(ids[:3])
+        wait_until(lambda: program.get("/readyz").body["model"] == "fallback")
+        alone = program.ask([*ids, "nobody"])
+        given = program.ask(ids[:3], features=own_features(small, ids[:3]))
+        reply = program.call(pb.PredictRequest(ids=ids[:1]))
+    assert joined.body["model"] == 3 * ["joint"]
+    assert alone.body["model"] == [*(len(ids) * ["fallback"]), None]
+    assert alone.body["why_fallback"]
+    np.testing.assert_array_equal(given.probabilities, alone.probabilities[:3])
+    assert reply.predictions[0].model == pb.MODEL_FALLBACK
+    assert reply.why_fallback
+    labels = small_labels(small, ids)
+    found = auc(torch.from_numpy(alone.probabilities[:-1].copy()), labels)
+    assert small.alone is not None
+    assert found == pytest.approx(small.alone.auc, abs=1e-6)
+    assert found > 0.6
+
+
+def small_labels(small: Trained, ids: Sequence[str]) -> torch.Tensor:
+    lines = (small.settings.active.base_dir / "active.csv").read_text().splitlines()[1:]
+    label_of = {line.split(",")[0]: float(line.split(",")[1]) for line in lines}
+    return torch.tensor([label_of[text] for text in ids])
+
+
+def test_the_fallback_answers_where_the_passive_party_has_no_row(
+    small: Trained, tmp_path: Path
+) -> None:
+    table = small.settings.active.base_dir / "active.csv"
+    lines = table.read_text().splitlines()
+    new = tmp_path / "active.csv"
+    new.write_text("\n".join([*lines, "new-row,0,0.5,-0.25,w1"]) + "\n")
+    with asked(small, "serving.fallback=true", table=new) as program:
+        told = program.ask([small.test_ids[0], "new-row", "nobody"])
+    assert told.body["model"] == ["joint", "fallback", None]
+    assert told.body["why_fallback"] is None
+
+
+def test_a_run_without_a_fallback_says_how_to_get_one(
+    trained: Trained, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    if trained.settings.active.data.features is None:
+        pytest.skip("the active party has no features")
+    ports = {name: free_port() for name in trained.settings.passive}
+    with (
+        pytest.raises(SettingsError, match=r"alone\.safetensors"),
+        answering(trained, "serving.fallback=true", ports=ports),
+    ):
+        pass
+
+
+# ---- TLS towards programs ----
+
+
+def server_tls(folder: Path, *, with_clients: bool) -> tuple[str, ssl.SSLContext]:
+    """Return an override for serving with TLS, and a client's context that trusts it."""
+    certificates = folder / "certificates"
+    if not certificates.exists():
+        make_certificates(certificates, {"server": "localhost", "scoring": "scoring.example"})
+    own, client = PartyFolder(certificates / "server"), PartyFolder(certificates / "scoring")
+    files = f"certificate: {own.certificate}, private_key: {own.private_key}"
+    if with_clients:
+        files += f", clients: {own.authority}"
+    context = ssl.create_default_context(cafile=str(own.authority))
+    context.check_hostname = False  # the programs of these tests name the address
+    if with_clients:
+        context.load_cert_chain(client.certificate, client.private_key)
+    return f"serving.tls={{{files}}}", context
+
+
+def test_programs_are_known_by_their_certificates(small: Trained, tmp_path: Path) -> None:
+    override, context = server_tls(tmp_path, with_clients=True)
+    _, stranger = server_tls(tmp_path, with_clients=False)
+    ids = small.test_ids[:2]
+    with (
+        Transcript(tmp_path, "active") as transcript,
+        asked(small, override, transcript=transcript) as program,
+    ):
+        program.tls = context
+        known = program.ask(ids)
+        program.tls = stranger
+        with pytest.raises(OSError):  # noqa: PT011 (the server hangs up, in one of several ways)
+            program.ask(ids)
+        own = PartyFolder(tmp_path / "certificates" / "scoring")
+        credentials = grpc.ssl_channel_credentials(
+            own.authority.read_bytes(), own.private_key.read_bytes(), own.certificate.read_bytes()
+        )
+        options = [("grpc.ssl_target_name_override", "localhost")]
+        with grpc.secure_channel(f"127.0.0.1:{program.grpc}", credentials, options) as channel:
+            reply = predict_over(channel)(pb.PredictRequest(ids=ids), timeout=60)
+    np.testing.assert_array_equal(known.probabilities, expected(small)[:2])
+    by_grpc = np.array([one.probabilities for one in reply.predictions], np.float32)[:, 0]
+    np.testing.assert_array_equal(by_grpc, expected(small)[:2])
+    assert len({line["program"] for line in answered_lines(tmp_path)}) == 1
+    assert "scoring" in str(answered_lines(tmp_path)[0]["program"])
+
+
+def test_the_server_speaks_tls_1_3_alone(small: Trained, tmp_path: Path) -> None:
+    override, context = server_tls(tmp_path, with_clients=False)
+    with asked(small, override) as program:
+        program.tls = context
+        assert program.ask(small.test_ids[:1]).status == 200
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
+        with pytest.raises(ssl.SSLError):
+            program.ask(small.test_ids[:1])

@@ -180,6 +180,6 @@ def _epsilon_in_words(found: EpsilonFigures) -> str:
         return f"No epsilon of label differential privacy is excluded: {guessed}. {stated}"
     return (
         f"Label differential privacy with an epsilon below {at_least(found.epsilon)} is excluded "
-        f"(delta {found.delta:g}, {found.confidence:.0%} confidence): {guessed}, where features alone "
-        f"give even odds. {stated}"
+        f"(delta {found.delta:g}, {found.confidence:.0%} confidence): {guessed}, where features "
+        f"alone give even odds. {stated}"
     )

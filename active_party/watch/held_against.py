@@ -9,7 +9,7 @@ from splitveil.active_party.ledger.bounds import LeakBounds
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.epsilon_audit import p_value
 from splitveil.common.record.beyond_figures import BeyondFigures, passed_bounds
-from splitveil.common.text.upper_bounds import at_most, auc_at_most
+from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +72,9 @@ def log_beyond(beyond: BeyondFigures, bounds: LeakBounds | None) -> None:
         )
     if epsilon is not None:
         logger.info(
-            "epsilon of label differential privacy is at least %.3f (delta %g): %s guessed %d of "
+            "epsilon of label differential privacy is at least %s (delta %g): %s guessed %d of "
             "%d labels right; the ledger states %s",
-            epsilon.epsilon,
+            at_least(epsilon.epsilon),
             epsilon.delta,
             epsilon.attack,
             epsilon.correct,

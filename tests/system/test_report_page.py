@@ -16,13 +16,13 @@ from tests.waiting import HANGS_AFTER_S
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 WITHOUT, DEFENDED = "breast_cancer-none", "breast_cancer-marvell-power_ratio-4"
-CUT_CHARTS = 3  # one per attack
-LAYER_CHARTS = 3  # one per attack, with a line for each of two layers
+CUT_CHARTS = 4  # one per attack
+LAYER_CHARTS = 4  # one per attack, with a line for each of two layers
 STEPS_COUNTED = 5  # of six epochs: 0, 1, 2, 4 and 5
-COMPARED_CHARTS = 1 + 6 + 2 * 2 + 1 + 2  # trade-off, attacks at layers, sent, ledger, training
+COMPARED_CHARTS = 1 + 8 + 2 * 2 + 1 + 2  # trade-off, attacks at layers, sent, ledger, training
 CLASS_CHARTS = STEPS_COUNTED * 4  # norm and direction, before and after the defense
 PASSIVE_COLUMNS = 20
-WIDTH, HEIGHT = 1280, 2400
+WIDTH, HEIGHT = 1280, 4200
 
 OVERLAPS = """<script>
 for (const chart of document.querySelectorAll("svg[role=img]")) {

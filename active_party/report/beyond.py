@@ -7,6 +7,7 @@ what features tell, which no defense of gradients can hide. All of them are of t
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from splitveil.active_party.report.bounds import guarantee_of
 from splitveil.active_party.report.run_files import RunFiles
 from splitveil.common.privacy.attacks import CUT
 from splitveil.common.privacy.covers import Covers
@@ -16,6 +17,7 @@ from splitveil.common.record.beyond_figures import (
     EpsilonFigures,
     is_clearly_above,
     passed_bounds,
+    set_aside,
 )
 from splitveil.common.text.upper_bounds import at_least, at_most, auc_at_most
 
@@ -41,8 +43,14 @@ class BeyondRow(NamedTuple):
 
 
 def beyond_of(run: RunFiles) -> BeyondFigures:
-    """Return what a run's attacks tell beyond features; empty figures if it was not measured."""
-    return run.active.summary.of_leak.beyond or BeyondFigures()
+    """Return what a run's attacks tell beyond features; empty figures if it was not measured.
+
+    Figures that say nothing of gradients are left out; ``in_words`` names them.
+    """
+    found = run.active.summary.of_leak.beyond or BeyondFigures()
+    aside = set_aside(found, guarantee_of(run))
+    kept = {name: one for name, one in found.adjusted.items() if name not in aside}
+    return found._replace(adjusted=kept)
 
 
 def tells_something(beyond: BeyondFigures) -> bool:
@@ -126,6 +134,14 @@ def in_words(run: RunFiles) -> Iterator[str]:
         )
     if beyond.epsilon is not None:
         yield _epsilon_in_words(beyond.epsilon)
+    measured = run.active.summary.of_leak.beyond or BeyondFigures()
+    aside = set_aside(measured, guarantee_of(run))
+    if aside:
+        yield (
+            f"Adjusted figures of {', '.join(aside)} lie above the proved bound, while guesses are "
+            "no better than chance: features all but tell these labels, or the rows are too few, "
+            "and the figures are left out."
+        )
 
 
 def contradictions(run: RunFiles, bounds: Mapping[Covers, float]) -> Iterator[str]:

@@ -266,7 +266,7 @@ def read_numeric(
                 f"{column.where}: infinite or too large for float32 in "
                 f"{column.list_rows(is_infinite)}"
             )
-        if gaps == "none" and is_missing.any():
+        if gaps == "refused" and is_missing.any():
             problems.append(
                 f"{column.where}: no number (empty or NaN) in {column.list_rows(is_missing)}; with "
                 f"data.features.missing_numeric: zero, these cells are read as 0"

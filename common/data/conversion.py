@@ -160,7 +160,7 @@ class _Writer:
             "categorical": self._selection.chosen.categorical,
             "lists": self._selection.chosen.lists,
             "timestamps": self._selection.chosen.timestamps,
-            "gaps": self._settings.features.gaps if self._settings.features else "none",
+            "gaps": self._settings.features.gaps if self._settings.features else "refused",
             "image": self._image,
             "labels": label_column is not None,
             "ids": id_column is not None,

@@ -145,7 +145,7 @@ def _key_of_features(features: FeatureSettings) -> dict[str, Any]:
     plain = features.model_dump(mode="json")
     for name in ("signed_log1p", "numeric_scaling", "min_count", "max_list_categories"):
         plain.pop(name)
-    plain["missing_numeric"] = {"none": "error", "zero": "zero", "nan": "kept"}[features.gaps]
+    plain["missing_numeric"] = {"refused": "error", "zero": "zero", "nan": "kept"}[features.gaps]
     del plain["missing_indicator"]
     if not features.timestamps:
         for name in ("timestamps", "timestamp_parts", "timestamp_format"):
@@ -241,7 +241,7 @@ def _open(folder: Path) -> MappedTable:
         categorical={name: columns[name] for name in categorical},
         image=None if image is None else mapped("image.bin", image["dtype"], *image["shape"]),
         lists={name: columns[name] for name in coded[len(categorical) :]},
-        gaps=found.get("gaps", "none"),
+        gaps=found.get("gaps", "refused"),
         timestamps=tuple(found.get("timestamps", [])),
         numeric_rows=numeric_rows,
         code_rows=code_rows,

@@ -39,7 +39,7 @@ Classes = Annotated[
 
 TimestampPart = Literal["seconds", "year", "month", "day", "day_of_week", "hour", "minute"]
 
-Gaps = Literal["none", "zero", "nan"]
+Gaps = Literal["refused", "zero", "nan"]
 """What a table has in place of missing numbers: there are none, 0, or NaN for the encoder to fill.
 """
 
@@ -152,7 +152,7 @@ class FeatureSettings(Section):
     def gaps(self) -> Gaps:
         """What a table holds in place of a missing number."""
         if self.missing_numeric == "error":
-            return "none"
+            return "refused"
         if self.missing_numeric == "zero" and not self.missing_indicator:
             return "zero"
         return "nan"

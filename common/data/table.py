@@ -71,7 +71,7 @@ class Table:
     weights: NDArray[np.float64] | None = None
     """What each row counts in the loss, positive; None if all count the same."""
 
-    gaps: Gaps = "none"
+    gaps: Gaps = "refused"
     """What stands in place of missing numbers."""
 
     def __len__(self) -> int:
@@ -185,7 +185,7 @@ def table_of(source: RowSource, settings: DataSettings, split_column: str | None
         lists={name: coded[name] for name in selection.chosen.lists},
         timestamps=tuple(selection.chosen.timestamps),
         weights=part_weights(settings, columns, source.name),
-        gaps=features.gaps if features else "none",
+        gaps=features.gaps if features else "refused",
     )
 
 

@@ -96,20 +96,39 @@ def passed_bounds(
 ) -> Iterator[tuple[str, AdjustedFigures, Covers]]:
     """Yield each attack that tells more beyond features than a bound says, with the widest peers.
 
-    None is yielded where the guesses of the epsilon's audit, from which the features' part of every
-    score was taken out, are no better than chance: of a few hundred rows, whose labels features all
-    but tell, the adjusted figures then show what the model of the features has not learned.
+    None is yielded where guesses are no better than chance: see `set_aside`.
 
     Args:
         beyond: the figures of a run.
         bounds: AUC that no score of some peers exceeds, from the widest circle of them on.
     """
-    if beyond.epsilon is not None and beyond.epsilon.p_value > _CLEARLY_P:
+    if _guesses_by_chance(beyond):
         return
     for attack, found in beyond.adjusted.items():
         passed = [peers for peers, bound in bounds.items() if is_clearly_above(found, bound)]
         if passed:
             yield attack, found, passed[0]
+
+
+def set_aside(beyond: BeyondFigures, bound: float) -> dict[str, AdjustedFigures]:
+    """Return the adjusted figures that say nothing of gradients, by attack.
+
+    Where features all but tell the labels of a few hundred rows, an adjusted figure shows what the
+    model of the features has not learned. The guesses of the epsilon's audit, from which the part
+    of every score that features explain was taken out, are then no better than chance, and the
+    figure may lie above a bound that is proved for anybody.
+
+    Args:
+        beyond: the figures of a run.
+        bound: AUC that no score of anybody exceeds; 1 or NaN where there is none.
+    """
+    if not _guesses_by_chance(beyond):
+        return {}
+    return {name: found for name, found in beyond.adjusted.items() if found.value > bound}
+
+
+def _guesses_by_chance(beyond: BeyondFigures) -> bool:
+    return beyond.epsilon is not None and beyond.epsilon.p_value > _CLEARLY_P
 
 
 def beyond_to_json(beyond: BeyondFigures) -> dict[str, Any]:

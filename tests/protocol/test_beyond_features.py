@@ -19,6 +19,7 @@ from splitveil.common.record.beyond_figures import (
     AdvantageFigures,
     BeyondFigures,
     EpsilonFigures,
+    set_aside,
 )
 from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.run_record import METRICS, read_summary, write_summary
@@ -260,6 +261,17 @@ def test_an_alarm_needs_guesses_that_are_better_than_chance(
     held = BEYOND._replace(epsilon=MEASURED._replace(p_value=p_value))
     log_beyond(held, bounds(0.6))
     assert ("norm reaches a leak AUC of 0.700" in caplog.text) is passed
+
+
+@pytest.mark.parametrize(
+    ("p_value", "bound", "aside"),
+    [(0.2, 0.6, ["norm"]), (0.2, 0.75, []), (1e-4, 0.6, []), (0.2, float("nan"), [])],
+)
+def test_a_figure_above_a_proved_bound_is_set_aside_where_guesses_are_chance(
+    p_value: float, bound: float, aside: list[str]
+) -> None:
+    measured = BEYOND._replace(epsilon=MEASURED._replace(p_value=p_value))
+    assert list(set_aside(measured, bound)) == aside
 
 
 # ---- verdict and report ----

@@ -4,6 +4,7 @@
 set with room around what was measured with these seeds.
 """
 
+import json
 import os
 from pathlib import Path
 
@@ -52,6 +53,13 @@ def test_without_a_defense_the_worst_pair_is_recovered_and_with_marvell_it_is_no
         assert 0.6 <= whole_run <= 0.9
 
 
+def alarming_attacks(run: Path) -> list[str]:
+    """Return what each leak alarm of a run is about."""
+    lines = (run / "active" / "metrics.jsonl").read_text().splitlines()
+    alarms = [line for line in map(json.loads, lines) if line["kind"] == "leak_alarm"]
+    return [name for line in alarms for name in line if "/" in name]
+
+
 @needs_data
 def test_both_runs_learn_and_say_of_which_classes_their_figures_are(vehicles: LocalRun) -> None:
     for name in ("vehicle-none", SIXTEEN):
@@ -60,7 +68,8 @@ def test_both_runs_learn_and_say_of_which_classes_their_figures_are(vehicles: Lo
         assert summary["test_auc"] >= 0.85
         assert summary["test_accuracy"] >= 0.6
         assert set(summary["test_auc_by_class"]) == {"0", "1", "2", "3"}
-        assert summary["leak_alarms"] == 0
+        # Fresh marvell describes attacks on class means, and not those on weak directions.
+        assert set(alarming_attacks(vehicles.runs_dir / name)) <= {"cut/residual_energy"}
         page = (vehicles.runs_dir / name / "active" / "report.html").read_text()
         assert "This run has 4 classes" in page
     table = vehicles.output[vehicles.output.rindex("┏") :]

@@ -98,7 +98,8 @@ class RunDisplay:
     def _advance(self, done: int, total: int, numbers: dict[str, float]) -> None:
         if self._bar is None:
             bar = TrainingProgress("training", total, console=self._console)
-            self._bar = self._resources.enter_context(bar)
+            with self._lock:  # a line that is being printed knows of no bar, and would end in it
+                self._bar = self._resources.enter_context(bar)
         if done < self._bar.steps_done:
             self._bar.resume_at(done)
         self._bar.advance(done - self._bar.steps_done, **numbers)

@@ -241,6 +241,15 @@ class _Context:
 
     def __init__(self) -> None:
         self.code = grpc.StatusCode.OK
+        self._callbacks: list[Callable[[], None]] = []
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        self._callbacks.append(callback)
+        return True
+
+    def end(self) -> None:
+        for callback in self._callbacks:
+            callback()
 
     def is_active(self) -> bool:
         return True
@@ -282,6 +291,8 @@ class DirectSender:
                     pass
         except _Aborted:
             pass
+        finally:
+            context.end()
         return context.code
 
 

@@ -123,7 +123,7 @@ def _train(
     contract = settings.contract
     device = command_line.prepare(settings)
     settings.defense.require_usable(settings.defense_context())
-    data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
+    data = PartyData.of(settings)
     logger.info("%d rows read from %s", len(data.ids), data.table.source)
     interruption.check()
     allowance = allowance_of(settings, settings.earlier_answers())
@@ -266,7 +266,7 @@ def _check(parsed: argparse.Namespace) -> None:
         return f"attacks: {', '.join(names)} can score gradients"
 
     def data_and_model() -> str:
-        data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
+        data = PartyData.of(settings)
         earlier = open_label_owners_model(settings)
         encoder = data.fit(np.arange(len(data.ids)), earlier)
         model = build_top_model(
@@ -278,9 +278,10 @@ def _check(parsed: argparse.Namespace) -> None:
         )
         if earlier is not None:
             earlier.put_into(model)
-        subjects = subjects_of(settings)
+        subjects = subjects_of(settings, data)
         persons = "" if subjects is None else f" of {len(np.unique(subjects))} persons"
-        return f"data: {data.summary()}{persons}; the top model fits them"
+        fits = "the top model fits them"
+        return f"data: {data.summary()}{persons}; {fits}; {data.report.in_words()}"
 
     command_line.report_check(
         settings,
@@ -320,7 +321,7 @@ def _check_noise_key(settings: ActiveSettings) -> None:
 
 def _plan(parsed: argparse.Namespace) -> None:
     settings = command_line.load_settings(ActiveSettings, parsed, "active")
-    data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
+    data = PartyData.of(settings)
     plan = plan_of(settings, data, parsed.target_leak_auc)
     if parsed.json:
         print_json(plan.to_json())

@@ -1,5 +1,6 @@
 """Builds the active party's objects from its settings."""
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -28,10 +29,12 @@ from splitveil.active_party.run.preparation import OwnRows, OwnRules
 from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.early_stopping import EarlyStop
-from splitveil.active_party.training.objectives import CrossEntropy
+from splitveil.active_party.training.label_kinds import LabelKind, kind_of
+from splitveil.active_party.training.objectives import OrdinaryObjective
 from splitveil.active_party.training.predictions import LossWeights
 from splitveil.active_party.training.top_trainer import TopTrainer, TrainingRows
 from splitveil.common.data.features import FeatureEncoder
+from splitveil.common.data.label_columns import check_not_constant
 from splitveil.common.data.source_settings import expand_path
 from splitveil.common.data.subjects import read_subjects
 from splitveil.common.errors import DataError, SettingsError
@@ -40,6 +43,7 @@ from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.privacy.covers import narrowest
 from splitveil.common.run.course import AlignedRows
+from splitveil.common.run.id_rules import rules_as_bytes
 from splitveil.common.run.phases import Phases
 from splitveil.common.storage.initial_weights import SETTING as WEIGHTS_SETTING
 from splitveil.common.storage.initial_weights import EarlierModel, is_label_free
@@ -69,7 +73,7 @@ class TrainerBuilder:
         self._device = device
         self._num_classes = settings.data.num_classes
         self._earlier = open_label_owners_model(settings)
-        self._subjects = subjects_of(settings)
+        self._subjects = subjects_of(settings, data)
         self._known_targets = earlier_targets_of(settings)
         # Now, not at the first step: a key that others can read ends a run before it begins.
         context = settings.defense_context()
@@ -86,7 +90,8 @@ class TrainerBuilder:
         """Build the trainer.
 
         Raises:
-            DataError: a split has rows of one class only, or the training rows lack a class.
+            DataError: a split has rows of one class only, or the training rows lack a class, or
+                have the same number as their label.
         """
         settings, contract = self._settings, self._settings.contract
         if settings.stops_by_validation and not len(rows.splits["validation"]):
@@ -95,7 +100,13 @@ class TrainerBuilder:
                 f"aligned ones is"
             )
         labels = self._data.labels_at(rows.file_rows)
-        self._check_classes(rows, labels)
+        if settings.data.label_range is None:
+            self._check_classes(rows, labels)
+        else:
+            check_not_constant(
+                labels[rows.splits["train"]].numpy(),
+                f"{self._data.table.source}: the aligned training rows",
+            )
         self.encoder, features = self._data.encode(rows, self._earlier)
         model = build_top_model(
             settings.top_model,
@@ -132,12 +143,12 @@ class TrainerBuilder:
                 self._data.digest(self.encoder),
                 self._loss_weights(rows),
                 training,
+                self._kind_of(rows, labels),
             ),
             self._device,
             answer_keys,
             self.phases,
-            tells_slopes=settings.defense.needs_slopes
-            or (settings.leak_monitor is not None and settings.leak_monitor.needs_predictions),
+            tells_slopes=settings.defense.needs_slopes or _knows_predictions(settings),
         )
 
     def _example_keys(self, ids: list[str]) -> Tensor | None:
@@ -170,11 +181,18 @@ class TrainerBuilder:
 
         top = TopModel(model, build_optimizer(settings.optimizer, model), schedule)
         objective = defense.objective(top, secrets, examples)
-        return objective or CrossEntropy(
+        return objective or OrdinaryObjective(
             top,
             learns_targets=defense.top_learns_targets,
             class_weights=self._class_weights(),
+            kind=kind_of(settings.data),
         )
+
+    def _kind_of(self, rows: AlignedRows, labels: Tensor) -> LabelKind:
+        mean = math.nan
+        if self._settings.data.label_range is not None:
+            mean = float(labels[rows.splits["train"]].double().mean())
+        return kind_of(self._settings.data, mean)
 
     def _loss_weights(self, rows: AlignedRows) -> LossWeights:
         of_rows = self._data.weights_at(rows)
@@ -186,15 +204,25 @@ class TrainerBuilder:
         return None if weights is None else torch.tensor(weights, device=self._device)
 
 
-def subjects_of(settings: ActiveSettings) -> NDArray[np.int64] | None:
-    """Return a number for each row of the file, equal for rows of one person; None if none is read.
+def _knows_predictions(settings: ActiveSettings) -> bool:
+    """Return whether an attack of the leak monitor is told the model's predictions."""
+    monitor = settings.leak_monitor
+    is_of_numbers = settings.data.label_range is not None
+    return monitor is not None and (is_of_numbers or monitor.needs_predictions)
+
+
+def subjects_of(settings: ActiveSettings, data: PartyData) -> NDArray[np.int64] | None:
+    """Return a number for each row of the data, equal for rows of one person; None if none is read.
 
     Raises:
         DataError: there is no such column.
         SettingsError: the column is a feature, too.
     """
     column = settings.defense.names_subjects
-    return None if column is None else read_subjects(settings.data, settings.base_dir, column)
+    if column is None:
+        return None
+    of_file = read_subjects(settings.data, settings.base_dir, column, settings.contract.ids)
+    return of_file if data.kept is None else of_file[data.kept]
 
 
 def earlier_targets_of(settings: ActiveSettings) -> ReleasedTargets | None:
@@ -210,7 +238,9 @@ def earlier_targets_of(settings: ActiveSettings) -> ReleasedTargets | None:
             f"example"
         )
     paths = [expand_path(SETTING, text, settings.base_dir) for text in folders]
-    return read_targets(paths, settings.data.num_classes)
+    context = settings.defense_context()
+    rules = rules_as_bytes(settings.contract.ids)
+    return read_targets(paths, context.num_classes, rules, context.label_bounds)
 
 
 def open_label_owners_model(settings: ActiveSettings) -> EarlierModel | None:
@@ -288,7 +318,8 @@ def build_session(
     stopping = settings.early_stopping
     rules = OwnRules(
         early_stop=None if stopping is None else EarlyStop(stopping),
-        allowance=allowance or allowance_of(settings, AccountBook.empty()),
+        allowance=allowance
+        or allowance_of(settings, AccountBook.empty(rules_as_bytes(settings.contract.ids))),
         allow_audits=settings.allow_audits,
         noise_seed=settings.defense.noise_seed,
         has_survey=settings.defense.needs_survey,

@@ -18,6 +18,7 @@ from splitveil.active_party.defenses.build_inputs import DefenseContext
 from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast
 from splitveil.active_party.defenses.marvell import power_ratio_for
 from splitveil.active_party.defenses.multi_class_marvell import worst_pair_factor
+from splitveil.active_party.defenses.projection.outlook import share_of_variance
 from splitveil.active_party.defenses.sum_kl import (
     sum_kl_for_estimated_auc,
     sum_kl_for_leak_auc,
@@ -41,7 +42,7 @@ class PlannedRows(NamedTuple):
     source: str
     rows: int
     shares: str
-    """The shares of the classes, in words."""
+    """The shares of the classes, or the spread of the numbers, in words."""
     training_rows: int
     steps_per_epoch: int
     batch_size: int
@@ -166,7 +167,10 @@ def plan_of(
     contract = settings.contract
     labels, num_classes = data.labels_of(data.ids), data.settings.num_classes
     # With more than two classes there are no positives, and charges do not depend on shares.
-    pos_fraction = float(labels.double().mean()) if num_classes == 2 else 1 / num_classes
+    if data.settings.label_range is not None:
+        pos_fraction = share_of_variance(float(labels.double().var(correction=0)))
+    else:
+        pos_fraction = float(labels.double().mean()) if num_classes == 2 else 1 / num_classes
     training_rows = data.training_rows(contract.split)
     steps = training_rows / contract.batch_size
     rows = PlannedRows(
@@ -188,7 +192,9 @@ def plan_of(
         rows,
         tuple(_answers(forecast, contract.epochs)),
         (*said, *_remarks(settings, forecast)),
-        None if target_leak_auc is None else _target(target_leak_auc, contract.epochs, context),
+        None
+        if target_leak_auc is None or data.settings.label_range is not None
+        else _target(target_leak_auc, contract.epochs, context),
     )
 
 
@@ -211,7 +217,10 @@ def _answers(forecast: Forecast, epochs: int) -> Iterator[PlannedAnswers]:
 
 def _shares(labels: Tensor, data: PartyData) -> str:
     """Describe the shares of the classes among the rows."""
-    names = data.settings.class_names
+    names, within = data.settings.class_names, data.settings.label_range
+    if within is not None:
+        spread = within.width * float(labels.double().std(correction=0))
+        return f"numbers from {within.in_words} with a standard deviation of {spread:.4g}"
     if not names:
         return f"{float(labels.double().mean()):.2%} positive"
     counts = torch.bincount(labels.long(), minlength=len(names)).tolist()
@@ -230,6 +239,11 @@ def _narrowed(forecast: Forecast, peers: Covers) -> Forecast:
 
 def _remarks(settings: ActiveSettings, forecast: Forecast) -> list[str]:
     remarks = [forecast.honesty]
+    if settings.data.label_range is not None:
+        remarks.append(
+            "Labels are numbers: every leak AUC is that of telling the two ends of their range "
+            "apart. Values closer to each other are told apart less well."
+        )
     if settings.data.num_classes > 2:
         remarks.append("All figures are of the pair of classes left furthest apart.")
     if forecast.charge.certainty == "unknown" or math.isfinite(forecast.charge.high):

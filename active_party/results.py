@@ -25,10 +25,11 @@ from splitveil.active_party.run.stages import Stage
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.alone import build_alone, predicted_alone, train_alone
 from splitveil.active_party.training.held_out import save_predictions
-from splitveil.active_party.training.predictions import PredictionFigures, measure_predictions
+from splitveil.active_party.training.predictions import PredictionFigures
 from splitveil.active_party.training.refit import Fitting
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.models.optimizers import build_optimizer
+from splitveil.common.run.id_rules import rules_as_bytes
 from splitveil.common.run.inference import ModelIdentity
 from splitveil.common.storage.initial_weights import RELEASED_LABELS, TRUE_LABELS
 from splitveil.common.storage.model_files import (
@@ -67,7 +68,7 @@ def save_results(
         save_predictions(folder, session.ids, session.answering.rows, predictions)
     targets = trainer.defense.released_targets
     if targets is not None:
-        _save_targets(folder, session, targets)
+        _save_targets(settings, folder, session, targets)
     delete_saved(folder, REFITTED)
     # A run that may resume is not over: its last activations are still to come.
     if session.stage is not Stage.FINISHED or not settings.defense.refits_top:
@@ -108,8 +109,8 @@ def save_alone(
     if not len(splits["test"]):
         return None
     logits, labels = predicted_alone(model, rows, torch.from_numpy(splits["test"].copy()))
-    figures = measure_predictions(logits, labels)
-    logger.info("this party's own features alone: test AUC %.4f", figures.auc)
+    figures = rows.kind.measure(logits, labels)
+    logger.info("this party's own features alone: test %s", figures.in_short)
     return figures
 
 
@@ -118,11 +119,15 @@ def _identity(settings: ActiveSettings, session: ActiveSession) -> dict[str, str
     return identity_metadata(model, settings.contract)
 
 
-def _save_targets(folder: Path, session: ActiveSession, targets: Tensor) -> None:
+def _save_targets(
+    settings: ActiveSettings, folder: Path, session: ActiveSession, targets: Tensor
+) -> None:
     rows = session.answering.rows
     training = rows.splits["train"]
     ids = (session.ids[row] for row in rows.file_rows[training])
-    by_id = targets_by_id(ids, targets[torch.from_numpy(training.copy())])
+    of_training = targets[torch.from_numpy(training.copy())]
+    rules, bounds = rules_as_bytes(settings.contract.ids), settings.defense_context().label_bounds
+    by_id = targets_by_id(ids, of_training, rules, bounds)
     save_tensors(folder, TARGETS, by_id.state_dict())
 
 
@@ -142,8 +147,8 @@ def _refit(
     figures = trainer.measure(model, session.answering.rows.splits["test"])
     if figures is not None:
         logger.info(
-            "the top model was fitted to the true labels: test AUC %.4f; this copy is for this "
-            "party's own predictions alone",
-            figures.auc,
+            "the top model was fitted to the true labels: test %s; this copy is for this party's "
+            "own predictions alone",
+            figures.in_short,
         )
     return figures

@@ -3,92 +3,41 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, Tag, model_validator
+from pydantic import Field, model_validator
 
+from splitveil.active_party.budget_settings import RunBudget
 from splitveil.active_party.defenses import DefenseContext, DefenseSettings
 from splitveil.active_party.defenses.loss_weights import WeightUses, refusal_of_weights
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.earlier_ledgers import SETTING, open_books
 from splitveil.active_party.ledger.label_signals import LabelUses, label_signals, objection_to
-from splitveil.active_party.ledger.limit import Limit
+from splitveil.active_party.number_refusals import ClassUses, refusal_of_class_uses
 from splitveil.active_party.serving_settings import ServingSettings
 from splitveil.common.data.source_settings import expand_path
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.settings import ModelSettings
 from splitveil.common.party.party_settings import Address, PartySettings, ReportSettings
 from splitveil.common.privacy.attacks import SideInformation
-from splitveil.common.privacy.covers import Covers
 from splitveil.common.privacy.settings import AuditSettings, suggested
 from splitveil.common.run.contract import ACTIVE, Name
-from splitveil.common.settings import Section, kind_by_key
+from splitveil.common.run.id_rules import rules_as_bytes
+from splitveil.common.settings import Section
 
 
 class EarlyStopping(Section):
     """End the run once the validation AUC stops rising.
 
-    With ``projected_labels``, the AUC is that of the training rows' predictions on the targets, and
-    no true label decides when the run ends.
+    With ``data.label_range``, once the validation RMSE stops falling. With ``projected_labels``,
+    the figure is that of the training rows' predictions on the targets, and no true label decides
+    when the run ends.
     """
 
     patience_epochs: int = Field(default=3, ge=1)
-    """Number of epochs without a better AUC after which the run ends."""
+    """Number of epochs without a better figure after which the run ends."""
 
     min_gain: float = Field(default=0.0, ge=0, lt=1)
-    """Smallest increase of the AUC that counts as better."""
-
-
-class PeersOfBudget(Section):
-    """The peers for whom a budget has to hold."""
-
-    covers: Literal["anybody", "passive and honest", "knows class means only"] = "anybody"
-    """The peers for whom the limit has to hold.
-
-    ``anybody``: a peer that may choose its activations, and may know everything but one label.
-    ``passive and honest``: one that sends its model's activations. ``knows class means only``: one
-    that compares gradients with the class means of a batch, and looks at nothing else. A defense
-    whose charges do not describe these peers is refused.
-    """
-
-    @property
-    def peers(self) -> Covers:
-        """The peers for whom the limit has to hold."""
-        return Covers(self.covers)
-
-
-class LeakAucBudget(PeersOfBudget):
-    """Limit on what a run may reveal, as an AUC."""
-
-    leak_auc: float = Field(gt=0.5, lt=1)
-    """Highest AUC that a score computed from all answers together may reach on any example.
-
-    The limit is compared with the ledger's bound for these peers. Where all answers are a Gaussian
-    mechanism, or follow from one noisy label, that is the exact figure; otherwise it is the bound
-    for any distributions, or a smaller one where the defense has it.
-    """
-
-    @property
-    def limit(self) -> Limit:
-        """The limit as divergences."""
-        return Limit.of_leak_auc(self.leak_auc, self.peers)
-
-
-class SumKlBudget(PeersOfBudget):
-    """Limit on what a run may reveal, as a symmetrised divergence."""
-
-    sum_kl: float = Field(gt=0, le=1e6)
-    """Largest divergence between the classes in all answers about one example together."""
-
-    @property
-    def limit(self) -> Limit:
-        """The limit as divergences."""
-        return Limit.of_sum_kl(self.sum_kl, self.peers)
-
-
-RunBudget = Annotated[
-    Annotated[LeakAucBudget, Tag("leak_auc")] | Annotated[SumKlBudget, Tag("sum_kl")],
-    kind_by_key("leak_auc", "sum_kl", error_type="run_budget_key"),
-]
-"""Limit on what a run may reveal about each label; the key that is present names the unit."""
+    """Smallest increase of the AUC, or decrease of the RMSE as a share of the range, that counts as
+    better."""
 
 
 class LeakGateSettings(Section):
@@ -273,8 +222,14 @@ class ActiveSettings(PartySettings):
         Args:
             pos_fraction: share of positives; it matters only for forecasts.
         """
-        shape, num_classes = self.contract.aggregate_shape, self.data.num_classes
-        return DefenseContext(shape, num_classes, pos_fraction, self.contract.epochs)
+        within = self.data.label_range
+        return DefenseContext(
+            self.contract.aggregate_shape,
+            self.data.num_classes,
+            pos_fraction,
+            self.contract.epochs,
+            None if within is None else (within.low, within.high),
+        )
 
     def label_uses(self) -> LabelUses:
         """Return how labels may reach the peer besides the answers, apart from initial weights."""
@@ -308,7 +263,7 @@ class ActiveSettings(PartySettings):
                 raise SettingsError(
                     f"{SETTING}: {folder} belongs to this run: give the run another run_name"
                 )
-        return open_books(folders)
+        return open_books(folders, rules_as_bytes(self.contract.ids))
 
     @model_validator(mode="after")
     def _needs_what_it_uses(self) -> "ActiveSettings":
@@ -343,11 +298,25 @@ class ActiveSettings(PartySettings):
         )
         if refusal is not None:
             raise ValueError(f"defense: {refusal}")
-        if self.data.classes is not None:
-            refusal = self.defense.refusal(self.defense_context())
-            if refusal is not None:
-                raise ValueError(f"defense: {refusal} (data.classes: {self.data.num_classes})")
+        self._check_label_kind()
         return self
+
+    def _check_label_kind(self) -> None:
+        data = self.data
+        if data.classes is None and data.label_range is None:
+            return
+        objection = self.defense.objection(self.defense_context())
+        if objection is not None:
+            of_classes = "" if data.classes is None else f" (data.classes: {data.num_classes})"
+            raise ValueError(f"defense: {objection}{of_classes}")
+        if data.label_range is None:
+            return
+        uses = ClassUses(
+            self.leak_gate is not None, self.report.min_test_auc is not None, self.allow_audits
+        )
+        refusal = refusal_of_class_uses(uses)
+        if refusal is not None:
+            raise ValueError(refusal)
 
     def _check_run_budget(self) -> None:
         if self.run_budget is None:

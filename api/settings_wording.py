@@ -141,6 +141,8 @@ def _value(value: Any) -> str:
 def _plain(value: Any) -> str:
     """Return a value as YAML would show it in a line."""
     match value:
+        case Section():
+            return _plain({name: getattr(value, name) for name in sorted(value.model_fields_set)})
         case dict():
             return "{" + ", ".join(f"{n}: {_plain(one)}" for n, one in value.items()) + "}"
         case tuple():

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.audit
 
-CPU time, which other processes disturb less than time on the clock. Aim: at most 8 ms for the
+CPU time, which other processes disturb less than time on the clock. Aim: at most 6 ms for the
 default attacks on two layers of (1024, 128).
 """
 

@@ -35,6 +35,7 @@ from benchmarks.environment import print_environment
 from benchmarks.predict import save_models, serve, write_example
 from splitveil.active_party.inference.predictor import open_predictor
 from splitveil.active_party.online.command import open_desk, open_doors, serving
+from splitveil.active_party.online.online_status import OnlineStatus
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.passive_party.settings import PassiveSettings
@@ -57,8 +58,10 @@ def answer(settings: ActiveSettings, ready: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     with ExitStack() as resources:
-        predictor = resources.enter_context(open_predictor(settings, torch.device("cpu")))
-        desk = open_desk(settings, predictor, resources)
+        status = OnlineStatus(settings.contract)
+        cpu = torch.device("cpu")
+        predictor = resources.enter_context(open_predictor(settings, cpu, notes=status))
+        desk = open_desk(settings, predictor, resources, status)
         resources.enter_context(serving(settings, desk, open_doors(settings)))
         ready.send("ready")
         ready.recv()

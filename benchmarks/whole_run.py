@@ -11,6 +11,7 @@ thread per process. Each round runs, one after the other:
 - ``insecure``, ``mtls``: `active-party run` and `passive-party run` as a user calls them, with the
   defense ``none`` and without audits;
 - ``shipped``: mutual TLS, ``marvell`` and the default audits;
+- ``..., depth 2``: the same with ``pipeline_depth: 2``;
 - ``shipped without ...``: the same with one part left out.
 
 A figure is that of whole epochs after the first: steps, the evaluation of the held-out rows, and
@@ -43,12 +44,13 @@ import torch
 import torch.distributed as dist
 import yaml
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from benchmarks.environment import print_environment
 from splitveil.deploy.authority import PartyFolder, make_certificates
 
-ROWS, FEATURES, BATCH, EPOCHS = 67_000, 64, 1024, 6
+ROWS, FEATURES, BATCH, EPOCHS = 67_000, 64, 1024, 20
 TRAINING = ROWS * 9 // 10
 STEPS = -(-TRAINING // BATCH)
 NO_AUDITS: dict[str, Any] = {"leak_monitor": None}
@@ -129,45 +131,65 @@ def gloo(rank: int, port: int, ahead: int = 0) -> tuple[float, float]:
     half = halves()[rank]
     optimizer = torch.optim.Adam(half.parameters())
     x, labels = table()
+    if rank:
+        return timed_epochs(partial(gloo_active, half, optimizer, labels))
+    return timed_epochs(partial(gloo_passive, half, optimizer, x, ahead))
 
-    def learn(activation: Tensor, gradient: Tensor) -> None:
+
+class Sent(NamedTuple):
+    """A batch whose gradient is awaited."""
+
+    activation: Tensor
+    sending: Any
+    weights: dict[str, Tensor]
+
+
+def gloo_passive(
+    half: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, ahead: int, number: int
+) -> None:
+    under_way: list[Sent] = []
+    for rows in batches(number):
+        weights: dict[str, Tensor] = dict(half.named_parameters())
+        if ahead:  # the weights change before this batch's gradient is here
+            weights = {name: w.detach().clone().requires_grad_() for name, w in weights.items()}
+        activation = functional_call(half, weights, x[rows])
+        # A send returns when it was received; the peer may still be sending a gradient itself.
+        under_way.append(Sent(activation, dist.isend(activation.detach(), 1), weights))
+        if len(under_way) > ahead:
+            gloo_learn(half, optimizer, under_way.pop(0))
+    for sent in under_way:
+        gloo_learn(half, optimizer, sent)
+    with torch.no_grad():
+        dist.send(half(x[TRAINING:]), 1)
+
+
+def gloo_learn(half: nn.Module, optimizer: torch.optim.Optimizer, sent: Sent) -> None:
+    gradient = torch.empty_like(sent.activation)
+    dist.recv(gradient, 1)
+    sent.sending.wait()
+    optimizer.zero_grad()
+    sent.activation.backward(gradient)  # type: ignore[no-untyped-call]
+    for name, parameter in half.named_parameters():
+        parameter.grad = sent.weights[name].grad
+    optimizer.step()
+
+
+def gloo_active(
+    half: nn.Module, optimizer: torch.optim.Optimizer, labels: Tensor, number: int
+) -> None:
+    for rows in batches(number):
+        cut = torch.empty(len(rows), 128)
+        dist.recv(cut, 0)
+        cut.requires_grad_()
         optimizer.zero_grad()
-        activation.backward(gradient)  # type: ignore[no-untyped-call]
+        loss = binary_cross_entropy_with_logits(half(cut)[:, 0], labels[rows])
+        loss.backward()  # type: ignore[no-untyped-call]
+        dist.send(cut.grad if cut.grad is not None else torch.zeros_like(cut), 0)
         optimizer.step()
-
-    def passive(number: int) -> None:
-        under_way: list[Tensor] = []
-        for rows in batches(number):
-            under_way.append(half(x[rows]))
-            dist.send(under_way[-1].detach(), 1)
-            if len(under_way) > ahead:
-                learn(under_way[0], received(under_way.pop(0)))
-        for activation in under_way:
-            learn(activation, received(activation))
-        with torch.no_grad():
-            dist.send(half(x[TRAINING:]), 1)
-
-    def received(activation: Tensor) -> Tensor:
-        gradient = torch.empty_like(activation)
-        dist.recv(gradient, 1)
-        return gradient
-
-    def active(number: int) -> None:
-        for rows in batches(number):
-            cut = torch.empty(len(rows), 128)
-            dist.recv(cut, 0)
-            cut.requires_grad_()
-            optimizer.zero_grad()
-            loss = binary_cross_entropy_with_logits(half(cut)[:, 0], labels[rows])
-            loss.backward()  # type: ignore[no-untyped-call]
-            dist.send(cut.grad if cut.grad is not None else torch.zeros_like(cut), 0)
-            optimizer.step()
-        held_out = torch.empty(ROWS - TRAINING, 128)
-        dist.recv(held_out, 0)
-        with torch.no_grad():
-            half(held_out)
-
-    return timed_epochs(active if rank else passive)
+    held_out = torch.empty(ROWS - TRAINING, 128)
+    dist.recv(held_out, 0)
+    with torch.no_grad():
+        half(held_out)
 
 
 def gloo_ahead(rank: int, port: int) -> tuple[float, float]:
@@ -197,7 +219,7 @@ def cost_of_mark(mark: Mark, processes: int) -> Cost:
     ]
     for process in started:
         process.start()
-    taken = [results.get(timeout=600) for _ in started]
+    taken = [results.get(timeout=120) for _ in started]
     for process in started:
         process.join()
     steps = STEPS * (EPOCHS - 1)
@@ -248,7 +270,9 @@ def write_settings(folder: Path) -> None:
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
 
 
-def cost_of_run(folder: Path, *, secure: bool, active: dict[str, Any], audited: bool) -> Cost:
+def cost_of_run(
+    folder: Path, *, secure: bool, active: dict[str, Any], audited: bool, depth: int
+) -> Cost:
     """Run both parties as commands, and watch the active party's metrics and both processes."""
     address = f"127.0.0.1:{free_port()}"
     with tempfile.TemporaryDirectory() as scratch:
@@ -262,7 +286,7 @@ def cost_of_run(folder: Path, *, secure: bool, active: dict[str, Any], audited: 
             settings["security"] = security(folder, party) if secure else {"mode": "insecure"}
             (folder / f"{party}-now.yaml").write_text(yaml.safe_dump(settings))
         begun = time.monotonic()
-        parties = {party: start(party, folder, runs) for party in values}
+        parties = {party: start(party, folder, runs, depth) for party in values}
         try:
             watched = watch(parties, runs / "whole" / "active" / "metrics.jsonl")
             ending = time.monotonic()
@@ -281,10 +305,10 @@ def security(folder: Path, party: str) -> dict[str, str]:
     return {name: str(path) for name, path in (files | {"authority": own.authority}).items()}
 
 
-def start(party: str, folder: Path, runs: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", f"splitveil.{party}_party.command"]
+def start(party: str, folder: Path, runs: Path, depth: int) -> subprocess.Popen[bytes]:
     code = f"from splitveil.{party}_party.command import main; main()"
     command = [sys.executable, "-c", code, "run", str(folder / f"{party}-now.yaml")]
+    command += ["--set", f"contract.pipeline_depth={depth}"]
     return subprocess.Popen(
         [*command, "--runs", str(runs), "-qq"], env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
@@ -367,14 +391,20 @@ def prepared() -> Iterator[dict[str, Run]]:
         none = NO_AUDITS | {"defense": {"name": "none"}}
         marvell = {"defense": {"name": "marvell"}}
 
-        def run(active: dict[str, Any], *, secure: bool = True, audited: bool = True) -> Run:
-            return partial(cost_of_run, folder, secure=secure, active=active, audited=audited)
+        def run(
+            active: dict[str, Any], *, secure: bool = True, audited: bool = True, depth: int = 1
+        ) -> Run:
+            return partial(
+                cost_of_run, folder, secure=secure, active=active, audited=audited, depth=depth
+            )
 
         yield {
             **{name: partial(cost_of_mark, *given) for name, given in MARKS.items()},
             "insecure": run(none, secure=False, audited=False),
             "mtls": run(none, audited=False),
+            "mtls, depth 2": run(none, audited=False, depth=2),
             "shipped": run(marvell),
+            "shipped, depth 2": run(marvell, depth=2),
             **{
                 f"shipped without {part}": run(marvell | without, audited=part != "audits")
                 for part, without in LEFT_OUT.items()

@@ -73,9 +73,9 @@ def comparison_table(title: str, results: Mapping[str, RunResults]) -> Table:
     if any(run.active.of_leak.by_class for run in runs):
         caption += "; of the pair of classes told apart best"
     table = Table(title=cell(title), caption=caption)
-    table.add_column("", no_wrap=True)
+    table.add_column("", overflow="fold")  # a name that is too long goes on in the next line
     for name in results:
-        table.add_column(cell(name), justify="right")
+        table.add_column(cell(name), justify="right", overflow="fold")
     counts = [run.active.counts for run in runs]
     models = [run.active.of_active.model for run in runs]
     table.add_row("aligned rows", *(f"{of_run.aligned_rows or 0:,}" for of_run in counts))

@@ -102,7 +102,7 @@ def _train(
     status: RunStatus,
 ) -> None:
     device = command_line.prepare(settings)
-    data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
+    data = PartyData.of(settings)
     logger.info("%d rows read from %s", len(data.ids), data.table.source)
     labels = _evaluation_labels(settings)
     interruption.check()
@@ -234,7 +234,9 @@ def _peer_is_back(settings: PassiveSettings, interruption: Interruption) -> bool
 def _evaluation_labels(settings: PassiveSettings) -> PartyData | None:
     if settings.adversary is None or settings.adversary.labels is None:
         return None
-    return PartyData.load(settings.adversary.labels, settings.base_dir)
+    return PartyData.load(
+        settings.adversary.labels, settings.base_dir, id_rules=settings.contract.ids
+    )
 
 
 def _check(parsed: argparse.Namespace) -> None:
@@ -247,7 +249,7 @@ def _check(parsed: argparse.Namespace) -> None:
         return f"connect: {state}; security: {security}"
 
     def data_and_model() -> str:
-        data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
+        data = PartyData.of(settings)
         earlier = open_earlier_model(settings)
         encoder = data.fit(np.arange(len(data.ids)), earlier)
         if encoder is None:
@@ -260,7 +262,7 @@ def _check(parsed: argparse.Namespace) -> None:
         )
         if earlier is not None:
             earlier.put_into(model)
-        return f"data: {data.summary()}; the bottom model fits them"
+        return f"data: {data.summary()}; the bottom model fits them; {data.report.in_words()}"
 
     def labels() -> str:
         found = _evaluation_labels(settings)

@@ -1,6 +1,8 @@
 """The passive party's half of the network: its computations, without any rule of the protocol."""
 
+from collections import deque
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.random_state import random_state, set_random_state
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
+from splitveil.passive_party.kept_weights import keeping_weights
 from splitveil.passive_party.layer_taps import LayerTap
 
 
@@ -46,12 +49,14 @@ class BottomTrainer:
         self._features = features.to(device)
         self._taps = taps
         self._device = device
-        self._activation: Tensor | None = None
+        self._waiting: deque[Tensor] = deque()
+        """Activations whose gradients are to come, with their graphs, in the order of the course.
+        """
 
     @property
     def is_between_steps(self) -> bool:
         """Whether no activation waits for its gradient, so that the state is whole."""
-        return self._activation is None
+        return not self._waiting
 
     @property
     def num_rows(self) -> int:
@@ -62,22 +67,30 @@ class BottomTrainer:
         """Gather the features of some rows; best called while waiting for the peer."""
         return self._features.rows(torch.from_numpy(positions.copy()).to(self._device))
 
-    def forward(self, features: Features) -> Tensor:
-        """Return the activation of a training batch, (batch, *cut_shape), and keep its graph."""
+    def forward(self, features: Features, *, keeps_weights: bool = False) -> Tensor:
+        """Return the activation of a training batch, (batch, *cut_shape), and keep its graph.
+
+        Args:
+            features: of the batch.
+            keeps_weights: whether the model may learn from other gradients before this batch's.
+        """
         self.model.train()
-        activation: Tensor = self.model(features)
-        self._activation = activation
+        with keeping_weights(self.model) if keeps_weights else nullcontext():
+            activation: Tensor = self.model(features)
+        self._waiting.append(activation)
         return activation.detach()
 
     def backward(self, gradient: Tensor) -> dict[str, Tensor]:
-        """Learn from the gradient received for the last activation.
+        """Learn from the gradient received for the oldest activation that waits for one.
+
+        It is that of the weights with which the activation was computed, and changes those of now.
 
         Returns:
             The gradients at the tapped layers, (batch, ...) each.
         """
-        if self._activation is None:
+        if not self._waiting:
             raise RuntimeError("backward without a forward")
-        activation, self._activation = self._activation, None
+        activation = self._waiting.popleft()
         self._optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(activation, gradient.to(activation.device, activation.dtype))
         self._optimizer.step()
@@ -102,7 +115,7 @@ class BottomTrainer:
 
     def load_state_dict(self, state: State) -> None:
         """Restore the state that ``state_dict`` returned."""
-        self._activation = None
+        self._waiting.clear()
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._schedule.load_state_dict(state["schedule"])

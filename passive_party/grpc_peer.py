@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Self, TypeVar
@@ -76,7 +77,7 @@ class GrpcPeer:
         self._train: MessageStream | None = None
         self._evaluate: MessageStream | None = None
         self._align: Any = None
-        self._last_activation: messages.Activation | None = None
+        self._unanswered: deque[messages.Activation] = deque()
 
     def __enter__(self) -> Self:
         return self
@@ -152,13 +153,18 @@ class GrpcPeer:
 
     def send_activation(self, activation: messages.Activation) -> None:
         """Send the activation of a training batch, without waiting for its answer."""
-        self._last_activation = activation
+        self._unanswered.append(activation)
         if self._train is not None:
             self._train.send_all(encode_activation(activation, self._limits))
 
     def receive_gradient(self) -> messages.Answer:
-        """Wait for the gradient of the last activation, asking again if the stream broke off."""
-        return self._retrying.until_answered(self._gradient_of_last_activation)
+        """Wait for the gradient of the oldest activation without one.
+
+        If the stream broke off, every activation without a gradient is sent again, in order.
+        """
+        answer = self._retrying.until_answered(self._oldest_gradient)
+        self._unanswered.popleft()
+        return answer
 
     def evaluate(self, activation: messages.Activation) -> messages.Course:
         """Send the activation of held-out rows, and return whether the run continues."""
@@ -208,7 +214,8 @@ class GrpcPeer:
         self._drop_tensor_streams()
         if self._align is not None:
             self._align.cancel()
-        self._align = self._last_activation = None
+        self._align = None
+        self._unanswered.clear()
 
     def _drop_tensor_streams(self) -> None:
         for stream in (self._train, self._evaluate):
@@ -216,20 +223,21 @@ class GrpcPeer:
                 stream.drop()
         self._train = self._evaluate = None
 
-    def _gradient_of_last_activation(self) -> messages.Answer:
-        if self._last_activation is None:
+    def _oldest_gradient(self) -> messages.Answer:
+        if not self._unanswered:
             raise RuntimeError("an activation must be sent first")
         if self._train is None:
             self._train = self._open("Train", None)
-            self._train.send_all(encode_activation(self._last_activation, self._limits))
+            for activation in self._unanswered:
+                self._train.send_all(encode_activation(activation, self._limits))
         stream, assembler = self._train, TensorAssembler.of_answers(self._limits)
         try:
             while True:
                 answer = assembler.add(stream.receive())
                 if answer is None:
                     continue
-                if answer.batch != self._last_activation.batch:
-                    raise InvalidMessage("received a gradient for another step than the last one")
+                if answer.batch != self._unanswered[0].batch:
+                    raise InvalidMessage("received a gradient for another step than the one due")
                 return answer
         except SplitveilError:
             self._train = None

@@ -24,10 +24,10 @@ class Peer(Protocol):
         """Wait until the peer has the alignment's result as well."""
 
     def send_activation(self, activation: messages.Activation) -> None:
-        """Send the activation of a training batch."""
+        """Send the activation of a training batch; ``pipeline_depth`` may wait for gradients."""
 
     def receive_gradient(self) -> messages.Answer:
-        """Wait for the defended gradient of the activation sent last."""
+        """Wait for the defended gradient of the oldest activation that has none yet."""
 
     def evaluate(self, activation: messages.Activation) -> messages.Course:
         """Send the activation of held-out rows, and return whether the run continues."""

@@ -71,6 +71,11 @@ class AdversarySettings(AuditSettings):
     def _labels_have_a_column(self) -> "AdversarySettings":
         if self.labels is not None and self.labels.label_column is None:
             raise ValueError("labels.label_column: name the column that holds the labels")
+        if self.labels is not None and self.labels.label_range is not None:
+            raise ValueError(
+                "labels.label_range: the adversary's attacks tell classes apart; the active "
+                "party's leak monitor measures those on numbers"
+            )
         return self
 
 

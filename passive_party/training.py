@@ -1,5 +1,6 @@
 """Training on the passive party's side: steps, evaluations, audits and checkpoints."""
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
@@ -80,6 +81,13 @@ class NoAudits:
         """Take no note."""
 
 
+class _Sent(NamedTuple):
+    """An activation that waits for its gradient."""
+
+    batch: Batch
+    activation: Tensor
+
+
 class _Step(NamedTuple):
     """A training step of which the observer has not been told yet."""
 
@@ -119,6 +127,8 @@ class Training:
         self._observer = observer
         self._auditor = auditor
         self._phases = phases
+        self._unanswered: deque[_Sent] = deque()
+        self._gathered: tuple[Batch, Features] | None = None
         self._unobserved: _Step | None = None
 
     # ---- checkpoints ----
@@ -147,6 +157,7 @@ class Training:
         Raises:
             StorageError: it cannot be read, or is of another version.
         """
+        self._unanswered.clear()
         state = self.progress.store.load(batch_number)
         with refusing_other_versions():
             self.progress.go_to(batch_number)
@@ -177,13 +188,12 @@ class Training:
             SplitveilError: the run cannot continue.
         """
         try:
-            features = self._features_of(self.progress.due)
-            while (batch := self.progress.due) is not None and features is not None:
+            while (batch := self.progress.due) is not None:
                 stop_if_interrupted()
                 if batch.split == "train":
-                    features = self._train(peer, batch, features)
+                    self._train(peer)
                 else:
-                    features = self._evaluate(peer, batch, features)
+                    self._evaluate(peer, batch)
                     if batch.closes_epoch:
                         self._observer.on_epoch(batch.epoch)
                         self._audit(peer, batch.epoch, stop_if_interrupted)
@@ -193,26 +203,35 @@ class Training:
         finally:
             self._report_step()
 
-    def _train(self, peer: Peer, batch: Batch, features: Features) -> Features | None:
-        """Train on a batch, and return the features of the batch after it."""
-        with self._phases(Phase.FORWARD):
-            activation = self.trainer.forward(features)
-        peer.send_activation(Activation(batch.identity(self._run_id), activation))
+    def _train(self, peer: Peer) -> None:
+        """Send the activations that are due, and train on the oldest batch without a gradient."""
+        while (batch := self.progress.to_send(len(self._unanswered))) is not None:
+            self._send(peer, batch)
         # The peer computes now, so no party waits for this.
         self._report_step()
-        following = self._features_of(self.progress.following)
+        self._gather(self.progress.ahead(len(self._unanswered)))
         with self._phases(Phase.WAIT):
             answer = peer.receive_gradient()
-        self._check(answer, batch)
+        sent = self._unanswered.popleft()
+        self._check(answer, sent.batch)
         with self._phases(Phase.BACKWARD):
             layers = self.trainer.backward(answer.values)
         self.progress.advance()
-        self._unobserved = _Step(batch, activation, answer.values, layers)
-        return following
+        self._unobserved = _Step(sent.batch, sent.activation, answer.values, layers)
 
-    def _evaluate(self, peer: Peer, batch: Batch, features: Features) -> Features | None:
-        """Let the active party evaluate a batch, and return the features of the batch after it."""
+    def _send(self, peer: Peer, batch: Batch) -> None:
+        features = self._features_of(batch)
+        with self._phases(Phase.FORWARD):
+            activation = self.trainer.forward(
+                features, keeps_weights=self.progress.pipeline_depth > 1
+            )
+        self._unanswered.append(_Sent(batch, activation))
+        peer.send_activation(Activation(batch.identity(self._run_id), activation))
+
+    def _evaluate(self, peer: Peer, batch: Batch) -> None:
+        """Let the active party evaluate a batch."""
         self._report_step()
+        features = self._features_of(batch)
         with self._phases(Phase.EVALUATION):
             held_out = Activation(batch.identity(self._run_id), self.trainer.embed(features))
         with self._phases(Phase.WAIT):
@@ -222,10 +241,18 @@ class Training:
         self.progress.advance()
         if stops:
             self.progress.finish()
-        return self._features_of(self.progress.due)
 
-    def _features_of(self, batch: Batch | None) -> Features | None:
-        return None if batch is None else self.trainer.rows(batch.positions)
+    def _gather(self, batch: Batch | None) -> None:
+        """Gather the features of a batch in advance, unless there is none."""
+        if batch is not None:
+            self._gathered = batch, self.trainer.rows(batch.positions)
+
+    def _features_of(self, batch: Batch) -> Features:
+        """Return the features of a batch, which have been gathered if it was expected."""
+        gathered, self._gathered = self._gathered, None
+        if gathered is not None and gathered[0] is batch:
+            return gathered[1]
+        return self.trainer.rows(batch.positions)
 
     def _report_step(self) -> None:
         """Report the previous step to the observer, if that has not been done yet."""

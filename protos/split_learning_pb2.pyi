@@ -99,20 +99,22 @@ class HandshakeReply(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., contract_digest: _Optional[bytes] = ..., nonce: _Optional[bytes] = ..., resumes_at: _Optional[int] = ..., nonce_commitments: _Optional[_Iterable[bytes]] = ..., survey: _Optional[bool] = ...) -> None: ...
 
 class AlignFrame(_message.Message):
-    __slots__ = ("hello", "points", "tags", "done", "wait", "share")
+    __slots__ = ("hello", "points", "tags", "done", "wait", "share", "commitment")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     POINTS_FIELD_NUMBER: _ClassVar[int]
     TAGS_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
     SHARE_FIELD_NUMBER: _ClassVar[int]
+    COMMITMENT_FIELD_NUMBER: _ClassVar[int]
     hello: AlignHello
     points: MaskedPoints
     tags: Tags
     done: AlignDone
     wait: AlignWait
     share: AlignShare
-    def __init__(self, hello: _Optional[_Union[AlignHello, _Mapping]] = ..., points: _Optional[_Union[MaskedPoints, _Mapping]] = ..., tags: _Optional[_Union[Tags, _Mapping]] = ..., done: _Optional[_Union[AlignDone, _Mapping]] = ..., wait: _Optional[_Union[AlignWait, _Mapping]] = ..., share: _Optional[_Union[AlignShare, _Mapping]] = ...) -> None: ...
+    commitment: AlignCommitment
+    def __init__(self, hello: _Optional[_Union[AlignHello, _Mapping]] = ..., points: _Optional[_Union[MaskedPoints, _Mapping]] = ..., tags: _Optional[_Union[Tags, _Mapping]] = ..., done: _Optional[_Union[AlignDone, _Mapping]] = ..., wait: _Optional[_Union[AlignWait, _Mapping]] = ..., share: _Optional[_Union[AlignShare, _Mapping]] = ..., commitment: _Optional[_Union[AlignCommitment, _Mapping]] = ...) -> None: ...
 
 class AlignHello(_message.Message):
     __slots__ = ("engine", "version", "normalisation", "tag_bytes", "chunk_ids", "set_size", "nonce", "run_id")
@@ -141,6 +143,12 @@ class MaskedPoints(_message.Message):
     chunk: int
     points: bytes
     def __init__(self, chunk: _Optional[int] = ..., points: _Optional[bytes] = ...) -> None: ...
+
+class AlignCommitment(_message.Message):
+    __slots__ = ("digest",)
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    def __init__(self, digest: _Optional[bytes] = ...) -> None: ...
 
 class Tags(_message.Message):
     __slots__ = ("chunk", "tags")
@@ -175,12 +183,12 @@ class AlignShare(_message.Message):
     def __init__(self, chunk: _Optional[int] = ..., mask: _Optional[bytes] = ..., nonces: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class TensorFrame(_message.Message):
-    __slots__ = ("run_id", "epoch", "step", "rows", "positions_digest", "split", "dtype", "shape", "total_bytes", "offset", "data")
+    __slots__ = ("run_id", "epoch", "step", "rows", "rows_digest", "split", "dtype", "shape", "total_bytes", "offset", "data")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
-    POSITIONS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ROWS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     SPLIT_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
@@ -191,14 +199,14 @@ class TensorFrame(_message.Message):
     epoch: int
     step: int
     rows: int
-    positions_digest: bytes
+    rows_digest: bytes
     split: Split
     dtype: DType
     shape: _containers.RepeatedScalarFieldContainer[int]
     total_bytes: int
     offset: int
     data: bytes
-    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., rows: _Optional[int] = ..., positions_digest: _Optional[bytes] = ..., split: _Optional[_Union[Split, str]] = ..., dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., total_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., rows: _Optional[int] = ..., rows_digest: _Optional[bytes] = ..., split: _Optional[_Union[Split, str]] = ..., dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., total_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class EvaluateReply(_message.Message):
     __slots__ = ("epoch", "step", "course", "split")

@@ -96,7 +96,7 @@ class Passing:
 def peer_hello(set_size: int = 40) -> pb.AlignHello:
     return pb.AlignHello(
         engine="ecdh-ristretto255",
-        version=1,
+        version=2,
         normalisation="NFC, strip",
         tag_bytes=16,
         chunk_ids=16,
@@ -135,6 +135,22 @@ def points(count: int, first: int = 0) -> bytes:
 
 def points_frame(chunk: int, data: bytes) -> pb.AlignFrame:
     return pb.AlignFrame(points=pb.MaskedPoints(chunk=chunk, points=data))
+
+
+def commitment_frame(peer_points: bytes, tags: bytes) -> pb.AlignFrame:
+    bound = hashlib.sha256(peer_points).digest()
+    digest = hashlib.sha256(b"splitveil alignment tags 2\x00" + bound + tags).digest()
+    return pb.AlignFrame(commitment=pb.AlignCommitment(digest=digest))
+
+
+def committed(num_ids: int, tags: bytes, peer_points: bytes) -> EcdhExchange:
+    """Bring an exchange to the moment at which the peer, committed to these tags, shows them."""
+    session = greeted(names(range(num_ids)), peer_set_size=len(peer_points) // 32)
+    list(session.own_frames())
+    for chunk, first in enumerate(range(0, len(peer_points), 512)):
+        session.receive(points_frame(chunk, peer_points[first : first + 512]))
+    session.receive(commitment_frame(peer_points, tags))
+    return session
 
 
 def tags_frame(chunk: int, data: bytes) -> pb.AlignFrame:

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from splitveil.active_party.inference.predictor import open_predictor
 from splitveil.active_party.online.command import impatient, open_desk, open_doors, serving
 from splitveil.active_party.online.desk import AnswerDesk
+from splitveil.active_party.online.online_status import OnlineStatus
 from splitveil.common.party.transcript import Transcript
+from splitveil.common.wire.noted_calls import AllNotes
 from splitveil.protos import prediction_pb2 as pb
 from tests import joint
 from tests.joint import Trained, connecting_to, free_port
@@ -49,6 +51,7 @@ class Program:
     http: int
     grpc: int
     desk: AnswerDesk
+    status: OnlineStatus
     tls: ssl.SSLContext | None = None
     headers: Mapping[str, str] | None = None
 
@@ -121,14 +124,16 @@ def answering(
         connecting_to(ports),
     )
     with ExitStack() as resources:
+        status = OnlineStatus(settings.contract)
+        notes = status if transcript is None else AllNotes(transcript, status)
         predictor = resources.enter_context(
-            open_predictor(impatient(settings), CPU, None, table, transcript)
+            open_predictor(impatient(settings), CPU, None, table, notes)
         )
-        desk = open_desk(settings, predictor, resources, transcript)
+        desk = open_desk(settings, predictor, resources, status, transcript)
         served = resources.enter_context(serving(settings, desk, open_doors(settings)))
         assert served.http is not None
         assert served.grpc is not None
-        yield Program(served.http, served.grpc, desk)
+        yield Program(served.http, served.grpc, desk, status)
 
 
 @contextmanager

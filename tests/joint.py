@@ -4,7 +4,6 @@ The halves are trained in this process and saved as the parties' programs save t
 then serve with mutual TLS on loopback.
 """
 
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -32,13 +31,21 @@ from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.course import Batch
 from splitveil.common.storage.model_files import save_model
 from splitveil.common.storage.trained_model import identity_metadata
+from splitveil.common.wire.noted_calls import AllNotes
 from splitveil.deploy.authority import PartyFolder, make_certificates
+from splitveil.passive_party.inference.inference_status import InferenceStatus
 from splitveil.passive_party.inference.served_model import ServedModel
 from splitveil.passive_party.inference.server import InferenceServer
 from splitveil.passive_party.inference.service import InferenceService
 from splitveil.passive_party.inference.throttle import Throttle
 from splitveil.passive_party.settings import PassiveSettings
-from splitveil.simulation import ActiveParty, PassiveParty, PassiveRecording, Simulation
+from splitveil.simulation import (
+    ActiveParty,
+    PassiveParty,
+    PassiveRecording,
+    Simulation,
+    free_address,
+)
 from splitveil.simulation.parties import assemble_active, assemble_passive, private_engine
 from tests.runs import ACTIVE as ACTIVE_VALUES
 from tests.runs import CONTRACT, CPU, PASSIVE
@@ -192,8 +199,7 @@ def _record(evaluated: Evaluated, patch: pytest.MonkeyPatch) -> None:
 
 def free_port() -> int:
     """Return a free port on loopback."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    return int(free_address().rpartition(":")[2])
 
 
 @contextmanager
@@ -208,12 +214,14 @@ def serving(
     model = ServedModel.load(settings, CPU, table)
     throttle = throttle or Throttle(settings.answers.ids_per_second)
     gives_table = settings.answers.whole_table
+    status = InferenceStatus(settings.party, settings.contract)
     service = InferenceService(
-        model, settings.party, settings.contract, throttle, gives_table=gives_table
+        model, settings.party, settings.contract, throttle, gives_table=gives_table, status=status
     )
+    notes = status if transcript is None else AllNotes(transcript, status)
     credentials = credential_files(settings, settings.party)
     address = f"127.0.0.1:{port}"
-    with InferenceServer(service, settings.contract, address, credentials, transcript):
+    with InferenceServer(service, settings.contract, address, credentials, notes):
         yield service
 
 

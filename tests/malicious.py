@@ -138,8 +138,8 @@ class ChosenTrainer(BottomTrainer):
         self._gathered = [*self._gathered[-1:], (features, torch.from_numpy(positions.copy()))]
         return features
 
-    def forward(self, features: Features) -> Tensor:
-        return self._chosen(features, super().forward(features))
+    def forward(self, features: Features, *, keeps_weights: bool = False) -> Tensor:
+        return self._chosen(features, super().forward(features, keeps_weights=keeps_weights))
 
     def embed(self, features: Features) -> Tensor:
         return self._chosen(features, super().embed(features))

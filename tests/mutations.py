@@ -47,7 +47,7 @@ class Tape:
         with self._lock:
             sent = {m: list(self.messages.get(f"{m} request", ())) for m in METHODS}
         run_id = pb.TensorFrame.FromString(sent["Train"][0]).run_id
-        digest = pb.TensorFrame.FromString(sent["Train"][0]).positions_digest
+        digest = pb.TensorFrame.FromString(sent["Train"][0]).rows_digest
         audit = pb.AuditRequest(
             run_id=run_id, attack="norm", layer="cut", positions_digest=digest, scores=bytes(400)
         )

@@ -24,8 +24,10 @@ class FaultyPeer(InProcessPeer):
 
     def receive_gradient(self) -> Answer:
         self._count += 1
-        first = super().receive_gradient()
-        return super().receive_gradient() if self._loses(self._count) else first
+        if self._loses(self._count):
+            for sent in self._sent:
+                self._exchange(sent)
+        return super().receive_gradient()
 
 
 class StopsAtFirstStep(InProcessPeer):
@@ -36,8 +38,7 @@ class StopsAtFirstStep(InProcessPeer):
 
     @property
     def kept(self) -> Activation:
-        assert self._sent is not None
-        return self._sent
+        return self._sent[0]
 
     def leave(self, run_id: str, reason: LeaveReason) -> None:
         """Leave without a word: the session stays open for the test."""

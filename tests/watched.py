@@ -1,5 +1,6 @@
 """Whole runs over localhost whose operators look at both parties' metrics."""
 
+import re
 from contextlib import ExitStack
 from functools import partial
 from http.client import HTTPConnection, HTTPException
@@ -19,6 +20,7 @@ from splitveil.active_party.watch.status_observer import StatusObserver as Activ
 from splitveil.common.party.command_line import draw_nonce
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.record.summary import Summary
+from splitveil.common.status.party_status import PartyStatus
 from splitveil.common.status.run_status import RunStatus
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.passive_party.assembly import TrainerBuilder as BottomBuilder
@@ -27,10 +29,9 @@ from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.status_observer import StatusObserver, WatchedCalls
-from splitveil.simulation import read_settings
+from splitveil.simulation import free_address, read_settings
 from splitveil.simulation.parties import private_engine
 from tests.runs import CPU
-from tests.system.processes import free_address
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 """Name and labels -> value."""
@@ -97,7 +98,7 @@ def watched_run(folder: Path, into: Path, *active: str) -> Watched:
     return Watched(*statuses, attacker.summary())
 
 
-def series_of(status: RunStatus) -> Series:
+def series_of(status: PartyStatus) -> Series:
     """Return everything that an endpoint would tell."""
     families = text_string_to_metric_families(generate_latest(status.metrics.registry).decode())
     return {
@@ -107,12 +108,21 @@ def series_of(status: RunStatus) -> Series:
     }
 
 
+def without_time(series: Series) -> Series:
+    """Leave out time, and what the operating system says about the process."""
+    return {
+        key: value
+        for key, value in series.items()
+        if not re.search("_seconds|^process_", key[0]) and key[0] != "splitveil_run_info"
+    }
+
+
 def names_in(series: Series) -> set[str]:
     """Return the names of the series."""
     return {name for name, _ in series}
 
 
-def value_of(status: RunStatus, name: str, **labels: str) -> float:
+def value_of(status: PartyStatus, name: str, **labels: str) -> float:
     """Return one value."""
     return series_of(status)[name, tuple(sorted(labels.items()))]
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from splitveil.active_party.defenses.example_keys import NoiseKey
 from splitveil.active_party.defenses.noise import DrawKeys
+from splitveil.common.data.label_range import ONE_NUMBER
 
 
 class DefenseContext(NamedTuple):
@@ -18,13 +19,24 @@ class DefenseContext(NamedTuple):
     """Shape of one row of the gradient that is defended."""
 
     num_classes: int = 2
+    """``ONE_NUMBER`` where labels are numbers, as shares of their range within 0 and 1."""
 
     pos_fraction: float = 0.5
-    """Share of positives among the training rows, above 0 and below 1; with several classes,
-    charges do not depend on it."""
+    """Share of positives among the training rows, above 0 and below 1; with several classes and
+    with numbers, charges do not depend on it. For numbers: the share with which 0 and 1 would have
+    the labels' variance."""
 
     epochs: int = 1
     """Number of epochs of the run."""
+
+    label_bounds: tuple[float, float] | None = None
+    """The bounds of labels that are numbers, in their unit; None for classes. Persistent noise
+    belongs to them: on the same labels in another unit, the same noise would tell the labels."""
+
+    @property
+    def is_number(self) -> bool:
+        """Whether labels are numbers."""
+        return self.num_classes == ONE_NUMBER
 
     @property
     def cut_dim(self) -> int:

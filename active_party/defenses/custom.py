@@ -14,6 +14,7 @@ from pydantic import Field, StringConstraints
 from torch import Tensor
 
 from splitveil.active_party.defenses.build_inputs import BuildInputs, DefenseContext
+from splitveil.active_party.defenses.coverage import Coverage
 from splitveil.active_party.defenses.forecast import UNKNOWN, ChargeForecast
 from splitveil.active_party.defenses.interface import (
     Defended,
@@ -26,7 +27,7 @@ from splitveil.active_party.defenses.interface import (
     RememberingDefense,
 )
 from splitveil.active_party.defenses.noise import NoiseSource, SecureNoise
-from splitveil.active_party.defenses.section import Coverage, NoisyDefense
+from splitveil.active_party.defenses.section import NoisyDefense
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import load_class
 from splitveil.common.privacy.covers import Covers

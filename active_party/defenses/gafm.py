@@ -22,6 +22,7 @@ from splitveil.active_party.defenses.build_inputs import (
     Examples,
     NoiseSecrets,
 )
+from splitveil.active_party.defenses.coverage import Coverage
 from splitveil.active_party.defenses.example_keys import key_from_insecure_seed
 from splitveil.active_party.defenses.forecast import (
     UNKNOWN,
@@ -63,7 +64,6 @@ from splitveil.active_party.defenses.objective import (
     descend,
 )
 from splitveil.active_party.defenses.section import (
-    Coverage,
     SeededDefense,
     two_classes_alone,
     warn_about_seed,

@@ -14,6 +14,7 @@ import torch
 from pydantic import Field, model_validator
 
 from splitveil.active_party.defenses.build_inputs import BuildInputs, DefenseContext
+from splitveil.active_party.defenses.coverage import COVERS_PASSIVE_AND_HONEST, Coverage
 from splitveil.active_party.defenses.example_keys import key_name
 from splitveil.active_party.defenses.forecast import ChargeForecast
 from splitveil.active_party.defenses.gaps import gap_memory
@@ -32,9 +33,7 @@ from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.persistent import moves_of, noisy_rows, repeated_report
 from splitveil.active_party.defenses.rows import as_rows
 from splitveil.active_party.defenses.section import (
-    COVERS_PASSIVE_AND_HONEST,
     PERSISTENT_NOISE_HONESTY,
-    Coverage,
     NoisyDefense,
     refusal_of_persistent,
     require_key,

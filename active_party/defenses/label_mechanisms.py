@@ -14,10 +14,13 @@ exp e/(K-1+exp e), and otherwise one of the other classes, all equally likely. B
 classes sumKL = 2 e (exp e - 1)/(K-1+exp e), e-label-DP. Gaussian noise for K classes is that of the
 one-hot label, k sqrt 2 on each entry, so that sumKL stays 1/k^2.
 
-Noise is rounded to multiples of 2^-10. Since y is such a multiple itself, the rounded sum is the
-sum rounded: the guarantee is not weakened, and the low bits of a floating-point sum, which differ
-between y = 0 and y = 1, reveal nothing. Laplace noise ends at 44 times its scale; anything beyond
-has probability 2^-63.
+Labels may also be numbers, as shares of their range within 0 and 1: ``gaussian`` and ``laplace``
+then bound any two values of a label, which differ by 1 at most, as they bound 0 and 1.
+
+Labels and noise are rounded to multiples of 2^-10. Since y is such a multiple itself, the rounded
+sum is the sum rounded: the guarantee is not weakened, and the low bits of a floating-point sum,
+which differ between y = 0 and y = 1, reveal nothing. Laplace noise ends at 44 times its scale;
+anything beyond has probability 2^-63.
 
 Drawn during training: ``with_prior`` (`label_prior`), once per example with the model's prediction
 as the prior, and ``projected_batches`` (`label_batches`), again for every answer.
@@ -220,7 +223,7 @@ def draw_noisy_labels(
 
     Args:
         mechanism: kind and strength of the noise.
-        labels: (aligned,), 0 or 1, or class indices.
+        labels: (aligned,), 0 or 1, class indices, or shares of a range.
         key: the noise key.
         ids: canonical ids in the same order.
         num_classes: number of classes.
@@ -233,10 +236,10 @@ def draw_noisy_labels(
         ValueError: the mechanism is for two classes, and there are more.
     """
     match mechanism:
-        case GaussianLabels() if num_classes == 2:
+        case GaussianLabels() if num_classes <= 2:
             noise = mechanism.noise_ratio * scalars(example_keys(key, ids, LABEL_NOISE))
             return _on_grid(labels, noise)
-        case LaplaceLabels() if num_classes == 2:
+        case LaplaceLabels() if num_classes <= 2:
             return _on_grid(
                 labels, _laplace(example_keys(key, ids, LABEL_NOISE), mechanism.epsilon)
             )
@@ -292,7 +295,8 @@ def evidence(mechanism: DrawnOnce, noisy: Tensor, num_classes: int = 2) -> Tenso
 
 
 def _on_grid(labels: Tensor, noise: Tensor) -> Tensor:
-    return (labels + (noise * _GRID).round_() / _GRID).float()
+    steps = (labels.double() * _GRID).round_() + (noise * _GRID).round_()
+    return (steps / _GRID).float()
 
 
 def _laplace(keys: Tensor, epsilon: float) -> Tensor:

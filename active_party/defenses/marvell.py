@@ -37,6 +37,7 @@ from splitveil.active_party.defenses.class_statistics import (
     RunningClasses,
     measure_classes,
 )
+from splitveil.active_party.defenses.coverage import COVERS_PASSIVE_AND_HONEST, SEE, Coverage
 from splitveil.active_party.defenses.example_keys import key_name
 from splitveil.active_party.defenses.forecast import ChargeForecast
 from splitveil.active_party.defenses.interface import (
@@ -58,10 +59,7 @@ from splitveil.active_party.defenses.noise import NoiseSource
 from splitveil.active_party.defenses.persistent import moves_of, noisy_rows, repeated_report
 from splitveil.active_party.defenses.rows import as_positive, as_rows, row_norms
 from splitveil.active_party.defenses.section import (
-    COVERS_PASSIVE_AND_HONEST,
     PERSISTENT_NOISE_HONESTY,
-    SEE,
-    Coverage,
     NoisyDefense,
     refusal_of_persistent,
     require_key,

@@ -29,6 +29,7 @@ from pydantic import BeforeValidator, model_validator
 from torch import Tensor
 
 from splitveil.active_party.defenses.build_inputs import BuildInputs, DefenseContext
+from splitveil.active_party.defenses.coverage import Coverage
 from splitveil.active_party.defenses.example_keys import NoiseKey, key_name
 from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast
 from splitveil.active_party.defenses.interface import (
@@ -46,6 +47,7 @@ from splitveil.active_party.defenses.label_mechanisms import (
     DrawnOnce,
     GaussianLabels,
     LabelMechanism,
+    LaplaceLabels,
     ProjectedBatches,
     ResponseWithPrior,
     draw_noisy_labels,
@@ -60,13 +62,8 @@ from splitveil.active_party.defenses.label_strength import (
     leak_auc_of,
 )
 from splitveil.active_party.defenses.noise import SecureNoise, fresh_key
-from splitveil.active_party.defenses.rows import as_classes, as_rows
-from splitveil.active_party.defenses.section import (
-    Coverage,
-    SeededDefense,
-    require_key,
-    warn_about_seed,
-)
+from splitveil.active_party.defenses.rows import as_rows, check_labels
+from splitveil.active_party.defenses.section import SeededDefense, require_key, warn_about_seed
 from splitveil.common.privacy.covers import Covers
 
 
@@ -123,6 +120,11 @@ class NoisyLabelDefense(SeededDefense):
         """Whether the trained model depends on labels only through the noisy ones."""
         return self.top_learns_targets
 
+    @property
+    def takes_numbers(self) -> bool:
+        """Whether labels may be numbers: that depends on the mechanism, see ``refusal``."""
+        return True
+
     def _build(self, given: BuildInputs, /) -> Defense:
         """Build the defense; without examples it lacks the noisy labels for training."""
         num_classes, examples = given.context.num_classes, given.examples
@@ -147,6 +149,8 @@ class NoisyLabelDefense(SeededDefense):
         if isinstance(self.mechanism, ResponseWithPrior | ProjectedBatches):
             return None
         of_several = f" of {context.num_classes}" if context.num_classes > 2 else ""
+        if context.is_number:  # in another unit, the same noise would be another equation
+            of_several = f" of a number within {context.label_bounds!r}"
         return f"noisy_label {strength_name(self.mechanism)}{of_several}"
 
     def charge(self, num_classes: int, noise_identity: str | None = None) -> LeakCharge:
@@ -184,8 +188,17 @@ class NoisyLabelDefense(SeededDefense):
         return Forecast({"persistent": charge}, "persistent", honesty)
 
     def refusal(self, context: DefenseContext, /) -> str | None:
-        """Explain why the mechanism cannot be used with more than two classes."""
+        """Explain why the mechanism cannot be used with more than two classes, or with numbers."""
         mechanism = self.mechanism
+        if context.is_number:
+            adds_noise = isinstance(mechanism, GaussianLabels | LaplaceLabels)
+            if adds_noise and not self._asks_for_predictions:
+                return None
+            return (
+                f"noisy_label by {mechanism.kind} with these settings is defined for classes "
+                f"alone; with data.label_range expected mechanism: {{kind: gaussian}} or "
+                f"{{kind: laplace, epsilon: ...}} with posterior: none, or projected_labels"
+            )
         if context.num_classes == 2 or mechanism.kind not in ("gaussian", "laplace"):
             return None
         if isinstance(mechanism, GaussianLabels) and mechanism.posterior == "model":
@@ -287,7 +300,7 @@ class NoisyLabel(Defense):
 
     def defend(self, batch: RawBatch) -> Defended:
         """Return the values unchanged. The labels' values are checked but not used."""
-        as_classes(batch.labels, as_rows(batch.gradients), self._num_classes)
+        check_labels(batch.labels, as_rows(batch.gradients), self._num_classes)
         return Defended(DefendedGradient(batch.gradients.detach()), self._report)
 
     def charge_covering(self, move: LabelMove, /) -> LeakCharge:

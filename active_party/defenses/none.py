@@ -13,7 +13,7 @@ from splitveil.active_party.defenses.interface import (
     LeakCharge,
     RawBatch,
 )
-from splitveil.active_party.defenses.rows import as_classes, as_rows
+from splitveil.active_party.defenses.rows import as_rows, check_labels
 from splitveil.active_party.defenses.section import DefenseSection
 
 
@@ -21,6 +21,11 @@ class NoDefense(DefenseSection):
     """Send the raw gradient: to measure the leak, not to train with."""
 
     name: Literal["none"] = "none"
+
+    @property
+    def takes_numbers(self) -> bool:
+        """Whether labels may be numbers: always."""
+        return True
 
     def _build(self, given: BuildInputs, /) -> Defense:
         return Undefended(given.context.num_classes)
@@ -46,6 +51,6 @@ class Undefended(Defense):
 
     def defend(self, batch: RawBatch) -> Defended:
         """Return the values unchanged."""
-        as_classes(batch.labels, as_rows(batch.gradients), self._num_classes)
+        check_labels(batch.labels, as_rows(batch.gradients), self._num_classes)
         report = DefenseReport(noise_power=0.0, charge=LeakCharge(math.inf))
         return Defended(DefendedGradient(batch.gradients.detach()), report)

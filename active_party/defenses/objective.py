@@ -67,8 +67,8 @@ class StepOutcome:
     means represents it."""
 
     logits: Tensor | None = None
-    """Of the cross entropy whose gradient ``raw`` is, with their graph: (batch,), or
-    (batch, classes); None if it is the gradient of another loss."""
+    """Outputs of the model, with their graph, where ``raw`` is the gradient of their cross entropy
+    or squared error: (batch,), or (batch, classes); None if it is that of another loss."""
 
 
 class Objective(Protocol):

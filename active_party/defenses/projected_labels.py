@@ -14,6 +14,12 @@ peer ever sees is post-processing of the sums, and each label is mu-Gaussian-dif
 over the whole run: no score of any peer, whatever it sends and whatever it knows besides this one
 label, tells the label with an AUC above Phi(mu / sqrt 2).
 
+Labels may also be numbers within bounds, as shares y of their range, within 0 and 1. The sums are
+linear in y, so that any two values of one label move them by |A_i| at most: D is 1, and the bound
+is that of telling any two values apart, the ends of the range included. Targets follow from the
+same formula, see `projection.posterior`, and the loss is a squared error, whose gradient is
+2 (p - y^) J.
+
 This is the Gaussian mechanism on linear queries chosen without labels (Li et al., PODS 2010; Dong,
 Roth and Su, JRSS B 2022, corollary 3.3 for the composition), in the space of examples, which split
 learning allows because the active party sees every activation; LabelDP-Pro (Ghazi et al., ICLR
@@ -26,6 +32,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, Tag
 
 from splitveil.active_party.defenses.build_inputs import BuildInputs, DefenseContext
+from splitveil.active_party.defenses.coverage import Coverage
 from splitveil.active_party.defenses.forecast import ChargeForecast, Forecast
 from splitveil.active_party.defenses.gaussian_dp import (
     leak_auc_of_mu,
@@ -41,7 +48,7 @@ from splitveil.active_party.defenses.projected_stages import (
     stage_epochs,
 )
 from splitveil.active_party.defenses.projection.outlook import outlook
-from splitveil.active_party.defenses.section import Coverage, SeededDefense
+from splitveil.active_party.defenses.section import SeededDefense
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.settings import Section, kind_by_key
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
@@ -142,6 +149,11 @@ class ProjectedLabelsDefense(SeededDefense):
     ``data.id_column``."""
 
     @property
+    def takes_numbers(self) -> bool:
+        """Whether labels may be numbers: always."""
+        return True
+
+    @property
     def needs_survey(self) -> bool:
         """Whether a run has to begin with a survey: always."""
         return True
@@ -200,12 +212,15 @@ class ProjectedLabelsDefense(SeededDefense):
         mu = self.strength.of_run
         found = outlook(training_rows, share, mu, self.rank, context.num_classes)
         half = found.half_at_rows
+        if context.is_number:
+            of_positives = ""
+        else:
+            named = "positives" if context.num_classes == 2 else "of each class"
+            of_positives = f" with {math.ceil(half * share):,} {named}"
         return (
             f"What is possible: at this bound {training_rows:,} training rows teach at most what "
             f"{found.rows:,.0f} rows with open labels would ({found.share:.0%}). Half of their "
-            f"worth is left at {half:,} rows with {math.ceil(half * share):,} "
-            f"{'positives' if context.num_classes == 2 else 'of each class'}; the price at other "
-            f"sizes: {PRICE}."
+            f"worth is left at {half:,} rows{of_positives}; the price at other sizes: {PRICE}."
         )
 
     def coverage(self) -> Coverage:

@@ -23,6 +23,7 @@ from splitveil.active_party.defenses.interface import (
     RowFacts,
 )
 from splitveil.active_party.defenses.noise import SecureNoise
+from splitveil.active_party.defenses.number_outputs import shares_of
 from splitveil.active_party.defenses.projection.design import (
     Design,
     design,
@@ -30,8 +31,13 @@ from splitveil.active_party.defenses.projection.design import (
     stage_sigma,
 )
 from splitveil.active_party.defenses.projection.posterior import Posterior
-from splitveil.active_party.defenses.projection.release import Release, draw_release
-from splitveil.active_party.defenses.rows import as_classes, as_rows
+from splitveil.active_party.defenses.projection.release import (
+    Release,
+    draw_release,
+    on_label_grid,
+)
+from splitveil.active_party.defenses.rows import as_rows, check_labels
+from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.privacy.covers import Covers
 
 
@@ -82,7 +88,7 @@ class ProjectedLabels(Defense):
             self._rows = torch.arange(len(labels)) if training is None else training
             subjects = given.examples.subjects
             self._subjects = None if subjects is None else subjects[self._rows]
-            self._labels = _one_hot(labels[self._rows], self._num_classes)
+            self._labels = _summable(labels[self._rows], self._num_classes)
             self._posterior = Posterior(plan.memory_bytes)
             self._known = _known(given.examples.known_targets, self._rows)
             if self._known is not None and bool(self._known.excluded.all()):
@@ -108,7 +114,7 @@ class ProjectedLabels(Defense):
 
     def defend(self, batch: RawBatch) -> Defended:
         """Return the values unchanged. The labels' values are checked but not used."""
-        as_classes(batch.labels, as_rows(batch.gradients), self._num_classes)
+        check_labels(batch.labels, as_rows(batch.gradients), self._num_classes)
         return Defended(DefendedGradient(batch.gradients.detach()), self._report)
 
     def charge_covering(self, _move: LabelMove, /) -> LeakCharge:
@@ -125,7 +131,7 @@ class ProjectedLabels(Defense):
         if stage == len(self._epochs) or epoch < self._epochs[stage]:
             self._follow(epoch, facts)
             return None
-        predictions = _predictions(facts)  # before anything is told of the labels
+        predictions = self._predictions(facts)  # before anything is told of the labels
         rows = design(
             facts,
             len(self._rows),
@@ -143,8 +149,15 @@ class ProjectedLabels(Defense):
         """
         if self._posterior is None or not self._posterior.num_stages or epoch <= self._followed:
             return
-        self._use_posterior(_predictions(facts))
+        self._use_posterior(self._predictions(facts))
         self._followed = epoch
+
+    def _predictions(self, facts: RowFacts) -> Tensor:
+        link = shares_of if self._num_classes == ONE_NUMBER else _probabilities
+        predictions = torch.cat([link(outputs.cpu()) for outputs in facts.logits()])
+        if not bool(predictions.isfinite().all()):
+            raise ValueError("the top model predicts something that is not a number")
+        return predictions
 
     def sigma_of(self, stage: int) -> float:
         """Return the standard deviation of the noise in each sum of a stage."""
@@ -298,19 +311,17 @@ def _digest(rows: Design, sigma: float) -> bytes:
     return hashed.digest()
 
 
-def _one_hot(labels: Tensor, num_classes: int) -> Tensor:
-    """Return labels of two classes as they are, and of several as one-hot rows, on the CPU."""
+def _summable(labels: Tensor, num_classes: int) -> Tensor:
+    """Return labels as they are summed, float64 on the CPU.
+
+    Those of two classes are left as they are, those of several become one-hot rows, and numbers are
+    rounded to a grid.
+    """
     labels = labels.detach().cpu()
+    if num_classes == ONE_NUMBER:
+        return on_label_grid(labels)
     return labels.double() if num_classes == 2 else one_hot(labels.long(), num_classes).double()
 
 
-def _predictions(facts: RowFacts) -> Tensor:
-    predictions = torch.cat([_probabilities(logits) for logits in facts.logits()])
-    if not bool(predictions.isfinite().all()):
-        raise ValueError("the top model predicts something that is not a number")
-    return predictions
-
-
 def _probabilities(logits: Tensor) -> Tensor:
-    logits = logits.cpu()
     return torch.sigmoid(logits) if logits.ndim == 1 else torch.softmax(logits, dim=1)

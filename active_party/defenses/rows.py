@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from splitveil.common.data.label_range import ONE_NUMBER
+
 _SMALLEST_UNIT = 1e-307
 """Below it the reciprocal of a float64 overflows."""
 
@@ -57,6 +59,26 @@ def as_classes(labels: Tensor, rows: Tensor, num_classes: int) -> Tensor:
     if not bool(((classes == labels) & (classes >= 0) & (classes < num_classes)).all()):
         raise ValueError(f"labels must be class indices from 0 to {num_classes - 1}")
     return classes
+
+
+def check_labels(labels: Tensor, rows: Tensor, num_classes: int) -> None:
+    """Check the labels of a batch whose values a defense does not use.
+
+    Args:
+        labels: 0 or 1, class indices, or shares of the range if they are numbers.
+        rows: the batch's gradients.
+        num_classes: ``ONE_NUMBER`` if they are numbers.
+
+    Raises:
+        ValueError: their number is not the batch's, or one is out of range.
+    """
+    if num_classes != ONE_NUMBER:
+        as_classes(labels, rows, num_classes)
+        return
+    if labels.shape not in {(len(rows),), (len(rows), 1)}:
+        raise ValueError(f"expected {len(rows)} labels, got shape {tuple(labels.shape)}")
+    if not bool(((labels >= 0) & (labels <= 1)).all()):
+        raise ValueError("labels must be shares of their range, within 0 and 1")
 
 
 def largest_size(rows: Tensor) -> Tensor:

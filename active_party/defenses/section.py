@@ -8,7 +8,7 @@ modules ask these questions and never check which defense it is.
 import logging
 from abc import abstractmethod
 from pathlib import Path
-from typing import Literal, NamedTuple, Self, final
+from typing import Literal, Self, final
 
 from pydantic import Field
 
@@ -19,6 +19,7 @@ from splitveil.active_party.defenses.build_inputs import (
     Examples,
     NoiseSecrets,
 )
+from splitveil.active_party.defenses.coverage import COVERS_CLASS_MEANS, Coverage
 from splitveil.active_party.defenses.example_keys import (
     NoiseKey,
     key_for,
@@ -36,33 +37,7 @@ from splitveil.active_party.defenses.noise import (
     fresh_key,
 )
 from splitveil.active_party.defenses.objective import Objective, TopModel
-from splitveil.common.privacy.covers import Covers
 from splitveil.common.settings import Section
-
-SEE = "docs/defenses.md, section 'Which bounds do not hold'"
-
-
-class Coverage(NamedTuple):
-    """The peers whom all charges of a defense describe, and the reason."""
-
-    covers: Covers
-    """The widest circle that every charge describes."""
-
-    why: str
-    """A sentence about who is described, and who is not."""
-
-
-COVERS_CLASS_MEANS = Coverage(
-    Covers.CLASS_MEANS,
-    "The charges of fresh noise compare the class means of a batch. They do not describe a peer "
-    "that looks at anything else, such as the energy of single rows or what the model predicts "
-    f"for an example: see {SEE}.",
-)
-COVERS_PASSIVE_AND_HONEST = Coverage(
-    Covers.PASSIVE_AND_HONEST,
-    "The charges of persistent noise describe a peer that sends its model's activations. They do "
-    f"not describe one that chooses its activations: see {SEE}.",
-)
 
 
 class DefenseSection(Section):
@@ -127,6 +102,11 @@ class DefenseSection(Section):
         return True
 
     @property
+    def takes_numbers(self) -> bool:
+        """Whether labels may be numbers within bounds, and not only classes."""
+        return False
+
+    @property
     def takes_weights(self) -> bool:
         """Whether the loss can have weights of rows and classes."""
         return True
@@ -149,10 +129,17 @@ class DefenseSection(Section):
             ValueError: the defense is refused, or lacks a noise key that it needs.
             SettingsError: a class written by the user cannot be loaded or built.
         """
-        refusal = self.refusal(context)
-        if refusal is not None:
-            raise ValueError(refusal)
+        objection = self.objection(context)
+        if objection is not None:
+            raise ValueError(objection)
         return self._build(BuildInputs(context, secrets, examples))
+
+    @final
+    def objection(self, context: DefenseContext) -> str | None:
+        """Explain why the defense cannot be used with these labels; None if it can."""
+        if context.is_number and not self.takes_numbers:
+            return classes_alone(self.title)
+        return self.refusal(context)
 
     @abstractmethod
     def _build(self, given: BuildInputs, /) -> Defense:
@@ -172,7 +159,10 @@ class DefenseSection(Section):
         return None
 
     def refusal(self, _context: DefenseContext, /) -> str | None:
-        """Explain why the defense cannot be used with this number of classes; None if it can."""
+        """Explain why the defense cannot be used with this number of classes; None if it can.
+
+        Ask ``objection``, which also knows whether labels may be numbers.
+        """
         return None
 
     def budget_refusal(self, _context: DefenseContext, /) -> str | None:
@@ -368,6 +358,14 @@ def two_classes_alone(name: str) -> str:
     return (
         f"{name} is defined for two classes alone; expected none, iso, max_norm, "
         "marvell or noisy_label"
+    )
+
+
+def classes_alone(name: str) -> str:
+    """Explain that a defense is for classes only, and name those that take numbers."""
+    return (
+        f"{name} is defined for classes alone; with data.label_range expected projected_labels, "
+        f"noisy_label by gaussian or laplace noise, or none"
     )
 
 

@@ -58,7 +58,7 @@ def predict(parsed: argparse.Namespace) -> None:
         level = logging.WARNING if credentials is None else logging.INFO
         logger.log(level, "security towards %s: %s", party, security)
     device = command_line.prepare(settings)
-    ids = read_id_list(parsed.ids, settings.data.id_column)
+    ids = read_id_list(parsed.ids, settings.data, settings.contract.ids)
     check_lengths(ids, str(parsed.ids))
     folder = inner_folder(settings.run_folder(ACTIVE), "predict")
     with ExitStack() as resources:
@@ -95,13 +95,14 @@ def predict(parsed: argparse.Namespace) -> None:
 
 def _plan(ids: list[str], predictor: Predictor, settings: ActiveSettings) -> Plan:
     model = predictor.model
-    own = predictor.own_rows
+    own, within = predictor.own_rows, settings.data.label_range
     return Plan(
         digest_of_ids(ids),
         len(ids),
         f"{model.kind}, {model.identity}",
         "" if own is None else own.source,
         settings.data.class_names,
+        None if within is None else (within.low, within.high),
     )
 
 

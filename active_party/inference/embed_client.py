@@ -157,13 +157,17 @@ class EmbedClient:
         """
         return self.submit(ids).result()
 
-    def close(self) -> None:
-        """End the stream and the connection; requests under way fail."""
+    def disconnect(self) -> None:
+        """End the stream and the connection; requests under way fail, and the next one connects."""
         with self._lock:
             stream, self._stream = self._stream, None
             if stream is not None:
                 stream.close()
             self.connection.close()
+
+    def close(self) -> None:
+        """End the stream and the connection for good; requests under way fail."""
+        self.disconnect()
 
     def _opened(self) -> "_Stream":
         with self._lock:
@@ -231,6 +235,8 @@ class _Stream:
         deadline_s: float,
     ) -> None:
         self.is_over = False
+        self._lost = PeerUnreachable("the connection to the passive party was lost")
+        """Why nothing can be asked any more; a refusal may come before the first question."""
         self._ask = ask
         self._read = read
         self._deadline_s = deadline_s
@@ -248,7 +254,7 @@ class _Stream:
         answer.set_running_or_notify_cancel()
         with self._lock:
             if self.is_over:
-                raise PeerUnreachable("the connection to the passive party was lost")
+                raise self._lost
             number, self._number = self._number, self._number + 1
             self._waiting.append(_Waiting(number, len(ids), time.monotonic(), answer))
             self._outgoing.put(self._ask(number, ids))
@@ -282,6 +288,8 @@ class _Stream:
             if self.is_over:
                 return
             self.is_over = True
+            if isinstance(error, PeerUnreachable):
+                self._lost = error
             left = list(self._waiting)
             self._waiting.clear()
         self._ended.set()

@@ -1,4 +1,4 @@
-"""The active party's half of a trained model: from activations to probabilities."""
+"""The active party's half of a trained model: from activations to predictions."""
 
 import threading
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.aggregation import aggregate
-from splitveil.active_party.training.predictions import probabilities_of
+from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind, kind_of
 from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.blocks import predict_in_blocks
@@ -35,7 +35,7 @@ class JointModel:
         aggregation: how several passive parties' activations are combined.
         device: where the model computes.
         kind: which of the run's top models it is.
-        num_classes: number of classes.
+        labels: what the labels are.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class JointModel:
         aggregation: Aggregation,
         device: torch.device,
         kind: Literal["trained", "refitted"],
-        num_classes: int = 2,
+        labels: LabelKind = CLASS_LABELS,
     ) -> None:
         self.identity = identity
         self.encoder = encoder
@@ -54,8 +54,9 @@ class JointModel:
         self._model = model.to(device)
         self._aggregation = aggregation
         self._device = device
-        self.shape_of_row: tuple[int, ...] = () if num_classes == 2 else (num_classes,)
-        """The shape of one row's probabilities."""
+        self._labels = labels
+        self.shape_of_row = labels.shape_of_row
+        """The shape of one row's prediction."""
         self._computing = threading.Lock()
 
     @classmethod
@@ -73,40 +74,43 @@ class JointModel:
             SettingsError: there is no such model, or it is not one of these settings.
         """
         contract, folder = settings.contract, settings.run_folder(ACTIVE)
-        kind = _kind_of(choice or settings.inference.model, folder)
+        kind = _which(choice or settings.inference.model, folder)
         weights = REFITTED if kind == "refitted" else WEIGHTS
         trained = TrainedModel.open(folder, contract, weights)
-        num_classes = settings.data.num_classes
         model = build_top_model(
             settings.top_model,
             contract.aggregate_shape,
             trained.encoder,
             seed=settings.model_seed,
-            num_classes=num_classes,
+            num_classes=settings.data.num_classes,
         )
         trained.put_into(model)
         identity, encoder, rule = trained.identity, trained.encoder, contract.aggregation
-        return cls(identity, model, encoder, rule, device, kind, num_classes)
+        return cls(identity, model, encoder, rule, device, kind, kind_of(settings.data))
 
-    def probabilities(
+    def predictions(
         self, activations: Sequence[Tensor], own: Features | None
     ) -> NDArray[np.float32]:
-        """Return the probabilities of label 1, (rows,), or of each class, (rows, classes).
+        """Return what the model predicts.
 
         Args:
             activations: of each passive party in the contract's order, (rows, *cut_shape) each.
             own: this party's own features of the rows; None if the model has none.
+
+        Returns:
+            The probabilities of label 1, (rows,), or of each class, (rows, classes); or numbers in
+            the label's unit, (rows,).
         """
         if not len(activations[0]):
             return np.empty((0, *self.shape_of_row), np.float32)
         with self._computing:
             cut = aggregate(self._aggregation, activations).to(self._device, torch.float32)
             features = None if own is None else own.to(self._device)
-            found = predict_in_blocks(self._model, cut, features, link=probabilities_of)
-        return np.asarray(found.cpu().numpy(), np.float32)
+            found = predict_in_blocks(self._model, cut, features, link=self._labels.predicted)
+        return self._labels.in_units(np.asarray(found.cpu().numpy(), np.float32))
 
 
-def _kind_of(choice: ModelChoice, folder: Path) -> Literal["trained", "refitted"]:
+def _which(choice: ModelChoice, folder: Path) -> Literal["trained", "refitted"]:
     has_refitted = (folder / "checkpoint" / REFITTED).exists()
     if choice == "refitted" and not has_refitted:
         raise SettingsError(

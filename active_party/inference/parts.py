@@ -35,7 +35,6 @@ PART_ROWS = 2**17
 FORMATS = (".parquet", ".csv")
 
 _PLAN = "plan.json"
-_PROBABILITY = "probability"
 
 
 class Plan(NamedTuple):
@@ -48,11 +47,16 @@ class Plan(NamedTuple):
     source: str
     """Where the rows come from."""
     classes: tuple[str, ...]
-    """Names of the classes; empty if there are two."""
+    """Names of the classes; empty if there are two, or none."""
+    within: tuple[float, float] | None = None
+    """The bounds of a label that is a number; None if labels are classes."""
 
     def schema(self) -> pa.Schema:
         """Return the columns of the output."""
-        names = [f"{_PROBABILITY}_{name}" for name in self.classes] or [_PROBABILITY]
+        if self.within is not None:
+            names = ["value"]
+        else:
+            names = [f"probability_{name}" for name in self.classes] or ["probability"]
         columns = [pa.field(name, pa.float32()) for name in names]
         ids, found = (
             pa.field(name, kind, nullable=False)

@@ -22,11 +22,11 @@ from splitveil.common.data.id_index import ABSENT
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.served_rows import ServedRows
-from splitveil.common.party.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.inference import Embedded
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.http_proxy import proxy_of_environment
+from splitveil.common.wire.noted_calls import Notes
 
 
 class Predictions(NamedTuple):
@@ -169,7 +169,7 @@ class Predictor:
             else answer.values[torch.from_numpy(found[answer.known])]
             for answer in embedded
         ]
-        known = self.model.probabilities(activations, own)
+        known = self.model.predictions(activations, own)
         probabilities = np.full((len(found), *known.shape[1:]), np.nan, np.float32)
         probabilities[found] = known
         return Predictions(probabilities, found, missing_at)
@@ -185,7 +185,7 @@ def open_predictor(
     device: torch.device,
     choice: ModelChoice | None = None,
     table: Path | None = None,
-    transcript: Transcript | None = None,
+    notes: Notes | None = None,
     *,
     whole_table: bool = False,
 ) -> Predictor:
@@ -198,7 +198,7 @@ def open_predictor(
         device: where the top model computes.
         choice: which of the run's top models; by default that of the settings.
         table: another file than that of the settings, with this party's own features.
-        transcript: records every message that crosses, if there is one.
+        notes: take note of every message that crosses, if there are any.
         whole_table: take the passive parties' whole tables, sealed, instead of naming ids.
 
     Raises:
@@ -220,7 +220,7 @@ def open_predictor(
         for party in contract.passive_parties:
             address = addresses[party]
             proxy = proxy_of_environment(address) if uses_proxy else None
-            connection = PeerConnection(address, contract, credentials, transcript, proxy, party)
+            connection = PeerConnection(address, contract, credentials, notes, proxy, party)
             client = EmbedClient(connection, model.identity, settings.reconnect.deadline_s)
             opened.enter_context(client)
             clients.append(TableClient(client) if whole_table else client)

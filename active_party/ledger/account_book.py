@@ -23,14 +23,18 @@ from torch import Tensor
 from splitveil.active_party.ledger.bounds import widest_covered
 from splitveil.active_party.ledger.ledger import LeakLedger
 from splitveil.active_party.ledger.odds import Odds
+from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.covers import Covers
+from splitveil.common.run.id_rules import rules_of_bytes
 from splitveil.common.run.sample_order import Positions
 
 Names = npt.NDArray[np.uint8]
 """A digest for each example, (examples, 16)."""
 
 _EXAMPLES = "examples"
+_ID_RULES = "id_rules"
 _DIGEST_BYTES = 16
+_RULES_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -43,10 +47,13 @@ class AccountBook:
     ledger: LeakLedger
     """The accounts, in the order of the names."""
 
+    id_rules: bytes = b""
+    """``rules_as_bytes`` of the rules by which the ids were brought into canonical form."""
+
     @classmethod
-    def empty(cls) -> "AccountBook":
+    def empty(cls, id_rules: bytes = b"") -> "AccountBook":
         """Return the book from before the first run."""
-        return cls(np.empty((0, _DIGEST_BYTES), dtype=np.uint8), LeakLedger(0))
+        return cls(np.empty((0, _DIGEST_BYTES), dtype=np.uint8), LeakLedger(0), id_rules)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor]) -> "AccountBook":
@@ -59,8 +66,9 @@ class AccountBook:
         if names is None or names.dtype != torch.uint8 or names.shape[1:] != (_DIGEST_BYTES,):
             raise ValueError("does not say whose accounts these are")
         ledger = LeakLedger(len(names))
-        ledger.load_state_dict({name: part for name, part in state.items() if name != _EXAMPLES})
-        return cls(names.numpy(), ledger)
+        others = (_EXAMPLES, _ID_RULES)
+        ledger.load_state_dict({name: part for name, part in state.items() if name not in others})
+        return cls(names.numpy(), ledger, id_rules_of(state))
 
     def __len__(self) -> int:
         return len(self.names)
@@ -80,7 +88,8 @@ class AccountBook:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the tensors from which ``from_state`` rebuilds the book."""
-        return self.ledger.state_dict() | {_EXAMPLES: torch.from_numpy(self.names)}
+        named = {_EXAMPLES: torch.from_numpy(self.names)}
+        return self.ledger.state_dict() | named | id_rules_as_tensor(self.id_rules)
 
     def with_all_of(self, other: "AccountBook") -> "AccountBook":
         """Return a book of the examples of both; accounts of the same example are added up."""
@@ -90,7 +99,7 @@ class AccountBook:
         ledger, own = LeakLedger(len(self) + len(new)), np.arange(len(self))
         ledger.add(own, self.ledger, own)
         ledger.add(at, other.ledger, np.arange(len(other)))
-        return AccountBook(np.concatenate([self.names, other.names[new]]), ledger)
+        return AccountBook(np.concatenate([self.names, other.names[new]]), ledger, self.id_rules)
 
     def begun(self, ids: Iterable[str], num_examples: int) -> LeakLedger:
         """Return the ledger with which a run begins.
@@ -116,7 +125,42 @@ class AccountBook:
         names = names_of(ids)
         others = np.flatnonzero(indices_of(self.names, names) < 0)
         return AccountBook(
-            np.concatenate([names, self.names[others]]), ledger.carrying_over(self.ledger, others)
+            np.concatenate([names, self.names[others]]),
+            ledger.carrying_over(self.ledger, others),
+            self.id_rules,
+        )
+
+
+def id_rules_as_tensor(id_rules: bytes) -> dict[str, Tensor]:
+    """Return what a file of examples says about their canonical form; nothing without rules."""
+    return {_ID_RULES: torch.tensor(list(id_rules), dtype=torch.uint8)} if id_rules else {}
+
+
+def id_rules_of(state: Mapping[str, Tensor]) -> bytes:
+    """Return the rules by which the ids of a file were brought into canonical form, as bytes.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    found = state.get(_ID_RULES)
+    if found is None:
+        return b""
+    if found.dtype != torch.uint8 or found.ndim != 1 or len(found) > _RULES_BYTES:
+        raise ValueError("does not say by which rules its ids were compared")
+    rules_of_bytes(kept := bytes(found.tolist()))
+    return kept
+
+
+def check_id_rules(found: bytes, expected: bytes, where: str) -> None:
+    """Check that a file names examples as this run does: under other names none would be found.
+
+    Raises:
+        SettingsError: it was made under other rules.
+    """
+    if found != expected:
+        raise SettingsError(
+            f"{where}: its run compared ids by other rules than this contract's ids, so that no "
+            f"example of it would be recognised: expected the same rules"
         )
 
 

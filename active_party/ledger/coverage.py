@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from splitveil.active_party.defenses import DefenseSettings
-from splitveil.active_party.defenses.section import COVERS_CLASS_MEANS, Coverage
+from splitveil.active_party.defenses.coverage import COVERS_CLASS_MEANS, Coverage
 
 _SETTINGS: TypeAdapter[DefenseSettings] = TypeAdapter(DefenseSettings)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from splitveil.active_party.ledger.account_book import AccountBook
+from splitveil.active_party.ledger.account_book import AccountBook, check_id_rules
 from splitveil.common.errors import SettingsError
 from splitveil.common.text.files import check_regular
 
@@ -16,19 +16,32 @@ LEDGER = "ledger.safetensors"
 SETTING = "earlier_ledgers"
 
 
-def open_books(folders: Sequence[Path]) -> AccountBook:
+def open_books(folders: Sequence[Path], id_rules: bytes = b"") -> AccountBook:
     """Read the account books of earlier runs, and return them as one book.
 
     Args:
         folders: the active party's ``checkpoint`` folder of each run.
+        id_rules: ``rules_as_bytes`` of this run's contract.
 
     Raises:
-        SettingsError: a folder has no book, or the book cannot be read.
+        SettingsError: a folder has no book, or the book cannot be read, or its ids were compared by
+            other rules.
     """
-    return reduce(AccountBook.with_all_of, map(_open, folders), AccountBook.empty())
+    books = [open_book(folder) for folder in folders]
+    for folder, book in zip(folders, books, strict=True):
+        check_id_rules(book.id_rules, id_rules, f"{SETTING}: {folder}")
+    return reduce(AccountBook.with_all_of, books, AccountBook.empty(id_rules))
 
 
-def _open(folder: Path) -> AccountBook:
+def open_book(folder: Path) -> AccountBook:
+    """Read the account book of one run, whatever its rules for ids.
+
+    Args:
+        folder: the active party's ``checkpoint`` folder.
+
+    Raises:
+        SettingsError: the folder has no book, or the book cannot be read.
+    """
     path = folder / LEDGER
     try:
         check_regular(path)

@@ -15,7 +15,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from splitveil.active_party.ledger.account_book import Names, indices_of, names_of
+from splitveil.active_party.ledger.account_book import (
+    Names,
+    check_id_rules,
+    id_rules_as_tensor,
+    id_rules_of,
+    indices_of,
+    names_of,
+)
 from splitveil.common.errors import SettingsError
 from splitveil.common.text.files import check_regular
 
@@ -33,9 +40,18 @@ class ReleasedTargets(NamedTuple):
     targets: Tensor
     """(examples,) or (examples, classes) float32, in the order of the names."""
 
+    id_rules: bytes = b""
+    """``rules_as_bytes`` of the rules by which the ids were brought into canonical form."""
+
+    bounds: tuple[float, float] | None = None
+    """Of labels that are numbers: targets are shares of this range. None for classes."""
+
     def state_dict(self) -> Mapping[str, Tensor]:
         """Return the tensors that ``read_targets`` reads."""
-        return {"examples": torch.from_numpy(self.names), "targets": self.targets}
+        named = {"examples": torch.from_numpy(self.names), "targets": self.targets}
+        if self.bounds is not None:
+            named["bounds"] = torch.tensor(self.bounds, dtype=torch.float64)
+        return named | id_rules_as_tensor(self.id_rules)
 
     def of(self, ids: Iterable[str]) -> Tensor:
         """Return the targets of some examples, NaN for those that have none.
@@ -49,30 +65,47 @@ class ReleasedTargets(NamedTuple):
         return found
 
 
-def targets_by_id(ids: Iterable[str], targets: Tensor) -> ReleasedTargets:
+def targets_by_id(
+    ids: Iterable[str],
+    targets: Tensor,
+    id_rules: bytes = b"",
+    bounds: tuple[float, float] | None = None,
+) -> ReleasedTargets:
     """Return targets with the names of their examples.
 
     Args:
         ids: canonical ids, in the order of the targets.
         targets: (examples,) or (examples, classes).
+        id_rules: ``rules_as_bytes`` of the contract.
+        bounds: of labels that are numbers; None for classes.
     """
-    return ReleasedTargets(names_of(ids), targets.detach().cpu().float())
+    return ReleasedTargets(names_of(ids), targets.detach().cpu().float(), id_rules, bounds)
 
 
-def read_targets(folders: Sequence[Path], num_classes: int) -> ReleasedTargets | None:
+def read_targets(
+    folders: Sequence[Path],
+    num_classes: int,
+    id_rules: bytes = b"",
+    bounds: tuple[float, float] | None = None,
+) -> ReleasedTargets | None:
     """Read the targets of earlier runs; the later folder counts for an example of several.
 
     Args:
         folders: the active party's ``checkpoint`` folder of each run.
         num_classes: of this run.
+        id_rules: ``rules_as_bytes`` of this run's contract.
+        bounds: of this run's labels, if they are numbers.
 
     Returns:
         None without folders.
 
     Raises:
-        SettingsError: a folder has no such file, or it cannot be read or is of other classes.
+        SettingsError: a folder has no such file, or it cannot be read or is of other classes
+            or bounds, or its ids were compared by other rules.
     """
-    found = [_read(folder / TARGETS, num_classes) for folder in folders]
+    found = [_read(folder / TARGETS, num_classes, bounds) for folder in folders]
+    for folder, one in zip(folders, found, strict=True):
+        check_id_rules(one.id_rules, id_rules, f"{SETTING}: {folder}")
     if not found:
         return None
     together = found[-1]
@@ -81,11 +114,13 @@ def read_targets(folders: Sequence[Path], num_classes: int) -> ReleasedTargets |
         together = ReleasedTargets(
             np.concatenate([together.names, earlier.names[others]]),
             torch.cat([together.targets, earlier.targets[torch.from_numpy(others)]]),
+            id_rules,
+            bounds,
         )
     return together
 
 
-def _read(path: Path, num_classes: int) -> ReleasedTargets:
+def _read(path: Path, num_classes: int, bounds: tuple[float, float] | None) -> ReleasedTargets:
     try:
         check_regular(path)
         tensors = load_file(path)
@@ -97,7 +132,8 @@ def _read(path: Path, num_classes: int) -> ReleasedTargets:
     except (OSError, SafetensorError) as error:
         raise SettingsError(f"{SETTING}: {path}: cannot be read") from error
     names, targets = tensors.get("examples"), tensors.get("targets")
-    shape = () if num_classes == 2 else (num_classes,)
+    shape = () if num_classes <= 2 else (num_classes,)
+    of_run = tensors.get("bounds")
     if (
         names is None
         or targets is None
@@ -105,6 +141,12 @@ def _read(path: Path, num_classes: int) -> ReleasedTargets:
         or names.ndim != 2
         or targets.shape != (len(names), *shape)
         or not bool(torch.isfinite(targets).all())
+        or (None if of_run is None else tuple(of_run.tolist())) != bounds
     ):
-        raise SettingsError(f"{SETTING}: {path}: does not hold targets of {num_classes} classes")
-    return ReleasedTargets(names.numpy(), targets.float())
+        what = f"{num_classes} classes" if bounds is None else "numbers within these bounds"
+        raise SettingsError(f"{SETTING}: {path}: does not hold targets of {what}")
+    try:
+        id_rules = id_rules_of(tensors)
+    except ValueError as error:
+        raise SettingsError(f"{SETTING}: {path}: {error}") from error
+    return ReleasedTargets(names.numpy(), targets.float(), id_rules, bounds)

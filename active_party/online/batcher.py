@@ -18,6 +18,7 @@ import torch
 
 from splitveil.active_party.inference.predictor import Asked, Predictions, Predictor
 from splitveil.active_party.online.errors import NotAvailable
+from splitveil.active_party.online.online_status import OnlineStatus
 from splitveil.active_party.online.questions import Question
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.inference import Embedded
@@ -52,12 +53,19 @@ class Batcher:
         contract: gives the limits of messages.
         wait_s: how long a question waits for company.
         timeout_s: how long an answer may take.
+        status: for this party's operators.
     """
 
     def __init__(
-        self, predictor: Predictor, contract: Contract, wait_s: float, timeout_s: float
+        self,
+        predictor: Predictor,
+        contract: Contract,
+        wait_s: float,
+        timeout_s: float,
+        status: OnlineStatus,
     ) -> None:
         self._predictor = predictor
+        self._status = status
         self._contract = contract
         self._wait_s = wait_s
         self._timeout_s = timeout_s
@@ -99,6 +107,11 @@ class Batcher:
             raise NotAvailable("too many requests are waiting") from error
         return answer
 
+    @property
+    def num_waiting(self) -> int:
+        """How many questions wait to be asked."""
+        return self._incoming.qsize()
+
     def close(self) -> None:
         """Answer what is waiting, and end."""
         self._incoming.put(None)
@@ -112,16 +125,17 @@ class Batcher:
             if not batch:
                 continue
             try:
-                asked = self._asked([text for w in batch for text in w.question.ids])
+                asked = self._asked(len(batch), [text for w in batch for text in w.question.ids])
             except Exception as error:
                 _set_all(batch, error)
             else:
                 self._under_way.put(_UnderWay(batch, asked))
         self._under_way.put(None)
 
-    def _asked(self, ids: Sequence[str]) -> list[Asked]:
+    def _asked(self, num_requests: int, ids: Sequence[str]) -> list[Asked]:
         """Ask for ids in as many messages as they need."""
         parts = portions(ids, self._predictor.max_ids, self._contract)
+        self._status.note_question(num_requests, len(ids))
         return [self._predictor.ask(ids[part]) for part in parts]
 
     def _gathered(self) -> tuple[list[_Waiting], bool]:

@@ -10,26 +10,31 @@ from typing import NamedTuple
 from splitveil.active_party.inference.embed_client import EmbedClient
 from splitveil.active_party.inference.predictor import Predictor, open_predictor
 from splitveil.active_party.online.batcher import Batcher
+from splitveil.active_party.online.call_log import CallLog
 from splitveil.active_party.online.desk import AnswerDesk, Rules
 from splitveil.active_party.online.fallback import Fallback
 from splitveil.active_party.online.grpc_api import GrpcServer
 from splitveil.active_party.online.http_api import build_app
 from splitveil.active_party.online.http_server import HttpServer
+from splitveil.active_party.online.online_status import OnlineStatus
 from splitveil.active_party.online.own_features import GivenFeatures
 from splitveil.active_party.online.peer_watch import PeerWatch
 from splitveil.active_party.online.programs import Tokens
 from splitveil.active_party.online.rate_limit import RateLimit
 from splitveil.active_party.online.server_tls import ServerTls
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.table_files import read_id_list
 from splitveil.common.party import command_line
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE
+from splitveil.common.status.endpoint import endpoint_of
 from splitveil.common.storage.run_folder import claimed, inner_folder
 from splitveil.common.text.addresses import on_loopback
 from splitveil.common.wire.endpoint import check_security
+from splitveil.common.wire.noted_calls import AllNotes
 
 logger = logging.getLogger(__name__)
 
@@ -56,15 +61,18 @@ def serve(parsed: argparse.Namespace) -> None:
         logger.log(level, "security towards %s: %s", party, security)
     device = command_line.prepare(settings)
     folder = inner_folder(settings.run_folder(ACTIVE), "serve")
+    status = OnlineStatus(settings.contract)
     with ExitStack() as resources:
+        resources.enter_context(endpoint_of(status, settings.status))
         resources.enter_context(claimed(folder, "another process serves this run"))
         transcript = None
         if settings.transcript:
             transcript = resources.enter_context(Transcript(folder, ACTIVE))
+        notes = status if transcript is None else AllNotes(transcript, status)
         predictor = resources.enter_context(
-            open_predictor(impatient(settings), device, None, parsed.data, transcript)
+            open_predictor(impatient(settings), device, None, parsed.data, notes)
         )
-        desk = open_desk(settings, predictor, resources, transcript)
+        desk = open_desk(settings, predictor, resources, status, transcript)
         with serving(settings, desk, doors):
             last_refresh = time.monotonic()
             while interruption() is None:
@@ -74,11 +82,11 @@ def serve(parsed: argparse.Namespace) -> None:
                 if doors.tls is not None and time.monotonic() - last_refresh > _REFRESH_EVERY_S:
                     doors.tls.refresh()
                     last_refresh = time.monotonic()
+            status.close()
             logger.info("stopping: requests under way are answered")
-    by_status = ", ".join(
-        f"{number} x {status}" for status, number in sorted(desk.answered.items())
-    )
-    logger.info("answered %d requests: %s", desk.answered.total(), by_status or "none")
+    answered = desk.log.answered
+    by_status = ", ".join(f"{number} x {code}" for code, number in sorted(answered.items()))
+    logger.info("answered %d requests: %s", answered.total(), by_status or "none")
 
 
 class Served(NamedTuple):
@@ -119,6 +127,7 @@ def open_desk(
     settings: ActiveSettings,
     predictor: Predictor,
     resources: ExitStack,
+    status: OnlineStatus,
     transcript: Transcript | None = None,
 ) -> AnswerDesk:
     """Build what answers requests, and ask the passive parties for their models.
@@ -127,6 +136,7 @@ def open_desk(
         settings: this party's.
         predictor: the joint model.
         resources: ends what is begun here.
+        status: for this party's operators.
         transcript: records every request, if there is one.
 
     Raises:
@@ -137,20 +147,25 @@ def open_desk(
     allowed = None
     if own.allowed_ids is not None:
         path = settings.base_dir / own.allowed_ids
-        allowed = frozenset(read_id_list(path, settings.data.id_column))
+        allowed = frozenset(read_id_list(path, settings.data, settings.contract.ids))
         logger.info("%d ids may be asked for", len(allowed))
     fallback = None
     if own.fallback:
         fallback = Fallback.load(settings, predictor.own_rows, predictor.model.identity)
     clients = [client for client in predictor.clients if isinstance(client, EmbedClient)]
-    watch = resources.enter_context(PeerWatch(clients))
+    watch = resources.enter_context(PeerWatch(clients, status))
     wait_s = own.batch_wait_ms / 1000
-    batcher = resources.enter_context(Batcher(predictor, settings.contract, wait_s, own.timeout_s))
-    rules = Rules(
-        own.max_ids, own.timeout_s, allowed, RateLimit(own.ids_per_second), own.record_ids
+    batcher = resources.enter_context(
+        Batcher(predictor, settings.contract, wait_s, own.timeout_s, status)
     )
+    form = CanonicalForm(settings.contract.ids)
+    rules = Rules(own.max_ids, own.timeout_s, allowed, RateLimit(own.ids_per_second), form)
     given = GivenFeatures(settings.data, predictor.model.encoder)
-    return AnswerDesk(predictor, batcher, watch, given, rules, fallback, transcript)
+    log = CallLog(status, transcript, records_ids=own.record_ids)
+    desk = AnswerDesk(predictor, batcher, watch, given, rules, log, fallback)
+    status.name_run(desk.run_id)
+    status.follow(lambda: desk.trouble, lambda: batcher.num_waiting, fallback=fallback is not None)
+    return desk
 
 
 @contextmanager

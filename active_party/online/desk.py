@@ -2,9 +2,8 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,23 +12,23 @@ import torch
 
 from splitveil.active_party.inference.predictor import Predictions, Predictor
 from splitveil.active_party.online.batcher import Batcher
+from splitveil.active_party.online.call_log import Call, CallLog
 from splitveil.active_party.online.errors import (
     NotAdmitted,
     NotAvailable,
-    RequestError,
+    TooFast,
     TooManyIds,
     Unusable,
 )
 from splitveil.active_party.online.fallback import Fallback
+from splitveil.active_party.online.online_status import IdOutcome
 from splitveil.active_party.online.own_features import GivenFeatures
 from splitveil.active_party.online.peer_watch import PeerWatch
 from splitveil.active_party.online.questions import Answer, AnsweredBy, Question
 from splitveil.active_party.online.rate_limit import RateLimit
+from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.features import Features
-from splitveil.common.data.ids import canonical_texts
 from splitveil.common.errors import SplitveilError
-from splitveil.common.party.transcript import Transcript
-from splitveil.common.party.transcript_lines import Answered
 from splitveil.common.wire.limits import ID_BYTES
 
 EncodeOwn = Callable[[GivenFeatures], Features | None]
@@ -44,19 +43,8 @@ class Rules(NamedTuple):
     allowed_ids: frozenset[str] | None
     """In canonical form; None for all."""
     rate: RateLimit
-    records_ids: bool
-    """Whether the transcript names the ids of each request."""
-
-
-@dataclass
-class Call:
-    """One request, for the transcript."""
-
-    program: str
-    protocol: str
-    ids: Sequence[str] = ()
-    found: int = 0
-    status: int = 200
+    form: CanonicalForm = CanonicalForm()
+    """The canonical form of ids."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +70,8 @@ class AnswerDesk:
         watch: knows whether the passive parties answer.
         given: encodes own features that programs send.
         rules: what programs may ask for.
+        log: records every request.
         fallback: answers in place of the joint model, if there is one.
-        transcript: records every request, if there is one.
     """
 
     def __init__(
@@ -93,18 +81,16 @@ class AnswerDesk:
         watch: PeerWatch,
         given: GivenFeatures,
         rules: Rules,
+        log: CallLog,
         fallback: Fallback | None = None,
-        transcript: Transcript | None = None,
     ) -> None:
         self.rules = rules
         self.given = given
-        self.answered: Counter[int] = Counter()
-        """Number of requests by status."""
+        self.log = log
         self._predictor = predictor
         self._batcher = batcher
         self._watch = watch
         self._fallback = fallback
-        self._transcript = transcript
 
     @property
     def run_id(self) -> str:
@@ -122,33 +108,6 @@ class AnswerDesk:
         """Whether another model answers meanwhile."""
         return self._fallback is not None
 
-    @contextmanager
-    def noted(self, program: str, protocol: str) -> Iterator[Call]:
-        """Record a request once it is answered or refused, whatever its outcome."""
-        call, began = Call(program, protocol), time.monotonic()
-        try:
-            yield call
-        except RequestError as error:
-            call.status = error.status
-            raise
-        except BaseException:
-            call.status = 500
-            raise
-        finally:
-            self.answered[call.status] += 1
-            if self._transcript is not None:
-                self._transcript.note_answered(
-                    Answered(
-                        program=program,
-                        protocol=protocol,
-                        num_ids=len(call.ids),
-                        found=call.found,
-                        status=call.status,
-                        milliseconds=round(1000 * (time.monotonic() - began), 3),
-                        ids=tuple(call.ids) if self.rules.records_ids else None,
-                    )
-                )
-
     def accept(self, call: Call, raw_ids: Sequence[str], encode: EncodeOwn) -> Pending:
         """Check a request, and ask for its answer without waiting.
 
@@ -162,7 +121,11 @@ class AnswerDesk:
         """
         ids = self._checked(raw_ids)
         call.ids = ids
-        self.rules.rate.charge(call.program, len(ids))
+        try:
+            self.rules.rate.charge(call.program, len(ids))
+        except TooFast:
+            call.outcomes[IdOutcome.RATE_LIMITED] = len(ids)
+            raise
         own = encode(self.given)
         allowed = self.rules.allowed_ids
         is_allowed = np.array([allowed is None or text in allowed for text in ids], np.bool_)
@@ -181,9 +144,19 @@ class AnswerDesk:
         Raises:
             NotAvailable: a passive party is away, and there is no other model.
         """
-        predictions, why = self._joint(pending)
+        predictions, why = self._joint(call, pending)
+        num_allowed = int(pending.is_allowed.sum())
+        call.outcomes[IdOutcome.NOT_ALLOWED] = pending.num_ids - num_allowed
+        call.used_fallback = why is not None and self._fallback is not None
+        if why is not None and self._fallback is None:
+            call.outcomes[IdOutcome.UNAVAILABLE] = num_allowed
+            raise NotAvailable(why)
         answer = self._answer(pending, predictions, why)
         call.found = int(answer.is_found.sum())
+        by = Counter(answer.answered_by)
+        call.outcomes[IdOutcome.JOINT] = by[AnsweredBy.JOINT]
+        call.outcomes[IdOutcome.FALLBACK] = by[AnsweredBy.FALLBACK]
+        call.outcomes[IdOutcome.UNKNOWN] = num_allowed - call.found
         if not call.found and why is None:
             call.status = 404
         return answer
@@ -194,8 +167,10 @@ class AnswerDesk:
         most = self.rules.max_ids
         if len(raw_ids) > most:
             raise TooManyIds(f"ids: at most {most}, got {len(raw_ids)}")
-        ids = canonical_texts(raw_ids)
-        for text in ids:
+        ids = self.rules.form.of(raw_ids)
+        for text, raw in zip(ids, raw_ids, strict=True):
+            if not text and raw.strip():
+                raise Unusable("ids: one is no id by the rules of contract.ids")
             if not text:
                 raise Unusable("ids: one is empty")
             try:
@@ -206,7 +181,7 @@ class AnswerDesk:
                 raise Unusable(f"ids: one has more than {ID_BYTES} bytes")
         return ids
 
-    def _joint(self, pending: Pending) -> tuple[Predictions | None, str | None]:
+    def _joint(self, call: Call, pending: Pending) -> tuple[Predictions | None, str | None]:
         """Return the joint model's answer, or why there is none."""
         if pending.answer is None:
             return None, pending.trouble
@@ -214,14 +189,14 @@ class AnswerDesk:
             return pending.answer.result(0), None
         except SplitveilError as error:
             self._watch.lost(error)
+            call.timed_out = time.monotonic() - call.began >= self.rules.timeout_s
             return None, str(error)
         except TimeoutError:
             pending.answer.cancel()
+            call.timed_out = True
             return None, f"no answer within {self.rules.timeout_s:g} s (serving.timeout_s)"
 
     def _answer(self, pending: Pending, predictions: Predictions | None, why: str | None) -> Answer:
-        if why is not None and self._fallback is None:
-            raise NotAvailable(why)
         shape = self._predictor.model.shape_of_row
         probabilities = np.full((pending.num_ids, *shape), np.nan, np.float32)
         answered_by = np.full(pending.num_ids, AnsweredBy.NONE, object)
@@ -240,7 +215,7 @@ class AnswerDesk:
         return Answer(probabilities, tuple(answered_by), why)
 
 
-def admitted(desk: AnswerDesk, find: Callable[[], str]) -> str:
+def admitted(log: CallLog, protocol: str, find: Callable[[], str]) -> str:
     """Return the name of the program that asks; one that is not admitted is counted.
 
     Raises:
@@ -249,7 +224,7 @@ def admitted(desk: AnswerDesk, find: Callable[[], str]) -> str:
     try:
         return find()
     except NotAdmitted as error:
-        desk.answered[error.status] += 1
+        log.note_turned_away(protocol, error.status)
         raise
 
 
@@ -260,8 +235,13 @@ def as_columns(columns: Sequence[tuple[str, Sequence[Any]]], num_ids: int) -> Ma
         Unusable: one does not.
     """
     named = dict(columns)
-    if len(named) < len(columns):
-        raise Unusable("features: a column comes twice")
-    if any(len(values) != num_ids for values in named.values()):
-        raise Unusable(f"features: expected {num_ids} values in each column")
+    for name, values in columns:
+        if len(values) != num_ids:
+            raise Unusable(
+                f"features: column {name!r}: expected {num_ids} values, one for each id, got "
+                f"{len(values)}"
+            )
+    names = [name for name, _ in columns]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise Unusable(f"features: column {twice!r} comes twice")
     return named

@@ -8,7 +8,8 @@ from torch import nn
 from splitveil.active_party.inference.predictor import Predictions
 from splitveil.active_party.online.questions import Question
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.training.alone import build_alone, probabilities_alone
+from splitveil.active_party.training.alone import build_alone, predictions_alone
+from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind, kind_of
 from splitveil.common.data.id_index import ABSENT
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.served_rows import ServedRows
@@ -24,11 +25,15 @@ class Fallback:
     Args:
         model: of the own features alone, on the CPU.
         own_rows: this party's rows.
+        labels: what the labels are.
     """
 
-    def __init__(self, model: nn.Module, own_rows: ServedRows) -> None:
+    def __init__(
+        self, model: nn.Module, own_rows: ServedRows, labels: LabelKind = CLASS_LABELS
+    ) -> None:
         self._model = model.eval()
         self._own_rows = own_rows
+        self._labels = labels
 
     @classmethod
     def load(
@@ -60,7 +65,7 @@ class Fallback:
         num_classes, seed = settings.data.num_classes, settings.model_seed
         model = build_alone(own_rows.encoder, num_classes, seed)
         trained.put_into(model)
-        return cls(model, own_rows)
+        return cls(model, own_rows, kind_of(settings.data))
 
     def predict(self, question: Question, at: NDArray[np.int64]) -> Predictions:
         """Predict some of a question's ids.
@@ -76,7 +81,9 @@ class Fallback:
             rows = self._own_rows.rows_of([question.ids[index] for index in at])
             found = rows != ABSENT
             own = self._own_rows.features_of(rows[found])
-        known = probabilities_alone(self._model, own) if found.any() else np.empty(0, np.float32)
+        known = np.empty(0, np.float32)
+        if found.any():
+            known = predictions_alone(self._model, own, self._labels)
         probabilities = np.full((len(at), *known.shape[1:]), np.nan, np.float32)
         if found.any():
             probabilities[found] = known

@@ -108,8 +108,8 @@ class GrpcServer:
 
     def _answered(self, data: bytes, context: grpc.ServicerContext) -> pb.PredictReply:
         desk = self._desk
-        program = admitted(desk, lambda: self._program_of(context))
-        with desk.noted(program, PROTOCOL) as call:
+        program = admitted(desk.log, PROTOCOL, lambda: self._program_of(context))
+        with desk.log.noted(program, PROTOCOL) as call:
             try:
                 request = pb.PredictRequest.FromString(data)
             except DecodeError as error:
@@ -140,7 +140,7 @@ def _own(given: GivenFeatures, request: pb.PredictRequest) -> Features | None:
 
 def _values(column: pb.Column) -> list[Any]:
     if column.numbers and column.texts:
-        raise Unusable("features: a column has both numbers and texts")
+        raise Unusable(f"features: column {column.name!r}: expected either numbers or texts")
     if column.texts:
         return [text or None for text in column.texts]
     return [None if np.isnan(number) else number for number in column.numbers]

@@ -1,7 +1,8 @@
 """The HTTP side of online predictions: translates between JSON and the desk, and no more."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -12,22 +13,26 @@ from fastapi.responses import JSONResponse
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr
 
+from splitveil.active_party.online.call_log import CallLog
 from splitveil.active_party.online.desk import AnswerDesk, Pending, admitted
 from splitveil.active_party.online.errors import RequestError, TooFast, TooManyIds, Unusable
 from splitveil.active_party.online.own_features import GivenFeatures
 from splitveil.active_party.online.programs import Tokens
 from splitveil.active_party.online.questions import Answer
+from splitveil.common.data.canonical_form import compose
 from splitveil.common.data.features import Features
 from splitveil.common.text.version import VERSION
 
 PROTOCOL = "http"
 RETRY_AFTER_S = 1
+_SHOWN_CHARACTERS = 64
 ID_BODY_BYTES = 8192
 """Bytes of a request's body for each id that it may have, with its own features."""
 
 _Scope = MutableMapping[str, Any]
 _Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 _Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+_IdPart = StrictStr | StrictInt
 _Value = StrictInt | StrictFloat | StrictStr | list[StrictStr] | None
 
 
@@ -38,8 +43,9 @@ class PredictRequest(BaseModel):
         extra="forbid", json_schema_extra={"examples": [{"ids": ["patient-0007", "patient-0042"]}]}
     )
 
-    ids: Annotated[list[StrictStr | StrictInt], Field(min_length=1)]
-    """Compared as in the alignment: 7 and "7" are the same id."""
+    ids: Annotated[list[_IdPart | list[_IdPart]], Field(min_length=1)]
+    """Compared as in the alignment: 7 and "7" are the same id. An id of several columns is a list
+    of its parts, in the order of the contract's ``ids``."""
 
     features: list[dict[str, _Value]] | None = None
     """This party's own features of each id, by column, in place of those in its table: every column
@@ -98,9 +104,9 @@ def build_app(desk: AnswerDesk, tokens: Tokens | None, classes: list[str] | None
         license_info={"name": "Apache-2.0"},
     )
     app.add_exception_handler(RequestError, _refused)
-    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(RequestValidationError, partial(_invalid, desk.log))
     most_bytes = desk.rules.max_ids * ID_BODY_BYTES
-    app.add_middleware(_BodyLimit, most_bytes=most_bytes)
+    app.add_middleware(_BodyLimit, most_bytes=most_bytes, log=desk.log)
     security = [] if tokens is None else [Depends(HTTPBearer(auto_error=False))]
 
     def program_of(request: Request) -> str:
@@ -140,8 +146,8 @@ def build_app(desk: AnswerDesk, tokens: Tokens | None, classes: list[str] | None
     )
     async def predict(asked: PredictRequest, request: Request) -> Response:
         """Predict some ids with the joint model."""
-        program = admitted(desk, lambda: program_of(request))
-        with desk.noted(program, PROTOCOL) as call:
+        program = admitted(desk.log, PROTOCOL, lambda: program_of(request))
+        with desk.log.noted(program, PROTOCOL) as call:
             pending = await _accepted(desk, call, asked)
             if pending.answer is not None:
                 await _settled(pending, desk.rules.timeout_s)
@@ -154,7 +160,7 @@ def build_app(desk: AnswerDesk, tokens: Tokens | None, classes: list[str] | None
 
 
 async def _accepted(desk: AnswerDesk, call: Any, asked: PredictRequest) -> Pending:
-    ids = [str(text) for text in asked.ids]
+    ids = [compose(list(map(str, one))) if isinstance(one, list) else str(one) for one in asked.ids]
     if asked.features is None:
         return desk.accept(call, ids, lambda _: None)
     rows = asked.features
@@ -203,22 +209,33 @@ async def _refused(_request: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"detail": str(error)}, status, headers)
 
 
-async def _invalid(_request: Request, error: Exception) -> JSONResponse:
+async def _invalid(log: CallLog, _request: Request, error: Exception) -> JSONResponse:
     """Say where a request is wrong, without the values that FastAPI would repeat."""
+    log.note_turned_away(PROTOCOL, 422)
     if not isinstance(error, RequestValidationError):
         return JSONResponse({"detail": "unusable"}, 422)
-    places = {
-        f"{'.'.join(str(part) for part in found['loc'][:3])}: {found['msg']}"
-        for found in error.errors()[:20]
-    }
-    return JSONResponse({"detail": "; ".join(sorted(places))}, 422)
+    problems = {_problem(found["loc"], found["msg"]) for found in error.errors()[:20]}
+    return JSONResponse({"detail": "; ".join(sorted(problems))}, 422)
+
+
+def _problem(place: Sequence[Any], message: str) -> str:
+    """Say what is wrong at a place of a request."""
+    if place[:2] == ("body", "features") and len(place) > 3:
+        # Each kind of value that it could have been has an error of its own.
+        name = str(place[3])[:_SHOWN_CHARACTERS]
+        return (
+            f"features: row {place[2] + 1}: column {name!r}: expected a number, a text, a list of "
+            f"texts, or null"
+        )
+    return f"{'.'.join(str(part) for part in place[:3])}: {message}"
 
 
 class _BodyLimit:
     """Ends the reading of a request whose body is too large."""
 
-    def __init__(self, app: Any, most_bytes: int) -> None:
+    def __init__(self, app: Any, most_bytes: int, log: CallLog) -> None:
         self._app = app
+        self._log = log
         self._most_bytes = most_bytes
 
     async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
@@ -238,6 +255,7 @@ class _BodyLimit:
         try:
             await self._app(scope, limited, send)
         except _TooLargeBody:
+            self._log.note_turned_away(PROTOCOL, TooManyIds.status)
             refusal = TooManyIds(f"the body has more than {self._most_bytes:,} bytes")
             await (await _refused(Request(scope), refusal))(scope, receive, send)
 

@@ -1,7 +1,7 @@
 """Encodes own features that a program sends, as those of the party's file were."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -9,6 +9,7 @@ import pyarrow as pa
 from splitveil.active_party.online.errors import Unusable
 from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.data.settings import DataSettings
+from splitveil.common.data.sources import list_rows
 from splitveil.common.data.table import table_of
 from splitveil.common.data.table_files import settings_for
 from splitveil.common.errors import DataError
@@ -18,6 +19,23 @@ _KINDS = {
     frozenset({list}): pa.list_(pa.string()),
     frozenset({int}): pa.int64(),
 }
+
+
+class _Kinds(NamedTuple):
+    """The values that a column may have, beside gaps."""
+
+    types: tuple[frozenset[type], ...]
+    """Sets of types, of which one has to hold those of all values."""
+
+    words: str
+
+
+_TEXTS = frozenset({str})
+_NUMBERS: frozenset[type] = frozenset({int, float})
+_NUMBER = _Kinds((_NUMBERS, _TEXTS), "numbers, or texts that are numbers")
+_CATEGORY = _Kinds((_NUMBERS, _TEXTS), "texts, or numbers that stand for them")
+_TIME = _Kinds((_TEXTS,), "times as texts")
+_LIST = _Kinds((frozenset({list}), _TEXTS), "lists of texts, or texts")
 
 
 class GivenFeatures:
@@ -35,9 +53,12 @@ class GivenFeatures:
             update={"id_column": None}
         )
         chosen = self._settings.features
+        self._expected: dict[str, _Kinds] = {}
         self.columns: tuple[str, ...] = ()
         if encoder is not None and chosen is not None:
             kinds = (chosen.numeric, chosen.categorical, chosen.timestamps, chosen.lists)
+            for names, expected in zip(kinds, (_NUMBER, _CATEGORY, _TIME, _LIST), strict=True):
+                self._expected |= dict.fromkeys(names, expected)
             self.columns = tuple(name for columns in kinds for name in columns)
         """The names of all columns that a request has to give."""
 
@@ -48,6 +69,13 @@ class GivenFeatures:
             Unusable: a column is missing, unknown, or has a value of another kind.
         """
         given = {name for row in rows for name in row}
+        for name in self.columns:
+            lacking = [number for number, row in enumerate(rows, start=1) if name not in row]
+            if lacking and len(lacking) < len(rows):
+                raise Unusable(
+                    f"features: column {name!r}: missing in {list_rows(lacking)}; expected null "
+                    f"where there is no value"
+                )
         return self.of_columns({name: [row.get(name) for row in rows] for name in given})
 
     def of_columns(self, columns: Mapping[str, Sequence[Any]]) -> Features:
@@ -62,12 +90,25 @@ class GivenFeatures:
             raise Unusable(f"features: columns are missing: {', '.join(missing)}")
         if len(columns) > len(self.columns):
             raise Unusable(f"features: expected these columns alone: {', '.join(self.columns)}")
-        cells = {name: _cells(name, columns[name]) for name in self.columns}
+        cells = {name: self._cells(name, columns[name]) for name in self.columns}
         try:
             table = table_of(_GivenRows(cells), self._settings)
             return self._encoder.transform(table, np.arange(len(table)))
         except DataError as error:
             raise Unusable(str(error)) from error
+
+    def _cells(self, name: str, values: Sequence[Any]) -> Any:
+        expected = self._expected[name]
+        kinds = frozenset(type(value) for value in values) - {type(None)}
+        if kinds and not any(kinds <= allowed for allowed in expected.types):
+            raise Unusable(f"features: column {name!r}: expected {expected.words}")
+        # Of gaps alone no type can be told, and a column of times or texts is none of numbers.
+        of_gaps = pa.float64() if expected is _NUMBER else pa.string()
+        kind = _KINDS.get(kinds, pa.float64()) if kinds else of_gaps
+        try:
+            return pa.chunked_array([pa.array(values, kind)])
+        except (pa.ArrowException, OverflowError) as error:
+            raise Unusable(f"features: column {name!r}: a number is too large") from error
 
 
 class _GivenRows:
@@ -83,13 +124,3 @@ class _GivenRows:
 
     def read(self, names: Sequence[str]) -> Mapping[str, Any]:
         return {name: self._cells[name] for name in names}
-
-
-def _cells(name: str, values: Sequence[Any]) -> Any:
-    kinds = {type(value) for value in values} - {type(None)}
-    if not kinds <= {int, float} and kinds not in ({str}, {list}):
-        raise Unusable(f"features: column {name!r}: expected numbers, texts, or lists of texts")
-    try:
-        return pa.chunked_array([pa.array(values, _KINDS.get(frozenset(kinds), pa.float64()))])
-    except (pa.ArrowException, OverflowError) as error:
-        raise Unusable(f"features: column {name!r}: a number is too large") from error

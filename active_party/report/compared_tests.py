@@ -32,7 +32,12 @@ def compare_tests(runs: Sequence[RunFiles]) -> ComparedTests:
     Raises:
         SettingsError: kept predictions are damaged.
     """
-    predictions = [read_predictions(run.active.folder) for run in runs]
+    predictions = [
+        None
+        if run.active.summary.of_active.model.test_number is not None
+        else read_predictions(run.active.folder)
+        for run in runs
+    ]
     aucs = tuple(map(_auc, runs, predictions))
     models = [run.active.summary.of_active.model for run in runs]
     found = [compare(predictions[0], one) for one in predictions[1:]]

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from splitveil.active_party.defenses.projection.outlook import share_of_variance
 from splitveil.active_party.report.beyond import beyond_of, contradictions
 from splitveil.active_party.report.bounds import bounds_of, guarantee_of
 from splitveil.active_party.report.figures import WITHOUT_GRADIENTS, Finding, strongest
@@ -23,6 +24,7 @@ from splitveil.active_party.report.prices import (
 from splitveil.active_party.report.run_files import RunFiles, num_classes
 from splitveil.active_party.report.verdict import RunLevel
 from splitveil.active_party.training.held_out import StoredPredictions, read_predictions
+from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.record.beyond_figures import is_clearly_above
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
 
@@ -79,7 +81,9 @@ def decide(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[Run
     if target is not None:
         bound = _bound_check(run, target)
         measured = _measured_check(run, target, findings, accumulated)
-        checks = [bound, measured, *_ledger_checks(run), *checks]
+        # Attacks on numbers reach no AUC that could be held against the target.
+        of_attacks = [] if num_classes(run) == ONE_NUMBER else [measured]
+        checks = [bound, *of_attacks, *_ledger_checks(run), *checks]
         if bound.outcome != "pass":
             steps += steps_to_a_bound(run, target, size)
     else:
@@ -113,6 +117,10 @@ _DOUBTS = "attacks below the stated bounds"
 _QUALITY = "test AUC"
 _ALONE = "better than the active party alone"
 _BUDGET = "run budget"
+_WORTH = (
+    "A model of the active party's own features alone, on the same test rows: what is not better "
+    "than that is worth no leak."
+)
 _OF_LEAK = {_BOUND, _MEASURED, _DOUBTS, _BUDGET}
 
 
@@ -192,6 +200,10 @@ def _ledger_checks(run: RunFiles) -> Iterator[Check]:
 def _quality_checks(run: RunFiles, predictions: StoredPredictions | None) -> Iterator[Check]:
     model = run.active.summary.of_active.model
     least = (run.active.settings.get("report") or {}).get("min_test_auc")
+    if model.test_number is not None and model.test_rmse_alone is not None:
+        rmse, alone = model.test_number.rmse, model.test_rmse_alone
+        outcome: Outcome = "pass" if rmse < alone else "fail"
+        yield Check(_ALONE, outcome, f"RMSE {rmse:.4g}", f"< {alone:.4g}", _WORTH)
     if model.test_auc is None:
         return
     found = _interval(model.test_auc, predictions)
@@ -200,12 +212,8 @@ def _quality_checks(run: RunFiles, predictions: StoredPredictions | None) -> Ite
         yield _quality_check(model.test_auc, found, figure, float(least))
     if model.test_auc_alone is not None:
         better = model.test_auc > model.test_auc_alone
-        why = (
-            "A model of the active party's own features alone, on the same test rows: what is not "
-            "better than that is worth no leak."
-        )
-        outcome: Outcome = "pass" if better else "fail"
-        yield Check(_ALONE, outcome, figure, f"> {model.test_auc_alone:.4f}", why)
+        outcome = "pass" if better else "fail"
+        yield Check(_ALONE, outcome, figure, f"> {model.test_auc_alone:.4f}", _WORTH)
 
 
 def _quality_check(auc: float, found: Estimate | None, figure: str, least: float) -> Check:
@@ -311,5 +319,7 @@ def _table_size(run: RunFiles, predictions: StoredPredictions | None) -> TableSi
     else:
         rows = aligned - len(predictions.labels)
     classes = num_classes(run)
+    if classes == ONE_NUMBER:
+        return TableSize(rows, share_of_variance(float(predictions.labels.var())))
     fraction = float(predictions.labels.mean()) if classes == 2 else 1 / classes
     return TableSize(rows, fraction)

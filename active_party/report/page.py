@@ -16,6 +16,14 @@ from splitveil.active_party.report.compared_tests import compare_tests, rows_of_
 from splitveil.active_party.report.decision import decide
 from splitveil.active_party.report.distributions import class_rows, sent_panels
 from splitveil.active_party.report.figures import Finding, finding_of, strongest
+from splitveil.active_party.report.numbers import (
+    is_of_numbers,
+    judge_numbers,
+    number_panels,
+    number_rows,
+    number_summary,
+    number_tiles,
+)
 from splitveil.active_party.report.panels import (
     NUM_STYLES,
     Coloured,
@@ -133,10 +141,12 @@ def report_page(run: RunFiles) -> str:
         defense=_defense(run),
         has_ended=run.active.has_ended,
         counts=run.active.summary.counts,
-        verdict=judge(run, findings, accumulated),
+        verdict=_judge(run, findings, accumulated),
         decision=decide(run, findings, accumulated),
-        tiles=tiles(run, findings, accumulated),
-        training=training_panels(run),
+        tiles=[*number_tiles(run), *tiles(run, findings, accumulated)],
+        training=[*training_panels(run), *number_panels(run)],
+        number_rows=list(number_rows(run)),
+        of_numbers=is_of_numbers(run),
         cut_panels=[leak_panel(run, one) for one in series if one.party == "active"],
         layer_panels=layer_panels(run, adversary),
         layers=list(dict.fromkeys(one.layer for one in adversary)),
@@ -154,7 +164,7 @@ def report_page(run: RunFiles) -> str:
         run_level_rows=list(run_level_rows(accumulated)),
         prior=prior_of(run),
         ledger_panels=ledger_panels(run, series, accumulated),
-        summary_rows=summary_rows(run),
+        summary_rows=[*number_summary(run), *summary_rows(run)],
         circumstances=list(circumstances(run.active.summary, run.active.metrics, traffic)),
         traffic_rows=traffic_rows(traffic, _only_peer(run)),
         settings=settings_tables(run.active.settings),
@@ -190,6 +200,10 @@ def comparison_page(runs: Sequence[RunFiles]) -> str:
     )
 
 
+def _judge(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunLevel]) -> Verdict:
+    return judge_numbers(run) if is_of_numbers(run) else judge(run, findings, accumulated)
+
+
 def _only_peer(run: RunFiles) -> str:
     names = (run.active.settings.get("contract") or {}).get("passive_parties")
     return str(names[0]) if isinstance(names, list) and names else "passive"
@@ -202,7 +216,7 @@ def _defense(run: RunFiles) -> str:
 def _compared(title: str, style: str, run: RunFiles) -> _Compared:
     series, accumulated = leak_series(run), run_levels(run)
     findings = [finding_of(one) for one in series]
-    verdict = judge(run, findings, accumulated)
+    verdict = _judge(run, findings, accumulated)
     return _Compared(title, style, run, series, findings, accumulated, verdict)
 
 
@@ -242,6 +256,12 @@ def _rows(
     yield "aligned rows", [count(of_run.aligned_rows) for of_run in counts]
     yield "epochs", [count(of_run.epochs) for of_run in counts]
     yield "steps per second", [figure(of_run.steps_per_s, 1) for of_run in counts]
+    for name, values in {
+        "test RMSE": [m.test_number and m.test_number.rmse for m in models],
+        "test R2": [m.test_number and m.test_number.r2 for m in models],
+    }.items():
+        if any(model.test_number is not None for model in models):
+            yield name, list(map(figure, values))
     if any(model.test_auc_by_class is not None for model in models):
         yield "test accuracy", [figure(model.test_accuracy, 4) for model in models]
     for layer, attack in keys:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 from scipy.special import softmax
-from scipy.stats import rankdata
 
 from splitveil.active_party.training.held_out import StoredPredictions
 
@@ -97,6 +96,9 @@ def auc_terms(logits: _Numbers, labels: npt.NDArray[np.int64]) -> tuple[float, _
 
 
 def _terms_of_class(scores: _Numbers, members: npt.NDArray[np.bool_]) -> tuple[float, _Numbers]:
+    # It takes half a second, which a run should not pay before its first step.
+    from scipy.stats import rankdata  # noqa: PLC0415
+
     ranks = rankdata(scores)
     won = np.empty_like(ranks)
     """Share of the other group that a row is ranked on the right side of."""

@@ -66,6 +66,8 @@ def training_panels(run: RunFiles) -> list[Panel]:
         Line(epochs, training, "muted dashed", "training"),
         Line(epochs, column(line.loss for line in lines), "utility", "test", markers=True),
     ]
+    if lines[-1].number is not None:  # in shares of the squared range, and without an AUC
+        return [figure_panel("Mean squared error, share of the squared range", losses)]
     auc = column(line.auc for line in lines)
     value = f"{auc[-1]:.3f}" if math.isfinite(auc[-1]) else ""
     return [_loss_panel(losses), _auc_panel([Line(epochs, auc, "utility", value, markers=True)])]
@@ -248,6 +250,13 @@ def _in_short(auc: float) -> str:
 
 def _loss_panel(lines: Sequence[Line], title: str = "Loss") -> Panel:
     y = round_axis("loss, nats per example", _all_of(lines), from_zero=True)
+    x = _epoch_axis([line.x for line in lines])
+    return Panel(f"{title} by epoch", Chart(f"{title} over epochs", x, y, lines).svg())
+
+
+def figure_panel(title: str, lines: Sequence[Line]) -> Panel:
+    """Return a figure in a unit of its own over epochs."""
+    y = round_axis(title.lower(), _all_of(lines), from_zero=True)
     x = _epoch_axis([line.x for line in lines])
     return Panel(f"{title} by epoch", Chart(f"{title} over epochs", x, y, lines).svg())
 

@@ -83,7 +83,7 @@ def defense_at(run: RunFiles, target: float) -> DefenseSettings | None:
         )
     except ValidationError:
         return None
-    return other if other.refusal(context) is None else None
+    return other if other.objection(context) is None else None
 
 
 def price_list(run: RunFiles, target: float | None, size: TableSize | None) -> list[Price]:

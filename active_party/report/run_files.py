@@ -12,15 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from splitveil.common.data.label_range import ONE_NUMBER
 from splitveil.common.errors import SettingsError
 from splitveil.common.record.figures import LedgerFigures
-from splitveil.common.record.lines import (
-    EpochLeakLine,
-    EvaluationLine,
-    HistogramLine,
-    LeakLine,
-    TrainingLine,
-)
+from splitveil.common.record.histogram_line import HistogramLine
+from splitveil.common.record.lines import EpochLeakLine, EvaluationLine, LeakLine, TrainingLine
 from splitveil.common.record.run_record import (
     METRICS,
     Metrics,
@@ -191,8 +187,14 @@ def test_lines(run: RunFiles) -> list[EvaluationLine]:
 
 
 def num_classes(run: RunFiles) -> int:
-    """Return the number of classes of a run; 2 if its settings do not declare classes."""
-    declared = (run.active.settings.get("data") or {}).get("classes")
+    """Return the number of classes of a run; 2 if its settings do not declare classes.
+
+    It is ``ONE_NUMBER`` if labels are numbers.
+    """
+    data = run.active.settings.get("data") or {}
+    if data.get("label_range"):
+        return ONE_NUMBER
+    declared = data.get("classes")
     if isinstance(declared, int):
         return declared
     return len(declared) if isinstance(declared, list) else 2

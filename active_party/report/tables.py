@@ -106,7 +106,7 @@ def tiles(
         yield Tile("Epsilon at least", at_least(measured.epsilon.epsilon), meaning)
     tests = test_lines(run)
     model = run.active.summary.of_active.model
-    if tests or model.test_auc is not None:
+    if model.test_number is None and (tests or model.test_auc is not None):
         meaning = "of the joint model on rows that it has not seen, in the last epoch"
         if model.test_auc_alone is not None:
             meaning += f"; the active party alone: {figure(model.test_auc_alone)}"
@@ -220,7 +220,8 @@ def summary_rows(run: RunFiles) -> Iterator[tuple[str, str]]:
     yield "epochs", count(counts.epochs)
     yield "steps", count(counts.steps)
     yield "steps per second", figure(counts.steps_per_s, 1)
-    yield "test AUC", figure(model.test_auc, 4)
+    if model.test_number is None:
+        yield "test AUC", figure(model.test_auc, 4)
     if model.test_auc_refit is not None:
         yield "test AUC, refitted", figure(model.test_auc_refit, 4)
     if model.test_auc_alone is not None:

@@ -113,11 +113,13 @@ class Verdict:
     """Sentences that support the headline."""
     not_measured: list[str] = field(default_factory=list)
     """Sentences about everything that the headline does not cover."""
+    in_few_words: str = ""
+    """What the badge says, if not the words of the level."""
 
     @property
     def badge(self) -> str:
         """The level in a few words."""
-        return LEVELS[self.level]
+        return self.in_few_words or LEVELS[self.level]
 
 
 def needs_of(attack: str) -> str:

@@ -194,7 +194,7 @@ class Answering:
                 f"expected {batch_in_words(wanted.epoch, wanted.step)} with "
                 f"{len(due.positions)} {due.split} rows, got "
                 f"{batch_in_words(got.epoch, got.step)} with {rows} rows"
-                + ("" if got.positions_digest == wanted.positions_digest else ", other rows")
+                + ("" if got.rows_digest == wanted.rows_digest else ", other rows")
             )
 
     def answer(self, batch: Batch) -> Sequence[Reply]:
@@ -267,7 +267,7 @@ class Answering:
         with self.changing():
             predicted = self.trainer.predict(batch.positions, cut)
             evaluation = self._evaluator.add(batch, *predicted)
-            stops = self._evaluator.ends_training(batch, self.trainer.auc_on_targets)
+            stops = self._evaluator.ends_training(batch, self.trainer.score_on_targets)
             replies = [Course.STOP if stops else Course.CONTINUE] * len(asked)
             self._reply(replies)
             if stops:

@@ -77,7 +77,11 @@ class Lifecycle:
         """Whether a new run begins with a survey of the training rows' activations."""
         self.run = run
         self.error: SplitveilError | None = None
-        self.parties = PassiveParties(contract.passive_parties, allow_audits=allows)
+        self.parties = PassiveParties(
+            contract.passive_parties,
+            allow_audits=allows,
+            pipeline_depth=contract.pipeline_depth,
+        )
         self.stages = RunStages()
         self.rendezvous = Rendezvous(self.parties, self.stages)
         self.phase: Unaligned | Answering = Unaligned(rules.allowance.earlier)
@@ -198,10 +202,7 @@ class Lifecycle:
 
     def _prepare(self, file_rows: Positions, seed: bytes, *, has_survey: bool) -> TrainingSetup:
         setup = self._preparation.prepare(file_rows, seed, self._store, has_survey=has_survey)
-        self.observer.on_aligned(setup.rows, seed)
-        if setup.budget.counts_earlier_runs:
-            self.observer.on_earlier_answers(setup.budget.num_charged(), setup.budget.told())
-        return setup
+        return _reported(self.observer, setup, seed)
 
     def _answer_with(self, setup: TrainingSetup, questions: AnsweredQuestions) -> Answering:
         phase = self._preparation.answering(
@@ -329,8 +330,7 @@ class Lifecycle:
     def end_on_objection(self) -> None:
         """End the run if its observer objects to its continuing."""
         # Asked here, so that an observer's own thread neither waits for the training nor does any.
-        objection = None if self.stages.are_over else self.observer.objection()
-        if objection is None:
+        if self.stages.are_over or (objection := self.observer.objection()) is None:
             return
         self.finish_step()
         epoch = self.answering.progress.epoch if self.stages.current is Stage.TRAINING else None
@@ -353,3 +353,10 @@ class Lifecycle:
                 self.error = unsaved
         finally:
             self.move_to(Stage.ENDED)
+
+
+def _reported(observer: SessionObserver, setup: TrainingSetup, seed: bytes) -> TrainingSetup:
+    observer.on_aligned(setup.rows, seed)
+    if setup.budget.counts_earlier_runs:
+        observer.on_earlier_answers(setup.budget.num_charged(), setup.budget.told())
+    return setup

@@ -5,8 +5,9 @@ Only this module changes what is known about a party.
 
 import hashlib
 import hmac
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -46,7 +47,7 @@ class Question(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """A party's last activation, and the reply to it."""
+    """One of a party's last activations, and the reply to it."""
 
     activation: Activation
     reply: Reply
@@ -90,7 +91,9 @@ class PassiveParty:
     """Mask of the pair's rows that all parties have; present once every party is aligned."""
 
     question: Question | None = None
-    answered: Answered | None = None
+
+    answered: deque[Answered] = field(default_factory=lambda: deque(maxlen=1))
+    """Its last questions with their answers, as many as may be on their way to it at once."""
 
     @property
     def was_met(self) -> bool:
@@ -181,21 +184,22 @@ class PassiveParty:
     # ---- questions ----
 
     def forget_questions(self) -> None:
-        """Drop the last question and answer, because the run goes to another batch."""
-        self.question = self.answered = None
+        """Drop the last questions and answers, because the run goes to another batch."""
+        self.question = None
+        self.answered.clear()
 
     def reply_to(self, activation: Activation) -> Reply | None:
-        """Return the reply to the party's last activation if this is the same one.
+        """Return the reply to one of the party's last activations if this is the same one.
 
         Raises:
             OutOfStep: the same batch comes again with other bytes.
         """
-        answered = self.answered
-        if answered is None or activation.batch != answered.activation.batch:
-            return None
-        if not _same_bytes(activation.values, answered.activation.values):
-            raise OutOfStep("a repeated step came with other bytes")
-        return answered.reply
+        for answered in self.answered:
+            if activation.batch == answered.activation.batch:
+                if not _same_bytes(activation.values, answered.activation.values):
+                    raise OutOfStep("a repeated step came with other bytes")
+                return answered.reply
+        return None
 
     def ask(self, question: Question) -> None:
         """Take a question, which may have to wait for those of other parties.
@@ -216,7 +220,8 @@ class PassiveParty:
 
     def answer(self, question: Question, reply: Reply) -> None:
         """Keep the reply to its question, in case the question comes again."""
-        self.question, self.answered = None, Answered(question.activation, reply)
+        self.question = None
+        self.answered.append(Answered(question.activation, reply))
 
 
 class PassiveParties:
@@ -225,11 +230,19 @@ class PassiveParties:
     Args:
         names: their names, as the contract lists them.
         allow_audits: whether the active party measures scores for them.
+        pipeline_depth: the most answers that may be on their way to a party at once.
     """
 
-    def __init__(self, names: Sequence[str], *, allow_audits: bool) -> None:
+    def __init__(
+        self, names: Sequence[str], *, allow_audits: bool, pipeline_depth: int = 1
+    ) -> None:
         self._parties = tuple(
-            PassiveParty(name, index, AuditDesk(is_open=allow_audits, asker=index))
+            PassiveParty(
+                name,
+                index,
+                AuditDesk(is_open=allow_audits, asker=index),
+                answered=deque(maxlen=pipeline_depth),
+            )
             for index, name in enumerate(names)
         )
 
@@ -303,7 +316,7 @@ class PassiveParties:
             party.forget_alignment()
 
     def forget_questions(self) -> None:
-        """Drop every party's last question and answer."""
+        """Drop every party's last questions and answers."""
         for party in self._parties:
             party.forget_questions()
 

@@ -119,7 +119,7 @@ class Preparation:
         rows = setup.trainer.released_rows
         about = setup.rows.splits["train"] if rows is None else rows.cpu().numpy()
         releases = Releases(file, questions, setup.budget, about)
-        evaluator = Evaluator(self.rules.early_stop)
+        evaluator = Evaluator(self.rules.early_stop, setup.trainer.kind)
         return Answering(run_id, parties, setup, questions, evaluator, releases)
 
 

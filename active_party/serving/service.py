@@ -57,6 +57,8 @@ from splitveil.protos import split_learning_pb2 as pb
 logger = logging.getLogger(__name__)
 
 GOODBYE_WAIT_S = 5.0
+INTERRUPTED_WORDS_S = 3.0
+"""Time for which a party that was told to stop waits until its peers have heard of it."""
 _POLL_S = 0.2
 
 
@@ -74,6 +76,11 @@ class _Caller:
         self.align_slots = StreamSlots()
         self.train_slots = StreamSlots()
         self.evaluate_slots = StreamSlots()
+
+    @property
+    def is_talking(self) -> bool:
+        """Whether a stream of this party is open, so that it can be told something."""
+        return self._open_streams > 0 or self.exchange_of_ids is not None
 
     def hear(self) -> None:
         """Restart the clock of this party's silence."""
@@ -147,13 +154,18 @@ class ActiveService:
 
         Args:
             timeout_s: how long to wait for these calls.
-            interruption: returns the signal that asks this party to stop, if there is one.
+            interruption: returns the signal that asks this party to stop, if there is one. Then
+                only peers in the middle of a call are waited for, and not for long.
         """
-        until = time.monotonic() + timeout_s
+        begun = time.monotonic()
+        until = begun + timeout_s
         untold = len(self._callers) if self._session.has_last_words else 0
         while untold and time.monotonic() < until:
             untold -= self._told_of_end.acquire(timeout=_POLL_S)
-            if interruption() is not None:
+            if interruption() is not None and not (
+                time.monotonic() < begun + INTERRUPTED_WORDS_S
+                and any(caller.is_talking for caller in self._callers.values())
+            ):
                 return
 
     def handshake(

@@ -2,7 +2,8 @@
 
 It says what this party can predict without any other, and answers for it while a passive party is
 away. It learns from true labels: nothing of it is ever sent, and no answer comes after it, so it
-costs no privacy, like the refitted top model. A tenth of the training rows is held out to decide
+costs no privacy, like the refitted top model. Rows and classes count in its loss what they count in
+the joint model's, so that the two answer alike. A tenth of the training rows is held out to decide
 how long to train.
 """
 
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from splitveil.active_party.defenses.objective import descend
-from splitveil.active_party.training.predictions import cross_entropy_of, probabilities_of
+from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
+from splitveil.active_party.training.predictions import LossWeights
 from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.factory import build_bottom_model
@@ -39,14 +41,37 @@ class OwnRows(NamedTuple):
     labels: Tensor
     """(aligned,), float32."""
 
+    weights: LossWeights = LossWeights()
+    """Of all aligned rows, and of the classes."""
+
+    kind: LabelKind = CLASS_LABELS
+    """What the labels are."""
+
     def at(self, positions: Tensor) -> tuple[Features, Tensor]:
         """Return the features and labels of some rows, on the CPU."""
         there = positions.to(self.labels.device)
         return self.features.rows(there).to(_CPU), self.labels[there].cpu()
 
+    def loss_of(self, logits: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
+        """Return the loss of some rows, which counts rows and classes as the training did.
+
+        Args:
+            logits: of these rows, on the CPU.
+            labels: of these rows, on the CPU.
+            positions: of these rows among the aligned ones.
+        """
+        of_rows, of_classes = self.weights
+        if of_rows is not None:
+            of_rows = of_rows[positions.to(of_rows.device)].cpu()
+        own = LossWeights(of_rows, None if of_classes is None else of_classes.cpu())
+        return self.kind.loss(logits, labels, own)
+
 
 class LogitsAlone(nn.Module):
-    """Dense layers from features to logits: (rows,) for two classes, or (rows, classes)."""
+    """Dense layers from features to outputs.
+
+    They are (rows,) for two classes or numbers, or (rows, classes).
+    """
 
     def __init__(self, layers: nn.Module) -> None:
         super().__init__()
@@ -60,7 +85,7 @@ class LogitsAlone(nn.Module):
 
 def build_alone(encoder: FeatureEncoder, num_classes: int, seed: int) -> nn.Module:
     """Return the untrained model, on the CPU."""
-    width = 1 if num_classes == 2 else num_classes
+    width = 1 if num_classes <= 2 else num_classes
     settings = MlpModel(kind="mlp", hidden=HIDDEN)
     return LogitsAlone(build_bottom_model(settings, encoder, (width,), seed=seed))
 
@@ -96,9 +121,9 @@ def train_alone(
             order = fitted[torch.randperm(len(fitted), generator=generator)]
             for batch in torch.split(order, batch_size):
                 features, labels = rows.at(batch)
-                loss = cross_entropy_of(model(features), labels)
+                loss = rows.loss_of(model(features), labels, batch)
                 descend(loss, model.parameters(), optimizer)
-            loss_now = float(cross_entropy_of(*predicted_alone(model, rows, held_out)))
+            loss_now = float(rows.loss_of(*predicted_alone(model, rows, held_out), held_out))
             if loss_now < best_loss:
                 best, best_loss, without_gain = copy.deepcopy(model), loss_now, 0
             else:
@@ -118,7 +143,9 @@ def predicted_alone(model: nn.Module, rows: OwnRows, positions: Tensor) -> tuple
     return torch.cat(logits), torch.cat(labels)
 
 
-def probabilities_alone(model: nn.Module, features: Features) -> NDArray[np.float32]:
-    """Return the probabilities of label 1, (rows,), or of each class, (rows, classes)."""
-    found = predict_in_blocks(model, features, link=probabilities_of)
-    return np.asarray(found.numpy(), np.float32)
+def predictions_alone(
+    model: nn.Module, features: Features, kind: LabelKind = CLASS_LABELS
+) -> NDArray[np.float32]:
+    """Return probabilities, (rows,) or (rows, classes), or numbers in the label's unit, (rows,)."""
+    found = predict_in_blocks(model, features, link=kind.predicted)
+    return kind.in_units(np.asarray(found.numpy(), np.float32))

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from splitveil.active_party.training.early_stopping import EarlyStop
-from splitveil.active_party.training.predictions import ClassFigures, measure_predictions
+from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
+from splitveil.active_party.training.predictions import ClassFigures, figure_in_short
+from splitveil.common.record.figures import NumberFigures
 from splitveil.common.run.course import Batch
 from splitveil.common.run.progress import State
 from splitveil.common.run.splits import SplitName
@@ -22,10 +24,18 @@ class Evaluation:
     split: SplitName
     loss: float
     auc: float
-    """With more than two classes, the mean of each class's AUC against the rest."""
+    """With more than two classes, the mean of each class's AUC against the rest; NaN if labels are
+    numbers."""
     calibration_error: float
     classes: ClassFigures | None = None
     """Figures for each class if there are more than two; otherwise None."""
+    number: NumberFigures | None = None
+    """Figures about labels that are numbers; None if they are classes."""
+
+    @property
+    def in_short(self) -> str:
+        """The figure by which predictions are judged, for a log line."""
+        return figure_in_short(self.auc, self.number)
 
 
 class HeldOutPredictions(NamedTuple):
@@ -34,7 +44,7 @@ class HeldOutPredictions(NamedTuple):
     logits: Tensor
     """(test rows,) or (test rows, classes)."""
     labels: Tensor
-    """(test rows,), float."""
+    """(test rows,), float: 0 or 1, class indices, or shares of the range."""
 
 
 class Evaluator:
@@ -42,12 +52,14 @@ class Evaluator:
 
     Args:
         early_stop: decides after each epoch whether to continue; None never stops early.
+        kind: measures the predictions.
     """
 
-    def __init__(self, early_stop: EarlyStop | None = None) -> None:
+    def __init__(self, early_stop: EarlyStop | None = None, kind: LabelKind = CLASS_LABELS) -> None:
         self._early_stop = early_stop
+        self._kind = kind
         self._scores: list[tuple[Tensor, Tensor]] = []
-        self._validation_auc: float | None = None
+        self._validation_score: float | None = None
         self.test_predictions: HeldOutPredictions | None = None
         """Of the last epoch whose test rows this process has evaluated; not in checkpoints."""
 
@@ -72,35 +84,36 @@ class Evaluator:
         self._scores.clear()
         if batch.split == "test":
             self.test_predictions = HeldOutPredictions(every_logit, every_label)
-        figures = measure_predictions(every_logit, every_label)
+        figures = self._kind.measure(every_logit, every_label)
         evaluation = Evaluation(batch.epoch, batch.split, *figures)
         if batch.split == "validation":
-            self._validation_auc = evaluation.auc
+            self._validation_score = figures.score
         return evaluation
 
     def ends_training(
-        self, batch: Batch, auc_on_targets: Callable[[], float | None] = lambda: None
+        self, batch: Batch, score_on_targets: Callable[[], float | None] = lambda: None
     ) -> bool:
         """Return whether training is over after a batch; call it once, after `add`.
 
         Args:
             batch: a batch of a held-out split.
-            auc_on_targets: returns the AUC on targets that a defense has released; None if there
-                are none, and then the validation rows decide. The peer sees when a run ends: where
-                it must not learn anything but what was released, nothing else may decide.
+            score_on_targets: returns how well predictions agree with targets that a defense has
+                released; None if there are none, and then the validation rows decide. The peer sees
+                when a run ends: where it must not learn anything but what was released, nothing
+                else may decide.
         """
         if not batch.closes_epoch or self._early_stop is None:
             return False
-        reached = auc_on_targets()
+        reached = score_on_targets()
         if reached is None:
-            reached = self._validation_auc
+            reached = self._validation_score
         return reached is not None and self._early_stop.should_stop(reached)
 
     def state_dict(self) -> State:
         """Return the progress so far."""
         return {
             "early_stop": None if self._early_stop is None else self._early_stop.state_dict(),
-            "validation_auc": self._validation_auc,
+            "validation_score": self._validation_score,
             "scores": self._scores,
         }
 
@@ -108,5 +121,5 @@ class Evaluator:
         """Resume from a state that ``state_dict`` returned."""
         if self._early_stop is not None:
             self._early_stop.load_state_dict(state["early_stop"])
-        self._validation_auc = state["validation_auc"]
+        self._validation_score = state["validation_score"]
         self._scores = [(logits, labels) for logits, labels in state["scores"]]

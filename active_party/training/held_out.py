@@ -7,7 +7,7 @@ the label, and a digest of the ids of the training rows. It is as private as the
 import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +33,8 @@ class StoredPredictions(NamedTuple):
     """Digest of each row's id, (rows,), ascending."""
     logits: npt.NDArray[np.float64]
     """(rows,) or (rows, classes)."""
-    labels: npt.NDArray[np.int64]
-    """0 or 1, or class indices, (rows,)."""
+    labels: npt.NDArray[Any]
+    """0 or 1, or class indices, (rows,) int64; or shares of the range, (rows,) float64."""
     training_rows: bytes
     """Digest of the ids of the training rows."""
 
@@ -81,11 +81,16 @@ def read_predictions(folder: Path) -> StoredPredictions | None:
         return StoredPredictions(
             digests[order],
             found["logits"].astype(np.float64)[order],
-            found["labels"].astype(np.int64)[order],
+            _labels(found["labels"])[order],
             found["training_rows"].tobytes(),
         )
     except (OSError, SafetensorError, KeyError, ValueError, IndexError) as error:
         raise SettingsError(f"{path}: the predictions of the test rows cannot be read") from error
+
+
+def _labels(written: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
+    is_whole = np.array_equal(written, np.rint(written))
+    return written.astype(np.int64) if is_whole else written.astype(np.float64)
 
 
 def _digests(ids: Iterable[str]) -> npt.NDArray[np.void]:

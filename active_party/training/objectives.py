@@ -1,27 +1,25 @@
-"""The ordinary objective: split learning with a cross entropy."""
+"""The ordinary objective: split learning with a cross entropy, or a squared error."""
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from splitveil.active_party.defenses.objective import BatchLabels, StepOutcome, TopModel, descend
-from splitveil.active_party.training.predictions import (
-    LossWeights,
-    probabilities_of,
-    weighted_cross_entropy,
-)
+from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
+from splitveil.active_party.training.predictions import LossWeights
 from splitveil.common.data.features import Features
 from splitveil.common.run.progress import State
 
 
-class CrossEntropy:
-    """Trains the top model on the cross entropy whose gradient is sent.
+class OrdinaryObjective:
+    """Trains the top model on the loss whose gradient is sent.
 
     Args:
         top: the top model.
         learns_targets: whether the model learns from the targets of a defense that replaces labels,
             from which the gradient is computed, or from the true labels.
         class_weights: what each class counts in the loss, (classes,); None if all count 1.
+        kind: of the labels, which decides what the loss is.
     """
 
     def __init__(
@@ -30,25 +28,27 @@ class CrossEntropy:
         *,
         learns_targets: bool = True,
         class_weights: Tensor | None = None,
+        kind: LabelKind = CLASS_LABELS,
     ) -> None:
         self.model: nn.Module = top.model
         self._optimizer = top.optimizer
         self._schedule = LambdaLR(top.optimizer, top.schedule)
         self._learns_targets = learns_targets
         self._class_weights = class_weights
+        self._kind = kind
 
     def compute(self, activation: Tensor, own: Features | None, labels: BatchLabels) -> StepOutcome:
         """Compute the gradient at the cut layer, and nothing else.
 
         The model's own gradients follow in ``learn``, so that the peer need not wait for them.
         """
-        logits = self.model(activation, own)
-        weights = LossWeights(labels.weights, self._class_weights)
-        loss = weighted_cross_entropy(logits, labels.targets, weights)
+        outputs = self.model(activation, own)
+        weights, kind = LossWeights(labels.weights, self._class_weights), self._kind
+        loss = kind.loss(outputs, labels.targets, weights)
         (raw,) = torch.autograd.grad(loss, activation, retain_graph=True)
         if not self._learns_targets:
-            loss = weighted_cross_entropy(logits, labels.true, weights)
-        return StepOutcome(raw, probabilities_of(logits.detach()), loss, logits=logits)
+            loss = kind.loss(outputs, labels.true, weights)
+        return StepOutcome(raw, kind.predicted(outputs.detach()), loss, logits=outputs)
 
     def learn(self, outcome: StepOutcome, /) -> None:
         """Take an optimiser step."""

@@ -22,6 +22,7 @@ from torch.nn.functional import (
 
 from splitveil.active_party.training.calibration import adaptive_calibration_error
 from splitveil.common.privacy.leakage import auc, has_both_classes
+from splitveil.common.record.figures import NumberFigures
 
 
 class LossWeights(NamedTuple):
@@ -78,13 +79,36 @@ class PredictionFigures(NamedTuple):
     """Figures about predictions."""
 
     loss: float
-    """Cross entropy, nats per example."""
+    """Cross entropy, nats per example; for numbers, the mean squared error of the predictions in
+    units of the squared range."""
 
     auc: float
+    """NaN if labels are numbers."""
+
     calibration_error: float
-    """With more than two classes, the mean of each class's error against the rest."""
+    """With more than two classes, the mean of each class's error against the rest; NaN if labels
+    are numbers."""
 
     classes: ClassFigures | None
+    number: NumberFigures | None = None
+    """Figures about numbers; None if labels are classes."""
+
+    @property
+    def score(self) -> float:
+        """How good the predictions are: the AUC, or minus the RMSE as a share of the range."""
+        return self.auc if self.number is None else -math.sqrt(self.loss)
+
+    @property
+    def in_short(self) -> str:
+        """The figure by which predictions are judged, for a log line."""
+        return figure_in_short(self.auc, self.number)
+
+
+def figure_in_short(auc: float, number: NumberFigures | None) -> str:
+    """Return the figure by which predictions are judged, for a log line."""
+    if number is None:
+        return f"AUC {auc:.4f}"
+    return f"RMSE {number.rmse:.4g}, R2 {number.r2:.4f}"
 
 
 def cross_entropy_of(logits: Tensor, labels: Tensor) -> Tensor:

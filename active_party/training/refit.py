@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from splitveil.active_party.defenses.objective import descend
 from splitveil.active_party.training.cut_memory import CutMemory
-from splitveil.active_party.training.predictions import LossWeights, weighted_cross_entropy
+from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
+from splitveil.active_party.training.predictions import LossWeights
 from splitveil.common.data.features import Features
 from splitveil.common.models.blocks import predict_in_blocks
 
@@ -41,6 +42,9 @@ class KnownRows(NamedTuple):
 
     weights: LossWeights = LossWeights()
     """Of all aligned rows, and of the classes."""
+
+    kind: LabelKind = CLASS_LABELS
+    """What the labels are."""
 
 
 class Fitting(NamedTuple):
@@ -106,7 +110,7 @@ def _loss_of(logits: Tensor, known: KnownRows, rows: Tensor) -> Tensor:
     if of_rows is not None:
         of_rows = of_rows[rows.to(of_rows.device)]
     weights = known.weights._replace(of_rows=of_rows)
-    return weighted_cross_entropy(logits, _labels(known, rows), weights)
+    return known.kind.loss(logits, _labels(known, rows), weights)
 
 
 def _logits(model: nn.Module, known: KnownRows, rows: Tensor) -> Tensor:

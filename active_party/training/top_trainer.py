@@ -19,11 +19,10 @@ from splitveil.active_party.defenses.objective import BatchLabels, Objective, St
 from splitveil.active_party.training.alone import OwnRows
 from splitveil.active_party.training.cut_memory import CutMemory
 from splitveil.active_party.training.label_free_facts import LabelFreeFacts
+from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
 from splitveil.active_party.training.predictions import (
     LossWeights,
     PredictionFigures,
-    auc_of_shares,
-    measure_predictions,
 )
 from splitveil.active_party.training.refit import Fitting, KnownRows, predict_logits, refit_top
 from splitveil.common.data.features import Features
@@ -39,7 +38,7 @@ class TrainingRows(NamedTuple):
     """The active party's data about the aligned rows, in the common order."""
 
     labels: Tensor
-    """0 or 1, or class indices, (aligned,)."""
+    """0 or 1, class indices, or shares of the range if labels are numbers, (aligned,)."""
 
     features: Features | None = None
     """This party's own features; None if it does not have any."""
@@ -60,6 +59,9 @@ class TrainingRows(NamedTuple):
     """Positions of the training rows, (training rows,) int64, ascending, if the activations of all
     rows are to be remembered; None if the defense does not need them."""
 
+    kind: LabelKind = CLASS_LABELS
+    """What the labels are."""
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -76,10 +78,10 @@ class StepResult:
     """(batch,), float."""
 
     probabilities: Tensor
-    """The model's predictions, (batch,) for label 1, or (batch, classes)."""
+    """The model's predictions, (batch,) for label 1 or of a number, or (batch, classes)."""
 
     loss: Tensor
-    """Cross entropy of the prediction, mean over the batch."""
+    """Cross entropy or squared error of the prediction, mean over the batch."""
 
     activation: Tensor
     """The aggregated activation, (batch, *cut_shape), without a graph."""
@@ -119,6 +121,7 @@ class TopTrainer:
     ) -> None:
         self.data_digest = rows.digest
         self.num_classes = rows.num_classes
+        self.kind = rows.kind
         self.defense = defense
         self.phases = phases or Phases()
         self._objective = objective
@@ -208,6 +211,8 @@ class TopTrainer:
         with self.phases(Phase.FORWARD):
             outcome = self._objective.compute(cut, own, BatchLabels(rows, labels, targets, weights))
             slopes = _slopes(outcome.logits, cut, weights) if self._tells_slopes else None
+            if slopes is not None:
+                slopes *= self.kind.slope_of_residual
         defended, report = self._defend(outcome, labels, positions, slopes)
         self._unlearned = outcome
         return StepResult(
@@ -267,7 +272,9 @@ class TopTrainer:
 
     def rows_alone(self) -> OwnRows | None:
         """Return what this party knows of all aligned rows by itself; None without features."""
-        return None if self._features is None else OwnRows(self._features, self._labels)
+        if self._features is None:
+            return None
+        return OwnRows(self._features, self._labels, self._weights, self.kind)
 
     def measure(self, model: nn.Module, positions: Positions) -> PredictionFigures | None:
         """Measure a model's predictions of some rows at their last activations.
@@ -277,10 +284,10 @@ class TopTrainer:
         if self.memory is None or not self.memory.is_filled or not len(positions):
             return None
         logits = predict_logits(model, self._known(self.memory), torch.from_numpy(positions.copy()))
-        return measure_predictions(logits, self.labels_of(positions))
+        return self.kind.measure(logits, self.labels_of(positions))
 
-    def auc_on_targets(self) -> float | None:
-        """Return the AUC of the predictions of the training rows on the defense's targets.
+    def score_on_targets(self) -> float | None:
+        """Return how well the predictions of the training rows agree with the defense's targets.
 
         It says when to stop early without any true label. None if this trainer does not remember
         activations, so that the targets are of single batches.
@@ -291,10 +298,10 @@ class TopTrainer:
         rows, known = self._training.to(self._device), self._known(self.memory)
         logits = predict_logits(self.model, known, self._training)
         targets = self._targets(LabelledRows(rows, self._labels[rows], self.memory.at(rows)))
-        return auc_of_shares(logits, targets.cpu())
+        return self.kind.agreement(logits, targets.cpu())
 
     def _known(self, memory: CutMemory) -> KnownRows:
-        return KnownRows(memory, self._features, self._labels, self._weights)
+        return KnownRows(memory, self._features, self._labels, self._weights, self.kind)
 
     def predict(self, positions: Positions, activation: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits and labels of some rows, on the CPU, without learning.

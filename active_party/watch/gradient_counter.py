@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.active_party.watch.distributions import gradient_distributions, spread_epochs
-from splitveil.common.record.lines import HistogramLine
+from splitveil.common.record.histogram_line import HistogramLine
 from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.run.course import Batch
 
@@ -44,6 +44,6 @@ class GradientCounter:
 
 def _epochs_to_count(settings: ActiveSettings) -> Iterable[int]:
     chosen = settings.distributions
-    if chosen is None or settings.data.classes is not None:
+    if chosen is None or settings.data.num_classes != 2:
         return ()
     return spread_epochs(settings.contract.epochs) if chosen.epochs is None else chosen.epochs

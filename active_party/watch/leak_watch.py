@@ -33,7 +33,9 @@ class LeakWatch:
     """
 
     def __init__(self, settings: ActiveSettings, metrics: MetricsLog) -> None:
-        self._settings = settings.leak_monitor
+        # Its attacks tell classes apart; `NumberWatch` has those on numbers.
+        is_of_classes = settings.data.label_range is None
+        self._settings = settings.leak_monitor if is_of_classes else None
         self._class_names: Sequence[str] = settings.data.class_names
         self._keeps_activations = settings.leak_monitor is not None and any(
             name in FINAL_ATTACKS for name in settings.leak_monitor.attack_names

@@ -13,6 +13,7 @@ from splitveil.active_party.training.top_trainer import StepResult
 from splitveil.active_party.watch.gradient_counter import GradientCounter
 from splitveil.active_party.watch.held_against import hold_against, log_beyond
 from splitveil.active_party.watch.leak_watch import LeakWatch
+from splitveil.active_party.watch.number_watch import NumberWatch
 from splitveil.active_party.watch.stored_figures import (
     bounds_of_state,
     evaluation_of_state,
@@ -23,7 +24,8 @@ from splitveil.active_party.watch.stored_figures import (
 )
 from splitveil.common.errors import LeakGateClosed
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
-from splitveil.common.record.figures import AttackFigure
+from splitveil.common.record.charting import ChartClock
+from splitveil.common.record.figures import AttackFigure, NumberFigures
 from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.lines import (
     AuditLine,
@@ -50,6 +52,9 @@ from splitveil.common.text.wording import in_short
 
 logger = logging.getLogger(__name__)
 
+_ALL_CHARTED = 200
+"""Number of steps of a process that are all charted, so that a short run has a whole curve."""
+
 
 class ActiveRecorder(RunRecorder):
     """Observes a session. Its numbers are about batches and epochs, never about one example.
@@ -73,6 +78,8 @@ class ActiveRecorder(RunRecorder):
         super().__init__(folder, on_line)
         self._settings = settings
         self._watch = LeakWatch(settings, self._metrics)
+        self._numbers: NumberWatch | None = None
+        self._charting = ChartClock()
         self._counter = GradientCounter(settings, self._metrics)
         self._epoch_losses: list[float] = []
         self._train_loss = float("nan")
@@ -88,6 +95,8 @@ class ActiveRecorder(RunRecorder):
     def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
         """Start the progress bar and the leak monitor."""
         self._begin_run(rows)
+        if self._settings.data.label_range is not None:
+            self._numbers = NumberWatch(self._settings, self._metrics, len(rows))
         self._of_run.enter_context(self._watch.watching(seed, rows))
         self._show_progress("active", rows, self._settings.contract)
 
@@ -109,8 +118,11 @@ class ActiveRecorder(RunRecorder):
             self._epoch_losses.clear()
         self._epoch_losses.append(loss)
         self._steps += 1
-        self._metrics.write(TrainingLine(batch.epoch, batch.step, loss, result.report.noise_power))
+        line = TrainingLine(batch.epoch, batch.step, loss, result.report.noise_power)
+        self._metrics.write(line, charted=self._steps <= _ALL_CHARTED or self._charting.is_due())
         self._watch.note_step(batch, result)
+        if self._numbers is not None:
+            self._numbers.note_step(batch, result)
         self._counter.note_step(batch, result)
         if self._progress is not None:
             self._progress.advance(loss=loss, **self._shown_leak())
@@ -118,6 +130,8 @@ class ActiveRecorder(RunRecorder):
     def on_epoch(self, epoch: int) -> None:
         """Note that an epoch is over, its evaluations included, and log its figures."""
         self._watch.end_epoch(epoch)
+        if self._numbers is not None:
+            self._numbers.end_epoch(epoch)
         held_out = [self._evaluations.get(split) for split in ("validation", "test")]
         judged = next((one for one in held_out if one is not None and one.epoch == epoch), None)
         logger.info(
@@ -125,7 +139,7 @@ class ActiveRecorder(RunRecorder):
             epoch + 1,
             self._settings.contract.epochs,
             in_short(self._train_loss, 3),
-            "" if judged is None else f", {judged.split} AUC {judged.auc:.4f}",
+            "" if judged is None else f", {judged.split} {judged.in_short}",
             self._ledger_in_short(),
         )
 
@@ -173,6 +187,7 @@ class ActiveRecorder(RunRecorder):
         if evaluation.classes is not None:
             aucs = self._by_class(evaluation.classes.aucs)
             line = line._replace(accuracy=evaluation.classes.accuracy, class_aucs=aucs)
+        line = line._replace(number=evaluation.number)
         self._metrics.write(line)
 
     def on_audit(self, question: AuditQuestion, leak_auc: float, party: str) -> None:
@@ -204,6 +219,7 @@ class ActiveRecorder(RunRecorder):
             "evaluations": {s: state_of_evaluation(e) for s, e in self._evaluations.items()},
             "bounds": None if self._bounds is None else state_of_bounds(self._bounds),
             **watch,
+            "numbers": None if self._numbers is None else self._numbers.state_dict(),
             "uncounted_epochs": self._counter.state_dict(),
             "metrics": self._metrics.state_dict(),
         }
@@ -216,6 +232,8 @@ class ActiveRecorder(RunRecorder):
             StorageError: the metrics cannot be changed.
         """
         self._watch.load_state_dict(state)
+        if self._numbers is not None and state["numbers"] is not None:
+            self._numbers.load_state_dict(state["numbers"])
         self._steps, self._train_loss = state["steps"], state["train_loss"]
         self._epoch_losses = list(state["epoch_losses"])
         self._evaluations = {
@@ -273,6 +291,9 @@ class ActiveRecorder(RunRecorder):
         return "" if bound is None or bound >= 1 else f", bound {auc_at_most(bound)}"
 
     def _leak_figures(self, told: LeakBounds | None) -> LeakFigures | None:
+        if self._numbers is not None:
+            of_numbers = self._numbers.figures()
+            return LeakFigures(of_numbers=of_numbers) if of_numbers else None
         leak = self._watch.figures()
         if leak is None or leak.beyond is None:
             return leak
@@ -284,6 +305,8 @@ class ActiveRecorder(RunRecorder):
         test = self._evaluations.get("test")
         if test is None:
             return ModelFigures(train_loss=self._train_loss)
+        if test.number is not None:
+            return self._number_figures(test.number, test.loss)
         figures = ModelFigures(test.auc, test.loss, test.calibration_error, self._train_loss)
         if self._refit is not None:
             figures = figures._replace(test_auc_refit=self._refit.auc)
@@ -293,6 +316,19 @@ class ActiveRecorder(RunRecorder):
             return figures
         aucs = self._by_class(test.classes.aucs)
         return figures._replace(test_accuracy=test.classes.accuracy, test_auc_by_class=aucs)
+
+    def _number_figures(self, test: NumberFigures, loss: float) -> ModelFigures:
+        refit, alone = (
+            None if found is None or found.number is None else found.number.rmse
+            for found in (self._refit, self._alone)
+        )
+        return ModelFigures(
+            test_loss=loss,
+            train_loss=self._train_loss,
+            test_number=test,
+            test_rmse_refit=refit,
+            test_rmse_alone=alone,
+        )
 
     def _by_class(self, aucs: tuple[float, ...]) -> dict[str, float]:
         return dict(zip(self._settings.data.class_names, aucs, strict=True))

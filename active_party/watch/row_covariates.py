@@ -13,6 +13,7 @@ the epoch before stay. In the first epoch, the model has not seen a row that it 
 second, once.
 """
 
+import functools
 import math
 
 import numpy as np
@@ -71,18 +72,20 @@ class RowCovariates:
     def note_step(self, batch: Batch, result: StepResult) -> None:
         """Note the activations and predictions of one batch's rows."""
         slots = self._slots[batch.positions]
-        among = torch.from_numpy(slots >= 0)
-        rows = torch.from_numpy(slots[slots >= 0].astype(np.int64))
-        activations = _thinned(result.activation.detach().flatten(start_dim=1).cpu())
-        logits = _logits(result.probabilities.detach().cpu())
+        kept: npt.NDArray[np.intp] = np.flatnonzero(slots >= 0)
+        if not len(kept):
+            return
+        among = torch.from_numpy(kept)
+        rows = torch.from_numpy(slots[kept].astype(np.int64))
+        activations = _thinned(result.activation.detach().flatten(start_dim=1), among)
+        logits = _logits(result.probabilities.detach().cpu()[among])
         if self._latest is None:
             width = activations.shape[1] + 2 * self._num_logits
             self._latest = torch.zeros(len(self._positions), width, dtype=torch.float16)
         self._visits[rows] += 1
         mean = self._latest[rows, -self._num_logits :].float()
-        mean += (logits[among] - mean) / self._visits[rows, None]
-        known = torch.cat([activations[among], logits[among], mean], dim=1)
-        self._latest[rows] = _half(known)
+        mean += (logits - mean) / self._visits[rows, None]
+        self._latest[rows] = _half(torch.cat([activations, logits, mean], dim=1))
         self._note_own(rows, among, result.own)
         self._labels[rows] = result.labels.detach().reshape(-1).cpu()[among].to(torch.int8)
 
@@ -133,10 +136,10 @@ class RowCovariates:
         parts = [part.cpu().float() for part in (own.numeric, own.categorical) if part is not None]
         if not parts:
             return
-        values = _thinned(torch.cat(parts, dim=1))
+        values = _thinned(torch.cat(parts, dim=1), among)
         if self._own.shape[1] != values.shape[1]:
             self._own = torch.zeros(len(self._positions), values.shape[1], dtype=torch.float16)
-        self._own[rows] = _half(values[among])
+        self._own[rows] = _half(values)
 
     def _gap(self) -> float:
         """Return by how much AUC the model tells training labels better; infinite if unknown."""
@@ -158,13 +161,18 @@ def _half(values: Tensor) -> Tensor:
     return torch.nan_to_num(values).clamp(-_LARGEST_HALF, _LARGEST_HALF).half()
 
 
-def _thinned(activations: Tensor) -> Tensor:
-    """Return at most ``MAX_VALUES`` columns, evenly spaced."""
-    num_values = activations.shape[1]
-    if num_values <= MAX_VALUES:
-        return activations.float()
+def _thinned(values: Tensor, rows: Tensor) -> Tensor:
+    """Return some rows with at most ``MAX_VALUES`` columns, evenly spaced, on the CPU."""
+    num_values = values.shape[1]
+    if num_values > MAX_VALUES:
+        values = values.index_select(1, _columns(num_values).to(values.device))
+    return values.index_select(0, rows.to(values.device)).cpu().float()
+
+
+@functools.cache
+def _columns(num_values: int) -> Tensor:
     columns: npt.NDArray[np.int64] = np.linspace(0, num_values - 1, MAX_VALUES).astype(np.int64)
-    return activations[:, torch.from_numpy(columns)].float()
+    return torch.from_numpy(columns)
 
 
 def _logits(probabilities: Tensor) -> Tensor:

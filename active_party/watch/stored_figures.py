@@ -7,7 +7,7 @@ from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.predictions import ClassFigures
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.record import summary
-from splitveil.common.record.figures import LedgerFigures, SpreadFigures
+from splitveil.common.record.figures import LedgerFigures, NumberFigures, SpreadFigures
 from splitveil.common.run.splits import SplitName
 
 SpreadState = tuple[float, float, float]
@@ -58,12 +58,17 @@ def state_of_evaluation(evaluation: Evaluation) -> list[Any]:
         evaluation.auc,
         evaluation.calibration_error,
     ]
-    classes = evaluation.classes
+    classes, number = evaluation.classes, evaluation.number
+    if number is not None:
+        return [*figures, dict(number._asdict())]
     return figures if classes is None else [*figures, classes.accuracy, *classes.aucs]
 
 
-def evaluation_of_state(split: SplitName, epoch: int, *figures: float) -> Evaluation:
+def evaluation_of_state(split: SplitName, epoch: int, *figures: Any) -> Evaluation:
     """Return the evaluation that a checkpoint holds."""
     loss, auc, calibration_error, *of_classes = figures
+    if of_classes and isinstance(of_classes[0], dict):
+        number = NumberFigures(**of_classes[0])
+        return Evaluation(epoch, split, loss, auc, calibration_error, number=number)
     classes = ClassFigures(of_classes[0], tuple(of_classes[1:])) if of_classes else None
     return Evaluation(epoch, split, loss, auc, calibration_error, classes)

@@ -14,11 +14,13 @@ from torch import Tensor
 from splitveil.active_party.defenses.interface import LeakCharge
 from splitveil.active_party.ledger.account_book import AccountBook, Names, indices_of, names_of
 from splitveil.active_party.ledger.bounds import LeakBounds, auc_bound, widest_covered
-from splitveil.active_party.ledger.earlier_ledgers import LEDGER, open_books
+from splitveil.active_party.ledger.earlier_ledgers import LEDGER, open_book
 from splitveil.active_party.ledger.ledger import LeakLedger, logged
 from splitveil.active_party.ledger.limit import Limit
-from splitveil.common.data.ids import canonical_ids
+from splitveil.common.data.canonical_form import CanonicalForm
+from splitveil.common.data.ids import canonical_ids, usable_ids
 from splitveil.common.privacy.covers import Covers
+from splitveil.common.run.id_rules import rules_as_bytes, rules_of_bytes
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.storage.model_files import save_tensors
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
@@ -47,6 +49,7 @@ class Ledger:
 
     def __init__(self, examples: int | Iterable[str]) -> None:
         self._names: Names | None = None
+        self._form = CanonicalForm()
         count = examples
         if not isinstance(count, int):
             ids = canonical_ids([str(one) for one in count], "Ledger")
@@ -61,16 +64,19 @@ class Ledger:
             folder: the folder with ``ledger.safetensors``, such as
                 ``runs/monday/active/checkpoint``.
 
+        Ids are then compared by the rules of that run's contract.
+
         Raises:
             SettingsError: there is none, or it cannot be read.
         """
-        return cls.of_book(open_books([Path(folder)]))
+        return cls.of_book(open_book(Path(folder)))
 
     @classmethod
     def of_book(cls, book: AccountBook) -> "Ledger":
         """Return the ledger of a run's account book."""
         ledger = cls(len(book))
         ledger._names, ledger._accounts = book.names, book.ledger
+        ledger._form = CanonicalForm(rules_of_bytes(book.id_rules))
         return ledger
 
     def __len__(self) -> int:
@@ -183,7 +189,8 @@ class Ledger:
         """Return the tensors from which ``load_state_dict`` restores the accounts."""
         if self._names is None:
             return self._accounts.state_dict()
-        return AccountBook(self._names, self._accounts).state_dict()
+        rules = rules_as_bytes(self._form.rules)
+        return AccountBook(self._names, self._accounts, rules).state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take up the accounts that ``state_dict`` returned.
@@ -245,7 +252,8 @@ class Ledger:
         if given.dtype.kind in "UO" and len(given):
             if self._names is None:
                 raise ValueError("expected positions: this ledger knows no ids")
-            given = indices_of(names_of(canonical_ids([str(n) for n in rows], "rows")), self._names)
+            ids = usable_ids([str(one) for one in rows], "rows", self._form).ids
+            given = indices_of(names_of(ids), self._names)
         elif given.dtype == bool:
             if given.shape != (len(self),):
                 raise ValueError(f"expected a mask of {len(self)} examples, got {given.shape}")

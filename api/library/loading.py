@@ -19,7 +19,11 @@ from splitveil.simulation import PartiesSettings
 
 
 def source_of(
-    example: str | Path | None, folder: Path, active: Any, passive: Any, label: str, key: str | None
+    example: str | Path | None,
+    folder: Path,
+    active: Any,
+    passive: Any,
+    **labels: Any,
 ) -> Path:
     """Return the folder with the parties' settings files.
 
@@ -28,8 +32,7 @@ def source_of(
         folder: in which settings for tables are written.
         active: the label owner's table.
         passive: the feature owner's table, or those of several.
-        label: the column of labels.
-        key: the column of ids.
+        labels: ``label``, ``key`` and ``label_range`` of ``own_data.write_settings``.
 
     Raises:
         SettingsError: there is no such example, or a table cannot be used.
@@ -41,7 +44,7 @@ def source_of(
         # Earlier runs in the folder still refer to their own tables.
         names = (f"settings-{number}" for number in itertools.count(1))
         source = next(folder / name for name in names if not (folder / name).exists())
-        own_data.write_settings(source, active, passive, label=label, key=key)
+        own_data.write_settings(source, active, passive, **labels)
         return source
     is_folder = (Path(example) / "active.yaml").is_file()
     if str(example) in names_of_examples() and not is_folder:

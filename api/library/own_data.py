@@ -35,6 +35,7 @@ def write_settings(
     *,
     label: str,
     key: str | None = None,
+    label_range: tuple[float, float] | None = None,
 ) -> None:
     """Write the parties' tables and settings files for them.
 
@@ -47,6 +48,7 @@ def write_settings(
         label: the column of the active party's table that holds the labels.
         key: the column of ids that all tables have; without it, row n is the same example
             everywhere.
+        label_range: the bounds of labels that are numbers; None for classes.
 
     Raises:
         SettingsError: a table is of another kind, or lacks a column.
@@ -63,8 +65,11 @@ def write_settings(
     if label not in table.column_names:
         raise SettingsError(f"active: expected a column {label!r}, got {_listed(table)}")
     data = _data(folder, "active", table, [label], key) | {"label_column": label}
-    classes = _classes(table.column(label))
-    if classes > 2:
+    classes = 2
+    if label_range is not None:
+        low, high = label_range
+        data["label_range"] = {"low": float(low), "high": float(high)}
+    elif (classes := _classes(table.column(label))) > 2:
         data["classes"] = classes
     _write(
         folder / "active.yaml", _settings(data) | {"top_model": TOP, "defense": {"name": "none"}}
@@ -72,15 +77,14 @@ def write_settings(
     for name, given in owners.items():
         data = _data(folder, name, as_table(given, name), [], key)
         settings = _settings(data) | {"bottom_model": BOTTOM, "party": name}
-        settings["adversary"] = {
-            "layers": ["cut"],
-            "labels": {
-                "source": {"kind": "parquet", "path": "active.parquet"},
-                "label_column": label,
-                **({} if key is None else {"id_column": key}),
-                **({"classes": classes} if classes > 2 else {}),
-            },
+        labels = {
+            "source": {"kind": "parquet", "path": "active.parquet"},
+            "label_column": label,
+            **({} if key is None else {"id_column": key}),
+            **({"classes": classes} if classes > 2 else {}),
         }
+        if label_range is None:  # the adversary's attacks tell classes apart
+            settings["adversary"] = {"layers": ["cut"], "labels": labels}
         file = "passive.yaml" if len(owners) == 1 else f"passive_{name}.yaml"
         _write(folder / file, settings)
 

@@ -72,6 +72,7 @@ def plan(
     active: Any = None,
     label: str = "label",
     key: str | None = None,
+    label_range: tuple[float, float] | None = None,
     defense: DefenseChoice | None = None,
     target_leak_auc: float | None = None,
     settings: Mapping[str, Any] | None = None,
@@ -84,6 +85,7 @@ def plan(
         active: the label owner's table, as for ``simulate``.
         label: the column of ``active`` with the labels.
         key: the column of ids.
+        label_range: the bounds of labels that are numbers, as for ``simulate``.
         defense: the defense, as for ``simulate``; by default that of the settings.
         target_leak_auc: also tell the power ratio of ``marvell`` at which the whole run stays below
             this AUC.
@@ -106,9 +108,12 @@ def plan(
     scratch = Scratch()  # deleted when the data have been read
     path = Path(example) if example is not None else None
     if path is None or not path.is_file():
-        path = source_of(example, scratch.path, active, None, label, key) / "active.yaml"
+        folder = source_of(
+            example, scratch.path, active, None, label=label, key=key, label_range=label_range
+        )
+        path = folder / "active.yaml"
     elif active is not None:
         raise ValueError("expected an example, or the table active")
     own = load_party_settings(ActiveSettings, path, overrides.of(ACTIVE))
-    data = PartyData.load(own.data, own.base_dir, own.contract.split)
+    data = PartyData.of(own)
     return RunPlan(plan_of(own, data, target_leak_auc))

@@ -16,6 +16,7 @@ from splitveil.active_party.inference.embed_client import EmbedClient
 from splitveil.active_party.inference.joint_model import JointModel, ModelChoice
 from splitveil.active_party.inference.predictor import Predictions, Predictor
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.data.canonical_form import compose
 from splitveil.common.errors import OtherModel, SettingsError
 from splitveil.common.party.command_line import torch_device
 from splitveil.common.party.party_settings import (
@@ -88,7 +89,8 @@ def predict(
 
     Args:
         run: the run or its folder, with the active party's folder in it.
-        ids: the ids to predict, in any form; by default all that the first passive party has.
+        ids: the ids to predict, in any form, those of several columns as tuples; by default all
+            that the first passive party has.
         passive: the passive party's folder, or those of several by their names; by default those
             beside the active party's folder.
         tables: other rows than those of the settings, by the name of the party (``active`` for the
@@ -112,8 +114,12 @@ def predict(
     found = _Parties(opened, passive, tables or {}, base_dir)
     with found.predictor(model) as predictor:
         predictor.check_models()
-        asked = found.all_ids() if ids is None else [str(one) for one in ids]
+        asked = found.all_ids() if ids is None else list(map(_as_text, ids))
         return frame(_rows(predictor, asked, found.active.data.class_names))
+
+
+def _as_text(one: Any) -> str:
+    return compose([str(part) for part in one]) if isinstance(one, list | tuple) else str(one)
 
 
 class _Parties:

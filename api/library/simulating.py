@@ -43,6 +43,7 @@ def simulate(
     passive: Any = None,
     label: str = "label",
     key: str | None = None,
+    label_range: tuple[float, float] | None = None,
     defense: DefenseChoice | Sequence[DefenseChoice] | None = None,
     attacks: Sequence[AttackChoice] | None = None,
     seeds: int | Sequence[int] = 1,
@@ -62,8 +63,11 @@ def simulate(
         active: the label owner's table: a data frame, a ``pyarrow.Table``, a mapping of columns, or
             an array (rows, columns).
         passive: the feature owner's table, or a mapping from names of feature owners to tables.
-        label: the column of ``active`` with the labels: 0 and 1, or whole numbers from 0.
+        label: the column of ``active`` with the labels: 0 and 1, whole numbers from 0, or numbers
+            within ``label_range``.
         key: the column of ids in all tables; without it, row n is the same example everywhere.
+        label_range: the least and the most that a label can be, if labels are numbers and the model
+            predicts a number; None for classes.
         defense: a defense or several: names (``marvell``), names with settings
             (``iso:noise_ratio=2``), mappings, sections of settings, subclasses of
             ``splitveil.defenses.Defense``, or functions of gradients, labels and noise. By default
@@ -94,7 +98,9 @@ def simulate(
         scratch = Scratch()
         runs = scratch.path
     folder = Path(runs)
-    source = source_of(example, folder, active, passive, label, key)
+    source = source_of(
+        example, folder, active, passive, label=label, key=key, label_range=label_range
+    )
     given = dict(settings or {})
     if threads is not None:
         given |= {f"{party}.torch_threads": threads for party in (ACTIVE, "passive")}

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -46,7 +47,7 @@ class InProcessPeer:
         self._patience_s = patience_s
         self._aligning: threading.Thread | None = None
         self._failure: SplitveilError | None = None
-        self._sent: messages.Activation | None = None
+        self._sent: deque[messages.Activation] = deque()
 
     @property
     def session(self) -> ActiveSession:
@@ -57,6 +58,7 @@ class InProcessPeer:
         self, party: str, contract_json: str, commitment: bytes, offer: messages.Offer | None = None
     ) -> messages.Opening:
         """Open the run, or resume it; wait until the other passive parties do so, too."""
+        self._sent.clear()
         until = time.monotonic() + self._patience_s
         while True:
             try:
@@ -87,15 +89,20 @@ class InProcessPeer:
 
     def send_activation(self, activation: messages.Activation) -> None:
         """Keep the activation until its gradient is asked for."""
-        self._sent = activation
+        self._sent.append(activation)
 
     def receive_gradient(self) -> messages.Answer:
-        """Let the session answer the activation that was sent last."""
-        session, sent = self.session, self._sent
-        if sent is None:
+        """Let the session answer the oldest activation that was sent and not answered."""
+        if not self._sent:
             raise RuntimeError("no activation was sent")
+        reply = self._exchange(self._sent[0])
+        self._sent.popleft()
+        return reply
+
+    def _exchange(self, activation: messages.Activation) -> messages.Answer:
+        session = self.session
         with _as_the_status_says():
-            reply = session.exchange(sent, self._party, self._is_connected(session))
+            reply = session.exchange(activation, self._party, self._is_connected(session))
         session.finish_step()
         return reply
 

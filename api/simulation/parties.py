@@ -246,7 +246,7 @@ def build_passive(
         SplitveilError: settings or data cannot be used.
     """
     observer = PassiveRecording() if seen is None else seen
-    data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
+    data = PartyData.of(settings)
     store = _store(settings, settings.folder_name(), runs)
     engine = private_engine(settings.contract.alignment)
     run, _ = assemble_passive(settings, data, observer, engine, store=store, device=device)
@@ -265,7 +265,7 @@ def assemble_active(
     Raises:
         SplitveilError: settings or data cannot be used.
     """
-    data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
+    data = PartyData.of(settings)
     builder = TopBuilder(settings, data, device or torch_device(settings.device))
     session = build_session(
         settings,

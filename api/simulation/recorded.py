@@ -46,7 +46,7 @@ class _Passive:
     def __init__(self, settings: PassiveSettings, folder: Path, resources: ExitStack) -> None:
         self.settings = settings
         self._folder = folder
-        data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
+        data = PartyData.of(settings)
         observer = PassiveRecorder(settings, folder, data.ids, _evaluation_labels(settings))
         observer.console = Console(file=io.StringIO())  # the active party's bar shows every step
         self._recorder = resources.enter_context(observer)
@@ -122,4 +122,6 @@ def run_recorded(settings: PartiesSettings, run_folder: Path) -> None:
 def _evaluation_labels(settings: PassiveSettings) -> PartyData | None:
     if settings.adversary is None or settings.adversary.labels is None:
         return None
-    return PartyData.load(settings.adversary.labels, settings.base_dir)
+    return PartyData.load(
+        settings.adversary.labels, settings.base_dir, id_rules=settings.contract.ids
+    )

@@ -2,7 +2,8 @@
 
     hello   both    name and parameters of the engine, size of the sender's set, its nonce
     points  both    a H(id) for every id of the sender, shuffled, in chunks
-    tags    both    reply to each chunk: the first bytes of b (a H(id)), in the same order
+    commit  both    SHA-256 that binds the sender to its tags of all points of the other party
+    tags    both    the first bytes of b (a H(id)), in the order of the points, in turns
     done    both    count and SHA-256 of the sorted common tags
 
 H is the uniform map of RFC 9496 from SHA-512(domain || id); a and b are the parties' scalars, fresh
@@ -13,10 +14,12 @@ lowest bit of an encoding is always zero): 2^-87 for a million each. Huberman, F
 secure against parties that follow the protocol, under the decisional Diffie-Hellman assumption.
 
 Both parties learn the intersection and the size of the other's set if both follow the protocol to
-its end. Nothing forces them to: a party that withholds its tags learns the intersection while the
-other learns nothing. Tags are not proved either: a party that sends back the tags it received makes
-the other believe that all of its ids are common. The number of ids that a peer tries, over all
-exchanges, is counted (``tried_ids.py``).
+its end. A party shows no tag before both are bound to all of theirs (``turns.py``): nobody can echo
+tags or points, because a false common id would take b (b H(id)) from b H(id), the computational
+Diffie-Hellman problem. The tags are shown in turns: a party that breaks off is ahead by one
+sixty-fourth of them, or a chunk if that is less. Tags are not proved, however: a party that is
+bound to wrong ones learns the intersection, while the other misses what they hide. The number of
+ids that a peer tries, over all exchanges, is counted (``tried_ids.py``).
 """
 
 import hashlib
@@ -28,6 +31,7 @@ import numpy as np
 
 from splitveil.common.alignment import ristretto
 from splitveil.common.alignment.interface import RowIndices, Splits
+from splitveil.common.alignment.turns import TagTurns, check_chunk, check_length
 from splitveil.common.alignment.workers import WorkerPool
 from splitveil.common.data.ids import NORMALISATION
 from splitveil.common.errors import (
@@ -41,7 +45,7 @@ from splitveil.common.wire import limits
 from splitveil.protos import split_learning_pb2 as pb
 
 ENGINE = "ecdh-ristretto255"
-VERSION = 1
+VERSION = 2
 TAG_BYTES = limits.TAG_BYTES
 CHUNK_IDS = limits.CHUNK_IDS
 _TAG = np.dtype(f"S{TAG_BYTES}")
@@ -134,8 +138,7 @@ class EcdhEngine:
 class EcdhExchange:
     """The rules of one alignment: takes received frames, returns frames to send, does no I/O.
 
-    ``own_frames`` may be iterated in one thread while another thread calls ``receive``: the two
-    share only the number of chunks sent.
+    ``own_frames`` may be iterated in one thread while another thread calls ``receive``.
     """
 
     def __init__(
@@ -159,9 +162,7 @@ class EcdhExchange:
         self._shuffled_rows = _secret_permutation(len(ids))
         self._chunks_sent = 0
         self._peer_hello: pb.AlignHello | None = None
-        # Tags of this party's ids, in shuffled order, computed by the peer; and of the peer's ids.
-        self._own_tags = bytearray()
-        self._peer_tags = bytearray()
+        self._tags = TagTurns(len(ids), CHUNK_IDS)
         self._common_rows: RowIndices | None = None
         self._own_done: pb.AlignDone | None = None
         self._peer_done: pb.AlignDone | None = None
@@ -179,7 +180,7 @@ class EcdhExchange:
     @property
     def done_ids(self) -> int:
         """The number of ids of both parties that have been processed, out of ``total_ids``."""
-        return (len(self._own_tags) + len(self._peer_tags)) // TAG_BYTES
+        return self._tags.num_received + self._tags.num_computed
 
     @property
     def total_ids(self) -> int:
@@ -188,8 +189,8 @@ class EcdhExchange:
 
     @property
     def answered_ids(self) -> int:
-        """The number of the peer's ids for which tags have been computed."""
-        return len(self._peer_tags) // TAG_BYTES
+        """The number of the peer's ids for which tags have been sent."""
+        return self._tags.num_shown
 
     @property
     def is_complete(self) -> bool:
@@ -207,9 +208,11 @@ class EcdhExchange:
             rows = self._shuffled_rows[first : first + CHUNK_IDS].tolist()
             digests = ristretto.digest_ids([self._ids[row] for row in rows])
             points = self._group.mask(digests, self._scalar)
+            self._tags.note_sent(points)
             # Before the frame leaves: its reply may arrive before this generator resumes.
             self._chunks_sent = chunk + 1
             yield pb.AlignFrame(points=pb.MaskedPoints(chunk=chunk, points=points))
+        yield from self._tags.commit()
 
     def receive(self, frame: pb.AlignFrame) -> list[pb.AlignFrame]:
         """Process the peer's next frame and return the frames to send in reply.
@@ -223,16 +226,19 @@ class EcdhExchange:
                 self._receive_hello(frame.hello)
                 return []
             case "points":
-                replies = [self._answer_points(frame.points)]
+                self._answer_points(frame.points)
+                return self._tags.commit()
+            case "commitment":
+                self._require_hello()
+                return self._tags.receive_commitment(frame.commitment)
             case "tags":
-                self._receive_tags(frame.tags)
-                replies = []
+                replies = self._tags.receive(frame.tags)
             case "done":
                 self._receive_done(frame.done)
                 return []
             case _:
                 raise InvalidMessage("the alignment frame is empty")
-        if self.done_ids == self.total_ids:
+        if self._tags.num_received == len(self._ids):
             replies.append(pb.AlignFrame(done=self._intersect()))
         return replies
 
@@ -285,31 +291,20 @@ class EcdhExchange:
         if peer.set_size > self._max_set_size:
             raise TooLarge(f"expected at most {self._max_set_size} ids, got {peer.set_size}")
         self._peer_hello = peer
+        self._tags.num_peer = int(peer.set_size)
 
-    def _answer_points(self, message: pb.MaskedPoints) -> pb.AlignFrame:
-        received = len(self._peer_tags) // TAG_BYTES
+    def _answer_points(self, message: pb.MaskedPoints) -> None:
+        received = self._tags.num_computed
         expected = min(CHUNK_IDS, self.peer_set_size - received)
         if not expected:
             raise TooLarge("received more points than the other party announced")
-        _check_chunk("points", message.chunk, received // CHUNK_IDS)
-        _check_length("points", message.points, expected * ristretto.POINT_BYTES)
+        check_chunk("points", message.chunk, received // CHUNK_IDS)
+        check_length("points", message.points, expected * ristretto.POINT_BYTES)
         try:
             products = self._group.multiply(message.points, self._scalar)
         except ristretto.NotInGroupError as error:
             raise InvalidMessage(f"points of chunk {message.chunk}: {error}") from error
-        tags = _first_bytes(products)
-        self._peer_tags += tags
-        return pb.AlignFrame(tags=pb.Tags(chunk=message.chunk, tags=tags))
-
-    def _receive_tags(self, message: pb.Tags) -> None:
-        received = len(self._own_tags) // TAG_BYTES
-        chunk = -(-received // CHUNK_IDS)
-        if chunk >= self._chunks_sent:
-            raise OutOfStep("received tags for points that were not sent")
-        _check_chunk("tags", message.chunk, chunk)
-        expected = min(CHUNK_IDS, len(self._ids) - received)
-        _check_length("tags", message.tags, expected * TAG_BYTES)
-        self._own_tags += message.tags
+        self._tags.note_answered(message.points, _first_bytes(products))
 
     def _receive_done(self, message: pb.AlignDone) -> None:
         if self._own_done is None or self._peer_done is not None:
@@ -323,7 +318,7 @@ class EcdhExchange:
 
     def _intersect(self) -> pb.AlignDone:
         """Find the common ids once all tags have arrived."""
-        own, peer = np.frombuffer(self._own_tags, _TAG), np.frombuffer(self._peer_tags, _TAG)
+        own, peer = np.frombuffer(self._tags.own, _TAG), np.frombuffer(self._tags.of_peer, _TAG)
         order = np.argsort(own)
         own, peer = own[order], np.sort(peer)
         # Ids are distinct and so are their tags, unless the peer repeats a point or invents a tag.
@@ -366,15 +361,3 @@ def _secret_permutation(size: int) -> RowIndices:
 def _first_bytes(points: bytes) -> bytes:
     rows = np.frombuffer(points, np.uint8).reshape(-1, ristretto.POINT_BYTES)
     return rows[:, :TAG_BYTES].tobytes()
-
-
-def _check_chunk(what: str, number: int, expected: int) -> None:
-    if number != expected:
-        raise OutOfStep(f"expected {what} of chunk {expected}, got chunk {number}")
-
-
-def _check_length(what: str, data: bytes, expected: int) -> None:
-    if len(data) > expected:
-        raise TooLarge(f"expected {expected} bytes of {what}, got {len(data)}")
-    if len(data) < expected:
-        raise InvalidMessage(f"expected {expected} bytes of {what}, got {len(data)}")

@@ -4,6 +4,7 @@ Row numbers in messages count from 1, without the header line.
 """
 
 import fnmatch
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,11 @@ from splitveil.common.data.sources import ArrowColumn, list_rows, suggest
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.run.splits import SPLITS
 
+_logger = logging.getLogger(__name__)
+
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+_MANTISSA_BITS = {16: 11, 32: 24, 64: 53}
+"""Power of 2 above which neighbouring whole numbers become the same, by the type's width."""
 MAX_WEIGHT = 1_000_000
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^[+-]?(?i:inf|infinity|nan)$"
 
@@ -112,87 +117,37 @@ def check_columns_exist(wanted: Sequence[str], names: Sequence[str], source: str
         raise DataError("\n".join(problems))
 
 
-def read_ids(column: WrittenColumn) -> list[str]:
+def read_ids(column: WrittenColumn, *, may_be_floats: bool = False) -> list[str]:
     """Return the ids as written in the file; a missing id becomes the empty text.
+
+    Args:
+        column: the ids.
+        may_be_floats: whether whole numbers may be stored as floating-point numbers, as tables with
+            gaps often have them. Those so large that neighbours run together are refused.
 
     Raises:
         DataError: the column holds neither text nor whole numbers.
     """
+    if may_be_floats and pa.types.is_floating(column.cells.type):
+        return _ids_of_floats(column)
     texts: list[str] = pc.fill_null(_as_text(column), "").to_pylist()
     return texts
 
 
-def read_labels(column: WrittenColumn, positive_label: str | None) -> NDArray[np.float32]:
-    """Return the labels as 0 and 1.
-
-    Args:
-        column: the labels.
-        positive_label: the text that stands for 1.
-
-    Raises:
-        DataError: a label is missing or is neither 0 nor 1.
-    """
-    if positive_label is None:
-        labels = _read_numbers(column).values
-        is_wrong = ~np.isin(labels, (0.0, 1.0))
-        expected = "0 or 1 (data.positive_label names the text that stands for 1)"
-    else:
-        text = clean_text(column)
-        labels = pc.fill_null(pc.equal(text, positive_label), False).to_numpy().astype(np.float64)
-        is_wrong = pc.is_null(text).to_numpy()
-        expected = "a label"
+def _ids_of_floats(column: WrittenColumn) -> list[str]:
+    numbers = pc.fill_null(pc.cast(column.cells, pa.float64()), np.nan).to_numpy()
+    is_missing = np.isnan(numbers)
+    bits = _MANTISSA_BITS[column.cells.type.bit_width]
+    is_wrong = ~is_missing & ((np.abs(numbers) > 2.0**bits) | (np.floor(numbers) != numbers))
     if is_wrong.any():
-        raise DataError(f"{column.where}: expected {expected} in {column.list_rows(is_wrong)}")
-    return labels.astype(np.float32)
-
-
-def read_classes(
-    column: WrittenColumn, names: Sequence[str], *, are_numbers: bool
-) -> NDArray[np.float32]:
-    """Return each row's class index: the position of its class in ``names``.
-
-    Args:
-        column: the labels.
-        names: the classes.
-        are_numbers: whether the column holds the class indices themselves, as numbers.
-
-    Raises:
-        DataError: a label is missing or unknown; the message says how many there are and where,
-            never which.
-    """
-    if are_numbers:
-        class_indices = _read_numbers(column).values
-        is_wrong = ~np.isin(class_indices, np.arange(len(names)))
-        values = pa.chunked_array([pa.array(class_indices)])
-        expected = f"a whole number from 0 to {len(names) - 1}"
-    else:
-        values = clean_text(column)
-        found = pc.index_in(values, value_set=pa.array(names, pa.string()))
-        is_wrong = pc.is_null(found).to_numpy()
-        class_indices = pc.fill_null(found, 0).to_numpy()
-        expected = f"one of the {len(names)} classes in data.classes"
-    if is_wrong.any():
-        unknown = pc.count_distinct(pc.filter(values, pa.array(is_wrong)), mode="all").as_py()
         raise DataError(
-            f"{column.where}: expected {expected} in {column.list_rows(is_wrong)}; found {unknown} "
-            f"distinct value{'s' * (unknown != 1)} there"
+            f"{column.where}: expected whole numbers up to 2^{bits} in {column.list_rows(is_wrong)}"
         )
-    return class_indices.astype(np.float32)
-
-
-def check_all_classes(labels: NDArray[np.float32], names: Sequence[str], where: str) -> None:
-    """Check that every class has rows.
-
-    Raises:
-        DataError: a class has no row.
-    """
-    present = np.bincount(labels.astype(np.int64), minlength=len(names)) > 0
-    absent = [name for name, is_there in zip(names, present, strict=True) if not is_there]
-    if absent:
-        raise DataError(
-            f"{where}: no row has class {', '.join(map(repr, absent))}: expected every class of "
-            f"data.classes"
-        )
+    whole = np.where(is_missing, 0, numbers).astype(np.int64).tolist()
+    return [
+        "" if missing else str(number)
+        for number, missing in zip(whole, is_missing.tolist(), strict=True)
+    ]
 
 
 def read_weights(column: WrittenColumn) -> NDArray[np.float64]:
@@ -201,7 +156,7 @@ def read_weights(column: WrittenColumn) -> NDArray[np.float64]:
     Raises:
         DataError: a weight is missing, or is not between 0 and a million.
     """
-    weights = _read_numbers(column).values
+    weights = read_numbers(column).values
     is_wrong = ~((weights > 0) & (weights <= MAX_WEIGHT))
     if is_wrong.any():
         raise DataError(
@@ -226,18 +181,6 @@ def read_splits(column: WrittenColumn) -> NDArray[np.int8]:
     return np.asarray(codes, np.int8)
 
 
-def check_both_classes(labels: NDArray[np.float32], where: str) -> None:
-    """Check that both classes have rows.
-
-    Raises:
-        DataError: all rows are of one class.
-    """
-    if labels.min() == labels.max():
-        raise DataError(
-            f"{where}: all {len(labels)} labels are {labels[0]:.0f}: expected both classes"
-        )
-
-
 def read_numeric(
     columns: Mapping[str, WrittenColumn], gaps: Gaps
 ) -> dict[str, NDArray[np.float64]]:
@@ -253,7 +196,7 @@ def read_numeric(
     problems: list[str] = []
     result = {}
     for name, column in columns.items():
-        values, is_unreadable = _read_numbers(column)
+        values, is_unreadable = read_numbers(column)
         is_missing = np.isnan(values) & ~is_unreadable
         # Models compute in float32, where larger numbers become infinite.
         is_infinite = np.abs(values) > LARGEST_FLOAT32
@@ -306,7 +249,11 @@ def _as_text(column: WrittenColumn) -> ArrowColumn:
             raise pa.ArrowTypeError("a floating-point number has no unique text form")
         return pc.cast(column.cells, pa.string())
     except pa.ArrowException as error:
-        advice = ": as texts, 7.0 and 7 differ" if pa.types.is_floating(kind) else ""
+        advice = (
+            ": as texts, 7.0 and 7 differ (in ids, unless contract.ids says whole_numbers: true)"
+            if pa.types.is_floating(kind)
+            else ""
+        )
         raise DataError(
             f"{column.where}: expected text or whole numbers, not {kind}{advice}"
         ) from error
@@ -319,7 +266,12 @@ def clean_text(column: WrittenColumn) -> ArrowColumn:
     return pc.if_else(is_missing, pa.scalar(None, pa.string()), text)
 
 
-def _read_numbers(column: WrittenColumn) -> _Numbers:
+def read_numbers(column: WrittenColumn) -> _Numbers:
+    """Read a column as numbers, and say which of its cells are none.
+
+    Raises:
+        DataError: the column is of a type that holds no numbers.
+    """
     cells = column.cells
     is_unreadable = np.zeros(len(cells), dtype=np.bool_)
     if pa.types.is_dictionary(cells.type):

@@ -8,6 +8,7 @@ column, replaces the first numbers by the final ones.
 import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,16 +17,25 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from splitveil.common.data.id_forms import IdForms
-from splitveil.common.data.ids import canonical_ids
+from splitveil.common.data.canonical_form import CanonicalForm, Effects
+from splitveil.common.data.compaction import keep_rows
+from splitveil.common.data.id_columns import check_rules, part_ids
+from splitveil.common.data.id_forms import ColumnForms
+from splitveil.common.data.ids import (
+    Allowed,
+    IdReport,
+    Odd,
+    changes_in_words,
+    check_allowed,
+    odd_rows,
+)
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import Part, TableSource
-from splitveil.common.data.stored_ids import StoredIds, check_distinct
+from splitveil.common.data.stored_ids import StoredIds, repeated_rows
 from splitveil.common.data.table import (
     Selection,
     check_classes,
     part_categories,
-    part_ids,
     part_image,
     part_labels,
     part_numeric,
@@ -34,6 +44,7 @@ from splitveil.common.data.table import (
     select_columns,
 )
 from splitveil.common.errors import DataError
+from splitveil.common.run.id_rules import AS_WRITTEN, IdRule
 from splitveil.common.text.files import sync
 
 MANIFEST = "manifest.json"
@@ -51,6 +62,7 @@ def convert(
     folder: Path,
     progress: Progress,
     split_column: str | None = None,
+    id_rules: Sequence[IdRule] = AS_WRITTEN,
 ) -> None:
     """Write the columns that the settings name into a folder.
 
@@ -60,14 +72,17 @@ def convert(
         folder: an empty folder.
         progress: reports the progress.
         split_column: the column by which the contract splits the rows, if it does.
+        id_rules: the contract's rules for each column of ids.
 
     Raises:
         DataError: names file, column and rows, with the number of rows that have the problem in
             the part of the file that holds the first of them.
         OSError: the folder cannot be written.
     """
+    check_rules(settings, id_rules)
     selection = select_columns(settings, source, split_column)
-    with _Writer(settings, source.name, selection, folder, split_column) as writer:
+    ids = _IdWriter(settings, source.name, folder, CanonicalForm(id_rules))
+    with _Writer(settings, source.name, selection, folder, split_column, ids) as writer:
         for part in source.parts(selection.needed):
             writer.add(part)
             progress(_FIRST_PASS * part.done_fraction)
@@ -84,8 +99,10 @@ class _Writer:
         selection: Selection,
         folder: Path,
         split_column: str | None,
+        ids: "_IdWriter",
     ) -> None:
         self._settings = settings
+        self._ids = ids
         self._split_column = split_column
         self._source = source
         self._selection = selection
@@ -94,8 +111,6 @@ class _Writer:
         self._open = ExitStack()
         self._image: dict[str, Any] | None = None
         self._part_rows: list[int] = []
-        self._id_bytes = 0
-        self._id_forms = IdForms()
         self._texts = [
             self._open.enter_context(
                 pa.ipc.new_file(
@@ -132,7 +147,7 @@ class _Writer:
         if part.image is not None:
             self._add_image(part.image, first_row)
         if self._settings.id_column is not None:
-            self._add_ids(self._settings.id_column, part, first_row)
+            self._ids.add(part, first_row, self._append)
         lengths = [len(column) for column in part.columns.values()]
         self._part_rows.append(lengths[0] if part.image is None else len(part.image))
 
@@ -143,16 +158,16 @@ class _Writer:
             raise DataError(f"{self._source}: there are no rows")
         self._open.close()
         label_column, id_column = self._settings.label_column, self._settings.id_column
+        kept, report = None, IdReport(num_rows)
         if label_column is not None:
             labels = np.memmap(self._folder / "labels.bin", np.float32, "r")
             check_classes(self._settings, labels, self._source)
         if id_column is not None:
-            where = f"{self._source}: column {id_column!r}"
-            stored = self._folder / "part-id-hashes"
-            hashes = np.memmap(stored, np.int64, "r")
-            check_distinct(open_ids(self._folder, num_rows), hashes, where)
-            stored.unlink()
+            kept, report = self._ids.finish(num_rows)
         self._number_categories(progress)
+        if kept is not None:
+            keep_rows(self._folder, num_rows, kept)
+            num_rows = len(kept)
         manifest = {
             "source": self._source,
             "rows": num_rows,
@@ -164,7 +179,9 @@ class _Writer:
             "image": self._image,
             "labels": label_column is not None,
             "ids": id_column is not None,
-            "id_doubts": list(self._id_forms.doubts()),
+            "id_doubts": self._ids.forms.doubts() if id_column is not None else [],
+            "id_report": asdict(report),
+            "kept": kept is not None,
             "splits": self._split_column is not None,
             "weights": self._settings.weight_column is not None,
         }
@@ -189,18 +206,6 @@ class _Writer:
         image = part_image(stored, features.image, self._source, first_row)
         self._image = {"shape": list(image.shape[1:]), "dtype": image.dtype.name}
         self._append("image.bin", image)
-
-    def _add_ids(self, id_column: str, part: Part, first_row: int) -> None:
-        offset = "" if first_row == 1 else f" (data rows counted after row {first_row - 1})"
-        where = f"{self._source}: column {id_column!r}{offset}"
-        ids = canonical_ids(part_ids(id_column, part.columns, self._source), where)
-        self._id_forms.add(ids)
-        encoded = [text.encode() for text in ids]
-        ends = self._id_bytes + np.cumsum([len(text) for text in encoded], dtype=np.int64)
-        self._id_bytes = int(ends[-1])
-        self._append("ids.bin", np.frombuffer(b"".join(encoded), np.uint8))
-        self._append("id_ends.bin", ends)
-        self._append("part-id-hashes", np.fromiter(map(hash, ids), np.int64, len(ids)))
 
     def _append(self, name: str, array: NDArray[Any]) -> None:
         if name not in self._files:
@@ -261,6 +266,70 @@ class _Writer:
     def _part_texts(self, j: int) -> Path:
         return self._folder / f"part-texts-{j}"
 
+
+class _IdWriter:
+    """Writes the ids of one conversion, and finds the rows that are left out."""
+
+    def __init__(
+        self, settings: DataSettings, source: str, folder: Path, form: CanonicalForm
+    ) -> None:
+        self.forms = ColumnForms(settings.id_columns)
+        self._settings = settings
+        self._source = source
+        self._folder = folder
+        self._form = form
+        self._allowed = Allowed.by(settings)
+        self._effects = Effects()
+        self._num_bytes = 0
+
+    @property
+    def _where(self) -> str:
+        return f"{self._source}: {self._settings.place_of_ids}"
+
+    def add(self, part: Part, first_row: int, append: Callable[[str, NDArray[Any]], None]) -> None:
+        """Write the ids of some rows; a row that cannot be used has the empty text."""
+        offset = "" if first_row == 1 else f" (data rows counted after row {first_row - 1})"
+        raw = part_ids(self._settings, self._form.rules, part.columns, self._source, first_row)
+        ids = self._form.of(raw, self._effects)
+        odd = odd_rows(raw, ids, self._form)
+        check_allowed(odd, self._allowed, f"{self._where}{offset}", raw)
+        for row in odd.unusable:
+            ids[row] = ""
+        self.forms.add(self._form.columns_of([text for text in ids if text]))
+        encoded = [text.encode() for text in ids]
+        ends = self._num_bytes + np.cumsum([len(text) for text in encoded], dtype=np.int64)
+        self._num_bytes = int(ends[-1]) if len(ends) else self._num_bytes
+        append("ids.bin", np.frombuffer(b"".join(encoded), np.uint8))
+        append("id_ends.bin", ends)
+        append(_HASHES, np.fromiter(map(hash, ids), np.int64, len(ids)))
+        append(_RAW_HASHES, np.fromiter(map(hash, raw), np.int64, len(raw)))
+
+    def finish(self, num_rows: int) -> tuple[NDArray[np.int64] | None, IdReport]:
+        """Return the rows that are kept, None for all, and what became of the ids.
+
+        Raises:
+            DataError: ids occur twice, and the settings do not say that rows may be left out.
+        """
+        ids = open_ids(self._folder, num_rows)
+        written = np.memmap(self._folder / _RAW_HASHES, np.int64, "r")
+        twins = repeated_rows(ids, np.memmap(self._folder / _HASHES, np.int64, "r"))
+        same = [(row, first) for row, first in twins if written[row] == written[first]]
+        alike = [(row, first) for row, first in twins if written[row] != written[first]]
+        check_allowed(Odd(duplicates=same, alike=alike), self._allowed, self._where)
+        for name in (_HASHES, _RAW_HASHES):
+            (self._folder / name).unlink()
+        is_kept = np.diff(ids.ends, prepend=0) > 0
+        unusable = num_rows - int(np.count_nonzero(is_kept))
+        is_kept[[row for row, _ in twins]] = False
+        if not is_kept.any():
+            raise DataError(f"{self._where}: none of the {num_rows} rows has a usable id")
+        changes = changes_in_words(self._effects, self._settings.id_columns)
+        report = IdReport(num_rows, changes, unusable, len(same), len(alike))
+        return (np.flatnonzero(is_kept) if report.left_out else None), report
+
+
+_HASHES = "part-id-hashes"
+_RAW_HASHES = "part-raw-id-hashes"
 
 TEXT = pa.schema([("text", pa.string())])
 

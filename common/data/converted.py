@@ -11,6 +11,7 @@
         splits.bin              int8, (rows,), if the contract splits by a column
         image.bin               uint8 or float32, (rows, channels, height, width)
         ids.bin, id_ends.bin    the canonical ids, UTF-8, and the end of each id, int64
+        kept_rows.bin           int64, (rows,), the rows of the file, if some were left out
 
 All columns of a row are stored together, so that a batch in random order costs one look-up per row
 instead of one per cell. The key is a digest of the file's path, size and modification time and of
@@ -24,6 +25,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from splitveil.common.data.columns import CategoricalColumn
+from splitveil.common.data.compaction import KEPT_ROWS
 from splitveil.common.data.conversion import (
     MANIFEST,
     Progress,
@@ -40,6 +43,7 @@ from splitveil.common.data.conversion import (
     convert,
     open_ids,
 )
+from splitveil.common.data.ids import NOTHING_DONE, IdReport
 from splitveil.common.data.places import FoundFile, find_files, place_of
 from splitveil.common.data.settings import DataSettings, FeatureSettings
 from splitveil.common.data.source_settings import (
@@ -52,6 +56,7 @@ from splitveil.common.data.sql_snapshot import snapshot_of
 from splitveil.common.data.stored_ids import RowNumbers
 from splitveil.common.data.table import Table, open_table_source
 from splitveil.common.errors import DataError, StorageError
+from splitveil.common.run.id_rules import AS_WRITTEN, IdRule, rules_as_bytes, rules_as_plain
 from splitveil.common.text.files import only_one_process, sync
 
 VERSION = 1
@@ -75,11 +80,21 @@ class MappedTable(Table):
     """(rows, categorical columns), in the order of ``categorical``, then of ``lists``."""
 
     id_doubts: tuple[str, ...] = ()
-    """What `IdForms` found when the file was converted."""
+    """What ``ColumnForms`` found when the file was converted."""
+
+    id_report: IdReport = NOTHING_DONE
+    """What became of the ids when the file was converted."""
+
+    kept: NDArray[np.int64] | None = None
+    """The rows of the file; None for all."""
 
 
 def open_converted(
-    settings: DataSettings, base_dir: Path, progress: Progress, split_column: str | None = None
+    settings: DataSettings,
+    base_dir: Path,
+    progress: Progress,
+    split_column: str | None = None,
+    id_rules: Sequence[IdRule] = AS_WRITTEN,
 ) -> MappedTable:
     """Open the converted columns that the settings name; convert the file first if necessary.
 
@@ -88,6 +103,7 @@ def open_converted(
         base_dir: folder to which relative paths refer.
         progress: reports the progress of the conversion.
         split_column: the column by which the contract splits the rows, if it does.
+        id_rules: the contract's rules for each column of ids.
 
     Raises:
         DataError: the file cannot be used, or changes during the conversion.
@@ -100,14 +116,14 @@ def open_converted(
     if cache_dir is None:
         raise TypeError("the settings have no cache_dir")
     stamps = _stamps(settings.source, base_dir)
-    key = _key(settings, stamps, split_column)
+    key = _key(settings, stamps, split_column, id_rules)
     folder = cache_dir / f"{_folder_name(settings.source, base_dir)}-{key}"
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         # Two parties on one machine may need the same columns of the same file at the same time.
         with only_one_process(folder.with_name(f".{folder.name}.lock")):
             if not (folder / MANIFEST).is_file():
-                _convert(settings, base_dir, folder, progress, split_column)
+                _convert(settings, base_dir, folder, progress, split_column, id_rules)
                 if _stamps(settings.source, base_dir) != stamps:
                     shutil.rmtree(folder)
                     raise DataError(f"{folder.name}: the file changed during its conversion")
@@ -122,21 +138,33 @@ def open_converted(
         ) from error
 
 
-def _key(settings: DataSettings, stamps: list[list[Any]], split_column: str | None) -> str:
+def _key(
+    settings: DataSettings,
+    stamps: list[list[Any]],
+    split_column: str | None,
+    id_rules: Sequence[IdRule],
+) -> str:
     """Digest everything that decides the content of the cache, and nothing else."""
     plain = settings.model_dump(mode="json")
     if plain["classes"] is None:  # keeps the keys from before this setting existed
         del plain["classes"]
+    if plain["label_range"] is None:
+        del plain["label_range"]
     for name in ("class_weights", "weights_are_label_free"):
         del plain[name]
     if plain["weight_column"] is None:
         del plain["weight_column"]
+    for name in ("duplicate_ids", "unusable_ids"):
+        if plain[name] == "error":
+            del plain[name]
     for name in _KEPT_OUT:
         plain["source"].pop(name, None)
     if settings.features is not None:
         plain["features"] = _key_of_features(settings.features)
-    split = [] if split_column is None else [split_column]
-    text = json.dumps([VERSION, stamps, plain, *split], sort_keys=True)
+    added: list[Any] = [] if split_column is None else [split_column]
+    if rules_as_bytes(id_rules):
+        added.append(rules_as_plain(id_rules))
+    text = json.dumps([VERSION, stamps, plain, *added], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -198,6 +226,7 @@ def _convert(
     folder: Path,
     progress: Progress,
     split_column: str | None,
+    id_rules: Sequence[IdRule],
 ) -> None:
     for left in folder.parent.glob(f".{folder.name}.*.tmp"):  # left by a process that was killed
         shutil.rmtree(left)
@@ -205,7 +234,7 @@ def _convert(
     try:
         temporary.mkdir(0o700)  # the original file may be readable by its owner only
         source = open_table_source(settings, base_dir)
-        convert(settings, source, temporary, progress, split_column)
+        convert(settings, source, temporary, progress, split_column, id_rules)
         sync(temporary)
         temporary.rename(folder)
         sync(folder.parent)
@@ -246,6 +275,8 @@ def _open(folder: Path) -> MappedTable:
         numeric_rows=numeric_rows,
         code_rows=code_rows,
         id_doubts=tuple(found.get("id_doubts", [])),
+        id_report=IdReport(**found.get("id_report", {"num_rows": num_rows})),
+        kept=mapped(KEPT_ROWS, "int64") if found.get("kept") else None,
     )
 
 

@@ -15,6 +15,7 @@ from splitveil.common.run.messages import IdForm
 
 _DECIMAL = r"^[+-]?\d+\.0*$"
 _EXPONENT = r"^[+-]?\d+(\.\d+)?[eE][+-]?\d+$"
+_FRACTION = r"^[+-]?\d*\.\d*[1-9]\d*$"
 _DIGITS = r"^\d+$"
 _NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 _WHOLE = r"^[+-]?\d+$"
@@ -26,9 +27,15 @@ _LEAST_ROW_NUMBERS = 20
 
 
 class IdForms:
-    """Counts ids by their form; they may come in parts."""
+    """Counts ids by their form; they may come in parts.
 
-    def __init__(self) -> None:
+    Args:
+        may_count_rows: whether ids that are the numbers of the rows are pointed out.
+    """
+
+    def __init__(self, *, may_count_rows: bool = True) -> None:
+        self._may_count_rows = may_count_rows
+        self._num_fractions = 0
         self._num_decimals = 0
         self._num_exponents = 0
         self._num_padded = 0
@@ -56,6 +63,7 @@ class IdForms:
         self._num_whole += _count(pc.match_substring_regex(text, _WHOLE))
         self._num_decimals += _count(pc.match_substring_regex(text, _DECIMAL))
         self._num_exponents += _count(pc.match_substring_regex(text, _EXPONENT))
+        self._num_fractions += _count(pc.match_substring_regex(text, _FRACTION))
         digits = text.filter(pc.match_substring_regex(text, _DIGITS))
         lengths = pc.utf8_length(digits)
         self._lengths |= set(np.unique(lengths.to_numpy()).tolist())
@@ -68,7 +76,13 @@ class IdForms:
         if self._num_decimals:
             found.append(
                 f"{self._num_decimals:,} ids are whole numbers written with a decimal point, such "
-                f"as 7.0: they equal no id that the other party writes as 7"
+                f"as 7.0: they equal no id that the other party writes as 7, unless contract.ids "
+                f"says whole_numbers: true"
+            )
+        if self._num_ids and self._num_fractions == self._num_ids:
+            found.append(
+                "all ids are numbers with a fraction, such as 7.35: that is how measurements look, "
+                "and rarely ids"
             )
         if self._num_exponents:
             found.append(
@@ -79,9 +93,10 @@ class IdForms:
             found.append(
                 f"{self._num_padded:,} ids of digits begin with 0, but they have "
                 f"{min(self._lengths)} to {max(self._lengths)} digits and so no common width: 007 "
-                f"and 7 are two ids"
+                f"and 7 are two ids, unless contract.ids says leading_zeros: drop"
             )
-        if self._first_number is not None and self._num_ids >= _LEAST_ROW_NUMBERS:
+        counts_rows = self._may_count_rows and self._first_number is not None
+        if counts_rows and self._num_ids >= _LEAST_ROW_NUMBERS:
             found.append(
                 "the ids are the numbers of the rows: they name the same examples at both parties "
                 "only if both tables were numbered in the same order"
@@ -101,6 +116,33 @@ class IdForms:
         counted = pc.cast(pa.array(range(start, start + len(text))), pa.string())
         if not text.equals(counted):
             self._first_number = None
+
+
+class ColumnForms:
+    """Counts the ids of each column by their form.
+
+    Args:
+        names: the columns that make up an id.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        is_single = len(names) == 1
+        self._forms = [IdForms(may_count_rows=is_single) for _ in names]
+
+    def add(self, columns: Sequence[Sequence[str]]) -> None:
+        """Count some canonical ids, by column."""
+        for forms, column in zip(self._forms, columns, strict=False):
+            forms.add(column)
+
+    def doubts(self) -> list[str]:
+        """Return a sentence for each doubtful form."""
+        several = len(self._names) > 1
+        return [
+            f"{name!r}: {doubt}" if several else doubt
+            for name, forms in zip(self._names, self._forms, strict=True)
+            for doubt in forms.doubts()
+        ]
 
 
 def form_of(ids: Sequence[str]) -> IdForm:

@@ -1,24 +1,117 @@
-"""Brings ids into canonical form and rejects unusable columns of ids before anything is sent.
+"""Finds the usable ids of a table and rejects unusable ones before anything is sent.
 
-Two texts are the same id if they are equal after Unicode normalisation to NFC and removal of white
-space at both ends. Since an id identifies a person, messages contain row numbers and never an id.
+Since an id identifies a person, messages contain row numbers and counts and never an id.
 """
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 from unicodedata import normalize
 
+import numpy as np
+from numpy.typing import NDArray
+
+from splitveil.common.data.canonical_form import CanonicalForm, Effects, decompose, is_unicode
+from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import DataError
 
 NORMALISATION = "NFC, strip"
-"""Name of the rule; the parties compare it before they compare any ids."""
+"""Name of the rule that all texts of ids undergo; the parties compare it before they compare any
+ids. What the contract adds to it is compared at the handshake."""
 
 _ROWS_NAMED = 5
-_SURROGATE = re.compile("[\ud800-\udfff]")
+
+Twins = Sequence[tuple[int, int]]
+"""Rows whose id an earlier row has, with that earlier row, both from 0."""
+
+
+class Allowed(NamedTuple):
+    """Rows that are left out instead of being an error."""
+
+    duplicates: bool = False
+    unusable: bool = False
+
+    @classmethod
+    def by(cls, settings: DataSettings) -> "Allowed":
+        """Return what a party's settings allow."""
+        return cls(settings.duplicate_ids == "first", settings.unusable_ids == "leave_out")
+
+
+class Odd(NamedTuple):
+    """The rows whose ids cannot be used, from 0."""
+
+    missing: Sequence[int] = ()
+    not_text: Sequence[int] = ()
+    not_of_kind: Sequence[int] = ()
+    duplicates: Twins = ()
+    alike: Twins = ()
+    """Rows whose id is equal to another only in canonical form."""
+
+    @property
+    def unusable(self) -> list[int]:
+        """The rows without an id."""
+        return [*self.missing, *self.not_text, *self.not_of_kind]
+
+    @property
+    def repeated(self) -> list[int]:
+        """The rows whose id an earlier row has."""
+        return [row for row, _ in (*self.duplicates, *self.alike)]
+
+
+@dataclass(frozen=True)
+class IdReport:
+    """What became of a table's ids, in numbers."""
+
+    num_rows: int = 0
+    changed: Mapping[str, int] = field(default_factory=dict)
+    """Ids that a rule has changed, by the rule (and the column, if there are several)."""
+
+    unusable: int = 0
+    """Rows left out because they have no id."""
+
+    duplicates: int = 0
+    """Rows left out because an earlier row has the same id."""
+
+    alike: int = 0
+    """Rows left out because an earlier row has the same id in canonical form."""
+
+    @property
+    def left_out(self) -> int:
+        """The number of rows that take no part."""
+        return self.unusable + self.duplicates + self.alike
+
+    def in_words(self) -> str:
+        """Describe it in one sentence without an end."""
+        changes = ", ".join(f"{rule} changed {count:,}" for rule, count in self.changed.items())
+        return f"ids: {changes or 'all in canonical form as written'}{self._losses()}"
+
+    def _losses(self) -> str:
+        reasons = (
+            (self.unusable, "without a usable id"),
+            (self.duplicates, "with the id of an earlier row"),
+            (self.alike, "whose id only the rules make equal to that of an earlier row"),
+        )
+        told = ", ".join(f"{count:,} {reason}" for count, reason in reasons if count)
+        return f"; {self.left_out:,} of {self.num_rows:,} rows left out: {told}" if told else ""
+
+
+NOTHING_DONE = IdReport()
+
+
+class OwnIds(NamedTuple):
+    """The usable ids of a table."""
+
+    ids: list[str]
+    """Canonical and distinct, in the order of the rows."""
+
+    kept: NDArray[np.int64] | None
+    """The rows that they belong to; None for all rows."""
+
+    report: IdReport
 
 
 def canonical_ids(raw: Sequence[str | None], source: str) -> list[str]:
-    """Return the ids in canonical form, in the same order, each exactly once.
+    """Return ids in canonical form without rules, in the same order, each exactly once.
 
     Args:
         raw: one id per data row; None if the row has no id.
@@ -28,66 +121,143 @@ def canonical_ids(raw: Sequence[str | None], source: str) -> list[str]:
         DataError: there are no ids, or some are missing, empty, not text, or equal to another id;
             gives the count and the first data rows (from 1) of each kind, and never an id.
     """
+    return usable_ids(["" if text is None else text for text in raw], source).ids
+
+
+def canonical_texts(raw: Sequence[str], form: CanonicalForm | None = None) -> list[str]:
+    """Return ids in canonical form, without any check: they are only looked up."""
+    return (form or _PLAIN).of(raw)
+
+
+def usable_ids(
+    raw: Sequence[str],
+    source: str,
+    form: CanonicalForm | None = None,
+    allowed: Allowed = Allowed(),  # noqa: B008 - immutable
+    names: Sequence[str] = (),
+) -> OwnIds:
+    """Return the ids of a table in canonical form, each exactly once.
+
+    Args:
+        raw: one id per data row, as ``compose`` makes it of several columns; empty if there is
+            none.
+        source: file and columns, for messages.
+        form: of the contract; without rules by default.
+        allowed: rows that are left out instead of being an error.
+        names: the columns, for the report.
+
+    Raises:
+        DataError: there are no ids, or some cannot be used; gives the count and the first data rows
+            (from 1) of each kind, and never an id.
+    """
     if not raw:
         raise DataError(f"{source}: there are no ids")
-    canonical = [_canonical(text) for text in raw]
-    if len(set(canonical)) < len(canonical) or "" in canonical or _any_surrogate(canonical):
-        raise DataError("\n".join(f"{source}: {problem}" for problem in _problems(raw, canonical)))
-    return canonical
-
-
-def canonical_texts(raw: Sequence[str]) -> list[str]:
-    """Return ids in canonical form, without any check: they are only looked up."""
-    return [_canonical(text) for text in raw]
-
-
-def _canonical(text: str | None) -> str:
-    if text is None:
-        return ""
-    # ASCII text is already in NFC; testing for it is ten times faster than normalising.
-    return text.strip() if text.isascii() else normalize("NFC", text).strip()
-
-
-def _any_surrogate(ids: Sequence[str]) -> bool:
-    return any(not text.isascii() and _SURROGATE.search(text) for text in ids)
-
-
-def _problems(raw: Sequence[str | None], canonical: Sequence[str]) -> Iterator[str]:
-    """Describe each kind of problem in one line."""
-    missing: list[str] = []
-    not_text: list[str] = []
-    duplicates: list[str] = []
-    lookalikes: list[str] = []
-    first_row: dict[str, int] = {}
-    for row, (text, form) in enumerate(zip(raw, canonical, strict=True)):
-        if text is None or not form:
-            missing.append(f"{row + 1}")
-            continue
-        if _SURROGATE.search(form):
-            not_text.append(f"{row + 1}")
-        first = first_row.setdefault(form, row)
-        if first == row:
-            continue
-        other = raw[first] or ""
-        if text == other:
-            duplicates.append(f"{row + 1} (as {first + 1})")
-        else:
-            lookalikes.append(f"{row + 1} (as {first + 1}, {_difference(text, other)})")
-    kinds = (
-        (missing, "missing or empty ids"),
-        (not_text, "ids that are not valid Unicode"),
-        (duplicates, "duplicate ids"),
-        (lookalikes, "ids equal to another id once normalised"),
+    form, effects = form or _PLAIN, Effects()
+    canonical = form.of(raw, effects)
+    odd = odd_rows(raw, canonical, form)
+    check_allowed(odd, allowed, source, raw)
+    left_out = {*odd.unusable, *odd.repeated}
+    if len(left_out) == len(raw):
+        raise DataError(f"{source}: none of the {len(raw)} rows has a usable id")
+    report = IdReport(
+        len(raw),
+        changes_in_words(effects, names),
+        len(odd.unusable),
+        len(odd.duplicates),
+        len(odd.alike),
     )
-    for rows, kind in kinds:
-        if rows:
-            more = ", ..." if len(rows) > _ROWS_NAMED else ""
-            yield f"{len(rows)} {kind}: data rows {', '.join(rows[:_ROWS_NAMED])}{more}"
+    if not left_out:
+        return OwnIds(canonical, None, report)
+    kept = np.array([row for row in range(len(raw)) if row not in left_out], dtype=np.int64)
+    return OwnIds([canonical[row] for row in kept.tolist()], kept, report)
+
+
+def odd_rows(raw: Sequence[str], canonical: Sequence[str], form: CanonicalForm) -> Odd:
+    """Find the rows whose ids cannot be used.
+
+    Args:
+        raw: one id per row, as written.
+        canonical: the same in canonical form, empty for those that are none.
+        form: the canonical form.
+    """
+    is_fine = "" not in canonical and all(map(is_unicode, canonical))
+    if is_fine and len(set(canonical)) == len(canonical):
+        return Odd()
+    odd = Odd([], [], [], [], [])._asdict()
+    first_row: dict[str, int] = {}
+    for row, (text, found) in enumerate(zip(raw, canonical, strict=True)):
+        if not is_unicode(text):
+            odd["not_text"].append(row)
+        elif not found:
+            odd["missing" if _is_blank(text, form) else "not_of_kind"].append(row)
+        elif (first := first_row.setdefault(found, row)) != row:
+            odd["duplicates" if text == raw[first] else "alike"].append((row, first))
+    return Odd(**odd)
+
+
+def check_allowed(odd: Odd, allowed: Allowed, source: str, raw: Sequence[str] = ()) -> None:
+    """Check that rows whose ids cannot be used may be left out.
+
+    Args:
+        odd: those rows.
+        allowed: which of them may.
+        source: file and columns, for messages.
+        raw: the ids as written, if the message can say how two differ.
+
+    Raises:
+        DataError: some may not.
+    """
+    problems: list[str] = []
+    if not allowed.unusable:
+        unusable = (
+            (odd.missing, "missing or empty ids"),
+            (odd.not_text, "ids that are not valid Unicode"),
+            (odd.not_of_kind, "ids that are none by the rules of contract.ids"),
+        )
+        problems += [_problem([f"{row + 1}" for row in rows], kind) for rows, kind in unusable]
+    if not allowed.duplicates:
+        same = [f"{row + 1} (as {first + 1})" for row, first in odd.duplicates]
+        alike = [
+            f"{row + 1} (as {first + 1}{_difference(raw[row], raw[first]) if raw else ''})"
+            for row, first in odd.alike
+        ]
+        problems.append(_problem(same, "duplicate ids"))
+        problems.append(_problem(alike, "ids equal to another id once normalised"))
+    if any(problems):
+        raise DataError("\n".join(f"{source}: {problem}" for problem in problems if problem))
+
+
+def changes_in_words(effects: Effects, names: Sequence[str]) -> dict[str, int]:
+    """Return how many ids each rule has changed, by the rule's name and, of several, the column."""
+    if len(names) < 2:
+        return {rule: count for (_, rule), count in effects.changed.items()}
+    return {
+        f"{rule} of {names[column]!r}": count for (column, rule), count in effects.changed.items()
+    }
+
+
+_PLAIN = CanonicalForm()
+
+
+def _is_blank(text: str, form: CanonicalForm) -> bool:
+    parts: Iterator[Any] = iter((text,))
+    if form.num_columns > 1:
+        parts = iter(decompose(text, form.num_columns) or ("",))
+    return any(not part.strip() for part in parts)
+
+
+def _problem(rows: Sequence[str], kind: str) -> str:
+    if not rows:
+        return ""
+    more = ", ..." if len(rows) > _ROWS_NAMED else ""
+    return f"{len(rows)} {kind}: data rows {', '.join(rows[:_ROWS_NAMED])}{more}"
 
 
 def _difference(text: str, other: str) -> str:
     if text.strip() == other.strip():
-        return "differs in white space"
+        return ", differs in white space"
     if normalize("NFC", text) == normalize("NFC", other):
-        return "differs in Unicode form"
-    return "differs in white space and Unicode form"
+        return ", differs in Unicode form"
+    if normalize("NFC", text).strip() == normalize("NFC", other).strip():
+        return ", differs in white space and Unicode form"
+    return ", made equal by contract.ids"

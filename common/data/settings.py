@@ -4,7 +4,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
+from splitveil.common.data.label_range import ONE_NUMBER, LabelRange
 from splitveil.common.data.source_settings import ColumnName, Source
+from splitveil.common.run.id_rules import MAX_ID_COLUMNS
 from splitveil.common.settings import Section
 
 
@@ -42,6 +44,18 @@ TimestampPart = Literal["seconds", "year", "month", "day", "day_of_week", "hour"
 Gaps = Literal["refused", "zero", "nan"]
 """What a table has in place of missing numbers: there are none, 0, or NaN for the encoder to fill.
 """
+
+
+def _single_as_text(value: Any) -> Any:
+    """Write one column without a list, so that it is the same setting in both forms."""
+    return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+
+
+IdColumns = Annotated[
+    ColumnName | Annotated[tuple[ColumnName, ...], Field(min_length=2, max_length=MAX_ID_COLUMNS)],
+    BeforeValidator(_single_as_text, json_schema_input_type=ColumnName | tuple[ColumnName, ...]),
+]
+"""The column of ids, or several that make up the id together."""
 
 Weight = Annotated[float, Field(gt=0, le=1e6)]
 
@@ -164,13 +178,22 @@ class DataSettings(Section):
     source: Source
     """The source of the rows."""
 
-    id_column: ColumnName | None = None
-    """Column with each row's id, by which the parties align. Without it, a row's id is its number
+    id_column: IdColumns | None = None
+    """Column with each row's id, by which the parties align, or a list of columns that make up the
+    id together; the contract's ``ids`` has the rules for each. Without it, a row's id is its number
     in the file, from 1; use this only for two files whose rows already correspond, such as raw
     Criteo."""
 
+    duplicate_ids: Literal["error", "first"] = "error"
+    """What happens to rows whose id another row has, too: an error, or all but the first are left
+    out."""
+
+    unusable_ids: Literal["error", "leave_out"] = "error"
+    """What happens to rows without an id, or with one that is not what the contract's ``ids`` says,
+    such as an e-mail address: an error, or they are left out."""
+
     label_column: ColumnName | None = None
-    """Column with the label: 0 or 1, or one of ``classes``."""
+    """Column with the label: 0 or 1, one of ``classes``, or a number within ``label_range``."""
 
     positive_label: ColumnName | None = None
     """The text that stands for label 1; all other texts then stand for 0. By default the column
@@ -180,6 +203,10 @@ class DataSettings(Section):
     """Three or more classes, for a softmax over them: a number K, for a column that holds the whole
     numbers 0 to K - 1, or the list of the texts (or whole numbers) that the column holds. If
     absent, there are two classes."""
+
+    label_range: LabelRange | None = None
+    """Bounds of a label that is a number: the model then predicts a number (regression). Without
+    it, labels are classes. The bounds stay with the label owner."""
 
     class_weights: tuple[Weight, ...] | None = Field(default=None, min_length=2)
     """What an example of each class counts in the loss: of label 0 and label 1, or of the classes
@@ -199,6 +226,20 @@ class DataSettings(Section):
     """The columns that go into the model; absent for a party that only holds labels."""
 
     @property
+    def id_columns(self) -> tuple[str, ...]:
+        """The columns of ids; empty if the rows' numbers are the ids."""
+        if self.id_column is None:
+            return ()
+        return (self.id_column,) if isinstance(self.id_column, str) else self.id_column
+
+    @property
+    def place_of_ids(self) -> str:
+        """The columns of ids in words, for messages."""
+        columns = self.id_columns
+        names = ", ".join(map(repr, columns)) or "None"
+        return f"column{'s' * (len(columns) > 1)} {names}"
+
+    @property
     def class_names(self) -> tuple[str, ...]:
         """The names of the classes; empty if there are two."""
         if isinstance(self.classes, int):
@@ -207,8 +248,8 @@ class DataSettings(Section):
 
     @property
     def num_classes(self) -> int:
-        """The number of classes."""
-        return len(self.class_names) or 2
+        """The number of classes; ``ONE_NUMBER`` where the label is a number."""
+        return ONE_NUMBER if self.label_range is not None else len(self.class_names) or 2
 
     @model_validator(mode="after")
     def _names_something_to_read(self) -> "DataSettings":
@@ -222,6 +263,8 @@ class DataSettings(Section):
             raise ValueError("positive_label is for two classes; leave it or classes out")
         if len(set(self.class_names)) < len(self.class_names):
             raise ValueError("classes: name each class only once")
+        self._check_label_range()
+        self._check_ids()
         self._check_weights()
         if self.features and self.features.image:
             if self.source.kind not in {"npz", "images"}:
@@ -233,6 +276,22 @@ class DataSettings(Section):
                     "features.image.array: required for a source of kind npz, and only there"
                 )
         return self
+
+    def _check_label_range(self) -> None:
+        if self.label_range is None:
+            return
+        if self.label_column is None:
+            raise ValueError("label_range needs a label_column")
+        for name in ("positive_label", "classes", "class_weights"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} is for classes; leave it or label_range out")
+
+    def _check_ids(self) -> None:
+        if len(set(self.id_columns)) < len(self.id_columns):
+            raise ValueError("id_column: name each column only once")
+        for name in ("duplicate_ids", "unusable_ids"):
+            if getattr(self, name) != "error" and self.id_column is None:
+                raise ValueError(f"{name}: {getattr(self, name)} needs an id_column")
 
     def _check_weights(self) -> None:
         for name in ("class_weights", "weight_column"):

@@ -6,10 +6,7 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from splitveil.common.errors import DataError
-
 _CHUNK = 64 * 1024
-_ROWS_NAMED = 5
 
 
 class CheckedIds(Sequence[str]):
@@ -52,6 +49,11 @@ class StoredIds(CheckedIds):
     def __init__(self, text: NDArray[np.uint8], ends: NDArray[np.int64]) -> None:
         self._text = text
         self._ends = ends
+
+    @property
+    def ends(self) -> NDArray[np.int64]:
+        """The end of each id in the text, (rows,)."""
+        return self._ends
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -104,31 +106,23 @@ class StoredIds(CheckedIds):
             start = end
 
 
-def check_distinct(ids: Sequence[str], hashes: NDArray[np.int64], where: str) -> None:
-    """Check that no id occurs twice, using 8 bytes of memory per row to sort the hashes.
+def repeated_rows(ids: Sequence[str], hashes: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Return the rows whose id an earlier row has, with the first such row, both from 0.
+
+    Rows without an id, the empty text, repeat nothing. Takes 8 bytes of memory per row.
 
     Args:
         ids: one id per row.
         hashes: a hash of each id, equal for equal ids, (rows,).
-        where: file and column, for messages.
-
-    Raises:
-        DataError: gives the number of rows whose id also occurs in an earlier row, and the first
-            of these rows.
     """
     ordered = np.sort(hashes)
     shared = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
     if not len(shared):
-        return
+        return []
     first_row: dict[str, int] = {}
-    duplicates = []
-    for row in np.flatnonzero(np.isin(hashes, shared)):
-        first = first_row.setdefault(ids[int(row)], int(row))
-        if first != row:
-            duplicates.append(f"{row + 1} (as {first + 1})")
-    if duplicates:
-        more = ", ..." if len(duplicates) > _ROWS_NAMED else ""
-        raise DataError(
-            f"{where}: {len(duplicates)} duplicate ids: data rows "
-            f"{', '.join(duplicates[:_ROWS_NAMED])}{more}"
-        )
+    repeated = []
+    for row in np.flatnonzero(np.isin(hashes, shared)).tolist():
+        text = ids[row]
+        if text and (first := first_row.setdefault(text, row)) != row:
+            repeated.append((row, first))
+    return repeated

@@ -1,27 +1,38 @@
 """Reads which rows of a party's file are about the same person."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from splitveil.common.data.columns import WrittenColumn, check_columns_exist, read_ids
+from splitveil.common.data.canonical_form import CanonicalForm
+from splitveil.common.data.columns import check_columns_exist
+from splitveil.common.data.id_columns import check_rules, part_ids
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.table import open_table_source, select_columns
 from splitveil.common.errors import SettingsError
+from splitveil.common.run.id_rules import AS_WRITTEN, IdRule
 
 SETTING = "defense.subject_column"
 
 
-def read_subjects(settings: DataSettings, base_dir: Path, column: str) -> NDArray[np.int64]:
+def read_subjects(
+    settings: DataSettings,
+    base_dir: Path,
+    column: str,
+    id_rules: Sequence[IdRule] = AS_WRITTEN,
+) -> NDArray[np.int64]:
     """Return a number for each row of the file, equal for rows of one person, (rows,).
 
-    A row without an entry has a person of its own.
+    A row without an entry has a person of its own. Entries are compared like ids: by the rules of
+    the column if it is part of the id, and otherwise as written.
 
     Args:
         settings: the party's data settings.
         base_dir: folder to which relative paths refer.
         column: the column that names the person.
+        id_rules: the contract's rules for each column of ids.
 
     Raises:
         DataError: there is no such column.
@@ -32,8 +43,12 @@ def read_subjects(settings: DataSettings, base_dir: Path, column: str) -> NDArra
     if any(column in way for way in selection.chosen):
         raise SettingsError(f"{SETTING}: {column!r} is a feature, too: leave it out there")
     check_columns_exist([column], source.column_names(), source.name)
-    written = WrittenColumn(source.read([column])[column], f"{source.name}: column {column!r}")
-    texts = np.array(read_ids(written), dtype=object)
+    check_rules(settings, id_rules)
+    is_id = column in settings.id_columns
+    rule = id_rules[settings.id_columns.index(column)] if is_id else AS_WRITTEN[0]
+    named = settings.model_copy(update={"id_column": column})
+    entries = part_ids(named, [rule], source.read([column]), source.name)
+    texts = np.array(CanonicalForm([rule]).of(entries), dtype=object)
     _, subjects = np.unique(texts, return_inverse=True)
     without = np.flatnonzero(texts == "")
     subjects[without] = len(texts) + np.arange(len(without))

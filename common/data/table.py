@@ -1,7 +1,7 @@
 """Reads a party's own table and checks the columns it needs before anything is sent."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,25 +14,30 @@ from splitveil.common.data.columns import (
     CategoricalColumn,
     ChosenColumns,
     WrittenColumn,
-    check_all_classes,
-    check_both_classes,
     check_columns_exist,
     read_categories,
-    read_classes,
-    read_ids,
-    read_labels,
     read_numeric,
     read_splits,
     read_weights,
     select_features,
 )
+from splitveil.common.data.id_columns import check_rules, part_ids
 from splitveil.common.data.image_folder import ImageFolder
 from splitveil.common.data.kinds import open_source
+from splitveil.common.data.label_columns import (
+    check_all_classes,
+    check_both_classes,
+    check_not_constant,
+    read_classes,
+    read_labels,
+    read_number_labels,
+)
 from splitveil.common.data.npz_file import NpzFile
 from splitveil.common.data.settings import DataSettings, Gaps, ImageSettings
 from splitveil.common.data.sources import RowSource, TableSource, list_rows
 from splitveil.common.data.timestamps import read_timestamps
 from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.run.id_rules import AS_WRITTEN, IdRule
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,11 +48,13 @@ class Table:
     """The file, for messages."""
 
     ids: Sequence[str]
-    """Each row's id as written in the file, or an empty text if the row has none. The alignment
-    checks that they are distinct and not empty, after bringing them into canonical form."""
+    """Each row's id as written in the file, or an empty text if the row has none; of several
+    columns, as ``compose`` puts them together. ``usable_ids`` brings them into canonical form and
+    checks that they are distinct and not empty."""
 
     labels: NDArray[np.float32] | None
-    """0 or 1 per row, or the class index of the row if there are more than two classes."""
+    """0 or 1 per row; the class index of the row if there are more than two classes; or its share
+    of the range if the label is a number."""
 
     numeric: Mapping[str, NDArray[np.float64]]
     """Finite numbers by column, and NaN for gaps if ``gaps`` says so; a timestamp has a column for
@@ -77,6 +84,27 @@ class Table:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def take(self, rows: NDArray[np.int64]) -> "Table":
+        """Return a table of some of the rows."""
+
+        def taken(array: NDArray[Any] | None) -> NDArray[Any] | None:
+            return None if array is None else array[rows]
+
+        def coded(columns: Mapping[str, CategoricalColumn]) -> dict[str, CategoricalColumn]:
+            return {name: c._replace(codes=c.codes[rows]) for name, c in columns.items()}
+
+        return replace(
+            self,
+            ids=[self.ids[row] for row in rows.tolist()],
+            labels=taken(self.labels),
+            numeric={name: numbers[rows] for name, numbers in self.numeric.items()},
+            categorical=coded(self.categorical),
+            image=taken(self.image),
+            splits=taken(self.splits),
+            lists=coded(self.lists),
+            weights=taken(self.weights),
+        )
+
 
 class Selection(NamedTuple):
     """The columns of a source that the settings select."""
@@ -102,7 +130,7 @@ def select_columns(
     """
     features = settings.features
     names = source.column_names()
-    own = (settings.id_column, settings.label_column, settings.weight_column)
+    own = (*settings.id_columns, settings.label_column, settings.weight_column)
     if split_column is not None and split_column in own:
         raise SettingsError(f"contract.split.column: {split_column!r} is the id, label or weight")
     reserved = [name for name in (*own, split_column) if name is not None]
@@ -136,34 +164,48 @@ def open_table_source(settings: DataSettings, base_dir: Path) -> TableSource:
     return open_source(settings.source, base_dir, image_array)
 
 
-def read_table(settings: DataSettings, base_dir: Path, split_column: str | None = None) -> Table:
+def read_table(
+    settings: DataSettings,
+    base_dir: Path,
+    split_column: str | None = None,
+    id_rules: Sequence[IdRule] = AS_WRITTEN,
+) -> Table:
     """Read and check the columns that the settings name; no other column is read.
 
     Args:
         settings: the party's data settings.
         base_dir: folder to which relative paths refer, that of the settings file.
         split_column: the column by which the contract splits the rows, if it does.
+        id_rules: the contract's rules for each column of ids.
 
     Raises:
         DataError: names the file, columns and rows (counted from 1, without the header line).
         SettingsError: a path names an environment variable that is not set.
     """
-    return table_of(open_table_source(settings, base_dir), settings, split_column)
+    return table_of(open_table_source(settings, base_dir), settings, split_column, id_rules)
 
 
-def table_of(source: RowSource, settings: DataSettings, split_column: str | None = None) -> Table:
+def table_of(
+    source: RowSource,
+    settings: DataSettings,
+    split_column: str | None = None,
+    id_rules: Sequence[IdRule] = AS_WRITTEN,
+) -> Table:
     """Read and check the columns of an open source that the settings name.
 
     Args:
         source: the rows, whatever source the settings name.
         settings: the party's data settings.
         split_column: the column by which the contract splits the rows, if it does.
+        id_rules: the contract's rules for each column of ids.
 
     Raises:
         DataError: names the source, columns and rows (counted from 1).
-        SettingsError: a column is requested for two purposes.
+        SettingsError: a column is requested for two purposes, or the contract has rules for another
+            number of columns of ids.
     """
     features = settings.features
+    check_rules(settings, id_rules)
     selection = select_columns(settings, source, split_column)
     columns = source.read(selection.needed)
     image = _read_image(source, features.image) if features and features.image else None
@@ -176,7 +218,7 @@ def table_of(source: RowSource, settings: DataSettings, split_column: str | None
         source=source.name,
         ids=[str(row + 1) for row in range(num_rows)]
         if settings.id_column is None
-        else part_ids(settings.id_column, columns, source.name),
+        else part_ids(settings, id_rules, columns, source.name),
         labels=labels,
         numeric=part_numeric(settings, selection, columns, source.name),
         categorical={name: coded[name] for name in selection.chosen.categorical},
@@ -187,11 +229,6 @@ def table_of(source: RowSource, settings: DataSettings, split_column: str | None
         weights=part_weights(settings, columns, source.name),
         gaps=features.gaps if features else "refused",
     )
-
-
-def part_ids(id_column: str, columns: Mapping[str, Any], source: str) -> list[str]:
-    """Return the ids of some rows as written in the file."""
-    return read_ids(_written(columns, id_column, source))
 
 
 def part_labels(
@@ -205,6 +242,8 @@ def part_labels(
     if settings.classes is not None:
         are_numbers = isinstance(settings.classes, int)
         return read_classes(column, settings.class_names, are_numbers=are_numbers)
+    if settings.label_range is not None:
+        return read_number_labels(column, settings.label_range)
     return read_labels(column, settings.positive_label)
 
 
@@ -219,13 +258,15 @@ def part_weights(
 
 
 def check_classes(settings: DataSettings, labels: NDArray[np.float32], source: str) -> None:
-    """Check that a whole file has rows of every class.
+    """Check that a whole file has rows of every class, or numbers that differ.
 
     Raises:
-        DataError: a class has no rows.
+        DataError: a class has no rows, or all numbers are the same.
     """
     where = _place(source, settings.label_column)
-    if settings.classes is None:
+    if settings.label_range is not None:
+        check_not_constant(labels, where)
+    elif settings.classes is None:
         check_both_classes(labels, where)
     else:
         check_all_classes(labels, settings.class_names, where)

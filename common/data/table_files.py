@@ -1,12 +1,13 @@
 """Reads files that a command line names: tables for predictions, and lists of ids."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from splitveil.common.data.columns import WrittenColumn, check_columns_exist, read_ids
+from splitveil.common.data.canonical_form import CanonicalForm
+from splitveil.common.data.columns import check_columns_exist
 from splitveil.common.data.csv_file import CODECS
 from splitveil.common.data.features import FeatureEncoder
-from splitveil.common.data.ids import canonical_texts
+from splitveil.common.data.id_columns import check_rules, part_ids
 from splitveil.common.data.kinds import open_source
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import (
@@ -19,6 +20,7 @@ from splitveil.common.data.source_settings import (
 from splitveil.common.data.sources import list_rows, unreadable_is_data_error
 from splitveil.common.data.table import part_name
 from splitveil.common.errors import DataError
+from splitveil.common.run.id_rules import AS_WRITTEN, IdRule
 
 _KINDS: dict[str, Callable[[str], Source]] = {
     ".csv": lambda path: CsvSource(kind="csv", path=path),
@@ -75,38 +77,49 @@ def settings_for(
             "exclude": (),
         }
         features = features.model_copy(update=chosen)
-    without = {"label_column": None, "positive_label": None, "classes": None}
+    labels = ("label_column", "positive_label", "classes", "label_range")
+    without = dict.fromkeys(labels)
     unweighted = {"class_weights": None, "weight_column": None, "weights_are_label_free": False}
     return settings.model_copy(
         update={"source": source, "features": features, **without, **unweighted}
     )
 
 
-def read_id_list(path: Path, id_column: str | None) -> list[str]:
+def read_id_list(
+    path: Path, settings: DataSettings, id_rules: Sequence[IdRule] = AS_WRITTEN
+) -> list[str]:
     """Read ids in canonical form, in the file's order, possibly repeated.
 
     Args:
-        path: a text file with one id per line, or a table with a column of ids.
-        id_column: the name of that column; None if rows are known by their number, so that only a
-            text file can name them.
+        path: a text file with one id per line, or a table with the columns of ids.
+        settings: name these columns. If rows are known by their number, only a text file can name
+            them, and if several columns make up an id, only a table can.
+        id_rules: the contract's rules for each column of ids.
 
     Raises:
         DataError: the file cannot be read, has no ids, or has rows without one.
+        SettingsError: the rules are for another number of columns.
     """
+    check_rules(settings, id_rules)
+    form, columns = CanonicalForm(id_rules), settings.id_columns
     if _ending(path) not in _KINDS:
+        if len(columns) > 1:
+            raise DataError(
+                f"{path}: expected a table ({', '.join(_KINDS)}) with the {settings.place_of_ids}: "
+                f"a line of text holds no id of several columns"
+            )
         with unreadable_is_data_error(path):
-            ids = canonical_texts(path.read_text(encoding="utf-8-sig").splitlines())
+            ids = form.of(path.read_text(encoding="utf-8-sig").splitlines())
         while ids and not ids[-1]:
             ids.pop()
         where = str(path)
     else:
-        if id_column is None:
+        if not columns:
             raise DataError(f"{path}: expected a text file with one row number per line")
         source = open_source(source_of(path), Path())
-        check_columns_exist([id_column], source.column_names(), source.name)
-        where = f"{source.name}: column {id_column!r}"
-        written = WrittenColumn(source.read([id_column])[id_column], where)
-        ids = canonical_texts(read_ids(written))
+        check_columns_exist(columns, source.column_names(), source.name)
+        where = f"{source.name}: {settings.place_of_ids}"
+        ids = form.of(part_ids(settings, id_rules, source.read(columns), source.name))
     if not ids:
         raise DataError(f"{where}: there are no ids")
     if "" in ids:

@@ -77,8 +77,8 @@ def build_top_model(
 ) -> nn.Module:
     """Return a model that maps the activation (and own features) to logits, on the CPU.
 
-    It is in training mode. For two classes it returns one logit per row, for more classes one logit
-    per row and class.
+    It is in training mode. For two classes, and for labels that are numbers, it returns one output
+    per row, for more classes one logit per row and class.
 
     Args:
         settings: the active party's ``top_model``.
@@ -86,22 +86,22 @@ def build_top_model(
         encoder: the encoder of the active party's own features, or their shapes; None if it has no
             features.
         seed: seed of the initial weights.
-        num_classes: number of classes.
+        num_classes: number of classes; ``ONE_NUMBER`` for labels that are numbers.
 
     Raises:
         SettingsError: an output activation is set, or the model does not take these features or
             this cut shape; or a user-defined class cannot be loaded, built or called, or returns
             another shape.
     """
-    num_logits = 1 if num_classes == 2 else num_classes
-    expected_shape = (PROBE_ROWS,) if num_classes == 2 else (PROBE_ROWS, num_classes)
+    num_logits = 1 if num_classes <= 2 else num_classes
+    expected_shape = (PROBE_ROWS,) if num_logits == 1 else (PROBE_ROWS, num_classes)
     shapes = None if encoder is None else _shapes(encoder)
     if shapes is not None and not _has_features(shapes):
         raise SettingsError("top_model: data.features selects no column; leave it out")
     if isinstance(settings, MlpModel) and settings.output_activation != "identity":
         raise SettingsError(
-            f"top_model.output_activation: expected identity (the output is a logit), "
-            f"got {settings.output_activation}"
+            f"top_model.output_activation: expected identity (the output is a logit, or a number "
+            f"that may be any), got {settings.output_activation}"
         )
 
     def build() -> nn.Module:

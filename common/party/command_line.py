@@ -22,6 +22,7 @@ from splitveil.common.party.party_settings import (
     load_party_settings,
 )
 from splitveil.common.party.transcript import Broken, Comparison, Verified, compare, verify
+from splitveil.common.settings import validate
 from splitveil.common.storage.ended_run import end_of
 from splitveil.common.storage.run_folder import write_text_atomically
 from splitveil.common.storage.run_store import RunStore
@@ -215,6 +216,7 @@ def resumes(settings: PartySettings, *, fresh: bool, folder: Path) -> bool:
         logger.warning("%s: the settings of the unfinished run are gone: starting over", folder)
         return False
     now = settings.model_dump(mode="json")
+    earlier = _with_defaults(type(settings), earlier)
     changed = [
         name
         for name in sorted(now.keys() | earlier.keys())
@@ -229,6 +231,14 @@ def resumes(settings: PartySettings, *, fresh: bool, folder: Path) -> bool:
     if end_of(folder) is None:
         logger.info("resuming the unfinished run in %s; --fresh would start over", folder)
     return True
+
+
+def _with_defaults(section: type[PartySettings], earlier: dict[str, Any]) -> dict[str, Any]:
+    """Fill in settings that an earlier version did not have, as it did what their defaults say."""
+    try:
+        return validate(section, earlier, "settings").model_dump(mode="json")
+    except SettingsError:  # they differ in any case
+        return earlier
 
 
 def save_resolved(settings: PartySettings, folder: Path) -> None:

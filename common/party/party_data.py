@@ -10,13 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
+from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.converted import MappedTable, open_converted
 from splitveil.common.data.features import FeatureEncoder, Features
-from splitveil.common.data.id_forms import IdForms, form_of
-from splitveil.common.data.ids import canonical_ids
+from splitveil.common.data.id_forms import ColumnForms, form_of
+from splitveil.common.data.ids import NOTHING_DONE, Allowed, IdReport, usable_ids
 from splitveil.common.data.mapped_features import MappedFeatures, RowEncoder
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import (
@@ -30,6 +32,7 @@ from splitveil.common.errors import DataError, SplitveilError
 from splitveil.common.party.party_settings import PartySettings
 from splitveil.common.run.contract import ColumnSplit, SplitSettings
 from splitveil.common.run.course import AlignedRows
+from splitveil.common.run.id_rules import AS_WRITTEN, IdRule
 from splitveil.common.run.messages import IdForm
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.run.splits import SPLITS
@@ -44,15 +47,33 @@ _IDS_AT_ONCE = 2**16
 
 @dataclass(frozen=True)
 class PartyData:
-    """A table and its canonical ids, row by row as in the file."""
+    """A table and its canonical ids, row by row as in the file.
+
+    Rows that the settings leave out because of their ids are not among them.
+    """
 
     settings: DataSettings
     table: Table
     ids: Sequence[str]
+    kept: NDArray[np.int64] | None = None
+    """The rows of the file; None for all."""
+
+    report: IdReport = NOTHING_DONE
+    """What became of the ids."""
+
+    @classmethod
+    def of(cls, settings: PartySettings) -> "PartyData":
+        """Read a party's own file, or open its converted copy; see ``load``."""
+        contract = settings.contract
+        return cls.load(settings.data, settings.base_dir, contract.split, contract.ids)
 
     @classmethod
     def load(
-        cls, settings: DataSettings, base_dir: Path, split: SplitSettings | None = None
+        cls,
+        settings: DataSettings,
+        base_dir: Path,
+        split: SplitSettings | None = None,
+        id_rules: Sequence[IdRule] = AS_WRITTEN,
     ) -> "PartyData":
         """Read a party's file, or open its converted copy in the cache.
 
@@ -61,27 +82,30 @@ class PartyData:
             base_dir: folder to which relative paths refer.
             split: the contract's split, which may need a column; None for a table that is not used
                 for training.
+            id_rules: the contract's rules for each column of ids.
 
         Raises:
             DataError: names file, column, rows and count of each problem.
+            SettingsError: the rules are for another number of columns of ids.
             StorageError: the cache cannot be used.
         """
         split_column = split.column if isinstance(split, ColumnSplit) else None
         if isinstance(settings.source, CacheableSource):
             if settings.source.cache_dir is not None:
                 with _conversion_bar(_name_of(settings.source)) as progress:
-                    mapped = open_converted(settings, base_dir, progress, split_column)
-                _say(mapped.id_doubts, settings, mapped.source)
-                return cls(settings, mapped, mapped.ids)
+                    mapped = open_converted(settings, base_dir, progress, split_column, id_rules)
+                _say(mapped.id_doubts, mapped.id_report, settings, mapped.source)
+                return cls(settings, mapped, mapped.ids, mapped.kept, mapped.id_report)
             _suggest_a_cache(settings.source, base_dir)
-        table = read_table(settings, base_dir, split_column)
-        where = f"{table.source}: column {settings.id_column!r}"
-        ids = canonical_ids(table.ids, where)
+        table = read_table(settings, base_dir, split_column, id_rules)
+        where, form = f"{table.source}: {settings.place_of_ids}", CanonicalForm(id_rules)
+        allowed, names = Allowed.by(settings), settings.id_columns
+        ids, kept, report = usable_ids(table.ids, where, form, allowed, names)
         if settings.id_column is not None:
-            forms = IdForms()
-            forms.add(ids)
-            _say(forms.doubts(), settings, table.source)
-        return cls(settings, table, ids)
+            forms = ColumnForms(names)
+            forms.add(form.columns_of(ids))
+            _say(forms.doubts(), report, settings, table.source)
+        return cls(settings, table if kept is None else table.take(kept), ids, kept, report)
 
     def fit(
         self, training_rows: Positions, earlier: EarlierModel | None = None
@@ -187,7 +211,7 @@ def form_of_own_ids(settings: PartySettings) -> IdForm | None:
     if settings.data.id_column is None:
         return None
     try:
-        data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
+        data = PartyData.of(settings)
     except SplitveilError:  # a run and a check say it
         return None
     return form_of(data.ids)
@@ -210,9 +234,13 @@ def _joined(ids: Sequence[str]) -> Iterator[str]:
         yield ("\0" if start else "") + "\0".join(ids[start : start + _IDS_AT_ONCE])
 
 
-def _say(doubts: Sequence[str], settings: DataSettings, source: str) -> None:
+def _say(doubts: Sequence[str], report: IdReport, settings: DataSettings, source: str) -> None:
+    where = settings.place_of_ids
+    if report.changed or report.left_out:
+        level = logging.WARNING if report.left_out else logging.INFO
+        _logger.log(level, "%s: %s: %s", source, where, report.in_words())
     for doubt in doubts:
-        _logger.warning("%s: column %r: %s", source, settings.id_column, doubt)
+        _logger.warning("%s: %s: %s", source, where, doubt)
 
 
 def _name_of(source: CacheableSource) -> str:

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.converted import MappedTable
 from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.data.id_index import ABSENT, IdIndex
-from splitveil.common.data.ids import canonical_texts
 from splitveil.common.data.mapped_features import MappedFeatures, RowEncoder
 from splitveil.common.data.table_files import settings_for, source_of
 from splitveil.common.errors import SettingsError
@@ -24,9 +24,11 @@ class ServedRows:
     Args:
         data: the table.
         encoder: turns its rows into the features that the model was trained with.
+        form: the canonical form of the table's ids.
     """
 
-    def __init__(self, data: PartyData, encoder: FeatureEncoder) -> None:
+    def __init__(self, data: PartyData, encoder: FeatureEncoder, form: CanonicalForm) -> None:
+        self._form = form
         self.source = data.table.source
         """The table, for messages."""
         self.encoder = encoder
@@ -59,11 +61,11 @@ class ServedRows:
         if encoder is None:
             raise SettingsError("data.features: the model was trained without features here")
         if table is None:
-            data = PartyData.load(settings.data, settings.base_dir, settings.contract.split)
+            data = PartyData.of(settings)
         else:
             chosen = settings_for(settings.data, source_of(table, settings.data.source), encoder)
-            data = PartyData.load(chosen, settings.base_dir)
-        return cls(data, encoder)
+            data = PartyData.load(chosen, settings.base_dir, id_rules=settings.contract.ids)
+        return cls(data, encoder, CanonicalForm(settings.contract.ids))
 
     def __len__(self) -> int:
         return int(self._is_served.sum())
@@ -84,7 +86,7 @@ class ServedRows:
 
     def rows_of(self, ids: Sequence[str]) -> NDArray[np.int64]:
         """Return the row of each id, in any form; ``ABSENT`` for one without a served row."""
-        rows = self._index.rows_of(canonical_texts(ids))
+        rows = self._index.rows_of(self._form.of(ids))
         return np.where((rows != ABSENT) & self._is_served[rows], rows, ABSENT)
 
     def features_of(self, rows: NDArray[np.int64]) -> Features:

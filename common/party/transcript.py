@@ -1,7 +1,7 @@
 """The transcript records every message that crossed the wire, for accountability.
 
 ``transcript.jsonl`` has one line per message in either direction: time, kind, step, number of bytes
-and their SHA-256, and on the active party's side the defense in force. Where the active party
+and their BLAKE3, and on the active party's side the defense in force. Where the active party
 answers other programs, it also has one per request: who asked, for how many ids, and the status. It
 contains neither content nor labels nor predictions. Every line carries the SHA-256 of the previous
 line, so that a line that is changed, dropped or moved later is detected. Cutting off the end leaves
@@ -21,6 +21,8 @@ from datetime import UTC, datetime
 from io import SEEK_END, FileIO
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
+
+from blake3 import blake3
 
 from splitveil.common.errors import StorageError
 from splitveil.common.party.transcript_lines import (
@@ -185,7 +187,8 @@ class Transcript:
     def _crossing(self, crossing: Crossing) -> dict[str, Any]:
         entry: dict[str, Any] = {"direction": crossing.direction, "kind": crossing.kind}
         entry |= {"epoch": crossing.epoch, "step": crossing.step, "bytes": len(crossing.data)}
-        entry["digest"] = hashlib.sha256(crossing.data).hexdigest()
+        # Four times as fast as SHA-256 even where the processor has instructions for that one.
+        entry["digest"] = f"blake3:{blake3(crossing.data).hexdigest()}"
         if crossing.party is not None:
             entry["party"] = crossing.party
         if crossing.kind in self._defenses:

@@ -14,6 +14,10 @@ from splitveil.common.record.values import ValueT, as_count, as_mapping, as_numb
 _EPSILON = "epsilon_lower_bound"
 _DETAILS = "epsilon_lower_bound_details"
 _CLEARLY = 3.0 / 1.96
+_UNLIKELY_P = 0.05
+"""A p-value below which guesses speak against a stated epsilon, beside a figure that does."""
+_FEW_PAIRS = 1_000
+"""Pairs of labels below which an adjusted figure rests on few rows that features do not decide."""
 _CLEARLY_P = 0.001
 """A p-value below which guesses contradict a stated epsilon. Labels that are randomised with
 epsilon, and read exactly, come as close to it as guesses can: at 0.05, one such run in twenty would
@@ -96,7 +100,9 @@ def passed_bounds(
 ) -> Iterator[tuple[str, AdjustedFigures, Covers]]:
     """Yield each attack that tells more beyond features than a bound says, with the widest peers.
 
-    None is yielded where guesses are no better than chance: see `set_aside`.
+    None is yielded where guesses are no better than chance, and a bound that holds for anybody
+    counts as passed only where guesses are better than it permits, or there are many pairs: see
+    `set_aside`.
 
     Args:
         beyond: the figures of a run.
@@ -106,7 +112,7 @@ def passed_bounds(
         return
     for attack, found in beyond.adjusted.items():
         passed = [peers for peers, bound in bounds.items() if is_clearly_above(found, bound)]
-        if passed:
+        if passed and not (passed[0] is Covers.ANYBODY and _guesses_as_permitted(beyond)):
             yield attack, found, passed[0]
 
 
@@ -115,20 +121,33 @@ def set_aside(beyond: BeyondFigures, bound: float) -> dict[str, AdjustedFigures]
 
     Where features all but tell the labels of a few hundred rows, an adjusted figure shows what the
     model of the features has not learned. The guesses of the epsilon's audit, from which the part
-    of every score that features explain was taken out, are then no better than chance, and the
-    figure may lie above a bound that is proved for anybody.
+    of every score that features explain was taken out, are then no better than chance, or, of fewer
+    than 1,000 pairs of labels, no better than the epsilon permits that the ledger states for
+    anybody; and the figure may lie above a bound that is proved for anybody.
 
     Args:
         beyond: the figures of a run.
         bound: AUC that no score of anybody exceeds; 1 or NaN where there is none.
     """
-    if not _guesses_by_chance(beyond):
+    if not (_guesses_by_chance(beyond) or _guesses_as_permitted(beyond)):
         return {}
     return {name: found for name, found in beyond.adjusted.items() if found.value > bound}
 
 
 def _guesses_by_chance(beyond: BeyondFigures) -> bool:
     return beyond.epsilon is not None and beyond.epsilon.p_value > _CLEARLY_P
+
+
+def _guesses_as_permitted(beyond: BeyondFigures) -> bool:
+    measured = beyond.epsilon
+    if measured is None or measured.p_value_of_stated is None:
+        return False
+    says_nothing_against = measured.p_value_of_stated > _UNLIKELY_P
+    return (
+        measured.pairs < _FEW_PAIRS
+        and measured.stated_for == Covers.ANYBODY
+        and says_nothing_against
+    )
 
 
 def beyond_to_json(beyond: BeyondFigures) -> dict[str, Any]:

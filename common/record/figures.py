@@ -1,5 +1,6 @@
 """The figures that both a run's metrics and its summary hold, and their names in the files."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -22,6 +23,38 @@ class SpreadFigures(NamedTuple):
     q95: float | None = None
     """The value that 95 % of the examples do not exceed."""
     mean: float | None = None
+
+
+class NumberFigures(NamedTuple):
+    """The predictions of labels that are numbers, in the label's unit."""
+
+    rmse: float
+    """Root of the mean squared error."""
+    mae: float
+    """Mean absolute error."""
+    r2: float
+    """1 less the squared errors' share of the labels' variance; NaN if all labels are the same."""
+    constant_rmse: float
+    """The RMSE of predicting the mean of the training labels for every row."""
+    constant_mae: float
+    """The MAE of the same prediction."""
+
+    @classmethod
+    def from_flat(cls, values: Mapping[str, Any], prefix: str = "") -> "NumberFigures | None":
+        """Return the figures among some values; None if there are none.
+
+        Args:
+            values: name -> value.
+            prefix: stands before each name.
+        """
+        if not any(f"{prefix}{name}" in values for name in cls._fields):
+            return None
+        numbers = (as_number(values.get(f"{prefix}{name}")) for name in cls._fields)
+        return cls(*(math.nan if number is None else number for number in numbers))
+
+    def flat(self, prefix: str = "") -> dict[str, float]:
+        """Return the figures by name, as ``from_flat`` reads them."""
+        return {f"{prefix}{name}": value for name, value in self._asdict().items()}
 
 
 class LedgerFigures(NamedTuple):

@@ -26,7 +26,15 @@ from splitveil.common.record.values import (
 
 _BY_CLASS = ("leak_classes", "leak_run_level_classes")
 _COUNTS = "leak_batches"
-LEAK_TABLES = ("leak", "leak_worst_epoch", "leak_run_level", *_BY_CLASS, *BEYOND_TABLES)
+_OF_NUMBERS = "leak_of_numbers"
+LEAK_TABLES = (
+    "leak",
+    "leak_worst_epoch",
+    "leak_run_level",
+    *_BY_CLASS,
+    *BEYOND_TABLES,
+    _OF_NUMBERS,
+)
 """Entries of a summary that hold figures by layer and attack, or by attack."""
 
 
@@ -92,6 +100,21 @@ class BatchCounts(NamedTuple):
     left_out: int | None = None
 
 
+class NumberLeak(NamedTuple):
+    """One attack on labels that are numbers, at the cut layer: shares of their variance."""
+
+    r2: float
+    """R2 with the labels; of an attack on single batches, its mean over them."""
+    q95: float | None = None
+    """The 95 % quantile over the batches."""
+    last_epoch: float | None = None
+    """Mean over the batches of the last epoch."""
+    random: float | None = None
+    """The R2 that random scores have on average."""
+    examples: int | None = None
+    """Of an attack on the whole run: the examples that were looked at."""
+
+
 class LeakByClass(NamedTuple):
     """The leak of a run with more than two classes, class by class."""
 
@@ -112,10 +135,14 @@ class LeakFigures:
     beyond: BeyondFigures | None = None
     """What the attacks tell beyond features; None if it was not measured."""
     counts: BatchCounts = field(default_factory=BatchCounts)
+    of_numbers: Mapping[str, NumberLeak] = field(default_factory=dict)
+    """Attack -> its figures, where labels are numbers; no other figure is about these."""
 
 
 def leak_to_json(leak: LeakFigures) -> dict[str, Any]:
     """Return the form of the figures in a summary's file."""
+    if leak.of_numbers:
+        return {_OF_NUMBERS: {name: one._asdict() for name, one in leak.of_numbers.items()}}
     written: dict[str, Any] = {
         "leak": _each(leak.batches, BatchFigures._asdict),
         "leak_worst_epoch": leak.worst_epoch,
@@ -159,7 +186,20 @@ def leak_from_json(values: Mapping[str, Any]) -> LeakFigures | None:
         by_class=by_class,
         beyond=beyond,
         counts=BatchCounts(*(as_count(counts.get(name)) for name in BatchCounts._fields)),
+        of_numbers=_read_numbers(values.get(_OF_NUMBERS)),
     )
+
+
+def _read_numbers(value: object) -> dict[str, NumberLeak]:
+    found = {}
+    for attack, figures in as_mapping(value).items():
+        written = as_mapping(figures)
+        r2 = as_number(written.get("r2"))
+        if r2 is not None:
+            q95, last, random = (as_number(written.get(n)) for n in ("q95", "last_epoch", "random"))
+            examples = as_count(written.get("examples"))
+            found[str(attack)] = NumberLeak(r2, q95, last, random, examples)
+    return found
 
 
 def _read_batches(value: object) -> BatchFigures | None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar
@@ -27,6 +26,7 @@ from splitveil.common.record.beyond_figures import (
     BeyondFigures,
     EpsilonFigures,
 )
+from splitveil.common.record.charting import ChartClock
 from splitveil.common.record.figures import AttackFigure
 from splitveil.common.record.leak_figures import (
     BatchCounts,
@@ -47,10 +47,6 @@ FoundT = TypeVar("FoundT")
 
 IDLE_S = 120.0
 """Time that a checkpoint waits for the attacks on the batches before it."""
-
-_CHARTED_EVERY_S = 0.5
-"""Least time between two batches in TensorBoard's charts: a point there costs a thread as much CPU
-as some attacks. The metrics file has a line for each batch."""
 
 
 class AuditedRun(NamedTuple):
@@ -96,7 +92,7 @@ class LeakRecorder:
         self._unwritten: StorageError | None = None
         self._next_epoch = 0
         self._ended_epoch = -1
-        self._charted_s = -_CHARTED_EVERY_S
+        self._charting = ChartClock()
         self._audit = LeakAudit(
             settings.attack_names,
             settings.every_steps,
@@ -249,19 +245,12 @@ class LeakRecorder:
             figures = (*attack_figures(found[0]), *attack_figures(found[1]))
             self._metrics.write(EpochLeakLine(epoch, figures))
 
-    def _is_to_be_charted(self) -> bool:
-        now_s = time.monotonic()
-        charted = now_s - self._charted_s >= _CHARTED_EVERY_S
-        if charted:
-            self._charted_s = now_s
-        return charted
-
     def _note(self, measured: BatchLeak) -> None:
         try:
             self._write_epochs(measured.epoch - 1)
             figures = attack_figures(measured.leak)
             line = LeakLine(measured.epoch, measured.step, figures, measured.random)
-            self._metrics.write(line, charted=self._is_to_be_charted())
+            self._metrics.write(line, charted=self._charting.is_due())
         except StorageError as error:
             # A full disk ends the run; this thread cannot, so the next batch does.
             self._unwritten = error

@@ -6,11 +6,11 @@ about batches, epochs and runs, never about one example.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
-from splitveil.common.record.figures import AttackFigure, LedgerFigures
+from splitveil.common.record.figures import AttackFigure, LedgerFigures, NumberFigures
+from splitveil.common.record.histogram_line import HistogramLine
 from splitveil.common.record.values import as_count, as_list, as_mapping, as_number, as_text
 from splitveil.common.run.splits import SplitName
 from splitveil.common.storage.run_folder import finite_or_null
@@ -18,6 +18,7 @@ from splitveil.common.storage.run_folder import finite_or_null
 _OF_A_BATCH = "_leak_auc"
 _RANDOM = "random"
 _OF_A_CLASS = "auc/"
+_OF_NUMBERS = "_r2"
 
 
 class AlignmentLine(NamedTuple):
@@ -56,6 +57,14 @@ class EpochLeakLine(NamedTuple):
     figures: tuple[AttackFigure, ...]
 
 
+class NumberLeakLine(NamedTuple):
+    """The attacks on labels that are numbers, over one epoch or up to its end."""
+
+    epoch: int
+    figures: Mapping[str, float | None]
+    """Attack -> the share of the labels' variance that it explains."""
+
+
 class LedgerLine(NamedTuple):
     """The bounds of the leak ledger after an epoch."""
 
@@ -77,6 +86,8 @@ class EvaluationLine(NamedTuple):
     """Only with more than two classes."""
     class_aucs: Mapping[str, float | None] = MappingProxyType({})
     """Class -> AUC against the rest; only with more than two classes."""
+    number: NumberFigures | None = None
+    """Only with labels that are numbers, which have neither AUC nor calibration."""
 
 
 class AuditLine(NamedTuple):
@@ -108,35 +119,12 @@ class AlarmLine(NamedTuple):
     bound: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class HistogramLine:
-    """The gradients of one batch, counted by one of their figures.
-
-    Raises:
-        ValueError: the number of counts in a series differs from the number of bins.
-    """
-
-    epoch: int
-    step: int
-    figure: str
-    edges: tuple[float, ...]
-    """Rising, one more than there are bins."""
-    counts: Mapping[str, tuple[int, ...]]
-    """``<before|after>/<negative|positive>`` -> examples in each bin."""
-
-    def __post_init__(self) -> None:
-        for name, series in self.counts.items():
-            if len(series) != len(self.edges) - 1:
-                raise ValueError(
-                    f"{name}: expected {len(self.edges) - 1} counts, got {len(series)}"
-                )
-
-
 Line: TypeAlias = (
     AlignmentLine
     | TrainingLine
     | LeakLine
     | EpochLeakLine
+    | NumberLeakLine
     | LedgerLine
     | EvaluationLine
     | AuditLine
@@ -274,6 +262,20 @@ def _read_epoch_leak(fields: LineFields) -> EpochLeakLine:
     return EpochLeakLine(_epoch_of(fields), _figures(fields.values))
 
 
+def _write_number_leak(line: NumberLeakLine) -> LineFields:
+    values = {f"{attack}{_OF_NUMBERS}": r2 for attack, r2 in line.figures.items()}
+    return LineFields("epoch_leak_of_numbers", line.epoch, None, values)
+
+
+def _read_number_leak(fields: LineFields) -> NumberLeakLine:
+    figures = {
+        name.removesuffix(_OF_NUMBERS): as_number(value)
+        for name, value in fields.values.items()
+        if name.endswith(_OF_NUMBERS)
+    }
+    return NumberLeakLine(_epoch_of(fields), figures)
+
+
 def _write_ledger(line: LedgerLine) -> LineFields:
     return LineFields("ledger", line.epoch, None, line.bounds.flat())
 
@@ -285,6 +287,9 @@ def _read_ledger(fields: LineFields) -> LedgerLine:
 def _write_evaluation(line: EvaluationLine) -> LineFields:
     names = ("loss", "auc", "calibration_error", "train_loss")
     values = {name: getattr(line, name) for name in names}
+    if line.number is not None:
+        losses = {"loss": line.loss, "train_loss": line.train_loss}
+        return LineFields(line.split, line.epoch, None, losses | line.number.flat())
     if line.class_aucs:
         values |= {"accuracy": line.accuracy}
         values |= {f"{_OF_A_CLASS}{name}": auc for name, auc in line.class_aucs.items()}
@@ -303,7 +308,10 @@ def _read_evaluation(fields: LineFields) -> EvaluationLine:
         if name.startswith(_OF_A_CLASS)
     }
     epoch = _epoch_of(fields)
-    return EvaluationLine(epoch, split, loss, auc, calibration_error, train_loss, accuracy, aucs)
+    number = NumberFigures.from_flat(fields.values)
+    return EvaluationLine(
+        epoch, split, loss, auc, calibration_error, train_loss, accuracy, aucs, number
+    )
 
 
 def _write_audit(line: AuditLine) -> LineFields:
@@ -367,6 +375,7 @@ _FORMS: tuple[_Form[Any], ...] = (
     _Form(TrainingLine, ("train",), _write_training, _read_training),
     _Form(LeakLine, ("leak",), _write_leak, _read_leak),
     _Form(EpochLeakLine, ("epoch_leak",), _write_epoch_leak, _read_epoch_leak),
+    _Form(NumberLeakLine, ("epoch_leak_of_numbers",), _write_number_leak, _read_number_leak),
     _Form(LedgerLine, ("ledger",), _write_ledger, _read_ledger),
     _Form(EvaluationLine, ("validation", "test"), _write_evaluation, _read_evaluation),
     _Form(AuditLine, ("audit",), _write_audit, _read_audit),

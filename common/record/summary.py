@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from splitveil.common.party.transcript import TranscriptEnd
 from splitveil.common.privacy.covers import Covers
-from splitveil.common.record.figures import LedgerFigures
+from splitveil.common.record.figures import LedgerFigures, NumberFigures
 from splitveil.common.record.leak_figures import (
     LEAK_TABLES,
     LeakFigures,
@@ -54,6 +54,12 @@ class ModelFigures(NamedTuple):
     """Of the copy of the top model that was fitted to the true labels after the last gradient."""
     test_auc_alone: float | None = None
     """Of a model that the active party trained on its own features alone, on the same test rows."""
+    test_number: NumberFigures | None = None
+    """Only with labels that are numbers, which have neither AUC nor calibration."""
+    test_rmse_refit: float | None = None
+    """As ``test_auc_refit``, for labels that are numbers."""
+    test_rmse_alone: float | None = None
+    """As ``test_auc_alone``, for labels that are numbers."""
 
 
 class PeerBound(NamedTuple):
@@ -186,11 +192,16 @@ _MODEL = ("test_auc", "test_loss", "test_calibration_error", "train_loss")
 _OF_CLASSES = ("test_accuracy", "test_auc_by_class")
 _REFIT = "test_auc_refit"
 _ALONE = "test_auc_alone"
+_OF_TEST = "test_"
+_OF_NUMBERS = tuple(f"{_OF_TEST}{name}" for name in NumberFigures._fields)
+_RMSE_REFIT = "test_rmse_refit"
+_RMSE_ALONE = "test_rmse_alone"
 _GATE = ("leak_gate_findings", "leak_gate_closed")
 _OF_ACTIVE = {
     *_MODEL,
     *_OF_CLASSES,
     *_GATE,
+    *_OF_NUMBERS,
     _REFIT,
     _ALONE,
     *("defense", "ledger", "bounds", "audits_answered", "refused_messages", "earlier_answers"),
@@ -200,6 +211,14 @@ _WITH_TABLES = {*LEAK_TABLES, "ledger", "bounds", "audit", "transcript", "proven
 
 
 def _write_model(model: ModelFigures) -> dict[str, Any]:
+    if model.test_number is not None:
+        return {
+            **model.test_number.flat(_OF_TEST),
+            **({} if model.test_rmse_refit is None else {_RMSE_REFIT: model.test_rmse_refit}),
+            **({} if model.test_rmse_alone is None else {_RMSE_ALONE: model.test_rmse_alone}),
+            "test_loss": model.test_loss,
+            "train_loss": model.train_loss,
+        }
     return {
         "test_auc": model.test_auc,
         **({} if model.test_auc_refit is None else {_REFIT: model.test_auc_refit}),
@@ -252,6 +271,9 @@ def _read_model(values: Mapping[str, Any]) -> ModelFigures:
     figures = figures._replace(
         test_auc_refit=as_number(values.get(_REFIT)),
         test_auc_alone=as_number(values.get(_ALONE)),
+        test_number=NumberFigures.from_flat(values, _OF_TEST),
+        test_rmse_refit=as_number(values.get(_RMSE_REFIT)),
+        test_rmse_alone=as_number(values.get(_RMSE_ALONE)),
     )
     if not values.keys() & set(_OF_CLASSES):
         return figures

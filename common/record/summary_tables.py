@@ -2,14 +2,14 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from rich.console import Console
 from rich.table import Table
 
 from splitveil.common.record.beyond_figures import BeyondFigures
 from splitveil.common.record.figures import LedgerFigures, SpreadFigures
-from splitveil.common.record.leak_figures import BatchFigures, ClassFigures, RunFigures
+from splitveil.common.record.leak_figures import BatchFigures, ClassFigures, NumberLeak, RunFigures
 from splitveil.common.record.progress_pipe import progress_pipe
 from splitveil.common.record.summary import Summary, plain_figures
 from splitveil.common.record.values import ByAttack
@@ -49,6 +49,9 @@ def print_summary(party: str, summary: Summary, *, console: Console | None = Non
         title = f"{party}: leak AUC beyond what features tell"
         console.print(beyond_table(leak.beyond, title))
     pair = "" if leak.by_class is None else ", worst pair of classes"
+    if leak.of_numbers:
+        title = f"{party}: share of the labels' variance that gradients explain (R2)"
+        console.print(number_table(leak.of_numbers, title))
     if leak.batches:
         console.print(leak_table(leak.batches, f"{party}: leak AUC{pair}"))
     if leak.by_class is not None:
@@ -79,6 +82,24 @@ def beyond_table(beyond: BeyondFigures, title: str = "Leak AUC beyond what featu
             "-" if gain is None else f"{gain.value:+.3f}",
             "-" if gain is None else f"{gain.low:+.3f} .. {gain.high:+.3f}",
         )
+    return table
+
+
+def number_table(leak: Mapping[str, NumberLeak], title: str) -> Table:
+    """Return the table of attacks on labels that are numbers: one row per attack.
+
+    Args:
+        leak: attack -> figures.
+        title: stands above it.
+    """
+    table = Table(title=title, title_justify="left")
+    table.add_column("attack")
+    for heading in ("R2", "95 % of batches", "last epoch", "random scores"):
+        table.add_column(heading, justify="right")
+    for attack, found in leak.items():
+        others = (found.q95, found.last_epoch, found.random)
+        cells = ("-" if value is None else _auc(value) for value in others)
+        table.add_row(cell(attack), _auc(found.r2), *cells)
     return table
 
 

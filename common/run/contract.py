@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from splitveil.common.run.id_rules import AS_WRITTEN, IdRules
 from splitveil.common.settings import Section, kind_by_field
 
 CutDtype = Literal["float32", "float16", "bfloat16"]
@@ -39,6 +40,7 @@ NAME_CHARACTERS = 64
 """The most characters that ``Name`` allows in the name of a party or a run."""
 
 _OTHER_FIELDS = "(other fields)"
+_IDS = "ids"
 
 ACTIVE = "active"
 """Name of the active party; the passive parties choose theirs."""
@@ -185,6 +187,12 @@ class Contract(Section):
     epochs: int = Field(ge=1, le=100_000)
     """Passes over the training rows."""
 
+    pipeline_depth: Literal[1, 2, 4] = 1
+    """Activations that a passive party has sent before it receives the gradient of the first of
+    them. With 1, each activation is computed with the weights after the gradient before it. With 2
+    or 4, the line works while both parties compute, and an activation is computed with weights that
+    lack the last 1 or 3 gradients; each gradient is still that of the weights of its activation."""
+
     drop_last: bool = False
     """Whether an epoch leaves out its last batch if that is smaller than ``batch_size``."""
 
@@ -196,6 +204,10 @@ class Contract(Section):
 
     alignment: AlignmentSettings = AlignmentSettings()
     """Method of finding the common ids."""
+
+    ids: IdRules = Field(default=tuple(AS_WRITTEN), validate_default=False)
+    """How the ids of all parties are brought into the form in which they are compared: rules for
+    each column that ``data.id_column`` names, in the same order."""
 
     wire: WireLimits = WireLimits()
     """Sizes of the messages in which tensors travel."""
@@ -287,13 +299,18 @@ class Contract(Section):
         except (ValueError, RecursionError):
             return [_OTHER_FIELDS]
         # Texts that differ for equal values, such as 1 and true, are not canonical either.
-        names = dict.fromkeys(_differing(self._agreed_values(), other))
+        own = self._agreed_values()
+        if isinstance(other, dict) and _IDS in other:  # else a party without rules cannot name them
+            own.setdefault(_IDS, None)
+        names = dict.fromkeys(_differing(own, other))
         return list(names) or [_OTHER_FIELDS]
 
     def _agreed_values(self) -> dict[str, Any]:
         # One party's cut layer is its own mean, sum and concatenation: nothing to agree on.
-        alone = len(self.passive_parties) == 1
-        return self.model_dump(mode="json", exclude={"aggregation"} if alone else None)
+        left_out = {"aggregation"} if len(self.passive_parties) == 1 else set()
+        if self.ids == AS_WRITTEN:  # keeps the digests from before there were rules
+            left_out.add(_IDS)
+        return self.model_dump(mode="json", exclude=left_out)
 
 
 def _differing(own: dict[str, Any], other: Any, prefix: str = "") -> Iterator[str]:

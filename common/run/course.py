@@ -16,7 +16,7 @@ from splitveil.common.run.sample_order import (
     SampleOrder,
     canonical_order,
     keyed_id_digests,
-    positions_digest,
+    rows_digest,
     split_rows,
 )
 from splitveil.common.run.splits import SPLITS, PassName, SplitName
@@ -39,6 +39,9 @@ class AlignedRows:
 
     order: SampleOrder
     """The order of the training positions in each epoch."""
+
+    id_digests: NDArray[np.uint8]
+    """Digest of the id at each position, keyed with the joint seed, (aligned, 16)."""
 
     has_survey: bool = False
     """Whether the run begins with a survey: one pass over the training rows, without gradients."""
@@ -91,11 +94,15 @@ class AlignedRows:
         samples = SampleOrder(
             joint_seed, splits["train"], contract.batch_size, drop_last=contract.drop_last
         )
-        return cls(file_rows[order], splits, samples, has_survey)
+        return cls(file_rows[order], splits, samples, digests[order], has_survey)
 
     def total_steps(self, contract: Contract) -> int:
         """Return the number of training steps of the whole run, unless it stops early."""
         return self.order.steps_per_epoch * contract.epochs
+
+    def digest_of(self, positions: Positions) -> bytes:
+        """Digest the ids at some positions, in this order; equal at parties that mean the same."""
+        return rows_digest(self.id_digests[positions])
 
     def __len__(self) -> int:
         return len(self.file_rows)
@@ -132,6 +139,8 @@ class Batch:
 
     positions: Positions
     digest: bytes
+    """Keyed digest of the rows' ids."""
+
     closes_split: bool
     """Whether it is the last batch of its split in this epoch."""
 
@@ -162,7 +171,7 @@ def run_course(contract: Contract, rows: AlignedRows, batch_number: int = 0) -> 
     size = contract.evaluation_batch_size
     held_out_batches = sum(math.ceil(len(rows.splits[name]) / size) for name in held_out)
     survey = list(_parts(rows.splits["train"], size)) if rows.has_survey else []
-    surveyed = _batches(0, "survey", survey, closes_epoch=False)
+    surveyed = _batches(rows, 0, "survey", survey, closes_epoch=False)
     yield from islice(surveyed, batch_number, None)
     batch_number = max(batch_number - len(survey), 0)
     first_epoch, left_out = divmod(batch_number, rows.order.steps_per_epoch + held_out_batches)
@@ -179,13 +188,23 @@ def is_checkpoint(contract: Contract, rows: AlignedRows, batch: Batch) -> bool:
     return steps % contract.checkpoints.every_steps == 0 and not batch.closes_split
 
 
+def needs_all_gradients(contract: Contract, rows: AlignedRows, batch: Batch) -> bool:
+    """Return whether no activation may be computed before a training batch's gradient is there.
+
+    So it is with ``pipeline_depth`` 1 after every batch, otherwise before an evaluation and before
+    a checkpoint. It follows from the contract alone, and so does the course of the weights.
+    """
+    is_last = batch.closes_split or is_checkpoint(contract, rows, batch)
+    return contract.pipeline_depth == 1 or is_last
+
+
 def _epoch(
     contract: Contract, rows: AlignedRows, held_out: Sequence[SplitName], epoch: int
 ) -> Iterator[Batch]:
-    yield from _batches(epoch, "train", list(rows.order.epoch(epoch)), closes_epoch=False)
+    yield from _batches(rows, epoch, "train", list(rows.order.epoch(epoch)), closes_epoch=False)
     for name in held_out:
         parts = list(_parts(rows.splits[name], contract.evaluation_batch_size))
-        yield from _batches(epoch, name, parts, closes_epoch=name == held_out[-1])
+        yield from _batches(rows, epoch, name, parts, closes_epoch=name == held_out[-1])
 
 
 def _parts(positions: Positions, size: int) -> Iterator[Positions]:
@@ -193,9 +212,14 @@ def _parts(positions: Positions, size: int) -> Iterator[Positions]:
 
 
 def _batches(
-    epoch: int, split: PassName, parts: Sequence[Positions], *, closes_epoch: bool
+    rows: AlignedRows,
+    epoch: int,
+    split: PassName,
+    parts: Sequence[Positions],
+    *,
+    closes_epoch: bool,
 ) -> Iterator[Batch]:
     for step, positions in enumerate(parts):
         last = step == len(parts) - 1
-        digest = positions_digest(positions)
+        digest = rows.digest_of(positions)
         yield Batch(epoch, split, step, positions, digest, last, last and closes_epoch)

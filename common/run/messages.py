@@ -29,8 +29,8 @@ class BatchId(NamedTuple):
     """Number of the batch within the epoch's split, from 0."""
 
     split: PassName
-    positions_digest: bytes
-    """Digest of the rows' positions, which reveals that the parties have drifted apart."""
+    rows_digest: bytes
+    """Keyed digest of the rows' ids, by which parties notice that they mean different rows."""
 
 
 @dataclass(frozen=True)

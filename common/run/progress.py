@@ -5,13 +5,20 @@ constants of the whole run. Both are kept by a ``CheckpointStore``: ``RunStore``
 ``NoStore`` forgets them (``common/storage/run_store.py``).
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 from splitveil.common.errors import DataError, StorageError
 from splitveil.common.run.contract import Contract
-from splitveil.common.run.course import AlignedRows, Batch, is_checkpoint, run_course
+from splitveil.common.run.course import (
+    AlignedRows,
+    Batch,
+    is_checkpoint,
+    needs_all_gradients,
+    run_course,
+)
 from splitveil.common.run.sample_order import Positions, joint_seed
 
 State = dict[str, Any]
@@ -113,9 +120,13 @@ class Progress:
         self._contract = contract
         self._rows = rows
         self._course: Iterator[Batch] = iter(())
-        self._following: Batch | None = None
-        self._is_ahead = False
+        self._ahead: deque[Batch] = deque()
         self.go_to(0)
+
+    @property
+    def pipeline_depth(self) -> int:
+        """The most activations that a passive party has sent without a gradient."""
+        return self._contract.pipeline_depth
 
     @property
     def is_over(self) -> bool:
@@ -127,25 +138,47 @@ class Progress:
         """The epoch of the batch that is due; None after the last batch."""
         return None if self.due is None else self.due.epoch
 
-    @property
-    def following(self) -> Batch | None:
-        """The batch after the one that is due; its rows can be gathered in advance."""
-        if not self._is_ahead:
-            self._following, self._is_ahead = next(self._course, None), True
-        return self._following
+    def ahead(self, count: int) -> Batch | None:
+        """Return the batch that is due after so many others; None beyond the last one.
+
+        Its rows can be gathered in advance. The batch that is due now is ``ahead(0)``.
+        """
+        while len(self._ahead) < count:
+            batch = next(self._course, None)
+            if batch is None:
+                return None
+            self._ahead.append(batch)
+        return self._ahead[count - 1] if count else self.due
+
+    def to_send(self, unanswered: int) -> Batch | None:
+        """Return the training batch whose activation a passive party sends now.
+
+        Args:
+            unanswered: number of activations that it has sent and whose gradients are to come.
+
+        Returns:
+            None if it has to receive a gradient first, or no training batch follows.
+        """
+        batch = self.ahead(unanswered)
+        if batch is None or batch.split != "train" or unanswered == self._contract.pipeline_depth:
+            return None
+        before = self.ahead(unanswered - 1) if unanswered else None
+        waits = before is not None and needs_all_gradients(self._contract, self._rows, before)
+        return None if waits else batch
 
     def go_to(self, batch_number: int) -> None:
         """Go to the point after a number of batches."""
         self.batch_number = batch_number
         self._course = run_course(self._contract, self._rows, batch_number)
-        self._is_ahead = False
+        self._ahead.clear()
         self.due = next(self._course, None)
         self.checkpoint_due = False
 
     def advance(self) -> None:
         """Go to the next batch: the one that was due has been handled."""
-        handled, self.due = self.due, self.following
-        self._is_ahead = False
+        handled, self.due = self.due, self.ahead(1)
+        if self._ahead:
+            self._ahead.popleft()
         self.batch_number += 1
         if handled is not None:
             self.checkpoint_due = is_checkpoint(self._contract, self._rows, handled)

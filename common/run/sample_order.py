@@ -23,6 +23,10 @@ NONCE_BYTES = 32
 POSITIONS_DIGEST_BYTES = 16
 """Length of a digest of positions, which detects mistakes and need not keep anything secret."""
 
+ROWS_DIGEST_BYTES = 16
+"""Length of a digest of a batch's ids."""
+
+_ROWS_DOMAIN = b"splitveil rows 1"
 _SEED_DOMAIN = b"splitveil joint seed v1"
 _EPOCH_DOMAIN = b"splitveil sample order v1"
 _ID_DOMAIN = b"splitveil id v1"
@@ -95,6 +99,16 @@ def positions_digest(positions: Positions) -> bytes:
     """Return 16 bytes by which two parties detect that they are at different rows."""
     data = np.ascontiguousarray(positions, dtype="<i8")
     return hashlib.blake2b(data.data, digest_size=POSITIONS_DIGEST_BYTES).digest()
+
+
+def rows_digest(id_digests: npt.NDArray[np.uint8]) -> bytes:
+    """Return 16 bytes by which two parties detect that a batch means different ids to them.
+
+    Args:
+        id_digests: digests of the batch's ids, from ``keyed_id_digests``, (rows, 16).
+    """
+    data = np.ascontiguousarray(id_digests)
+    return hashlib.blake2b(data.data, digest_size=ROWS_DIGEST_BYTES, person=_ROWS_DOMAIN).digest()
 
 
 def keyed_id_digests(ids: Iterable[str], seed: bytes) -> npt.NDArray[np.uint8]:

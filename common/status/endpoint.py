@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from socketserver import TCPServer
 from typing import Any, Self
 from wsgiref.simple_server import WSGIRequestHandler
@@ -19,7 +19,7 @@ from prometheus_client import make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from splitveil.common.errors import EndedForGood, PeerEndedForGood, SettingsError
-from splitveil.common.status.run_status import RunStatus
+from splitveil.common.status.party_status import PartyStatus
 from splitveil.common.text.addresses import is_numeric_loopback, split_address
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def status_checks(address: str | None) -> list[Callable[[], str]]:
 
 @contextmanager
 def serving_status(
-    status: RunStatus, address: str | None, interruption: Callable[[], int | None]
+    status: PartyStatus, address: str | None, interruption: Callable[[], int | None]
 ) -> Iterator[None]:
     """Serve a status within the block, if it has an address.
 
@@ -88,6 +88,17 @@ def serving_status(
         endpoint.wait_for_last_look(interruption)
 
 
+def endpoint_of(
+    status: PartyStatus, address: str | None
+) -> AbstractContextManager["StatusEndpoint | None"]:
+    """Return the endpoint of a program that ends at once when it is asked to, if it has an address.
+
+    Raises:
+        SettingsError: the address is taken, or does not belong to this machine.
+    """
+    return nullcontext() if address is None else StatusEndpoint(status, address)
+
+
 class StatusEndpoint:
     """Serves what a status says, in threads of its own.
 
@@ -96,7 +107,7 @@ class StatusEndpoint:
         address: host and port; port 0 takes any free one.
     """
 
-    def __init__(self, status: RunStatus, address: str) -> None:
+    def __init__(self, status: PartyStatus, address: str) -> None:
         """Bind the address; requests are answered from the ``with`` block on.
 
         Raises:
@@ -223,7 +234,7 @@ def _server(address: str) -> _Server:
 
 
 def _application(
-    status: RunStatus, looks: _Looks
+    status: PartyStatus, looks: _Looks
 ) -> Callable[[dict[str, Any], Any], Iterable[bytes]]:
     metrics = make_wsgi_app(status.metrics.registry)
 
@@ -236,25 +247,16 @@ def _application(
             looks.note()
             return shown
         if path == "/healthz":
-            return _answer(start_response, "200 OK", {"status": "ok", **_facts(status)})
+            return _answer(start_response, "200 OK", {"status": "ok", **status.facts()})
         if path == "/readyz":
             ready, reason = status.readiness
             state = {"status": "ready" if ready else "not ready", "reason": reason}
             code = "200 OK" if ready else "503 Service Unavailable"
-            return _answer(start_response, code, state | _facts(status))
+            return _answer(start_response, code, state | status.facts())
         known = {"error": "expected /healthz, /readyz or /metrics"}
         return _answer(start_response, "404 Not Found", known)
 
     return application
-
-
-def _facts(status: RunStatus) -> dict[str, str]:
-    return {
-        "party": status.party,
-        "run": status.run_name,
-        "run_id": status.run_id,
-        "stage": status.stage,
-    }
 
 
 def _answer(start_response: StartResponse, code: str, facts: dict[str, str]) -> Iterable[bytes]:

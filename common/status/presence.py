@@ -21,6 +21,7 @@ class Presence:
         self._lock = threading.Lock()
         self._heard_at: dict[str, float] = {}
         self._lost: set[str] = set()
+        self._away: set[str] = set()
         self._connected = metrics.gauge(
             "peer_connected",
             "1 while the peer is there, 0 before its first message and while it is away.",
@@ -48,11 +49,12 @@ class Presence:
         with self._lock:
             is_new = peer not in self._heard_at
             self._heard_at[peer] = now
-            was_lost = peer in self._lost
+            was_lost, was_away = peer in self._lost, peer in self._away
             self._lost.discard(peer)
+            self._away.discard(peer)
         if was_lost:
             self._returns.labels(peer).inc()
-        if was_lost or is_new:
+        if was_lost or was_away or is_new:
             self._connected.labels(peer).set(1)
         if is_new:
             self._silence.labels(peer).set_function(lambda: self.silent_s(peer) or 0.0)
@@ -66,6 +68,14 @@ class Presence:
         self._losses.labels(peer).inc()
         self._connected.labels(peer).set(0)
 
+    def left(self, peer: str) -> None:
+        """Note that the peer has gone, as one does that has nothing to ask: that is no loss."""
+        with self._lock:
+            if peer in self._lost or peer not in self._heard_at:
+                return
+            self._away.add(peer)
+        self._connected.labels(peer).set(0)
+
     def silent_s(self, peer: str) -> float | None:
         """Return the seconds since the peer's last message; None before the first one."""
         with self._lock:
@@ -73,6 +83,6 @@ class Presence:
         return None if heard_at is None else self._clock() - heard_at
 
     def is_there(self, peer: str) -> bool:
-        """Whether the peer was heard, and has not been lost since."""
+        """Whether the peer was heard, and has neither left nor been lost since."""
         with self._lock:
-            return peer in self._heard_at and peer not in self._lost
+            return peer in self._heard_at and peer not in self._lost | self._away

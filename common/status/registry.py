@@ -16,6 +16,11 @@ STEP_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5,
 """Upper bounds of the histogram of seconds per step: from a small model on one machine to a peer
 that was away."""
 
+ANSWER_BUCKETS_S = (0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+"""The same for seconds per answer of a program that serves."""
+
+SIZE_BUCKETS = tuple(float(digit * 10**power) for power in range(5) for digit in (1, 2, 5))
+"""The same for numbers of ids or requests."""
 
 _PREFIX = "splitveil"
 
@@ -51,10 +56,12 @@ class Metrics:
         made.set(math.nan)
         return made
 
-    def seconds_histogram(self, name: str, meaning: str) -> Histogram:
-        """Make a histogram of the seconds of a step."""
+    def histogram(
+        self, name: str, meaning: str, buckets: Sequence[float], labels: Sequence[str] = ()
+    ) -> Histogram:
+        """Make a histogram with these upper bounds, and one without."""
         return Histogram(
-            name, meaning, namespace=_PREFIX, registry=self.registry, buckets=STEP_BUCKETS_S
+            name, meaning, labels, namespace=_PREFIX, registry=self.registry, buckets=buckets
         )
 
 

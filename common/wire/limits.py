@@ -14,7 +14,11 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from splitveil.common.errors import InvalidMessage, ProtocolError, TooLarge
 from splitveil.common.run.contract import NAME_CHARACTERS, PASSIVE_PARTIES
-from splitveil.common.run.sample_order import NONCE_BYTES, POSITIONS_DIGEST_BYTES
+from splitveil.common.run.sample_order import (
+    NONCE_BYTES,
+    POSITIONS_DIGEST_BYTES,
+    ROWS_DIGEST_BYTES,
+)
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -142,6 +146,7 @@ FIELDS: Mapping[str, Bound] = {
     "MaskedPoints.points": Bound(CHUNK_IDS * POINT_BYTES, "one chunk"),
     "Tags.chunk": _CHUNK,
     "Tags.tags": Bound(CHUNK_IDS * TAG_BYTES, "one chunk"),
+    "AlignCommitment.digest": _DIGEST,
     "AlignDone.count": Bound(2**31, "the largest set that a contract can allow"),
     "AlignDone.digest": _DIGEST,
     "AlignDone.split_digest": _DIGEST,
@@ -151,7 +156,7 @@ FIELDS: Mapping[str, Bound] = {
     "TensorFrame.run_id": _NAME,
     "TensorFrame.epoch": _EPOCH,
     "TensorFrame.step": _STEP,
-    "TensorFrame.positions_digest": _POSITIONS,
+    "TensorFrame.rows_digest": Bound(ROWS_DIGEST_BYTES, "the length of the digests of ids"),
     "TensorFrame.shape": _SHAPE,
     "EvaluateReply.epoch": _EPOCH,
     "EvaluateReply.step": _STEP,
@@ -190,6 +195,7 @@ EXEMPT: Mapping[str, str] = {
     "AlignFrame.points": "a message: its own fields are bounded",
     "AlignFrame.tags": "a message: its own fields are bounded",
     "AlignFrame.done": "a message: its own fields are bounded",
+    "AlignFrame.commitment": "a message: its own field is bounded",
     "AlignFrame.wait": "a message, without fields",
     "AlignFrame.share": "a message: its own fields are bounded",
     "AlignShare.nonces[]": "has to match its commitment",

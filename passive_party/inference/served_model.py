@@ -68,7 +68,7 @@ class ServedModel:
         allowed = settings.answers.allowed_ids
         if allowed is not None:
             path = expand_path("answers.allowed_ids", allowed, settings.base_dir)
-            rows.serve_only(read_id_list(path, settings.data.id_column))
+            rows.serve_only(read_id_list(path, settings.data, settings.contract.ids))
         model = build_bottom_model(
             settings.bottom_model,
             rows.encoder,

@@ -8,13 +8,12 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from splitveil.common.party.credentials import CredentialFiles
-from splitveil.common.party.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.wire.endpoint import INFERENCE_SERVICE, add_port, server_options
 from splitveil.common.wire.error_interceptor import ErrorInterceptor
 from splitveil.common.wire.health import add_health
 from splitveil.common.wire.limits import CONCURRENT_RPCS, HANDSHAKE_BYTES, believed, reader
-from splitveil.common.wire.noted_calls import NotingServer
+from splitveil.common.wire.noted_calls import Notes, NotingServer
 from splitveil.common.wire.tls import PartyInterceptor
 from splitveil.passive_party.inference.service import MAX_STREAMS, InferenceService
 from splitveil.protos import split_learning_pb2 as pb
@@ -31,7 +30,7 @@ class InferenceServer(AbstractContextManager["InferenceServer"]):
         contract: gives the limits, and the active party's identity.
         address: host and port.
         credentials: this party's; without them it serves plain text, on loopback only.
-        transcript: records every message that crosses, if there is one.
+        notes: take note of every message that crosses, if there are any.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class InferenceServer(AbstractContextManager["InferenceServer"]):
         contract: Contract,
         address: str,
         credentials: CredentialFiles | None = None,
-        transcript: Transcript | None = None,
+        notes: Notes | None = None,
     ) -> None:
         """Start to serve.
 
@@ -53,8 +52,8 @@ class InferenceServer(AbstractContextManager["InferenceServer"]):
         if credentials is not None:
             interceptors.append(PartyInterceptor(contract, (ACTIVE,)))
         interceptors.append(ErrorInterceptor(service.on_error))
-        if transcript is not None:
-            interceptors.append(NotingServer(transcript))
+        if notes is not None:
+            interceptors.append(NotingServer(notes))
         self._server = grpc.server(
             ThreadPoolExecutor(MAX_STREAMS + OTHER_THREADS, thread_name_prefix="grpc"),
             interceptors=interceptors,

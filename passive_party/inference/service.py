@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from splitveil.common.wire.inference_codec import (
 from splitveil.common.wire.limits import POINT_BYTES, REFUSALS_LOGGED, believed
 from splitveil.common.wire.table_codec import decode_points
 from splitveil.common.wire.tensor_codec import TensorLimits
+from splitveil.passive_party.inference.inference_status import InferenceStatus
 from splitveil.passive_party.inference.sealed_table import SealedTable
 from splitveil.passive_party.inference.served_model import ServedModel
 from splitveil.passive_party.inference.throttle import Throttle
@@ -54,6 +56,7 @@ class InferenceService:
         contract: gives the limits.
         throttle: limits the number of ids per second.
         gives_table: whether the active party may take the whole table, sealed.
+        status: for this party's operators.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class InferenceService:
         throttle: Throttle,
         *,
         gives_table: bool = False,
+        status: InferenceStatus | None = None,
     ) -> None:
         self.refused: Counter[str] = Counter()
         """Number of refused messages by kind of error."""
@@ -82,12 +86,16 @@ class InferenceService:
         self._busy: set[int] = set()
         self._stopping = False
         self._lock = threading.Lock()
+        self.status = status or InferenceStatus(party, contract)
+        """For this party's operators."""
+        self.status.follow(model.identity.run_id, len(model.rows), lambda: len(self._streams))
 
     def describe(
         self, request: pb.DescribeRequest, _context: grpc.ServicerContext
     ) -> pb.DescribeReply:
         """Say which model is served."""
         check_describe(request, self._party, self._contract)
+        self.status.note_described()
         most = self._throttle.most_ids(self._most_ids, WAIT_S)
         return encode_described(Described(self._model.identity, most))
 
@@ -123,9 +131,10 @@ class InferenceService:
                 self._check_model(request.model_digest)
                 points, is_last = decode_points(request.points), request.last
                 num_ids = len(points) // POINT_BYTES
-                if not self._throttle.wait(num_ids, lambda: self._is_wanted(context)):
+                if not self._is_due(num_ids, context):
                     return
                 self.answered.update(requests=1, ids=num_ids)
+                self.status.note_masked(num_ids)
                 yield pb.TableReply(points=table.multiply(points))
             for reply in table.replies():
                 if not self._is_wanted(context):
@@ -135,6 +144,7 @@ class InferenceService:
 
     def stop(self) -> None:
         """Take no more requests: answer those under way, and end all streams."""
+        self.status.close()
         with self._lock:
             self._stopping = True
             idle = [stream for key, stream in self._streams.items() if key not in self._busy]
@@ -145,6 +155,8 @@ class InferenceService:
         """Log and count an error; serving goes on."""
         kind = type(error).__name__
         self.refused[kind] += 1
+        if not isinstance(error, Interrupted):
+            self.status.note_refused(error)
         count = self.refused[kind]
         if not isinstance(error, SplitveilError):
             logger.error("fault in a handler", exc_info=error)
@@ -161,11 +173,21 @@ class InferenceService:
     ) -> pb.EmbedReply | None:
         self._check_model(request.model_digest)
         ids = decode_ids(request, self._most_ids)
-        if not self._throttle.wait(len(ids), lambda: self._is_wanted(context)):
+        if not self._is_due(len(ids), context):
             return None
+        began = time.monotonic()
         embedded = self._model.embed(ids)
-        self.answered.update(requests=1, ids=len(ids), known=int(embedded.known.sum()))
+        num_known = int(embedded.known.sum())
+        self.answered.update(requests=1, ids=len(ids), known=num_known)
+        self.status.note_embedded(len(ids), num_known, time.monotonic() - began)
         return encode_embedded(request.number, embedded, self._limits)
+
+    def _is_due(self, num_ids: int, context: grpc.ServicerContext) -> bool:
+        """Wait until so many ids are due, and return whether anybody still wants them."""
+        began = time.monotonic()
+        is_wanted = self._throttle.wait(num_ids, lambda: self._is_wanted(context))
+        self.status.note_waited(time.monotonic() - began)
+        return is_wanted
 
     def _check_model(self, digest: bytes) -> None:
         if digest != self._digest:
@@ -197,6 +219,8 @@ class InferenceService:
         finally:
             with self._lock:
                 self._streams.pop(id(context), None)
+                num_left = len(self._streams)
+            self.status.note_stream_ended(num_left)
 
     @contextmanager
     def _working(self, context: grpc.ServicerContext) -> Iterator[None]:

@@ -35,8 +35,8 @@ from splitveil.experiments import __main__ as experiments
 from splitveil.passive_party import __main__ as passive_party
 from splitveil.passive_party.command import parser as passive_parser
 from splitveil.passive_party.settings import PassiveSettings
+from splitveil.simulation import free_address
 from tests.docs.markdown import GUIDE, ROOT, Block, blocks, name_of, prose
-from tests.system.processes import free_address
 from tests.waiting import HANGS_AFTER_S
 
 OWN_DATA = ROOT / "docs" / "guide" / "own-data.md"
@@ -118,6 +118,10 @@ READ_ONLY: Mapping[str, str] = {
     "docker compose --env-file passive.env -f docker-compose.passive.yml up --build --detach": (
         NEEDS_DOCKER
     ),
+    "docker compose --env-file active-serve.env -f docker-compose.active-serve.yml up --build "
+    "--detach": NEEDS_DOCKER,
+    "docker compose --env-file passive-serve.env -f docker-compose.passive-serve.yml up --build "
+    "--detach": NEEDS_DOCKER,
     "docker compose -f docker-compose.yml -f docker-compose.gpu.yml up --build": NEEDS_DOCKER,
 }
 """Commands that are not run here, and why; their options are read."""

@@ -10,7 +10,7 @@ import sys
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import kubernetes_validate
 import pytest
@@ -22,18 +22,15 @@ from splitveil.common.errors import EndedForGood, PeerEndedForGood, PeerUnreacha
 from splitveil.common.party.party_settings import load_party_settings
 from splitveil.passive_party.command import parser as passive_parser
 from splitveil.passive_party.settings import PassiveSettings
+from tests.deployed import EXAMPLE, KUBERNETES, STATUS_PORT, VARIABLE, Deployed, filled
 from tests.docs.markdown import ROOT
 
 PARTIES = ("active", "passive")
 PARSERS = {"active": active_parser, "passive": passive_parser}
-EXAMPLE = ROOT / "deploy" / "examples" / "breast_cancer"
 SYSTEMD = ROOT / "deploy" / "systemd"
-KUBERNETES = ROOT / "deploy" / "kubernetes"
-STATUS_PORT = "9464"
 
 FINAL = {2, 3, 5}
 """Exit codes after which the same start ends the same way: settings, data, and the end for good."""
-VARIABLE = re.compile(r"\$\{(\w+)(?::[-?][^}]*)?\}")
 
 party = pytest.mark.parametrize("party", PARTIES)
 
@@ -45,58 +42,21 @@ class Words(NamedTuple):
     words: Sequence[str]
 
 
-def compose(party: str) -> dict[str, Any]:
-    text = (ROOT / f"docker-compose.{party}.yml").read_text(encoding="utf-8")
-    services: dict[str, Any] = yaml.safe_load(text)["services"]
-    assert list(services) == [f"{party}-party"]
-    service: dict[str, Any] = services[f"{party}-party"]
-    return service
-
-
-def unit(party: str) -> dict[str, list[str]]:
-    """Return every directive of a unit: name -> values."""
-    found: dict[str, list[str]] = {}
-    for line in (SYSTEMD / f"splitveil-{party}@.service").read_text(encoding="utf-8").splitlines():
-        if "=" in line and not line.startswith("#"):
-            name, _, value = line.partition("=")
-            found.setdefault(name, []).append(value)
-    return found
-
-
-def manifests(party: str) -> dict[str, dict[str, Any]]:
-    """Return the manifests of a party by kind."""
-    listed = kustomization(party)["resources"]
-    loaded = [
-        document
-        for name in listed
-        for document in yaml.safe_load_all((KUBERNETES / party / name).read_text(encoding="utf-8"))
-    ]
-    return {document["kind"]: document for document in loaded}
-
-
-def kustomization(party: str) -> dict[str, Any]:
-    file = KUBERNETES / party / "kustomization.yaml"
-    loaded: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
-    return loaded
-
-
-def pod(party: str) -> dict[str, Any]:
-    found: dict[str, Any] = manifests(party)["Job"]["spec"]["template"]["spec"]
-    return found
-
-
-def filled(text: str, values: dict[str, str]) -> str:
-    return VARIABLE.sub(lambda found: values.get(found[1], ""), text)
+def deployed(party: str) -> Deployed:
+    return Deployed(party, "", f"{party}-party", "Job")
 
 
 def commands(party: str) -> Iterator[Words]:
     """Yield the command line in each of a party's files."""
     program = f"{party}-party"
-    yield Words(program, [filled(word, env_example(party)) for word in compose(party)["command"]])
-    (start,) = unit(party)["ExecStart"]
+    yield Words(
+        program,
+        [filled(word, deployed(party).env_example) for word in deployed(party).compose["command"]],
+    )
+    (start,) = deployed(party).unit["ExecStart"]
     path, *words = start.split()
     yield Words(Path(path).name, words)
-    (container,) = pod(party)["containers"]
+    (container,) = deployed(party).pod["containers"]
     environment = {one["name"]: one["value"] for one in container.get("env", ())}
     args = [re.sub(r"\$\((\w+)\)", lambda m: environment[m[1]], one) for one in container["args"]]
     yield Words(program, args)
@@ -108,12 +68,6 @@ def status_of(party: str, overrides: Sequence[str]) -> str | None:
     if party == "active":
         return load_party_settings(ActiveSettings, path, overrides).status
     return load_party_settings(PassiveSettings, path, overrides).status
-
-
-def env_example(party: str) -> dict[str, str]:
-    text = (ROOT / "deploy" / "env" / f"{party}.env.example").read_text(encoding="utf-8")
-    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-    return dict(line.split("=", 1) for line in lines)
 
 
 # ---- what all of them agree on ----
@@ -137,23 +91,25 @@ def test_the_codes_of_a_run_that_was_ended_for_good_are_final() -> None:
 
 @party
 def test_no_supervisor_restarts_for_ever_what_will_not_change(party: str) -> None:
-    prevented = {int(code) for code in " ".join(unit(party)["RestartPreventExitStatus"]).split()}
-    rules = manifests(party)["Job"]["spec"]["podFailurePolicy"]["rules"]
+    prevented = {
+        int(code) for code in " ".join(deployed(party).unit["RestartPreventExitStatus"]).split()
+    }
+    rules = deployed(party).manifests["Job"]["spec"]["podFailurePolicy"]["rules"]
     failing = [rule["onExitCodes"] for rule in rules if rule["action"] == "FailJob"]
     assert prevented == FINAL
     assert [(one["operator"], set(one["values"])) for one in failing] == [("In", FINAL)]
     assert [one["containerName"] for one in failing] == [f"{party}-party"]
     # Compose knows no exit codes, so that the number of restarts is bounded; after exit code 5, the
     # next start ends with 0.
-    assert re.fullmatch(r"on-failure:\$\{\w+:-[1-9]\d*\}", compose(party)["restart"])
+    assert re.fullmatch(r"on-failure:\$\{\w+:-[1-9]\d*\}", deployed(party).compose["restart"])
 
 
 @party
 def test_a_failure_that_may_pass_is_tried_again(party: str) -> None:
-    assert unit(party)["Restart"] == ["on-failure"]
-    assert manifests(party)["Job"]["spec"]["backoffLimit"] >= 10
-    assert pod(party)["restartPolicy"] == "Never"  # as podFailurePolicy demands
-    assert int(env_example(party)[f"{party.upper()}_RESTARTS"]) >= 10
+    assert deployed(party).unit["Restart"] == ["on-failure"]
+    assert deployed(party).manifests["Job"]["spec"]["backoffLimit"] >= 10
+    assert deployed(party).pod["restartPolicy"] == "Never"  # as podFailurePolicy demands
+    assert int(deployed(party).env_example[f"{party.upper()}_RESTARTS"]) >= 10
 
 
 def test_the_guide_has_the_exit_codes_of_the_supervisors() -> None:
@@ -167,29 +123,19 @@ def test_the_guide_has_the_exit_codes_of_the_supervisors() -> None:
 
 @party
 def test_nobody_is_root_and_nothing_but_the_results_can_be_written(party: str) -> None:
-    service = compose(party)
-    assert re.fullmatch(r"\$\{\w+:-[1-9]\d*:[1-9]\d*\}", service["user"])
-    assert service["read_only"]
-    assert service["cap_drop"] == ["ALL"]
-    assert service["security_opt"] == ["no-new-privileges:true"]
+    service = deployed(party).compose
     assert [one for one in service["volumes"] if not one.endswith(":ro")] == [
         f"${{{party.upper()}_RUNS:?folder for the results}}:/runs"
     ]
-    assert unit(party)["User"] == ["splitveil"]
-    assert unit(party)["ProtectSystem"] == ["strict"]
-    assert unit(party)["NoNewPrivileges"] == ["yes"]
-    assert pod(party)["securityContext"]["runAsNonRoot"] is True
-    for container in (*pod(party)["containers"], *pod(party)["initContainers"]):
-        allowed = container["securityContext"]
-        assert allowed["readOnlyRootFilesystem"] is True
-        assert allowed["allowPrivilegeEscalation"] is False
-        assert allowed["capabilities"] == {"drop": ["ALL"]}
+    deployed(party).check_nobody_is_root()
 
 
 @party
 def test_health_is_asked_at_the_status_port(party: str) -> None:
-    assert f"127.0.0.1:{STATUS_PORT}/healthz" in " ".join(compose(party)["healthcheck"]["test"])
-    (container,) = pod(party)["containers"]
+    assert f"127.0.0.1:{STATUS_PORT}/healthz" in " ".join(
+        deployed(party).compose["healthcheck"]["test"]
+    )
+    (container,) = deployed(party).pod["containers"]
     paths = {
         probe: container[probe]["httpGet"]["path"]
         for probe in ("startupProbe", "livenessProbe", "readinessProbe")
@@ -206,15 +152,15 @@ def test_health_is_asked_at_the_status_port(party: str) -> None:
 @party
 def test_the_example_of_an_env_file_names_every_variable_and_no_other(party: str) -> None:
     text = (ROOT / f"docker-compose.{party}.yml").read_text(encoding="utf-8")
-    assert {found[1] for found in VARIABLE.finditer(text)} == set(env_example(party))
+    assert {found[1] for found in VARIABLE.finditer(text)} == set(deployed(party).env_example)
 
 
 @party
 def test_the_status_port_is_published_on_loopback_only(party: str) -> None:
-    published = [port for port in compose(party)["ports"] if f":{STATUS_PORT}" in port]
+    published = [port for port in deployed(party).compose["ports"] if f":{STATUS_PORT}" in port]
     assert len(published) == 1
     assert published[0].partition(":-")[2].startswith("127.0.0.1:")
-    assert env_example(party)[f"{party.upper()}_STATUS"].startswith("127.0.0.1:")
+    assert deployed(party).env_example[f"{party.upper()}_STATUS"].startswith("127.0.0.1:")
 
 
 @party
@@ -230,7 +176,7 @@ def test_an_image_is_built_from_the_packages_of_one_party(party: str) -> None:
     assert kept == ["__init__.py", "protos", "common", f"{party}_party", f"{party}-party"]
     assert f"{other}_party" not in stages[f"{party}-party"]
     assert "USER splitveil" in stages[f"{party}-party"]
-    assert compose(party)["build"]["target"] == f"{party}-party"
+    assert deployed(party).compose["build"]["target"] == f"{party}-party"
 
 
 @party
@@ -278,14 +224,14 @@ def test_systemd_finds_no_fault_with_a_unit(party: str, tmp_path: Path) -> None:
 @party
 def test_every_manifest_fits_the_schema_of_kubernetes(party: str) -> None:
     version = kubernetes_validate.latest_version()
-    found = manifests(party)
+    found = deployed(party).manifests
     assert {"Job", "NetworkPolicy", "PersistentVolumeClaim"} <= found.keys()
     for document in found.values():
         kubernetes_validate.validate(document, version, strict=True)
 
 
 def test_the_schema_notices_a_misspelt_field() -> None:
-    job = manifests("active")["Job"]
+    job = deployed("active").manifests["Job"]
     job["spec"]["backofLimit"] = 3
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(job, kubernetes_validate.latest_version(), strict=True)
@@ -294,17 +240,17 @@ def test_the_schema_notices_a_misspelt_field() -> None:
 @party
 def test_every_manifest_of_the_folder_is_applied(party: str) -> None:
     files = {path.name for path in (KUBERNETES / party).glob("*.yaml")} - {"kustomization.yaml"}
-    assert files == set(kustomization(party)["resources"])
+    assert files == set(deployed(party).kustomization["resources"])
 
 
 @party
 def test_policies_and_services_choose_the_party_s_pods(party: str) -> None:
-    (labels,) = (one["pairs"] for one in kustomization(party)["labels"])
+    (labels,) = (one["pairs"] for one in deployed(party).kustomization["labels"])
     name = {"app.kubernetes.io/name": f"splitveil-{party}"}
     assert name.items() <= labels.items()
-    assert manifests(party)["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"] == name
+    assert deployed(party).manifests["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"] == name
     if party == "active":
-        service = manifests(party)["Service"]["spec"]
+        service = deployed(party).manifests["Service"]["spec"]
         assert service["selector"] == name
         assert STATUS_PORT not in str(service["ports"])
 
@@ -319,6 +265,6 @@ def test_kustomize_builds_what_fits_the_schema(party: str) -> None:
         check=True,
     )
     built = list(yaml.safe_load_all(done.stdout))
-    assert {document["kind"] for document in built} == set(manifests(party))
+    assert {document["kind"] for document in built} == set(deployed(party).manifests)
     for document in built:
         kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)

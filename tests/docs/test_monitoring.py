@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
+from splitveil.active_party.online.online_status import OnlineStatus
+from splitveil.common.run.contract import Contract
+from splitveil.passive_party.inference.inference_status import InferenceStatus
 from tests.docs.markdown import ROOT
 from tests.runs import write_example
 from tests.watched import Series, series_of, watched_run
@@ -79,7 +82,7 @@ EXPRESSIONS = sorted({one["expr"] for one in targets()} | {rule["expr"] for rule
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
-    """Return the metrics of both parties of a real run: name -> names of labels."""
+    """Return the metrics of both parties that train and serve: name -> names of labels."""
     folder = tmp_path_factory.mktemp("example")
     write_example(folder)
     watched = watched_run(
@@ -90,8 +93,11 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
         "leak_gate={max_leak_auc: 0.99, action: warn}",
     )
     found: dict[str, set[str]] = {}
+    contract = Contract(run_name="small", cut_shape=(4,), batch_size=8, epochs=3)
+    # Those of serve exist before the first request (tests/system/test_served_status.py).
+    serving = (OnlineStatus(contract), InferenceStatus("passive", contract))
     series: Series = series_of(watched.active) | series_of(watched.passive)
-    for name, labels in series:
+    for name, labels in (*series, *series_of(serving[0]), *series_of(serving[1])):
         found.setdefault(name, set()).update(dict(labels))
     return found | OF_PROMETHEUS
 

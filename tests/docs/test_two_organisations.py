@@ -16,9 +16,9 @@ from typing import NamedTuple
 import pytest
 import yaml
 
+from splitveil.simulation import free_address
 from tests.docs.markdown import ROOT, blocks
 from tests.docs.test_commands import write_tables
-from tests.system.processes import free_address
 from tests.waiting import HANGS_AFTER_S
 
 PAGE = ROOT / "docs" / "guide" / "two-organisations.md"

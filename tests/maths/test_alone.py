@@ -8,9 +8,10 @@ from splitveil.active_party.training.alone import (
     OwnRows,
     build_alone,
     predicted_alone,
-    probabilities_alone,
+    predictions_alone,
     train_alone,
 )
+from splitveil.active_party.training.predictions import LossWeights
 from splitveil.common.data.features import FeatureEncoder, Features, NumericScaler
 from splitveil.common.privacy.leakage import auc
 
@@ -72,11 +73,50 @@ def test_labels_of_rows_outside_the_training_change_nothing() -> None:
         assert torch.equal(mine, theirs)
 
 
+def same_features(labels: torch.Tensor, weights: LossWeights) -> OwnRows:
+    """Return rows whose features tell nothing, so that the best prediction is a weighted share."""
+    return OwnRows(Features(torch.zeros(len(labels), 3)), labels, weights)
+
+
+def test_rows_and_classes_count_in_it_what_they_count_in_the_joint_model() -> None:
+    """Against the minimum of the weighted cross entropy, which is known in closed form."""
+    labels = (torch.arange(2000) % 10 < 3).float()
+    of_rows = torch.where(torch.arange(2000) % 20 < 10, 1.9, 0.1)
+    of_rows[labels == 1] *= 2
+    of_rows /= of_rows.mean()
+    of_classes = torch.tensor([1.0, 4.0])
+    found = {}
+    for name, weights in {
+        "plain": LossWeights(),
+        "rows": LossWeights(of_rows),
+        "classes": LossWeights(None, of_classes),
+        "both": LossWeights(of_rows, of_classes),
+    }.items():
+        own = same_features(labels, weights)
+        counted = torch.ones(2000) if weights.of_rows is None else weights.of_rows
+        if weights.of_classes is not None:
+            counted = counted * of_classes[labels.long()]
+        training = torch.arange(0, 2000, 2)  # as ``trained`` chooses them
+        share = float((counted * labels)[training].sum() / counted[training].sum())
+        found[name] = float(predictions_alone(trained(own), own.features)[0])
+        assert abs(found[name] - share) < 0.05, name
+    assert found["rows"] - found["plain"] > 0.1
+    assert found["classes"] - found["plain"] > 0.2
+    assert found["both"] - found["classes"] > 0.08
+
+
+def test_weights_of_three_classes_move_the_shares_to_theirs() -> None:
+    labels = (torch.arange(3000) % 3).float()
+    own = same_features(labels, LossWeights(None, torch.tensor([1.0, 2.0, 5.0])))
+    found = predictions_alone(trained(own, 3), own.features)[0]
+    assert found == pytest.approx([1 / 8, 2 / 8, 5 / 8], abs=0.05)
+
+
 @pytest.mark.parametrize("num_classes", [2, 3])
 def test_probabilities_do_not_depend_on_company(num_classes: int) -> None:
     own, model = rows(num_classes), build_alone(ENCODER, num_classes, seed=3)
-    together = probabilities_alone(model, own.features)
+    together = predictions_alone(model, own.features)
     assert together.shape == ((600,) if num_classes == 2 else (600, 3))
     for row in (0, 1, 311, 599):
-        one = probabilities_alone(model, own.features.rows(torch.tensor([row])))
+        one = predictions_alone(model, own.features.rows(torch.tensor([row])))
         assert (one[0] == together[row]).all()

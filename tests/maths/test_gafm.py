@@ -34,7 +34,7 @@ from splitveil.active_party.defenses.label_mechanisms import RandomizedResponse
 from splitveil.active_party.defenses.noise import SecureNoise
 from splitveil.active_party.defenses.objective import BatchLabels, StepOutcome, TopModel
 from splitveil.active_party.defenses.sum_kl import leak_auc_bound
-from splitveil.active_party.training.objectives import CrossEntropy
+from splitveil.active_party.training.objectives import OrdinaryObjective
 from splitveil.common.models.mlp import MlpTop
 from splitveil.common.models.settings import MlpModel
 from splitveil.common.privacy.leakage import leak_auc
@@ -462,7 +462,7 @@ def test_the_charge_of_its_answers_is_put_right_and_a_cross_entropys_is_left() -
     model = generator_of(3)
     top = TopModel(model, torch.optim.SGD(model.parameters()), lambda step: 1.0)
     activation = seeded(32, 3, dtype=torch.float32).requires_grad_()
-    assert CrossEntropy(top).compute(activation, None, batch_of(labels)).label_move is None
+    assert OrdinaryObjective(top).compute(activation, None, batch_of(labels)).label_move is None
 
 
 def test_a_gradient_that_does_not_say_what_a_label_moves_is_refused() -> None:

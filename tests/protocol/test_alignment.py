@@ -24,6 +24,7 @@ from splitveil.common.data.ids import canonical_ids
 from splitveil.common.errors import (
     AlignmentError,
     DataError,
+    InvalidMessage,
     PeerUnreachable,
 )
 from splitveil.common.run.contract import EcdhAlignment
@@ -290,7 +291,7 @@ def test_an_intersection_of_the_smallest_size_is_accepted() -> None:
 
 
 def test_another_result_of_the_peer_stops_both() -> None:
-    """A channel that flips a bit of one tag on its way: the parties no longer agree."""
+    """A channel that flips a bit of one tag on its way: the other party committed to another."""
 
     class Flipping(Passing):
         def send(self, frame: pb.AlignFrame) -> None:
@@ -304,15 +305,16 @@ def test_another_result_of_the_peer_stops_both() -> None:
 
     outcomes = align_both((ids, ids), channels=(Flipping(here), there))
 
-    assert [type(outcome.error) for outcome in outcomes] == [AlignmentError] * 2
-    assert all("disagree on the intersection" in str(outcome.error) for outcome in outcomes)
+    assert type(outcomes[0].error) is PeerUnreachable
+    assert type(outcomes[1].error) is InvalidMessage
+    assert "not those that it committed to" in str(outcomes[1].error)
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("engine", "rr22"),
-        ("version", 2),
+        ("version", 3),
         ("normalisation", "none"),
         ("tag_bytes", 10),
         ("chunk_ids", 1),

@@ -2,10 +2,13 @@
 
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
 from splitveil.common.alignment import (
+    QueueChannel,
     Splits,
     StreamChannel,
     align,
@@ -28,6 +31,8 @@ from tests.aligned import (
     NONCES,
     Passing,
     align_both,
+    commitment_frame,
+    committed,
     common_ids,
     done_frame,
     engine,
@@ -71,45 +76,77 @@ def test_a_bad_frame_after_the_hello_is_rejected(
     with pytest.raises(error):
         session.receive(frame)
     assert session.done_ids == 0
-    assert len(session.receive(points_frame(0, points(16)))) == 1
+    assert session.receive(points_frame(0, points(16))) == []
+    assert session.done_ids == 16
 
 
 @pytest.mark.parametrize(
     ("frame", "error"),
     [
-        pytest.param(tags_frame(0, bytes(17 * 16)), TooLarge, id="too many tags"),
-        pytest.param(tags_frame(0, bytes(15 * 16)), InvalidMessage, id="too few tags"),
-        pytest.param(tags_frame(1, bytes(16 * 16)), OutOfStep, id="wrong chunk of tags"),
+        pytest.param(tags_frame(0, bytes(2 * 16)), TooLarge, id="too many tags"),
+        pytest.param(tags_frame(0, bytes(15)), InvalidMessage, id="too few tags"),
+        pytest.param(tags_frame(1, bytes(16)), OutOfStep, id="wrong part of the tags"),
     ],
 )
 def test_bad_tags_are_rejected(frame: pb.AlignFrame, error: type[SplitveilError]) -> None:
-    session = greeted(names(range(40)))
-    next(session.own_frames())
+    session = committed(40, bytes(40 * 16), points(40))
 
     with pytest.raises(error):
         session.receive(frame)
-    assert session.receive(tags_frame(0, bytes(256))) == []
+    assert len(session.receive(tags_frame(0, bytes(16)))) == 1
 
 
-def test_tags_are_accepted_only_for_chunks_that_were_sent() -> None:
-    session = greeted(names(range(40)))
-    frames = session.own_frames()
-    next(frames)
-    session.receive(tags_frame(0, bytes(256)))
+def test_no_tag_is_shown_or_taken_before_both_have_committed_to_theirs() -> None:
+    session = greeted(names(range(16)), peer_set_size=16)
+    sent = [*session.own_frames(), *session.receive(points_frame(0, points(16)))]
 
-    with pytest.raises(OutOfStep, match="not sent"):
-        session.receive(tags_frame(1, bytes(256)))
-    next(frames)
-    assert session.receive(tags_frame(1, bytes(256))) == []
+    assert [frame.WhichOneof("body") for frame in sent] == ["points", "commitment"]
+    with pytest.raises(OutOfStep, match="committed"):
+        session.receive(tags_frame(0, bytes(16)))
+    shown = session.receive(commitment_frame(points(16), bytes(256)))
+    assert [frame.WhichOneof("body") for frame in shown] == ["tags"]
+    with pytest.raises(OutOfStep, match="second"):
+        session.receive(commitment_frame(points(16), bytes(256)))
 
 
-def test_tags_after_the_last_one_are_rejected() -> None:
-    session = greeted(names(range(16)))
+def test_a_commitment_before_all_points_or_of_another_length_is_rejected() -> None:
+    session = greeted(names(range(16)), peer_set_size=17)
+    session.receive(points_frame(0, points(16)))
+    frame = commitment_frame(points(17), bytes(256))
+
+    with pytest.raises(OutOfStep, match="before all points"):
+        session.receive(frame)
+    session.receive(points_frame(1, points(1, first=16)))
+    with pytest.raises(InvalidMessage, match="32 bytes"):
+        session.receive(pb.AlignFrame(commitment=pb.AlignCommitment(digest=b"short")))
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 200), (200, 1), (64, 64), (65, 130)])
+def test_tags_are_shown_in_turns_so_that_nobody_is_ahead_by_more_than_a_part(
+    sizes: tuple[int, int],
+) -> None:
+    own, num_peer = sizes
+    tags = bytes(own * 16)
+    session = greeted(names(range(own)), peer_set_size=num_peer)
     list(session.own_frames())
-    session.receive(tags_frame(0, bytes(256)))
+    for chunk, first in enumerate(range(0, num_peer, 16)):
+        count = min(16, num_peer - first)
+        session.receive(points_frame(chunk, points(count, first=first)))
+    session.receive(commitment_frame(points(num_peer), tags))
+    part = min(16, -(-own // 64))
 
-    with pytest.raises(OutOfStep):
-        session.receive(tags_frame(1, bytes(16)))
+    for number, first in enumerate(range(0, own, part)):
+        lead = session.answered_ids / num_peer - first / own
+        assert 0 < lead <= min(16, -(-num_peer // 64)) / num_peer + 1e-9
+        if first + part < own:  # the last part ends in a check of the commitment
+            session.receive(tags_frame(number, bytes(16 * min(part, own - first))))
+
+
+def test_tags_other_than_those_committed_to_are_rejected() -> None:
+    session = committed(1, bytes(16), points(1))
+
+    with pytest.raises(InvalidMessage, match="committed to"):
+        session.receive(tags_frame(0, b"1" * 16))
 
 
 def test_points_beyond_the_announced_set_are_rejected() -> None:
@@ -215,12 +252,51 @@ def test_there_is_no_result_before_the_peers_done() -> None:
 @pytest.mark.parametrize("what", ["point", "tag"])
 def test_a_point_or_a_tag_that_comes_twice_is_rejected(what: str) -> None:
     """Otherwise one id of a party could be counted as two common ones."""
-    session = greeted(names(range(2)), peer_set_size=2)
-    list(session.own_frames())
-    session.receive(points_frame(0, points(1) * 2 if what == "point" else points(2)))
+    tags = bytes(32) if what == "tag" else bytes(16) + b"1" * 16
+    session = committed(2, tags, points(1) * 2 if what == "point" else points(2))
+    session.receive(tags_frame(0, tags[:16]))
 
     with pytest.raises(InvalidMessage, match="same tag"):
-        session.receive(tags_frame(0, bytes(32) if what == "tag" else bytes(16) + b"1" * 16))
+        session.receive(tags_frame(1, tags[16:]))
+
+
+# ---- a peer that lies about what is common ----
+
+
+def lie(channel: QueueChannel, kind: str, num_ids: int) -> None:
+    """Play the peer that has no id in common, and would have the other believe in all of them.
+
+    With "tags" it sends the tags back that it gets; "copied" also copies the commitment to them;
+    "points" sends everything back, points included.
+    """
+    channel.receive()
+    channel.send(pb.AlignFrame(hello=peer_hello(num_ids)))
+    own = points(num_ids, first=10_000)
+    if kind != "points":
+        for chunk, first in enumerate(range(0, len(own), 512)):
+            channel.send(points_frame(chunk, own[first : first + 512]))
+    if kind == "tags":
+        channel.send(commitment_frame(own, bytes(num_ids * 16)))
+    with suppress(PeerUnreachable):
+        while True:
+            frame = channel.receive()
+            body = frame.WhichOneof("body")
+            is_copied = {"points": kind == "points", "commitment": kind != "tags"}
+            if is_copied.get(str(body), True):
+                channel.send(frame)
+
+
+@pytest.mark.parametrize("kind", ["tags", "copied", "points"])
+def test_no_peer_makes_500_ids_common_where_none_are(kind: str) -> None:
+    """With version 1 of the protocol, which had no commitments, ``tags`` succeeded."""
+    here, there = channel_pair(deadline_s=LONG_S)
+    ids = [f"somebody else {number}" for number in range(500)]
+
+    with ThreadPoolExecutor(1) as executor:
+        liar = executor.submit(lie, there, kind, len(ids))
+        with pytest.raises(InvalidMessage, match=r"committed to|own points back"):
+            align(ENGINE, ids, here, nonce=NONCES[0], run_id="run")
+        liar.result(LONG_S)
 
 
 def test_a_rule_broken_in_mid_stream_ends_both_parties_at_once() -> None:

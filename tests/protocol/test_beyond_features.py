@@ -274,6 +274,29 @@ def test_a_figure_above_a_proved_bound_is_set_aside_where_guesses_are_chance(
     assert list(set_aside(measured, bound)) == aside
 
 
+@pytest.mark.parametrize(
+    ("p_value", "pairs", "peers", "passed"),
+    [
+        (0.01, 500, Covers.ANYBODY, True),
+        (0.2, 500, Covers.ANYBODY, False),
+        (0.2, 1000, Covers.ANYBODY, True),
+        (0.2, 500, Covers.PASSIVE_AND_HONEST, True),
+    ],
+)
+def test_of_few_pairs_a_bound_for_anybody_is_passed_only_if_guesses_are_better_than_it_permits(
+    p_value: float, pairs: int, peers: Covers, *, passed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guesses of 569 patients were better than chance, and an adjusted figure was .87 at .60."""
+    measured = MEASURED._replace(stated=2.0, stated_for=str(peers), pairs=pairs)
+    stated = measured._replace(p_value_of_stated=p_value)
+    held = BEYOND._replace(epsilon=stated)
+    log_beyond(held, bounds(0.6))
+    assert ("norm reaches a leak AUC of 0.700 beyond what features tell, above" in caplog.text) is (
+        passed
+    )
+    assert list(set_aside(held, 0.6)) == ([] if passed else ["norm"])
+
+
 # ---- verdict and report ----
 
 

@@ -24,7 +24,7 @@ from splitveil.common.data.converted import MappedTable, open_converted
 from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.data.mapped_features import MappedFeatures, RowEncoder
 from splitveil.common.data.settings import DataSettings
-from splitveil.common.data.stored_ids import RowNumbers, check_distinct
+from splitveil.common.data.stored_ids import RowNumbers, repeated_rows
 from splitveil.common.data.table import read_table
 from splitveil.common.errors import DataError, SettingsError, StorageError
 from splitveil.common.party.party_data import PartyData
@@ -350,7 +350,7 @@ def test_a_damaged_cache_is_a_storage_error(tmp_path: Path, name: str) -> None:
         ("n1", 444, "abc", ["column 'n1'", "expected numbers", "row 445"]),
         ("n2", 444, "inf", ["column 'n2'", "infinite", "row 445"]),
         ("id", 300, " ", ["column 'id'", "1 missing or empty ids"]),
-        ("id", 690, "zoë-14 ", ["column 'id'", "1 duplicate ids: data rows 691 (as 3)"]),
+        ("id", 690, "zoë-14 ", ["column 'id'", "normalised: data rows 691 (as 3)"]),
     ],
 )
 def test_a_bad_cell_is_named_with_its_row_in_the_file(
@@ -389,9 +389,8 @@ def test_a_row_with_too_few_cells_is_named(tmp_path: Path) -> None:
 
 def test_different_ids_with_one_hash_are_no_duplicates() -> None:
     ids = ["a", "b", "c", "b"]
-    check_distinct(ids[:3], np.array([7, 7, 7]), "rows.csv")
-    with pytest.raises(DataError, match=r"1 duplicate ids: data rows 4 \(as 2\)"):
-        check_distinct(ids, np.array([7, 8, 7, 8]), "rows.csv")
+    assert repeated_rows(ids[:3], np.array([7, 7, 7])) == []
+    assert repeated_rows(ids, np.array([7, 8, 7, 8])) == [(3, 1)]
 
 
 # ---- images ----

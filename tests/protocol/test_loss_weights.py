@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from splitveil import simulation
 from splitveil.active_party.defenses.objective import BatchLabels, TopModel
-from splitveil.active_party.training.objectives import CrossEntropy
+from splitveil.active_party.training.objectives import OrdinaryObjective
 from splitveil.active_party.training.predictions import (
     LossWeights,
     cross_entropy_of,
@@ -116,7 +116,7 @@ def test_class_weights_follow_the_target_and_not_the_label(num_classes: int) -> 
     model = nn.Linear(4, 1 if num_classes == 2 else num_classes)
     squeezed = nn.Sequential(model, nn.Flatten(0)) if num_classes == 2 else model
     top = TopModel(WithoutFeatures(squeezed), torch.optim.SGD(model.parameters()), lambda _: 1.0)
-    objective = CrossEntropy(top, class_weights=torch.arange(1.0, num_classes + 1) ** 2)
+    objective = OrdinaryObjective(top, class_weights=torch.arange(1.0, num_classes + 1) ** 2)
     shape = (6,) if num_classes == 2 else (6, num_classes)
     targets = torch.rand(shape)
     activation = torch.randn(6, 4).requires_grad_()

@@ -43,8 +43,10 @@ def test_batches_become_due_in_the_order_of_the_course(
     while progress.due is not None:
         due = progress.due
         if progress.batch_number % 2:  # looking ahead or not, the next batch is the same
-            ahead = [] if progress.following is None else [progress.following.key]
-            assert ahead == [batch.key for batch in course[progress.batch_number + 1 :][:1]]
+            following = course[progress.batch_number + 1 :]
+            ahead = [progress.ahead(count) for count in range(1, 4)]
+            expected = [batch.key for batch in following[:3]]
+            assert [batch.key for batch in ahead if batch is not None] == expected
         progress.advance()
         handled.append(due.key)
         assert progress.checkpoint_due == is_checkpoint(contract, rows, due)
@@ -52,7 +54,7 @@ def test_batches_become_due_in_the_order_of_the_course(
     assert progress.batch_number == len(course)
     assert progress.is_over
     assert progress.epoch is None
-    assert progress.following is None
+    assert progress.ahead(1) is None
 
 
 def test_progress_that_goes_back_repeats_the_same_batches(
@@ -62,13 +64,14 @@ def test_progress_that_goes_back_repeats_the_same_batches(
     progress = Progress(contract, rows, NoStore())
     for _ in range(4):
         progress.advance()
-    assert progress.following is not None
+    assert progress.ahead(1) is not None
     progress.go_to(2)
     assert (progress.batch_number, progress.checkpoint_due) == (2, False)
     assert progress.due is not None
     assert progress.due.key == course[2].key
-    assert progress.following is not None
-    assert progress.following.key == course[3].key
+    following = progress.ahead(1)
+    assert following is not None
+    assert following.key == course[3].key
     progress.finish()
     assert progress.is_over
     assert progress.batch_number == 2

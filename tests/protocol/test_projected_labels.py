@@ -165,8 +165,7 @@ class Invents(InProcessPeer):
     """Sends its first training batch as one of a survey that the run does not have."""
 
     def receive_gradient(self) -> Answer:
-        sent = self._sent
-        assert sent is not None
+        sent = self._sent[0]
         self.session.evaluate(replace(sent, batch=sent.batch._replace(split="survey")))
         return super().receive_gradient()
 

@@ -396,7 +396,7 @@ def test_a_top_model_that_learned_from_the_true_labels_would_show(
 def test_a_run_that_stops_early_by_its_validation_labels_would_show(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TopTrainer, "auc_on_targets", lambda _: None)
+    monkeypatch.setattr(TopTrainer, "score_on_targets", lambda _: None)
     active, both = RUNS["early stopping"]
     told: Told = {}
     with noting(told):

@@ -18,7 +18,13 @@ from splitveil.common.record.beyond_figures import (
     BeyondFigures,
     EpsilonFigures,
 )
-from splitveil.common.record.figures import AttackFigure, LedgerFigures, SpreadFigures
+from splitveil.common.record.figures import (
+    AttackFigure,
+    LedgerFigures,
+    NumberFigures,
+    SpreadFigures,
+)
+from splitveil.common.record.histogram_line import HistogramLine
 from splitveil.common.record.run_record import (
     METRICS,
     SUMMARY,
@@ -90,6 +96,16 @@ LINES: Mapping[str, tuple[lines.Line, dict[str, Any]]] = {
             "ads/bank: first/spectral": None,
         },
     ),
+    "leak of numbers": (
+        lines.NumberLeakLine(1, {"informed": 0.75, "top_direction": None}),
+        {
+            "kind": "epoch_leak_of_numbers",
+            "epoch": 1,
+            "step": None,
+            "informed_r2": 0.75,
+            "top_direction_r2": None,
+        },
+    ),
     "ledger": (
         lines.LedgerLine(1, BOUNDS),
         {
@@ -128,6 +144,23 @@ LINES: Mapping[str, tuple[lines.Line, dict[str, Any]]] = {
             "auc/a/b": None,
         },
     ),
+    "evaluation of numbers": (
+        lines.EvaluationLine(
+            1, "test", 0.5, None, None, 0.25, number=NumberFigures(2.0, 1.5, 0.75, 4.0, 3.0)
+        ),
+        {
+            "kind": "test",
+            "epoch": 1,
+            "step": None,
+            "loss": 0.5,
+            "train_loss": 0.25,
+            "rmse": 2.0,
+            "mae": 1.5,
+            "r2": 0.75,
+            "constant_rmse": 4.0,
+            "constant_mae": 3.0,
+        },
+    ),
     "audit": (
         lines.AuditLine(1, NORM),
         {"kind": "audit", "epoch": 1, "step": None, "cut/norm": 0.75},
@@ -155,7 +188,7 @@ LINES: Mapping[str, tuple[lines.Line, dict[str, Any]]] = {
         },
     ),
     "histogram": (
-        lines.HistogramLine(1, 2, "cosine", (-1.0, 0.0, 1.0), {"before/positive": (3, 4)}),
+        HistogramLine(1, 2, "cosine", (-1.0, 0.0, 1.0), {"before/positive": (3, 4)}),
         {
             "kind": "histogram",
             "epoch": 1,

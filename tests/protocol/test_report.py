@@ -28,6 +28,7 @@ from splitveil.common.privacy.attacks import BatchAttackName, RunAttackName
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.record.beyond_figures import AdvantageFigures, BeyondFigures
 from splitveil.common.record.figures import AttackFigure, LedgerFigures, SpreadFigures
+from splitveil.common.record.histogram_line import HistogramLine
 from splitveil.common.record.leak_figures import LeakFigures, RunFigures
 from splitveil.common.record.lines import (
     AlarmLine,
@@ -35,7 +36,6 @@ from splitveil.common.record.lines import (
     EpochLeakLine,
     EvaluationLine,
     GateLine,
-    HistogramLine,
     LeakLine,
     LedgerLine,
     Line,

@@ -14,6 +14,7 @@ from torch import nn
 from splitveil.common.data import id_index
 from splitveil.common.data.features import Features
 from splitveil.common.data.id_index import ABSENT, IdIndex
+from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import CsvSource, ParquetSource
 from splitveil.common.data.stored_ids import RowNumbers, StoredIds
 from splitveil.common.data.table_files import read_id_list, source_of
@@ -61,6 +62,11 @@ def test_row_numbers_are_ids_too() -> None:
     assert index.rows_of(["5", "1", "0", "6", "01"]).tolist() == [4, 0, ABSENT, ABSENT, ABSENT]
 
 
+def by(id_column: str | None) -> DataSettings:
+    source = CsvSource(kind="csv", path="rows.csv")
+    return DataSettings(source=source, id_column=id_column, label_column="y")
+
+
 def test_lists_of_ids_are_text_or_a_column_and_canonical(tmp_path: Path) -> None:
     text = tmp_path / "ids.txt"
     text.write_text(" a\nb \n\u0041\u030a\n\n\n", encoding="utf-8")
@@ -68,9 +74,9 @@ def test_lists_of_ids_are_text_or_a_column_and_canonical(tmp_path: Path) -> None
     parquet.write_table(pa.table({"n": [1, 2, 3], "id": [" a", "b ", "\u00c5"]}), table)
     written = tmp_path / "ids.csv"
     written.write_text("x,id\n1,a\n2,b\n3,\u00c5\n")
-    assert read_id_list(text, None) == ["a", "b", "\u00c5"]
-    assert read_id_list(table, "id") == ["a", "b", "\u00c5"]
-    assert read_id_list(written, "id") == ["a", "b", "\u00c5"]
+    assert read_id_list(text, by(None)) == ["a", "b", "\u00c5"]
+    assert read_id_list(table, by("id")) == ["a", "b", "\u00c5"]
+    assert read_id_list(written, by("id")) == ["a", "b", "\u00c5"]
 
 
 @pytest.mark.parametrize(
@@ -86,16 +92,16 @@ def test_a_list_without_ids_is_refused(tmp_path: Path, name: str, content: str, 
     path = tmp_path / name
     path.write_text(content)
     with pytest.raises(DataError, match=why):
-        read_id_list(path, "id")
+        read_id_list(path, by("id"))
 
 
 def test_a_table_of_another_ending_or_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="ending in"):
         source_of(tmp_path / "rows.xlsx")
     with pytest.raises(DataError, match="no such file"):
-        read_id_list(tmp_path / "absent.txt", "id")
+        read_id_list(tmp_path / "absent.txt", by("id"))
     with pytest.raises(DataError, match="row number per line"):
-        read_id_list(tmp_path / "ids.csv", None)
+        read_id_list(tmp_path / "ids.csv", by(None))
 
 
 def test_another_table_is_read_like_the_table_of_the_settings(tmp_path: Path) -> None:

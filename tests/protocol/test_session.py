@@ -141,7 +141,7 @@ def test_a_repeated_step_is_compared_by_its_bits_not_by_its_values(example: Path
         {"epoch": 1},
         {"step": 1},
         {"split": "test"},
-        {"positions_digest": b"0" * 16},
+        {"rows_digest": b"0" * 16},
     ],
 )
 def test_a_message_for_another_step_is_refused_and_the_session_unharmed(

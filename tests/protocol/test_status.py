@@ -39,10 +39,18 @@ from splitveil.common.status.endpoint import (
 from splitveil.common.status.run_status import STAGES, RunStatus
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.passive_party.status_observer import WatchedCalls
+from splitveil.simulation import free_address
 from tests.runs import in_background, write_example
-from tests.system.processes import free_address
 from tests.waiting import HANGS_AFTER_S, wait_until
-from tests.watched import Series, Watched, asked, names_in, series_of, value_of, watched_run
+from tests.watched import (
+    Watched,
+    asked,
+    names_in,
+    series_of,
+    value_of,
+    watched_run,
+    without_time,
+)
 
 CONTRACT = Contract(run_name="small", cut_shape=(4,), batch_size=8, epochs=3)
 WITH_LIMITS = (
@@ -156,15 +164,6 @@ def with_swapped_labels(example: Path, folder: Path) -> Path:
     swapped = [",".join([own, str(1 - int(label)), *rest]) for own, label, *rest in cells]
     (folder / "active.csv").write_text("\n".join([header, *swapped]) + "\n")
     return folder
-
-
-def without_time(series: Series) -> Series:
-    """Leave out time, and what the operating system says about the process."""
-    return {
-        key: value
-        for key, value in series.items()
-        if not re.search("_seconds|^process_", key[0]) and key[0] != "splitveil_run_info"
-    }
 
 
 def test_the_feature_owner_s_metrics_are_the_same_if_all_labels_are_swapped(

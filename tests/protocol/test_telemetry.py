@@ -24,12 +24,8 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 
 from splitveil.common.errors import SettingsError, StorageError
 from splitveil.common.party.transcript import Transcript
-from splitveil.common.record.lines import (
-    AlignmentLine,
-    EvaluationLine,
-    HistogramLine,
-    TrainingLine,
-)
+from splitveil.common.record.histogram_line import HistogramLine
+from splitveil.common.record.lines import AlignmentLine, EvaluationLine, TrainingLine
 from splitveil.common.record.metrics_log import MetricsLog
 from splitveil.common.record.summary import from_json
 from splitveil.common.record.summary_tables import print_summary

@@ -40,14 +40,16 @@ def guesses() -> list[list[str]]:
 
 
 def probe(ids: list[str], channel: AlignChannel, run_id: str, nonce: bytes) -> set[str]:
-    """Exchange ids as the protocol says, but keep the tags to itself, and hang up."""
+    """Exchange ids as the protocol says, until all tags are there, and hang up."""
     session: EcdhExchange = ENGINE.start(ids, nonce=nonce, run_id=run_id)
     channel.send(session.hello())
     session.receive(channel.receive())
     for frame in session.own_frames():
         channel.send(frame)
-    while session.done_ids < session.total_ids:
-        session.receive(channel.receive())  # the tags that it returns are never sent
+    while session._own_done is None:
+        for reply in session.receive(channel.receive()):
+            if not reply.HasField("done"):
+                channel.send(reply)
     channel.close()
     rows = session._common_rows
     return set() if rows is None else {ids[row] for row in rows}

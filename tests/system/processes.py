@@ -2,7 +2,6 @@
 
 import resource
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
+from splitveil.simulation import free_address
 from tests.system.forked import Forked
 from tests.waiting import HANGS_AFTER_S
 
@@ -181,12 +181,6 @@ def alone(party: PartyName, folder: Path, *overrides: str) -> Iterator[Party]:
         yield process
     finally:
         process.kill()
-
-
-def free_address() -> str:
-    """Return a free address on loopback."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 def side_by_side(*actions: Callable[[], ResultT]) -> list[ResultT]:

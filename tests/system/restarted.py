@@ -38,9 +38,10 @@ from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
+from splitveil.simulation import free_address
 from tests import certificates
 from tests.runs import CPU
-from tests.system.processes import Party, PartyName, free_address
+from tests.system.processes import Party, PartyName
 from tests.waiting import HANGS_AFTER_S
 
 

@@ -24,8 +24,9 @@ SETTINGS = Settings(
     passive=("adversary.every_steps=1000",),
 )
 
-ROOM = 30_000
-"""Largest file: the first to be larger is the transcript, in the first epoch."""
+ROOM = 55_000
+"""Largest file: the first to be larger is the transcript, in the first epoch. The exchange of ids
+has filled half of it before."""
 
 
 @pytest.fixture(scope="module")

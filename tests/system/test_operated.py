@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from splitveil.simulation import free_address
 from tests.runs import write_example
-from tests.system.processes import Pair, free_address, started
+from tests.system.processes import Pair, started
 from tests.waiting import wait_until
 from tests.watched import asked
 

@@ -287,7 +287,7 @@ def test_transcripts_of_both_parties_agree(small: Trained, tmp_path: Path) -> No
         Transcript(folders[0], "active") as own,
         Transcript(folders[1], "passive") as others,
         serving(small.passive("passive"), port, transcript=others),
-        open_predictor(settings, CPU, transcript=own) as predictor,
+        open_predictor(settings, CPU, notes=own) as predictor,
     ):
         predictor.check_models()
         for one in small.test_ids[:4]:

@@ -10,9 +10,10 @@ import pytest
 from numpy.typing import NDArray
 from pyarrow import csv, parquet
 
+from splitveil.simulation import free_address
 from tests.certificates import make, use
 from tests.runs import write_example
-from tests.system.processes import Party, free_address, started
+from tests.system.processes import Party, started
 
 SLOW = "answers.ids_per_second=60"
 """With the 400 ids of the example, answers take seconds: time to be killed in the middle."""

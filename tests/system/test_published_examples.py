@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from splitveil.simulation import free_address
 from tests.programs import run_program
 from tests.system.conftest import SAME_SPLIT, run_locally
-from tests.system.processes import free_address
 
 pytestmark = pytest.mark.skipif(
     "SPLITVEIL_DATA" not in os.environ, reason="SPLITVEIL_DATA names no folder with data sets"

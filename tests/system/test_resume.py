@@ -99,6 +99,30 @@ def test_killed_at_random_steps_every_defense_ends_as_if_nothing_had_happened(
     side_by_side(*(partial(run, name) for name in DEFENSES))
 
 
+def test_killed_at_random_steps_a_run_with_activations_ahead_ends_as_if_nothing_had_happened(
+    example: Path, tmp_path: Path
+) -> None:
+    plain = settings("{name: marvell, insecure_noise_seed: 7}")
+
+    def run(depth: int) -> None:
+        ahead = plain._replace(both=(*plain.both, f"contract.pipeline_depth={depth}"))
+        whole = run_here(example, tmp_path / f"whole-{depth}", ahead)
+        folder = tmp_path / str(depth)
+        write_example(folder)
+        generator, lines = random.Random(depth), len(whole.metrics["active"])
+        with kept_up(folder, ahead) as both:
+            both.start()
+            for part, struck in enumerate((both.passive, both.active, both.passive)):
+                wait_for_line(both, int(lines * (0.1 + 0.25 * part + 0.2 * generator.random())))
+                struck.kill()
+                struck.start()
+            assert both.wait() == (0, 0), both.outputs
+            assert_same(outcome(folder / "runs"), whole, both.outputs)
+
+    for depth in (2, 4):
+        run(depth)
+
+
 def interrupted(both: Both, whole: Outcome) -> None:
     """Ctrl-C at a terminal reaches both.
 

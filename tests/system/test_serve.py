@@ -228,7 +228,7 @@ def test_programs_are_known_by_their_tokens(
         wrong = program.ask(ids)
         program.headers = {"Authorization": f"Bearer {TOKENS['billing']}"}
         right = program.ask(ids)
-        health = Program(program.http, program.grpc, program.desk).get("/healthz")
+        health = Program(program.http, program.grpc, program.desk, program.status).get("/healthz")
         with pytest.raises(grpc.RpcError) as caught:
             program.call(pb.PredictRequest(ids=ids))
         bearer = ("authorization", f"Bearer {TOKENS['scoring']}")
@@ -439,6 +439,30 @@ def test_the_fallback_answers_where_the_passive_party_has_no_row(
         told = program.ask([small.test_ids[0], "new-row", "nobody"])
     assert told.body["model"] == ["joint", "fallback", None]
     assert told.body["why_fallback"] is None
+
+
+def test_the_fallback_of_a_weighted_run_counts_rows_and_classes_as_the_run_does(
+    small: Trained, tmp_path: Path
+) -> None:
+    """At the minimum of the loss, the weighted sum of probabilities is that of the labels."""
+    write_wide_deep(tmp_path)
+    lines = (tmp_path / "active.csv").read_text().splitlines()
+    rows = [f"{line},{1 + 4 * (number % 2)}" for number, line in enumerate(lines[1:])]
+    (tmp_path / "active.csv").write_text("\n".join([f"{lines[0]},count", *rows]) + "\n")
+    weighted = ("data.class_weights=[1, 8]", "data.weight_column=count", "serving.fallback=true")
+    run = train(tmp_path, tmp_path / "runs", active=weighted)
+    found = {}
+    for name, trained in (("plain", small), ("weighted", run)):
+        with answering(trained, "serving.fallback=true", ports={"passive": free_port()}) as program:
+            told = program.ask(trained.test_ids)
+        assert set(told.body["model"]) == {"fallback"}
+        found[name] = torch.from_numpy(told.probabilities)
+    labels = small_labels(run, run.test_ids)
+    counts = {row.split(",")[0]: float(row.rsplit(",", 1)[1]) for row in rows}
+    counted = torch.tensor([counts[text] for text in run.test_ids]) * (1 + 7 * labels)
+    share = float((counted * labels).sum() / counted.sum())
+    assert abs(float((counted * found["weighted"]).sum() / counted.sum()) - share) < 0.1
+    assert abs(float((counted * found["plain"]).sum() / counted.sum()) - share) > 0.15
 
 
 def test_a_run_without_a_fallback_says_how_to_get_one(

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from splitveil.simulation import free_address
 from tests.certificates import make, use
 from tests.runs import write_example
-from tests.system.processes import Party, free_address, started
+from tests.system.processes import Party, started
 from tests.waiting import wait_until
+from tests.watched import asked
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def passive_at(folder: Path, address: str) -> Party:
-    passive = Party("passive", folder, f"answers.listen={address}", command="serve")
+def passive_at(folder: Path, address: str, *more: str) -> Party:
+    passive = Party("passive", folder, f"answers.listen={address}", *more, command="serve")
     passive.wait_until_says("waiting for the active party")
     return passive
 
@@ -48,22 +50,28 @@ def told(address: str, ids: list[str]) -> tuple[int, dict[str, Any]]:
 
 def test_a_killed_passive_party_costs_503_at_once_and_no_restart(folder: Path) -> None:
     inner, outer = free_address(), free_address()
+    own, other = free_address(), free_address()
     ids = [f"person-{number:05d}" for number in range(100, 116)]
-    first = passive_at(folder, inner)
+    first = passive_at(folder, inner, f"status={other}")
     active = Party(
         "active",
         folder,
         f"inference.connect.passive={inner}",
         f"serving.http={outer}",
+        f"status={own}",
         command="serve",
     )
     try:
         active.wait_until_says("answering at http://")
         before = told(outer, ids)
+        assert asked(own, "/readyz")[0] == asked(other, "/readyz")[0] == 200
+        assert 'embed_requests_total{call="Embed"} 1.0' in asked(other, "/metrics")[1]
         first.kill()
         began = time.monotonic()
         away = told(outer, ids)
         took_s = time.monotonic() - began
+        assert asked(own, "/readyz")[0] == 503
+        assert 'door="http",outcome="unavailable"} 1.0' in asked(own, "/metrics")[1]
         second = passive_at(folder, inner)
         try:
             wait_until(lambda: told(outer, ids)[0] == 200)

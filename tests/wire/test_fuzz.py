@@ -131,7 +131,7 @@ def test_the_comparison_would_notice_one_more_answered_message(example: Path, po
         assert expected is not None
         values = torch.zeros(len(expected.positions), 4)
         frame = pb.TensorFrame.FromString(tape.requests()["Train"][-1])
-        frame.step, frame.positions_digest = expected.step, expected.digest
+        frame.step, frame.rows_digest = expected.step, expected.digest
         frame.data = values.numpy().tobytes()
         DirectSender(service, parties.run.contract).send("Train", [frame.SerializeToString()])
 

@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from splitveil.active_party.inference.embed_client import EmbedClient
-from splitveil.common.errors import PeerUnreachable, SettingsError
+from splitveil.common.errors import PeerLeft, PeerUnreachable, SettingsError
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.run.inference import Embedded, ModelIdentity
 from splitveil.common.wire.connection import PeerConnection
@@ -173,8 +173,8 @@ def test_all_questions_under_way_fail_at_once_when_the_server_is_gone(trained: T
         with serving(trained.passive("passive"), port, throttle=slow):
             waiting: list[Future[Embedded]] = [client.submit(ids) for _ in range(5)]
             assert not any(answer.done() for answer in waiting)
-        for answer in waiting:
-            assert isinstance(answer.exception(IN_TIME_S), PeerUnreachable)
+        for answer in waiting:  # the server may have the time to say that it leaves, or not
+            assert isinstance(answer.exception(IN_TIME_S), PeerUnreachable | PeerLeft)
         assert isinstance(client.submit(ids).exception(IN_TIME_S), PeerUnreachable)
         with serving(trained.passive("passive"), port):  # back, and used without a new client
 

@@ -296,7 +296,7 @@ BAD_FRAMES: list[tuple[Callable[[bytes], bytes], grpc.StatusCode]] = [
     (lambda frame: changed(frame, epoch=1), grpc.StatusCode.FAILED_PRECONDITION),
     (lambda frame: changed(frame, run_id="x"), grpc.StatusCode.FAILED_PRECONDITION),
     (
-        lambda frame: changed(frame, positions_digest=b"0" * 16),
+        lambda frame: changed(frame, rows_digest=b"0" * 16),
         grpc.StatusCode.FAILED_PRECONDITION,
     ),
 ]

@@ -15,7 +15,8 @@ directions:
     n = N p (1 - p) / (p (1 - p) + v)
 
 Half of the rows' worth is left at N p (1 - p) = D^2 r/mu^2: for rare positives that is a number of
-positives, whatever the number of rows.
+positives, whatever the number of rows. For labels that are numbers, as shares of their range, their
+variance takes the place of p (1 - p) (`share_of_variance`).
 
 How good it is, with 8 stages of rank 96 (`benchmarks.projected_tradeoff`; losses of test AUC at the
 best epoch, with n rows and open labels against what the run loses; standard errors are .0025 or
@@ -57,7 +58,8 @@ def outlook(
 
     Args:
         num_rows: training rows, at least 1.
-        pos_fraction: share of positives, above 0 and below 1; with several classes that of a class.
+        pos_fraction: share of positives, above 0 and below 1; with several classes that of a class;
+            for numbers, the share with which 0 and 1 would have the labels' variance.
         mu: the bound for the whole run, above 0.
         rank: number of sums in each stage, at least 1.
         num_classes: number of classes.
@@ -71,7 +73,16 @@ def outlook(
             f"{pos_fraction}, {mu} and {rank}"
         )
     sampling = pos_fraction * (1 - pos_fraction)
-    moved = 1 if num_classes == 2 else 2
+    moved = 1 if num_classes <= 2 else 2
     told = moved * min(rank, num_rows) / mu**2
     share = num_rows * sampling / (num_rows * sampling + told)
     return Outlook(num_rows * share, share, math.ceil(moved * rank / mu**2 / sampling))
+
+
+def share_of_variance(variance: float) -> float:
+    """Return the share of positives, at most 1/2, with which labels of 0 and 1 have a variance.
+
+    Args:
+        variance: of numbers within 0 and 1; rounding may take it slightly above 1/4.
+    """
+    return (1 - math.sqrt(max(1 - 4 * variance, 0.0))) / 2

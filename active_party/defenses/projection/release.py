@@ -2,6 +2,10 @@
 
     t = round(A^T y + sigma z)        z standard normal
 
+Labels y are 0 and 1, one-hot, or numbers within 0 and 1: shares of a range, on a grid of their own
+(`on_label_grid`). The sums are linear in y, so that any two values of one label move them by |A_i|
+at most, as 0 and 1 do, and one bound covers them all.
+
 A^T y is exact (see `grid`). The sum with the noise is rounded to a grid of about sigma/16, which
 changes its variance by 1/3000. This is post-processing of the Gaussian mechanism, and it is what
 makes the claim hold for floating point (Mironov, CCS 2012, shows how low bits betray sums that were
@@ -42,7 +46,8 @@ def draw_release(design: Design, labels: Tensor, sigma: float, normals: NoiseSou
 
     Args:
         design: the stage's weights of N rows.
-        labels: 0 and 1, (N,), or one-hot rows, (N, classes).
+        labels: 0 and 1, or numbers within 0 and 1 on their grid, (N,), or one-hot rows,
+            (N, classes).
         sigma: standard deviation of the noise, > 0; `stage_sigma` has it for a bound of the run.
         normals: asked once, for float64 on the CPU; never to be asked twice for one stage.
 
@@ -62,22 +67,44 @@ def release_grid(sigma: float) -> float:
     return 2.0 ** math.floor(math.log2(sigma / 16))
 
 
+def on_label_grid(labels: Tensor) -> Tensor:
+    """Round numbers within 0 and 1 so that sums of them are exact, (N,) float64.
+
+    The grid has steps of 2^-16, and of more from 2^22 rows on, so that products with weights, of
+    up to 2^14 steps, add up to less than 2^53. That rounding is far below any noise.
+
+    Args:
+        labels: (N,), N at least 1.
+    """
+    steps = 2.0 ** min(16, 38 - math.ceil(math.log2(len(labels))))
+    return (labels.double() * steps).round() / steps
+
+
 def exact_sums(design: Design, labels: Tensor) -> Tensor:
     """Return A^T y, (r,) or (r, classes) float64, exactly; sums of several workers' rows add up.
 
     Raises:
-        ValueError: labels are not 0 and 1 for every row, or not one-hot.
+        ValueError: labels are not within 0 and 1 and on their grid, or not one-hot.
     """
     labels = labels.detach().cpu()
     if labels.ndim not in (1, 2) or len(labels) != design.num_rows:
         raise ValueError(
             f"expected labels of {design.num_rows} rows, got shape {tuple(labels.shape)}"
         )
-    is_binary = bool(((labels == 0) | (labels == 1)).all())
-    if not is_binary or (labels.ndim == 2 and not bool((labels.sum(dim=1) == 1).all())):
-        raise ValueError("expected labels of 0 and 1, one-hot for several classes")
+    _check_values(labels)
     sums = torch.zeros((design.rank, *labels.shape[1:]), dtype=torch.float64)
     for start in range(0, design.num_rows, BLOCK_ROWS):
         weights = design.block(start).double()
         sums += weights.T @ labels[start : start + BLOCK_ROWS].double()
     return sums
+
+
+def _check_values(labels: Tensor) -> None:
+    if labels.ndim == 1:
+        is_within = bool(((labels >= 0) & (labels <= 1)).all())
+        if not is_within or not torch.equal(on_label_grid(labels), labels.double()):
+            raise ValueError("expected labels of 0 and 1, or numbers between on their grid")
+        return
+    is_binary = bool(((labels == 0) | (labels == 1)).all())
+    if not is_binary or not bool((labels.sum(dim=1) == 1).all()):
+        raise ValueError("expected labels of 0 and 1, one-hot for several classes")

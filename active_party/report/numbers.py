@@ -1,0 +1,153 @@
+"""The parts of a report about labels that are numbers: figures, attacks, and the verdict on them.
+
+The attacks on classes do not apply: an AUC asks how well positives and negatives are told apart. A
+leak AUC on this page is only ever the ledger's: that of telling the two ends of the range apart.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from splitveil.active_party.report.bounds import bounds_of, guarantee_of, in_full, in_short
+from splitveil.active_party.report.panels import Panel, figure_panel
+from splitveil.active_party.report.run_files import RunFiles, column, num_classes, test_lines
+from splitveil.active_party.report.svg import Line
+from splitveil.active_party.report.tables import Tile, figure
+from splitveil.active_party.report.verdict import RECOVERED, WEAK_GUARANTEE, Level, Verdict
+from splitveil.common.data.label_range import ONE_NUMBER
+from splitveil.common.record.leak_figures import NumberLeak
+
+_NEEDS = {
+    "top_direction": "nothing",
+    "informed": "the model's predictions and slopes (evaluation only)",
+    "accumulated_top_direction": "nothing",
+    "accumulated_ridge_40": "40 labels of the run, and its own activations",
+}
+
+_MEANING = (
+    "Labels are numbers: the attacks that tell classes apart do not apply. What is measured is the "
+    "share of the labels' variance that gradients explain (R2), where 1 reads every label; it "
+    "contains what features tell."
+)
+_OF_LEDGER = (
+    "Every leak AUC of the ledger is that of telling the two ends of the range apart, given "
+    "everything else; values closer to each other are told apart less well."
+)
+
+
+_BEYOND = (
+    "What gradients tell beyond features: the figures contain both, and only the ledger tells them "
+    "apart."
+)
+_UNSEEN = (
+    "No attack here looks at forward activations alone, the sizes of the two id sets or timing, "
+    "and an attack that has not been run yet may do better than the ones here."
+)
+_GAPS = (_BEYOND, _UNSEEN)
+
+
+class NumberRow(NamedTuple):
+    """One attack in the table."""
+
+    attack: str
+    needs: str
+    figures: tuple[str, ...]
+    """R2, on 95 % of batches, in the last epoch, of random scores, and the examples."""
+
+
+def is_of_numbers(run: RunFiles) -> bool:
+    """Return whether the labels of a run are numbers."""
+    return num_classes(run) == ONE_NUMBER
+
+
+def number_rows(run: RunFiles) -> Iterator[NumberRow]:
+    """Yield the attacks of a run."""
+    for attack, found in run.active.summary.of_leak.of_numbers.items():
+        others = (found.q95, found.last_epoch, found.random)
+        examples = "–" if found.examples is None else f"{found.examples:,}"
+        figures = (figure(found.r2), *map(figure, others), examples)
+        yield NumberRow(attack, _NEEDS.get(attack, "not known here"), figures)
+
+
+def number_tiles(run: RunFiles) -> Iterator[Tile]:
+    """Yield the figures of the model, and the strongest attack."""
+    model = run.active.summary.of_active.model
+    test = model.test_number
+    if test is not None:
+        constant = f"{test.constant_rmse:.4g}"
+        meaning = (
+            "root mean squared error of the joint model in the label's unit, on rows that it has "
+            f"not seen; predicting the mean of the training labels: {constant}"
+        )
+        if model.test_rmse_alone is not None:
+            meaning += f"; the active party alone: {model.test_rmse_alone:.4g}"
+        yield Tile("Test RMSE", f"{test.rmse:.4g}", meaning)
+        meaning = "share of the test labels' variance that the joint model explains"
+        yield Tile("Test R2", figure(test.r2), meaning)
+    measured = run.active.summary.of_leak.of_numbers
+    if measured:
+        attack, found = _strongest(measured)
+        meaning = f"share of the labels' variance that {attack} explains by gradients"
+        yield Tile("Measured", figure(found.r2), meaning)
+
+
+def number_summary(run: RunFiles) -> Iterator[tuple[str, str]]:
+    """Yield the rows about the model, in the place of those about AUCs."""
+    model = run.active.summary.of_active.model
+    test = model.test_number
+    if test is None:
+        return
+    unit = "in the label's unit"
+    yield f"test RMSE, {unit}", f"{test.rmse:.6g}"
+    yield "test RMSE of the constant prediction", f"{test.constant_rmse:.6g}"
+    if model.test_rmse_refit is not None:
+        yield "test RMSE, refitted", f"{model.test_rmse_refit:.6g}"
+    if model.test_rmse_alone is not None:
+        yield "test RMSE, active party alone", f"{model.test_rmse_alone:.6g}"
+    yield f"test MAE, {unit}", f"{test.mae:.6g}"
+    yield "test MAE of the constant prediction", f"{test.constant_mae:.6g}"
+    yield "test R2", figure(test.r2, 4)
+
+
+def number_panels(run: RunFiles) -> list[Panel]:
+    """Return the test RMSE over epochs beside that of the constant prediction."""
+    lines = [line for line in test_lines(run) if line.number is not None]
+    if not lines:
+        return []
+    epochs = column(line.epoch for line in lines) + 1
+    found = column(line.number and line.number.rmse for line in lines)
+    constant = column(line.number and line.number.constant_rmse for line in lines)
+    return [
+        figure_panel(
+            "Test RMSE",
+            [
+                Line(epochs, constant, "muted dashed", "constant"),
+                Line(epochs, found, "utility", "test", markers=True),
+            ],
+        )
+    ]
+
+
+def judge_numbers(run: RunFiles) -> Verdict:
+    """Judge a run by what its gradients explain of the labels, and by the bounds of its ledger."""
+    measured = run.active.summary.of_leak.of_numbers
+    bounds, guarantee = bounds_of(run), guarantee_of(run)
+    reasons = [_MEANING, _OF_LEDGER, *in_full(run, bounds)]
+    gaps = list(_GAPS)
+    if not measured:
+        headline = f"No attack was run; {in_short(bounds)}."
+        return Verdict("unknown", headline, reasons, gaps)
+    attack, found = _strongest(measured)
+    knows = _NEEDS.get(attack, "not known here")
+    headline = (
+        f"{attack} explains {found.r2:.1%} of the labels' variance from the gradients (it needs to "
+        f"know: {knows}); {in_short(bounds)}."
+    )
+    if guarantee <= WEAK_GUARANTEE:  # the rest of what the figures contain, features tell
+        badge = "Bounded beyond what features tell"
+        return Verdict("bounded", headline, reasons, gaps, badge)
+    level: Level = "recovered" if found.r2 >= RECOVERED else "leaking"
+    return Verdict(level, headline, reasons, gaps)
+
+
+def _strongest(measured: Mapping[str, NumberLeak]) -> tuple[str, NumberLeak]:
+    return max(measured.items(), key=lambda item: item[1].r2)

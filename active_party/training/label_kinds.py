@@ -1,0 +1,185 @@
+"""The kinds of labels: classes, or numbers within bounds. What follows from the kind is here.
+
+A kind says how an output of the top model is compared with a label, what it predicts, and how
+predictions are measured. Labels that are numbers are shares of their range here; figures about them
+are in the label's unit.
+"""
+
+import math
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from splitveil.active_party.defenses.number_outputs import residuals_of, shares_of
+from splitveil.active_party.training.predictions import (
+    LossWeights,
+    PredictionFigures,
+    auc_of_shares,
+    measure_predictions,
+    probabilities_of,
+    weighted_cross_entropy,
+)
+from splitveil.common.data.label_range import LabelRange
+from splitveil.common.data.settings import DataSettings
+from splitveil.common.record.figures import NumberFigures
+
+
+class LabelKind(Protocol):
+    """One kind of label."""
+
+    @property
+    def shape_of_row(self) -> tuple[int, ...]:
+        """The shape of one row's output and prediction."""
+        ...
+
+    def in_units(self, predictions: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return predictions in the label's unit; probabilities have none."""
+        ...
+
+    @property
+    def slope_of_residual(self) -> float:
+        """The slope of a row's loss in its output, for each unit of prediction less label."""
+        ...
+
+    def loss(self, outputs: Tensor, labels: Tensor, weights: LossWeights) -> Tensor:
+        """Return the mean loss over some rows, with its graph.
+
+        Args:
+            outputs: of the top model, (rows,) or (rows, classes).
+            labels: labels or targets of these rows.
+            weights: of these rows, and of the classes.
+        """
+        ...
+
+    def predicted(self, outputs: Tensor) -> Tensor:
+        """Return predictions within the range of the labels, of the same shape as the outputs."""
+        ...
+
+    def measure(self, outputs: Tensor, labels: Tensor) -> PredictionFigures:
+        """Measure the predictions of a whole split.
+
+        Raises:
+            OneClass: labels are classes, and all are of one class.
+        """
+        ...
+
+    def agreement(self, outputs: Tensor, targets: Tensor) -> float:
+        """Return how well predictions agree with soft targets: the more, the better."""
+        ...
+
+
+class ClassLabels(NamedTuple):
+    """Labels that are classes: a cross entropy, probabilities, and AUCs."""
+
+    num_classes: int = 2
+
+    @property
+    def shape_of_row(self) -> tuple[int, ...]:
+        """Nothing for two classes, or one number for each class."""
+        return () if self.num_classes == 2 else (self.num_classes,)
+
+    def in_units(self, predictions: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return probabilities as they are."""
+        return predictions
+
+    @property
+    def slope_of_residual(self) -> float:
+        """1, as for every cross entropy."""
+        return 1.0
+
+    def loss(self, outputs: Tensor, labels: Tensor, weights: LossWeights) -> Tensor:
+        """Return the cross entropy."""
+        return weighted_cross_entropy(outputs, labels, weights)
+
+    def predicted(self, outputs: Tensor) -> Tensor:
+        """Return the probability of label 1, (rows,), or of each class, (rows, classes)."""
+        return probabilities_of(outputs)
+
+    def measure(self, outputs: Tensor, labels: Tensor) -> PredictionFigures:
+        """Measure loss, AUC and calibration.
+
+        Raises:
+            OneClass: all labels are of one class.
+        """
+        return measure_predictions(outputs, labels)
+
+    def agreement(self, outputs: Tensor, targets: Tensor) -> float:
+        """Return the AUC on shares of classes."""
+        return auc_of_shares(outputs, targets)
+
+
+CLASS_LABELS = ClassLabels()
+
+
+class NumberLabels(NamedTuple):
+    """Labels that are numbers: a squared error, and errors in the label's unit."""
+
+    within: LabelRange
+    """The bounds of the labels."""
+
+    mean_share: float = math.nan
+    """Mean of the training labels as a share of the range: the constant prediction beside which
+    every figure stands. NaN where nothing is measured."""
+
+    @property
+    def shape_of_row(self) -> tuple[int, ...]:
+        """One number for each row."""
+        return ()
+
+    def in_units(self, predictions: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return shares of the range in the label's unit."""
+        return self.within.values(predictions)
+
+    @property
+    def slope_of_residual(self) -> float:
+        """2, as of every square."""
+        return 2.0
+
+    def loss(self, outputs: Tensor, labels: Tensor, weights: LossWeights) -> Tensor:
+        """Return the mean squared error, in units of the squared range."""
+        squares = residuals_of(outputs, labels).square()
+        return (squares if weights.of_rows is None else weights.of_rows * squares).mean()
+
+    def predicted(self, outputs: Tensor) -> Tensor:
+        """Return shares of the range."""
+        return shares_of(outputs)
+
+    def measure(self, outputs: Tensor, labels: Tensor) -> PredictionFigures:
+        """Measure the errors of the predictions, and those of the constant prediction."""
+        labels, width = labels.double(), self.within.width
+        errors = shares_of(outputs.double()) - labels
+        of_constant = self.mean_share - labels
+        spread = float((labels - labels.mean()).square().sum())
+        unexplained = float(errors.square().sum())
+        number = NumberFigures(
+            rmse=width * _root_mean_square(errors),
+            mae=width * float(errors.abs().mean()),
+            r2=1 - unexplained / spread if spread > 0 else math.nan,
+            constant_rmse=width * _root_mean_square(of_constant),
+            constant_mae=width * float(of_constant.abs().mean()),
+        )
+        loss = float(errors.square().mean())
+        return PredictionFigures(loss, math.nan, math.nan, None, number)
+
+    def agreement(self, outputs: Tensor, targets: Tensor) -> float:
+        """Return the root mean square of predictions less targets, with a minus sign."""
+        return -_root_mean_square(shares_of(outputs).double() - targets.double())
+
+
+def kind_of(settings: DataSettings, mean_share: float = math.nan) -> LabelKind:
+    """Return the kind of the labels that a party's settings name.
+
+    Args:
+        settings: the label owner's.
+        mean_share: mean of the training labels, if they are numbers and will be measured.
+    """
+    if settings.label_range is None:
+        return ClassLabels(settings.num_classes)
+    return NumberLabels(settings.label_range, mean_share)
+
+
+def _root_mean_square(values: Tensor) -> float:
+    return float(torch.sqrt(values.double().square().mean()))

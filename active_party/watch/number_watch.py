@@ -1,0 +1,134 @@
+"""Watches the leak of a run whose labels are numbers: how much of them the sent gradients explain.
+
+The figures are those of `splitveil.common.privacy.number_attacks`. They contain what features tell:
+a gradient of targets follows the model's predictions, and those explain labels without any leak.
+What an answer tells of a label beyond that is bounded by the ledger alone.
+"""
+
+import copy
+import math
+import time
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.training.top_trainer import StepResult
+from splitveil.common.privacy.audit_worker import CpuBudget
+from splitveil.common.privacy.number_attacks import (
+    SummedGradients,
+    informed_r2,
+    top_direction_r2,
+)
+from splitveil.common.record.leak_figures import NumberLeak
+from splitveil.common.record.lines import NumberLeakLine
+from splitveil.common.record.metrics_log import MetricsLog
+from splitveil.common.run.course import Batch
+from splitveil.common.run.progress import State
+
+TOP_DIRECTION = "top_direction"
+INFORMED = "informed"
+ACCUMULATED_TOP = "accumulated_top_direction"
+ACCUMULATED_RIDGE = "accumulated_ridge_40"
+
+_LEAST_ROWS = 8
+"""Rows below which a batch's R2 is mostly chance."""
+_HINT_SEED = 0
+
+
+class NumberWatch:
+    """Measures batches as they are answered, and the sums of all gradients at the end.
+
+    Args:
+        settings: of the active party; how often and with how much CPU time to measure.
+        metrics: gets a line for each epoch.
+        num_examples: number of aligned examples.
+    """
+
+    def __init__(self, settings: ActiveSettings, metrics: MetricsLog, num_examples: int) -> None:
+        monitor = settings.leak_monitor
+        self._every_steps = 0 if monitor is None else monitor.every_steps
+        share = None if monitor is None else monitor.max_cpu_share
+        self._budget = CpuBudget(share, time.process_time())
+        self._metrics = metrics
+        self._sums = SummedGradients(num_examples)
+        self._r2: dict[str, dict[int, list[float]]] = {}
+        """Attack -> epoch -> R2 of each batch."""
+        self._random: list[float] = []
+
+    def note_step(self, batch: Batch, result: StepResult) -> None:
+        """Measure a batch, unless the settings leave it out."""
+        if not self._every_steps or batch.step % self._every_steps:
+            return
+        if not self._budget.allows(time.process_time()):
+            return
+        began_s = time.thread_time()
+        gradients, labels = result.defended.detach().cpu(), result.labels.cpu()
+        positions = torch.from_numpy(batch.positions.copy())
+        self._sums.add(positions, gradients, labels, result.activation)
+        if len(labels) >= _LEAST_ROWS:
+            found = {TOP_DIRECTION: top_direction_r2(gradients, labels)}
+            if result.slopes is not None:
+                known = result.probabilities, result.slopes
+                found[INFORMED] = informed_r2(gradients, labels, *known)
+            for attack, r2 in found.items():
+                if not math.isnan(r2):
+                    by_epoch = self._r2.setdefault(attack, {})
+                    by_epoch.setdefault(batch.epoch, []).append(r2)
+            self._random.append(1 / (len(labels) - 1))
+        self._budget.pay(time.thread_time() - began_s)
+
+    def end_epoch(self, epoch: int) -> None:
+        """Write the line of an epoch."""
+        found = {attack: by_epoch.get(epoch) for attack, by_epoch in self._r2.items()}
+        means = {attack: float(np.mean(r2)) for attack, r2 in found.items() if r2}
+        if not means:
+            return
+        figures = means | self._accumulated()
+        self._metrics.write(NumberLeakLine(epoch, figures))
+
+    def figures(self) -> Mapping[str, NumberLeak]:
+        """Return attack -> its R2 over the run; empty if nothing was measured."""
+        if not self._r2:
+            return {}
+        seen = self._sums.seen()
+        examples = 0 if seen is None else len(seen.labels)
+        chance = 1 / max(examples - 1, 1)
+        return {attack: self._of_batches(one) for attack, one in self._r2.items()} | {
+            attack: NumberLeak(r2, random=chance, examples=examples)
+            for attack, r2 in self._accumulated().items()
+        }
+
+    def _of_batches(self, by_epoch: Mapping[int, list[float]]) -> NumberLeak:
+        every = np.concatenate([np.array(one) for one in by_epoch.values()])
+        return NumberLeak(
+            float(np.mean(every)),
+            float(np.quantile(every, 0.95)),
+            float(np.mean(by_epoch[max(by_epoch)])),
+            float(np.mean(self._random)),
+        )
+
+    def state_dict(self) -> State:
+        """Return a copy of everything measured."""
+        return {
+            "sums": self._sums.state_dict(),
+            "r2": copy.deepcopy(self._r2),
+            "random": list(self._random),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Resume from a state that ``state_dict`` returned."""
+        self._sums.load_state_dict(state["sums"])
+        self._r2 = copy.deepcopy(state["r2"])
+        self._random = list(state["random"])
+
+    def _accumulated(self) -> dict[str, float]:
+        seen = self._sums.seen()
+        if seen is None:
+            return {}
+        found = {
+            ACCUMULATED_TOP: seen.top_direction_r2(),
+            ACCUMULATED_RIDGE: seen.ridge_r2(_HINT_SEED),
+        }
+        return {attack: r2 for attack, r2 in found.items() if not math.isnan(r2)}

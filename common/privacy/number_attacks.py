@@ -1,0 +1,202 @@
+"""Attacks on labels that are numbers: how much of their variance gradients explain.
+
+Without a defense, the gradient of row i is 2 (p_i - y_i) J_i / batch: nearly the label, times a
+direction that rows share. A figure is an R2 with the labels, within 0 and 1: the share of their
+variance that the attack explains, where 1 reads every label.
+
+    top_direction              squared correlation of the labels with the gradients' projections on
+                               the direction in which one batch stretches most; it knows nothing,
+                               and the sign that is left open is one bit for the whole batch
+    informed                   an oracle that knows predictions p and slopes J: it solves each row
+                               for its label, and so reads whatever label the gradient is made of
+    accumulated_top_direction  the first one on the sum of each example's gradients over the run
+    accumulated_ridge_40       a ridge regression on these sums and the last activations, from 40
+                               examples whose labels it knows; measured on all others
+
+A model that predicts well sends little but what it could not predict, so that attacks which know
+nothing see less and less of the labels while ``informed`` sees them all.
+
+An AUC asks how well positives and negatives are told apart, and says nothing of numbers.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from splitveil.common.privacy.gradient_rows import prepared
+
+NUM_HINTS = 40
+"""Labels that the ridge regression knows, as many as model completion."""
+
+_PENALTIES = tuple(10.0**power for power in range(-6, 4))
+"""Candidates, in units of the mean square of a column."""
+
+_MOST_VALUES = 2**24
+"""Numbers that sums of gradients take: 64 MiB. Of a long run, evenly spaced examples are kept."""
+
+_Floats = npt.NDArray[np.float64]
+
+
+def top_direction_r2(gradients: Tensor, labels: Tensor) -> float:
+    """Return the squared correlation of labels and projections; NaN if one of them is constant.
+
+    Args:
+        gradients: (rows, ...), finite.
+        labels: (rows,).
+    """
+    found = prepared(gradients.cpu()).top.projections.numpy()
+    return _squared_correlation(found, labels.detach().double().cpu().numpy())
+
+
+def informed_r2(gradients: Tensor, labels: Tensor, predictions: Tensor, slopes: Tensor) -> float:
+    """Return the squared correlation of labels with prediction less solved residual.
+
+    Args:
+        gradients: (rows, ...), finite.
+        labels: (rows,).
+        predictions: of the model, (rows,).
+        slopes: the gradient of each row for a residual of 1, like ``gradients``.
+    """
+    rows, units = (one.detach().flatten(1).cpu().double() for one in (gradients, slopes))
+    powers = units.square().sum(dim=1)
+    residuals = (rows * units).sum(dim=1) / powers.clamp_min(1e-300)
+    found = predictions.detach().cpu().double() - residuals
+    return _squared_correlation(found.numpy(), labels.detach().double().cpu().numpy())
+
+
+def ridge_r2(gradients: Tensor, labels: Tensor, seed: int, num_hints: int = NUM_HINTS) -> float:
+    """Return the R2 of a ridge regression from a few known labels, on all other rows.
+
+    The penalty is the one with the smallest leave-one-out error on the known rows.
+
+    Args:
+        gradients: (rows, ...), finite.
+        labels: (rows,).
+        seed: of the choice of the known rows.
+        num_hints: number of known labels.
+
+    Returns:
+        At least 0, which is the mean of the known labels; NaN if fewer than two other rows are
+        left, or their labels are all the same.
+    """
+    rows = prepared(gradients.cpu()).rows.numpy()
+    known = labels.detach().double().cpu().numpy()
+    order = np.random.default_rng(seed).permutation(len(rows))
+    hints, others = order[:num_hints], order[num_hints:]
+    if len(others) < 2 or np.ptp(known[others]) == 0:
+        return float("nan")
+    centre, mean = rows[hints].mean(axis=0), known[hints].mean()
+    weights = _ridge(rows[hints] - centre, known[hints] - mean)
+    errors = known[others] - mean - (rows[others] - centre) @ weights
+    spread = np.square(known[others] - known[others].mean()).sum()
+    return float(max(0.0, 1 - np.square(errors).sum() / spread))
+
+
+def _ridge(rows: _Floats, labels: _Floats) -> _Floats:
+    """Return the coefficients whose penalty has the smallest leave-one-out error."""
+    left, sizes, right = np.linalg.svd(rows, full_matrices=False)
+    unit = max(float(np.square(sizes).sum()) / max(rows.shape[1], 1), 1e-300)
+    along = left.T @ labels
+
+    def error(penalty: float) -> float:
+        kept = np.square(sizes) / (np.square(sizes) + penalty * unit)
+        # The centring took one more degree of freedom from every row.
+        leverages = np.square(left) @ kept + 1 / len(rows)
+        missed = (labels - left @ (kept * along)) / np.maximum(1 - leverages, 1e-9)
+        return float(np.square(missed).mean())
+
+    penalty = min(_PENALTIES, key=error)
+    found: _Floats = right.T @ (sizes / (np.square(sizes) + penalty * unit) * along)
+    return found
+
+
+def _squared_correlation(scores: _Floats, labels: _Floats) -> float:
+    scores, labels = scores - scores.mean(), labels - labels.mean()
+    sizes = np.square(scores).sum() * np.square(labels).sum()
+    return float((scores @ labels) ** 2 / sizes) if sizes > 0 else float("nan")
+
+
+class SummedGradients:
+    """Adds up each example's gradients over a run, and remembers its last activation.
+
+    Args:
+        num_examples: number of aligned examples.
+    """
+
+    def __init__(self, num_examples: int) -> None:
+        self._num_examples = num_examples
+        self._sums: Tensor | None = None
+        self._last = torch.empty(0)
+        self._labels = torch.empty(0)
+
+    def add(
+        self, positions: Tensor, gradients: Tensor, labels: Tensor, activations: Tensor
+    ) -> None:
+        """Add one batch.
+
+        Args:
+            positions: of the examples in the common order, (batch,).
+            gradients: (batch, ...), finite.
+            labels: (batch,), known to the label owner that measures.
+            activations: like the gradients.
+        """
+        rows = gradients.detach().flatten(start_dim=1).cpu().float()
+        every = max(1, -(-self._num_examples * 2 * rows.shape[1] // _MOST_VALUES))
+        if self._sums is None:
+            kept = -(-self._num_examples // every)
+            self._sums = torch.zeros(kept, rows.shape[1])
+            self._last = torch.zeros(kept, rows.shape[1])
+            self._labels = torch.full((kept,), torch.nan)
+        of_kept = positions % every == 0
+        self._sums.index_add_(0, positions[of_kept] // every, rows[of_kept])
+        sent = activations.detach().flatten(start_dim=1).cpu().float()
+        self._last[positions[of_kept] // every] = sent[of_kept]
+        self._labels[positions[of_kept] // every] = labels.detach().cpu().float()[of_kept]
+
+    def seen(self) -> "SeenSums | None":
+        """Return the sums and labels of the examples that were visited; None without any."""
+        if self._sums is None:
+            return None
+        visited = ~self._labels.isnan()
+        return SeenSums(self._sums[visited], self._last[visited], self._labels[visited])
+
+    def state_dict(self) -> dict[str, Tensor | None]:
+        """Return a copy of all sums."""
+        sums = None if self._sums is None else self._sums.clone()
+        return {"sums": sums, "last": self._last.clone(), "labels": self._labels.clone()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Resume from a state that ``state_dict`` returned."""
+        sums = state["sums"]
+        self._sums = None if sums is None else sums.clone()
+        self._last = state["last"].clone()
+        self._labels = state["labels"].clone()
+
+
+class SeenSums(NamedTuple):
+    """Sums of gradients, with the last activations and the labels of their examples."""
+
+    gradients: Tensor
+    """(examples, row_dim)."""
+    activations: Tensor
+    """(examples, row_dim)."""
+    labels: Tensor
+    """(examples,)."""
+
+    def top_direction_r2(self) -> float:
+        """Return the figure of ``accumulated_top_direction``."""
+        return top_direction_r2(self.gradients, self.labels)
+
+    def ridge_r2(self, seed: int) -> float:
+        """Return the figure of ``accumulated_ridge_40``."""
+        parts = (_standardised(self.gradients), _standardised(self.activations))
+        return ridge_r2(torch.cat(parts, dim=1), self.labels, seed)
+
+
+def _standardised(columns: Tensor) -> Tensor:
+    """Return columns with a mean of 0 and one common scale: single columns may be all noise."""
+    centred = columns.double() - columns.double().mean(dim=0)
+    return centred / centred.square().mean().sqrt().clamp_min(1e-300)

@@ -1,0 +1,215 @@
+"""Own features in a request, of every kind of column: the bits of the same rows in the table."""
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import yaml
+
+from splitveil.protos import prediction_pb2 as pb
+from tests.asked import Program, asked
+from tests.joint import Trained, predicting, train, write_wide_deep
+
+WORDS = ("red", "green", "blue", "", "grey")
+GAPS: dict[str, dict[str, object]] = {
+    "mean": {"missing_numeric": "mean"},
+    "median": {"missing_numeric": "median", "missing_indicator": True},
+    "zero": {"missing_numeric": "zero", "missing_indicator": True},
+}
+Row = dict[str, Any]
+
+
+def write_all_kinds(folder: Path, gaps: dict[str, object]) -> None:
+    """Write an example whose active party has numbers with gaps, times, lists and categories."""
+    write_wide_deep(folder, rows=300)
+    lines = (folder / "active.csv").read_text().splitlines()
+    generator = np.random.default_rng(11)
+    rows = [f"{lines[0]},since,tags"]
+    for line in lines[1:]:
+        own, label, n1, n2, word = line.split(",")
+        day = f"2026-{generator.integers(1, 13):02d}-{generator.integers(1, 29):02d}"
+        since = f"{day}T{generator.integers(0, 24):02d}:30:00"
+        tags = "|".join(generator.choice(WORDS, size=generator.integers(0, 4)))
+        n1, since, word = ("" if generator.random() < 0.2 else text for text in (n1, since, word))
+        rows.append(",".join([own, label, n1, n2, word, since, tags]))
+    (folder / "active.csv").write_text("\n".join(rows) + "\n")
+    settings = yaml.safe_load((folder / "active.yaml").read_text())
+    settings["data"]["features"] = {
+        "numeric": "n*",
+        "categorical": "word",
+        "timestamps": "since",
+        "timestamp_parts": ["month", "day_of_week", "hour"],
+        "lists": "tags",
+        **gaps,
+    }
+    (folder / "active.yaml").write_text(yaml.safe_dump(settings))
+
+
+@pytest.fixture(scope="module", params=GAPS)
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp(str(request.param))
+    write_all_kinds(folder, GAPS[str(request.param)])
+    return train(folder, folder / "runs", active=("serving.fallback=true",))
+
+
+@pytest.fixture(scope="module")
+def program(trained: Trained) -> Iterator[Program]:
+    with asked(trained) as program:
+        yield program
+
+
+def cells_of(trained: Trained, ids: list[str]) -> list[dict[str, str]]:
+    """Return the texts of some rows of the active party's table."""
+    with (trained.settings.active.base_dir / "active.csv").open(newline="") as file:
+        rows = {row["id"]: row for row in csv.DictReader(file)}
+    return [rows[text] for text in ids]
+
+
+def as_json(cells: dict[str, str]) -> Row:
+    return {
+        "n1": float(cells["n1"]) if cells["n1"] else None,
+        "n2": float(cells["n2"]),
+        "word": cells["word"] or None,
+        "since": cells["since"] or None,
+        "tags": [tag for tag in cells["tags"].split("|") if tag],
+    }
+
+
+def as_columns(rows: list[dict[str, str]]) -> list[pb.Column]:
+    numbers = {
+        name: [float(row[name]) if row[name] else float("nan") for row in rows]
+        for name in ("n1", "n2")
+    }
+    texts = {name: [row[name] for row in rows] for name in ("word", "since", "tags")}
+    return [
+        *(pb.Column(name=name, numbers=values) for name, values in numbers.items()),
+        *(pb.Column(name=name, texts=values) for name, values in texts.items()),
+    ]
+
+
+def test_given_features_have_the_bits_of_the_table(trained: Trained, program: Program) -> None:
+    ids = trained.test_ids[:40]
+    cells = cells_of(trained, ids)
+    for name in ("n1", "since", "word", "tags"):
+        assert {bool(row[name]) for row in cells} == {True, False}, name
+    with predicting(trained) as predictor:
+        right = predictor.predict(ids).probabilities
+    told = program.ask(ids, features=[as_json(row) for row in cells])
+    reply = program.call(pb.PredictRequest(ids=ids, features=as_columns(cells)))
+    alone = [program.ask(ids[i : i + 1], features=[as_json(cells[i])]) for i in range(20)]
+    np.testing.assert_array_equal(told.probabilities, right)
+    by_grpc = np.array([one.probabilities for one in reply.predictions], np.float32)
+    np.testing.assert_array_equal(by_grpc[:, 0], right)
+    one_by_one = [one.probabilities for one in alone]
+    np.testing.assert_array_equal(np.concatenate(one_by_one), right[:20])
+
+
+def test_lists_and_texts_with_separators_are_the_same(trained: Trained, program: Program) -> None:
+    ids = trained.test_ids[:10]
+    cells = cells_of(trained, ids)
+    as_texts = [as_json(row) | {"tags": row["tags"]} for row in cells]
+    without = [as_json(row) | {"tags": []} for row in cells]
+    told = program.ask(ids, features=as_texts).probabilities
+    np.testing.assert_array_equal(told, program.ask(ids).probabilities)
+    assert (program.ask(ids, features=without).probabilities != told).any()
+
+
+def test_a_row_of_gaps_alone_is_answered(trained: Trained, program: Program) -> None:
+    gaps = {"n1": None, "n2": None, "word": None, "since": None, "tags": None}
+    told = program.ask(trained.test_ids[:1], features=[gaps])
+    empty = program.ask(trained.test_ids[:1], features=[gaps | {"tags": []}])
+    nan = float("nan")
+    columns = [
+        *(pb.Column(name=name, numbers=[nan]) for name in ("n1", "n2")),
+        *(pb.Column(name=name, texts=[""]) for name in ("word", "since", "tags")),
+    ]
+    reply = program.call(pb.PredictRequest(ids=trained.test_ids[:1], features=columns))
+    assert told.status == empty.status == 200, told.body
+    assert told.body["probabilities"] == empty.body["probabilities"]
+    assert np.float32(reply.predictions[0].probabilities[0]) == told.probabilities[0]
+
+
+WRONG = [
+    ({"n1": "much"}, "n1", "numbers"),
+    ({"n1": True}, "n1", "number"),
+    ({"n1": {"more": 1}}, "n1", "number"),
+    ({"n1": [1.5]}, "n1", "number"),
+    ({"n1": ["a"]}, "n1", "numbers"),
+    ({"n1": float("inf")}, "n1", "float32"),
+    ({"n1": 10**400}, "n1", ""),
+    ({"since": "tomorrow"}, "since", "2026-03-01"),
+    ({"since": "2026-13-01"}, "since", "2026-03-01"),
+    ({"since": 1767225600}, "since", "times as texts"),
+    ({"since": ["2026-03-01"]}, "since", "times as texts"),
+    ({"tags": 7}, "tags", "texts"),
+    ({"tags": [7]}, "tags", "texts"),
+    ({"tags": [None]}, "tags", "texts"),
+    ({"tags": ["a\x1fb"]}, "tags", "control character"),
+    ({"word": ["red"]}, "word", "texts"),
+    ({"more": 1}, "word", "alone"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "name", "expected"), WRONG, ids=lambda one: str(one)[:30])
+def test_a_value_that_cannot_be_used_is_named_by_its_column_and_never_repeated(
+    trained: Trained, program: Program, wrong: Row, name: str, expected: str
+) -> None:
+    ids = trained.test_ids[:1]
+    (cells,) = cells_of(trained, ids)
+    row = as_json(cells) | {"n1": 0.5, "since": "2026-03-01"} | wrong
+    told = program.post(json.dumps({"ids": ids, "features": [row]}).encode())
+    assert told.status == 422, told.body
+    assert name in told.body["detail"]
+    assert expected in told.body["detail"]
+    for value in ("much", "tomorrow", "2026-13", "1767225600", "a\x1fb"):
+        assert value not in told.body["detail"]
+    assert program.ask(ids).status == 200
+
+
+def test_a_column_that_some_rows_lack_is_named_with_the_rows(
+    trained: Trained, program: Program
+) -> None:
+    ids = trained.test_ids[:3]
+    rows = [as_json(row) for row in cells_of(trained, ids)]
+    del rows[1]["since"]
+    told = program.ask(ids, features=rows)
+    none = program.ask(ids[:1], features=[{"n1": 1.0}])
+    assert (told.status, none.status) == (422, 422)
+    assert "'since': missing in row 2" in told.body["detail"]
+    assert "columns are missing: n2, word, since, tags" in none.body["detail"]
+
+
+WRONG_COLUMNS = [
+    (pb.Column(name="n1", texts=["much"]), "n1", "numbers"),
+    (pb.Column(name="n1", numbers=[float("inf")]), "n1", "float32"),
+    (pb.Column(name="n1", numbers=[1.0], texts=["1"]), "n1", "either numbers or texts"),
+    (pb.Column(name="n1"), "n1", "expected 1 values"),
+    (pb.Column(name="since", texts=["tomorrow"]), "since", "2026-03-01"),
+    (pb.Column(name="since", numbers=[1.0]), "since", "times as texts"),
+    (pb.Column(name="tags", numbers=[1.0]), "tags", "texts"),
+    (pb.Column(name="tags", texts=["a\x1fb"]), "tags", "control character"),
+    (pb.Column(name="n2", numbers=[1.0]), "n2", "twice"),
+]
+
+
+@pytest.mark.parametrize(("column", "name", "expected"), WRONG_COLUMNS)
+def test_grpc_names_the_column_as_well(
+    trained: Trained, program: Program, column: pb.Column, name: str, expected: str
+) -> None:
+    ids = trained.test_ids[:1]
+    columns = [
+        one
+        for one in as_columns(cells_of(trained, ids))
+        if one.name != column.name or expected == "twice"
+    ]
+    with pytest.raises(grpc.RpcError) as caught:
+        program.call(pb.PredictRequest(ids=ids, features=[*columns, column]))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert name in str(caught.value.details())
+    assert expected in str(caught.value.details())
+    assert "much" not in str(caught.value.details())

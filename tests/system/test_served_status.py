@@ -1,0 +1,276 @@
+"""What both parties' ``serve`` tells operators: complete, and the same whatever was predicted."""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from splitveil.active_party.inference.predictor import open_predictor
+from splitveil.active_party.online.online_status import OnlineStatus
+from splitveil.common.errors import TableRefused
+from splitveil.common.party.transcript import Crossing
+from splitveil.common.run.contract import Contract
+from splitveil.common.status.endpoint import StatusEndpoint
+from splitveil.passive_party.inference.inference_status import InferenceStatus
+from splitveil.protos import prediction_pb2 as pb
+from tests import joint
+from tests.asked import Program, answering, asked
+from tests.joint import Trained, connecting_to, free_port, train, write_wide_deep
+from tests.runs import CPU
+from tests.waiting import wait_until
+from tests.watched import asked as asked_at
+from tests.watched import names_in, series_of, value_of, without_time
+
+CONTRACT = Contract(run_name="small", cut_shape=(4,), batch_size=8, epochs=3)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("small")
+    write_wide_deep(folder)
+    return train(folder, folder / "runs", active=("serving.fallback=true",))
+
+
+class Told(NamedTuple):
+    """What operators of both parties see after some requests, and what a program was told."""
+
+    active: OnlineStatus
+    passive: InferenceStatus
+    probabilities: object
+
+
+def told_after_requests(trained: Trained) -> Told:
+    port, ids = free_port(), trained.test_ids[:20]
+    with (
+        joint.serving(trained.passive("passive"), port) as service,
+        answering(trained, "serving.fallback=true", ports={"passive": port}) as program,
+    ):
+        probabilities = program.ask([*ids, "nobody"]).probabilities
+        program.call(pb.PredictRequest(ids=ids[:3]))
+        program.ask(["nobody"])
+        program.post(b"{")
+        return Told(program.status, service.status, probabilities)
+
+
+@pytest.fixture(scope="module")
+def told(small: Trained) -> Told:
+    return told_after_requests(small)
+
+
+def outcomes(program: Program, door: str) -> dict[str, float]:
+    name = "splitveil_predict_requests_total"
+    found = {
+        dict(labels)["outcome"]: value
+        for (own, labels), value in series_of(program.status).items()
+        if own == name and dict(labels)["door"] == door
+    }
+    return {outcome: number for outcome, number in found.items() if number}
+
+
+def ids_by_outcome(program: Program) -> dict[str, float]:
+    found = {
+        dict(labels)["outcome"]: value
+        for (name, labels), value in series_of(program.status).items()
+        if name == "splitveil_predict_ids_total"
+    }
+    return {outcome: number for outcome, number in found.items() if number}
+
+
+# ---- what is told ----
+
+
+def test_requests_are_counted_by_door_and_outcome_and_ids_by_what_became_of_them(
+    small: Trained, tmp_path: Path
+) -> None:
+    (tmp_path / "ids.txt").write_text("\n".join([*small.test_ids[:9], "nobody"]) + "\n")
+    limits = ("serving.max_ids=20", f"serving.allowed_ids={tmp_path / 'ids.txt'}")
+    with asked(small, *limits) as program:
+        program.ask([*small.test_ids[:4], "nobody", "not allowed"])
+        program.ask(["nobody"])
+        program.ask(21 * ["nobody"])
+        program.ask([""])
+        program.post(b"{")
+        program.post(b'{"ids": ["' + 200_000 * b"x" + b'"]}')
+        program.call(pb.PredictRequest(ids=small.test_ids[:2]))
+        by_http, by_grpc = outcomes(program, "http"), outcomes(program, "grpc")
+        ids = ids_by_outcome(program)
+    assert by_http == {"answered": 1, "not_found": 1, "too_large": 2, "unusable": 2}
+    assert by_grpc == {"answered": 1}
+    assert ids == {"joint": 6, "unknown": 2, "not_allowed": 1}
+    assert value_of(program.status, "splitveil_predict_seconds_count", door="grpc") == 1
+    assert value_of(program.status, "splitveil_question_ids_sum") == 8
+    assert value_of(program.status, "splitveil_question_requests_sum") == 3
+    assert value_of(program.status, "splitveil_predict_waiting") == 0
+
+
+def test_programs_that_are_refused_are_counted(small: Trained, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"scoring {40 * 's'}\n")
+    tokens.chmod(0o600)
+    limits = (f"serving.token_file={tokens}", "serving.ids_per_second=0.001")
+    with asked(small, *limits) as program:
+        program.ask(small.test_ids[:1])
+        program.headers = {"Authorization": f"Bearer {40 * 's'}"}
+        program.ask(small.test_ids[:1])
+        program.ask(small.test_ids[:5])
+        found, ids = outcomes(program, "http"), ids_by_outcome(program)
+    assert found == {"answered": 1, "not_admitted": 1, "rate_limited": 1}
+    assert ids == {"joint": 1, "rate_limited": 5}
+
+
+def test_what_the_feature_owner_counts_is_what_was_asked(told: Told) -> None:
+    assert value_of(told.passive, "splitveil_embed_requests_total", call="Embed") == 3
+    assert value_of(told.passive, "splitveil_embed_requests_total", call="Describe") == 1
+    assert value_of(told.passive, "splitveil_embed_ids_total", outcome="known") == 23
+    assert value_of(told.passive, "splitveil_embed_ids_total", outcome="unknown") == 2
+    assert value_of(told.passive, "splitveil_embed_seconds_count") == 3
+    assert value_of(told.passive, "splitveil_served_rows") == 500
+    for way, back in (("sent", "received"), ("received", "sent")):
+        name = "splitveil_message_bytes_total"
+        there = value_of(told.passive, name, direction=way, call="Embed")
+        assert there == value_of(told.active, name, direction=back, call="Embed") > 0
+
+
+def test_refusals_of_the_feature_owner_are_counted_by_reason(small: Trained) -> None:
+    port = free_port()
+    settings = small.active(connecting_to({"passive": port}))
+    with (
+        joint.serving(small.passive("passive"), port) as service,
+        open_predictor(settings, CPU, whole_table=True) as predictor,
+        pytest.raises(TableRefused),
+    ):
+        predictor.take_tables(small.test_ids[:1])
+    assert value_of(service.status, "splitveil_refused_messages_total", reason="TableRefused") == 1
+
+
+# ---- labels and predictions ----
+
+
+@pytest.fixture(scope="module")
+def told_of_swapped(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    folder = tmp_path_factory.mktemp("swapped")
+    write_wide_deep(folder)
+    header, *lines = (folder / "active.csv").read_text().splitlines()
+    cells = [line.split(",") for line in lines]
+    swapped = [",".join([own, str(1 - int(label)), *rest]) for own, label, *rest in cells]
+    (folder / "active.csv").write_text("\n".join([header, *swapped]) + "\n")
+    return told_after_requests(train(folder, folder / "runs", active=("serving.fallback=true",)))
+
+
+@pytest.mark.parametrize("party", ["active", "passive"])
+def test_metrics_are_the_same_if_all_labels_are_swapped(
+    told: Told, told_of_swapped: Told, party: str
+) -> None:
+    """At the label owner, too: its metrics count predictions and never show one."""
+    here, there = getattr(told, party), getattr(told_of_swapped, party)
+    assert not np.array_equal(told.probabilities, told_of_swapped.probabilities, equal_nan=True)  # type: ignore[arg-type]
+    assert without_time(series_of(here)) == without_time(series_of(there))
+    assert len(without_time(series_of(here))) > 20
+
+
+def test_the_feature_owner_has_no_metric_of_predictions_or_labels(told: Told) -> None:
+    telltale = re.compile("predict|leak|auc|loss|ledger|label|probab|fallback|joint")
+    names = {one for one in names_in(series_of(told.passive)) if "connection_losses" not in one}
+    assert [name for name in names if telltale.search(name)] == []
+    assert [name for name in names_in(series_of(told.active)) if telltale.search(name)]
+
+
+def test_no_metric_is_about_one_example(told: Told, small: Trained) -> None:
+    """The series exist before the first request: none is added by who or what is asked for."""
+    fresh = OnlineStatus(small.settings.active.contract)
+    for status in (told.active, told.passive):
+        text = json.dumps([str(key) for key in series_of(status)])
+        assert not [one for one in (*small.test_ids, "nobody") if one in text]
+    added = series_of(told.active).keys() - series_of(fresh).keys()
+    assert {name for name, _ in added} <= {
+        "splitveil_run_info",
+        "splitveil_messages_total",
+        "splitveil_message_bytes_total",
+        "splitveil_peer_silence_seconds",
+    }
+
+
+# ---- readiness ----
+
+
+@pytest.fixture
+def status() -> Iterator[tuple[OnlineStatus, str]]:
+    status = OnlineStatus(CONTRACT)
+    with StatusEndpoint(status, "127.0.0.1:0") as endpoint:
+        yield status, endpoint.address
+
+
+def state_at(address: str) -> tuple[int, str, str]:
+    code, text = asked_at(address, "/readyz")
+    told = json.loads(text)
+    return code, told["reason"], told["answering"]
+
+
+def test_the_label_owner_is_ready_while_the_joint_model_answers(
+    status: tuple[OnlineStatus, str],
+) -> None:
+    own, address = status
+    trouble: str | None = "passive party 'passive' is away"
+    assert state_at(address) == (503, "starting", "none")
+    own.follow(lambda: trouble, lambda: 0, fallback=True)
+    assert state_at(address) == (503, trouble, "fallback")
+    assert value_of(own, "splitveil_answering", model="fallback") == 1
+    assert value_of(own, "splitveil_ready") == 0
+    trouble = None
+    assert state_at(address) == (200, "the joint model answers", "joint")
+    assert value_of(own, "splitveil_ready") == 1
+    assert value_of(own, "splitveil_stage", stage="serving") == 1
+    own.close()
+    assert state_at(address) == (503, "stopping", "none")
+    assert json.loads(asked_at(address, "/healthz")[1])["stage"] == "closing"
+
+
+def test_the_state_of_a_passive_party_and_of_the_fallback_is_seen(small: Trained) -> None:
+    port, ids = free_port(), small.test_ids[:3]
+    with ExitStack() as resources:
+        with joint.serving(small.passive("passive"), port) as service:
+            program = resources.enter_context(
+                answering(small, "serving.fallback=true", ports={"passive": port})
+            )
+            own = program.status
+            program.ask(ids)
+            assert value_of(own, "splitveil_peer_connected", peer="passive") == 1
+            assert value_of(service.status, "splitveil_peer_connected", peer="active") == 1
+            assert value_of(service.status, "splitveil_embed_streams") == 1
+        wait_until(lambda: own.answering == "fallback")
+        program.ask(ids)
+        assert value_of(own, "splitveil_peer_connected", peer="passive") == 0
+        assert not own.readiness.ready
+        with joint.serving(small.passive("passive"), port):
+            wait_until(lambda: own.readiness.ready)
+            program.ask(ids)
+        assert value_of(own, "splitveil_reconnects_total", peer="passive") == 1
+    assert outcomes(program, "http") == {"answered": 2, "fallback": 1}
+    assert ids_by_outcome(program) == {"joint": 6, "fallback": 3}
+    assert service.status.stage == "closing"
+    assert value_of(own, "splitveil_failed_calls_total", reason="PeerUnreachable") >= 1
+
+
+def test_requests_that_nobody_can_answer_are_counted(small: Trained) -> None:
+    with answering(small, ports={"passive": free_port()}) as program:
+        program.ask(small.test_ids[:3])
+    assert outcomes(program, "http") == {"unavailable": 1}
+    assert ids_by_outcome(program) == {"unavailable": 3}
+    assert value_of(program.status, "splitveil_answering", model="none") == 1
+
+
+def test_a_peer_that_has_nothing_to_ask_is_not_lost() -> None:
+    own = InferenceStatus("passive", CONTRACT)
+    own.note(Crossing("received", "Embed request", b"1"))
+    own.note_embedded(3, 2, 0.1)
+    own.note_stream_ended(0)
+    assert value_of(own, "splitveil_peer_connected", peer="active") == 0
+    assert value_of(own, "splitveil_connection_losses_total", peer="active") == 0
+    own.note_described()
+    assert value_of(own, "splitveil_peer_connected", peer="active") == 1
+    assert value_of(own, "splitveil_reconnects_total", peer="active") == 0

@@ -187,3 +187,22 @@ def test_blocks_take_features_and_nothing_as_a_model_does() -> None:
     assert torch.equal(predict_in_blocks(Two(), rows, None), rows.sum(dim=1))
     assert torch.equal(predict_in_blocks(Two(), rows, own), rows.sum(dim=1) + 1)
     assert len(predict_in_blocks(Two(), rows[:0], None)) == 0
+
+
+@pytest.mark.parametrize("every", [1, 4, 100, 300])
+def test_a_row_has_the_same_bits_where_places_of_a_block_differ(every: int) -> None:
+    """This model does to the rows of a block what some libraries do on some processors."""
+
+    class Placed(nn.Module):
+        def forward(self, activation: torch.Tensor) -> torch.Tensor:
+            total: torch.Tensor = activation.sum(dim=1)
+            other = torch.arange(len(total)) % every > 0
+            return torch.where(other, torch.nextafter(total, total + 1), total)
+
+    rows = torch.randn(300, 5, generator=torch.Generator().manual_seed(1))
+    model = Placed()
+    together = predict_in_blocks(model, rows)
+    alone = torch.cat([predict_in_blocks(model, one) for one in torch.split(rows, 1)])
+    assert torch.equal(together, alone)
+    assert torch.equal(together[17:290], predict_in_blocks(model, rows[17:290]))
+    assert torch.equal(alone, torch.cat([one.sum(dim=1) for one in torch.split(rows, 1)]))

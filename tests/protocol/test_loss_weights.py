@@ -271,7 +271,7 @@ def test_weights_that_depend_on_labels_would_tell_them(
 ) -> None:
     """The reason of the refusal: from the lengths of what projected labels send, to a claim."""
     write_example(tmp_path)
-    weigh(tmp_path, lambda label: 1 + 4 * label)
+    weigh(tmp_path, lambda label: 1 + 9 * label)
     leaks = {}
     for name, more in (("plain", []), ("by the label", [WEIGHTED, LABEL_FREE])):
         met(tmp_path, PROJECTED, *more)
@@ -279,4 +279,4 @@ def test_weights_that_depend_on_labels_would_tell_them(
         leaks[name] = auc(lengths, torch.cat([one.labels for one in steps]))
         steps.clear()
     assert leaks["by the label"] > leaks["plain"] + 0.2
-    assert leaks["by the label"] > 0.85
+    assert leaks["by the label"] > 0.75

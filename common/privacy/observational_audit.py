@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from splitveil.common.privacy.adjusted_auc import Mask
-from splitveil.common.privacy.cross_fitting import explained_by
+from splitveil.common.privacy.cross_fitting import CrossFittedRegressions
 from splitveil.common.privacy.epsilon_audit import (
     CONFIDENCE,
     DELTA,
@@ -129,10 +129,11 @@ def observe_epsilon(
     """
     offer = np.random.default_rng(_SEED_OF_OFFERS).random(len(features))
     draws = _Draws(offer, ~choosing_half(len(features)))
+    explainer = _Explainer(features)
 
     def best_of(names: Iterable[str], *, by_trees: bool) -> list[_Choice]:
         prepared = (
-            _prepare(name, attacks[name], features, draws, by_trees=by_trees) for name in names
+            _prepare(name, attacks[name], explainer, draws, by_trees=by_trees) for name in names
         )
         choices = [_choose(one) for one in prepared if one is not None]
         return sorted(choices, key=lambda one: (one.bound, one.excess), reverse=True)
@@ -169,7 +170,7 @@ def is_offered(predictions: Floats, positive: Mask, draws: Floats) -> Mask:
 def _prepare(
     attack: str,
     scored: ScoredRows,
-    features: npt.NDArray[np.floating],
+    explainer: "_Explainer",
     draws: _Draws,
     *,
     by_trees: bool,
@@ -178,16 +179,47 @@ def _prepare(
     rows, predictions = scored.rows, scored.predictions
     if len(rows) < 2 * FEWEST_PAIRS:
         return None
-    odds = np.log(predictions) - np.log1p(-predictions)
-    known = np.column_stack([features[rows], odds, predictions])
-    values = normal_scores(scored.scores)
-    rest = values - explained_by(known, values, by_trees=by_trees)
+    rest = explainer.unexplained(scored, by_trees=by_trees)
     offered = is_offered(predictions, scored.positive, draws.offer[rows])
     halves = [offered & (draws.is_tested[rows] == side) for side in (False, True)]
     if min(int(side.sum()) for side in halves) < FEWEST_PAIRS:
         return None
     chosen, tested = ((rest[side], scored.positive[side]) for side in halves)
     return _Guesses(attack, chosen, tested)
+
+
+class _Explainer:
+    """Subtracts from scores what features explain of them.
+
+    Args:
+        features: (rows, features), finite.
+    """
+
+    def __init__(self, features: npt.NDArray[np.floating]) -> None:
+        self._features = features
+        self._fitted: tuple[ScoredRows, CrossFittedRegressions] | None = None
+        """Of the attack before: most attacks score the same rows."""
+
+    def unexplained(self, scored: ScoredRows, *, by_trees: bool) -> Floats:
+        """Return the rest of an attack's scores, as normal quantiles, (scored,)."""
+        values = normal_scores(scored.scores)
+        rest: Floats = values - self._regressions(scored).explained(values, by_trees=by_trees)
+        return rest
+
+    def _regressions(self, scored: ScoredRows) -> CrossFittedRegressions:
+        if self._fitted is not None:
+            before, fitted = self._fitted
+            if np.array_equal(before.rows, scored.rows) and np.array_equal(
+                before.predictions, scored.predictions
+            ):
+                return fitted
+        predictions = scored.predictions
+        odds = np.log(predictions) - np.log1p(-predictions)
+        fitted = CrossFittedRegressions(
+            np.column_stack([self._features[scored.rows], odds, predictions])
+        )
+        self._fitted = scored, fitted
+        return fitted
 
 
 def _choose(guesses: _Guesses) -> _Choice:

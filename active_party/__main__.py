@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import numpy as np
 
+from splitveil.active_party.align_command import align
 from splitveil.active_party.assembly import (
     TrainerBuilder,
     allowance_of,
@@ -89,6 +90,7 @@ def perform(parsed: argparse.Namespace) -> int:
     """Do what parsed arguments say, and return the exit code."""
     configure_logging("active", parsed.verbose - parsed.quiet)
     actions = {
+        "align": align,
         "run": _run,
         "check": _check,
         "plan": _plan,

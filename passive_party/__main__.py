@@ -45,6 +45,7 @@ from splitveil.common.text.version import VERSION
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import check_security
 from splitveil.common.wire.noted_calls import AllNotes, Notes
+from splitveil.passive_party.align_command import align
 from splitveil.passive_party.assembly import TrainerBuilder, http_proxy
 from splitveil.passive_party.command import parser
 from splitveil.passive_party.grpc_peer import GrpcPeer
@@ -74,6 +75,7 @@ def perform(parsed: argparse.Namespace) -> int:
     """Do what parsed arguments say, and return the exit code."""
     configure_logging("passive", parsed.verbose - parsed.quiet)
     actions = {
+        "align": align,
         "run": _run,
         "check": _check,
         "report": _report,

@@ -5,9 +5,11 @@ If either party was restarted, the run resumes from the newest checkpoint that a
 
 import contextlib
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
+from splitveil.common.alignment import Alignment
 from splitveil.common.errors import (
     AlignmentError,
     ContractMismatch,
@@ -47,6 +49,8 @@ _MAX_DAMAGED = 3
 """Alignments among these that may be due to an invalid message of the previous one."""
 
 TrainerFactory = Callable[[AlignedRows], BottomTrainer]
+
+Begun = TypeVar("Begun")
 
 
 class PassiveRun:
@@ -125,7 +129,7 @@ class PassiveRun:
     def _go_through(self, peer: Peer) -> None:
         training = self.reopen()
         if training is None:
-            training = self._open_patiently(peer)
+            training = self._patiently(self._open, peer)
         elif not training.progress.is_over:
             training = self._resume(peer, training)
         while True:
@@ -138,12 +142,12 @@ class PassiveRun:
 
     # ---- opening ----
 
-    def _open_patiently(self, peer: Peer) -> Training:
-        """Open a new run, with another handshake if the alignment is not completed."""
+    def _patiently(self, begin: Callable[[Peer], Begun], peer: Peer) -> Begun:
+        """Begin a new run, with another handshake if the alignment is not completed."""
         damaged = 0
         for _ in range(_MAX_ALIGNMENTS - 1):
             try:
-                return self._open(peer)
+                return begin(peer)
             except (PeerUnreachable, PeerRestarted, ProtocolError) as error:
                 damaged += isinstance(error, ProtocolError)
                 # If not even a handshake was answered, the peer has been awaited long enough.
@@ -151,9 +155,10 @@ class PassiveRun:
                     raise
                 self._stop_if_interrupted()
                 self.run_id = ""
-        return self._open(peer)
+        return begin(peer)
 
-    def _open(self, peer: Peer) -> Training:
+    def _align(self, peer: Peer) -> tuple[Opening, Alignment]:
+        """Shake hands for a new run, and find the common rows."""
         self._nonce = self.aligner.draw_nonce()
         opening = self._handshake(peer)
         check_nonce(opening.nonce)
@@ -162,6 +167,10 @@ class PassiveRun:
             found = self.aligner.align(
                 peer, opening, self._nonce, self._on_alignment_progress, self._stop_if_interrupted
             )
+        return opening, found
+
+    def _open(self, peer: Peer) -> Training:
+        opening, found = self._align(peer)
         seed = joint_seed(opening.nonce, *found.nonces)
         training, rows = self._prepare(found.rows, seed, has_survey=opening.survey)
         identity = RunIdentity(
@@ -238,7 +247,7 @@ class PassiveRun:
             if training.progress.batch_number:
                 raise
             self.run_id = ""
-            return self._open_patiently(peer)
+            return self._patiently(self._open, peer)
         except ProtocolError as error:
             raise ProtocolError(
                 "the active party cannot resume this run; to start over, start both parties with "

@@ -22,7 +22,7 @@ from splitveil.active_party.inference.batch import (
     BatchResult,
     check_lengths,
 )
-from splitveil.active_party.inference.parts import Parts, Plan, check_output, digest_of_ids
+from splitveil.active_party.inference.parts import Parts, Plan, digest_of_ids
 from splitveil.active_party.inference.predictor import Predictor, open_predictor
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.table_files import read_id_list
@@ -34,6 +34,7 @@ from splitveil.common.party.json_output import print_json
 from splitveil.common.party.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.storage.run_folder import claimed, inner_folder
+from splitveil.common.storage.table_output import check_output
 from splitveil.common.text.output import printing_console
 from splitveil.common.wire.endpoint import check_security
 

@@ -10,29 +10,23 @@ the files are readable by their owner only.
 import hashlib
 import json
 import logging
-import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from pyarrow import csv as arrow_csv
 from pyarrow import parquet
 
-from splitveil.common.errors import SettingsError, StorageError
-from splitveil.common.storage.run_folder import OWNER_ONLY, write_json_atomically
-from splitveil.common.text.files import sync
+from splitveil.common.storage.run_folder import write_json_atomically
+from splitveil.common.storage.table_output import refusing_to_write, replacing, writer_of
 
 logger = logging.getLogger(__name__)
 
 PART_ROWS = 2**17
 """Rows of a part: what an interrupted command has to do again at most."""
-
-FORMATS = (".parquet", ".csv")
 
 _PLAN = "plan.json"
 
@@ -73,18 +67,6 @@ def digest_of_ids(ids: Sequence[str]) -> str:
     return found.hexdigest()
 
 
-def check_output(output: Path) -> None:
-    """Check that predictions can be written to a path, before anything is asked.
-
-    Raises:
-        SettingsError: its ending names no format, or its folder is not there.
-    """
-    if output.suffix.lower() not in FORMATS:
-        raise SettingsError(f"--output: expected a file ending in {' or '.join(FORMATS)}")
-    if not output.parent.is_dir():
-        raise SettingsError(f"--output: there is no folder {output.parent}")
-
-
 class Parts:
     """The finished rows of one output.
 
@@ -103,7 +85,7 @@ class Parts:
         self._output = output
         self._plan = plan
         self._schema = plan.schema()
-        with _storage(self.folder):
+        with refusing_to_write(self.folder):
             if self._planned() != json.loads(json.dumps(plan._asdict())):
                 if self.folder.exists():
                     logger.warning("%s: parts of another prediction: starting over", self.folder)
@@ -139,7 +121,7 @@ class Parts:
         arrays = [pa.array(ids, pa.string())]
         arrays += [pa.array(column, pa.float32(), mask=~found) for column in columns.T]
         table = pa.Table.from_arrays([*arrays, pa.array(found)], schema=self._schema)
-        with _replacing(self._path(start)) as file:
+        with replacing(self._path(start)) as file:
             parquet.write_table(table, file)
 
     def num_found(self) -> int:
@@ -155,16 +137,11 @@ class Parts:
         Raises:
             StorageError: the output cannot be written; the parts stay.
         """
-        with _replacing(self._output) as file, self._writer(file) as writer:
+        with replacing(self._output) as file, writer_of(self._output, file, self._schema) as writer:
             for path in self._paths():
                 writer.write_table(parquet.read_table(path, schema=self._schema))
-        with _storage(self.folder):
+        with refusing_to_write(self.folder):
             shutil.rmtree(self.folder)
-
-    def _writer(self, file: Any) -> Any:
-        if self._output.suffix.lower() == ".csv":
-            return arrow_csv.CSVWriter(file, self._schema)
-        return parquet.ParquetWriter(file, self._schema)
 
     def _planned(self) -> object:
         try:
@@ -177,30 +154,3 @@ class Parts:
 
     def _path(self, start: int) -> Path:
         return self.folder / f"part-{start // PART_ROWS:08d}.parquet"
-
-
-@contextmanager
-def _storage(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, pa.ArrowException) as error:
-        reason = getattr(error, "strerror", None) or type(error).__name__
-        raise StorageError(f"{path}: cannot be written: {reason}") from error
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Any]:
-    """Open a file that takes the place of another once it is whole and on disk."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with _storage(path):
-        temporary.unlink(missing_ok=True)
-        try:
-            with os.fdopen(os.open(temporary, flags, OWNER_ONLY), "wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        sync(path.parent)

@@ -17,6 +17,7 @@ takes back the charge of the first one.
 """
 
 from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 from splitveil.active_party.ledger.account_book import AccountBook
 from splitveil.active_party.ledger.bounds import LeakBounds
@@ -65,6 +66,9 @@ class ActiveSession:
         store: where checkpoints are kept; None for a run that cannot be resumed.
     """
 
+    lifecycle_type: ClassVar[type[Lifecycle]] = Lifecycle
+    """What follows from the calls; ``aligning.py`` has another."""
+
     def __init__(
         self,
         contract: Contract,
@@ -78,7 +82,7 @@ class ActiveSession:
         self.contract = contract
         self.ids, self.file_splits = own
         self.preparation = Preparation(contract, own, rules or OwnRules(), build_trainer)
-        self.lifecycle = Lifecycle(
+        self.lifecycle = self.lifecycle_type(
             self.preparation,
             observer,
             store or NoStore(len(contract.passive_parties)),

@@ -48,6 +48,11 @@ SUB_COMMANDS = (
         "splitveil.deploy.local",
     ),
     SubCommand(
+        "align",
+        "find the rows that all parties have, and write this party's, without training",
+        "splitveil.command.align",
+    ),
+    SubCommand(
         "certs",
         "make and show certificates, as splitveil-certs",
         "splitveil.deploy.certs",

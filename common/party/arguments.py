@@ -16,6 +16,9 @@ from splitveil.common.text.version import add_version
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # noqa: SLF001
 
 
+ALIGN_PURPOSE = "find the rows that all parties have, and write this party's, without training"
+
+
 def party_parser(
     program: str, add_own_commands: Callable[[Commands], None] = lambda _: None
 ) -> argparse.ArgumentParser:
@@ -51,6 +54,7 @@ def party_parser(
         help="with --connect: how long to wait for the other party (default: 60)",
     )
     add_json(check)
+    add_align_arguments(add_command(commands, "align", ALIGN_PURPOSE))
     _add_verify_transcript(commands)
     add_own_commands(commands)
     return parser
@@ -76,6 +80,19 @@ def add_command(commands: Commands, name: str, purpose: str) -> argparse.Argumen
     )
     add_verbosity(command)
     return command
+
+
+def add_align_arguments(align: argparse.ArgumentParser) -> None:
+    """Add the arguments of a command that aligns, beside those of all that read settings."""
+    align.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="aligned.parquet or aligned.csv: this party's rows of the common ids, in the order "
+        "that is the same at all parties; an earlier file is replaced",
+    )
+    add_json(align)
 
 
 def add_verbosity(command: argparse.ArgumentParser) -> None:

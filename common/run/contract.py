@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     Field,
@@ -41,6 +41,7 @@ NAME_CHARACTERS = 64
 
 _OTHER_FIELDS = "(other fields)"
 _IDS = "ids"
+_PURPOSE = "purpose"
 
 ACTIVE = "active"
 """Name of the active party; the passive parties choose theirs."""
@@ -300,8 +301,8 @@ class Contract(Section):
             return [_OTHER_FIELDS]
         # Texts that differ for equal values, such as 1 and true, are not canonical either.
         own = self._agreed_values()
-        if isinstance(other, dict) and _IDS in other:  # else a party without rules cannot name them
-            own.setdefault(_IDS, None)
+        if isinstance(other, dict):  # else a party that leaves them out cannot name them
+            own |= {name: None for name in (_IDS, _PURPOSE) if name in other and name not in own}
         names = dict.fromkeys(_differing(own, other))
         return list(names) or [_OTHER_FIELDS]
 
@@ -311,6 +312,20 @@ class Contract(Section):
         if self.ids == AS_WRITTEN:  # keeps the digests from before there were rules
             left_out.add(_IDS)
         return self.model_dump(mode="json", exclude=left_out)
+
+
+class AlignmentContract(Contract):
+    """The contract of a run that ends with the alignment.
+
+    A party that is to train refuses it, and the other way round.
+    """
+
+    purpose: Literal["alignment"] = "alignment"
+
+    @classmethod
+    def of(cls, contract: Contract) -> Self:
+        """Return the contract of a run that only aligns, for one that trains."""
+        return cls.model_validate(contract.model_dump())
 
 
 def _differing(own: dict[str, Any], other: Any, prefix: str = "") -> Iterator[str]:

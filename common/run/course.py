@@ -14,8 +14,7 @@ from splitveil.common.run.messages import BatchId
 from splitveil.common.run.sample_order import (
     Positions,
     SampleOrder,
-    canonical_order,
-    keyed_id_digests,
+    in_common_order,
     rows_digest,
     split_rows,
 )
@@ -59,8 +58,7 @@ class AlignedRows:
     ) -> "AlignedRows":
         """Put the rows of the intersection into the common order and split them.
 
-        The order is that of the ids' hashes under the joint seed: it does not depend on any file,
-        and no party knows it before all nonces are known.
+        The order is that of ``in_common_order``.
 
         Args:
             contract: defines the split and the batch size.
@@ -74,18 +72,17 @@ class AlignedRows:
         Raises:
             AlignmentError: there are too few common rows for a training and a test split.
         """
-        digests = keyed_id_digests((ids[row] for row in file_rows), joint_seed)
-        order = canonical_order(digests)
+        file_rows, digests = in_common_order(ids, file_rows, joint_seed)
         match contract.split:
             case HashSplit() as shares:
-                splits = _by_digest(shares, digests[order])
+                splits = _by_digest(shares, digests)
                 wanted = {name for name in splits if getattr(shares, name)}
             case ColumnSplit() as split:
-                splits = _by_column(split, file_rows[order], file_splits)
+                splits = _by_column(split, file_rows, file_splits)
                 wanted = {"train", "test"}
         empty = [name for name in splits if name in wanted and not len(splits[name])]
         if empty:
-            raise AlignmentError(f"{len(order)} common ids leave no row for: {', '.join(empty)}")
+            raise AlignmentError(f"{len(digests)} common ids leave no row for: {', '.join(empty)}")
         if contract.drop_last and len(splits["train"]) < contract.batch_size:
             raise AlignmentError(
                 f"{len(splits['train'])} training rows do not fill a batch of "
@@ -94,7 +91,7 @@ class AlignedRows:
         samples = SampleOrder(
             joint_seed, splits["train"], contract.batch_size, drop_last=contract.drop_last
         )
-        return cls(file_rows[order], splits, samples, digests[order], has_survey)
+        return cls(file_rows, splits, samples, digests, has_survey)
 
     def total_steps(self, contract: Contract) -> int:
         """Return the number of training steps of the whole run, unless it stops early."""

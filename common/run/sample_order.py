@@ -9,7 +9,7 @@ and machine to machine, but not that of `Generator.permutation`.
 import hashlib
 import math
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -144,6 +144,26 @@ def canonical_order(digests: npt.NDArray[np.uint8]) -> Positions:
     """Return the rows of ``digests`` in ascending order: the common order of aligned ids."""
     halves = np.ascontiguousarray(digests).view(">u8")
     return np.lexsort((halves[:, 1], halves[:, 0])).astype(np.int64)
+
+
+def in_common_order(
+    ids: Sequence[str], file_rows: Positions, joint_seed: bytes
+) -> tuple[Positions, npt.NDArray[np.uint8]]:
+    """Put the rows of common ids into the order of their hashes under the joint seed.
+
+    That order does not depend on any file, and no party knows it before all nonces are known.
+
+    Args:
+        ids: all canonical ids of this party.
+        file_rows: indices into ``ids`` of the common ids, in any order, (aligned,).
+        joint_seed: derived from the nonces of all parties.
+
+    Returns:
+        The same rows in the common order, (aligned,), and their keyed digests, (aligned, 16).
+    """
+    digests = keyed_id_digests((ids[row] for row in file_rows), joint_seed)
+    order = canonical_order(digests)
+    return file_rows[order], digests[order]
 
 
 def split_rows(

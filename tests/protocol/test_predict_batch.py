@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from splitveil.active_party.inference import parts as parts_module
 from splitveil.active_party.inference.batch import BatchPrediction, check_lengths
-from splitveil.active_party.inference.parts import Parts, Plan, check_output, digest_of_ids
+from splitveil.active_party.inference.parts import Parts, Plan, digest_of_ids
 from splitveil.active_party.inference.predictor import Predictor
 from splitveil.common.errors import (
     DataError,
@@ -24,6 +24,7 @@ from splitveil.common.errors import (
 )
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import ReconnectSettings
+from splitveil.common.storage.table_output import check_output
 from splitveil.passive_party.inference.service import InferenceService
 from tests.joint import Trained, predicting, train, write_wide_deep
 

@@ -1,0 +1,96 @@
+"""A run that ends with the alignment: the calls of the protocol, and what follows from them.
+
+Handshakes, alignments, shares and goodbyes are those of a training. Once the common rows are known,
+the run has finished, and any other message is out of step.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar, NoReturn
+
+from splitveil.active_party.run.lifecycle import Lifecycle
+from splitveil.active_party.run.opening import CommonRows
+from splitveil.active_party.run.preparation import OwnRows
+from splitveil.active_party.run.session import ActiveSession
+from splitveil.active_party.run.stages import Stage
+from splitveil.common.errors import OutOfStep, SplitveilError
+from splitveil.common.run.common_order import CommonOrder
+from splitveil.common.run.contract import Contract
+from splitveil.common.run.course import AlignedRows
+from splitveil.common.run.progress import State
+from splitveil.common.run.sample_order import joint_seed
+
+
+class AlignmentLifecycle(Lifecycle):
+    """The lifecycle of a run that finishes as soon as the common rows are known."""
+
+    common: CommonRows | None = None
+    """The rows that all parties have; None before every party is aligned."""
+
+    def begin(self, common: CommonRows) -> None:
+        """Keep the common rows, and finish."""
+        self.common = common
+        for party, share in zip(self.parties, common.shares, strict=False):
+            party.take_share(share)
+        # Callers hold the lock: nobody sees the stage in between.
+        self.move_to(Stage.TRAINING)
+        self.move_to(Stage.FINISHED)
+
+    def start_over(self, nonce: bytes) -> None:
+        """Drop the common rows as well, for a party that has not heard of the end."""
+        self.common = None
+        if self.stages.current is Stage.FINISHED:
+            self.move_to(Stage.TRAINING)
+        super().start_over(nonce)
+
+    def save(self, *, soon: bool = False) -> None:
+        """Do nothing: a party that was lost aligns anew."""
+
+
+class AlignmentSession(ActiveSession):
+    """One alignment with the contract's passive parties.
+
+    Args:
+        contract: the agreement that all parties hold, an ``AlignmentContract``.
+        own: this party's rows.
+        draw_nonce: gives this party's share of the joint seed, 32 bytes, a new one per alignment.
+    """
+
+    lifecycle_type: ClassVar[type[Lifecycle]] = AlignmentLifecycle
+
+    def __init__(self, contract: Contract, own: OwnRows, draw_nonce: Callable[[], bytes]) -> None:
+        super().__init__(contract, own, _train_nothing, _Unobserved(), draw_nonce)
+
+    def common_order(self) -> CommonOrder:
+        """Return the common rows, in the common order.
+
+        Raises:
+            OutOfStep: some party is not aligned yet.
+        """
+        common = getattr(self.lifecycle, "common", None)
+        if not isinstance(common, CommonRows):
+            raise OutOfStep("the common rows are not known yet")
+        seed = joint_seed(self.nonce, *common.nonces)
+        return CommonOrder.of(self.run_id, self.ids, common.file_rows, seed)
+
+
+class _Unobserved:
+    """Receives the events of a run and does nothing about them."""
+
+    def _ignore(self, *_: Any, **__: Any) -> None:
+        pass
+
+    on_aligned = on_resumed = on_step = on_epoch = on_evaluation = _ignore
+    on_earlier_answers = on_ledger = on_answers_ahead = _ignore
+    on_audit = on_audits_answered = load_state_dict = _ignore
+
+    def objection(self) -> SplitveilError | None:
+        """Never object."""
+        return None
+
+    def state_dict(self) -> State:
+        """Return nothing: there are no checkpoints."""
+        return {}
+
+
+def _train_nothing(rows: AlignedRows) -> NoReturn:
+    raise OutOfStep(f"a run that only aligns was to train on {len(rows)} rows")

@@ -1,0 +1,152 @@
+"""What both parties' ``align`` do alike: reads a party's ids alone, and writes its common rows."""
+
+import logging
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from splitveil.common.data.settings import DataSettings
+from splitveil.common.data.source_settings import FileSource
+from splitveil.common.data.sources import RowSource
+from splitveil.common.data.table import open_table_source
+from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.party.json_output import print_json
+from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.party_settings import PartySettings, PartySettingsT
+from splitveil.common.run.common_order import CommonOrder
+from splitveil.common.run.contract import AlignmentContract
+from splitveil.common.storage.table_output import check_output, replacing, writer_of
+
+_logger = logging.getLogger(__name__)
+
+_ROWS_AT_ONCE = 2**18
+
+FOLDER = "alignment"
+"""Folder of a run's alignments, in which each party has its own."""
+
+
+def aligning(settings: PartySettingsT) -> PartySettingsT:
+    """Return a party's settings with the contract of a run that only aligns."""
+    contract = AlignmentContract.of(settings.contract)
+    return settings.model_copy(update={"contract": contract})
+
+
+def check_outputs(settings: PartySettings, output: Path) -> None:
+    """Check that the aligned rows can be written, before anything is sent.
+
+    Raises:
+        SettingsError: the output's ending names no format, its folder is not there, or it is the
+            table that is to be aligned.
+    """
+    check_output(output)
+    if output.resolve() in {path.resolve() for path in _files_of(settings)}:
+        raise SettingsError(f"--output: {output} is the table of data.source itself")
+
+
+class OwnIds(NamedTuple):
+    """A party's ids, and the state of its files from which they were read."""
+
+    data: PartyData
+    stamps: tuple[tuple[int, int], ...]
+
+
+def read_own_ids(settings: PartySettings) -> OwnIds:
+    """Read a party's ids, and the column by which the contract splits rows, but nothing else.
+
+    Raises:
+        DataError, SettingsError: as ``PartyData.load``.
+    """
+    contract, stamps = settings.contract, _stamps(settings)
+    data = _ids_alone(settings.data)
+    return OwnIds(PartyData.load(data, settings.base_dir, contract.split, contract.ids), stamps)
+
+
+def _stamps(settings: PartySettings) -> tuple[tuple[int, int], ...]:
+    found = [path.stat() for path in _files_of(settings) if path.exists()]
+    return tuple((state.st_mtime_ns, state.st_size) for state in found)
+
+
+def _files_of(settings: PartySettings) -> list[Path]:
+    source = settings.data.source
+    return source.files(settings.base_dir) if isinstance(source, FileSource) else []
+
+
+def _ids_alone(data: DataSettings) -> DataSettings:
+    if not data.id_columns:
+        return data  # rows are known by their numbers, and some column has to count them
+    unused = ("features", "label_column", "positive_label", "classes", "label_range")
+    unweighted = {"class_weights": None, "weight_column": None, "weights_are_label_free": False}
+    return data.model_copy(update=dict.fromkeys(unused) | unweighted)
+
+
+class AlignedTable(NamedTuple):
+    """The outcome of a party's ``align``, in numbers."""
+
+    order: CommonOrder
+    num_ids: int
+    """This party's usable ids."""
+    output: Path
+
+    def in_words(self) -> str:
+        """Describe it in one sentence without an end."""
+        return (
+            f"{len(self.order.file_rows):,} of {self.num_ids:,} ids are common to all parties; "
+            f"their rows are in {self.output}, in the order with fingerprint "
+            f"{self.order.fingerprint}"
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """Return it as plain values."""
+        return {
+            "run_id": self.order.run_id,
+            "ids": self.num_ids,
+            "aligned": len(self.order.file_rows),
+            "fingerprint": self.order.fingerprint,
+            "output": str(self.output),
+        }
+
+
+def write_aligned(
+    settings: PartySettings, own: OwnIds, order: CommonOrder, output: Path
+) -> AlignedTable:
+    """Write the common rows of a party's table, with all of its columns, in the common order.
+
+    Args:
+        settings: name the table.
+        own: the ids that were aligned.
+        order: the common rows.
+        output: a file ending in ``.parquet`` or ``.csv``, which is replaced as a whole.
+
+    Raises:
+        DataError: the table cannot be read, or has changed since its ids were.
+        StorageError: the output cannot be written.
+    """
+    data = own.data
+    rows = order.file_rows if data.kept is None else data.kept[order.file_rows]
+    table = _whole_table(open_table_source(settings.data, settings.base_dir))
+    if _stamps(settings) != own.stamps:
+        raise DataError(f"{data.table.source}: has changed since its ids were read: align again")
+    with replacing(output) as file, writer_of(output, file, table.schema) as writer:
+        for first in range(0, len(rows), _ROWS_AT_ONCE):
+            writer.write_table(table.take(_indices(rows[first : first + _ROWS_AT_ONCE])))
+    return AlignedTable(order, len(data.ids), output)
+
+
+def print_aligned(found: AlignedTable, *, as_json: bool) -> None:
+    """Print the outcome."""
+    if as_json:
+        print_json(found.to_json())
+    _logger.info("%s", found.in_words())
+
+
+def _whole_table(source: RowSource) -> Any:
+    columns = source.read(source.column_names())
+    # In one piece each: `take` looks for every row in all pieces.
+    return pa.table(dict(columns)).combine_chunks()
+
+
+def _indices(rows: NDArray[np.int64]) -> Any:
+    return pa.array(rows, pa.int64())

@@ -1,0 +1,93 @@
+"""The passive party's part in a run that ends with the alignment."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from splitveil.common.errors import OutOfStep, PeerRestarted
+from splitveil.common.run.common_order import CommonOrder
+from splitveil.common.run.course import AlignedRows
+from splitveil.common.run.progress import State
+from splitveil.common.run.sample_order import joint_seed
+from splitveil.passive_party.opening import Aligner
+from splitveil.passive_party.peer import Peer
+from splitveil.passive_party.run import PassiveRun
+from splitveil.passive_party.training import RunObserver
+
+
+class AlignmentObserver:
+    """Receives the events of an alignment, and hands those that matter to functions.
+
+    Args:
+        on_opened: called with the run's id.
+        on_progress: called with the number of ids that have been processed, and of all ids.
+    """
+
+    def __init__(
+        self, on_opened: Callable[[str], None], on_progress: Callable[[int, int], None]
+    ) -> None:
+        self._on_opened = on_opened
+        self._on_progress = on_progress
+
+    def on_opened(self, run_id: str) -> None:
+        """Tell the run's id."""
+        self._on_opened(run_id)
+
+    def on_alignment_progress(self, done_ids: int, total_ids: int) -> None:
+        """Tell the progress."""
+        self._on_progress(done_ids, total_ids)
+
+    def _ignore(self, *_: Any, **__: Any) -> None:
+        pass
+
+    on_aligned = on_step = on_epoch = on_resumed = load_state_dict = _ignore
+
+    def state_dict(self) -> State:
+        """Return nothing: there are no checkpoints."""
+        return {}
+
+
+class AlignmentRun(PassiveRun):
+    """One alignment with the active party.
+
+    Args:
+        aligner: finds the common rows; knows this party.
+        observer: receives the events.
+        interruption: returns the signal that asks this party to stop, once there is one.
+    """
+
+    def __init__(
+        self,
+        aligner: Aligner,
+        observer: RunObserver,
+        interruption: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        super().__init__(aligner, _train_nothing, observer, interruption=interruption)
+        self._found: CommonOrder | None = None
+
+    def common_order(self) -> CommonOrder:
+        """Return the common rows, in the common order.
+
+        Raises:
+            OutOfStep: the run has not found them.
+        """
+        if self._found is None:
+            raise OutOfStep("the common rows are not known yet")
+        return self._found
+
+    def _go_through(self, peer: Peer) -> None:
+        while True:
+            # If another passive party was lost before it had its rows, all align again.
+            with contextlib.suppress(PeerRestarted):
+                self._found = self._patiently(self._order, peer)
+                self._part_from_others(peer)
+                return
+
+    def _order(self, peer: Peer) -> CommonOrder:
+        opening, found = self._align(peer)
+        seed = joint_seed(opening.nonce, *found.nonces)
+        return CommonOrder.of(self.run_id, self.aligner.participant.ids, found.rows, seed)
+
+
+def _train_nothing(rows: AlignedRows) -> NoReturn:
+    raise OutOfStep(f"a run that only aligns was to train on {len(rows)} rows")

@@ -28,7 +28,7 @@ class Party:
         party: PartyName,
         folder: Path,
         *overrides: str,
-        command: Literal["run", "check", "predict", "serve"] = "run",
+        command: Literal["run", "check", "predict", "serve", "align"] = "run",
         options: Sequence[str] = (),
         log: str | None = None,
         fast_clock: bool = False,

@@ -1,0 +1,141 @@
+"""Aligns two files of a million ids each, half of them in common, with one command per party.
+
+    python -m benchmarks.align_files [--ids 1000000] [--workers 0]
+
+Both parties run ``splitveil align`` as processes of their own, over the loopback interface, in
+plain text. The two files that they write are compared with the true intersection, which comes from
+how the tables are made: the same ids in both, in one order, each with the rest of its own row.
+The figures are of whole processes, with reading and writing the files: seconds, CPU seconds and
+the largest resident memory of each.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import yaml
+from numpy.typing import NDArray
+from pyarrow import csv
+
+from benchmarks.environment import print_environment
+from splitveil.simulation import free_address
+
+CONTRACT = {"run_name": "files", "cut_shape": [1], "batch_size": 1, "epochs": 1}
+PARTY = {
+    "contract": "contract.yaml",
+    "security": {"mode": "insecure"},
+    "optimizer": {"kind": "adam", "learning_rate": 0.01},
+}
+DATA = {"id_column": "id"}
+
+
+class Cost(NamedTuple):
+    """What one party's process took."""
+
+    seconds: float
+    cpu_s: float
+    max_mb: float
+
+
+def write_parties(folder: Path, num_ids: int, workers: int) -> None:
+    """Write two tables and their settings: the second half of one is the first of the other."""
+    address, generator = free_address(), np.random.default_rng(1)
+    numbers = {
+        "active": generator.permutation(num_ids),
+        "passive": num_ids // 2 + generator.permutation(num_ids),
+    }
+    for party, own in numbers.items():
+        columns = {"id": [f"person-{n:09d}" for n in own.tolist()], "x": _value(party, own)}
+        if party == "active":
+            columns["label"] = own % 2
+        csv.write_csv(pa.table(columns), folder / f"{party}.csv")
+    contract = CONTRACT | {"alignment": {"max_set_size": num_ids}}
+    (folder / "contract.yaml").write_text(yaml.safe_dump(contract))
+    active = {
+        "listen": address,
+        "top_model": {"kind": "mlp", "hidden": [1]},
+        "defense": {"name": "none"},
+    }
+    passive = {"connect": address, "bottom_model": {"kind": "mlp", "hidden": [1]}}
+    for party, own_settings in (("active", active), ("passive", passive)):
+        data = DATA | {"source": {"kind": "csv", "path": f"{party}.csv"}}
+        data["features"] = {"numeric": "x"}
+        if party == "active":
+            data["label_column"] = "label"
+        settings = PARTY | own_settings | {"data": data, "alignment_workers": workers}
+        (folder / f"{party}.yaml").write_text(yaml.safe_dump(settings))
+
+
+def align(folder: Path) -> dict[str, Cost]:
+    """Run both commands, and return what each took."""
+    started, begun = {}, time.monotonic()
+    for party in ("active", "passive"):
+        command = [sys.executable, "-P", "-m", "splitveil", "align", party, f"{party}.yaml"]
+        command += ["--output", f"{party}.out.parquet"]
+        started[subprocess.Popen(command, cwd=folder).pid] = party  # noqa: S603 - our own program
+    costs = {}
+    while started:
+        pid, status, used = os.wait4(-1, 0)
+        party = started.pop(pid)
+        if status:
+            raise SystemExit(f"{party}: ended with exit code {os.waitstatus_to_exitcode(status)}")
+        seconds, cpu_s = time.monotonic() - begun, used.ru_utime + used.ru_stime
+        costs[party] = Cost(seconds, cpu_s, used.ru_maxrss / 1024)
+    return costs
+
+
+def check(folder: Path, num_ids: int) -> int:
+    """Compare both outputs with the true intersection, and return its size.
+
+    Raises:
+        SystemExit: they differ from it, or from each other.
+    """
+    from pyarrow import parquet  # noqa: PLC0415 - after the processes were measured
+
+    tables = {p: parquet.read_table(folder / f"{p}.out.parquet") for p in ("active", "passive")}
+    found = {}
+    for party, table in tables.items():
+        numbers = np.array([int(text.removeprefix("person-")) for text in table["id"].to_pylist()])
+        if not np.array_equal(np.sort(numbers), np.arange(num_ids // 2, num_ids)):
+            raise SystemExit(f"{party}: the file does not have exactly the common ids")
+        if not np.array_equal(table["x"].to_numpy().astype(np.int64), _value(party, numbers)):
+            raise SystemExit(f"{party}: some row has another row's value")
+        found[party] = numbers
+    if not np.array_equal(found["active"], found["passive"]):
+        raise SystemExit("the files differ in their order")
+    return len(found["active"])
+
+
+def _value(party: str, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    return numbers * (3 if party == "active" else 7) + 1
+
+
+def main() -> None:
+    """Measure, check, and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ids", type=int, default=1_000_000, help="ids of each party")
+    parser.add_argument("--workers", type=int, default=0, help="alignment_workers of each party")
+    options = parser.parse_args()
+    print_environment("pyarrow")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_parties(folder, options.ids, options.workers)
+        costs = align(folder)
+        common = check(folder, options.ids)
+    print(f"{common:,} common ids of {options.ids:,} at each party: exact in both files, one order")
+    for party, cost in costs.items():
+        print(
+            f"{party}: {cost.seconds:.0f} s, {cost.cpu_s:.0f} CPU s, "
+            f"{options.ids / cost.cpu_s:,.0f} own ids per CPU s, at most {cost.max_mb:,.0f} MB"
+        )
+
+
+if __name__ == "__main__":
+    main()

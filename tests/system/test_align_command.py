@@ -1,0 +1,217 @@
+"""``align``: two files in, two aligned files out, by the commands of both parties."""
+
+import csv
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from pyarrow import parquet
+
+from splitveil.common.errors import DataError, SettingsError
+from splitveil.common.party.aligned_table import (
+    aligning,
+    check_outputs,
+    read_own_ids,
+    write_aligned,
+)
+from splitveil.common.party.party_settings import load_party_settings
+from splitveil.common.party.transcript import Broken, compare, verify
+from splitveil.common.run.common_order import CommonOrder
+from splitveil.passive_party.settings import PassiveSettings
+from splitveil.simulation import free_address
+from tests.runs import write_example
+from tests.system.processes import Pair, Party
+from tests.system.test_written_differently import write_parties
+
+Row = dict[str, Any]
+AWAY = "reconnect={max_s: 0.3, first_wait_s: 0.05, longest_wait_s: 0.1, deadline_s: 60}"
+
+
+@contextmanager
+def aligning_both(
+    folder: Path, *both: str, outputs: tuple[str, str] = ("active_out.csv", "passive_out.csv")
+) -> Iterator[Pair]:
+    """Start ``align`` at both parties; one that still runs in the end is killed."""
+    address = free_address()
+    with ExitStack() as stack:
+        options = [("--json", "--output", str(folder / name)) for name in outputs]
+        active = Party(
+            "active", folder, f"listen={address}", *both, command="align", options=options[0]
+        )
+        stack.callback(active.kill)
+        passive = Party(
+            "passive", folder, f"connect={address}", *both, command="align", options=options[1]
+        )
+        stack.callback(passive.kill)
+        yield Pair(active, passive)
+
+
+def rows_of(path: Path) -> list[Row]:
+    if path.suffix == ".parquet":
+        found: list[Row] = parquet.read_table(path).to_pylist()
+        return found
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def json_in(output: str) -> dict[str, Any]:
+    """Return the JSON document among the lines of the log."""
+    document, _ = json.JSONDecoder().raw_decode(output[output.index("{") :])
+    found: dict[str, Any] = document
+    return found
+
+
+def test_both_have_their_own_rows_of_the_common_ids_in_one_order(tmp_path: Path) -> None:
+    write_example(tmp_path, rows=300)
+    before = {name: rows_of(tmp_path / f"{name}.csv") for name in ("active", "passive")}
+
+    with aligning_both(tmp_path, outputs=("active_out.parquet", "passive_out.csv")) as pair:
+        assert pair.wait() == (0, 0), pair.outputs
+        said = [json_in(party.output) for party in pair]
+
+    active = rows_of(tmp_path / "active_out.parquet")
+    passive = rows_of(tmp_path / "passive_out.csv")
+    common = {row["id"] for row in before["active"]} & {row["id"] for row in before["passive"]}
+    assert len(common) == 270
+    assert [row["id"] for row in active] == [row["id"] for row in passive]
+    assert sorted(row["id"] for row in active) == sorted(common)
+    assert [row["id"] for row in active] != sorted(common)
+    for name, after in (("active", active), ("passive", passive)):
+        whole = {row["id"]: row for row in before[name]}
+        assert all(row == whole[row["id"]] for row in after)
+    for name in ("active_out.parquet", "passive_out.csv"):
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+    assert [one["aligned"] for one in said] == [270, 270]
+    assert [one["ids"] for one in said] == [285, 285]
+    assert len({(one["run_id"], one["fingerprint"]) for one in said}) == 1
+    found = [
+        verify(tmp_path / "runs" / "small" / "alignment" / party / "transcript.jsonl")
+        for party in ("active", "passive")
+    ]
+    assert not any(isinstance(one, Broken) for one in found)
+    compared = compare(*[one for one in found if not isinstance(one, Broken)])
+    assert compared.agreed
+    assert not compared.unsent
+    left = {path.name for path in (tmp_path / "runs" / "small").iterdir()}
+    assert "alignment" in left
+    assert not left & {"active", "passive"}, "nothing was trained"
+
+
+def test_composite_ids_and_duplicates_are_aligned_by_the_contract_s_rules(tmp_path: Path) -> None:
+    write_parties(tmp_path)
+    with (tmp_path / "features.csv").open("a", encoding="utf-8") as file:
+        twin = rows_of(tmp_path / "features.csv")[0]
+        file.write(f"{twin['nr']},{twin['name']},99\r\n")
+    values = yaml.safe_load((tmp_path / "passive.yaml").read_text())
+    values["data"]["duplicate_ids"] = "first"
+    (tmp_path / "passive.yaml").write_text(yaml.safe_dump(values))
+
+    with aligning_both(tmp_path) as pair:
+        assert pair.wait() == (0, 0), pair.outputs
+
+    def canonical(row: Row, surname: str, number: str) -> tuple[str, int]:
+        return row[surname].strip().lower(), int(float(row[number]))
+
+    active = [canonical(row, "surname", "no") for row in rows_of(tmp_path / "active_out.csv")]
+    after = rows_of(tmp_path / "passive_out.csv")
+    assert active == [canonical(row, "name", "nr") for row in after]
+    assert sorted(active) == sorted((f"näme{n % 97}", 1000 + n) for n in range(60, 320))
+    assert "99" not in {row["x"] for row in after}
+
+
+def test_too_few_common_ids_end_both_and_leave_earlier_outputs_as_they_were(
+    tmp_path: Path,
+) -> None:
+    write_example(tmp_path, rows=120)
+    text = (tmp_path / "passive.csv").read_text(encoding="utf-8")
+    (tmp_path / "passive.csv").write_text(text.replace("person-", "other-"), encoding="utf-8")
+    (tmp_path / "active_out.csv").write_text("of last week")
+
+    with aligning_both(tmp_path) as pair:
+        assert pair.wait() == (3, 3), pair.outputs
+
+    assert (tmp_path / "active_out.csv").read_text(encoding="utf-8") == "of last week"
+    assert not (tmp_path / "passive_out.csv").exists()
+
+
+def test_contracts_that_differ_in_the_rules_end_both(tmp_path: Path) -> None:
+    write_example(tmp_path, rows=120)
+    address = free_address()
+    with ExitStack() as stack:
+        options = ("--output", str(tmp_path / "active_out.csv"))
+        active = Party("active", tmp_path, f"listen={address}", command="align", options=options)
+        stack.callback(active.kill)
+        rules = "contract.ids=[{name: id, fold_case: true}]"
+        options = ("--output", str(tmp_path / "passive_out.csv"))
+        passive = Party(
+            "passive", tmp_path, f"connect={address}", rules, command="align", options=options
+        )
+        stack.callback(passive.kill)
+        pair = Pair(active, passive)
+        assert pair.wait() == (2, 2), pair.outputs
+        assert "contracts differ in: ids" in active.output
+
+
+def test_a_party_that_trains_and_one_that_only_aligns_refuse_each_other(tmp_path: Path) -> None:
+    write_example(tmp_path, rows=120)
+    address = free_address()
+    with ExitStack() as stack:
+        active = Party("active", tmp_path, f"listen={address}")
+        stack.callback(active.kill)
+        options = ("--output", str(tmp_path / "passive_out.csv"))
+        passive = Party("passive", tmp_path, f"connect={address}", command="align", options=options)
+        stack.callback(passive.kill)
+        pair = Pair(active, passive)
+        assert pair.wait() == (2, 2), pair.outputs
+        assert "contracts differ in: purpose" in active.output
+    assert not (tmp_path / "passive_out.csv").exists()
+
+
+def test_a_peer_that_is_not_there_is_awaited_as_long_as_the_settings_say(tmp_path: Path) -> None:
+    write_example(tmp_path, rows=120)
+    with ExitStack() as stack:
+        options = ("--output", str(tmp_path / "out.csv"))
+        where = f"connect={free_address()}"
+        passive = Party("passive", tmp_path, where, AWAY, command="align", options=options)
+        stack.callback(passive.kill)
+        where = f"listen={free_address()}"
+        soon = "first_contact_s=0.3"
+        active = Party("active", tmp_path, where, soon, command="align", options=options)
+        stack.callback(active.kill)
+        assert Pair(active, passive).wait() == (4, 4)
+    assert not (tmp_path / "out.csv").exists()
+
+
+def passive_settings(folder: Path) -> PassiveSettings:
+    write_example(folder, rows=120)
+    return aligning(load_party_settings(PassiveSettings, folder / "passive.yaml"))
+
+
+@pytest.mark.parametrize("name", ["out.txt", "no/folder.csv", "passive.csv"])
+def test_an_output_that_cannot_be_is_refused_before_anything_is_sent(
+    tmp_path: Path, name: str
+) -> None:
+    settings = passive_settings(tmp_path)
+
+    with pytest.raises(SettingsError, match="--output"):
+        check_outputs(settings, tmp_path / name)
+
+
+def test_a_table_that_changes_while_its_ids_are_aligned_is_refused(tmp_path: Path) -> None:
+    settings = passive_settings(tmp_path)
+    own = read_own_ids(settings)
+    order = CommonOrder("run", np.array([5, 2, 9]), "")
+    write_aligned(settings, own, order, tmp_path / "out.csv")
+    before = (tmp_path / "out.csv").read_bytes()
+
+    with (tmp_path / "passive.csv").open("a", encoding="utf-8") as file:
+        file.write("person-99999,1,2,3,4,5\n")
+
+    with pytest.raises(DataError, match="has changed"):
+        write_aligned(settings, own, order, tmp_path / "out.csv")
+    assert (tmp_path / "out.csv").read_bytes() == before

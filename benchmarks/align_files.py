@@ -79,7 +79,7 @@ def align(folder: Path) -> dict[str, Cost]:
     for party in ("active", "passive"):
         command = [sys.executable, "-P", "-m", "splitveil", "align", party, f"{party}.yaml"]
         command += ["--output", f"{party}.out.parquet"]
-        started[subprocess.Popen(command, cwd=folder).pid] = party  # noqa: S603 - our own program
+        started[subprocess.Popen(command, cwd=folder).pid] = party
     costs = {}
     while started:
         pid, status, used = os.wait4(-1, 0)

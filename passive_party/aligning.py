@@ -4,15 +4,25 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from splitveil.common.errors import OutOfStep, PeerRestarted
+from splitveil.common.errors import (
+    OutOfStep,
+    PeerError,
+    PeerLeft,
+    PeerRestarted,
+    ProtocolError,
+)
 from splitveil.common.run.common_order import CommonOrder
 from splitveil.common.run.course import AlignedRows
+from splitveil.common.run.messages import LeaveReason
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import joint_seed
 from splitveil.passive_party.opening import Aligner
 from splitveil.passive_party.peer import Peer
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.training import RunObserver
+
+_MAX_RETURNS = 20
+"""Alignments that one process completes because another party was lost before its goodbye."""
 
 
 class AlignmentObserver:
@@ -76,12 +86,26 @@ class AlignmentRun(PassiveRun):
         return self._found
 
     def _go_through(self, peer: Peer) -> None:
-        while True:
-            # If another passive party was lost before it had its rows, all align again.
+        # If another passive party was lost before it had its rows, all align again.
+        for _ in range(_MAX_RETURNS):
             with contextlib.suppress(PeerRestarted):
                 self._found = self._patiently(self._order, peer)
                 self._part_from_others(peer)
                 return
+        raise PeerLeft("other parties were lost too often")
+
+    def _part_from_others(self, peer: Peer) -> None:
+        if not self._me.has_companions:
+            return
+        try:
+            peer.leave(self.run_id, LeaveReason.FINISHED)
+        except ProtocolError as error:
+            # A party that was lost has begun another run, whose order is another one.
+            raise PeerRestarted from error
+        except PeerRestarted:
+            raise
+        except PeerError:
+            return  # it changes nothing here: the peer notices the silence
 
     def _order(self, peer: Peer) -> CommonOrder:
         opening, found = self._align(peer)

@@ -71,6 +71,7 @@ TWO_RUNS = "two whole runs, which tests/system/test_local.py makes of fewer epoc
 PREDICTED = "serves until it is stopped; tests/system/test_predict_processes.py runs the commands"
 NEEDS_DOCKER = "builds images for minutes, from the network"
 THE_SAME = "is run as the command of one party, whose module tests/api/test_command.py finds"
+ALIGNED = "needs both at once; tests/system/test_align_command.py runs the parties' own commands"
 IN_API = "tests/api/test_command.py runs it"
 OWN_ENVIRONMENT = "sets up .venv and takes minutes"
 INIT_ELSEWHERE = "would write over the page's files; tests/docs/test_two_organisations.py types it"
@@ -86,6 +87,8 @@ READ_ONLY: Mapping[str, str] = {
     "splitveil demo breast_cancer_two_labs": "tests/system/test_several_parties.py runs it",
     "splitveil demo digits": "tests/system/test_several_classes.py runs it",
     "splitveil active run active.yaml": THE_SAME,
+    "splitveil align active active.yaml --output clients-aligned.parquet": ALIGNED,
+    "splitveil align passive passive.yaml --output usage-aligned.csv": ALIGNED,
     "splitveil passive run passive.yaml": THE_SAME,
     "splitveil report runs/NAME": THE_SAME,
     "splitveil compare runs/NAME runs/OTHER": IN_API,
@@ -127,6 +130,8 @@ READ_ONLY: Mapping[str, str] = {
 """Commands that are not run here, and why; their options are read."""
 
 MENTIONED = (
+    "active-party align",
+    "passive-party align",
     "active-party check",
     "active-party plan",
     "active-party predict",

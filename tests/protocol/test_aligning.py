@@ -28,7 +28,7 @@ from splitveil.passive_party.aligning import AlignmentObserver, AlignmentRun
 from splitveil.passive_party.opening import Aligner, Participant
 from splitveil.protos.split_learning_pb2 import AlignFrame
 from splitveil.simulation import InProcessPeer
-from tests.waiting import HANGS_AFTER_S
+from tests.waiting import HANGS_AFTER_S, wait_until
 
 SEEDS = itertools.count(1)
 NAMES = ("ash", "birch", "cedar", "dill", "elm", "fir", "gum", "hop")
@@ -276,6 +276,38 @@ def test_a_party_that_was_killed_after_its_alignment_comes_back_and_all_agree(
     assert len({tuple(order) for order in meeting.orders().values()}) == 1
     assert set(meeting.orders()["active"]) == common_to(meeting)
     assert len(meeting.fingerprints()) == 1
+
+
+class LeavesLate(InProcessPeer):
+    """A party whose first goodbye comes when another one has already begun to align again."""
+
+    may_leave: threading.Event
+    ready: threading.Event
+
+    def leave(self, run_id: str, reason: LeaveReason) -> None:
+        self.ready.set()
+        assert self.may_leave.wait(HANGS_AFTER_S)
+        super().leave(run_id, reason)
+
+
+def test_a_goodbye_to_a_run_that_another_party_has_replaced_leads_to_that_run() -> None:
+    meeting = some_ids(2)
+    may_leave, ready = threading.Event(), threading.Event()
+    late = type("Late", (LeavesLate,), {"may_leave": may_leave, "ready": ready})
+    first = meeting.start("ash", late)
+    finish([meeting.start("birch", DiesAligned)])
+    assert isinstance(meeting.errors.pop("birch"), Killed)
+    assert ready.wait(HANGS_AFTER_S)
+    before = meeting.session.run_id
+
+    second = meeting.start("birch", InProcessPeer)
+    wait_until(lambda: meeting.session.run_id != before)
+    may_leave.set()
+    finish([first, second])
+
+    assert not meeting.errors
+    assert len(meeting.fingerprints()) == 1
+    assert set(meeting.orders()["active"]) == common_to(meeting)
 
 
 def test_ids_that_only_pairs_have_in_common_are_too_few_for_all() -> None:

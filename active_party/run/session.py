@@ -82,12 +82,8 @@ class ActiveSession:
         self.contract = contract
         self.ids, self.file_splits = own
         self.preparation = Preparation(contract, own, rules or OwnRules(), build_trainer)
-        self.lifecycle = self.lifecycle_type(
-            self.preparation,
-            observer,
-            store or NoStore(len(contract.passive_parties)),
-            OpenRun.new(draw_nonce()),
-        )
+        kept, run = store or NoStore(len(contract.passive_parties)), OpenRun.new(draw_nonce())
+        self.lifecycle = self.lifecycle_type(self.preparation, observer, kept, run)
         self.parties = self.lifecycle.parties
         self._rendezvous = self.lifecycle.rendezvous
         self._gathering = Gathering(contract, self.lifecycle, draw_nonce)

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/prediction.proto\x12\x0csplitveil.v1\"E\n\x0ePredictRequest\x12\x0b\n\x03ids\x18\x01 \x03(\t\x12&\n\x08\x66\x65\x61tures\x18\x02 \x03(\x0b\x32\x14.splitveil.v1.Column\"6\n\x06\x43olumn\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07numbers\x18\x02 \x03(\x01\x12\r\n\x05texts\x18\x03 \x03(\t\"t\n\x0cPredictReply\x12-\n\x0bpredictions\x18\x01 \x03(\x0b\x32\x18.splitveil.v1.Prediction\x12\x0f\n\x07\x63lasses\x18\x02 \x03(\t\x12\x0e\n\x06run_id\x18\x03 \x01(\t\x12\x14\n\x0cwhy_fallback\x18\x04 \x01(\t\"G\n\nPrediction\x12\"\n\x05model\x18\x01 \x01(\x0e\x32\x13.splitveil.v1.Model\x12\x15\n\rprobabilities\x18\x02 \x03(\x02*C\n\x05Model\x12\x15\n\x11MODEL_UNSPECIFIED\x10\x00\x12\x0f\n\x0bMODEL_JOINT\x10\x01\x12\x12\n\x0eMODEL_FALLBACK\x10\x02\x32R\n\x0bPredictions\x12\x43\n\x07Predict\x12\x1c.splitveil.v1.PredictRequest\x1a\x1a.splitveil.v1.PredictReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/prediction.proto\x12\x0csplitveil.v1\"E\n\x0ePredictRequest\x12\x0b\n\x03ids\x18\x01 \x03(\t\x12&\n\x08\x66\x65\x61tures\x18\x02 \x03(\x0b\x32\x14.splitveil.v1.Column\"6\n\x06\x43olumn\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07numbers\x18\x02 \x03(\x01\x12\r\n\x05texts\x18\x03 \x03(\t\"t\n\x0cPredictReply\x12-\n\x0bpredictions\x18\x01 \x03(\x0b\x32\x18.splitveil.v1.Prediction\x12\x0f\n\x07\x63lasses\x18\x02 \x03(\t\x12\x0e\n\x06run_id\x18\x03 \x01(\t\x12\x14\n\x0cwhy_fallback\x18\x04 \x01(\t\"e\n\nPrediction\x12\"\n\x05model\x18\x01 \x01(\x0e\x32\x13.splitveil.v1.Model\x12\x15\n\rprobabilities\x18\x02 \x03(\x02\x12\x12\n\x05value\x18\x03 \x01(\x02H\x00\x88\x01\x01\x42\x08\n\x06_value*C\n\x05Model\x12\x15\n\x11MODEL_UNSPECIFIED\x10\x00\x12\x0f\n\x0bMODEL_JOINT\x10\x01\x12\x12\n\x0eMODEL_FALLBACK\x10\x02\x32R\n\x0bPredictions\x12\x43\n\x07Predict\x12\x1c.splitveil.v1.PredictRequest\x1a\x1a.splitveil.v1.PredictReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.prediction_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MODEL']._serialized_start=359
-  _globals['_MODEL']._serialized_end=426
+  _globals['_MODEL']._serialized_start=389
+  _globals['_MODEL']._serialized_end=456
   _globals['_PREDICTREQUEST']._serialized_start=41
   _globals['_PREDICTREQUEST']._serialized_end=110
   _globals['_COLUMN']._serialized_start=112
@@ -40,7 +40,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREDICTREPLY']._serialized_start=168
   _globals['_PREDICTREPLY']._serialized_end=284
   _globals['_PREDICTION']._serialized_start=286
-  _globals['_PREDICTION']._serialized_end=357
-  _globals['_PREDICTIONS']._serialized_start=428
-  _globals['_PREDICTIONS']._serialized_end=510
+  _globals['_PREDICTION']._serialized_end=387
+  _globals['_PREDICTIONS']._serialized_start=458
+  _globals['_PREDICTIONS']._serialized_end=540
 # @@protoc_insertion_point(module_scope)

@@ -47,9 +47,11 @@ class PredictReply(_message.Message):
     def __init__(self, predictions: _Optional[_Iterable[_Union[Prediction, _Mapping]]] = ..., classes: _Optional[_Iterable[str]] = ..., run_id: _Optional[str] = ..., why_fallback: _Optional[str] = ...) -> None: ...
 
 class Prediction(_message.Message):
-    __slots__ = ("model", "probabilities")
+    __slots__ = ("model", "probabilities", "value")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROBABILITIES_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
     model: Model
     probabilities: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, model: _Optional[_Union[Model, str]] = ..., probabilities: _Optional[_Iterable[float]] = ...) -> None: ...
+    value: float
+    def __init__(self, model: _Optional[_Union[Model, str]] = ..., probabilities: _Optional[_Iterable[float]] = ..., value: _Optional[float] = ...) -> None: ...

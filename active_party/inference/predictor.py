@@ -33,7 +33,8 @@ class Predictions(NamedTuple):
     """What the joint model says of some ids."""
 
     probabilities: NDArray[np.float32]
-    """Of label 1, (ids,), or of each class, (ids, classes); NaN for an id that was not found."""
+    """Of label 1, (ids,), or of each class, (ids, classes); or numbers in the label's unit, (ids,).
+    NaN for an id that was not found."""
 
     found: NDArray[np.bool_]
     """Whether every party has a row of the id, (ids,)."""

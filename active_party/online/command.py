@@ -182,15 +182,16 @@ def serving(settings: ActiveSettings, desk: AnswerDesk, doors: Doors) -> Iterato
     """
     own, data = settings.serving, settings.data
     classes = list(data.class_names) if data.num_classes > 2 else None
+    numbers = data.label_range is not None
     scheme = "http" if doors.tls is None else "https"
     with ExitStack() as opened:
         http = grpc = None
         if own.http is not None:
-            app = build_app(desk, doors.tokens, classes)
+            app = build_app(desk, doors.tokens, classes, numbers=numbers)
             http = opened.enter_context(HttpServer(app, own.http, doors.tls)).port
             logger.info("answering at %s://%s (its page: /docs)", scheme, own.http)
         if own.grpc is not None:
-            server = GrpcServer(desk, own.grpc, doors.tokens, classes, doors.tls)
+            server = GrpcServer(desk, own.grpc, doors.tokens, classes, doors.tls, numbers=numbers)
             opened.callback(server.close, GRACE_S)
             grpc = server.port
             logger.info("answering gRPC at %s", own.grpc)

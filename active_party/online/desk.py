@@ -198,21 +198,21 @@ class AnswerDesk:
 
     def _answer(self, pending: Pending, predictions: Predictions | None, why: str | None) -> Answer:
         shape = self._predictor.model.shape_of_row
-        probabilities = np.full((pending.num_ids, *shape), np.nan, np.float32)
+        predicted = np.full((pending.num_ids, *shape), np.nan, np.float32)
         answered_by = np.full(pending.num_ids, AnsweredBy.NONE, object)
         asked = np.flatnonzero(pending.is_allowed)
         left = np.arange(len(asked))
         if predictions is not None:
             found = np.flatnonzero(predictions.found)
-            probabilities[asked[found]] = predictions.probabilities[found]
+            predicted[asked[found]] = predictions.probabilities[found]
             answered_by[asked[found]] = AnsweredBy.JOINT
             left = np.flatnonzero(~predictions.found)
         if self._fallback is not None and len(left):
             alone = self._fallback.predict(pending.question, left)
             found = np.flatnonzero(alone.found)
-            probabilities[asked[left[found]]] = alone.probabilities[found]
+            predicted[asked[left[found]]] = alone.probabilities[found]
             answered_by[asked[left[found]]] = AnsweredBy.FALLBACK
-        return Answer(probabilities, tuple(answered_by), why)
+        return Answer(predicted, tuple(answered_by), why)
 
 
 def admitted(log: CallLog, protocol: str, find: Callable[[], str]) -> str:

@@ -53,6 +53,7 @@ class GrpcServer:
         tokens: of the programs that may ask; None to go by certificates, or to ask for nothing.
         classes: the names of the classes, if there are more than two.
         tls: certificate and key; without them it serves plain text, on loopback only.
+        numbers: whether the label is a number, so that answers have values and no probabilities.
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class GrpcServer:
         tokens: Tokens | None = None,
         classes: Sequence[str] | None = None,
         tls: ServerTls | None = None,
+        *,
+        numbers: bool = False,
     ) -> None:
         """Start to serve.
 
@@ -71,6 +74,7 @@ class GrpcServer:
         self._desk = desk
         self._tokens = tokens
         self._classes = tuple(classes or ())
+        self._numbers = numbers
         self._server = grpc.server(
             ThreadPoolExecutor(MOST_CALLS, thread_name_prefix="predict"),
             options=_options(desk.rules.max_ids),
@@ -119,7 +123,8 @@ class GrpcServer:
             pending = desk.accept(call, list(request.ids), lambda given: _own(given, request))
             if pending.answer is not None:
                 wait([pending.answer], desk.rules.timeout_s)
-            return _reply(desk.finish(call, pending), self._classes, desk.run_id)
+            answer = desk.finish(call, pending)
+            return _reply(answer, self._classes, desk.run_id, numbers=self._numbers)
 
     def _program_of(self, context: grpc.ServicerContext) -> str:
         if self._tokens is not None:
@@ -146,11 +151,18 @@ def _values(column: pb.Column) -> list[Any]:
     return [None if np.isnan(number) else number for number in column.numbers]
 
 
-def _reply(answer: Answer, classes: Sequence[str], run_id: str) -> pb.PredictReply:
+def _reply(
+    answer: Answer, classes: Sequence[str], run_id: str, *, numbers: bool
+) -> pb.PredictReply:
     predictions = []
-    for by, probability in zip(answer.answered_by, answer.probabilities, strict=True):
-        values = () if by is AnsweredBy.NONE else np.atleast_1d(probability).tolist()
-        predictions.append(pb.Prediction(model=_MODELS[by], probabilities=values))
+    for by, predicted in zip(answer.answered_by, answer.predicted, strict=True):
+        one = pb.Prediction(model=_MODELS[by])
+        if by is not AnsweredBy.NONE:
+            if numbers:
+                one.value = float(predicted)
+            else:
+                one.probabilities.extend(np.atleast_1d(predicted).tolist())
+        predictions.append(one)
     return pb.PredictReply(
         predictions=predictions,
         classes=classes,

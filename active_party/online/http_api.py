@@ -52,11 +52,8 @@ class PredictRequest(BaseModel):
     that the model needs, with null where there is no value."""
 
 
-class PredictReply(BaseModel):
-    """Predictions, in the order of the ids."""
-
-    probabilities: list[float | list[float] | None]
-    """Of label 1, or of each class; null for an id that is not known."""
+class Reply(BaseModel):
+    """What every answer says beside the predictions, in the order of the ids."""
 
     found: list[bool]
     """Whether there is a prediction."""
@@ -65,14 +62,28 @@ class PredictReply(BaseModel):
     """The model that the prediction is from: that of all parties, or that of the active party's own
     features alone."""
 
-    classes: list[str] | None
-    """The names of the classes, if there are more than two."""
-
     run_id: str
     """The run that trained the model."""
 
     why_fallback: str | None = None
     """Why the joint model was not asked, if it was not."""
+
+
+class PredictReply(Reply):
+    """Probabilities, in the order of the ids."""
+
+    probabilities: list[float | list[float] | None]
+    """Of label 1, or of each class; null for an id that is not known."""
+
+    classes: list[str] | None
+    """The names of the classes, if there are more than two."""
+
+
+class NumberReply(Reply):
+    """Predicted numbers, in the order of the ids."""
+
+    values: list[float | None]
+    """In the label's unit, within ``data.label_range``; null for an id that is not known."""
 
 
 class Readiness(BaseModel):
@@ -89,14 +100,18 @@ class Problem(BaseModel):
     detail: str
 
 
-def build_app(desk: AnswerDesk, tokens: Tokens | None, classes: list[str] | None) -> FastAPI:
+def build_app(
+    desk: AnswerDesk, tokens: Tokens | None, classes: list[str] | None, *, numbers: bool = False
+) -> FastAPI:
     """Return the application.
 
     Args:
         desk: answers.
         tokens: of the programs that may ask; None to go by certificates, or to ask for nothing.
         classes: the names of the classes, if there are more than two.
+        numbers: whether the label is a number, so that answers have values and no probabilities.
     """
+    reply_model = NumberReply if numbers else PredictReply
     app = FastAPI(
         title="Joint predictions",
         version=VERSION,
@@ -134,10 +149,10 @@ def build_app(desk: AnswerDesk, tokens: Tokens | None, classes: list[str] | None
         "/predict",
         tags=["predictions"],
         dependencies=security,
-        response_model=PredictReply,
+        response_model=reply_model,
         responses={
             401: {"model": Problem, "description": "The program is not known."},
-            404: {"model": PredictReply, "description": "None of the ids is known."},
+            404: {"model": reply_model, "description": "None of the ids is known."},
             413: {"model": Problem, "description": "The request is too large."},
             422: {"model": Problem, "description": "The request cannot be understood."},
             429: {"model": Problem, "description": "The program asks for too many ids."},
@@ -152,7 +167,7 @@ def build_app(desk: AnswerDesk, tokens: Tokens | None, classes: list[str] | None
             if pending.answer is not None:
                 await _settled(pending, desk.rules.timeout_s)
             answer = desk.finish(call, pending)
-            reply = _reply(answer, classes, desk.run_id)
+            reply = _reply(answer, classes, desk.run_id, numbers=numbers)
             status = call.status
         return Response(reply.model_dump_json(), status, media_type="application/json")
 
@@ -183,18 +198,22 @@ async def _settled(pending: Pending, timeout_s: float) -> None:
     await asyncio.wait({waiting}, timeout=timeout_s)
 
 
-def _reply(answer: Answer, classes: list[str] | None, run_id: str) -> PredictReply:
+def _reply(
+    answer: Answer, classes: list[str] | None, run_id: str, *, numbers: bool
+) -> PredictReply | NumberReply:
     found = answer.is_found
     # float32 to double and back is exact, so that the text holds every bit.
-    values = answer.probabilities.astype(np.float64).tolist()
-    return PredictReply.model_construct(
-        probabilities=[v if known else None for v, known in zip(values, found, strict=True)],
-        found=found.tolist(),
-        model=[by.value for by in answer.answered_by],
-        classes=classes,
-        run_id=run_id,
-        why_fallback=answer.why_fallback,
-    )
+    given = answer.predicted.astype(np.float64).tolist()
+    predicted = [one if known else None for one, known in zip(given, found, strict=True)]
+    told: dict[str, Any] = {
+        "found": found.tolist(),
+        "model": [by.value for by in answer.answered_by],
+        "run_id": run_id,
+        "why_fallback": answer.why_fallback,
+    }
+    if numbers:
+        return NumberReply.model_construct(values=predicted, **told)
+    return PredictReply.model_construct(probabilities=predicted, classes=classes, **told)
 
 
 async def _refused(_request: Request, error: Exception) -> JSONResponse:

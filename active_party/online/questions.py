@@ -37,8 +37,9 @@ class Question:
 class Answer(NamedTuple):
     """What a program is told."""
 
-    probabilities: NDArray[np.float32]
-    """Of label 1, (ids,), or of each class, (ids, classes); NaN for an id that is not known."""
+    predicted: NDArray[np.float32]
+    """Probabilities of label 1, (ids,), or of each class, (ids, classes), or numbers in the label's
+    unit, (ids,); NaN for an id that is not known."""
 
     answered_by: tuple[AnsweredBy, ...]
     """For each id."""

@@ -1,0 +1,91 @@
+"""Online predictions of labels that are numbers: values in the label's unit, never probabilities.
+
+Equality is of bits, on the CPU, with the evaluation at the end of training.
+"""
+
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from splitveil.protos import prediction_pb2 as pb
+from tests import joint
+from tests.asked import answering, asked
+from tests.joint import Trained, free_port, predicting, train
+from tests.numbers import HIGH, LOW, number_tables, write_numbers
+from tests.waiting import wait_until
+
+FALLBACK = "serving.fallback=true"
+FIELDS = {"values", "found", "model", "run_id", "why_fallback"}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("numbers")
+    write_numbers(folder / "settings", rows=400)
+    return train(folder / "settings", folder / "runs", "contract.epochs=3", active=(FALLBACK,))
+
+
+def evaluated(trained: Trained) -> NDArray[np.float32]:
+    """Return what the last evaluation's outputs say, in the label's unit."""
+    shares = np.clip(trained.test_logits.numpy() + np.float32(0.5), 0, 1).astype(np.float64)
+    return (LOW + shares * (HIGH - LOW)).astype(np.float32)
+
+
+def test_both_ways_of_asking_give_the_bits_of_predict_and_of_the_evaluation(
+    trained: Trained,
+) -> None:
+    ids = trained.test_ids[:50]
+    with predicting(trained) as predictor:
+        predicted = predictor.predict(ids).probabilities
+    with asked(trained) as program:
+        told = program.ask([*ids, "nobody"])
+        reply = program.call(pb.PredictRequest(ids=[*ids, "nobody"]))
+    *known, unknown = told.body["values"]
+    np.testing.assert_array_equal(np.array(known, np.float32), evaluated(trained)[:50])
+    np.testing.assert_array_equal(np.array(known, np.float32), predicted)
+    assert unknown is None
+    assert set(told.body) == FIELDS
+    *found, nobody = reply.predictions
+    np.testing.assert_array_equal(np.array([one.value for one in found], np.float32), predicted)
+    assert all(one.HasField("value") for one in found)
+    assert not nobody.HasField("value")
+    assert nobody.model == pb.MODEL_UNSPECIFIED
+    assert not any(one.probabilities for one in reply.predictions)
+    assert not reply.classes
+
+
+def test_the_page_of_the_api_describes_values(trained: Trained) -> None:
+    with asked(trained) as program:
+        page = program.get("/openapi.json").body
+        nobody = program.ask(["nobody"])
+    described = page["components"]["schemas"]
+    assert set(described["NumberReply"]["properties"]) == FIELDS
+    assert "PredictReply" not in described
+    answers = page["paths"]["/predict"]["post"]["responses"]
+    for status in ("200", "404"):
+        schema = answers[status]["content"]["application/json"]["schema"]
+        assert schema["$ref"].endswith("/NumberReply")
+    assert nobody.status == 404
+    assert set(nobody.body) == FIELDS
+
+
+def test_the_fallback_answers_in_the_label_s_unit(trained: Trained) -> None:
+    ids, port = trained.test_ids, free_port()
+    with ExitStack() as resources:
+        with joint.serving(trained.passive("passive"), port):
+            program = resources.enter_context(answering(trained, FALLBACK, ports={"passive": port}))
+            joined = program.ask(ids)
+        wait_until(lambda: program.get("/readyz").body["model"] == "fallback")
+        alone = program.ask(ids)
+        reply = program.call(pb.PredictRequest(ids=ids))
+    assert set(joined.body["model"]) == {"joint"}
+    assert set(alone.body["model"]) == {"fallback"}
+    values = np.array(alone.body["values"], np.float32)
+    np.testing.assert_array_equal(np.array([one.value for one in reply.predictions]), values)
+    labels = number_tables(400)[0]["amount"]
+    errors = values - labels[[int(row) - 1 for row in ids]]
+    assert trained.alone is not None
+    assert trained.alone.number is not None
+    assert np.sqrt(np.square(errors).mean()) == pytest.approx(trained.alone.number.rmse, rel=1e-4)

@@ -19,6 +19,7 @@ from splitveil.common.data.sources import suggest
 from splitveil.common.errors import SettingsError
 from splitveil.common.run.splits import SPLITS
 from splitveil.deploy.init.columns import Column, as_text, without_gaps
+from splitveil.deploy.init.labels import Label, is_of_numbers, label_of
 
 LABEL_WORDS = frozenset(
     [
@@ -41,6 +42,9 @@ LABEL_WORDS = frozenset(
         "survived",
     ]
 )
+NUMBER_LABEL_WORDS = frozenset(["y", "label", "target"])
+"""Words in the names of columns whose numbers are labels; others are often features."""
+
 ID_WORDS = frozenset(
     [
         "id",
@@ -56,34 +60,10 @@ ID_WORDS = frozenset(
         "user",
     ]
 )
-POSITIVE_WORDS = ("1", "yes", "true", "y", "t", "positive", "pos")
-
 TELLTALE_AUC = 0.995
 """AUC of a single column, from which it counts as another form of the label."""
 _MOST_CATEGORIES_SHARE = 0.5
 _SAMPLE = 100_000
-
-
-class Label(NamedTuple):
-    """The label column, and how its texts are read."""
-
-    column: str
-    positive: str | None
-    """The text that stands for 1; None for the numbers 0 and 1, and for several classes."""
-    classes: tuple[str, ...] | int | None
-    """The classes, if there are more than two."""
-    shares: Mapping[str, float]
-    """Share of the rows by class."""
-
-    @property
-    def rarest_share(self) -> float:
-        """The share of the rarer class."""
-        return min(self.shares.values())
-
-    @property
-    def num_classes(self) -> int:
-        """The number of classes."""
-        return len(self.shares)
 
 
 class LeftOut(NamedTuple):
@@ -135,6 +115,8 @@ class Wishes(NamedTuple):
     """Whether there is an id at all; without one, equal row numbers mean the same example."""
     label_column: str | None = None
     positive_label: str | None = None
+    label_range: tuple[float, float] | None = None
+    """The bounds of labels that are numbers."""
     numeric: tuple[str, ...] = ()
     categorical: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -158,7 +140,8 @@ def label_candidates(columns: Sequence[Column]) -> list[Column]:
         for c in columns
         if _words(c.name) & LABEL_WORDS and not c.missing and 2 <= c.distinct <= MAX_CLASSES
     ]
-    return list(dict.fromkeys([*named, *few]))
+    numbers = [c for c in columns if _words(c.name) & NUMBER_LABEL_WORDS and is_of_numbers(c)]
+    return list(dict.fromkeys([*(named or numbers), *few]))
 
 
 def choose_id(columns: Sequence[Column], wishes: Wishes) -> str | None:
@@ -198,47 +181,21 @@ def choose_label(columns: Sequence[Column], wishes: Wishes) -> Label:
         SettingsError: the column does not exist or holds no labels, or there are several or none.
     """
     if wishes.label_column is not None:
-        return label_of(_named(columns, wishes.label_column, "--label-column"), wishes)
+        return _read(_named(columns, wishes.label_column, "--label-column"), wishes)
     candidates = label_candidates(columns)
     named = [column for column in candidates if _words(column.name) & LABEL_WORDS]
     if len(named) == 1:
-        return label_of(named[0], wishes)
+        return _read(named[0], wishes)
     if len(candidates) == 1:
-        return label_of(candidates[0], wishes)
+        return _read(candidates[0], wishes)
     found = ", ".join(column.name for column in named or candidates) or "none"
     raise SettingsError(
         f"--label-column: name the column with the labels (columns that may be it: {found})"
     )
 
 
-def label_of(column: Column, wishes: Wishes) -> Label:
-    """Return how a column's labels are read.
-
-    Raises:
-        SettingsError: it has gaps, or holds one class or too many.
-    """
-    where = f"--label-column {column.name}"
-    if column.missing or not 2 <= column.distinct <= MAX_CLASSES:
-        raise SettingsError(
-            f"{where}: expected a label of 2 to {MAX_CLASSES} classes in every row, found "
-            f"{column.in_words()}"
-        )
-    total = sum(column.counts)
-    shares = {v: n / total for v, n in zip(column.values, column.counts, strict=True)}
-    if column.distinct > 2 and wishes.positive_label is None:
-        numbered = {str(number) for number in range(column.distinct)}
-        classes = column.distinct if set(column.values) == numbered else tuple(sorted(shares))
-        return Label(column.name, None, classes, shares)
-    if wishes.positive_label is None and set(_as_numbers(column.values)) == {0.0, 1.0}:
-        return Label(column.name, None, None, shares)
-    positive = wishes.positive_label or _positive_of(column)
-    if positive not in shares:
-        raise SettingsError(
-            f"--positive-label: column {column.name!r} has no such label"
-            f"{suggest(positive, column.values)}"
-        )
-    others = 1 - shares[positive]
-    return Label(column.name, positive, None, {positive: shares[positive], "other": others})
+def _read(column: Column, wishes: Wishes) -> Label:
+    return label_of(column, wishes.positive_label, wishes.label_range)
 
 
 def choose_features(
@@ -351,24 +308,16 @@ def _separation(score: NDArray[np.float64], is_positive: NDArray[np.bool_]) -> f
 
 
 def _is_rarest(cells: Any, label: Label) -> NDArray[np.bool_]:
-    """Return which rows are of the positive class, or of the rarest of several."""
+    """Return which rows are of the positive class, or of the rarest of several.
+
+    Of numbers, they are those above the median.
+    """
     text = as_text(cells)
+    if label.within is not None:
+        numbers = pc.cast(text, pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+        return np.asarray(numbers > np.median(numbers), np.bool_)
     rarest = label.positive or min(label.shares, key=lambda value: label.shares[value])
     return np.asarray(pc.equal(text, rarest).to_numpy(zero_copy_only=False), np.bool_)
-
-
-def _positive_of(column: Column) -> str:
-    """Return which of two texts stands for 1: one that says so, or else the rarer one."""
-    said = [value for value in column.values if value.lower() in POSITIVE_WORDS]
-    if set(column.values) == {"1", "2"}:  # the numbers of two classes, neither of which is "yes"
-        said = []
-    return said[0] if len(said) == 1 else column.values[-1]
-
-
-def _as_numbers(values: Sequence[str]) -> list[float]:
-    return [
-        float(value) if re.fullmatch(r"[01](\.0*)?", value) else float("nan") for value in values
-    ]
 
 
 def _named(columns: Sequence[Column], name: str, option: str) -> Column:

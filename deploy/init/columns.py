@@ -101,6 +101,15 @@ class Column(NamedTuple):
     reason: str
     """Why they look like codes, in words; empty if they do not."""
 
+    low: float = 0.0
+    """The least of the numbers; 0 for other cells."""
+
+    high: float = 0.0
+    """The greatest of the numbers."""
+
+    variance: float = 0.0
+    """Of the numbers over the rows."""
+
     @property
     def present(self) -> int:
         """The number of cells with a value."""
@@ -151,6 +160,7 @@ def describe(name: str, cells: Any) -> Column:
     order = np.argsort(-counts, kind="stable")[:KEPT_VALUES]
     numbers = _numbers(values) if kind in {"whole", "number"} else np.zeros(0)
     reason = _reason_for_codes(name, kind, numbers, counts)
+    has_numbers = bool(len(numbers) and np.isfinite(numbers).all())
     return Column(
         name=name,
         kind=kind,
@@ -163,6 +173,9 @@ def describe(name: str, cells: Any) -> Column:
         skewness=_skewness(numbers, counts),
         looks_like_codes=bool(reason),
         reason=reason,
+        low=float(numbers.min()) if len(numbers) else 0.0,
+        high=float(numbers.max()) if len(numbers) else 0.0,
+        variance=_variance(numbers, counts) if has_numbers else 0.0,
     )
 
 
@@ -210,6 +223,11 @@ def _all_match(values: Any, pattern: str) -> bool:
 
 def _numbers(values: Any) -> NDArray[np.float64]:
     return np.asarray(pc.cast(values, pa.float64(), safe=False).to_numpy(), np.float64)
+
+
+def _variance(numbers: NDArray[np.float64], counts: NDArray[np.int64]) -> float:
+    centred = numbers - np.average(numbers, weights=counts)
+    return float(np.average(centred**2, weights=counts))
 
 
 def _skewness(numbers: NDArray[np.float64], counts: NDArray[np.int64]) -> float:

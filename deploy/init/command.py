@@ -39,6 +39,13 @@ def parser(program: str) -> argparse.ArgumentParser:
     )
     init.add_argument("--label-column", metavar="NAME", help="column with the labels (active)")
     init.add_argument("--positive-label", metavar="TEXT", help="the label that stands for 1")
+    init.add_argument(
+        "--label-range",
+        type=float,
+        nargs=2,
+        metavar=("LOW", "HIGH"),
+        help="bounds of a label that is a number, by what it means and not by the labels",
+    )
     for kind, what in (
         ("numeric", "columns to read as numbers"),
         ("categorical", "columns whose values are categories"),

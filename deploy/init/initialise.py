@@ -1,6 +1,7 @@
 """Looks at a table and writes settings, by arguments or by answers at a terminal."""
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -42,14 +43,16 @@ class Written(NamedTuple):
     def as_json(self) -> dict[str, Any]:
         """Return the outcome for programs."""
         p, label = self.proposal, self.proposal.choices.label
+        within = None if label is None else label.within
         return {
             "files": [str(path) for path in self.files],
             "rows": p.num_rows,
             "id_column": p.choices.id_column,
             "label_column": None if label is None else label.column,
             "positive_label": None if label is None else label.positive,
-            "num_classes": None if label is None else label.num_classes,
-            "rarest_share": None if label is None else round(label.rarest_share, 6),
+            "num_classes": None if label is None or within else label.num_classes,
+            "label_range": [within.low, within.high] if within else None,
+            "rarest_share": None if label is None or within else round(label.rarest_share, 6),
             "numeric": [column.name for column in p.choices.numeric],
             "categorical": [column.name for column in p.choices.categorical],
             "timestamps": [column.name for column in p.choices.timestamps],
@@ -141,17 +144,32 @@ def perform(options: argparse.Namespace) -> int:
 
 
 def _wishes(options: argparse.Namespace) -> Wishes:
-    if options.role != ACTIVE and (options.label_column or options.positive_label):
-        raise SettingsError("--label-column, --positive-label: only the active party has labels")
+    of_labels = (options.label_column, options.positive_label, options.label_range)
+    if options.role != ACTIVE and any(of_labels):
+        raise SettingsError(
+            "--label-column, --positive-label, --label-range: only the active party has labels"
+        )
+    if options.positive_label and options.label_range:
+        raise SettingsError("--label-range: labels that are numbers have no --positive-label")
     return Wishes(
         id_column=options.id_column,
         has_id=not options.no_id_column,
         label_column=options.label_column,
         positive_label=options.positive_label,
+        label_range=_range_of(options.label_range),
         numeric=tuple(options.numeric),
         categorical=tuple(options.categorical),
         exclude=tuple(options.exclude),
     )
+
+
+def _range_of(given: list[float] | None) -> tuple[float, float] | None:
+    if given is None:
+        return None
+    low, high = given
+    if not low < high or not math.isfinite(high - low):
+        raise SettingsError("--label-range: expected two finite numbers, the lower one first")
+    return low, high
 
 
 def _terms(options: argparse.Namespace) -> Terms:

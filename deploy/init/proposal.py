@@ -93,6 +93,9 @@ class Proposal(NamedTuple):
         label = self.choices.label
         if label is None:
             return ""
+        if label.within is not None:
+            bounds = f"{label.within.low:g} to {label.within.high:g}"
+            return f"The labels are numbers, and so are the predictions, from {bounds}."
         if label.num_classes > 2:
             return (
                 f"{label.num_classes} classes; the rarest has {label.rarest_share:.1%} of the rows."

@@ -62,11 +62,12 @@ def defended(num_rows: int, rarest_share: float, num_classes: int) -> Defended:
 
     Args:
         num_rows: rows of the table.
-        rarest_share: share of the rarest class, above 0 and below 1.
-        num_classes: number of classes.
+        rarest_share: share of the rarest class, above 0 and below 1; for numbers, the share with
+            which labels of 0 and 1 would have their variance.
+        num_classes: number of classes; 1 for numbers.
     """
     training = max(round(TRAIN_SHARE * num_rows), 1)
-    share = rarest_share if num_classes == 2 else 1 / num_classes
+    share = rarest_share if num_classes <= 2 else 1 / num_classes
     found = outlook(training, share, mu_of_leak_auc(LEAK_AUC), RANK, num_classes)
     return Defended(LEAK_AUC, found.share, found.half_at_rows)
 

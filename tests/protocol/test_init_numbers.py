@@ -1,0 +1,191 @@
+"""``splitveil init`` for a label that is a number: its bounds, and settings that train."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from splitveil import simulation
+from splitveil.active_party.settings import ActiveSettings
+from splitveil.command.program import main as splitveil
+from splitveil.common.data.label_range import LabelRange
+from splitveil.common.errors import SettingsError
+from splitveil.common.party.party_settings import load_party_settings
+from splitveil.deploy.init.choices import Wishes
+from splitveil.deploy.init.initialise import Written, initialise
+from splitveil.deploy.init.labels import Within
+from splitveil.deploy.init.proposal import Terms
+
+ROWS = 500
+
+
+def write(path: Path, **columns: Sequence[object]) -> Path:
+    lines = [",".join(columns)]
+    lines += [",".join(map(str, row)) for row in zip(*columns.values(), strict=True)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def houses(
+    folder: Path, scale: float = 1.0, shift: float = 0.0, **others: Sequence[object]
+) -> Path:
+    """Write a label owner's table, and a feature owner's, on whose columns the price depends."""
+    made = np.random.default_rng(5)
+    rooms, age = made.integers(1, 8, ROWS), made.random(ROWS) * 90
+    price = (700 + 320 * rooms - 4.5 * age + 60 * made.standard_normal(ROWS)) * scale + shift
+    ids = [f"h{number:04d}" for number in made.permutation(ROWS)]
+    write(folder / "houses.csv", id=ids, age=[f"{one:.1f}" for one in age])
+    return write(
+        folder / "prices.csv",
+        id=ids,
+        price=[repr(float(one)) for one in price],
+        rooms=rooms.tolist(),
+        garden=["yn"[number % 2] for number in range(ROWS)],
+        **others,
+    )
+
+
+def active(folder: Path, path: Path, **wishes: object) -> Written:
+    chosen = Wishes(label_column="price")._replace(**wishes)  # type: ignore[arg-type]
+    return initialise(path, chosen, Terms("active", folder), force=True)
+
+
+def bounds(written: Written) -> Within:
+    label = written.proposal.choices.label
+    assert label is not None
+    assert label.within is not None
+    return label.within
+
+
+def test_what_is_written_for_numbers_trains_as_it_is(tmp_path: Path) -> None:
+    active(tmp_path, houses(tmp_path))
+    initialise(tmp_path / "houses.csv", Wishes(), Terms("passive", tmp_path))
+    settings = load_party_settings(ActiveSettings, tmp_path / "active.yaml")
+    assert settings.data.label_range == LabelRange(low=0, high=5000, outside="clipped")
+    assert settings.defense.name == "projected_labels"
+    short = ["contract.epochs=2", "defense.stages=1"]
+    run = simulation.build(simulation.read_settings(tmp_path, short, short[:1]))
+    run.meet()
+    number = run.active.seen.evaluations[-1].number
+    assert number is not None
+    assert number.rmse > 0
+
+
+def test_the_file_says_why_the_bounds_have_to_be_chosen(tmp_path: Path) -> None:
+    path = houses(tmp_path)
+    active(tmp_path, path)
+    written = (tmp_path / "active.yaml").read_text()
+    assert "CHOOSE THESE BOUNDS YOURSELF" in written
+    assert "without looking at the labels" in written
+    assert "the two ends of the label's range" in written
+    assert "label_range" not in (tmp_path / "contract.yaml").read_text()
+    active(tmp_path, path, label_range=(0.0, 4500.0))
+    chosen = (tmp_path / "active.yaml").read_text()
+    assert "CHOOSE" not in chosen
+    assert yaml.safe_load(chosen)["data"]["label_range"] == {
+        "low": 0.0,
+        "high": 4500.0,
+        "outside": "refused",
+    }
+
+
+@pytest.mark.parametrize(
+    ("scale", "shift", "low", "high"),
+    [
+        (1.0, 0.0, 0, 5_000),
+        (1e-9, 0.0, 0, 5e-6),
+        (1e12, 0.0, 0, 5e15),
+        (-1.0, 0.0, -5_000, 0),
+        (1.0, -2_000.0, -2_000, 2_000),
+    ],
+)
+def test_no_more_than_the_order_of_the_largest_label_is_proposed(
+    tmp_path: Path, scale: float, shift: float, low: float, high: float
+) -> None:
+    found = bounds(active(tmp_path, houses(tmp_path, scale, shift)))
+    assert (found.low, found.high) == (low, high)
+    assert found.holds_all
+    settings = load_party_settings(ActiveSettings, tmp_path / "active.yaml")
+    assert settings.data.label_range == LabelRange(low=low, high=high, outside="clipped")
+
+
+def test_chosen_bounds_that_do_not_hold_all_labels_clip_the_others(tmp_path: Path) -> None:
+    found = bounds(active(tmp_path, houses(tmp_path), label_range=(0.0, 2_000.0)))
+    assert (found.outside, found.holds_all) == ("clipped", False)
+
+
+def test_few_numbers_are_classes_unless_bounds_are_given(tmp_path: Path) -> None:
+    path = houses(tmp_path, stars=[number % 5 for number in range(ROWS)])
+    as_classes = active(tmp_path, path, label_column="stars").proposal.choices.label
+    assert as_classes is not None
+    assert (as_classes.within, as_classes.classes) == (None, 5)
+    as_number = active(tmp_path, path, label_column="stars", label_range=(0.0, 4.0))
+    assert bounds(as_number).outside == "refused"
+    with pytest.raises(SettingsError, match="expected a number in every row of column 'garden'"):
+        active(tmp_path, path, label_column="garden", label_range=(0.0, 4.0))
+
+
+def test_a_column_of_numbers_is_the_label_if_it_is_named_like_one(tmp_path: Path) -> None:
+    target = [number / 7 for number in range(ROWS)]
+    found = active(tmp_path, houses(tmp_path, target=target), label_column=None)
+    assert found.proposal.choices.label is not None
+    assert found.proposal.choices.label.column == "target"
+
+
+def test_columns_that_follow_the_number_are_left_out(tmp_path: Path) -> None:
+    path = houses(tmp_path)
+    lines = path.read_text().splitlines()
+    prices = [float(line.split(",")[1]) for line in lines[1:]]
+    in_euros = [f"{one * 1.08:.3f}" for one in prices]
+    found = active(tmp_path, houses(tmp_path, in_euros=in_euros))
+    left_out = {column.name: column.why for column in found.proposal.choices.left_out}
+    assert "tells the label" in left_out["in_euros"]
+    assert "rooms" not in left_out
+
+
+def test_a_label_with_gaps_is_refused(tmp_path: Path) -> None:
+    path = houses(tmp_path, cost=["" if one % 9 == 0 else one / 7 for one in range(ROWS)])
+    with pytest.raises(SettingsError, match="in every row, or a number"):
+        active(tmp_path, path, label_column="cost")
+
+
+# ---- the command ----
+
+
+def command(*words: object) -> int | str | None:
+    with pytest.raises(SystemExit) as end:
+        splitveil(["init", *map(str, words)])
+    return end.value.code
+
+
+def test_bounds_are_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = houses(tmp_path)
+    of_label = ("--label-column", "price", "--label-range", 0, 9000)
+    assert command("active", path, "--folder", tmp_path, *of_label, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["label_range"] == [0, 9000]
+    assert told["num_classes"] is None
+    assert told["rarest_share"] is None
+
+
+@pytest.mark.parametrize(
+    ("role", "options", "message"),
+    [
+        ("active", ["--label-range", 5, 5], "the lower one first"),
+        ("active", ["--label-range", "nan", 5], "the lower one first"),
+        ("active", ["--label-range", 0, 5, "--positive-label", "a"], "have no --positive-label"),
+        ("passive", ["--label-range", 0, 5], "only the active party has labels"),
+    ],
+)
+def test_bounds_that_make_no_sense_are_refused(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    role: str,
+    options: list[object],
+    message: str,
+) -> None:
+    assert command(role, houses(tmp_path), "--folder", tmp_path, *options) == 2
+    assert message in capsys.readouterr().err

@@ -9,6 +9,8 @@ class ClassUses(NamedTuple):
     has_leak_gate: bool
     has_min_test_auc: bool
     allows_audits: bool
+    names_attacks: bool
+    """Whether the leak monitor's attacks are others than by default."""
 
 
 def refusal_of_class_uses(uses: ClassUses) -> str | None:
@@ -23,5 +25,10 @@ def refusal_of_class_uses(uses: ClassUses) -> str | None:
         return (
             "allow_audits: audits measure AUCs of attacks on classes; with data.label_range set it "
             "to false"
+        )
+    if uses.names_attacks:
+        return (
+            "leak_monitor.attacks: they tell classes apart; with data.label_range the leak monitor "
+            "always runs those on numbers: leave the list out, or set leak_monitor to null for none"
         )
     return None

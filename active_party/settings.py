@@ -18,7 +18,7 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.models.settings import ModelSettings
 from splitveil.common.party.party_settings import Address, PartySettings, ReportSettings
 from splitveil.common.privacy.attacks import SideInformation
-from splitveil.common.privacy.settings import AuditSettings, suggested
+from splitveil.common.privacy.settings import DEFAULT_ATTACKS, AuditSettings, suggested
 from splitveil.common.run.contract import ACTIVE, Name
 from splitveil.common.run.id_rules import rules_as_bytes
 from splitveil.common.settings import Section
@@ -311,8 +311,13 @@ class ActiveSettings(PartySettings):
             raise ValueError(f"defense: {objection}{of_classes}")
         if data.label_range is None:
             return
+        monitor = self.leak_monitor
         uses = ClassUses(
-            self.leak_gate is not None, self.report.min_test_auc is not None, self.allow_audits
+            self.leak_gate is not None,
+            self.report.min_test_auc is not None,
+            self.allow_audits,
+            # By their value: settings that were written out in full name the default ones.
+            monitor is not None and monitor.attacks != DEFAULT_ATTACKS,
         )
         refusal = refusal_of_class_uses(uses)
         if refusal is not None:

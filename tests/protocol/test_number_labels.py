@@ -20,6 +20,7 @@ from splitveil.common.data.table import Table, read_table
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.run.messages import Answer
 from splitveil.common.settings import validate
+from splitveil.simulation import read_settings
 from tests.numbers import HIGH, LOW, number_tables, write_numbers
 from tests.peers import InProcessPeer
 from tests.runs import build_parties, run_in_process
@@ -126,6 +127,7 @@ def test_a_defense_for_classes_is_refused_and_names_those_for_numbers(
         ("leak_gate={max_leak_auc: 0.7}", "leak_gate: it judges AUCs"),
         ("allow_audits=true", "allow_audits"),
         ("report={min_test_auc: 0.7}", "report.min_test_auc"),
+        ("leak_monitor={attacks: [norm, cosine]}", "leak_monitor.attacks: they tell classes apart"),
     ],
 )
 def test_what_measures_classes_is_refused(tmp_path: Path, override: str, said: str) -> None:
@@ -133,6 +135,13 @@ def test_what_measures_classes_is_refused(tmp_path: Path, override: str, said: s
     allowed = "contract.audits_allowed=true"
     with pytest.raises(SettingsError, match=said):
         build_parties(tmp_path, [override, allowed], [allowed])
+
+
+def test_the_attacks_of_numbers_run_where_none_are_named(tmp_path: Path) -> None:
+    write_numbers(tmp_path)
+    settings = read_settings(tmp_path, []).active
+    written_out = settings.model_dump() | {"base_dir": settings.base_dir}
+    assert type(settings).model_validate(written_out).leak_monitor == settings.leak_monitor
 
 
 def test_figures_are_those_of_an_independent_computation() -> None:

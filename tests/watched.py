@@ -62,8 +62,9 @@ def watched_run(folder: Path, into: Path, *active: str) -> Watched:
         (into / party).mkdir(parents=True)
     own = PartyData.load(passive_settings.data, folder, contract.split)
     adversary = passive_settings.adversary
-    assert adversary is not None
-    labels = None if adversary.labels is None else PartyData.load(adversary.labels, folder)
+    labels = None
+    if adversary is not None and adversary.labels is not None:
+        labels = PartyData.load(adversary.labels, folder)
     address = free_address()
     with ExitStack() as stack:
         recorder = ActiveRecorder(settings.active, into / "active", statuses[0].note_line)

@@ -112,6 +112,17 @@ class ActiveStatus(RunStatus):
         )
         self._loss = gauge("evaluation_loss", "Loss on held-out rows.", ["split"])
         self._auc = gauge("evaluation_auc", "AUC on held-out rows.", ["split"])
+        self._rmse = gauge(
+            "evaluation_rmse",
+            "Root mean squared error on held-out rows, in the label's unit; only of numbers.",
+            ["split"],
+        )
+        self._r2 = gauge(
+            "evaluation_r2",
+            "Share of the labels' variance that predictions explain on held-out rows; only of "
+            "numbers.",
+            ["split"],
+        )
         self._calibration = gauge(
             "calibration_error", "Expected calibration error on held-out rows.", ["split"]
         )
@@ -173,8 +184,12 @@ class ActiveStatus(RunStatus):
         self._left.set(max(1 - bounds.sum_kl.max / allowed, 0))
 
     def _note_evaluation(self, line: EvaluationLine) -> None:
-        figures = ((self._loss, line.loss), (self._auc, line.auc))
-        for gauge, value in (*figures, (self._calibration, line.calibration_error)):
+        figures: tuple[tuple[Gauge, float | None], ...] = ((self._loss, line.loss),)
+        if line.number is None:
+            figures += ((self._auc, line.auc), (self._calibration, line.calibration_error))
+        else:
+            figures += ((self._rmse, line.number.rmse), (self._r2, line.number.r2))
+        for gauge, value in figures:
             if value is not None:
                 gauge.labels(line.split).set(value)
         if line.train_loss is not None:

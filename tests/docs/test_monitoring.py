@@ -15,6 +15,7 @@ from splitveil.active_party.online.online_status import OnlineStatus
 from splitveil.common.run.contract import Contract
 from splitveil.passive_party.inference.inference_status import InferenceStatus
 from tests.docs.markdown import ROOT
+from tests.numbers import write_numbers
 from tests.runs import write_example
 from tests.watched import Series, series_of, watched_run
 
@@ -96,7 +97,12 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     contract = Contract(run_name="small", cut_shape=(4,), batch_size=8, epochs=3)
     # Those of serve exist before the first request (tests/system/test_served_status.py).
     serving = (OnlineStatus(contract), InferenceStatus("passive", contract))
+    of_numbers = tmp_path_factory.mktemp("numbers")
+    write_numbers(of_numbers, rows=300)
+    shorter = ("contract.epochs=1",)
+    numbers = watched_run(of_numbers, tmp_path_factory.mktemp("watched_numbers"), *shorter)
     series: Series = series_of(watched.active) | series_of(watched.passive)
+    series |= series_of(numbers.active) | series_of(numbers.passive)
     for name, labels in (*series, *series_of(serving[0]), *series_of(serving[1])):
         found.setdefault(name, set()).update(dict(labels))
     return found | OF_PROMETHEUS

@@ -40,6 +40,7 @@ from splitveil.common.status.run_status import STAGES, RunStatus
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.passive_party.status_observer import WatchedCalls
 from splitveil.simulation import free_address
+from tests.numbers import write_numbers
 from tests.runs import in_background, write_example
 from tests.waiting import HANGS_AFTER_S, wait_until
 from tests.watched import (
@@ -181,10 +182,24 @@ def test_the_feature_owner_s_metrics_are_the_same_if_all_labels_are_swapped(
 
 
 def test_the_feature_owner_has_no_metric_of_loss_leak_or_ledger(watched: Watched) -> None:
-    telltale = re.compile("leak|auc|loss|ledger|budget|label|calibration")
+    telltale = re.compile("leak|auc|loss|ledger|budget|label|calibration|rmse|_r2$")
     own = {name for name in names_in(series_of(watched.passive)) if "connection_losses" not in name}
     assert [name for name in own if telltale.search(name)] == []
     assert [name for name in names_in(series_of(watched.active)) if telltale.search(name)]
+
+
+def test_predictions_of_numbers_are_measured_at_the_label_owner_alone(tmp_path: Path) -> None:
+    write_numbers(tmp_path / "settings", rows=300)
+    found = watched_run(tmp_path / "settings", tmp_path / "watched", "contract.epochs=2")
+    last = found.active
+    lines = (tmp_path / "watched" / "active" / "metrics.jsonl").read_text().splitlines()
+    test = [one for one in map(json.loads, lines) if one["kind"] == "test"][-1]
+    assert value_of(last, "splitveil_evaluation_rmse", split="test") == test["rmse"]
+    assert value_of(last, "splitveil_evaluation_r2", split="test") == test["r2"]
+    names = names_in(series_of(last))
+    assert not names & {"splitveil_evaluation_auc", "splitveil_calibration_error"}
+    telltale = re.compile("rmse|_r2$|leak|evaluation|train_loss|ledger|label")
+    assert [name for name in names_in(series_of(found.passive)) if telltale.search(name)] == []
 
 
 def test_no_metric_is_about_one_example(watched: Watched) -> None:

@@ -154,12 +154,23 @@ def completed(line: str) -> list[str]:
         ("splitveil certs sh", ["show"]),
         ("splitveil demo breast_cancer_", ["breast_cancer_two_labs"]),
         ("splitveil schema con", ["contract"]),
+        ("splitveil align pas", ["passive"]),
         ("splitveil audit READ", ["README.md"]),
         ("splitveil report doc", ["docs"]),
     ],
 )
 def test_bash_completes_sub_commands_options_and_files(line: str, offered: list[str]) -> None:
     assert completed(line) == offered
+
+
+@pytest.mark.parametrize("words", [("align", "active"), ("active", "align"), ("align", "passive")])
+def test_align_is_that_of_the_party(words: tuple[str, str], folder: Path, call: Call) -> None:
+    party = "active" if "active" in words else "passive"
+    text = folder / "aligned.txt"
+    done = call(*words, folder / f"{party}.yaml", "--output", text)
+    assert (done.exit_code, done.out) == (2, "")
+    assert "--output: expected a file ending in .parquet or .csv" in done.err
+    assert f" {party} ERROR " in done.err
 
 
 def test_check_prints_settings_and_outcomes_as_json(folder: Path, call: Call) -> None:

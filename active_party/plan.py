@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable
 
 from rich.console import Console
-from rich.table import Table
 
 from splitveil.active_party.defenses.forecast import ChargeForecast
 from splitveil.active_party.ledger.bounds import estimate_of
@@ -13,6 +12,7 @@ from splitveil.active_party.planned import Plan, Target, odds_of_forecast, plan_
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.covers import Covers
+from splitveil.common.text.fitted_table import FittedTable
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
 
 
@@ -60,11 +60,8 @@ def show(plan: Plan, console: Console | None = None) -> None:
         console.print(_target_table(plan.target))
 
 
-def _forecast_table(plan: Plan) -> Table:
-    table = Table(
-        title=f"defense {plan.defense}: what the peer may learn of one example",
-        title_justify="left",
-    )
+def _forecast_table(plan: Plan) -> FittedTable:
+    table = FittedTable(f"defense {plan.defense}: what the peer may learn of one example", lead=2)
     table.add_column("noise")
     bounds = (f"leak AUC bound: {peers}" for peers in Covers)
     for heading in ("answers", "sum_kl", "leak AUC, estimated", *bounds):
@@ -77,16 +74,14 @@ def _forecast_table(plan: Plan) -> Table:
     return table
 
 
-def _target_table(target: Target) -> Table:
+def _target_table(target: Target) -> FittedTable:
     """Tabulate the power ratios of marvell that keep the whole run below a leak AUC."""
     of_several = target.holds_for_any_means
     title = f"marvell's power ratio for a leak AUC of {target.leak_auc:g} over the whole run"
     caption = "fresh: an estimate, for classes without any spread; others are charged more"
-    table = Table(
-        title=f"{title}, whatever the class means" if of_several else title,
-        caption=None if of_several else caption,
-        caption_justify="left",
-        title_justify="left",
+    table = FittedTable(
+        f"{title}, whatever the class means" if of_several else title,
+        caption="" if of_several else caption,
     )
     for heading in ("noise", "answers", "by the estimate", "by the bound"):
         table.add_column(heading, justify="right" if heading != "noise" else "left")

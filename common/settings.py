@@ -1,7 +1,7 @@
 """Reads settings from YAML files and command-line overrides, and reports all problems at once."""
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -160,14 +160,10 @@ def _put(values: dict[str, Any], path: list[str], value: Any, override: str) -> 
 
 
 def _problems(section: type[Section], error: ValidationError, source: str) -> Iterator[str]:
-    names = _field_names(section)
     for problem in error.errors():
         where = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            wrong = str(problem["loc"][-1])
-            close = difflib.get_close_matches(wrong, names, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            yield f"{source}: {where}: unknown setting{hint}"
+            yield f"{source}: {where}: unknown setting{_hint(section, problem['loc'])}"
         else:
             # A problem with a whole section would repeat all of it.
             whole = problem["type"] == "missing" or isinstance(problem["input"], dict)
@@ -181,17 +177,65 @@ def _short(text: str) -> str:
     return visible(text[:_SHOWN_CHARACTERS]) + more
 
 
-def _field_names(annotation: Any, seen: set[Any] | None = None) -> set[str]:
-    """Collect the names of all fields reachable from a type, to suggest a name for a typo."""
-    seen = set() if seen is None else seen
-    if annotation in seen:
+def closest_setting(section: type[Section], where: Sequence[str | int]) -> str | None:
+    """Return the dotted name of the setting that a misspelt or misplaced one may mean, or None.
+
+    A setting of this very name elsewhere comes first, then a similar one of the same section, then
+    a similar one elsewhere.
+
+    Args:
+        section: the whole file.
+        where: the unknown setting's place, as pydantic gives it.
+    """
+    paths = sorted(_field_paths(section, (), ()), key=lambda path: (len(path), path))
+    parent, wrong = _parent(where, paths), str(where[-1])
+    beside = [path for path in paths if path[:-1] == parent]
+    same = [path for path in paths if path[-1] == wrong and path[:-1] != parent]
+    for candidates, cutoff in ((same, 1.0), (beside, 0.6), (paths, 0.6)):
+        close = difflib.get_close_matches(wrong, {path[-1] for path in candidates}, 1, cutoff)
+        if close:
+            return ".".join(next(path for path in candidates if path[-1] == close[0]))
+    return None
+
+
+def _hint(section: type[Section], where: Sequence[str | int]) -> str:
+    """Return the end of the message: a bare name within the same section, else a dotted one."""
+    close = closest_setting(section, where)
+    if close is None:
+        return ""
+    paths = _field_paths(section, (), ())
+    *parent, name = close.split(".")
+    return f"; did you mean {(name if tuple(parent) == _parent(where, paths) else close)!r}?"
+
+
+def _parent(where: Sequence[str | int], paths: Collection[tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the section of a place, without the tags of unions and the numbers of a list."""
+    parent: tuple[str, ...] = ()
+    for part in where[:-1]:
+        if (inner := (*parent, str(part))) in paths:
+            parent = inner
+    return parent
+
+
+def _field_paths(
+    annotation: Any, path: tuple[str, ...], within: tuple[Any, ...]
+) -> set[tuple[str, ...]]:
+    """Collect the paths of all fields reachable from a type.
+
+    Args:
+        annotation: the type.
+        path: where it stands.
+        within: the types around it, which it may contain again.
+    """
+    if annotation in within:
         return set()
-    seen.add(annotation)
-    names: set[str] = set()
+    around = (*within, annotation)
+    found: set[tuple[str, ...]] = set()
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         for name, field in annotation.model_fields.items():
-            names |= {name} | _field_names(field.annotation, seen)
+            inner = (*path, name)
+            found |= {inner} | _field_paths(field.annotation, inner, around)
     for argument in get_args(annotation):
         if isinstance(argument, type) or get_args(argument):
-            names |= _field_names(argument, seen)
-    return names
+            found |= _field_paths(argument, path, around)
+    return found

@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.table import Table
-
 from splitveil.common.privacy.covers import Covers
 from splitveil.common.record.figures import LedgerFigures
 from splitveil.common.record.leak_figures import BatchFigures, LeakFigures, RunFigures
@@ -14,8 +12,8 @@ from splitveil.common.record.summary import Summary
 from splitveil.common.record.values import ByAttack, ValueT
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.settings import read_yaml
+from splitveil.common.text.fitted_table import FittedTable
 from splitveil.common.text.upper_bounds import auc_at_most
-from splitveil.common.text.visible_text import cell
 
 
 class RunResults(NamedTuple):
@@ -63,7 +61,7 @@ def read_results(run_dir: Path) -> RunResults:
     return RunResults(active, {f"{name}: ": read_summary(run_dir / name) for name in names})
 
 
-def comparison_table(title: str, results: Mapping[str, RunResults]) -> Table:
+def comparison_table(title: str, results: Mapping[str, RunResults]) -> FittedTable:
     """Return a table with one column per run and one row per figure."""
     caption = (
         "leak AUC at a layer: mean over batches, 95 % quantile (that of random scores); "
@@ -72,10 +70,10 @@ def comparison_table(title: str, results: Mapping[str, RunResults]) -> Table:
     runs = list(results.values())
     if any(run.active.of_leak.by_class for run in runs):
         caption += "; of the pair of classes told apart best"
-    table = Table(title=cell(title), caption=caption)
-    table.add_column("", overflow="fold")  # a name that is too long goes on in the next line
+    table = FittedTable(title, caption=caption)
+    table.add_column("")
     for name in results:
-        table.add_column(cell(name), justify="right", overflow="fold")
+        table.add_column(name, justify="right")
     counts = [run.active.counts for run in runs]
     models = [run.active.of_active.model for run in runs]
     table.add_row("aligned rows", *(f"{of_run.aligned_rows or 0:,}" for of_run in counts))
@@ -92,16 +90,16 @@ def comparison_table(title: str, results: Mapping[str, RunResults]) -> Table:
     return table
 
 
-def _add_leaks(table: Table, runs: Sequence[RunResults]) -> None:
+def _add_leaks(table: FittedTable, runs: Sequence[RunResults]) -> None:
     table.add_section()
     for layer, attack in _pairs(run.leak for run in runs):
         cells = [_leak_cell(run.leak.get(layer, {}).get(attack)) for run in runs]
-        table.add_row(cell(f"{layer}: {attack} leak AUC"), *cells)
+        table.add_row(f"{layer}: {attack} leak AUC", *cells)
     table.add_section()
     for layer, attack in _pairs(run.run_level for run in runs):
         found = (run.run_level.get(layer, {}).get(attack) for run in runs)
         cells = [_number(None if one is None else one.auc, 3) for one in found]
-        table.add_row(cell(f"{layer}: {attack}"), *cells)
+        table.add_row(f"{layer}: {attack}", *cells)
 
 
 def _pairs(leaks: Iterable[ByAttack[ValueT]]) -> list[tuple[str, str]]:

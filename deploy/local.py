@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.text import Text
 
 from splitveil.common.errors import EndedForGood, SettingsError
+from splitveil.common.party.json_output import add_json, print_json
 from splitveil.common.run.contract import ACTIVE, NAME_CHARACTERS
 from splitveil.common.settings import apply_overrides, read_yaml
 from splitveil.common.text.shell_completion import add_completion
@@ -38,6 +39,7 @@ from splitveil.common.text.visible_text import cell, visible, visible_lines
 from splitveil.common.text.wording import slug
 from splitveil.common.text.yaml_text import load_yaml
 from splitveil.deploy.comparison import comparison_table, read_results
+from splitveil.deploy.local_results import EndedRun, document, refuse_unknown_settings
 from splitveil.deploy.party_processes import run_parties
 from splitveil.deploy.trial_certificates import trial_overrides
 
@@ -140,7 +142,7 @@ def run_example(example_dir: Path, options: argparse.Namespace, program: str) ->
         program: the command's name, for the message.
     """
     try:
-        return _run(example_dir, options.defense, options.overrides, options.runs)
+        return _run(example_dir, options)
     except SettingsError as error:
         sys.stderr.write(f"{program}: {visible_lines(str(error))}\n")
         return error.exit_code
@@ -181,34 +183,46 @@ def _as_yaml(value: object) -> str:
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def _run(example_dir: Path, defenses: list[str], overrides: list[str], runs_dir: Path) -> int:
-    kinds = party_kinds(example_dir)
-    base = Overrides([], []).adding(*_defaults(len(kinds)), *overrides)
+def _run(example_dir: Path, options: argparse.Namespace) -> int:
+    kinds, runs_dir = party_kinds(example_dir), options.runs
+    base = Overrides([], []).adding(*_defaults(len(kinds)), *options.overrides)
     unknown = base.each.keys() - set(kinds)
     if unknown:
         raise SettingsError(f"--set: {example_dir} has no file {', '.join(sorted(unknown))}.yaml")
     name = _run_name(example_dir, base.active)
-    results = {}
+    defenses = [parse_defense(text) for text in options.defense]
     if len(defenses) > 1:
         base = _sharing_batches(example_dir, kinds, name, base)
-    plan = _plan(name, base, [parse_defense(text) for text in defenses])
-    for title, run in plan.items():
-        Console().rule(cell(run.name))
+    console = Console(stderr=options.json)
+    ended: dict[str, EndedRun] = {}
+    for title, run in _plan(name, base, defenses).items():
+        console.rule(cell(run.name))
         with held_port() as port:
-            code = run_parties(_commands(example_dir, run.overrides, runs_dir, port))
+            commands = _commands(example_dir, run.overrides, runs_dir, port)
+            code = run_parties(commands, stderr=options.json)
+        if code == SettingsError.exit_code:
+            refuse_unknown_settings(options.overrides)
         if code in WITH_SUMMARY:
-            _report(str(runs_dir / run.name))
+            ended[title] = EndedRun(runs_dir / run.name, code)
+            _report(str(runs_dir / run.name), as_json=options.json)
         if code:
-            return code
-        results[title] = read_results(runs_dir / run.name)
+            break
+    page = None
+    if len(ended) > 1 and not code:
+        page = runs_dir / f"{name}-comparison.html"
+        folders = [str(one.folder) for one in ended.values()]
+        _report("--output", str(page), "--compare", *folders, as_json=options.json)
+    if options.json and ended:
+        print_json(document(name, ended, page))
+    if not options.json and not code:
+        _show(name, ended, page)
+    return code
+
+
+def _show(name: str, ended: Mapping[str, EndedRun], page: Path | None) -> None:
+    results = {title: read_results(one.folder) for title, one in ended.items()}
     Console().print(comparison_table(name, results))
-    pages = [runs_dir / run.name / ACTIVE / "report.html" for run in plan.values()]
-    if len(plan) > 1:
-        folders = [str(runs_dir / run.name) for run in plan.values()]
-        pages.append(runs_dir / f"{name}-comparison.html")
-        _report("--output", str(pages[-1]), "--compare", *folders)
-    _link(pages)
-    return 0
+    _link([*(one.report for one in ended.values()), *([] if page is None else [page])])
 
 
 def _link(pages: Sequence[Path]) -> None:
@@ -220,10 +234,10 @@ def _link(pages: Sequence[Path]) -> None:
             console.print(Text("report  ").append_text(shown))
 
 
-def _report(*arguments: str) -> None:
+def _report(*arguments: str, as_json: bool) -> None:
     """Write a page with the active party's command; if that fails, the results are still there."""
     # On a terminal, the last lines of this command say where the pages are.
-    quiet = ["--quiet"] if Console().is_terminal else []
+    quiet = ["--quiet"] if as_json or Console().is_terminal else []
     command = [*PYTHON, "-m", "splitveil.active_party", "report", *quiet, *arguments]
     if subprocess.run(command, check=False).returncode:
         sys.stderr.write("splitveil-local: a report could not be written\n")
@@ -364,6 +378,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--runs", type=Path, metavar="DIR", default=Path("runs"), help="folder of all runs"
     )
+    add_json(parser)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import IO
 
 from rich.console import Console
@@ -25,7 +26,7 @@ STOP_S = 20.0
 _POLL_S = 0.05
 
 
-def run_parties(commands: Mapping[str, Sequence[str]]) -> int:
+def run_parties(commands: Mapping[str, Sequence[str]], *, stderr: bool = False) -> int:
     """Run the commands side by side until all have ended.
 
     When one fails, the others have ``PEER_NOTICES_S`` to end by themselves. A SIGINT or SIGTERM
@@ -33,14 +34,16 @@ def run_parties(commands: Mapping[str, Sequence[str]]) -> int:
 
     Args:
         commands: party name -> command line.
+        stderr: show their output on the standard error stream instead.
 
     Returns:
         0, or the exit code of the first party that failed, where a party that knows the reason
         takes precedence over one that only noticed that its peer was gone.
     """
-    console = Console()
+    console = Console(stderr=stderr)
     if not console.is_terminal:
-        return _run_side_by_side(commands, _print_line)
+        stream = sys.stderr if stderr else sys.stdout
+        return _run_side_by_side(commands, partial(_print_line, stream))
     with RunDisplay(list(commands), console) as display:
         return _run_side_by_side(commands, display.show, display)
 
@@ -105,10 +108,10 @@ def _copy_lines(name: str, lines: IO[str], show: Callable[[str, str], None]) -> 
             show(name, line.rstrip())
 
 
-def _print_line(name: str, line: str) -> None:
+def _print_line(stream: IO[str], name: str, line: str) -> None:
     # One write per line, so that the lines of the parties are not mixed.
-    sys.stdout.write(f"{_prefix(name)}{line}\n")
-    sys.stdout.flush()
+    stream.write(f"{_prefix(name)}{line}\n")
+    stream.flush()
 
 
 @contextmanager

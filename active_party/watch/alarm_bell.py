@@ -15,7 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 class AlarmBell:
-    """Has the epochs judged as they are measured; every alarm is logged and recorded.
+    """Has the epochs judged as they are measured; every alarm is recorded, one of each kind logged.
+
+    An alarm's kind is its attack and layer: an attack that passes its bound usually does so in
+    every epoch.
 
     Args:
         metrics: gets a line for each alarm.
@@ -28,6 +31,7 @@ class AlarmBell:
         self._metrics = metrics
         self._alarm = LeakAlarm(class_oracles)
         self._measured_epoch = 0
+        self._said: set[tuple[str, str]] = set()
 
     def note_charge(self, epoch: int, sum_kl: float) -> None:
         """Note the charge of an answer."""
@@ -52,20 +56,27 @@ class AlarmBell:
             "alarm": self._alarm.state_dict(),
             "alarms": self.alarms,
             "measured_epoch": self._measured_epoch,
+            "said": sorted(map(list, self._said)),
         }
 
     def load_state_dict(self, state: State) -> None:
         """Resume from a state that ``state_dict`` returned; other entries are ignored."""
         self._alarm.load_state_dict(state["alarm"])
         self.alarms, self._measured_epoch = state["alarms"], state["measured_epoch"]
+        # What this process has said before it went back is said all the same.
+        self._said |= {(attack, layer) for attack, layer in state["said"]}
 
     def _report(self, alarm: Alarm) -> None:
         figure = AttackFigure(alarm.layer, alarm.attack, alarm.measured)
         self._metrics.write(AlarmLine(self._measured_epoch, figure, alarm.margin, alarm.bound))
+        if (alarm.attack, alarm.layer) in self._said:
+            return
+        self._said.add((alarm.attack, alarm.layer))
         logger.error(
             "LEAK ALARM: up to epoch %d: %s at %s measures a leak AUC of %.3f (+- %.3f), above "
             "the %s that the ledger states for one answer: the charges of this defense "
-            "do not describe this attack on these gradients",
+            "do not describe this attack on these gradients; later epochs of the same are in "
+            "metrics.jsonl",
             self._measured_epoch + 1,
             alarm.attack,
             alarm.layer,

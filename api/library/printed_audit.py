@@ -4,10 +4,9 @@ import math
 import sys
 
 from rich.console import Console
-from rich.table import Table
 
+from splitveil.common.text.fitted_table import FittedTable
 from splitveil.common.text.upper_bounds import at_least
-from splitveil.common.text.visible_text import cell
 from splitveil.library.auditing import Audit
 
 
@@ -19,15 +18,15 @@ def print_audit(found: Audit, console: Console | None = None) -> None:
         console: the console to print on; by default the standard output stream.
     """
     console = console or Console(file=sys.stdout, highlight=False)
-    batches = Table(title="single batches: mean leak AUC", title_justify="left")
-    batches.add_column("attack", no_wrap=True)
+    batches = FittedTable("single batches: mean leak AUC")
+    batches.add_column("attack")
     for heading in ("leak AUC", "95 % interval", "random", "batches"):
         batches.add_column(heading, justify="right")
     batches.add_column("needs to know")
     for one in found.batches:
         interval = _interval(one.low, one.high)
         figures = (f"{one.leak_auc:.3f}", interval, f"{one.random:.3f}", str(one.batches))
-        batches.add_row(cell(one.attack), *figures, cell(one.needs))
+        batches.add_row(one.attack, *figures, one.needs)
     console.print(batches)
     if found.run:
         console.print(_intervals("all batches together", found, "run"))
@@ -48,9 +47,9 @@ def print_audit(found: Audit, console: Console | None = None) -> None:
         )
 
 
-def _intervals(title: str, found: Audit, part: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("attack", no_wrap=True)
+def _intervals(title: str, found: Audit, part: str) -> FittedTable:
+    table = FittedTable(title)
+    table.add_column("attack")
     for heading in ("leak AUC", "95 % interval"):
         table.add_column(heading, justify="right")
     rows = found.run if part == "run" else {}
@@ -59,7 +58,7 @@ def _intervals(title: str, found: Audit, part: str) -> Table:
         adjusted = found.beyond.adjusted.items()
         figures = {name: (one.value, one.low, one.high) for name, one in adjusted}
     for attack, (auc, low, high) in figures.items():
-        table.add_row(cell(attack), f"{auc:.3f}", _interval(low, high))
+        table.add_row(attack, f"{auc:.3f}", _interval(low, high))
     return table
 
 

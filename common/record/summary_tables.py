@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Mapping
 
 from rich.console import Console
-from rich.table import Table
 
 from splitveil.common.record.beyond_figures import BeyondFigures
 from splitveil.common.record.figures import LedgerFigures, SpreadFigures
@@ -13,10 +12,10 @@ from splitveil.common.record.leak_figures import BatchFigures, ClassFigures, Num
 from splitveil.common.record.progress_pipe import progress_pipe
 from splitveil.common.record.summary import Summary, plain_figures
 from splitveil.common.record.values import ByAttack
+from splitveil.common.text.fitted_table import FittedTable
 from splitveil.common.text.log_lines import log_fields, writes_json
 from splitveil.common.text.output import printing_console
 from splitveil.common.text.upper_bounds import at_most, auc_at_most
-from splitveil.common.text.visible_text import cell
 from splitveil.common.text.wording import in_short, in_words, label
 
 logger = logging.getLogger(__name__)
@@ -38,9 +37,11 @@ def print_summary(party: str, summary: Summary, *, console: Console | None = Non
     if console is None and progress_pipe() is not None:
         return  # a launcher shows one table of all parties
     console = console or printing_console()
-    table = Table(title=f"{party}: summary", title_justify="left", show_header=False)
+    table = FittedTable(f"{party}: summary", show_header=False)
+    table.add_column("figure")
+    table.add_column("value")
     for name, value in plain_figures(summary).items():
-        table.add_row(cell(label(name)), cell(in_words(value)))
+        table.add_row(label(name), in_words(value))
     console.print(table)
     if summary.of_active.ledger is not None:
         console.print(ledger_table(summary.of_active.ledger, f"{party}: leak ledger"))
@@ -62,21 +63,23 @@ def print_summary(party: str, summary: Summary, *, console: Console | None = Non
         console.print(run_level_table(leak.run_level, title))
 
 
-def beyond_table(beyond: BeyondFigures, title: str = "Leak AUC beyond what features tell") -> Table:
+def beyond_table(
+    beyond: BeyondFigures, title: str = "Leak AUC beyond what features tell"
+) -> FittedTable:
     """Return the table of attacks beyond features: one row per attack.
 
     Args:
         beyond: the figures of the cut layer.
         title: stands above it.
     """
-    table = Table(title=title, title_justify="left")
+    table = FittedTable(title)
     table.add_column("attack")
     for heading in ("adjusted", "95 % interval", "advantage", "95 % interval"):
         table.add_column(heading, justify="right")
     for attack, found in beyond.adjusted.items():
         gain = beyond.advantage.get(attack)
         table.add_row(
-            cell(attack),
+            attack,
             _auc(found.value),
             f"{_auc(found.low)} .. {_auc(found.high)}",
             "-" if gain is None else f"{gain.value:+.3f}",
@@ -85,50 +88,50 @@ def beyond_table(beyond: BeyondFigures, title: str = "Leak AUC beyond what featu
     return table
 
 
-def number_table(leak: Mapping[str, NumberLeak], title: str) -> Table:
+def number_table(leak: Mapping[str, NumberLeak], title: str) -> FittedTable:
     """Return the table of attacks on labels that are numbers: one row per attack.
 
     Args:
         leak: attack -> figures.
         title: stands above it.
     """
-    table = Table(title=title, title_justify="left")
+    table = FittedTable(title)
     table.add_column("attack")
     for heading in ("R2", "95 % of batches", "last epoch", "random scores"):
         table.add_column(heading, justify="right")
     for attack, found in leak.items():
         others = (found.q95, found.last_epoch, found.random)
         cells = ("-" if value is None else _auc(value) for value in others)
-        table.add_row(cell(attack), _auc(found.r2), *cells)
+        table.add_row(attack, _auc(found.r2), *cells)
     return table
 
 
-def leak_table(leak: ByAttack[BatchFigures], title: str = "Leak AUC") -> Table:
+def leak_table(leak: ByAttack[BatchFigures], title: str = "Leak AUC") -> FittedTable:
     """Return the table of attacks on single batches: one row per layer and attack.
 
     Args:
         leak: layer -> attack -> figures.
         title: stands above it.
     """
-    table = Table(title=title, title_justify="left")
+    table = FittedTable(title, lead=2)
     table.add_column("layer")
     table.add_column("attack")
     for heading in ("95 % of batches", "mean", "last epoch", "random scores"):
         table.add_column(heading, justify="right")
     for layer, attacks in leak.items():
         for attack, found in attacks.items():
-            table.add_row(cell(layer), cell(attack), *map(_auc, found))
+            table.add_row(layer, attack, *map(_auc, found))
     return table
 
 
-def class_table(leak: ByAttack[ClassFigures], title: str) -> Table:
+def class_table(leak: ByAttack[ClassFigures], title: str) -> FittedTable:
     """Return the table of the classes that attacks tell apart best: one row per layer and attack.
 
     Args:
         leak: layer -> attack -> figures of single batches.
         title: stands above it.
     """
-    table = Table(title=title, title_justify="left")
+    table = FittedTable(title, lead=2)
     for heading in ("layer", "attack", "pair told apart best", "class told best from the rest"):
         table.add_column(heading)
     for layer, attacks in leak.items():
@@ -137,22 +140,22 @@ def class_table(leak: ByAttack[ClassFigures], title: str) -> Table:
             worst, leak_auc = found.worst_class() or ("-", None)
             one = f"{worst}: {_auc(leak_auc)}"
             table.add_row(
-                cell(layer),
-                cell(attack),
-                cell(f"{pair} ({_auc(found.worst_pair_random)})"),
-                cell(f"{one} ({_auc(found.random.get(worst))})"),
+                layer,
+                attack,
+                f"{pair} ({_auc(found.worst_pair_random)})",
+                f"{one} ({_auc(found.random.get(worst))})",
             )
     return table
 
 
-def ledger_table(ledger: LedgerFigures, title: str = "Leak ledger") -> Table:
+def ledger_table(ledger: LedgerFigures, title: str = "Leak ledger") -> FittedTable:
     """Return the table of a ledger: what all answers together may have revealed about one example.
 
     Args:
         ledger: bounds of the ledger.
         title: heading of the table.
     """
-    table = Table(title=title, title_justify="left")
+    table = FittedTable(title)
     table.add_column("over all answers")
     for heading in ("largest", "95 % of examples", "mean"):
         table.add_column(heading, justify="right")
@@ -172,14 +175,16 @@ def _bound(auc: float) -> str:
     return auc_at_most(auc) if auc < 1 else "none"
 
 
-def run_level_table(leak: ByAttack[RunFigures], title: str = "Leak AUC of the whole run") -> Table:
+def run_level_table(
+    leak: ByAttack[RunFigures], title: str = "Leak AUC of the whole run"
+) -> FittedTable:
     """Return the table of attacks that accumulate over the run: one row per layer and attack.
 
     Args:
         leak: layer -> attack -> figures.
         title: stands above it.
     """
-    table = Table(title=title, title_justify="left")
+    table = FittedTable(title, lead=2)
     for heading in ("layer", "attack"):
         table.add_column(heading)
     for heading in ("leak AUC", "95 % interval", "examples"):
@@ -188,7 +193,7 @@ def run_level_table(leak: ByAttack[RunFigures], title: str = "Leak AUC of the wh
         for attack, found in attacks.items():
             interval = f"{_auc(found.low)} .. {_auc(found.high)}"
             examples = "-" if found.examples is None else f"{found.examples:,}"
-            table.add_row(cell(layer), cell(attack), _auc(found.auc), interval, examples)
+            table.add_row(layer, attack, _auc(found.auc), interval, examples)
     return table
 
 

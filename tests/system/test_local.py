@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import json
 import os
 import random
 import re
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from subprocess import PIPE
 
 import grpc
 import pytest
@@ -28,6 +30,11 @@ from tests.programs import run_program
 from tests.runs import write_example
 from tests.system.conftest import SAME_SPLIT, LocalRun, run_locally
 
+PYTHON = (sys.executable, "-m")
+BUDGET = (
+    "active.defense.name=marvell",
+    "active.run_budget={sum_kl: 0.01, covers: knows class means only}",
+)
 ATTACKS = {"norm", "cosine", "spectral", "residual_energy"}
 FIGURES = {"q95", "mean", "last_epoch", "random_q95"}
 RUNS = ("breast_cancer-none", "breast_cancer-marvell-power_ratio-4")
@@ -291,3 +298,40 @@ def test_a_held_port_is_given_to_one_launcher_and_served_by_its_active_party() -
                 socket.create_server(("127.0.0.1", ports[0]))
         server = grpc.server(ThreadPoolExecutor(1), options=[("grpc.so_reuseport", 0)])
         assert server.add_insecure_port(f"127.0.0.1:{ports[1]}") == ports[1]
+
+
+def test_as_json_the_standard_output_stream_has_one_document_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    short = ("--set", "contract.epochs=1", *SAME_SPLIT)
+    words = ("splitveil", "demo", "--json", "--runs", str(tmp_path), *short)
+    done = run_program(*PYTHON, *words, "--defense", "none", "iso:noise_ratio=2", stderr=PIPE)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [run["title"] for run in found["runs"]] == ["none", "iso noise_ratio=2"]
+    for run in found["runs"]:
+        assert run["exit_code"] == 0
+        assert Path(run["report"]).is_file()
+        for party in ("active", "passive"):
+            assert run["summaries"][party]["aligned_rows"] == 569
+        written = json.loads((Path(run["folder"]) / "active" / "summary.json").read_text())
+        assert run["summaries"]["active"]["test_auc"] == written["test_auc"]
+    assert Path(found["comparison"]).is_file()
+    assert "epoch 1/1" in done.stderr
+
+
+def test_as_json_a_run_that_its_budget_ends_is_described_and_one_that_fails_is_not(
+    tmp_path: Path,
+) -> None:
+    words = ("splitveil.deploy.local", "deploy/examples/breast_cancer", "--json")
+    runs = ("--runs", str(tmp_path), "--set", "contract.epochs=2", *SAME_SPLIT)
+    ended = run_program(*PYTHON, *words, *runs, *BUDGET, stderr=PIPE)
+    assert ended.returncode == 5, ended.stderr
+    (run,) = json.loads(ended.stdout)["runs"]
+    assert run["exit_code"] == 5
+    assert run["summaries"]["active"]["aligned_rows"] == 569
+    failed = run_program(*PYTHON, *words, *runs, "active.insecure_noise_seed=1", stderr=PIPE)
+    assert failed.returncode == 2
+    assert failed.stdout == ""
+    assert "did you mean 'active.defense.insecure_noise_seed'?" in failed.stderr
+    assert "did you mean 'defense.insecure_noise_seed'?" in failed.stderr

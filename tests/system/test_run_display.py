@@ -26,6 +26,8 @@ log.info("a long line that does not fit beside the time and the name of its part
 with TrainingProgress("active", 1_234_567, log_every_s=0.0) as bar:
     for step in range(1000):
         bar.advance(1234, loss=0.25 + step / 1e6, norm_leak_auc=0.5)
+log.info("the last link is %s", "0123456789abcdef" * 4)
+log.info("written to /a/folder/of_long_names/and_more/breast_cancer-none/active/report.html")
 log.warning("this is the end \\x1b[2J")
 """
 OTHER = """
@@ -86,6 +88,16 @@ def test_a_line_has_time_party_and_message_wrapped_beneath_itself(shown: str) ->
     assert found[first + 1].startswith(" " * 17)
     assert found[first + 1].lstrip().endswith("on a terminal")
     assert any(re.fullmatch(r" *passive a plain line", line) for line in found)
+
+
+def test_paths_go_on_after_a_separator_and_digests_in_halves(shown: str) -> None:
+    found = [line.strip() for line in rows(shown)]
+    ends = [line for line in found if line.endswith("0123456789abcdef" * 2)]
+    assert len(ends) == 2
+    assert ends[1] == "0123456789abcdef" * 2
+    (start,) = (n for n, line in enumerate(found) if "written to /a/folder" in line)
+    assert re.search(r"[/_-]$", found[start])
+    assert (found[start] + found[start + 1]).endswith("breast_cancer-none/active/report.html")
 
 
 def test_there_is_one_bar_with_count_time_left_and_one_figure(shown: str) -> None:

@@ -51,6 +51,7 @@ from splitveil.common.models.factory import build_top_model
 from splitveil.common.party import command_line
 from splitveil.common.party.credentials import CredentialFiles, credential_files
 from splitveil.common.party.ending import end_program, exit_code_of
+from splitveil.common.party.freed_memory import keep_freed_memory
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData
@@ -124,6 +125,7 @@ def _train(
 ) -> None:
     contract = settings.contract
     device = command_line.prepare(settings)
+    keep_freed_memory()
     settings.defense.require_usable(settings.defense_context())
     data = PartyData.of(settings)
     logger.info("%d rows read from %s", len(data.ids), data.table.source)

@@ -24,6 +24,7 @@ from splitveil.common.models.factory import build_bottom_model
 from splitveil.common.party import command_line
 from splitveil.common.party.credentials import CredentialFiles, credential_files
 from splitveil.common.party.ending import end_program, exit_code_of
+from splitveil.common.party.freed_memory import keep_freed_memory
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData, open_earlier_model
@@ -104,6 +105,7 @@ def _train(
     status: RunStatus,
 ) -> None:
     device = command_line.prepare(settings)
+    keep_freed_memory()
     data = PartyData.of(settings)
     logger.info("%d rows read from %s", len(data.ids), data.table.source)
     labels = _evaluation_labels(settings)

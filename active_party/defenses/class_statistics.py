@@ -89,7 +89,9 @@ def measure_classes(
     means = shards(means)
     squares = torch.zeros(2, dtype=torch.float64, device=rows.device)
     for part, chunk in in_chunks(rows, unit):
-        distances = torch.linalg.vector_norm(chunk.sub_(means[classes[part]]), dim=1)
+        distances = torch.linalg.vector_norm(
+            chunk.sub_(means.index_select(0, classes[part])), dim=1
+        )
         squares.addmv_(shares[:, part], distances.square_())
     squares = shards(squares)
     # A single transfer, because each one makes the processor wait for the device.

@@ -1,0 +1,60 @@
+"""A party keeps the memory that it frees, so that no step asks the system for it again."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from splitveil.common.party.freed_memory import keep_freed_memory
+
+BLOCKS = """
+import resource, sys
+import numpy as np
+from splitveil.common.party.freed_memory import keep_freed_memory
+
+if sys.argv[1] == "kept":
+    keep_freed_memory()
+
+def faults_of_a_step():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [np.ones(12 * 2**20, dtype=np.uint8) for _ in range(2)]
+    del blocks
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+first, *later = (faults_of_a_step() for _ in range(11))
+print(first, sum(later))
+"""
+
+glibc_only = pytest.mark.skipif(
+    sys.platform != "linux" or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""),
+    reason="needs glibc",
+)
+
+
+def faults(choice: str) -> tuple[int, int]:
+    """Return the pages of the first step, and those of the ten steps after it."""
+    environment = {n: v for n, v in os.environ.items() if not n.startswith(("MALLOC_", "GLIBC_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKS, choice],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, later = map(int, done.stdout.split())
+    return first, later
+
+
+@glibc_only
+def test_later_steps_ask_for_no_memory_again() -> None:
+    """Ten steps together ask for less than the first one; by default each asks for as much."""
+    first, later = faults("kept")
+    assert later < first / 2
+    first, later = faults("returned")
+    assert later > 5 * first
+
+
+@pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])
+def test_a_choice_of_the_environment_stays(name: str) -> None:
+    assert not keep_freed_memory({name: "1"})

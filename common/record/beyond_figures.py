@@ -101,8 +101,8 @@ def passed_bounds(
     """Yield each attack that tells more beyond features than a bound says, with the widest peers.
 
     None is yielded where guesses are no better than chance, and a bound that holds for anybody
-    counts as passed only where guesses are better than it permits, or there are many pairs: see
-    `set_aside`.
+    counts as passed only where guesses are better than it permits, or there are many pairs, but not
+    where there are too few rows for guesses: see `set_aside`.
 
     Args:
         beyond: the figures of a run.
@@ -123,7 +123,8 @@ def set_aside(beyond: BeyondFigures, bound: float) -> dict[str, AdjustedFigures]
     model of the features has not learned. The guesses of the epsilon's audit, from which the part
     of every score that features explain was taken out, are then no better than chance, or, of fewer
     than 1,000 pairs of labels, no better than the epsilon permits that the ledger states for
-    anybody; and the figure may lie above a bound that is proved for anybody.
+    anybody, or there were too few pairs to guess at all; and the figure may lie above a bound that
+    is proved for anybody.
 
     Args:
         beyond: the figures of a run.
@@ -140,7 +141,9 @@ def _guesses_by_chance(beyond: BeyondFigures) -> bool:
 
 def _guesses_as_permitted(beyond: BeyondFigures) -> bool:
     measured = beyond.epsilon
-    if measured is None or measured.p_value_of_stated is None:
+    if measured is None:  # the rows that features do not decide are too few for any guess
+        return True
+    if measured.p_value_of_stated is None:
         return False
     says_nothing_against = measured.p_value_of_stated > _UNLIKELY_P
     return (

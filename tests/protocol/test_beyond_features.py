@@ -248,7 +248,7 @@ def test_an_alarm_needs_three_standard_errors(
     bound: float, *, passed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The lower end of the interval, two standard errors below, is .68."""
-    log_beyond(BEYOND._replace(epsilon=None), bounds(bound))
+    log_beyond(BEYOND, bounds(bound))
     assert ("norm reaches a leak AUC of 0.700" in caplog.text) is passed
     assert "cosine" not in caplog.text
 
@@ -295,6 +295,22 @@ def test_of_few_pairs_a_bound_for_anybody_is_passed_only_if_guesses_are_better_t
         passed
     )
     assert list(set_aside(held, 0.6)) == ([] if passed else ["norm"])
+
+
+@pytest.mark.parametrize("for_anybody", [True, False])
+def test_without_rows_to_guess_only_bounds_that_are_not_for_anybody_are_passed(
+    *, for_anybody: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Features decide all but a few dozen of 300 digits, and an adjusted figure was .99 at .60."""
+    without = BEYOND._replace(epsilon=None)
+    known = bounds(0.6)
+    nobody = bounds(1.0).by_peers[0]
+    by_peers = (known.by_peers[0] if for_anybody else nobody, *known.by_peers[1:])
+    log_beyond(without, known._replace(by_peers=by_peers))
+    assert ("norm reaches a leak AUC of 0.700" in caplog.text) is not for_anybody
+    assert list(set_aside(without, 0.6 if for_anybody else 1.0)) == (
+        ["norm"] if for_anybody else []
+    )
 
 
 # ---- verdict and report ----

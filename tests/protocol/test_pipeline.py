@@ -1,5 +1,6 @@
 """Activations sent ahead: the same bits at any speed, after any loss, and under every defense."""
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -182,6 +183,34 @@ def test_killed_at_any_message_a_run_resumes_with_the_same_bits(
         run_in_process(parties_at(example, depth, active, runs=tmp_path), dying(at, after=after))
     anew = parties_at(example, depth, active, runs=tmp_path)
     resume(anew)
+    assert_same(anew, whole)
+
+
+@pytest.mark.parametrize("depth", [2, 4])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_random_losses_and_kills_of_both_parties_change_no_bit(
+    example: Path, tmp_path: Path, depth: int, seed: int
+) -> None:
+    active = ["defense={name: marvell, insecure_noise_seed: 7}"]
+    whole = parties_at(example, depth, active)
+    run_in_process(whole)
+    drawn = random.Random(seed)
+    for _ in range(3):
+        killed = parties_at(example, depth, active, runs=tmp_path)
+        killed.session.reopen()
+        with pytest.raises(Lost):
+            run_in_process(killed, dying(drawn.randint(6, 9), after=drawn.random() < 0.5))
+    lost: list[int] = []
+
+    def is_lost(count: int) -> bool:
+        if drawn.random() >= 0.2:
+            return False
+        lost.append(count)
+        return True
+
+    anew = parties_at(example, depth, active, runs=tmp_path)
+    resume(anew, lambda session, engine: FaultyPeer(session, engine, is_lost))
+    assert lost
     assert_same(anew, whole)
 
 

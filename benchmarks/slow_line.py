@@ -101,7 +101,8 @@ def allowed_s(given: argparse.Namespace, depth: int, dtype: str, compute_s: floa
     """Return the time of a step that the line allows."""
     tensor_s = BATCH * CUT * BYTES[dtype] * 8 / (given.rate * 1e6)
     under_way_s = given.rtt / 1e3 + 2 * tensor_s
-    return max(compute_s, under_way_s / depth, tensor_s)
+    allowed: float = max(compute_s, under_way_s / depth, tensor_s)
+    return allowed
 
 
 def main() -> None:

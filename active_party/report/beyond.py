@@ -42,12 +42,17 @@ class BeyondRow(NamedTuple):
     """Leak AUC of the attacker's own model of its features."""
 
 
+def measured_of(run: RunFiles) -> BeyondFigures:
+    """Return all figures of a run's attacks beyond features; empty ones if it was not measured."""
+    return run.active.summary.of_leak.beyond or BeyondFigures()
+
+
 def beyond_of(run: RunFiles) -> BeyondFigures:
     """Return what a run's attacks tell beyond features; empty figures if it was not measured.
 
     Figures that say nothing of gradients are left out; ``in_words`` names them.
     """
-    found = run.active.summary.of_leak.beyond or BeyondFigures()
+    found = measured_of(run)
     aside = set_aside(found, guarantee_of(run))
     kept = {name: one for name, one in found.adjusted.items() if name not in aside}
     return found._replace(adjusted=kept)
@@ -134,7 +139,7 @@ def in_words(run: RunFiles) -> Iterator[str]:
         )
     if beyond.epsilon is not None:
         yield _epsilon_in_words(beyond.epsilon)
-    measured = run.active.summary.of_leak.beyond or BeyondFigures()
+    measured = measured_of(run)
     aside = set_aside(measured, guarantee_of(run))
     if aside:
         yield (

@@ -155,23 +155,25 @@ def judge(run: RunFiles, findings: Sequence[Finding], accumulated: Sequence[RunL
     measured = [*beyond.in_words(run), *_measured(findings, accumulated)]
     bounds, figures = bounds_of(run), beyond.beyond_of(run)
     reasons = [*_of_classes(run), *measured, *in_full(run, bounds), *_told(summary)]
-    unadjusted = [one for one in accumulated if not _is_adjusted(one, figures)]
+    adjusted = beyond.measured_of(run).adjusted
+    # What an attack reaches at an earlier layer follows from the cut's gradients and from features,
+    # so that its raw figure contradicts no bound where the adjusted one at the cut does not.
+    unadjusted = [one for one in accumulated if one.attack not in adjusted]
     doubts = list(_doubts(summary.leak_alarms, unadjusted, bounds))
     doubts += beyond.contradictions(run, bounds)
     strongest_beyond = figures.strongest()
-    if strongest_beyond is None:
+    if not adjusted:
         level = _level(findings, accumulated, guarantee, trusted=not doubts)
         headline = _headline(findings, accumulated, bounds)
     else:
         level = _level_beyond(figures, guarantee, trusted=not doubts)
-        headline = f"{_headline_beyond(figures, strongest_beyond[0])}; {in_short(bounds)}."
+        said = (
+            "The rows are too few to say what attacks tell beyond features"
+            if strongest_beyond is None
+            else _headline_beyond(figures, strongest_beyond[0])
+        )
+        headline = f"{said}; {in_short(bounds)}."
     return Verdict(level, headline, [*doubts, *reasons], gaps)
-
-
-def _is_adjusted(one: RunLevel, figures: BeyondFigures) -> bool:
-    # What an attack reaches at an earlier layer follows from the cut's gradients and from features,
-    # so that its raw figure contradicts no bound where the adjusted one at the cut does not.
-    return one.attack in figures.adjusted
 
 
 def _level_beyond(figures: BeyondFigures, guarantee: float, *, trusted: bool) -> Level:

@@ -26,7 +26,7 @@ from splitveil.active_party.report.verdict import is_oracle, judge, needs_of, ru
 from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.attacks import BatchAttackName, RunAttackName
 from splitveil.common.privacy.covers import Covers
-from splitveil.common.record.beyond_figures import AdvantageFigures, BeyondFigures
+from splitveil.common.record.beyond_figures import AdjustedFigures, AdvantageFigures, BeyondFigures
 from splitveil.common.record.figures import AttackFigure, LedgerFigures, SpreadFigures
 from splitveil.common.record.histogram_line import HistogramLine
 from splitveil.common.record.leak_figures import LeakFigures, RunFigures
@@ -272,6 +272,22 @@ def test_a_run_level_leak_surely_above_a_bound_is_pointed_out(
     run_dir = write_run(tmp_path, bound=0.7, summary=whole_run)
     said = "more than the 0.700 that the ledger states for a peer that knows class means only"
     assert (said in verdict_of(run_dir)[1]) == disproved
+
+
+def test_a_raw_figure_contradicts_no_bound_where_the_adjusted_one_is_set_aside(
+    tmp_path: Path,
+) -> None:
+    """Too few rows were left for guesses, so that nothing is known of either figure."""
+    whole_run = of_run(accumulated_spectral=RunFigures(0.93, 0.91, 0.95))
+    few = BeyondFigures({"accumulated_spectral": AdjustedFigures(0.99, 0.96, 1.0)})
+    known = replace(whole_run, leak=replace(whole_run.leak, beyond=few))
+    for name, summary in (("raw alone", whole_run), ("adjusted", known)):
+        run_dir = write_run(tmp_path / name, bound=0.6, summary=summary, settings=NOISY_LABELS)
+        level, words, _ = verdict_of(run_dir)
+        disproved = name == "raw alone"
+        assert ("more than the 0.600 that the ledger states for anybody" in words) == disproved
+        assert level == ("recovered" if disproved else "bounded")
+        assert words.startswith("The rows are too few to say what attacks tell") != disproved
 
 
 def test_the_whole_run_s_leak_is_the_headline(tmp_path: Path) -> None:

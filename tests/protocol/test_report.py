@@ -280,7 +280,8 @@ def test_a_raw_figure_contradicts_no_bound_where_the_adjusted_one_is_set_aside(
     """Too few rows were left for guesses, so that nothing is known of either figure."""
     whole_run = of_run(accumulated_spectral=RunFigures(0.93, 0.91, 0.95))
     few = BeyondFigures({"accumulated_spectral": AdjustedFigures(0.99, 0.96, 1.0)})
-    known = replace(whole_run, leak=replace(whole_run.leak, beyond=few))
+    levels = {"cut": {"accumulated_spectral": RunFigures(0.93, 0.91, 0.95)}}
+    known = Summary(leak=LeakFigures(run_level=levels, beyond=few))
     for name, summary in (("raw alone", whole_run), ("adjusted", known)):
         run_dir = write_run(tmp_path / name, bound=0.6, summary=summary, settings=NOISY_LABELS)
         level, words, _ = verdict_of(run_dir)

@@ -21,7 +21,7 @@ from splitveil.active_party.report.run_files import leak_series
 from splitveil.active_party.report.verdict import run_levels
 from splitveil.active_party.training.held_out import read_predictions
 from splitveil.common.errors import SettingsError
-from splitveil.common.record.beyond_figures import AdjustedFigures, BeyondFigures
+from splitveil.common.record.beyond_figures import AdjustedFigures, BeyondFigures, EpsilonFigures
 from splitveil.common.record.figures import LedgerFigures, SpreadFigures
 from splitveil.common.record.leak_figures import LeakFigures
 from splitveil.common.record.lines import AlignmentLine, LeakLine, LedgerLine
@@ -69,7 +69,8 @@ def write_run(
         model=model or ModelFigures(test_auc=auc),
         ledger=None if bound is None else bounded(bound),
     )
-    beyond = BeyondFigures(adjusted=dict(leak or {}))
+    guessed = EpsilonFigures(1.5, "norm", 400, 350, 1000, 0.95, 1e-5, 0.0) if leak else None
+    beyond = BeyondFigures(adjusted=dict(leak or {}), epsilon=guessed)
     summary = Summary(
         counts=RunCounts(ALIGNED, 5, 50),
         active=figures,

@@ -1,6 +1,9 @@
 """Renders a page from a package's own templates and the shared ones, escaping everything."""
 
+import re
+
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 
 def render(package: str, template: str, **values: object) -> str:
@@ -22,4 +25,16 @@ def render(package: str, template: str, **values: object) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.filters["breakable"] = breakable
     return environment.get_template(template).render(values)
+
+
+def breakable(text: object) -> Markup:
+    """Return text, escaped, in which a line may end after each underscore and each dot in a word.
+
+    Names of attacks and settings have no other place for it, and are wider than a column.
+    """
+    parts = re.split(r"(_|(?<=[a-z])\.(?=[a-z]))", str(text))
+    return Markup("").join(
+        escape(part) + Markup("<wbr>") if part in {"_", "."} else escape(part) for part in parts
+    )

@@ -187,7 +187,7 @@ def choose_label(columns: Sequence[Column], wishes: Wishes) -> Label:
     if len(named) == 1:
         return _read(named[0], wishes)
     if len(candidates) == 1:
-        return _read(candidates[0], wishes)
+        return _read(candidates[0], wishes)._replace(is_guessed=True)
     found = ", ".join(column.name for column in named or candidates) or "none"
     raise SettingsError(
         f"--label-column: name the column with the labels (columns that may be it: {found})"

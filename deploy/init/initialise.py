@@ -49,6 +49,7 @@ class Written(NamedTuple):
             "rows": p.num_rows,
             "id_column": p.choices.id_column,
             "label_column": None if label is None else label.column,
+            "label_column_is_guessed": label is not None and label.is_guessed,
             "positive_label": None if label is None else label.positive,
             "num_classes": None if label is None or within else label.num_classes,
             "label_range": [within.low, within.high] if within else None,
@@ -205,6 +206,8 @@ def _print(written: Written, role: str) -> None:
     say("ids", p.choices.id_column or "the rows' numbers")
     if label is not None:
         say("labels", f"{label.column}: {p.balance}")
+        if label.is_guessed:
+            say("", f"({label.doubt}; --label-column names another)")
     say("numbers", ", ".join(column.name for column in p.choices.numeric) or "none")
     say("categories", ", ".join(column.name for column in p.choices.categorical) or "none")
     if p.choices.timestamps:

@@ -46,6 +46,15 @@ class Label(NamedTuple):
     """Share of the rows by class; empty if labels are numbers."""
     within: Within | None = None
     """The bounds of labels that are numbers; None for classes."""
+    is_guessed: bool = False
+    """Whether nothing but its two values speaks for the column: a feature may have two as well."""
+
+    @property
+    def doubt(self) -> str:
+        """What speaks against the column, in words; nothing if its name speaks for it."""
+        if not self.is_guessed:
+            return ""
+        return "a guess: no column is named like labels, and no other has two values"
 
     @property
     def rarest_share(self) -> float:

@@ -213,6 +213,25 @@ def test_several_classes_are_listed(tmp_path: Path) -> None:
         assert settings.data.num_classes == 3
 
 
+def test_a_label_that_only_its_two_values_speak_for_is_called_a_guess(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "smokers.csv"
+    rows = "".join(f"c{i},{20 + i % 50},{'yes' if i % 3 else 'no'}\n" for i in range(ROWS))
+    path.write_text("client,age,smoker\n" + rows)
+    written = tmp_path / "active.yaml"
+    for chosen in ([], ["--label-column", "smoker"]):
+        words = ["active", path, "--folder", tmp_path, "--force", *chosen]
+        assert command(*words) == 0
+        said = capsys.readouterr().out
+        assert ("a guess" in said) == ("--label-column names another" in said) == (not chosen)
+        assert ("label_column: smoker  # never a feature; a guess" in written.read_text()) == (
+            not chosen
+        )
+        assert command(*words, "--json") == 0
+        assert json.loads(capsys.readouterr().out)["label_column_is_guessed"] == (not chosen)
+
+
 def test_a_question_that_is_left_open_is_not_guessed(tmp_path: Path) -> None:
     path = clients(tmp_path, card_id=[f"k{i}" for i in range(ROWS)])
     with pytest.raises(SettingsError, match=r"--id-column: .*client, card_id"):

@@ -302,7 +302,7 @@ def bounds_in_words(settings: ActiveSettings) -> str:
     peers = allowance_of(settings, AccountBook.empty()).peers
     covered = narrowest(peers, settings.defense.coverage().covers)
     reasons = (signal.why for signal in signals_of(settings))
-    return " ".join([f"bounds: at most for {covered.in_words}.", *reasons])
+    return " ".join([f"bounds: the ledger can state some for {covered.in_words}.", *reasons])
 
 
 def build_session(

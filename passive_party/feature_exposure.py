@@ -171,9 +171,13 @@ def _columns(
         predicted = cross_fitted(activations, numbers, folds)
         errors = ((numbers - predicted) ** 2).sum(axis=0)
         totals = ((numbers - numbers.mean(axis=0)) ** 2).sum(axis=0)
-        for scaler, error, total in zip(encoder.numeric, errors, totals, strict=True):
+        # The numbers of one list of categories are taken together.
+        names, widths = zip(*encoder.numeric_parts, strict=True)
+        starts = np.cumsum([0, *widths[:-1]])
+        sums = np.add.reduceat(errors, starts), np.add.reduceat(totals, starts)
+        for name, error, total in zip(names, *sums, strict=True):
             if total > 0:
-                yield ColumnExposure(scaler.name, "numeric", float(1 - error / total), 0.0)
+                yield ColumnExposure(name, "numeric", float(1 - error / total), 0.0)
     if features.categorical is not None:
         for vocabulary, slots in zip(
             encoder.categorical, features.categorical.numpy().T, strict=True

@@ -217,11 +217,19 @@ class FeatureEncoder(Section):
         return self.model_dump(mode="json", exclude_defaults=True)
 
     @property
+    def numeric_parts(self) -> tuple[tuple[str, int], ...]:
+        """What the numbers that ``transform`` returns stand for, and how many each of them has."""
+        return (
+            *((scaler.name, 1) for scaler in self.numeric),
+            *((f"{name}: gap", 1) for name in self.indicators),
+            *((column.name, len(column.categories) + 1) for column in self.lists),
+        )
+
+    @property
     def shapes(self) -> FeatureShapes:
         """The shapes of the features that ``transform`` returns."""
         sizes = tuple(FIRST_CATEGORY_SLOT + len(column.categories) for column in self.categorical)
-        numeric_dim = len(self.numeric) + len(self.indicators)
-        numeric_dim += sum(len(column.categories) + 1 for column in self.lists)
+        numeric_dim = sum(width for _, width in self.numeric_parts)
         if self.image is None:
             return FeatureShapes(numeric_dim, sizes)
         return FeatureShapes(numeric_dim, sizes, self.image.shape, self.image.dtype)

@@ -12,7 +12,13 @@ from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ConstantLR
 
-from splitveil.common.data.features import FeatureEncoder, Features, NumericScaler, Vocabulary
+from splitveil.common.data.features import (
+    FeatureEncoder,
+    Features,
+    ListVocabulary,
+    NumericScaler,
+    Vocabulary,
+)
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.traffic import Volume, read_traffic
 from splitveil.common.party.transcript import Crossing, Transcript
@@ -52,10 +58,17 @@ class Chosen(nn.Module):
         return self.scale * torch.cat([features.numeric[:, :1], bits], dim=1)
 
 
-def exposed(rows: int = ROWS, most_rows: int = ROWS) -> FeatureExposure | None:
+def exposed(
+    rows: int = ROWS,
+    most_rows: int = ROWS,
+    *,
+    indicators: tuple[str, ...] = (),
+    lists: tuple[ListVocabulary, ...] = (),
+) -> FeatureExposure | None:
     generator = torch.Generator().manual_seed(1)
+    num_numbers = 2 + len(indicators) + sum(len(column.categories) + 1 for column in lists)
     features = Features(
-        torch.randn(rows, 2, generator=generator),
+        torch.randn(rows, num_numbers, generator=generator),
         torch.randint(2, 6, (rows, 2), generator=generator),
     )
     model = Chosen()
@@ -75,6 +88,8 @@ def exposed(rows: int = ROWS, most_rows: int = ROWS) -> FeatureExposure | None:
             Vocabulary(name=name, categories=("a", "b", "c", "d")) for name in ("shown", "hidden")
         ),
         image=None,
+        indicators=indicators,
+        lists=lists,
     )
     return measure_exposure(trainer, encoder, 2 * rows, most_rows)
 
@@ -90,6 +105,17 @@ def test_columns_that_activations_carry_are_told_and_the_others_are_not() -> Non
     assert figures["shown"].gain_fraction == 1
     assert figures["kept"].gain_fraction < 0.02
     assert (found.rows, found.own_rows, found.dimensions) == (ROWS, 2 * ROWS, 7)
+
+
+def test_gaps_and_lists_of_categories_are_named_and_a_list_counts_as_one_column() -> None:
+    tags = ListVocabulary(name="tags", categories=("x", "y"))
+    found = exposed(indicators=("kept",), lists=(tags,))
+    assert found is not None
+    names = [one.name for one in found.columns]
+    assert names == ["sent", "kept", "kept: gap", "tags", "shown", "hidden"]
+    figures = {one.name: one.figure for one in found.columns}
+    assert figures["sent"] > 0.999
+    assert max(abs(figures[name]) for name in ("kept", "kept: gap", "tags")) < 0.03
 
 
 def test_a_sample_is_enough_and_too_few_rows_say_nothing() -> None:

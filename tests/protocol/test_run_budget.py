@@ -411,7 +411,7 @@ def test_a_gate_that_only_warns_and_early_stopping_leave_the_bound_for_anybody(
     settings = load_party_settings(ActiveSettings, example / "active.yaml", overrides)
     assert allowance_of(settings, AccountBook.empty()).peers is Covers.ANYBODY
     said = bounds_in_words(settings)
-    assert said.startswith("bounds: at most for anybody.")
+    assert said.startswith("bounds: the ledger can state some for anybody.")
     assert "nothing about those of validation rows" in said
 
 

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Self, TypeVar
@@ -12,7 +11,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from splitveil.common.alignment import AlignChannel, StreamChannel
-from splitveil.common.errors import InvalidMessage, OthersAwaited, PeerUnreachable, SplitveilError
+from splitveil.common.errors import InvalidMessage, OthersAwaited, PeerUnreachable
 from splitveil.common.party.party_settings import ReconnectSettings
 from splitveil.common.run import messages
 from splitveil.common.wire.audit_codec import encode_question
@@ -35,8 +34,8 @@ from splitveil.common.wire.status import error_from
 from splitveil.common.wire.tensor_codec import (
     TensorAssembler,
     TensorLimits,
-    encode_activation,
 )
+from splitveil.passive_party.activation_stream import ActivationStream, ReplyT
 from splitveil.protos import split_learning_pb2 as pb
 
 GOODBYE_S = 15.0
@@ -74,10 +73,15 @@ class GrpcPeer:
         self._retrying = Retrying(
             reconnect, interruption, connection.where, connection.renew, watch
         )
-        self._train: MessageStream | None = None
-        self._evaluate: MessageStream | None = None
+        self._train = ActivationStream(
+            lambda: self._open("Train", None), self._read_answer, self._limits
+        )
+        self._evaluate = ActivationStream(
+            lambda: self._open("Evaluate", reader(pb.EvaluateReply, SMALL_BYTES)),
+            _read_course,
+            self._limits,
+        )
         self._align: Any = None
-        self._unanswered: deque[messages.Activation] = deque()
 
     def __enter__(self) -> Self:
         return self
@@ -88,8 +92,7 @@ class GrpcPeer:
     def close(self) -> None:
         """Close every stream and the connection."""
         for stream in (self._train, self._evaluate):
-            if stream is not None:
-                stream.finish()
+            stream.finish()
         if self._align is not None:
             self._align.cancel()
         self.connection.close()
@@ -153,35 +156,37 @@ class GrpcPeer:
 
     def send_activation(self, activation: messages.Activation) -> None:
         """Send the activation of a training batch, without waiting for its answer."""
-        self._unanswered.append(activation)
-        if self._train is not None:
-            self._train.send_all(encode_activation(activation, self._limits))
+        self._train.send(activation)
 
     def receive_gradient(self) -> messages.Answer:
         """Wait for the gradient of the oldest activation without one.
 
         If the stream broke off, every activation without a gradient is sent again, in order.
         """
-        answer = self._retrying.until_answered(self._oldest_gradient)
-        self._unanswered.popleft()
+        return self._receive(self._train)
+
+    def send_held_out(self, activation: messages.Activation) -> None:
+        """Send the activation of held-out rows, without waiting for the reply."""
+        self._evaluate.send(activation)
+
+    def receive_course(self) -> messages.Course:
+        """Wait for the reply to the oldest held-out rows without one, as for gradients."""
+        return self._receive(self._evaluate)
+
+    def _receive(self, stream: ActivationStream[ReplyT]) -> ReplyT:
+        reply = self._retrying.until_answered(stream.oldest_reply)
+        stream.take()
+        return reply
+
+    def _read_answer(
+        self, stream: MessageStream, activation: messages.Activation
+    ) -> messages.Answer:
+        assembler = TensorAssembler.of_answers(self._limits)
+        while (answer := assembler.add(stream.receive())) is None:
+            pass
+        if answer.batch != activation.batch:
+            raise InvalidMessage("received a gradient for another step than the one due")
         return answer
-
-    def evaluate(self, activation: messages.Activation) -> messages.Course:
-        """Send the activation of held-out rows, and return whether the run continues."""
-
-        def ask() -> messages.Course:
-            if self._evaluate is None:
-                self._evaluate = self._open("Evaluate", reader(pb.EvaluateReply, SMALL_BYTES))
-            stream = self._evaluate
-            stream.send_all(encode_activation(activation, self._limits))
-            try:
-                return decode_course(believed(stream.receive()), activation.batch)
-            except SplitveilError:
-                self._evaluate = None
-                stream.drop()
-                raise
-
-        return self._retrying.until_answered(ask)
 
     def audit(self, question: messages.AuditQuestion) -> float:
         """Ask for the leak AUC of scores, only once: an audit is not worth a wait."""
@@ -211,38 +216,11 @@ class GrpcPeer:
 
     def _drop_streams(self) -> None:
         """Drop the open streams: after a handshake the peer answers nothing sent before it."""
-        self._drop_tensor_streams()
+        self._train.forget()
+        self._evaluate.forget()
         if self._align is not None:
             self._align.cancel()
         self._align = None
-        self._unanswered.clear()
-
-    def _drop_tensor_streams(self) -> None:
-        for stream in (self._train, self._evaluate):
-            if stream is not None:
-                stream.drop()
-        self._train = self._evaluate = None
-
-    def _oldest_gradient(self) -> messages.Answer:
-        if not self._unanswered:
-            raise RuntimeError("an activation must be sent first")
-        if self._train is None:
-            self._train = self._open("Train", None)
-            for activation in self._unanswered:
-                self._train.send_all(encode_activation(activation, self._limits))
-        stream, assembler = self._train, TensorAssembler.of_answers(self._limits)
-        try:
-            while True:
-                answer = assembler.add(stream.receive())
-                if answer is None:
-                    continue
-                if answer.batch != self._unanswered[0].batch:
-                    raise InvalidMessage("received a gradient for another step than the one due")
-                return answer
-        except SplitveilError:
-            self._train = None
-            stream.drop()
-            raise
 
     def _connected(self) -> grpc.Channel:
         """Return the channel, and drop the streams of a channel that was replaced.
@@ -251,7 +229,8 @@ class GrpcPeer:
             PeerError: no server answers, or one that this party does not trust.
         """
         if self.connection.is_outdated:
-            self._drop_tensor_streams()
+            self._train.drop()
+            self._evaluate.drop()
         return self.connection.channel()
 
     def _unary(
@@ -279,3 +258,7 @@ class GrpcPeer:
         return MessageStream(
             named, self._reconnect.deadline_s, self._interruption, self.connection.error_of
         )
+
+
+def _read_course(stream: MessageStream, activation: messages.Activation) -> messages.Course:
+    return decode_course(believed(stream.receive()), activation.batch)

@@ -9,7 +9,7 @@ from splitveil.common.run import messages
 class Peer(Protocol):
     """The requests that the active party takes. Any call may raise a ``PeerError``.
 
-    Training has two halves, so that this party can use the time in between.
+    Training and evaluation have two halves, so that this party can use the time in between.
     """
 
     def handshake(
@@ -29,8 +29,11 @@ class Peer(Protocol):
     def receive_gradient(self) -> messages.Answer:
         """Wait for the defended gradient of the oldest activation that has none yet."""
 
-    def evaluate(self, activation: messages.Activation) -> messages.Course:
-        """Send the activation of held-out rows, and return whether the run continues."""
+    def send_held_out(self, activation: messages.Activation) -> None:
+        """Send the activation of held-out rows; ``evaluations_ahead`` may wait for replies."""
+
+    def receive_course(self) -> messages.Course:
+        """Wait for the reply to the oldest held-out rows that have none: does the run continue?"""
 
     def audit(self, question: messages.AuditQuestion) -> float:
         """Ask for the leak AUC of the scores of the training rows, which has two digits."""

@@ -128,6 +128,7 @@ class Training:
         self._auditor = auditor
         self._phases = phases
         self._unanswered: deque[_Sent] = deque()
+        self._held_out_sent = 0  # without a reply
         self._gathered: tuple[Batch, Features] | None = None
         self._unobserved: _Step | None = None
 
@@ -158,6 +159,7 @@ class Training:
             StorageError: it cannot be read, or is of another version.
         """
         self._unanswered.clear()
+        self._held_out_sent = 0
         state = self.progress.store.load(batch_number)
         with refusing_other_versions():
             self.progress.go_to(batch_number)
@@ -229,18 +231,25 @@ class Training:
         peer.send_activation(Activation(batch.identity(self._run_id), activation))
 
     def _evaluate(self, peer: Peer, batch: Batch) -> None:
-        """Let the active party evaluate a batch."""
+        """Send the held-out rows that are due, and receive the reply to the oldest of them."""
         self._report_step()
-        features = self._features_of(batch)
-        with self._phases(Phase.EVALUATION):
-            held_out = Activation(batch.identity(self._run_id), self.trainer.embed(features))
+        while (ahead := self.progress.to_evaluate(self._held_out_sent)) is not None:
+            self._send_held_out(peer, ahead)
         with self._phases(Phase.WAIT):
-            stops = peer.evaluate(held_out) is Course.STOP
+            stops = peer.receive_course() is Course.STOP
+        self._held_out_sent -= 1
         if stops and not batch.closes_epoch:
             raise InvalidMessage("the peer ends the run in the middle of an epoch")
         self.progress.advance()
         if stops:
             self.progress.finish()
+
+    def _send_held_out(self, peer: Peer, batch: Batch) -> None:
+        features = self._features_of(batch)
+        with self._phases(Phase.EVALUATION):
+            held_out = Activation(batch.identity(self._run_id), self.trainer.embed(features))
+        peer.send_held_out(held_out)
+        self._held_out_sent += 1
 
     def _gather(self, batch: Batch | None) -> None:
         """Gather the features of a batch in advance, unless there is none."""

@@ -77,11 +77,7 @@ class Lifecycle:
         """Whether a new run begins with a survey of the training rows' activations."""
         self.run = run
         self.error: SplitveilError | None = None
-        self.parties = PassiveParties(
-            contract.passive_parties,
-            allow_audits=allows,
-            pipeline_depth=contract.pipeline_depth,
-        )
+        self.parties = PassiveParties.of(contract, allow_audits=allows)
         self.stages = RunStages()
         self.rendezvous = Rendezvous(self.parties, self.stages)
         self.phase: Unaligned | Answering = Unaligned(rules.allowance.earlier)

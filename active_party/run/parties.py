@@ -17,6 +17,8 @@ from torch import Tensor
 from splitveil.active_party.run.audit_desk import AuditDesk
 from splitveil.common.alignment import Share
 from splitveil.common.errors import OutOfStep
+from splitveil.common.run.contract import Contract
+from splitveil.common.run.course import evaluations_ahead
 from splitveil.common.run.messages import Activation, Answer, BatchId, Course
 from splitveil.common.run.sample_order import Positions
 
@@ -92,8 +94,14 @@ class PassiveParty:
 
     question: Question | None = None
 
-    answered: deque[Answered] = field(default_factory=lambda: deque(maxlen=1))
+    answered: deque[Answered] = field(default_factory=deque)
     """Its last questions with their answers, as many as may be on their way to it at once."""
+
+    pipeline_depth: int = 1
+    """The most gradients that may be on their way to it at once."""
+
+    evaluations_ahead: int = 1
+    """The most replies to held-out rows that may be on their way to it at once."""
 
     @property
     def was_met(self) -> bool:
@@ -221,7 +229,13 @@ class PassiveParty:
     def answer(self, question: Question, reply: Reply) -> None:
         """Keep the reply to its question, in case the question comes again."""
         self.question = None
+        is_gradient = isinstance(reply, Answer)
+        if self.answered and isinstance(self.answered[-1].reply, Answer) is not is_gradient:
+            # Held-out rows are sent after all gradients have come, and the other way round.
+            self.answered.clear()
         self.answered.append(Answered(question.activation, reply))
+        if len(self.answered) > (self.pipeline_depth if is_gradient else self.evaluations_ahead):
+            self.answered.popleft()
 
 
 class PassiveParties:
@@ -230,20 +244,37 @@ class PassiveParties:
     Args:
         names: their names, as the contract lists them.
         allow_audits: whether the active party measures scores for them.
-        pipeline_depth: the most answers that may be on their way to a party at once.
+        pipeline_depth: the most gradients that may be on their way to a party at once.
+        evaluations_ahead: the same for replies to held-out rows.
     """
 
     def __init__(
-        self, names: Sequence[str], *, allow_audits: bool, pipeline_depth: int = 1
+        self,
+        names: Sequence[str],
+        *,
+        allow_audits: bool,
+        pipeline_depth: int = 1,
+        evaluations_ahead: int = 1,
     ) -> None:
         self._parties = tuple(
             PassiveParty(
                 name,
                 index,
                 AuditDesk(is_open=allow_audits, asker=index),
-                answered=deque(maxlen=pipeline_depth),
+                pipeline_depth=pipeline_depth,
+                evaluations_ahead=evaluations_ahead,
             )
             for index, name in enumerate(names)
+        )
+
+    @classmethod
+    def of(cls, contract: Contract, *, allow_audits: bool) -> "PassiveParties":
+        """Return the parties of a contract."""
+        return cls(
+            contract.passive_parties,
+            allow_audits=allow_audits,
+            pipeline_depth=contract.pipeline_depth,
+            evaluations_ahead=evaluations_ahead(contract),
         )
 
     def __iter__(self) -> Iterator[PassiveParty]:

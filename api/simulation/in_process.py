@@ -48,6 +48,7 @@ class InProcessPeer:
         self._aligning: threading.Thread | None = None
         self._failure: SplitveilError | None = None
         self._sent: deque[messages.Activation] = deque()
+        self._held_out: deque[messages.Activation] = deque()
 
     @property
     def session(self) -> ActiveSession:
@@ -59,6 +60,7 @@ class InProcessPeer:
     ) -> messages.Opening:
         """Open the run, or resume it; wait until the other passive parties do so, too."""
         self._sent.clear()
+        self._held_out.clear()
         until = time.monotonic() + self._patience_s
         while True:
             try:
@@ -105,6 +107,16 @@ class InProcessPeer:
             reply = session.exchange(activation, self._party, self._is_connected(session))
         session.finish_step()
         return reply
+
+    def send_held_out(self, activation: messages.Activation) -> None:
+        """Keep the activation of held-out rows until its reply is asked for."""
+        self._held_out.append(activation)
+
+    def receive_course(self) -> messages.Course:
+        """Let the session score the oldest held-out rows that were sent and not scored."""
+        course = self.evaluate(self._held_out[0])
+        self._held_out.popleft()
+        return course
 
     def evaluate(self, activation: messages.Activation) -> messages.Course:
         """Let the session score held-out rows."""

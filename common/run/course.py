@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splitveil.common.errors import AlignmentError, DataError
-from splitveil.common.run.contract import ColumnSplit, Contract, HashSplit
+from splitveil.common.run.contract import DTYPE_BYTES, ColumnSplit, Contract, HashSplit
 from splitveil.common.run.messages import BatchId
 from splitveil.common.run.sample_order import (
     Positions,
@@ -21,6 +21,10 @@ from splitveil.common.run.sample_order import (
 from splitveil.common.run.splits import SPLITS, PassName, SplitName
 
 HELD_OUT: tuple[SplitName, ...] = ("validation", "test")
+
+MAX_EVALUATIONS_AHEAD = 16
+EVALUATION_BYTES_AHEAD = 4 * 1024 * 1024
+"""What a line of 1 Gbit/s and a round trip of 30 ms holds."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +197,17 @@ def needs_all_gradients(contract: Contract, rows: AlignedRows, batch: Batch) -> 
     """
     is_last = batch.closes_split or is_checkpoint(contract, rows, batch)
     return contract.pipeline_depth == 1 or is_last
+
+
+def evaluations_ahead(contract: Contract) -> int:
+    """Return how many activations of held-out rows may wait for replies at once, at least 2.
+
+    Their weights do not change in between, so this changes no bit. It follows from the contract
+    alone, because the active party keeps as many replies as may be lost with a connection.
+    """
+    row_bytes = contract.cut_dim * DTYPE_BYTES[contract.cut_dtype]
+    batches = EVALUATION_BYTES_AHEAD // (contract.evaluation_batch_size * row_bytes)
+    return min(max(batches, 2), MAX_EVALUATIONS_AHEAD)
 
 
 def _epoch(

@@ -15,6 +15,7 @@ from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import (
     AlignedRows,
     Batch,
+    evaluations_ahead,
     is_checkpoint,
     needs_all_gradients,
     run_course,
@@ -119,6 +120,7 @@ class Progress:
         self.store = store
         self._contract = contract
         self._rows = rows
+        self._evaluations_ahead = evaluations_ahead(contract)
         self._course: Iterator[Batch] = iter(())
         self._ahead: deque[Batch] = deque()
         self.go_to(0)
@@ -165,6 +167,22 @@ class Progress:
         before = self.ahead(unanswered - 1) if unanswered else None
         waits = before is not None and needs_all_gradients(self._contract, self._rows, before)
         return None if waits else batch
+
+    def to_evaluate(self, unanswered: int) -> Batch | None:
+        """Return the batch without gradient whose activation a passive party sends now.
+
+        Args:
+            unanswered: number of such activations that it has sent and whose replies are to come.
+
+        Returns:
+            None if it has to receive a reply first, because so many are under way, a training batch
+            follows, or the epoch ends.
+        """
+        batch = self.ahead(unanswered)
+        if batch is None or batch.split == "train" or unanswered >= self._evaluations_ahead:
+            return None
+        before = self.ahead(unanswered - 1) if unanswered else None
+        return None if before is not None and before.closes_epoch else batch
 
     def go_to(self, batch_number: int) -> None:
         """Go to the point after a number of batches."""

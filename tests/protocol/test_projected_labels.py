@@ -20,6 +20,7 @@ from splitveil.common.errors import (
     SettingsError,
     SplitveilError,
 )
+from splitveil.common.run import course
 from splitveil.common.run.course import AlignedRows, run_course
 from splitveil.common.run.messages import Activation, Answer, Course, Opening
 from splitveil.common.run.progress import State
@@ -187,6 +188,7 @@ def test_a_peer_that_skips_changes_repeats_or_invents_a_survey_is_refused(
     peer: type[InProcessPeer],
     overrides: list[str],
 ) -> None:
+    monkeypatch.setattr(course, "MAX_EVALUATIONS_AHEAD", 2)  # replies that are kept
     drawn = note_draws(monkeypatch)
     parties = build(example, *overrides)
     with pytest.raises(OutOfStep):

@@ -246,7 +246,8 @@ def asks(parties: Parties, tape: Tape) -> dict[str, Callable[[GrpcPeer], object]
         assert bool(gradient.values.isfinite().all())
 
     def evaluate(peer: GrpcPeer) -> None:
-        assert peer.evaluate(held_out) in (Course.CONTINUE, Course.STOP)
+        peer.send_held_out(held_out)
+        assert peer.receive_course() in (Course.CONTINUE, Course.STOP)
 
     def audit(peer: GrpcPeer) -> None:
         assert 0.5 <= peer.audit(question(train.batch.run_id)) <= 1

@@ -61,9 +61,9 @@ class Breaking(GrpcPeer):
 
     def receive_gradient(self) -> Answer:
         self.count += 1
-        if self.count % 3 == 0 and self._train is not None:
-            assert len(self._unanswered) <= 4
-            self._train._call.cancel()
+        if self.count % 3 == 0 and self._train.stream is not None:
+            assert len(self._train.unanswered) <= 4
+            self._train.stream._call.cancel()
         return super().receive_gradient()
 
 

@@ -82,10 +82,10 @@ class BreakingPeer(GrpcPeer):
 
     def receive_gradient(self) -> Answer:
         self.count += 1
-        if self.count % 3 == 0 and self._train is not None:
-            self._train._call.cancel()
-        if self.count % 4 == 0 and self._evaluate is not None:
-            self._evaluate._call.cancel()
+        if self.count % 3 == 0 and self._train.stream is not None:
+            self._train.stream._call.cancel()
+        if self.count % 4 == 0 and self._evaluate.stream is not None:
+            self._evaluate.stream._call.cancel()
         return super().receive_gradient()
 
 

@@ -45,7 +45,9 @@ SERVE = """
 import sys
 from pathlib import Path
 from tests.runs import build_parties, serving
-parties = build_parties(Path(sys.argv[1]), sys.argv[3:], sys.argv[3:])
+contract = [override for override in sys.argv[3:] if override.startswith("contract.")]
+parties = build_parties(Path(sys.argv[1]), sys.argv[3:], contract)
+parties.active.sent = type("Forgotten", (list,), {"append": lambda *_: None})()
 with serving(parties, int(sys.argv[2])):
     print("ready", flush=True)
     sys.stdin.read()

@@ -21,6 +21,7 @@ from splitveil.common.run.course import (
     run_course,
 )
 from splitveil.common.run.sample_order import Positions, joint_seed
+from splitveil.common.text.version import VERSION
 
 State = dict[str, Any]
 """Nested dicts, lists and tuples of tensors and plain values."""
@@ -231,9 +232,10 @@ def refusing_other_versions() -> Iterator[None]:
     try:
         yield
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
+        what = f"it has no {error}" if isinstance(error, KeyError) else f"{error}"
         raise StorageError(
-            f"the run was saved by another version of splitveil ({error}); resume with that "
-            f"version, or start over with --fresh"
+            f"the run was saved by another version of splitveil than this one, {VERSION} ({what}); "
+            f"resume with that version, or start over with --fresh"
         ) from error
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import pickle
+import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from splitveil.active_party.run.stages import Stage
+from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.common.errors import (
     DataError,
     InvalidMessage,
@@ -23,6 +25,7 @@ from splitveil.common.run.messages import Answer, Offer
 from splitveil.common.storage import state_file
 from splitveil.common.storage.run_folder import write_bytes_atomically
 from splitveil.common.storage.run_store import RunStore
+from splitveil.common.text.version import VERSION
 from tests.compared import assert_same
 from tests.peers import InProcessPeer, Lost, dying
 from tests.runs import Parties, build_parties, run_in_process, write_example
@@ -321,4 +324,29 @@ def test_a_state_of_another_version_is_refused_with_a_sentence(
         store.save(place, state)
     again = build_parties(example, [EVERY_2], [EVERY_2], runs=tmp_path)
     with pytest.raises(StorageError, match="another version of splitveil"):
+        run_on(again)
+
+
+def test_a_leak_monitor_s_state_of_another_version_is_refused_by_the_missing_part(
+    example: Path, tmp_path: Path
+) -> None:
+    """A run whose monitor's alarm did not yet keep what it had said."""
+
+    def watched() -> tuple[Parties, ActiveRecorder]:
+        parties = build_parties(example, [EVERY_2], [EVERY_2], runs=tmp_path)
+        recorder = ActiveRecorder(parties.active_settings, tmp_path / "active")
+        parties.session.lifecycle.observer = recorder
+        return parties, recorder
+
+    parties, recorder = watched()
+    with recorder, pytest.raises(Lost):
+        run_in_process(parties, dying(4, after=True))
+    store = RunStore(tmp_path / "active", keep=3)
+    for place in reversed(store.checkpoints()):
+        state = store.load(place)
+        del state["observer"]["said"]
+        store.save(place, state)
+    again, recorder = watched()
+    said = f"another version of splitveil than this one, {re.escape(VERSION)} .it has no 'said'"
+    with recorder, pytest.raises(StorageError, match=said):
         run_on(again)

@@ -40,6 +40,7 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.watch.active_status import ActiveStatus
 from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.active_party.watch.status_observer import StatusObserver
+from splitveil.active_party.workers import check_settings, work_for
 from splitveil.common.alignment import AlignmentResources, TriedIds, build_engine, file_of_count
 from splitveil.common.data.id_forms import form_of
 from splitveil.common.errors import (
@@ -55,7 +56,9 @@ from splitveil.common.party.freed_memory import keep_freed_memory
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.place import Place
 from splitveil.common.party.transcript import Transcript
+from splitveil.common.party.workers import Workers, act, joined
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.record.provenance import provenance_of_process
 from splitveil.common.record.run_record import write_summary
@@ -100,20 +103,28 @@ def perform(parsed: argparse.Namespace) -> int:
         "serve": _serve,
         "verify-transcript": command_line.verify_transcript,
     }
-    return exit_code_of(partial(actions[parsed.command], parsed))
+    return exit_code_of(partial(act, parsed, actions[parsed.command]))
 
 
 def _run(parsed: argparse.Namespace) -> None:
+    settings = command_line.load_settings(ActiveSettings, parsed, "active")
+    place = Place.of_environment()
+    if place.size > 1:
+        check_settings(settings)
+    if place.rank:
+        work_for(settings, place)
+        return
     interruption = Interruption()
     interruption.install()
-    settings = command_line.load_settings(ActiveSettings, parsed, "active")
-    credentials = credential_files(settings, ACTIVE)
-    security = check_security(credentials, settings.listen, "listen")
-    logger.log(logging.WARNING if credentials is None else logging.INFO, "security: %s", security)
-    _check_files_and_address(settings)
-    status = ActiveStatus(settings)
-    with serving_status(status, settings.status, interruption):
-        _train(parsed, settings, credentials, interruption, status)
+    with joined(place, interruption) as workers:
+        credentials = credential_files(settings, ACTIVE)
+        security = check_security(credentials, settings.listen, "listen")
+        level = logging.WARNING if credentials is None else logging.INFO
+        logger.log(level, "security: %s", security)
+        _check_files_and_address(settings)
+        status = ActiveStatus(settings)
+        with serving_status(status, settings.status, interruption):
+            _train(parsed, settings, credentials, interruption, status, workers)
 
 
 def _train(
@@ -122,9 +133,10 @@ def _train(
     credentials: CredentialFiles | None,
     interruption: Interruption,
     status: ActiveStatus,
+    workers: Workers,
 ) -> None:
     contract = settings.contract
-    device = command_line.prepare(settings)
+    device = command_line.prepare(settings, workers.place)
     keep_freed_memory()
     settings.defense.require_usable(settings.defense_context())
     data = PartyData.of(settings)
@@ -133,13 +145,13 @@ def _train(
     allowance = allowance_of(settings, settings.earlier_answers())
     for signal in signals_of(settings):
         logger.info("%s", signal.why)
-    folder = _open_folder(settings, fresh=parsed.fresh)
+    folder = _open_folder(settings, fresh=parsed.fresh and not workers.place.restarts)
     if was_ended(settings, folder):
         return
     engine = build_engine(
         contract.alignment, AlignmentResources(workers=settings.alignment_workers)
     )
-    build_trainer = TrainerBuilder(settings, data, device, status.phases)
+    build_trainer = TrainerBuilder(settings, data, device, status.phases, workers.line)
     with ExitStack() as resources:
         transcript = resources.enter_context(_transcript(settings, folder))
         recorder = resources.enter_context(ActiveRecorder(settings, folder, status.note_line))

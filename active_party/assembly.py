@@ -33,6 +33,7 @@ from splitveil.active_party.training.label_kinds import LabelKind, kind_of
 from splitveil.active_party.training.objectives import OrdinaryObjective
 from splitveil.active_party.training.predictions import LossWeights
 from splitveil.active_party.training.top_trainer import TopTrainer, TrainingRows
+from splitveil.active_party.workers import spread
 from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.data.label_columns import check_not_constant
 from splitveil.common.data.source_settings import expand_path
@@ -40,6 +41,8 @@ from splitveil.common.data.subjects import read_subjects
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.models.factory import build_top_model
 from splitveil.common.models.optimizers import build_optimizer
+from splitveil.common.models.spread_model import SpreadModel
+from splitveil.common.models.worker_line import WorkerLine
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.privacy.covers import narrowest
 from splitveil.common.run.course import AlignedRows
@@ -65,8 +68,10 @@ class TrainerBuilder:
         data: PartyData,
         device: torch.device,
         phases: Phases | None = None,
+        line: WorkerLine | None = None,
     ) -> None:
         self.phases = phases
+        self._line = line
         self.encoder: FeatureEncoder | None = None
         self._settings = settings
         self._data = data
@@ -186,7 +191,12 @@ class TrainerBuilder:
             learns_targets=defense.top_learns_targets,
             class_weights=self._class_weights(),
             kind=kind_of(settings.data),
+            compute=None if self._line is None else self._spread(model, self._line),
         )
+
+    def _spread(self, model: nn.Module, line: WorkerLine) -> SpreadModel:
+        shapes = None if self.encoder is None else self.encoder.shapes
+        return spread(self._settings, model, shapes, line)
 
     def _kind_of(self, rows: AlignedRows, labels: Tensor) -> LabelKind:
         mean = math.nan

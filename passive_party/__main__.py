@@ -28,7 +28,9 @@ from splitveil.common.party.freed_memory import keep_freed_memory
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.json_output import print_json
 from splitveil.common.party.party_data import PartyData, open_earlier_model
+from splitveil.common.party.place import Place
 from splitveil.common.party.transcript import Transcript
+from splitveil.common.party.workers import Workers, act, check_model, joined
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.record.provenance import provenance_of_process
 from splitveil.common.record.run_record import write_summary
@@ -59,6 +61,7 @@ from splitveil.passive_party.report.at_end import try_to_measure, try_to_report
 from splitveil.passive_party.run import PassiveRun
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.passive_party.status_observer import StatusObserver, WatchedCalls
+from splitveil.passive_party.workers import work_for
 
 logger = logging.getLogger("splitveil.passive_party")
 
@@ -83,18 +86,25 @@ def perform(parsed: argparse.Namespace) -> int:
         "serve": serve,
         "verify-transcript": command_line.verify_transcript,
     }
-    return exit_code_of(partial(actions[parsed.command], parsed))
+    return exit_code_of(partial(act, parsed, actions[parsed.command]))
 
 
 def _run(parsed: argparse.Namespace) -> None:
+    settings = command_line.load_settings(PassiveSettings, parsed, "passive")
+    place = Place.of_environment()
+    if place.size > 1:
+        check_model(settings.bottom_model, "bottom_model")
+    if place.rank:
+        work_for(settings, place)
+        return
     interruption = Interruption()
     interruption.install()
-    settings = command_line.load_settings(PassiveSettings, parsed, "passive")
-    credentials = credential_files(settings, settings.party)
-    _check_files_and_address(settings, credentials)
-    status = RunStatus(settings.party, settings.contract)
-    with serving_status(status, settings.status, interruption):
-        _train(parsed, settings, credentials, interruption, status)
+    with joined(place, interruption) as workers:
+        credentials = credential_files(settings, settings.party)
+        _check_files_and_address(settings, credentials)
+        status = RunStatus(settings.party, settings.contract)
+        with serving_status(status, settings.status, interruption):
+            _train(parsed, settings, credentials, interruption, status, workers)
 
 
 def _train(
@@ -103,8 +113,9 @@ def _train(
     credentials: CredentialFiles | None,
     interruption: Interruption,
     status: RunStatus,
+    workers: Workers,
 ) -> None:
-    device = command_line.prepare(settings)
+    device = command_line.prepare(settings, workers.place)
     keep_freed_memory()
     data = PartyData.of(settings)
     logger.info("%d rows read from %s", len(data.ids), data.table.source)
@@ -114,14 +125,16 @@ def _train(
         settings.runs_dir,
         settings.contract.run_name,
         settings.folder_name(),
-        lambda folder: command_line.resumes(settings, fresh=parsed.fresh, folder=folder),
+        lambda folder: command_line.resumes(
+            settings, fresh=parsed.fresh and not workers.place.restarts, folder=folder
+        ),
     )
     command_line.save_resolved(settings, folder)
     if end_of(folder) is not None and not _peer_is_back(settings, interruption):
         logger.warning("no active party answers at %s; %s", settings.connect, _ENDED)
         return
     aligner = _aligner(settings, data, folder)
-    build_trainer = TrainerBuilder(settings, data, device)
+    build_trainer = TrainerBuilder(settings, data, device, workers.line)
     with ExitStack() as resources:
         wanted = Transcript(folder, settings.party) if settings.transcript else nullcontext()
         transcript = resources.enter_context(wanted)

@@ -1,19 +1,22 @@
 """Builds the passive party's objects from its settings."""
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import build_bottom_model
 from splitveil.common.models.optimizers import build_optimizer
+from splitveil.common.models.spread_model import RowForm
+from splitveil.common.models.worker_line import WorkerLine
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.wire.http_proxy import HttpProxy, named_proxy, proxy_of_environment
 from splitveil.passive_party.amplified_steps import amplify_steps
-from splitveil.passive_party.bottom_trainer import BottomTrainer
-from splitveil.passive_party.layer_taps import LayerTap, named_layer
+from splitveil.passive_party.bottom_trainer import BottomTrainer, TrainingPass
 from splitveil.passive_party.settings import PassiveSettings
+from splitveil.passive_party.workers import spread, tapped
 
 
 def http_proxy(settings: PassiveSettings) -> HttpProxy | None:
@@ -36,8 +39,15 @@ def http_proxy(settings: PassiveSettings) -> HttpProxy | None:
 class TrainerBuilder:
     """Makes the trainer once the common rows are known, and keeps the encoder fitted on them."""
 
-    def __init__(self, settings: PassiveSettings, data: PartyData, device: torch.device) -> None:
+    def __init__(
+        self,
+        settings: PassiveSettings,
+        data: PartyData,
+        device: torch.device,
+        line: WorkerLine | None = None,
+    ) -> None:
         self.encoder: FeatureEncoder | None = None
+        self._line = line
         self._settings = settings
         self._data = data
         self._device = device
@@ -56,6 +66,7 @@ class TrainerBuilder:
         if self._earlier is not None:
             self._earlier.put_into(model)
         model.to(self._device)
+        training = self._training_pass(model, encoder)
         optimizer = build_optimizer(settings.optimizer, model)
         if settings.adversary is not None and settings.adversary.amplify:
             amplify_steps(optimizer)
@@ -65,15 +76,12 @@ class TrainerBuilder:
             optimizer=optimizer,
             schedule=LambdaLR(optimizer, lambda step: contract.schedule.factor(step, total_steps)),
             features=features,
-            taps=_taps(settings, model),
             device=self._device,
             data_digest=self._data.digest(encoder),
+            training=training,
         )
 
-
-def _taps(settings: PassiveSettings, model: torch.nn.Module) -> dict[str, LayerTap]:
-    """Tap the layers before the cut that the adversary looks at; the cut itself needs none."""
-    if settings.adversary is None or not (settings.adversary.labels or settings.audits):
-        return {}
-    layers = [name for name in settings.adversary.layers if name != "cut"]
-    return {name: LayerTap(named_layer(model, name)) for name in layers}
+    def _training_pass(self, model: nn.Module, encoder: FeatureEncoder) -> TrainingPass:
+        if self._line is None:
+            return TrainingPass(model, tapped(self._settings, model))
+        return spread(self._settings, model, RowForm(None, encoder.shapes), self._line)

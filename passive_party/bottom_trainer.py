@@ -1,8 +1,10 @@
 """The passive party's half of the network: its computations, without any rule of the protocol."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,25 @@ from splitveil.common.models.random_state import random_state, set_random_state
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
 from splitveil.passive_party.kept_weights import keeping_weights
-from splitveil.passive_party.layer_taps import LayerTap
+
+BottomModel = Callable[[Features], Tensor]
+"""Computes the activation of a batch with its graph: the model itself, or several processes."""
+
+
+class TakesGradient(Protocol):
+    """Holds the latest gradient at a layer's output."""
+
+    @property
+    def take(self) -> Callable[[], Tensor | None]:
+        """Return the gradient and forget it."""
+
+
+class TrainingPass(NamedTuple):
+    """How training batches are computed."""
+
+    compute: BottomModel
+    taps: Mapping[str, TakesGradient] = MappingProxyType({})
+    """Layers whose gradients the adversary wants to see, by name."""
 
 
 class BottomTrainer:
@@ -26,9 +46,9 @@ class BottomTrainer:
         optimizer: over the model's parameters.
         schedule: changes the optimiser's learning rate after each step.
         features: this party's features in the common order.
-        taps: layers whose gradients the adversary wants to see, by name.
         device: where the model is.
         data_digest: distinguishes these data from others when the run is resumed.
+        training: how training batches are computed; by default by the model, without taps.
     """
 
     def __init__(
@@ -38,16 +58,16 @@ class BottomTrainer:
         optimizer: Optimizer,
         schedule: LRScheduler,
         features: Features,
-        taps: Mapping[str, LayerTap],
         device: torch.device,
         data_digest: str = "",
+        training: TrainingPass | None = None,
     ) -> None:
         self.model = model.to(device)
         self.data_digest = data_digest
+        self._compute, self._taps = training or TrainingPass(self.model)
         self._optimizer = optimizer
         self._schedule = schedule
         self._features = features.to(device)
-        self._taps = taps
         self._device = device
         self._waiting: deque[Tensor] = deque()
         """Activations whose gradients are to come, with their graphs, in the order of the course.
@@ -76,7 +96,7 @@ class BottomTrainer:
         """
         self.model.train()
         with keeping_weights(self.model) if keeps_weights else nullcontext():
-            activation: Tensor = self.model(features)
+            activation: Tensor = self._compute(features)
         self._waiting.append(activation)
         return activation.detach()
 

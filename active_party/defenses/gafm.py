@@ -155,6 +155,11 @@ class GafmDefense(SeededDefense):
             warn_about_seed()
         return MixedGradientDefense(self.composed_with.build(*given))
 
+    @property
+    def has_own_objective(self) -> bool:
+        """Whether ``objective`` returns one: the critic's."""
+        return True
+
     def objective(
         self, top: TopModel, secrets: NoiseSecrets, examples: Examples, /
     ) -> Objective | None:

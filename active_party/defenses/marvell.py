@@ -209,9 +209,11 @@ class Marvell(RememberingDefense):
         from_earlier: fit the noise to the batches before this one, so that this batch's share of
             positives does not show in its scale. The first batches, until both classes have been
             seen, get noise without signal.
-        reduce: adds up a tensor over all workers that hold parts of the same batch, so that they
-            add the same noise as one worker with the whole batch. Only an answer without signal
-            depends on the worker's own part.
+        reduce: adds up a tensor over all shards of the same batch, so that each is given noise of
+            the amount that the whole batch needs. It does not keep their noise apart: two shards
+            whose sources draw from one key get the same numbers, and one subtracted from the other
+            is free of noise. Each shard therefore needs a key of its own. An answer without signal
+            depends on the shard alone.
     """
 
     def __init__(

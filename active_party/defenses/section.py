@@ -102,6 +102,11 @@ class DefenseSection(Section):
         return True
 
     @property
+    def has_own_objective(self) -> bool:
+        """Whether ``objective`` returns one."""
+        return False
+
+    @property
     def takes_numbers(self) -> bool:
         """Whether labels may be numbers within bounds, and not only classes."""
         return False

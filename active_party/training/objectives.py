@@ -1,5 +1,7 @@
 """The ordinary objective: split learning with a cross entropy, or a squared error."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -9,6 +11,9 @@ from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
 from splitveil.active_party.training.predictions import LossWeights
 from splitveil.common.data.features import Features
 from splitveil.common.run.progress import State
+
+TopCompute = Callable[[Tensor, Features | None], Tensor]
+"""Computes the outputs for a batch, with their graph: the model itself, or several processes."""
 
 
 class OrdinaryObjective:
@@ -20,6 +25,7 @@ class OrdinaryObjective:
             from which the gradient is computed, or from the true labels.
         class_weights: what each class counts in the loss, (classes,); None if all count 1.
         kind: of the labels, which decides what the loss is.
+        compute: computes the outputs for training batches; by default the model.
     """
 
     def __init__(
@@ -29,8 +35,10 @@ class OrdinaryObjective:
         learns_targets: bool = True,
         class_weights: Tensor | None = None,
         kind: LabelKind = CLASS_LABELS,
+        compute: TopCompute | None = None,
     ) -> None:
         self.model: nn.Module = top.model
+        self._compute = compute or top.model
         self._optimizer = top.optimizer
         self._schedule = LambdaLR(top.optimizer, top.schedule)
         self._learns_targets = learns_targets
@@ -42,7 +50,7 @@ class OrdinaryObjective:
 
         The model's own gradients follow in ``learn``, so that the peer need not wait for them.
         """
-        outputs = self.model(activation, own)
+        outputs = self._compute(activation, own)
         weights, kind = LossWeights(labels.weights, self._class_weights), self._kind
         loss = kind.loss(outputs, labels.targets, weights)
         (raw,) = torch.autograd.grad(loss, activation, retain_graph=True)

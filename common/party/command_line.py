@@ -21,6 +21,7 @@ from splitveil.common.party.party_settings import (
     PartySettingsT,
     load_party_settings,
 )
+from splitveil.common.party.place import ONLY, Place
 from splitveil.common.party.transcript import Broken, Comparison, Verified, compare, verify
 from splitveil.common.settings import validate
 from splitveil.common.storage.ended_run import end_of
@@ -149,28 +150,36 @@ def load_settings(
     return settings
 
 
-def torch_device(device: str) -> torch.device:
+def torch_device(device: str, local_rank: int = 0) -> torch.device:
     """Return the device that the setting ``device`` names.
+
+    Args:
+        device: as in the settings.
+        local_rank: of this process among those of the party on this machine; where the settings
+            leave the GPU open, each process takes its own.
 
     Raises:
         SettingsError: it names a GPU that does not exist.
     """
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     found = torch.device(device)
+    if found.type == "cuda" and found.index is None and local_rank:
+        found = torch.device("cuda", local_rank)
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise SettingsError(
             f"device: expected one of the {torch.cuda.device_count()} CUDA device(s) that torch "
-            f"sees, got {device}"
+            f"sees, got {found}"
         )
     return found
 
 
-def prepare(settings: PartySettings) -> torch.device:
+def prepare(settings: PartySettings, place: Place = ONLY) -> torch.device:
     """Set the number of threads, the seed and the module search path; return the device to use."""
     _find_own_modules(settings)
-    device = torch_device(settings.device)
-    torch.set_num_threads(settings.torch_threads or len(os.sched_getaffinity(0)))
+    device = torch_device(settings.device, place.local_rank)
+    cores = len(os.sched_getaffinity(0)) // place.local_size
+    torch.set_num_threads(settings.torch_threads or max(1, cores))
     torch.manual_seed(settings.model_seed)
     return device
 

@@ -75,7 +75,14 @@ ALIGNED = "needs both at once; tests/system/test_align_command.py runs the parti
 IN_API = "tests/api/test_command.py runs it"
 OWN_ENVIRONMENT = "sets up .venv and takes minutes"
 INIT_ELSEWHERE = "would write over the page's files; tests/docs/test_two_organisations.py types it"
+SEVERAL = "tests/system/test_workers.py lets torchrun start either party"
 READ_ONLY: Mapping[str, str] = {
+    "torchrun --nproc-per-node 2 --max-restarts 3 -m splitveil.active_party run active.yaml": (
+        SEVERAL
+    ),
+    "torchrun --nproc-per-node 4 --max-restarts 3 -m splitveil.passive_party run passive.yaml": (
+        SEVERAL
+    ),
     "pip install splitveil": "needs the network; tests/system/test_installed.py installs a wheel",
     "make demo": OWN_ENVIRONMENT,
     "make test": OWN_ENVIRONMENT,
@@ -341,6 +348,10 @@ def test_what_is_not_run_is_at_least_read(text: str) -> None:
         case "make":
             targets = (ROOT / "Makefile").read_text(encoding="utf-8")
             assert re.search(rf"^{arguments[0]}:", targets, re.MULTILINE)
+        case "torchrun":
+            words = shlex.split(text.partition("splitveil.")[2])
+            parsers = {"active_party": active_parser, "passive_party": passive_parser}
+            parsers[words[0]](words[0]).parse_args(words[1:])
         case "docker":
             files = [one for one in arguments if one.endswith(".yml")] or ["docker-compose.yml"]
             assert all((ROOT / file).is_file() for file in files)

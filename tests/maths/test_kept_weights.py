@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from splitveil.common.data.features import Features
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.settings import AdamOptimizer, OptimizerSettings, SgdOptimizer
-from splitveil.passive_party.bottom_trainer import BottomTrainer
+from splitveil.passive_party.bottom_trainer import BottomTrainer, TrainingPass
 from splitveil.passive_party.kept_weights import keeping_weights
 from splitveil.passive_party.layer_taps import LayerTap
 
@@ -111,7 +111,6 @@ def trained(
         optimizer=optimizer,
         schedule=schedule,
         features=data(),
-        taps={},
         device=torch.device("cpu"),
     )
     sent: list[Tensor] = []
@@ -259,7 +258,7 @@ def test_a_tap_gets_the_gradient_of_each_batch_in_turn() -> None:
         optimizer=optimizer,
         schedule=schedule,
         features=data(),
-        taps={"last": LayerTap(model.layers[-1])},
+        training=TrainingPass(model, {"last": LayerTap(model.layers[-1])}),
         device=torch.device("cpu"),
     )
     sent = [trainer.forward(trainer.rows(batch_of(step)), keeps_weights=True) for step in range(3)]

@@ -78,7 +78,6 @@ def exposed(
         optimizer=optimizer,
         schedule=ConstantLR(optimizer),
         features=features,
-        taps={},
         device=torch.device("cpu"),
     )
     encoder = FeatureEncoder(

@@ -12,10 +12,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 
 from tests.programs import ROOT
 from tests.system import fast_clock
@@ -37,13 +38,20 @@ class Forked:
         words: of the command line.
         log: gets what it prints, after what stands there.
         has_fast_clock: whether SIGUSR1 lets its clock go a minute a second.
+        variables: further variables of its environment.
     """
 
     def __init__(
-        self, module: str, words: Sequence[str], log: Path, *, has_fast_clock: bool = False
+        self,
+        module: str,
+        words: Sequence[str],
+        log: Path,
+        *,
+        has_fast_clock: bool = False,
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         log.touch()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **variables}
         self._process = _server.Process(
             target=_become, args=(module, list(words), log, environment, has_fast_clock)
         )

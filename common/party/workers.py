@@ -1,0 +1,125 @@
+"""The processes of a party under ``torchrun``: rank 0 is the party, and the others work for it.
+
+Workers take no part in the protocol: they have neither the party's data nor its connection, and
+their number is the party's own affair.
+"""
+
+import argparse
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn
+
+from splitveil.common.errors import SettingsError
+from splitveil.common.models.settings import MlpModel, ModelSettings
+from splitveil.common.models.worker import Replica, Worker
+from splitveil.common.models.worker_line import WorkerLine
+from splitveil.common.party.interruption import Interruption
+from splitveil.common.party.place import ONLY, Place
+
+_logger = logging.getLogger(__name__)
+
+
+class Workers(NamedTuple):
+    """This process's place, and at rank 0 the line to the others."""
+
+    place: Place = ONLY
+    line: WorkerLine | None = None
+    """None if there are no others."""
+
+
+ALONE = Workers()
+
+
+def act(parsed: argparse.Namespace, action: Callable[[argparse.Namespace], None]) -> None:
+    """Do what a command says, unless it was started several times and computes in one process.
+
+    Raises:
+        SettingsError: it was.
+    """
+    size = Place.of_environment().size
+    if size > 1 and parsed.command != "run":
+        raise SettingsError(
+            f"{parsed.command}: torchrun has started {size} processes, and only run computes in "
+            f"several: start it without torchrun"
+        )
+    action(parsed)
+
+
+def check_model(settings: ModelSettings, role: str) -> None:
+    """Check that several processes can compute a model, as far as its settings tell.
+
+    Raises:
+        SettingsError: it has dropout.
+    """
+    if isinstance(settings, MlpModel) and settings.dropout:
+        raise SettingsError(
+            f"{role}.dropout: expected 0 with several processes, because its random state is that "
+            f"of one process; got {settings.dropout}"
+        )
+
+
+@contextmanager
+def joined(place: Place, interruption: Interruption) -> Iterator[Workers]:
+    """Wait for this party's workers, and let them end in the end; only at rank 0.
+
+    A worker that is gone ends this process at once, as if it had been killed, so that the other
+    party waits for a restart. Before a signal stops the run, the workers are asked whether they
+    live: ``torchrun`` sends the same signal when one of them has died as when a person stops it.
+    """
+    if place.size == 1:
+        yield ALONE
+        return
+    _logger.info("waiting for this party's other processes (%d in all)", place.size)
+    line = WorkerLine.join(place.rank, place.size, _end_at_once)
+    _logger.info("%d processes compute the batches of this party", place.size)
+    interruption.before_stopping = line.check_all_alive
+    try:
+        yield Workers(place, line)
+    finally:
+        line.close()
+
+
+def work(place: Place, build: Callable[[dict[str, Any]], Replica]) -> None:
+    """Compute for rank 0 until it lets this process end.
+
+    Args:
+        place: of this worker.
+        build: builds the copy of the model from what rank 0 says about it.
+
+    Raises:
+        WorkerLost: rank 0 is gone.
+        SettingsError: rank 0 has another model.
+    """
+    line = WorkerLine.join(place.rank, place.size)
+    _logger.info("worker %d of %d: process %d", place.rank, place.size - 1, os.getpid())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # rank 0 stops between two batches, with a checkpoint
+    Worker(line, build).work()
+
+
+def check_same_model(told: dict[str, Any], settings: ModelSettings, role: str) -> None:
+    """Check that a worker was started with rank 0's model.
+
+    Raises:
+        SettingsError: its settings name another one.
+    """
+    if told != settings.model_dump(mode="json"):
+        raise SettingsError(
+            f"{role}: differs from that of rank 0: give all ranks the same settings"
+        )
+
+
+_EXIT_CODE = 1
+
+
+def _end_at_once(error: Exception) -> NoReturn:
+    _logger.error(
+        "a worker of this party is gone (%s): ending at once, so that all processes can be started "
+        "again",
+        str(error).splitlines()[0],
+    )
+    logging.shutdown()
+    os._exit(_EXIT_CODE)

@@ -1,0 +1,82 @@
+"""The workers of the passive party: processes that compute the bottom model together with it."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from splitveil.common.errors import SettingsError
+from splitveil.common.models.factory import build_bottom_model
+from splitveil.common.models.spread_model import RowForm, SpreadModel, check_spreadable
+from splitveil.common.models.worker import Replica
+from splitveil.common.models.worker_line import WorkerLine
+from splitveil.common.party import command_line
+from splitveil.common.party.place import Place
+from splitveil.common.party.workers import check_same_model, work
+from splitveil.passive_party.bottom_trainer import TrainingPass
+from splitveil.passive_party.kept_weights import keeping_weights
+from splitveil.passive_party.layer_taps import LayerTap, named_layer
+from splitveil.passive_party.settings import PassiveSettings
+
+_ROLE = "bottom_model"
+
+
+def work_for(settings: PassiveSettings, place: Place) -> None:
+    """Compute the bottom model's batches for rank 0 of this party.
+
+    Raises:
+        SettingsError, WorkerLost: as for ``work``.
+    """
+    device = command_line.prepare(settings, place)
+    depth = settings.contract.pipeline_depth
+
+    def build(facts: dict[str, Any]) -> Replica:
+        check_same_model(facts["model"], settings.bottom_model, _ROLE)
+        form = RowForm.from_json(facts["form"])
+        if form.shapes is None:
+            raise SettingsError("data.features: the passive party needs features")
+        model = build_bottom_model(
+            settings.bottom_model,
+            form.shapes,
+            settings.contract.cut_shape,
+            seed=settings.model_seed,
+        ).to(device)
+        taps = tapped(settings, model)
+        watched = [tap.take for tap in taps.values()]
+        if depth == 1:
+            return Replica(model, form, device, watched)
+        return Replica(model, form, device, watched, depth, partial(keeping_weights, model))
+
+    work(place, build)
+
+
+def spread(
+    settings: PassiveSettings, model: nn.Module, form: RowForm, line: WorkerLine
+) -> TrainingPass:
+    """Return the bottom model as all processes compute it, and the layers that are attacked.
+
+    Raises:
+        SettingsError: shares of a batch would not give what the whole batch does.
+    """
+    check_spreadable(model, _ROLE)
+    taps = tapped(settings, model)
+    found = SpreadModel(model, line, [tap.take for tap in taps.values()])
+    line.begin({"form": form.to_json(), "model": settings.bottom_model.model_dump(mode="json")})
+    return TrainingPass(found, {name: SpreadTap(found, at) for at, name in enumerate(taps)})
+
+
+def tapped(settings: PassiveSettings, model: nn.Module) -> dict[str, LayerTap]:
+    """Tap the layers before the cut that the adversary looks at; the cut itself needs none."""
+    if settings.adversary is None or not (settings.adversary.labels or settings.audits):
+        return {}
+    layers = [name for name in settings.adversary.layers if name != "cut"]
+    return {name: LayerTap(named_layer(model, name)) for name in layers}
+
+
+class SpreadTap:
+    """The gradients at a layer that all processes have seen, as if one tap had seen them."""
+
+    def __init__(self, model: SpreadModel, index: int) -> None:
+        self.take: Callable[[], Tensor | None] = partial(model.take_seen, index)
+        """Returns the gradient of the last backward pass and forgets it."""

@@ -1,0 +1,222 @@
+"""Parties of several processes: the course of one process each, and a process that is killed."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from splitveil.simulation import free_address
+from tests import certificates
+from tests.programs import ROOT
+from tests.runs import write_example
+from tests.system.forked import Forked
+from tests.system.processes import Party, PartyName
+from tests.system.restarted import Settings, Wire, assert_same, outcome, run_here
+from tests.waiting import HANGS_AFTER_S, wait_until
+
+SHORT = ("contract.epochs=2", "contract.batch_size=63", "contract.checkpoints.every_steps=2")
+"""Batches of an odd number of rows, whose last one is shorter."""
+
+DEFENSES = {
+    "none": "{name: none}",
+    "noisy_label": "{name: noisy_label, insecure_noise_seed: 7}",
+}
+"""Answers without noise of their own: that of other defenses follows from the bits of a question,
+and sums in another order have other bits."""
+
+
+def rendezvous() -> dict[str, str]:
+    host, port = free_address().rsplit(":", 1)
+    return {"MASTER_ADDR": host, "MASTER_PORT": port}
+
+
+class Ranks:
+    """The processes of one party, as ``torchrun`` starts them."""
+
+    def __init__(self, party: PartyName, folder: Path, overrides: Sequence[str], size: int) -> None:
+        self.logs = [folder / f"{party}.{rank}.log" for rank in range(size)]
+        sets = [word for text in overrides for word in ("--set", text)]
+        words = ["run", str(folder / f"{party}.yaml"), "--runs", str(folder / "runs"), *sets]
+        shared = rendezvous() | {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+        self.processes = [
+            Forked(
+                f"splitveil.{party}_party",
+                words,
+                log,
+                variables={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank, log in enumerate(self.logs)
+        ]
+
+    def wait(self) -> list[int]:
+        return [process.wait(HANGS_AFTER_S) for process in self.processes]
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+    @property
+    def output(self) -> str:
+        return "\n".join(log.read_text(encoding="utf-8") for log in self.logs)
+
+
+@contextmanager
+def ranks(folder: Path, settings: Settings, active: int, passive: int) -> Iterator[list[Ranks]]:
+    address, found = free_address(), []
+    sizes: tuple[tuple[PartyName, int], ...] = (("active", active), ("passive", passive))
+    try:
+        for party, size in sizes:
+            where = f"{'listen' if party == 'active' else 'connect'}={address}"
+            found.append(Ranks(party, folder, (where, *settings.of(party)), size))
+        yield found
+    finally:
+        for processes in found:
+            processes.kill()
+
+
+class Course(NamedTuple):
+    """What a run leaves, as numbers."""
+
+    weights: dict[str, torch.Tensor]
+    steps: list[dict[str, Any]]
+    summary: dict[str, Any]
+
+
+def course_of(runs: Path) -> Course:
+    folder = runs / "small"
+    weights = {
+        f"{party} {name}": tensor
+        for party in ("active", "passive")
+        for name, tensor in load_file(folder / party / "checkpoint/model.safetensors").items()
+    }
+    lines = (folder / "active/metrics.jsonl").read_text().splitlines()
+    steps = [line for line in map(json.loads, lines) if line["kind"] == "train"]
+    return Course(weights, steps, json.loads((folder / "active/summary.json").read_text()))
+
+
+def assert_close(found: Course, expected: Course) -> None:
+    assert found.weights.keys() == expected.weights.keys()
+    for name, tensor in found.weights.items():
+        torch.testing.assert_close(tensor, expected.weights[name], atol=1e-4, rtol=1e-3, msg=name)
+    assert len(found.steps) == len(expected.steps) > 0
+    for step, other in zip(found.steps, expected.steps, strict=True):
+        assert step["loss"] == pytest.approx(other["loss"], abs=1e-4)
+    for name in ("steps", "epochs"):
+        assert found.summary[name] == expected.summary[name]
+    for name in ("test_auc", "test_loss"):
+        assert found.summary[name] == pytest.approx(expected.summary[name], abs=5e-3)
+    for name, charge in expected.summary["ledger"].items():
+        got = found.summary["ledger"][name]
+        both = None if charge is None else pytest.approx(charge, rel=1e-4, nan_ok=True)
+        assert got == both, name
+
+
+@pytest.mark.parametrize("defense", DEFENSES)
+def test_two_processes_each_follow_the_course_of_one_each(defense: str, tmp_path: Path) -> None:
+    """With certificates, and gradients of an inner layer, which the adversary looks at."""
+    write_example(tmp_path)
+    settings = Settings(SHORT, active=(f"defense={DEFENSES[defense]}",))
+    folder = certificates.make(tmp_path / "certificates")
+    certificates.use(folder, tmp_path)
+    run_here(tmp_path, tmp_path / "alone", settings, Wire(certificates=folder))
+    with ranks(tmp_path, settings, active=2, passive=2) as both:
+        codes = [processes.wait() for processes in both]
+        assert codes == [[0, 0], [0, 0]], "\n".join(one.output for one in both)
+    assert_close(course_of(tmp_path / "runs"), course_of(tmp_path / "alone"))
+    lines = (tmp_path / "runs/small/passive/metrics.jsonl").read_text().splitlines()
+    leaks = [line for line in map(json.loads, lines) if line["kind"] == "leak"]
+    assert all("first/norm_leak_auc" in line for line in leaks)
+    assert leaks
+
+
+def test_the_comparison_would_notice_another_course(tmp_path: Path) -> None:
+    write_example(tmp_path)
+    runs = []
+    for seed in (0, 1):
+        settings = Settings(SHORT, passive=(f"model_seed={seed}",))
+        run_here(tmp_path, tmp_path / str(seed), settings)
+        runs.append(course_of(tmp_path / str(seed)))
+    with pytest.raises(AssertionError):
+        assert_close(*runs)
+
+
+class Supervised:
+    """A party of two processes under ``torchrun``, which starts them again once."""
+
+    def __init__(self, party: PartyName, folder: Path, overrides: Sequence[str]) -> None:
+        self._log = folder / f"{party}.torchrun.log"
+        where = rendezvous()
+        sets = [word for text in overrides for word in ("--set", text)]
+        with self._log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "torch.distributed.run"),
+                    *("--nproc-per-node", "2", "--max-restarts", "1"),
+                    *("--master-addr", where["MASTER_ADDR"]),
+                    *("--master-port", where["MASTER_PORT"]),
+                    *("-m", f"splitveil.{party}_party", "run", str(folder / f"{party}.yaml")),
+                    *("--runs", str(folder / "runs"), *sets),
+                ],
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text(encoding="utf-8")
+
+    def kill_worker(self) -> None:
+        found = re.search(r"worker 1 of 1: process (\d+)", self.output)
+        assert found is not None, self.output
+        os.kill(int(found[1]), signal.SIGKILL)
+
+    def wait(self) -> int:
+        return self._process.wait(HANGS_AFTER_S)
+
+    def end(self) -> None:
+        """End torchrun, which ends its processes; also after its end."""
+        self._process.terminate()
+        self._process.wait(HANGS_AFTER_S)
+
+
+@pytest.mark.parametrize("victim", ["active", "passive"])
+def test_a_killed_worker_ends_in_a_resumed_run_with_the_same_course(
+    victim: PartyName, tmp_path: Path
+) -> None:
+    lasting = ("contract.epochs=40", "contract.batch_size=63", "contract.checkpoints.every_steps=7")
+    again = "reconnect={max_s: 300, first_wait_s: 0.1, longest_wait_s: 0.5}"
+    noisy = "defense={name: marvell, insecure_noise_seed: 7}"
+    settings = Settings((*lasting, again), active=(noisy,))
+    for name in ("whole", "killed"):
+        write_example(tmp_path / name)
+    sizes = {"active": 1, "passive": 1} | {victim: 2}
+    with ranks(tmp_path / "whole", settings, **sizes) as both:
+        assert sum(sum(one.wait()) for one in both) == 0, "\n".join(one.output for one in both)
+    folder, address = tmp_path / "killed", free_address()
+    where = {"active": f"listen={address}", "passive": f"connect={address}"}
+    other: PartyName = "passive" if victim == "active" else "active"
+    metrics = folder / "runs/small/active/metrics.jsonl"
+    with ExitStack() as stack:
+        supervised = Supervised(victim, folder, (where[victim], *settings.of(victim)))
+        stack.callback(supervised.end)
+        alone = Party(other, folder, where[other], *settings.of(other))
+        stack.callback(alone.kill)
+        wait_until(lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") > 30)
+        supervised.kill_worker()
+        codes = supervised.wait(), alone.wait()
+        said = f"{supervised.output}\n{alone.output}"
+        assert codes == (0, 0), said
+    assert "resuming the unfinished run" in supervised.output, said
+    assert_same(outcome(folder / "runs"), outcome(tmp_path / "whole/runs"), said)

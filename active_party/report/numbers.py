@@ -14,7 +14,7 @@ from splitveil.active_party.report.svg import Line
 from splitveil.active_party.report.tables import Tile, figure
 from splitveil.active_party.report.verdict import RECOVERED, WEAK_GUARANTEE, Level, Verdict
 from splitveil.common.data.label_range import ONE_NUMBER
-from splitveil.common.record.leak_figures import NumberLeak
+from splitveil.common.record.leak_figures import NumberBeyond, NumberLeak
 
 _NEEDS = {
     "top_direction": "nothing",
@@ -25,8 +25,8 @@ _NEEDS = {
 
 _MEANING = (
     "Labels are numbers: the attacks that tell classes apart do not apply. What is measured is the "
-    "share of the labels' variance that gradients explain (R2), where 1 reads every label; it "
-    "contains what features tell."
+    "share of the labels' variance that gradients explain (R2), where 1 reads every label; beyond "
+    "features, it is a share of the variance that features leave."
 )
 _OF_LEDGER = (
     "Every leak AUC of the ledger is that of telling the two ends of the range apart, given "
@@ -35,14 +35,13 @@ _OF_LEDGER = (
 
 
 _BEYOND = (
-    "What gradients tell beyond features: the figures contain both, and only the ledger tells them "
-    "apart."
+    "What gradients tell beyond features: it was not measured, the figures contain both, and only "
+    "the ledger tells them apart."
 )
 _UNSEEN = (
     "No attack here looks at forward activations alone, the sizes of the two id sets or timing, "
     "and an attack that has not been run yet may do better than the ones here."
 )
-_GAPS = (_BEYOND, _UNSEEN)
 
 
 class NumberRow(NamedTuple):
@@ -51,7 +50,10 @@ class NumberRow(NamedTuple):
     attack: str
     needs: str
     figures: tuple[str, ...]
-    """R2, on 95 % of batches, in the last epoch, of random scores, and the examples."""
+    """R2 beyond features and its interval, R2, on 95 % of batches, in the last epoch, of random
+    scores, and the examples."""
+    is_clear: bool
+    """Whether it explains more than features do, by more than chance explains."""
 
 
 def is_of_numbers(run: RunFiles) -> bool:
@@ -64,12 +66,27 @@ def number_rows(run: RunFiles) -> Iterator[NumberRow]:
     for attack, found in run.active.summary.of_leak.of_numbers.items():
         others = (found.q95, found.last_epoch, found.random)
         examples = "–" if found.examples is None else f"{found.examples:,}"
-        figures = (figure(found.r2), *map(figure, others), examples)
-        yield NumberRow(attack, _NEEDS.get(attack, "not known here"), figures)
+        beyond, is_clear = ("–", "–"), False
+        if found.beyond is not None:
+            beyond, is_clear = (
+                (figure(found.beyond.r2), _interval(found.beyond)),
+                found.beyond.is_clear,
+            )
+        figures = (*beyond, figure(found.r2), *map(figure, others), examples)
+        yield NumberRow(attack, _NEEDS.get(attack, "not known here"), figures, is_clear)
 
 
 def number_tiles(run: RunFiles) -> Iterator[Tile]:
-    """Yield the figures of the model, and the strongest attack."""
+    """Yield the strongest attack beyond features, the model's figures, and the strongest of all."""
+    measured = run.active.summary.of_leak.of_numbers
+    beyond = _strongest_beyond(measured)
+    if beyond is not None:
+        attack, found = beyond
+        meaning = (
+            f"share that {attack} explains of the labels' variance which features leave; 95 % "
+            f"interval {_interval(found)}"
+        )
+        yield Tile("Measured beyond features", figure(found.r2), meaning)
     model = run.active.summary.of_active.model
     test = model.test_number
     if test is not None:
@@ -83,11 +100,10 @@ def number_tiles(run: RunFiles) -> Iterator[Tile]:
         yield Tile("Test RMSE", f"{test.rmse:.4g}", meaning)
         meaning = "share of the test labels' variance that the joint model explains"
         yield Tile("Test R2", figure(test.r2), meaning)
-    measured = run.active.summary.of_leak.of_numbers
     if measured:
-        attack, found = _strongest(measured)
+        attack, strongest = _strongest(measured)
         meaning = f"share of the labels' variance that {attack} explains by gradients"
-        yield Tile("Measured", figure(found.r2), meaning)
+        yield Tile("Measured", figure(strongest.r2), meaning)
 
 
 def number_summary(run: RunFiles) -> Iterator[tuple[str, str]]:
@@ -132,21 +148,47 @@ def judge_numbers(run: RunFiles) -> Verdict:
     measured = run.active.summary.of_leak.of_numbers
     bounds, guarantee = bounds_of(run), guarantee_of(run)
     reasons = [_MEANING, _OF_LEDGER, *in_full(run, bounds)]
-    gaps = list(_GAPS)
     if not measured:
         headline = f"No attack was run; {in_short(bounds)}."
-        return Verdict("unknown", headline, reasons, gaps)
+        return Verdict("unknown", headline, reasons, [_BEYOND, _UNSEEN])
     attack, found = _strongest(measured)
-    knows = _NEEDS.get(attack, "not known here")
-    headline = (
+    beyond = _strongest_beyond(measured)
+    gaps = [_BEYOND, _UNSEEN] if beyond is None else [_UNSEEN]
+    raw = (
         f"{attack} explains {found.r2:.1%} of the labels' variance from the gradients (it needs to "
-        f"know: {knows}); {in_short(bounds)}."
+        f"know: {_NEEDS.get(attack, 'not known here')})"
     )
+    said = raw
+    if beyond is not None:
+        attack, share = beyond
+        reasons = [f"Features included, {raw}.", *reasons]
+        said = (
+            f"{attack} explains {share.r2:.1%} (95 % interval: {_interval(share)}) of the labels' "
+            f"variance which features leave (it needs to know: "
+            f"{_NEEDS.get(attack, 'not known here')})"
+        )
+    headline = f"{said}; {in_short(bounds)}."
     if guarantee <= WEAK_GUARANTEE:  # the rest of what the figures contain, features tell
         badge = "Bounded beyond what features tell"
         return Verdict("bounded", headline, reasons, gaps, badge)
-    level: Level = "recovered" if found.r2 >= RECOVERED else "leaking"
-    return Verdict(level, headline, reasons, gaps)
+    return Verdict(_level(measured, found), headline, reasons, gaps)
+
+
+def _level(measured: Mapping[str, NumberLeak], strongest: NumberLeak) -> Level:
+    """Return the level of a run without a bound: by figures beyond features, if there are any."""
+    beyond = [one.beyond for one in measured.values() if one.beyond is not None]
+    if max((one.r2 for one in beyond), default=strongest.r2) >= RECOVERED:
+        return "recovered"
+    return "leaking" if not beyond or any(one.is_clear for one in beyond) else "unbounded"
+
+
+def _interval(found: NumberBeyond) -> str:
+    return f"{figure(found.low)} to {figure(found.high)}"
+
+
+def _strongest_beyond(measured: Mapping[str, NumberLeak]) -> tuple[str, NumberBeyond] | None:
+    found = [(name, one.beyond) for name, one in measured.items() if one.beyond is not None]
+    return max(found, key=lambda item: item[1].r2, default=None)
 
 
 def _strongest(measured: Mapping[str, NumberLeak]) -> tuple[str, NumberLeak]:

@@ -2,7 +2,9 @@
 
 The figures are those of `splitveil.common.privacy.number_attacks`. They contain what features tell:
 a gradient of targets follows the model's predictions, and those explain labels without any leak.
-What an answer tells of a label beyond that is bounded by the ledger alone.
+At the end of the run the same attacks are measured beyond features, by
+`splitveil.common.privacy.adjusted_r2`: those whose scores mean the same in every batch, which a
+direction that is found anew in each batch, with a sign of its own, does not.
 """
 
 import copy
@@ -14,17 +16,23 @@ import numpy as np
 import torch
 
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.training.evaluation import Evaluation
 from splitveil.active_party.training.top_trainer import StepResult
+from splitveil.active_party.watch.number_covariates import NumberRowCovariates
+from splitveil.common.privacy.accumulation import RunScores
+from splitveil.common.privacy.adjusted_r2 import AdjustedR2, measure_numbers_beyond_features
 from splitveil.common.privacy.audit_worker import CpuBudget
 from splitveil.common.privacy.number_attacks import (
+    NUM_HINTS,
     SummedGradients,
     informed_r2,
+    informed_scores,
     top_direction_r2,
 )
-from splitveil.common.record.leak_figures import NumberLeak
+from splitveil.common.record.leak_figures import NumberBeyond, NumberLeak
 from splitveil.common.record.lines import NumberLeakLine
 from splitveil.common.record.metrics_log import MetricsLog
-from splitveil.common.run.course import Batch
+from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.progress import State
 
 TOP_DIRECTION = "top_direction"
@@ -43,23 +51,29 @@ class NumberWatch:
     Args:
         settings: of the active party; how often and with how much CPU time to measure.
         metrics: gets a line for each epoch.
-        num_examples: number of aligned examples.
+        rows: the aligned rows of the run.
     """
 
-    def __init__(self, settings: ActiveSettings, metrics: MetricsLog, num_examples: int) -> None:
+    def __init__(self, settings: ActiveSettings, metrics: MetricsLog, rows: AlignedRows) -> None:
         monitor = settings.leak_monitor
         self._every_steps = 0 if monitor is None else monitor.every_steps
         share = None if monitor is None else monitor.max_cpu_share
         self._budget = CpuBudget(share, time.process_time())
         self._metrics = metrics
-        self._sums = SummedGradients(num_examples)
+        self._sums = SummedGradients(len(rows))
+        self._covariates = NumberRowCovariates(rows.splits["train"], len(rows))
+        self._informed = torch.full((len(rows),), torch.nan)
+        """Score of each example by ``informed`` in the last batch that was measured."""
         self._r2: dict[str, dict[int, list[float]]] = {}
         """Attack -> epoch -> R2 of each batch."""
         self._random: list[float] = []
 
     def note_step(self, batch: Batch, result: StepResult) -> None:
         """Measure a batch, unless the settings leave it out."""
-        if not self._every_steps or batch.step % self._every_steps:
+        if not self._every_steps:
+            return
+        self._covariates.note_step(batch, result)
+        if batch.step % self._every_steps:
             return
         if not self._budget.allows(time.process_time()):
             return
@@ -72,6 +86,7 @@ class NumberWatch:
             if result.slopes is not None:
                 known = result.probabilities, result.slopes
                 found[INFORMED] = informed_r2(gradients, labels, *known)
+                self._informed[positions] = informed_scores(gradients, *known).float()
             for attack, r2 in found.items():
                 if not math.isnan(r2):
                     by_epoch = self._r2.setdefault(attack, {})
@@ -79,8 +94,14 @@ class NumberWatch:
             self._random.append(1 / (len(labels) - 1))
         self._budget.pay(time.thread_time() - began_s)
 
+    def note_evaluation(self, evaluation: Evaluation) -> None:
+        """Note how well the model explains the labels of held-out rows."""
+        if evaluation.number is not None:
+            self._covariates.note_held_out(evaluation.number.r2)
+
     def end_epoch(self, epoch: int) -> None:
         """Write the line of an epoch."""
+        self._covariates.end_epoch(epoch)
         found = {attack: by_epoch.get(epoch) for attack, by_epoch in self._r2.items()}
         means = {attack: float(np.mean(r2)) for attack, r2 in found.items() if r2}
         if not means:
@@ -95,10 +116,25 @@ class NumberWatch:
         seen = self._sums.seen()
         examples = 0 if seen is None else len(seen.labels)
         chance = 1 / max(examples - 1, 1)
-        return {attack: self._of_batches(one) for attack, one in self._r2.items()} | {
+        found = {attack: self._of_batches(one) for attack, one in self._r2.items()} | {
             attack: NumberLeak(r2, random=chance, examples=examples)
             for attack, r2 in self._accumulated().items()
         }
+        for attack, beyond in self._beyond_features().items():
+            if attack in found:
+                found[attack] = found[attack]._replace(beyond=NumberBeyond(*beyond))
+        return found
+
+    def _beyond_features(self) -> Mapping[str, AdjustedR2]:
+        covariates, seen = self._covariates.numbers(), self._sums.seen()
+        if covariates is None or seen is None:
+            return {}
+        scores = {ACCUMULATED_TOP: seen.top_direction_scores()}
+        if len(seen.labels) > NUM_HINTS:
+            scores[ACCUMULATED_RIDGE] = seen.ridge_scores(_HINT_SEED)
+        known = (~self._informed.isnan()).numpy().nonzero()[0]
+        scores[INFORMED] = RunScores(known, self._informed.double().numpy()[known])
+        return measure_numbers_beyond_features(covariates, scores)
 
     def _of_batches(self, by_epoch: Mapping[int, list[float]]) -> NumberLeak:
         every = np.concatenate([np.array(one) for one in by_epoch.values()])
@@ -115,6 +151,8 @@ class NumberWatch:
             "sums": self._sums.state_dict(),
             "r2": copy.deepcopy(self._r2),
             "random": list(self._random),
+            "covariates": self._covariates.state_dict(),
+            "informed": self._informed.clone(),
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -122,6 +160,8 @@ class NumberWatch:
         self._sums.load_state_dict(state["sums"])
         self._r2 = copy.deepcopy(state["r2"])
         self._random = list(state["random"])
+        self._covariates.load_state_dict(state["covariates"])
+        self._informed = state["informed"].clone()
 
     def _accumulated(self) -> dict[str, float]:
         seen = self._sums.seen()

@@ -96,7 +96,7 @@ class ActiveRecorder(RunRecorder):
         """Start the progress bar and the leak monitor."""
         self._begin_run(rows)
         if self._settings.data.label_range is not None:
-            self._numbers = NumberWatch(self._settings, self._metrics, len(rows))
+            self._numbers = NumberWatch(self._settings, self._metrics, rows)
         self._of_run.enter_context(self._watch.watching(seed, rows))
         self._show_progress("active", rows, self._settings.contract)
 
@@ -176,6 +176,8 @@ class ActiveRecorder(RunRecorder):
         self._train_loss = sum(self._epoch_losses) / len(self._epoch_losses)
         self._evaluations[evaluation.split] = evaluation
         self._watch.note_evaluation(evaluation)
+        if self._numbers is not None:
+            self._numbers.note_evaluation(evaluation)
         line = EvaluationLine(
             evaluation.epoch,
             evaluation.split,

@@ -15,6 +15,7 @@ second, once.
 
 import functools
 import math
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,11 +40,21 @@ MAX_VALUES = 64
 model's predictions know the others."""
 
 MAX_GAP = 0.02
-"""AUC by which the model may tell training labels better than held-out ones."""
+"""AUC, or R2 of numbers, by which the model may tell training labels better than held-out ones."""
 
 _TRUSTED_EPOCHS = 2
 _LARGEST_LOGIT = 30.0
 _LARGEST_HALF = 6e4
+
+
+class _Visited(NamedTuple):
+    """What is known about the rows that were visited."""
+
+    positions: npt.NDArray[np.int64]
+    activations: npt.NDArray[np.float32]
+    outlooks: npt.NDArray[np.float32]
+    own: npt.NDArray[np.float32]
+    labels: npt.NDArray[Any]
 
 
 class RowCovariates:
@@ -55,19 +66,21 @@ class RowCovariates:
         num_classes: number of classes of the labels.
     """
 
+    _LABEL_TYPE: ClassVar[torch.dtype] = torch.int8
+
     def __init__(self, training: Positions, num_examples: int, num_classes: int) -> None:
         self._positions = training[: 2 * MAX_ROWS // num_classes]
         self._slots = np.full(num_examples, -1, dtype=np.int32)
         self._slots[self._positions] = np.arange(len(self._positions), dtype=np.int32)
         self._num_logits = 1 if num_classes == 2 else num_classes
-        self._labels = torch.full((len(self._positions),), -1, dtype=torch.int8)
+        self._labels = torch.full((len(self._positions),), -1, dtype=self._LABEL_TYPE)
         self._visits = torch.zeros(len(self._positions), dtype=torch.int32)
         self._own = torch.zeros(len(self._positions), 0, dtype=torch.float16)
         self._latest: Tensor | None = None
         """Activation, logits and mean logits of each row's last visit, (rows, values)."""
         self._kept: Tensor | None = None
         """The same as the last epoch left it that counts."""
-        self._held_out_auc = math.nan
+        self._held_out = math.nan
 
     def note_step(self, batch: Batch, result: StepResult) -> None:
         """Note the activations and predictions of one batch's rows."""
@@ -78,7 +91,7 @@ class RowCovariates:
         among = torch.from_numpy(kept)
         rows = torch.from_numpy(slots[kept].astype(np.int64))
         activations = _thinned(result.activation.detach().flatten(start_dim=1), among)
-        logits = _logits(result.probabilities.detach().cpu()[among])
+        logits = self._outlooks(result.probabilities.detach().cpu()[among])
         if self._latest is None:
             width = activations.shape[1] + 2 * self._num_logits
             self._latest = torch.zeros(len(self._positions), width, dtype=torch.float16)
@@ -87,11 +100,11 @@ class RowCovariates:
         mean += (logits - mean) / self._visits[rows, None]
         self._latest[rows] = _half(torch.cat([activations, logits, mean], dim=1))
         self._note_own(rows, among, result.own)
-        self._labels[rows] = result.labels.detach().reshape(-1).cpu()[among].to(torch.int8)
+        self._labels[rows] = result.labels.detach().reshape(-1).cpu()[among].to(self._LABEL_TYPE)
 
-    def note_held_out(self, auc: float) -> None:
-        """Note how well the model tells the labels of held-out rows."""
-        self._held_out_auc = auc
+    def note_held_out(self, figure: float) -> None:
+        """Note how well the model tells the labels of held-out rows: AUC, or R2 of numbers."""
+        self._held_out = figure
 
     def end_epoch(self, epoch: int) -> None:
         """Keep the visits of an epoch, unless the model has learned labels by heart."""
@@ -100,15 +113,21 @@ class RowCovariates:
 
     def result(self) -> Covariates | None:
         """Return what is known about the rows that were visited; None before the first one."""
+        known = self._visited()
+        if known is None:
+            return None
+        return Covariates(*known[:-1], known.labels.astype(np.int64))
+
+    def _visited(self) -> _Visited | None:
         kept = self._latest if self._kept is None else self._kept
         if kept is None:
             return None
         visited = self._visits.numpy() > 0
         known = kept.float().numpy()[visited]
         split = known.shape[1] - 2 * self._num_logits
-        labels = self._labels.numpy()[visited].astype(np.int64)
+        labels = self._labels.numpy()[visited]
         own = self._own.float().numpy()[visited]
-        return Covariates(self._positions[visited], known[:, :split], known[:, split:], own, labels)
+        return _Visited(self._positions[visited], known[:, :split], known[:, split:], own, labels)
 
     def state_dict(self) -> State:
         """Return a copy of everything noted."""
@@ -118,7 +137,7 @@ class RowCovariates:
             "own": self._own.clone(),
             "latest": None if self._latest is None else self._latest.clone(),
             "kept": None if self._kept is None else self._kept.clone(),
-            "held_out_auc": self._held_out_auc,
+            "held_out_auc": self._held_out,
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -127,7 +146,7 @@ class RowCovariates:
         self._own = state["own"].clone()
         self._latest = None if state["latest"] is None else state["latest"].clone()
         self._kept = None if state["kept"] is None else state["kept"].clone()
-        self._held_out_auc = state["held_out_auc"]
+        self._held_out = state["held_out_auc"]
 
     def _note_own(self, rows: Tensor, among: Tensor, own: Features | None) -> None:
         """Note a batch's own features: numbers, and categories by the number of their slot."""
@@ -142,18 +161,30 @@ class RowCovariates:
         self._own[rows] = _half(values)
 
     def _gap(self) -> float:
-        """Return by how much AUC the model tells training labels better; infinite if unknown."""
-        if self._latest is None or math.isnan(self._held_out_auc):
+        """Return by how much the model tells training labels better; infinite if unknown."""
+        if self._latest is None or math.isnan(self._held_out):
             return math.inf
         visited = self._visits > 0
-        logits = self._latest[visited, -2 * self._num_logits : -self._num_logits].float()
-        logits = logits[:, 0] if self._num_logits == 1 else logits
+        outlooks = self._latest[visited, -2 * self._num_logits : -self._num_logits].float()
+        in_training = self._told_in_training(outlooks, self._labels[visited])
+        return math.inf if math.isnan(in_training) else in_training - self._held_out
+
+    @staticmethod
+    def _outlooks(probabilities: Tensor) -> Tensor:
+        """Return the predictions' logits, (rows, 1), or log-probabilities, (rows, classes)."""
+        if probabilities.ndim == 1:
+            logits = probabilities.double().logit()[:, None]
+        else:
+            logits = probabilities.double().log()
+        return logits.clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT).float()
+
+    def _told_in_training(self, outlooks: Tensor, labels: Tensor) -> float:
+        """Return the AUC of predictions of training rows; NaN if it cannot be measured."""
+        logits = outlooks[:, 0] if self._num_logits == 1 else outlooks
         try:
-            return measure_predictions(logits, self._labels[visited].float()).auc - (
-                self._held_out_auc
-            )
+            return measure_predictions(logits, labels.float()).auc
         except OneClass:
-            return math.inf
+            return math.nan
 
 
 def _half(values: Tensor) -> Tensor:
@@ -173,12 +204,3 @@ def _thinned(values: Tensor, rows: Tensor) -> Tensor:
 def _columns(num_values: int) -> Tensor:
     columns: npt.NDArray[np.int64] = np.linspace(0, num_values - 1, MAX_VALUES).astype(np.int64)
     return torch.from_numpy(columns)
-
-
-def _logits(probabilities: Tensor) -> Tensor:
-    """Return the predictions' logits, (rows, 1), or log-probabilities, (rows, classes)."""
-    if probabilities.ndim == 1:
-        logits = probabilities.double().logit()[:, None]
-    else:
-        logits = probabilities.double().log()
-    return logits.clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT).float()

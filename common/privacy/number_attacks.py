@@ -26,6 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from splitveil.common.privacy.accumulation import RunScores
 from splitveil.common.privacy.gradient_rows import prepared
 
 NUM_HINTS = 40
@@ -52,47 +53,71 @@ def top_direction_r2(gradients: Tensor, labels: Tensor) -> float:
 
 
 def informed_r2(gradients: Tensor, labels: Tensor, predictions: Tensor, slopes: Tensor) -> float:
-    """Return the squared correlation of labels with prediction less solved residual.
+    """Return the squared correlation of labels with `informed_scores`."""
+    found = informed_scores(gradients, predictions, slopes)
+    return _squared_correlation(found.numpy(), labels.detach().double().cpu().numpy())
+
+
+def informed_scores(gradients: Tensor, predictions: Tensor, slopes: Tensor) -> Tensor:
+    """Return prediction less solved residual, (rows,) float64 on the CPU.
 
     Args:
         gradients: (rows, ...), finite.
-        labels: (rows,).
         predictions: of the model, (rows,).
         slopes: the gradient of each row for a residual of 1, like ``gradients``.
     """
     rows, units = (one.detach().flatten(1).cpu().double() for one in (gradients, slopes))
     powers = units.square().sum(dim=1)
     residuals = (rows * units).sum(dim=1) / powers.clamp_min(1e-300)
-    found = predictions.detach().cpu().double() - residuals
-    return _squared_correlation(found.numpy(), labels.detach().double().cpu().numpy())
+    return predictions.detach().cpu().double() - residuals
 
 
-def ridge_r2(gradients: Tensor, labels: Tensor, seed: int, num_hints: int = NUM_HINTS) -> float:
-    """Return the R2 of a ridge regression from a few known labels, on all other rows.
+class RidgeScores(NamedTuple):
+    """What a ridge regression from a few known labels says about all other rows."""
+
+    others: npt.NDArray[np.int64]
+    """The rows whose labels it does not know."""
+    scores: _Floats
+    """Its estimates of their labels, (others,)."""
+
+
+def ridge_scores(
+    gradients: Tensor, labels: Tensor, seed: int, num_hints: int = NUM_HINTS
+) -> RidgeScores:
+    """Estimate labels by a ridge regression from a few known ones.
 
     The penalty is the one with the smallest leave-one-out error on the known rows.
 
     Args:
         gradients: (rows, ...), finite.
-        labels: (rows,).
+        labels: (rows,), of which those of the known rows are read.
         seed: of the choice of the known rows.
         num_hints: number of known labels.
-
-    Returns:
-        At least 0, which is the mean of the known labels; NaN if fewer than two other rows are
-        left, or their labels are all the same.
     """
     rows = prepared(gradients.cpu()).rows.numpy()
     known = labels.detach().double().cpu().numpy()
     order = np.random.default_rng(seed).permutation(len(rows))
     hints, others = order[:num_hints], order[num_hints:]
-    if len(others) < 2 or np.ptp(known[others]) == 0:
-        return float("nan")
     centre, mean = rows[hints].mean(axis=0), known[hints].mean()
     weights = _ridge(rows[hints] - centre, known[hints] - mean)
-    errors = known[others] - mean - (rows[others] - centre) @ weights
-    spread = np.square(known[others] - known[others].mean()).sum()
-    return float(max(0.0, 1 - np.square(errors).sum() / spread))
+    return RidgeScores(others, mean + (rows[others] - centre) @ weights)
+
+
+def ridge_r2(gradients: Tensor, labels: Tensor, seed: int, num_hints: int = NUM_HINTS) -> float:
+    """Return the R2 of `ridge_scores`.
+
+    Returns:
+        At least 0, which is the mean of the known labels; NaN if fewer than two other rows are
+        left, or their labels are all the same.
+    """
+    if len(labels) < num_hints + 2:
+        return float("nan")
+    others, scores = ridge_scores(gradients, labels, seed, num_hints)
+    known = labels.detach().double().cpu().numpy()[others]
+    if np.ptp(known) == 0:
+        return float("nan")
+    spread = np.square(known - known.mean()).sum()
+    return float(max(0.0, 1 - np.square(known - scores).sum() / spread))
 
 
 def _ridge(rows: _Floats, labels: _Floats) -> _Floats:
@@ -144,7 +169,7 @@ class SummedGradients:
             activations: like the gradients.
         """
         rows = gradients.detach().flatten(start_dim=1).cpu().float()
-        every = max(1, -(-self._num_examples * 2 * rows.shape[1] // _MOST_VALUES))
+        every = _apart(self._num_examples, rows.shape[1])
         if self._sums is None:
             kept = -(-self._num_examples // every)
             self._sums = torch.zeros(kept, rows.shape[1])
@@ -161,7 +186,10 @@ class SummedGradients:
         if self._sums is None:
             return None
         visited = ~self._labels.isnan()
-        return SeenSums(self._sums[visited], self._last[visited], self._labels[visited])
+        every = _apart(self._num_examples, self._sums.shape[1])
+        positions = visited.nonzero()[:, 0] * every
+        sums, last = self._sums[visited], self._last[visited]
+        return SeenSums(sums, last, self._labels[visited], positions)
 
     def state_dict(self) -> dict[str, Tensor | None]:
         """Return a copy of all sums."""
@@ -176,6 +204,11 @@ class SummedGradients:
         self._labels = state["labels"].clone()
 
 
+def _apart(num_examples: int, width: int) -> int:
+    """Return how far the examples that are kept are apart."""
+    return max(1, -(-num_examples * 2 * width // _MOST_VALUES))
+
+
 class SeenSums(NamedTuple):
     """Sums of gradients, with the last activations and the labels of their examples."""
 
@@ -185,6 +218,8 @@ class SeenSums(NamedTuple):
     """(examples, row_dim)."""
     labels: Tensor
     """(examples,)."""
+    positions: Tensor
+    """Of the examples in the common order, ascending, (examples,)."""
 
     def top_direction_r2(self) -> float:
         """Return the figure of ``accumulated_top_direction``."""
@@ -192,8 +227,22 @@ class SeenSums(NamedTuple):
 
     def ridge_r2(self, seed: int) -> float:
         """Return the figure of ``accumulated_ridge_40``."""
+        return ridge_r2(self._for_ridge(), self.labels, seed)
+
+    def top_direction_scores(self) -> RunScores:
+        """Return the scores of ``accumulated_top_direction``."""
+        scores = prepared(self.gradients).top.projections.numpy()
+        return RunScores(self.positions.numpy(), scores)
+
+    def ridge_scores(self, seed: int) -> RunScores:
+        """Return the scores of ``accumulated_ridge_40`` of the rows whose labels it is not told."""
+        others, scores = ridge_scores(self._for_ridge(), self.labels, seed)
+        order = np.argsort(others)
+        return RunScores(self.positions.numpy()[others[order]], scores[order])
+
+    def _for_ridge(self) -> Tensor:
         parts = (_standardised(self.gradients), _standardised(self.activations))
-        return ridge_r2(torch.cat(parts, dim=1), self.labels, seed)
+        return torch.cat(parts, dim=1)
 
 
 def _standardised(columns: Tensor) -> Tensor:

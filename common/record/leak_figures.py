@@ -27,6 +27,7 @@ from splitveil.common.record.values import (
 _BY_CLASS = ("leak_classes", "leak_run_level_classes")
 _COUNTS = "leak_batches"
 _OF_NUMBERS = "leak_of_numbers"
+_BEYOND = "beyond"
 LEAK_TABLES = (
     "leak",
     "leak_worst_epoch",
@@ -100,6 +101,21 @@ class BatchCounts(NamedTuple):
     left_out: int | None = None
 
 
+class NumberBeyond(NamedTuple):
+    """One attack on labels that are numbers beyond features: shares of what features leave."""
+
+    r2: float
+    low: float
+    """Lower end of its 95 % interval; 0 where it may be chance."""
+    high: float
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the correlation behind it is above 0 by three standard errors."""
+        size = math.sqrt(self.r2)
+        return size - 3.0 / 1.96 * (size - math.sqrt(self.low)) > 0
+
+
 class NumberLeak(NamedTuple):
     """One attack on labels that are numbers, at the cut layer: shares of their variance."""
 
@@ -113,6 +129,8 @@ class NumberLeak(NamedTuple):
     """The R2 that random scores have on average."""
     examples: int | None = None
     """Of an attack on the whole run: the examples that were looked at."""
+    beyond: NumberBeyond | None = None
+    """What it explains beyond features; None if it was not measured."""
 
 
 class LeakByClass(NamedTuple):
@@ -142,7 +160,7 @@ class LeakFigures:
 def leak_to_json(leak: LeakFigures) -> dict[str, Any]:
     """Return the form of the figures in a summary's file."""
     if leak.of_numbers:
-        return {_OF_NUMBERS: {name: one._asdict() for name, one in leak.of_numbers.items()}}
+        return {_OF_NUMBERS: {name: _write_number(one) for name, one in leak.of_numbers.items()}}
     written: dict[str, Any] = {
         "leak": _each(leak.batches, BatchFigures._asdict),
         "leak_worst_epoch": leak.worst_epoch,
@@ -164,6 +182,11 @@ def _each(
         layer: {attack: write(found) for attack, found in attacks.items()}
         for layer, attacks in figures.items()
     }
+
+
+def _write_number(found: NumberLeak) -> dict[str, Any]:
+    beyond = None if found.beyond is None else found.beyond._asdict()
+    return found._asdict() | {_BEYOND: beyond}
 
 
 def _write_run_class(found: ClassFigures) -> dict[str, Any]:
@@ -198,8 +221,17 @@ def _read_numbers(value: object) -> dict[str, NumberLeak]:
         if r2 is not None:
             q95, last, random = (as_number(written.get(n)) for n in ("q95", "last_epoch", "random"))
             examples = as_count(written.get("examples"))
-            found[str(attack)] = NumberLeak(r2, q95, last, random, examples)
+            beyond = _read_number_beyond(written.get(_BEYOND))
+            found[str(attack)] = NumberLeak(r2, q95, last, random, examples, beyond)
     return found
+
+
+def _read_number_beyond(value: object) -> NumberBeyond | None:
+    written = as_mapping(value)
+    r2, low, high = (as_number(written.get(name)) for name in NumberBeyond._fields)
+    if r2 is None or low is None or high is None:
+        return None
+    return NumberBeyond(r2, low, high)
 
 
 def _read_batches(value: object) -> BatchFigures | None:

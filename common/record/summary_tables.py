@@ -97,10 +97,11 @@ def number_table(leak: Mapping[str, NumberLeak], title: str) -> FittedTable:
     """
     table = FittedTable(title)
     table.add_column("attack")
-    for heading in ("R2", "95 % of batches", "last epoch", "random scores"):
+    for heading in ("R2", "beyond features", "95 % of batches", "last epoch", "random scores"):
         table.add_column(heading, justify="right")
     for attack, found in leak.items():
-        others = (found.q95, found.last_epoch, found.random)
+        beyond = None if found.beyond is None else found.beyond.r2
+        others = (beyond, found.q95, found.last_epoch, found.random)
         cells = ("-" if value is None else _auc(value) for value in others)
         table.add_row(attack, _auc(found.r2), *cells)
     return table

@@ -200,6 +200,8 @@ def test_a_model_learns_numbers_and_every_figure_stands_beside_the_constant(
     attacks = summary["leak_of_numbers"]
     assert attacks["informed"]["r2"] > 0.99
     assert attacks["accumulated_ridge_40"]["r2"] > 0.3
+    assert attacks["informed"]["beyond"]["r2"] > 0.9
+    assert attacks["accumulated_top_direction"]["beyond"]["low"] > 0.5
     assert not {name for name in summary if name.startswith("leak") and "auc" in name}
     lines = [
         json.loads(line)
@@ -209,6 +211,26 @@ def test_a_model_learns_numbers_and_every_figure_stands_beside_the_constant(
     assert len(tested) == 12
     assert tested[-1]["rmse"] == summary["test_rmse"]
     assert "auc" not in tested[-1]
+
+
+def test_targets_that_repeat_the_model_tell_nothing_beyond_features(tmp_path: Path) -> None:
+    """Half of the variance of a label is explained by gradients, and features explain that half."""
+    active, passive = number_tables(2000)
+    (run,) = simulate(
+        active=active,
+        passive=passive,
+        label="amount",
+        label_range=(LOW, HIGH),
+        defense={"name": "projected_labels", "strength": {"leak_auc": 0.6}},
+        settings=QUICK,
+        threads=1,
+        runs=tmp_path,
+    )
+    attacks = json.loads((run.path / "active" / "summary.json").read_text())["leak_of_numbers"]
+    assert attacks["informed"]["r2"] > 0.4
+    measured = {name: one["beyond"]["r2"] for name, one in attacks.items() if one["beyond"]}
+    assert set(measured) == {"informed", "accumulated_top_direction", "accumulated_ridge_40"}
+    assert max(measured.values()) < 0.1
 
 
 def test_early_stopping_looks_at_the_validation_error(tmp_path: Path) -> None:
@@ -279,6 +301,8 @@ def test_the_report_has_figures_of_numbers_and_no_auc_of_classes(
     assert "Test RMSE" in page
     assert "better than the active party alone" in page
     assert "the two ends of the range" in page
+    assert "R2 beyond features" in page
+    assert "Measured beyond features" in page
     assert not any(text in page for text in ("Test AUC", "test AUC", "positives", "Gradients by"))
     assert "Labels recovered" in page if defense == "none" else "Bounded beyond" in page
     both = write_comparison([run.path, run.path], tmp_path / "both.html").read_text()

@@ -471,3 +471,27 @@ def test_a_damaged_summary_is_refused_in_words(tmp_path: Path) -> None:
     (tmp_path / SUMMARY).write_text('{"steps": 3')
     with pytest.raises(SettingsError, match=r"summary\.json: not valid JSON"):
         read_summary(tmp_path)
+
+
+def test_what_attacks_explain_of_numbers_beyond_features_is_read_as_it_was_written() -> None:
+    beyond = leak_figures.NumberBeyond(0.25, 0.0, 0.5)
+    leak = leak_figures.LeakFigures(
+        of_numbers={
+            "informed": leak_figures.NumberLeak(0.75, 0.875, 0.5, 0.125, None, beyond),
+            "top_direction": leak_figures.NumberLeak(0.5),
+        }
+    )
+    written = leak_figures.leak_to_json(leak)["leak_of_numbers"]
+    assert written["informed"]["beyond"] == {"r2": 0.25, "low": 0.0, "high": 0.5}
+    assert written["top_direction"]["beyond"] is None
+    assert leak_figures.leak_from_json({"leak_of_numbers": written}) == leak
+    del written["informed"]["beyond"]["low"]  # of a file that somebody has changed
+    found = leak_figures.leak_from_json({"leak_of_numbers": written})
+    assert found is not None
+    assert found.of_numbers["informed"].beyond is None
+
+
+@pytest.mark.parametrize(("low", "is_clear"), [(0.04, True), (0.01, False), (0.0, False)])
+def test_an_r2_is_clear_above_three_standard_errors(low: float, is_clear: bool) -> None:
+    """A correlation of .4 whose interval begins at .2, .1 or 0 is 3.9, 2.6 or 2 errors above 0."""
+    assert leak_figures.NumberBeyond(0.16, low, 0.5).is_clear is is_clear

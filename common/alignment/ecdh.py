@@ -31,6 +31,7 @@ import numpy as np
 
 from splitveil.common.alignment import ristretto
 from splitveil.common.alignment.interface import RowIndices, Splits
+from splitveil.common.alignment.tag_sets import common_tags
 from splitveil.common.alignment.turns import TagTurns, check_chunk, check_length
 from splitveil.common.alignment.workers import WorkerPool
 from splitveil.common.data.ids import NORMALISATION
@@ -48,7 +49,6 @@ ENGINE = "ecdh-ristretto255"
 VERSION = 2
 TAG_BYTES = limits.TAG_BYTES
 CHUNK_IDS = limits.CHUNK_IDS
-_TAG = np.dtype(f"S{TAG_BYTES}")
 
 
 class GroupOperations(Protocol):
@@ -318,19 +318,11 @@ class EcdhExchange:
 
     def _intersect(self) -> pb.AlignDone:
         """Find the common ids once all tags have arrived."""
-        own, peer = np.frombuffer(self._tags.own, _TAG), np.frombuffer(self._tags.of_peer, _TAG)
-        order = np.argsort(own)
-        own, peer = own[order], np.sort(peer)
-        # Ids are distinct and so are their tags, unless the peer repeats a point or invents a tag.
-        if (own[1:] == own[:-1]).any() or (peer[1:] == peer[:-1]).any():
-            raise InvalidMessage("two ids have the same tag")
-        positions = np.searchsorted(peer, own)
-        is_common = peer[np.minimum(positions, len(peer) - 1)] == own
-        self._common_rows = self._shuffled_rows[order[is_common]]
-        common = own[is_common]
-        digest = hashlib.sha256(common.tobytes())
+        common = common_tags(self._tags.own, self._tags.of_peer)
+        self._common_rows = self._shuffled_rows[common.positions]
+        digest = hashlib.sha256(common.tags.tobytes())
         self._own_done = pb.AlignDone(
-            count=len(common), digest=digest.digest(), split_digest=self._split_digest(digest)
+            count=len(common.tags), digest=digest.digest(), split_digest=self._split_digest(digest)
         )
         return self._own_done
 

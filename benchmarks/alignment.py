@@ -6,24 +6,30 @@ its peak resident memory. The floor is what libsodium alone needs for one hash t
 multiplications, measured by each party in turn right before and right after, since the clock of a
 shared machine is not steady.
 
-    python -m benchmarks.alignment --ids 100000 --workers 0
+    python -m benchmarks.alignment --ids 10000 100000 --workers 0 1 2
+
+With ``--openmined PYTHON``, an interpreter of an environment that has openmined-psi, each size is
+also aligned by that package (``other_psi.py``), right afterwards.
 """
 
 import argparse
 import ctypes
+import json
 import multiprocessing
 import os
 import platform
 import resource
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib import metadata
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from queue import Queue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -53,6 +59,17 @@ class PartyCost(NamedTuple):
     party_mib: float
     worker_mib: float  # of the largest
     num_common: int
+    sent_bytes: int  # of all frames, without what gRPC, TCP and TLS add
+
+
+class CountingChannel(StreamChannel):
+    """Counts the bytes of the frames that it sends."""
+
+    sent_bytes = 0
+
+    def send(self, frame: AlignFrame) -> None:
+        self.sent_bytes += frame.ByteSize()
+        super().send(frame)
 
 
 class Task(NamedTuple):
@@ -66,31 +83,51 @@ class Task(NamedTuple):
 
 
 def main() -> None:
+    """Measure every size with every number of workers, and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ids", type=int, default=100_000, help="per party")
-    parser.add_argument("--workers", type=int, default=0, help="worker processes per party")
+    parser.add_argument("--ids", type=int, nargs="+", default=[100_000], help="per party")
+    parser.add_argument(
+        "--workers", type=int, nargs="+", default=[0], help="worker processes per party"
+    )
+    parser.add_argument("--openmined", metavar="PYTHON", help="interpreter with openmined-psi")
     arguments = parser.parse_args()
+    _print_machine()
+    for num_ids in arguments.ids:
+        for workers in arguments.workers:
+            _print(num_ids, workers, _align_once(num_ids, workers))
+        if arguments.openmined:
+            _print_openmined(num_ids, _openmined(arguments.openmined, num_ids))
 
+
+def _align_once(num_ids: int, workers: int) -> dict[str, PartyCost]:
     context = multiprocessing.get_context("spawn")
     results: multiprocessing.Queue[tuple[str, PartyCost]] = context.Queue()
     ports: multiprocessing.Queue[int] = context.Queue()
     barrier = context.Barrier(2)
-    task = Task(arguments.ids, arguments.workers, barrier, ports, results)
+    task = Task(num_ids, workers, barrier, ports, results)
     parties = [context.Process(target=run, args=(task,)) for run in (_run_active, _run_passive)]
     for party in parties:
         party.start()
     costs = dict(results.get() for _ in parties)
     for party in parties:
         party.join()
-    _print(arguments.ids, arguments.workers, costs)
+    return costs
+
+
+def _openmined(python: str, num_ids: int) -> dict[str, Any]:
+    script = Path(__file__).with_name("other_psi.py")
+    command = [python, str(script), str(num_ids)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    outcome: dict[str, Any] = json.loads(done.stdout)
+    return outcome
 
 
 def _run_active(task: Task) -> None:
-    def exchange(run: Callable[[StreamChannel], Alignment]) -> Alignment:
+    def exchange(run: Callable[[CountingChannel], Alignment]) -> Alignment:
         outcome: Queue[Alignment] = Queue()
 
         def handle(requests: Iterator[AlignFrame], _context: object) -> Iterator[AlignFrame]:
-            channel = StreamChannel(lambda _outgoing: requests)
+            channel = CountingChannel(lambda _outgoing: requests)
             with ThreadPoolExecutor(1) as executor:
                 future = executor.submit(run, channel)
                 yield from channel.outgoing
@@ -114,13 +151,13 @@ def _run_active(task: Task) -> None:
 
 
 def _run_passive(task: Task) -> None:
-    def exchange(run: Callable[[StreamChannel], Alignment]) -> Alignment:
+    def exchange(run: Callable[[CountingChannel], Alignment]) -> Alignment:
         address = f"127.0.0.1:{task.ports.get()}"
         with grpc.insecure_channel(address, without_proxy()) as connection:
             call = connection.stream_stream(
                 _METHOD, AlignFrame.SerializeToString, AlignFrame.FromString
             )
-            return run(StreamChannel(call))
+            return run(CountingChannel(call))
 
     first = task.num_ids // 2
     ids = [f"customer-{number:09d}" for number in range(first, first + task.num_ids)]
@@ -131,7 +168,7 @@ def _measure(
     ids: list[str],
     workers: int,
     barrier: Barrier,
-    exchange: Callable[[Callable[[StreamChannel], Alignment]], Alignment],
+    exchange: Callable[[Callable[[CountingChannel], Alignment]], Alignment],
 ) -> PartyCost:
     barrier.wait()
     floors = [_floor_s() for _ in range(3)]
@@ -139,9 +176,13 @@ def _measure(
     engine = build_engine(EcdhAlignment(), AlignmentResources(workers=workers))
     started_cpu, started = _own_cpu_s(), time.perf_counter()
 
-    def run(channel: StreamChannel) -> Alignment:
+    sent = [0]
+
+    def run(channel: CountingChannel) -> Alignment:
         checked = canonical_ids(ids, "generated ids")
-        return align(engine, checked, channel, nonce=os.urandom(32), run_id="benchmark")
+        found = align(engine, checked, channel, nonce=os.urandom(32), run_id="benchmark")
+        sent[0] = channel.sent_bytes
+        return found
 
     alignment = exchange(run)
     wall_s = time.perf_counter() - started
@@ -156,7 +197,13 @@ def _measure(
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s += ended.ru_utime + ended.ru_stime - waited.ru_utime - waited.ru_stime
     return PartyCost(
-        cpu_s, wall_s, statistics.median(floors), party_mib, worker_mib, len(alignment.rows)
+        cpu_s,
+        wall_s,
+        statistics.median(floors),
+        party_mib,
+        worker_mib,
+        len(alignment.rows),
+        sent[0],
     )
 
 
@@ -193,11 +240,19 @@ def _peak_mib(process: str) -> float:
 
 
 def _children() -> list[str]:
-    tasks = Path("/proc/self/task").iterdir()
-    return [child for task in tasks for child in (task / "children").read_text().split()]
+    """Return the processes that this one has started.
+
+    Not from the files ``children`` of its threads: some kernels have none.
+    """
+    own, found = f"PPid:\t{os.getpid()}\n", []
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with suppress(OSError):  # it has ended meanwhile
+            if own in status.read_text(encoding="utf-8", errors="replace"):
+                found.append(status.parent.name)
+    return found
 
 
-def _print(num_ids: int, workers: int, costs: dict[str, PartyCost]) -> None:
+def _print_machine() -> None:
     model = next(
         (
             line.partition(":")[2].strip()
@@ -208,14 +263,28 @@ def _print(num_ids: int, workers: int, costs: dict[str, PartyCost]) -> None:
     )
     print(f"{model}, {os.cpu_count()} cores; Python {platform.python_version()}, "
           f"grpcio {metadata.version('grpcio')}, {ristretto.load().name}")  # fmt: skip
+
+
+def _print(num_ids: int, workers: int, costs: dict[str, PartyCost]) -> None:
     print(f"{num_ids} x {num_ids} ids, {workers} workers per party")
     for party, cost in sorted(costs.items()):
         rate, floor = num_ids / cost.cpu_s, 1 / cost.floor_s
         print(
             f"{party:8}{rate:8,.0f} ids/s/core = {rate / floor:.0%} of the floor {floor:,.0f}; "
-            f"{num_ids / cost.wall_s:8,.0f} ids/s wall; peak {cost.party_mib:.0f} MiB"
+            f"{num_ids / cost.wall_s:8,.0f} ids/s wall; "
+            f"sends {cost.sent_bytes / num_ids:.2f} bytes/id; peak {cost.party_mib:.0f} MiB"
             + (f" + {workers} x {cost.worker_mib:.0f} MiB" if workers else "")
             + f"; {cost.num_common} common"
+        )
+
+
+def _print_openmined(num_ids: int, outcome: dict[str, Any]) -> None:
+    print(f"{num_ids} x {num_ids} ids, openmined-psi {outcome['version']}, one process for both")
+    for party, cpu_s in outcome["cpu_s"].items():
+        print(
+            f"{party:8}{num_ids / cpu_s:8,.0f} ids/s/core; "
+            f"sends {outcome['sent_bytes'][party] / num_ids:.2f} bytes/id; "
+            f"peak of both {outcome['peak_mib']:.0f} MiB; {outcome['num_common']} common"
         )
 
 

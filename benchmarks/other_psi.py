@@ -9,10 +9,10 @@ together.
 """
 
 import json
-import resource
 import sys
 import time
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import private_set_intersection.python as psi
@@ -51,7 +51,10 @@ def main() -> None:
         "client": request.ByteSize(),
         "server": setup.ByteSize() + response.ByteSize(),
     }
-    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    # Not ru_maxrss: Linux carries the parent's peak over into a new program.
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+    peak_mib = int(line.split()[1]) / 1024
     outcome = {
         "version": metadata.version("openmined_psi"),
         "cpu_s": cpu_s,

@@ -51,6 +51,7 @@ from splitveil.common.errors import (
 from splitveil.common.models.factory import build_top_model
 from splitveil.common.party import command_line
 from splitveil.common.party.credentials import CredentialFiles, credential_files
+from splitveil.common.party.early_imports import import_while_waiting
 from splitveil.common.party.ending import end_program, exit_code_of
 from splitveil.common.party.freed_memory import keep_freed_memory
 from splitveil.common.party.interruption import Interruption
@@ -174,6 +175,7 @@ def _train(
         desk = ProbeDesk(contract, form_of(data.ids))
         server = start_server(service, contract, settings.listen, credentials, notes, desk)
         logger.info("waiting for %s at %s", _parties_of(contract), settings.listen)
+        import_while_waiting()
         stopped: EndedForGood | None = None
         try:
             with status.serving(session):

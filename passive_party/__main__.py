@@ -23,6 +23,7 @@ from splitveil.common.errors import (
 from splitveil.common.models.factory import build_bottom_model
 from splitveil.common.party import command_line
 from splitveil.common.party.credentials import CredentialFiles, credential_files
+from splitveil.common.party.early_imports import import_while_waiting
 from splitveil.common.party.ending import end_program, exit_code_of
 from splitveil.common.party.freed_memory import keep_freed_memory
 from splitveil.common.party.interruption import Interruption
@@ -158,8 +159,7 @@ def _train(
             with GrpcPeer(
                 connection, settings.reconnect, interruption, settings.party, watch
             ) as peer:
-                status.enter_stage("waiting")
-                status.set_ready("waiting for the active party", ready=False)
+                _begin_to_wait(status)
                 run.run(peer)
         except PeerEndedForGood as error:
             stopped = error  # it ends with a summary, like any other run
@@ -183,6 +183,12 @@ def _train(
     _leave_results(folder, _whole_summary(settings, recorder, transcript), stopped)
     aligner.tried.forget()
     store.forget_finished()  # last: a process that ends before this does not train from scratch
+
+
+def _begin_to_wait(status: RunStatus) -> None:
+    status.enter_stage("waiting")
+    status.set_ready("waiting for the active party", ready=False)
+    import_while_waiting()
 
 
 def _aligner(settings: PassiveSettings, data: PartyData, folder: Path) -> Aligner:

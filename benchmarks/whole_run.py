@@ -310,7 +310,9 @@ def start(party: str, folder: Path, runs: Path, depth: int) -> subprocess.Popen[
     command = [sys.executable, "-c", code, "run", str(folder / f"{party}-now.yaml")]
     command += ["--set", f"contract.pipeline_depth={depth}"]
     return subprocess.Popen(
-        [*command, "--runs", str(runs), "-qq"], env=os.environ | {"OMP_NUM_THREADS": "1"}
+        [*command, "--runs", str(runs), "-qq"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
     )
 
 

@@ -171,6 +171,8 @@ def _of_summary(party: str, summary: Summary) -> Iterator[_Found]:
         yield _Found(party, "low", gathered.low, layer, attack)
         yield _Found(party, "high", gathered.high, layer, attack)
         yield _Found(party, "examples", gathered.examples, layer, attack)
+    for attack, adjusted in ({} if leak.beyond is None else leak.beyond.adjusted).items():
+        yield _Found(party, "adjusted", adjusted.value, "cut", attack)
 
 
 def _each(figures: ByAttack[ValueT]) -> Iterator[tuple[str, str, ValueT]]:

@@ -150,6 +150,21 @@ def test_the_comparison_would_notice_another_course(tmp_path: Path) -> None:
         assert_close(*runs)
 
 
+def test_a_signal_to_all_processes_stops_the_run_with_a_goodbye(tmp_path: Path) -> None:
+    """As torchrun sends it when a person stops it: the workers live, so nobody has to restart."""
+    write_example(tmp_path)
+    with ranks(tmp_path, Settings(("contract.epochs=400",)), active=1, passive=2) as both:
+        active, passive = both
+        metrics = tmp_path / "runs/small/active/metrics.jsonl"
+        wait_until(lambda: metrics.is_file() and metrics.read_bytes().count(b"\n") > 30)
+        for process in passive.processes:
+            process.send_signal(signal.SIGTERM)
+        codes = passive.wait(), active.wait()
+    assert codes == ([128 + signal.SIGTERM, 0], [4]), f"{passive.output}\n{active.output}"
+    assert "ending at once" not in passive.output
+    assert (tmp_path / "runs/small/passive/checkpoint/model.safetensors").exists()
+
+
 class Supervised:
     """A party of two processes under ``torchrun``, which starts them again once."""
 

@@ -16,11 +16,14 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from splitveil.common.errors import SplitveilError
 
 _AS_LONG_AS_IT_TAKES = timedelta(days=365)
 """Between two messages the other party's alignment may lie; a rank that dies is noticed at once."""
+_FIND_EACH_OTHER_WITHIN = timedelta(minutes=10)
 _ANSWERS_WITHIN = timedelta(seconds=20)
 
 
@@ -70,7 +73,11 @@ class WorkerLine:
 
     @classmethod
     def join(
-        cls, rank: int, size: int, on_lost: Callable[[Exception], NoReturn] = _raise_lost
+        cls,
+        rank: int,
+        size: int,
+        on_lost: Callable[[Exception], NoReturn] = _raise_lost,
+        attempt: int = 0,
     ) -> "WorkerLine":
         """Wait for all processes, which find each other where the environment says.
 
@@ -78,8 +85,24 @@ class WorkerLine:
             rank: of this process.
             size: number of processes.
             on_lost: as for the class.
+            attempt: counts the starts of all processes together. The place where they meet may
+                outlive them, and holds the addresses of those before.
+
+        Raises:
+            WorkerLost: they do not find each other.
         """
-        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=_AS_LONG_AS_IT_TAKES)
+        found = rendezvous("env://", rank, size, timeout=_FIND_EACH_OTHER_WITHIN)
+        try:
+            store, _, _ = next(found)
+            dist.init_process_group(
+                "gloo",
+                rank=rank,
+                world_size=size,
+                timeout=_FIND_EACH_OTHER_WITHIN,
+                store=PrefixStore(f"splitveil/{attempt}", store),
+            )
+        except RuntimeError as error:
+            raise WorkerLost(f"this party's processes do not find each other: {error}") from error
         return cls(rank, size, on_lost)
 
     # ---- tensors ----

@@ -73,7 +73,7 @@ def joined(place: Place, interruption: Interruption) -> Iterator[Workers]:
         yield ALONE
         return
     _logger.info("waiting for this party's other processes (%d in all)", place.size)
-    line = WorkerLine.join(place.rank, place.size, _end_at_once)
+    line = WorkerLine.join(place.rank, place.size, _end_at_once, place.restarts)
     _logger.info("%d processes compute the batches of this party", place.size)
     interruption.before_stopping = line.check_all_alive
     try:
@@ -93,7 +93,7 @@ def work(place: Place, build: Callable[[dict[str, Any]], Replica]) -> None:
         WorkerLost: rank 0 is gone.
         SettingsError: rank 0 has another model.
     """
-    line = WorkerLine.join(place.rank, place.size)
+    line = WorkerLine.join(place.rank, place.size, attempt=place.restarts)
     _logger.info("worker %d of %d: process %d", place.rank, place.size - 1, os.getpid())
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0 stops between two batches, with a checkpoint

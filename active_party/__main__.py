@@ -41,7 +41,7 @@ from splitveil.active_party.watch.active_status import ActiveStatus
 from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.active_party.watch.status_observer import StatusObserver
 from splitveil.active_party.workers import check_settings, work_for
-from splitveil.common.alignment import AlignmentResources, TriedIds, build_engine, file_of_count
+from splitveil.common.alignment import AlignmentResources, KeptExchanges, TriedIds, build_engine
 from splitveil.common.data.id_forms import form_of
 from splitveil.common.errors import (
     EndedForGood,
@@ -169,8 +169,10 @@ def _train(
         session.reopen()
         # From the first answer until this process ends, no file may pass for the whole account.
         delete_saved(folder, LEDGER)
-        tried = _tried_ids(settings, folder)
-        service = ActiveService(session, engine, settings.reconnect.deadline_s, tried, status)
+        deadline_s, most = settings.reconnect.deadline_s, contract.alignment.max_set_size
+        tried = TriedIds.beside(folder, most, settings.alignment_attempts)
+        keeping = tried, status, KeptExchanges(folder)
+        service = ActiveService(session, engine, deadline_s, *keeping)
         notes = status if transcript is None else AllNotes(transcript, status)
         desk = ProbeDesk(contract, form_of(data.ids))
         server = start_server(service, contract, settings.listen, credentials, notes, desk)
@@ -221,17 +223,14 @@ def _open_folder(settings: ActiveSettings, *, fresh: bool) -> Path:
         lambda folder: command_line.resumes(settings, fresh=fresh, folder=folder),
     )
     command_line.save_resolved(settings, folder)
+    if fresh:
+        KeptExchanges(folder).discard()
     return folder
 
 
 def _store(contract: Contract, folder: Path) -> RunStore:
     keep, num_parties = contract.checkpoints.keep, len(contract.passive_parties)
     return RunStore(folder, keep, num_parties, in_background=True)
-
-
-def _tried_ids(settings: ActiveSettings, folder: Path) -> TriedIds:
-    most = settings.contract.alignment.max_set_size
-    return TriedIds(most, settings.alignment_attempts, file_of_count(folder))
 
 
 def _transcript(

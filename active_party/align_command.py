@@ -12,7 +12,7 @@ from splitveil.active_party.serving.service import ActiveService
 from splitveil.active_party.serving.supervisor import wait_for_end
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.watch.active_status import ActiveStatus
-from splitveil.common.alignment import AlignmentResources, TriedIds, build_engine, file_of_count
+from splitveil.common.alignment import AlignmentResources, KeptExchanges, TriedIds, build_engine
 from splitveil.common.data.id_forms import form_of
 from splitveil.common.party import command_line
 from splitveil.common.party.aligned_table import (
@@ -85,10 +85,10 @@ def _find_common_order(
             OwnRows(data.ids, data.table.splits),
             partial(command_line.draw_nonce, settings),
         )
-        tried = TriedIds(
-            contract.alignment.max_set_size, settings.alignment_attempts, file_of_count(folder)
-        )
-        service = ActiveService(session, engine, settings.reconnect.deadline_s, tried, status)
+        most = contract.alignment.max_set_size
+        tried = TriedIds.beside(folder, most, settings.alignment_attempts)
+        kept = KeptExchanges(folder)
+        service = ActiveService(session, engine, settings.reconnect.deadline_s, tried, status, kept)
         server = start_server(
             service,
             contract,

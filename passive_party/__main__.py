@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from splitveil.common.alignment import AlignmentResources, TriedIds, build_engine, file_of_count
+from splitveil.common.alignment import AlignmentResources, KeptExchanges, TriedIds, build_engine
 from splitveil.common.errors import (
     ContractMismatch,
     PeerEndedForGood,
@@ -134,7 +134,7 @@ def _train(
     if end_of(folder) is not None and not _peer_is_back(settings, interruption):
         logger.warning("no active party answers at %s; %s", settings.connect, _ENDED)
         return
-    aligner = _aligner(settings, data, folder)
+    aligner = _aligner(settings, data, folder, fresh=parsed.fresh)
     build_trainer = TrainerBuilder(settings, data, device, workers.line)
     with ExitStack() as resources:
         wanted = Transcript(folder, settings.party) if settings.transcript else nullcontext()
@@ -191,14 +191,18 @@ def _begin_to_wait(status: RunStatus) -> None:
     import_while_waiting()
 
 
-def _aligner(settings: PassiveSettings, data: PartyData, folder: Path) -> Aligner:
+def _aligner(settings: PassiveSettings, data: PartyData, folder: Path, *, fresh: bool) -> Aligner:
     """Build the aligner. Call it before the first gRPC channel, because it may start processes."""
+    kept = KeptExchanges(folder)
+    if fresh:
+        kept.discard()
     alignment = settings.contract.alignment
     return Aligner(
         Participant(settings.contract, settings.party, data.ids, data.table.splits),
         build_engine(alignment, AlignmentResources(workers=settings.alignment_workers)),
         partial(command_line.draw_nonce, settings),
-        TriedIds(alignment.max_set_size, settings.alignment_attempts, file_of_count(folder)),
+        TriedIds.beside(folder, alignment.max_set_size, settings.alignment_attempts),
+        kept,
     )
 
 

@@ -5,7 +5,7 @@ import logging
 from contextlib import ExitStack, nullcontext
 from functools import partial
 
-from splitveil.common.alignment import AlignmentResources, TriedIds, build_engine, file_of_count
+from splitveil.common.alignment import AlignmentResources, KeptExchanges, TriedIds, build_engine
 from splitveil.common.party import command_line
 from splitveil.common.party.aligned_table import (
     FOLDER,
@@ -79,7 +79,8 @@ def _find_common_order(
         Participant(contract, settings.party, data.ids, data.table.splits),
         build_engine(alignment, AlignmentResources(workers=settings.alignment_workers)),
         partial(command_line.draw_nonce, settings),
-        TriedIds(alignment.max_set_size, settings.alignment_attempts, file_of_count(folder)),
+        TriedIds.beside(folder, alignment.max_set_size, settings.alignment_attempts),
+        KeptExchanges(folder),
     )
 
     def show(done_ids: int, total_ids: int) -> None:

@@ -11,6 +11,7 @@ from splitveil.common.alignment import (
     AlignChannel,
     Alignment,
     AlignmentEngine,
+    KeptExchanges,
     Splits,
     TriedIds,
     align,
@@ -72,6 +73,7 @@ class Aligner:
         engine: finds the common ids.
         draw_nonce: gives this party's share of the joint seed, 32 bytes, a new one per alignment.
         tried: counts the ids that the active party tries; by default while this process lives.
+        kept: where an unfinished exchange is kept to be resumed; by default it is not.
     """
 
     def __init__(
@@ -80,11 +82,13 @@ class Aligner:
         engine: AlignmentEngine,
         draw_nonce: Callable[[], bytes],
         tried: TriedIds | None = None,
+        kept: KeptExchanges | None = None,
     ) -> None:
         self.participant = participant
         self.engine = engine
         self.draw_nonce = draw_nonce
         self.tried = tried or TriedIds(participant.contract.alignment.max_set_size)
+        self.kept = kept
 
     def align(
         self,
@@ -122,6 +126,7 @@ class Aligner:
             agree=self._agreeing(opening, nonce, stop_if_interrupted) if has_companions else None,
             splits=self.participant.file_splits,
             counting=partial(self.tried.counted, ACTIVE),
+            files=None if self.kept is None else self.kept.of(ACTIVE),
         )
         peer.close_alignment()
         if alignment.peer_nonce != opening.nonce:

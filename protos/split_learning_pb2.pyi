@@ -117,7 +117,7 @@ class AlignFrame(_message.Message):
     def __init__(self, hello: _Optional[_Union[AlignHello, _Mapping]] = ..., points: _Optional[_Union[MaskedPoints, _Mapping]] = ..., tags: _Optional[_Union[Tags, _Mapping]] = ..., done: _Optional[_Union[AlignDone, _Mapping]] = ..., wait: _Optional[_Union[AlignWait, _Mapping]] = ..., share: _Optional[_Union[AlignShare, _Mapping]] = ..., commitment: _Optional[_Union[AlignCommitment, _Mapping]] = ...) -> None: ...
 
 class AlignHello(_message.Message):
-    __slots__ = ("engine", "version", "normalisation", "tag_bytes", "chunk_ids", "set_size", "nonce", "run_id")
+    __slots__ = ("engine", "version", "normalisation", "tag_bytes", "chunk_ids", "set_size", "nonce", "run_id", "resume")
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NORMALISATION_FIELD_NUMBER: _ClassVar[int]
@@ -126,6 +126,7 @@ class AlignHello(_message.Message):
     SET_SIZE_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
     engine: str
     version: int
     normalisation: str
@@ -134,7 +135,20 @@ class AlignHello(_message.Message):
     set_size: int
     nonce: bytes
     run_id: str
-    def __init__(self, engine: _Optional[str] = ..., version: _Optional[int] = ..., normalisation: _Optional[str] = ..., tag_bytes: _Optional[int] = ..., chunk_ids: _Optional[int] = ..., set_size: _Optional[int] = ..., nonce: _Optional[bytes] = ..., run_id: _Optional[str] = ...) -> None: ...
+    resume: AlignResume
+    def __init__(self, engine: _Optional[str] = ..., version: _Optional[int] = ..., normalisation: _Optional[str] = ..., tag_bytes: _Optional[int] = ..., chunk_ids: _Optional[int] = ..., set_size: _Optional[int] = ..., nonce: _Optional[bytes] = ..., run_id: _Optional[str] = ..., resume: _Optional[_Union[AlignResume, _Mapping]] = ...) -> None: ...
+
+class AlignResume(_message.Message):
+    __slots__ = ("exchange", "points", "points_digest", "tags")
+    EXCHANGE_FIELD_NUMBER: _ClassVar[int]
+    POINTS_FIELD_NUMBER: _ClassVar[int]
+    POINTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    exchange: bytes
+    points: int
+    points_digest: bytes
+    tags: int
+    def __init__(self, exchange: _Optional[bytes] = ..., points: _Optional[int] = ..., points_digest: _Optional[bytes] = ..., tags: _Optional[int] = ...) -> None: ...
 
 class MaskedPoints(_message.Message):
     __slots__ = ("chunk", "points")

@@ -19,6 +19,7 @@ from splitveil.common.alignment import (
     AlignChannel,
     Alignment,
     AlignmentEngine,
+    KeptExchanges,
     StreamChannel,
     TriedIds,
     align,
@@ -119,6 +120,7 @@ class ActiveService:
         deadline_s: how long a peer may be silent within the alignment.
         tried: counts the ids that each peer tries; by default as long as this process lives.
         status: what operators see of the run; by default nobody does.
+        kept: where unfinished exchanges of ids are kept to be resumed; by default they are not.
     """
 
     def __init__(
@@ -128,6 +130,7 @@ class ActiveService:
         deadline_s: float,
         tried: TriedIds | None = None,
         status: RunStatus | None = None,
+        kept: KeptExchanges | None = None,
     ) -> None:
         self.refused: Counter[str] = Counter()
         """Number of refused messages by kind of error."""
@@ -136,6 +139,7 @@ class ActiveService:
         self._engine = engine
         self.tried = tried or TriedIds(session.contract.alignment.max_set_size)
         self._status = status or RunStatus(ACTIVE, session.contract)
+        self._kept = kept
         self._deadline_s = deadline_s
         self._limits = TensorLimits.of(session.contract)
         self._told_of_end = threading.Semaphore(0)
@@ -253,6 +257,7 @@ class ActiveService:
                 agree=agreeing(session, party) if self._is_multi_party else None,
                 splits=session.file_splits,
                 counting=partial(self.tried.counted, party),
+                files=None if self._kept is None else self._kept.of(party),
             )
         except AlignmentError as error:
             session.end(error)  # now: the peer is about to leave for the same reason

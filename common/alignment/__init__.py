@@ -21,6 +21,7 @@ from splitveil.common.alignment.interface import (
     RowIndices,
     Splits,
 )
+from splitveil.common.alignment.kept import ExchangeFiles, KeptExchanges
 from splitveil.common.alignment.share import (
     WAIT_S,
     Share,
@@ -38,6 +39,8 @@ __all__ = [
     "AlignmentEngine",
     "AlignmentExchange",
     "AlignmentResources",
+    "ExchangeFiles",
+    "KeptExchanges",
     "QueueChannel",
     "RowIndices",
     "Share",

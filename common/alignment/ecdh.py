@@ -20,9 +20,13 @@ Diffie-Hellman problem. The tags are shown in turns: a party that breaks off is 
 sixty-fourth of them, or a chunk if that is less. Tags are not proved, however: a party that is
 bound to wrong ones learns the intersection, while the other misses what they hide. The number of
 ids that a peer tries, over all exchanges, is counted (``tried_ids.py``).
+
+An exchange that was kept (``kept.py``) continues where it broke off, if both hellos name it: with
+the same scalars, points and commitments, so that it can tell nothing but what it would have told.
 """
 
 import hashlib
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -30,20 +34,25 @@ from typing import Protocol
 import numpy as np
 
 from splitveil.common.alignment import ristretto
+from splitveil.common.alignment.hello import check_hello, number_of_exchange
 from splitveil.common.alignment.interface import RowIndices, Splits
-from splitveil.common.alignment.tag_sets import common_tags
-from splitveil.common.alignment.turns import TagTurns, check_chunk, check_length
+from splitveil.common.alignment.kept import Begun, ExchangeFiles, Kept, digest_of_ids
+from splitveil.common.alignment.tag_sets import common_tags, secret_permutation, tags_of
+from splitveil.common.alignment.turns import TagTurns, check_chunk, check_length, part_of
 from splitveil.common.alignment.workers import WorkerPool
 from splitveil.common.data.ids import NORMALISATION
 from splitveil.common.errors import (
     AlignmentError,
     InvalidMessage,
     OutOfStep,
+    ProtocolError,
     SplitveilError,
     TooLarge,
 )
 from splitveil.common.wire import limits
 from splitveil.protos import split_learning_pb2 as pb
+
+logger = logging.getLogger(__name__)
 
 ENGINE = "ecdh-ristretto255"
 VERSION = 2
@@ -159,10 +168,14 @@ class EcdhExchange:
         self._group = group
         self._min_aligned = min_aligned
         self._max_set_size = max_set_size
-        self._shuffled_rows = _secret_permutation(len(ids))
-        self._chunks_sent = 0
+        self._shuffle_seed = os.urandom(32)
+        self._shuffled_rows = secret_permutation(len(ids), self._shuffle_seed)
         self._peer_hello: pb.AlignHello | None = None
-        self._tags = TagTurns(len(ids), CHUNK_IDS)
+        self._tags = TagTurns(len(ids), CHUNK_IDS, lambda: pb.AlignFrame(done=self._intersect()))
+        self._files: ExchangeFiles | None = None
+        self._kept: Kept | None = None
+        self._ids_digest = b""
+        self._exchange = b""
         self._common_rows: RowIndices | None = None
         self._own_done: pb.AlignDone | None = None
         self._peer_done: pb.AlignDone | None = None
@@ -190,12 +203,36 @@ class EcdhExchange:
     @property
     def answered_ids(self) -> int:
         """The number of the peer's ids for which tags have been sent."""
-        return self._tags.num_shown
+        return self._tags.num_answered
+
+    @property
+    def number(self) -> str:
+        """The number that both parties give the exchange; the same if it is resumed."""
+        return self._exchange.hex()
 
     @property
     def is_complete(self) -> bool:
         """Whether nothing more will be sent or is expected."""
         return self._own_done is not None and self._peer_done is not None
+
+    def keep_in(self, files: ExchangeFiles) -> None:
+        """Keep the exchange in files, and resume the one that they hold; call it first of all."""
+        self._files, self._ids_digest = files, digest_of_ids(self._ids)
+        self._kept = files.load(self._ids_digest, CHUNK_IDS, part_of(CHUNK_IDS))
+        if self._kept is not None:
+            kept = self._kept
+            held = pb.AlignResume(
+                exchange=kept.begun.exchange,
+                points=kept.peer_points.num_points,
+                points_digest=kept.peer_points.all().digest(),
+                tags=len(kept.own_tags) // TAG_BYTES,
+            )
+            self._hello.resume.CopyFrom(held)
+
+    def forget(self) -> None:
+        """Delete what was kept, because the outcome is known or the exchange has failed."""
+        if self._files is not None:
+            self._files.discard()
 
     def hello(self) -> pb.AlignFrame:
         """Return the frame that opens the exchange."""
@@ -204,13 +241,12 @@ class EcdhExchange:
     def own_frames(self) -> Iterator[pb.AlignFrame]:
         """Mask this party's ids, chunk by chunk. Call it after the peer's hello was received."""
         self._require_hello()
-        for chunk, first in enumerate(range(0, len(self._ids), CHUNK_IDS)):
+        for first in range(self._tags.num_sent, len(self._ids), CHUNK_IDS):
             rows = self._shuffled_rows[first : first + CHUNK_IDS].tolist()
             digests = ristretto.digest_ids([self._ids[row] for row in rows])
             points = self._group.mask(digests, self._scalar)
             self._tags.note_sent(points)
-            # Before the frame leaves: its reply may arrive before this generator resumes.
-            self._chunks_sent = chunk + 1
+            chunk = first // CHUNK_IDS
             yield pb.AlignFrame(points=pb.MaskedPoints(chunk=chunk, points=points))
         yield from self._tags.commit()
 
@@ -220,7 +256,15 @@ class EcdhExchange:
         Raises:
             AlignmentError: the peer uses another engine or other parameters.
             InvalidMessage, OutOfStep, TooLarge: the peer broke a rule of the protocol.
+            StorageError: what is to be kept cannot be written.
         """
+        try:
+            return self._receive(frame)
+        except (AlignmentError, ProtocolError):
+            self.forget()  # or the same messages would fail again
+            raise
+
+    def _receive(self, frame: pb.AlignFrame) -> list[pb.AlignFrame]:
         match frame.WhichOneof("body"):
             case "hello":
                 self._receive_hello(frame.hello)
@@ -232,15 +276,12 @@ class EcdhExchange:
                 self._require_hello()
                 return self._tags.receive_commitment(frame.commitment)
             case "tags":
-                replies = self._tags.receive(frame.tags)
+                return self._tags.receive(frame.tags)
             case "done":
                 self._receive_done(frame.done)
                 return []
             case _:
                 raise InvalidMessage("the alignment frame is empty")
-        if self._tags.num_received == len(self._ids):
-            replies.append(pb.AlignFrame(done=self._intersect()))
-        return replies
 
     def result(self) -> RowIndices:
         """Return the rows of the common ids, in the order that both parties share.
@@ -275,23 +316,41 @@ class EcdhExchange:
     def _receive_hello(self, peer: pb.AlignHello) -> None:
         if self._peer_hello is not None:
             raise OutOfStep("received a second alignment hello")
-        own = self._hello
-        names = ("engine", "version", "normalisation", "tag_bytes", "chunk_ids")
-        differing = [name for name in names if getattr(own, name) != getattr(peer, name)]
-        if differing:
-            raise AlignmentError(f"the parties align ids differently: {', '.join(differing)}")
-        if peer.run_id != own.run_id:
-            raise OutOfStep("the alignment hello is for another run")
-        if len(peer.nonce) != len(own.nonce):
-            raise InvalidMessage(
-                f"expected a nonce of {len(own.nonce)} bytes, got {len(peer.nonce)}"
-            )
-        if peer.set_size == 0:
-            raise InvalidMessage("the other party announces an empty set of ids")
-        if peer.set_size > self._max_set_size:
-            raise TooLarge(f"expected at most {self._max_set_size} ids, got {peer.set_size}")
+        check_hello(self._hello, peer, self._max_set_size)
         self._peer_hello = peer
         self._tags.num_peer = int(peer.set_size)
+        if self._files is not None:
+            self._begin_or_resume(self._files, peer)
+
+    def _begin_or_resume(self, files: ExchangeFiles, peer: pb.AlignHello) -> None:
+        """Resume the kept exchange if the peer has kept it too, and keep a new one otherwise."""
+        kept = self._kept
+        if kept is None or peer.resume.exchange != kept.begun.exchange:
+            self._exchange = number_of_exchange(self._hello, peer)
+            begun = Begun(
+                self._exchange,
+                self._scalar,
+                self._shuffle_seed,
+                self._ids_digest,
+                len(self._ids),
+                int(peer.set_size),
+                CHUNK_IDS,
+            )
+            files.begin(begun)
+            self._tags.keeper = files
+        else:
+            if peer.set_size != kept.begun.peer_size:
+                raise InvalidMessage("the other party resumes with another number of ids")
+            self._exchange, self._scalar = kept.begun.exchange, kept.begun.scalar
+            self._shuffled_rows = secret_permutation(len(self._ids), kept.begun.shuffle_seed)
+            self._tags.restore(kept, peer.resume, files)
+            logger.info(
+                "resuming an exchange of ids: %d of %d own points were sent, %d of %d answered",
+                self._tags.num_sent,
+                len(self._ids),
+                self._tags.num_computed,
+                self._tags.num_peer,
+            )
 
     def _answer_points(self, message: pb.MaskedPoints) -> None:
         received = self._tags.num_computed
@@ -304,7 +363,7 @@ class EcdhExchange:
             products = self._group.multiply(message.points, self._scalar)
         except ristretto.NotInGroupError as error:
             raise InvalidMessage(f"points of chunk {message.chunk}: {error}") from error
-        self._tags.note_answered(message.points, _first_bytes(products))
+        self._tags.note_answered(message.points, tags_of(products))
 
     def _receive_done(self, message: pb.AlignDone) -> None:
         if self._own_done is None or self._peer_done is not None:
@@ -338,18 +397,3 @@ class EcdhExchange:
         if self._peer_hello is None:
             raise OutOfStep("expected an alignment hello before anything else")
         return self._peer_hello
-
-
-def _secret_permutation(size: int) -> RowIndices:
-    """Permute 0..size-1 with the operating system's randomness.
-
-    Sorting by random 64-bit keys is uniform unless two keys are equal, which has a probability
-    below 2^-18 for 10 million keys.
-    """
-    keys = np.frombuffer(os.urandom(8 * size), np.uint64)
-    return np.argsort(keys).astype(np.int64, copy=False)
-
-
-def _first_bytes(points: bytes) -> bytes:
-    rows = np.frombuffer(points, np.uint8).reshape(-1, ristretto.POINT_BYTES)
-    return rows[:, :TAG_BYTES].tobytes()

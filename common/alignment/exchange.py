@@ -14,6 +14,8 @@ from splitveil.common.alignment.interface import (
     Counting,
     Splits,
 )
+from splitveil.common.alignment.kept import ExchangeFiles
+from splitveil.common.errors import AlignmentError
 from splitveil.protos.split_learning_pb2 import AlignFrame
 
 
@@ -28,6 +30,7 @@ def align(
     agree: Agree | None = None,
     splits: Splits | None = None,
     counting: Counting = lambda _: nullcontext(),
+    files: ExchangeFiles | None = None,
 ) -> Alignment:
     """Find the ids that both parties have. Always closes the channel, also after an error.
 
@@ -43,21 +46,32 @@ def align(
         splits: the split that this party's column gives each id, if the contract splits by a
             column: the peer's column must give the same split for every common id.
         counting: the context in which everything that reveals something about the ids is sent.
+        files: keeps the exchange until its outcome is known, so that another call with the same
+            ids continues it; by default, another call begins afresh.
 
     Raises:
         AlignmentError: the intersection is too small or the parties disagree (raised on both
             ends), or the peer has tried too many ids.
         PeerError: the peer is silent or gone, or it breaks a rule.
+        StorageError: the exchange cannot be kept.
     """
     try:
         exchange = engine.start(ids, nonce=nonce, run_id=run_id, splits=splits)
+        if files is not None:
+            exchange.keep_in(files)
         channel.send(exchange.hello())
         for reply in exchange.receive(channel.receive()):
             channel.send(reply)
-        with counting(exchange):
-            _transfer(exchange, channel, progress or _ignore)
-        found = Alignment(exchange.result(), exchange.peer_nonce, exchange.peer_set_size)
-        return found if agree is None else agree(found, channel)
+        try:
+            with counting(exchange):
+                _transfer(exchange, channel, progress or _ignore)
+            found = Alignment(exchange.result(), exchange.peer_nonce, exchange.peer_set_size)
+            agreed = found if agree is None else agree(found, channel)
+        except AlignmentError:
+            exchange.forget()
+            raise
+        exchange.forget()
+        return agreed
     finally:
         channel.close()
 

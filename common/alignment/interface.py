@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from splitveil.common.alignment.channel import AlignChannel
+from splitveil.common.alignment.kept import ExchangeFiles
 from splitveil.protos.split_learning_pb2 import AlignFrame
 
 RowIndices = npt.NDArray[np.int64]
@@ -26,6 +27,10 @@ class CountedExchange(Protocol):
     @property
     def answered_ids(self) -> int:
         """The number of the peer's ids for which tags have been computed."""
+
+    @property
+    def number(self) -> str:
+        """The number of a kept exchange, the same if it is resumed; empty if it is not kept."""
 
     @property
     def is_complete(self) -> bool:
@@ -49,6 +54,12 @@ class AlignmentExchange(CountedExchange, Protocol):
     @property
     def total_ids(self) -> int:
         """The number of ids of both parties together."""
+
+    def keep_in(self, files: ExchangeFiles) -> None:
+        """Keep the exchange in files, and resume the one that they hold; call it first of all."""
+
+    def forget(self) -> None:
+        """Delete what was kept."""
 
     def hello(self) -> AlignFrame:
         """Return the frame that opens the exchange."""

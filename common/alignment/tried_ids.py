@@ -9,6 +9,11 @@ same ids again, which look no different from new ones: the multiple leaves room 
 An exchange is charged with all ids that the peer announces, before anything is sent that reveals
 something about this party's ids. Ids that were not answered are refunded when the exchange ends,
 but not if the process is killed. A run that finishes resets the count.
+
+An exchange that is resumed asks about the same ids, because it has the same points and commitments:
+its ids are charged once, whatever number of connections it takes. As an exchange it counts again
+once a tag was shown, because each start draws the joint seed anew, and a peer should not be able to
+draw until it likes the seed.
 """
 
 import json
@@ -38,6 +43,21 @@ class Tried(NamedTuple):
     exchanges: int = 0
 
 
+class _Count(NamedTuple):
+    """What is stored about one peer."""
+
+    tried: Tried = Tried()
+    exchange: str = ""
+    """Number of the last exchange that can be resumed."""
+
+    charged: int = 0
+    """Ids that were charged for it."""
+
+    def without(self, number: str) -> int:
+        """Return the ids that were tried in all other exchanges than the one of this number."""
+        return self.tried.ids - (self.charged if number and number == self.exchange else 0)
+
+
 class TriedIds:
     """Keeps a count for every peer. Thread-safe.
 
@@ -55,12 +75,17 @@ class TriedIds:
     ) -> None:
         self._max = Tried(attempts * max_set_size, attempts * EXCHANGES_PER_ATTEMPT)
         self._path = path
-        self._tried = {} if path is None else _read(path)
+        self._counts = {} if path is None else _read(path)
         self._lock = threading.Lock()
+
+    @classmethod
+    def beside(cls, folder: Path, max_set_size: int, attempts: int) -> "TriedIds":
+        """Keep the counts beside a party's folder of a run."""
+        return cls(max_set_size, attempts, file_of_count(folder))
 
     def of(self, peer: str) -> Tried:
         """Return the count of a peer so far."""
-        return self._tried.get(peer, Tried())
+        return self._count_of(peer).tried
 
     @contextmanager
     def counted(self, peer: str, exchange: CountedExchange) -> Iterator[None]:
@@ -74,13 +99,12 @@ class TriedIds:
             AlignmentError: the peer has used up its attempts.
             StorageError: the count cannot be written.
         """
-        announced = exchange.peer_set_size
-        self._charge(peer, announced)
+        announced, number = exchange.peer_set_size, exchange.number
+        self._charge(peer, announced, number)
         try:
             yield
         finally:
-            answered = exchange.answered_ids
-            self._refund(peer, announced - answered, is_void=not answered)
+            self._refund(peer, announced, exchange.answered_ids, number)
             if not exchange.is_complete:
                 logger.warning(
                     "the exchange of ids with %s broke off; it has now tried %s ids in %d "
@@ -98,38 +122,47 @@ class TriedIds:
         A file that cannot be deleted is reported and does not fail a run that has its results.
         """
         with self._lock:
-            self._tried = {}
+            self._counts = {}
             try:
                 if self._path is not None:
                     self._path.unlink(missing_ok=True)
             except OSError as error:
                 logger.warning("%s: cannot be deleted: %s", self._path, error.strerror)
 
-    def _charge(self, peer: str, announced: int) -> None:
-        with self._lock:
-            before = self.of(peer)
-            after = Tried(before.ids + announced, before.exchanges + 1)
-            if after.ids > self._max.ids or after.exchanges > self._max.exchanges:
-                raise AlignmentError(self._refusal(peer, before, announced))
-            self._write({**self._tried, peer: after})
+    def _count_of(self, peer: str) -> _Count:
+        return self._counts.get(peer, _Count())
 
-    def _refund(self, peer: str, ids: int, *, is_void: bool) -> None:
+    def _charge(self, peer: str, announced: int, number: str) -> None:
         with self._lock:
-            before = self.of(peer)
+            before = self._count_of(peer)
+            others = before.without(number)
+            after = Tried(others + announced, before.tried.exchanges + 1)
+            if after.ids > self._max.ids or after.exchanges > self._max.exchanges:
+                tried = Tried(others, before.tried.exchanges)
+                raise AlignmentError(self._refusal(peer, tried, announced))
+            self._write({**self._counts, peer: _Count(after, number, announced)})
+
+    def _refund(self, peer: str, announced: int, answered: int, number: str) -> None:
+        with self._lock:
+            before = self._count_of(peer)
             # A count that was reset meanwhile no longer includes this exchange.
-            after = Tried(max(before.ids - ids, 0), max(before.exchanges - is_void, 0))
-            if after == before:
+            after = Tried(
+                max(before.tried.ids - (announced - answered), 0),
+                max(before.tried.exchanges - (not answered), 0),
+            )
+            if after == before.tried:
                 return
             try:
-                self._write({**self._tried, peer: after})
+                self._write({**self._counts, peer: _Count(after, number, min(answered, after.ids))})
             except StorageError as error:
                 logger.warning("%s; the unanswered ids stay counted", error)
 
-    def _write(self, tried: dict[str, Tried]) -> None:
+    def _write(self, counts: dict[str, _Count]) -> None:
         """Store the counts, in the file first, so that a failed write changes neither."""
         if self._path is not None:
-            write_bytes_atomically(self._path, json.dumps(tried).encode(), 0o600)
-        self._tried = tried
+            stored = {peer: [*one.tried, one.exchange, one.charged] for peer, one in counts.items()}
+            write_bytes_atomically(self._path, json.dumps(stored).encode(), 0o600)
+        self._counts = counts
 
     def _refusal(self, peer: str, before: Tried, announced: int) -> str:
         where = "this process" if self._path is None else str(self._path)
@@ -146,7 +179,7 @@ def file_of_count(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.tried-ids")
 
 
-def _read(path: Path) -> dict[str, Tried]:
+def _read(path: Path) -> dict[str, _Count]:
     try:
         text = path.read_bytes()
     except FileNotFoundError:
@@ -154,7 +187,7 @@ def _read(path: Path) -> dict[str, Tried]:
     except OSError as error:
         raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
     try:
-        return {str(peer): _tried(value) for peer, value in json.loads(text).items()}
+        return {str(peer): _count(value) for peer, value in json.loads(text).items()}
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise StorageError(
             f"{path}: expected the number of ids that each peer has tried; deleting the file "
@@ -162,8 +195,11 @@ def _read(path: Path) -> dict[str, Tried]:
         ) from error
 
 
-def _tried(value: Any) -> Tried:
-    ids, exchanges = value
-    if type(ids) is not int or type(exchanges) is not int or min(ids, exchanges) < 0:
+def _count(value: Any) -> _Count:
+    ids, exchanges, *last = value
+    number, charged = last or ("", 0)
+    if type(number) is not str or any(type(one) is not int for one in (ids, exchanges, charged)):
         raise ValueError(value)
-    return Tried(ids, exchanges)
+    if min(ids, exchanges, charged, ids - charged) < 0:
+        raise ValueError(value)
+    return _Count(Tried(ids, exchanges), number, charged)

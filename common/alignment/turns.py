@@ -7,7 +7,9 @@ and a party whose points are a copy of the other's is refused.
 
 import hashlib
 import threading
+from collections.abc import Callable
 
+from splitveil.common.alignment.kept import NOTHING_KEPT, Keeper, Kept
 from splitveil.common.errors import InvalidMessage, OutOfStep, TooLarge
 from splitveil.common.wire.limits import POINT_BYTES, TAG_BYTES
 from splitveil.protos import split_learning_pb2 as pb
@@ -24,9 +26,10 @@ class TagTurns:
     Args:
         num_own: number of this party's ids.
         chunk_ids: largest number of points or tags in a message.
+        finish: makes the frame that follows the last tags, once all have been received and shown.
     """
 
-    def __init__(self, num_own: int, chunk_ids: int) -> None:
+    def __init__(self, num_own: int, chunk_ids: int, finish: Callable[[], pb.AlignFrame]) -> None:
         self.own = bytearray()
         """Tags of this party's ids, in the order of its points, computed by the peer."""
 
@@ -39,13 +42,22 @@ class TagTurns:
         self.num_shown = 0
         """Number of the peer's ids whose tags it was sent."""
 
+        self.keeper: Keeper = NOTHING_KEPT
+        """Keeps points and tags for an exchange that resumes this one."""
+
         self._num_own = num_own
         self._chunk_ids = chunk_ids
+        self._part = part_of(chunk_ids)
+        self._finish = finish
+        self._is_finished = False
+        self._is_on_disk = False
         self._points_sent = 0
         self._own_points = hashlib.sha256()
         self._peer_points = hashlib.sha256()
         self._has_committed = False
         self._peer_commitment: bytes | None = None
+        self._kept_commitment = b""
+        self._answered_before = 0
         self._lock = threading.RLock()
 
     @property
@@ -58,17 +70,62 @@ class TagTurns:
         """The number of the peer's ids whose tags this party has computed."""
         return len(self.of_peer) // TAG_BYTES
 
+    @property
+    def num_sent(self) -> int:
+        """The number of this party's points that were sent."""
+        return self._points_sent // POINT_BYTES
+
+    @property
+    def num_answered(self) -> int:
+        """The largest number of tags that the peer can have been sent, in earlier attempts too."""
+        return max(self.num_shown, self._answered_before)
+
     def note_sent(self, points: bytes) -> None:
         """Note points of this party, before they are sent."""
         with self._lock:
+            self.keeper.append("own.points", points)
             self._own_points.update(points)
             self._points_sent += len(points)
 
     def note_answered(self, points: bytes, tags: bytes) -> None:
         """Keep the tags of some of the peer's points."""
         with self._lock:
+            self.keeper.append("peer.points", points)
+            self.keeper.append("peer.tags", tags)
             self._peer_points.update(points)
             self.of_peer += tags
+
+    def restore(self, kept: Kept, peer: pb.AlignResume, keeper: Keeper) -> None:
+        """Continue a kept exchange where both parties have what was sent.
+
+        A peer that understates what it has is sent the same bytes again, which tell it nothing new.
+
+        Args:
+            kept: what this party has kept.
+            peer: what the peer says that it has.
+            keeper: keeps what follows.
+
+        Raises:
+            InvalidMessage: the peer cannot have that.
+        """
+        num_held, num_taken = int(peer.points), int(peer.tags)
+        with self._lock:
+            sent = kept.own_points.prefix(num_held)
+            are_whole = num_held == self._num_own or num_held % self._chunk_ids == 0
+            if sent is None or not are_whole or sent.digest() != peer.points_digest:
+                raise InvalidMessage("the other party has kept other points than were sent")
+            part = self._part(self.num_peer)
+            if num_taken > self.num_peer or (num_taken % part and num_taken < self.num_peer):
+                raise InvalidMessage("the other party has kept other tags than were shown")
+            keeper.cut("own.points", num_held)  # the others are sent, and kept, once more
+            self.keeper = keeper
+            self._own_points, self._points_sent = sent, num_held * POINT_BYTES
+            self._peer_points = kept.peer_points.all()
+            self.of_peer, self.own = kept.peer_tags, kept.own_tags
+            self.num_shown = num_taken
+            self._kept_commitment = kept.peer_commitment
+            if self._kept_commitment:
+                self._answered_before = self._due(num_taken)
 
     def commit(self) -> list[pb.AlignFrame]:
         """Commit to all tags, once, as soon as every point of both parties was sent and received.
@@ -103,6 +160,10 @@ class TagTurns:
                 raise InvalidMessage(
                     f"expected a commitment of 32 bytes, got {len(message.digest)}"
                 )
+            if not self._kept_commitment:
+                self.keeper.append("peer.commitment", message.digest)
+            elif message.digest != self._kept_commitment:
+                raise InvalidMessage("the other party commits to other tags than before")
             self._peer_commitment = message.digest
             return self._show()
 
@@ -121,9 +182,8 @@ class TagTurns:
                 raise OutOfStep("received more tags than points were sent")
             check_chunk("tags", message.chunk, self.num_received // part)
             check_length("tags", message.tags, expected * TAG_BYTES)
+            self.keeper.append("own.tags", message.tags)
             self.own += message.tags
-            if self.num_received == self._num_own:
-                self._check_commitment()
             return self._show()
 
     def _check_commitment(self) -> None:
@@ -138,17 +198,33 @@ class TagTurns:
         frames: list[pb.AlignFrame] = []
         if not self._has_committed or self._peer_commitment is None:
             return frames
-        own, peer, part = self._num_own, self.num_peer, self._part(self.num_peer)
-        while self.num_shown < peer and self.num_shown * own <= self.num_received * peer:
-            first = self.num_shown
+        if not self._is_on_disk:
+            self.keeper.sync()
+            self._is_on_disk = True
+        if self.num_received == self._num_own:
+            self._check_commitment()
+        part = self._part(self.num_peer)
+        for first in range(self.num_shown, self._due(self.num_shown), part):
             tags = bytes(self.of_peer[first * TAG_BYTES : (first + part) * TAG_BYTES])
-            self.num_shown = min(first + part, peer)
+            self.num_shown = min(first + part, self.num_peer)
             frames.append(pb.AlignFrame(tags=pb.Tags(chunk=first // part, tags=tags)))
+        # In the same call as the last tags: another thread would send it before them.
+        if self.num_received == self._num_own and not self._is_finished:
+            self._is_finished = True
+            frames.append(self._finish())
         return frames
 
-    def _part(self, size: int) -> int:
-        """Return the number of tags, out of so many, that are shown at a time."""
-        return min(self._chunk_ids, -(-size // TURNS))
+    def _due(self, shown: int) -> int:
+        """Return the number of tags that are to be shown by now, if so many have been."""
+        part = self._part(self.num_peer)
+        while shown < self.num_peer and shown * self._num_own <= self.num_received * self.num_peer:
+            shown = min(shown + part, self.num_peer)
+        return shown
+
+
+def part_of(chunk_ids: int) -> Callable[[int], int]:
+    """Return the function from a number of tags to the number of those shown at a time."""
+    return lambda size: min(chunk_ids, -(-size // TURNS))
 
 
 def _commitment(points_digest: bytes, tags: bytes | bytearray) -> bytes:

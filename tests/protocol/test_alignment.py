@@ -20,6 +20,7 @@ from splitveil.common.alignment import (
     ecdh,
 )
 from splitveil.common.alignment.ecdh import CHUNK_IDS, EcdhEngine, EcdhExchange
+from splitveil.common.alignment.tag_sets import secret_permutation
 from splitveil.common.data.ids import canonical_ids
 from splitveil.common.errors import (
     AlignmentError,
@@ -164,14 +165,11 @@ def test_points_leave_in_shuffled_order() -> None:
     assert sent != in_file_order
 
 
-def test_a_permutation_puts_every_row_everywhere_equally_often(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_permutation_puts_every_row_everywhere_equally_often() -> None:
     """Chi-squared over 4 x 4 cells, 9 degrees of freedom: below 33.7 but for one seed in 10,000.
 
     The same bound rejects permutations of which every twentieth is the identity.
     """
-    monkeypatch.setattr("os.urandom", random.Random(1).randbytes)
 
     def chi_squared(permutations: list[np.ndarray]) -> float:
         counts = np.zeros((4, 4))
@@ -181,7 +179,8 @@ def test_a_permutation_puts_every_row_everywhere_equally_often(
         # A row has one place, so the cells of a permutation vary less by (n - 1) / n.
         return float(((counts - expected) ** 2 / expected).sum() * 3 / 4)
 
-    drawn = [ecdh._secret_permutation(4) for _ in range(8000)]
+    draw = random.Random(1).randbytes
+    drawn = [secret_permutation(4, draw(32)) for _ in range(8000)]
     lazy = [np.arange(4) if i % 20 == 0 else drawn[i] for i in range(8000)]
 
     assert chi_squared(drawn) < 33.7

@@ -61,7 +61,6 @@ class TwoExponents(EcdhEngine):
                 scalar = self.second if text in HIDDEN else exchange._scalar
                 points += GROUP.mask(ristretto.digest_ids([text]), scalar)
             exchange._tags.note_sent(points)
-            exchange._chunks_sent = chunk + 1
             yield points_frame(chunk, points)
         yield from exchange._tags.commit()
 

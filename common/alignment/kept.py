@@ -1,0 +1,324 @@
+"""Keeps an unfinished exchange of ids in files, to resume it after a fault on the line or a crash.
+
+    state            the scalar, the secret of the shuffled order, and what the exchange is of
+    own.points       points of this party that were sent, 32 bytes each
+    peer.points      points of the peer that were received and multiplied
+    peer.tags        their tags, which this party has computed, 16 bytes each
+    peer.commitment  the peer's commitment to the tags of this party's ids, once it has arrived
+    own.tags         tags of this party's ids, as the peer has shown them
+
+Who reads the scalar can test any id against the points, so the files lie in a folder of their own
+(mode 0700, files 0600) beside the run's results, one for each peer, and are deleted as soon as the
+outcome of the exchange is known. No tag is shown before everything that it follows from is on disk:
+a machine that loses its power in between would otherwise answer other points with the same scalar.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
+
+from splitveil.common.errors import StorageError
+from splitveil.common.storage.run_folder import write_bytes_atomically
+from splitveil.common.wire.limits import POINT_BYTES, TAG_BYTES
+
+logger = logging.getLogger(__name__)
+
+KeptName = Literal["own.points", "peer.points", "peer.tags", "peer.commitment", "own.tags"]
+
+_STATE = "state"
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_READ_BYTES = 1 << 20
+_LENGTHS: dict[KeptName, int] = {
+    "own.points": POINT_BYTES,
+    "peer.points": POINT_BYTES,
+    "peer.tags": TAG_BYTES,
+    "peer.commitment": _DIGEST_BYTES,
+    "own.tags": TAG_BYTES,
+}
+"""Bytes of one element of each file."""
+
+
+class Begun(NamedTuple):
+    """What an exchange is of, and its secrets."""
+
+    exchange: bytes
+    """The number that both parties give it, 32 bytes."""
+    scalar: bytes
+    shuffle_seed: bytes
+    ids_digest: bytes
+    """Of this party's ids: with others, the exchange cannot be resumed."""
+    own_size: int
+    peer_size: int
+    chunk_ids: int
+
+
+class KeptPoints(NamedTuple):
+    """Points in a file."""
+
+    path: Path
+    num_points: int
+
+    def prefix(self, count: int) -> "hashlib._Hash | None":
+        """Return the SHA-256 over the first ``count`` points, or None if there are fewer."""
+        if not 0 <= count <= self.num_points:
+            return None
+        return self._digest(count)
+
+    def all(self) -> "hashlib._Hash":
+        """Return the SHA-256 over all points."""
+        return self._digest(self.num_points)
+
+    def _digest(self, count: int) -> "hashlib._Hash":
+        digest, left = hashlib.sha256(), count * POINT_BYTES
+        if not left:
+            return digest  # there may be no file yet
+        with _storing(self.path), self.path.open("rb") as file:
+            while left:
+                data = file.read(min(left, _READ_BYTES))
+                if not data:
+                    raise StorageError(f"{self.path}: is damaged")
+                digest.update(data)
+                left -= len(data)
+        return digest
+
+
+class Kept(NamedTuple):
+    """An exchange that broke off."""
+
+    begun: Begun
+    own_points: KeptPoints
+    peer_points: KeptPoints
+    peer_tags: bytearray
+    own_tags: bytearray
+    peer_commitment: bytes
+    """Empty if it had not arrived."""
+
+
+class Keeper(Protocol):
+    """Takes what an exchange has sent and received."""
+
+    def append(self, name: KeptName, data: bytes) -> None:
+        """Append to one of the files, before anything that follows from it is sent."""
+
+    def cut(self, name: KeptName, count: int) -> None:
+        """Keep no more than the first ``count`` elements of a file."""
+
+    def sync(self) -> None:
+        """Return once everything is on disk."""
+
+
+class _Nothing:
+    """Keeps nothing."""
+
+    def append(self, name: KeptName, data: bytes) -> None:
+        """Keep nothing."""
+
+    def cut(self, name: KeptName, count: int) -> None:
+        """Cut nothing."""
+
+    def sync(self) -> None:
+        """Wait for nothing."""
+
+
+NOTHING_KEPT: Keeper = _Nothing()
+
+
+class ExchangeFiles:
+    """The files of one unfinished exchange, or of none.
+
+    Args:
+        folder: their folder, which need not exist.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def load(self, ids_digest: bytes, chunk_ids: int, part_of: Callable[[int], int]) -> Kept | None:
+        """Return the exchange that was kept; None if there is none that these ids can resume.
+
+        What a killed process has written in part is left out.
+
+        Args:
+            ids_digest: of this party's ids.
+            chunk_ids: points in a message, of which a file holds whole chunks.
+            part_of: gives the number of tags in a message of tags for a number of ids.
+
+        Raises:
+            StorageError: a file cannot be read.
+        """
+        begun = self._begun()
+        if begun is None or (begun.ids_digest, begun.chunk_ids) != (ids_digest, chunk_ids):
+            return None
+        own, peer = begun.own_size, begun.peer_size
+        sent = self._whole(["own.points"], own, chunk_ids)
+        answered = self._whole(["peer.points", "peer.tags"], peer, chunk_ids)
+        shown = self._whole(["own.tags"], own, part_of(own))
+        commitment = self._read("peer.commitment")
+        if len(commitment) != _DIGEST_BYTES:
+            # Tags are shown after the commitments.
+            commitment, shown = bytearray(), 0
+        cuts: dict[KeptName, int] = {
+            "own.points": sent,
+            "peer.points": answered,
+            "peer.tags": answered,
+            "own.tags": shown,
+            "peer.commitment": int(bool(commitment)),
+        }
+        for name, count in cuts.items():
+            self.cut(name, count)
+        return Kept(
+            begun,
+            KeptPoints(self._folder / "own.points", sent),
+            KeptPoints(self._folder / "peer.points", answered),
+            self._read("peer.tags"),
+            self._read("own.tags"),
+            bytes(commitment),
+        )
+
+    def begin(self, begun: Begun) -> None:
+        """Keep a new exchange, and nothing of an earlier one.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        self.discard()
+        with _storing(self._folder):
+            self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700)
+        stored = {
+            name: value.hex() if isinstance(value, bytes) else value
+            for name, value in begun._asdict().items()
+        }
+        write_bytes_atomically(self._folder / _STATE, json.dumps(stored).encode(), 0o600)
+
+    def append(self, name: KeptName, data: bytes) -> None:
+        """Append to one of the files.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        path = self._folder / name
+        with _storing(path), _opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as descriptor:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+
+    def cut(self, name: KeptName, count: int) -> None:
+        """Keep no more than the first ``count`` elements of a file.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        path = self._folder / name
+        if path.exists():
+            with _storing(path), _opened(path, os.O_WRONLY) as descriptor:
+                os.ftruncate(descriptor, min(count * _LENGTHS[name], os.fstat(descriptor).st_size))
+
+    def sync(self) -> None:
+        """Return once everything is on disk.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        for path in (*(self._folder / name for name in _LENGTHS), self._folder):
+            if path.exists():
+                with _storing(path), _opened(path, os.O_RDONLY) as descriptor:
+                    os.fsync(descriptor)
+
+    def discard(self) -> None:
+        """Delete the files, the secrets first; what cannot be deleted is reported."""
+        try:
+            (self._folder / _STATE).unlink(missing_ok=True)
+            if self._folder.exists():
+                shutil.rmtree(self._folder)
+        except OSError as error:
+            logger.warning("%s: cannot be deleted: %s", self._folder, error.strerror)
+
+    def _begun(self) -> Begun | None:
+        path = self._folder / _STATE
+        try:
+            with _storing(path):
+                stored = json.loads(path.read_bytes()) if path.exists() else None
+            if stored is None:
+                return None
+            number, scalar, seed, ids = (bytes.fromhex(stored[name]) for name in Begun._fields[:4])
+            sizes = [stored[name] for name in Begun._fields[4:]]
+            if any(type(size) is not int or size < 1 for size in sizes):
+                raise ValueError(sizes)
+            own_size, peer_size, chunk_ids = sizes
+            return Begun(number, scalar, seed, ids, own_size, peer_size, chunk_ids)
+        except (ValueError, TypeError, LookupError):
+            logger.warning("%s: is damaged; the ids are exchanged anew", path)
+            return None
+
+    def _read(self, name: KeptName) -> bytearray:
+        path = self._folder / name
+        with _storing(path):
+            return bytearray(path.read_bytes()) if path.exists() else bytearray()
+
+    def _whole(self, names: Iterable[KeptName], size: int, step: int) -> int:
+        """Return how many of ``size`` elements each file has, in whole steps or all of them."""
+        paths = {name: self._folder / name for name in names}
+        with _storing(self._folder):
+            counts = [
+                path.stat().st_size // _LENGTHS[name] if path.exists() else 0
+                for name, path in paths.items()
+            ]
+        count = min(*counts, size)
+        return count if count == size else count - count % step
+
+
+class KeptExchanges:
+    """The unfinished exchanges of one party with all of its peers.
+
+    Args:
+        folder: the party's folder of the run; the exchanges lie beside it, because starting over
+            moves it aside.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder.with_name(f".{folder.name}.exchanges")
+
+    def of(self, peer: str) -> ExchangeFiles:
+        """Return the files of the exchange with a peer."""
+        return ExchangeFiles(self._folder / peer)
+
+    def discard(self) -> None:
+        """Delete all of them."""
+        if self._folder.exists():
+            for folder in self._folder.iterdir():
+                ExchangeFiles(folder).discard()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def digest_of_ids(ids: Iterable[str]) -> bytes:
+    """Return a digest of ids in their order, 32 bytes, to recognise them."""
+    digest = hashlib.sha256()
+    for one in ids:
+        text = one.encode("utf-8", "surrogatepass")
+        digest.update(len(text).to_bytes(4, "big") + text)
+    return digest.digest()
+
+
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    # Nobody else can write to the folder; a link there would be a fault.
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _storing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror or error}") from error

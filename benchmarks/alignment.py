@@ -128,10 +128,10 @@ def _run_active(task: Task) -> None:
 
         def handle(requests: Iterator[AlignFrame], _context: object) -> Iterator[AlignFrame]:
             channel = CountingChannel(lambda _outgoing: requests)
+            # Not after the last frame: a client that has everything may close the line before.
             with ThreadPoolExecutor(1) as executor:
-                future = executor.submit(run, channel)
+                executor.submit(lambda: outcome.put(run(channel)))
                 yield from channel.outgoing
-                outcome.put(future.result())
 
         server = grpc.server(ThreadPoolExecutor(2))
         service, _, method = _METHOD[1:].partition("/")

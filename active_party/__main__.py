@@ -169,10 +169,11 @@ def _train(
         session.reopen()
         # From the first answer until this process ends, no file may pass for the whole account.
         delete_saved(folder, LEDGER)
-        deadline_s, most = settings.reconnect.deadline_s, contract.alignment.max_set_size
+        most = contract.alignment.max_set_size
         tried = TriedIds.beside(folder, most, settings.alignment_attempts)
-        keeping = tried, status, KeptExchanges(folder)
-        service = ActiveService(session, engine, deadline_s, *keeping)
+        service = ActiveService(
+            session, engine, settings.reconnect.deadline_s, tried, status, KeptExchanges(folder)
+        )
         notes = status if transcript is None else AllNotes(transcript, status)
         desk = ProbeDesk(contract, form_of(data.ids))
         server = start_server(service, contract, settings.listen, credentials, notes, desk)

@@ -36,7 +36,7 @@ import numpy as np
 from splitveil.common.alignment import ristretto
 from splitveil.common.alignment.hello import check_hello, number_of_exchange
 from splitveil.common.alignment.interface import RowIndices, Splits
-from splitveil.common.alignment.kept import Begun, ExchangeFiles, Kept, digest_of_ids
+from splitveil.common.alignment.kept import Begun, ExchangeFiles, Kept, digest_of_ids, forgetting
 from splitveil.common.alignment.tag_sets import common_tags, secret_permutation, tags_of
 from splitveil.common.alignment.turns import TagTurns, check_chunk, check_length, part_of
 from splitveil.common.alignment.workers import WorkerPool
@@ -45,7 +45,6 @@ from splitveil.common.errors import (
     AlignmentError,
     InvalidMessage,
     OutOfStep,
-    ProtocolError,
     SplitveilError,
     TooLarge,
 )
@@ -248,7 +247,9 @@ class EcdhExchange:
             self._tags.note_sent(points)
             chunk = first // CHUNK_IDS
             yield pb.AlignFrame(points=pb.MaskedPoints(chunk=chunk, points=points))
-        yield from self._tags.commit()
+        with forgetting(self.forget):
+            last = self._tags.commit()
+        yield from last
 
     def receive(self, frame: pb.AlignFrame) -> list[pb.AlignFrame]:
         """Process the peer's next frame and return the frames to send in reply.
@@ -258,11 +259,8 @@ class EcdhExchange:
             InvalidMessage, OutOfStep, TooLarge: the peer broke a rule of the protocol.
             StorageError: what is to be kept cannot be written.
         """
-        try:
+        with forgetting(self.forget):
             return self._receive(frame)
-        except (AlignmentError, ProtocolError):
-            self.forget()  # or the same messages would fail again
-            raise
 
     def _receive(self, frame: pb.AlignFrame) -> list[pb.AlignFrame]:
         match frame.WhichOneof("body"):

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
-from splitveil.common.errors import StorageError
+from splitveil.common.errors import AlignmentError, ProtocolError, StorageError
 from splitveil.common.storage.run_folder import write_bytes_atomically
 from splitveil.common.wire.limits import POINT_BYTES, TAG_BYTES
 
@@ -304,6 +304,16 @@ def digest_of_ids(ids: Iterable[str]) -> bytes:
         text = one.encode("utf-8", "surrogatepass")
         digest.update(len(text).to_bytes(4, "big") + text)
     return digest.digest()
+
+
+@contextmanager
+def forgetting(forget: Callable[[], None]) -> Iterator[None]:
+    """Forget what was kept if what the peer sent is refused: it would be refused again."""
+    try:
+        yield
+    except (AlignmentError, ProtocolError):
+        forget()
+        raise
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """An exchange of ids that broke off: it continues where it was, and tells nothing more."""
 
+import hashlib
 import random
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -334,6 +335,27 @@ def test_a_peer_cannot_commit_to_other_tags_when_it_resumes(tmp_path: Path) -> N
     victim.own_points()
     with pytest.raises(InvalidMessage, match="commits to other tags than before"):
         victim.exchange.receive(commitment_frame(victim.peer_points, tags[::-1]))
+
+
+def test_what_is_refused_while_own_points_are_sent_is_forgotten_too(tmp_path: Path) -> None:
+    """Kept, damaged tags would otherwise be refused again at every start."""
+    victim = Victim(tmp_path)
+    victim.own_points()
+    victim.send_points(victim.peer_points)
+    tags = b"".join(hashlib.sha256(bytes([one])).digest()[:16] for one in range(100))
+    commitment = commitment_frame(victim.peer_points, tags)
+    victim.exchange.receive(commitment)
+    for chunk, at in enumerate(range(0, len(tags), 2 * 16)):
+        victim.exchange.receive(tags_frame(chunk, tags[at : at + 2 * 16]))
+    path = victim.files._folder / "own.tags"
+    path.write_bytes(bytes(16) + tags[16:])
+
+    victim.start(victim.resume())
+    assert victim.held.tags == 100
+    victim.exchange.receive(commitment)  # before the last own points are sent
+    with pytest.raises(InvalidMessage, match="not those that it committed to"):
+        victim.own_points()
+    assert not victim.files._folder.exists()
 
 
 def test_tags_are_shown_only_after_what_they_follow_from_is_on_disk(tmp_path: Path) -> None:

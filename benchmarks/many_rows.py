@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
+from benchmarks.bare_gloo import free_port
 from benchmarks.environment import print_environment
 from benchmarks.whole_run import (
     CLOCK_TICKS,
     NAMES,
-    free_port,
     security,
     start,
     write_settings,

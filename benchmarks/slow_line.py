@@ -12,7 +12,9 @@ two containers, ssh). Without it both run here, over the loopback.
 A figure is that of the training steps of whole epochs after the first. Beside it is what the line
 allows: with one batch under way, the larger of the computation and a round trip and both tensors;
 with several, the larger of the computation and one tensor. The computation is the time of a step
-over the loopback, in the same run. The held-out rows' time is that between an epoch's last step and
+over the loopback, in the same run. ``bare gloo`` is the same two halves on the same line, as many
+batches under way, with nothing but `torch.distributed`'s send and receive between them
+(`benchmarks.bare_gloo`). The held-out rows' time is that between an epoch's last step and
 the next one's first.
 """
 
@@ -29,14 +31,25 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from benchmarks.bare_gloo import BATCH, CUT, free_port
 from benchmarks.environment import print_environment
-from benchmarks.whole_run import BATCH, NAMES, NO_AUDITS, free_port, security, write_settings
+from benchmarks.whole_run import NAMES, NO_AUDITS, security, write_settings
 from splitveil.deploy.authority import make_certificates
 
-CUT = 128
 DEPTHS = (1, 2, 4)
 BYTES = {"float32": 4, "bfloat16": 2}
 TIMEOUT_S = 900
+HEADINGS = (
+    "tensors",
+    "depth",
+    "steps/s",
+    "the line allows",
+    "share",
+    "bare gloo",
+    "of bare gloo",
+    "loopback",
+    "between epochs",
+)
 
 
 class Line(NamedTuple):
@@ -45,6 +58,16 @@ class Line(NamedTuple):
     command: str | None
     """With ``{active}`` and ``{passive}``; None for the loopback."""
     address: str
+
+    def run(self, commands: dict[str, str]) -> None:
+        """Run both parties' commands there."""
+        if self.command is None:
+            both = f"{commands['active']} & {commands['passive']}; wait $!"
+        else:
+            quoted = {party: shlex.quote(command) for party, command in commands.items()}
+            both = self.command.format(**quoted)
+        shell = ["/bin/sh", "-c", both]
+        subprocess.run(shell, check=True, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL)
 
 
 class Speed(NamedTuple):
@@ -74,14 +97,20 @@ def run(folder: Path, line: Line, epochs: int, depth: int, dtype: str) -> Speed:
             call = ["env", "OMP_NUM_THREADS=1", sys.executable, "-c", code, "run", str(now)]
             call += [*sets, "--runs", scratch, "-qq"]
             commands[party] = shlex.join(call)
-        if line.command is None:
-            both = f"{commands['active']} & {commands['passive']}; wait $!"
-        else:
-            quoted = {party: shlex.quote(command) for party, command in commands.items()}
-            both = line.command.format(**quoted)
-        shell = ["/bin/sh", "-c", both]
-        subprocess.run(shell, check=True, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL)
+        line.run(commands)
         return speed_of(Path(scratch) / "whole" / "active" / "metrics.jsonl")
+
+
+def bare(line: Line, epochs: int, depth: int, dtype: str) -> float:
+    """Return the seconds of a step of the same halves with nothing but gloo between them."""
+    with tempfile.TemporaryDirectory() as scratch:
+        printed = Path(scratch) / "step_s"
+        call = ["env", "OMP_NUM_THREADS=1", sys.executable, "-m", "benchmarks.bare_gloo"]
+        call += [f"--address={line.address}", f"--ahead={depth - 1}", f"--dtype={dtype}"]
+        call += [f"--epochs={epochs}", f"--write={printed}"]
+        ranks = {"active": 1, "passive": 0}
+        line.run({party: shlex.join([*call, f"--rank={rank}"]) for party, rank in ranks.items()})
+        return float(printed.read_text())
 
 
 def speed_of(metrics: Path) -> Speed:
@@ -122,17 +151,19 @@ def main() -> None:
         folder = Path(scratch)
         write_settings(folder)
         make_certificates(folder / "certificates", NAMES)
-        print("| tensors | depth | steps/s | the line allows | share | loopback | between epochs |")
-        print("|---|---|---|---|---|---|---|")
+        print(f"| {' | '.join(HEADINGS)} |")
+        print("|---" * len(HEADINGS) + "|")
         for dtype in given.dtypes:
             for depth in given.depths:
                 local = run(folder, here(), given.epochs, depth, dtype)
                 line = here() if given.line is None else Line(given.line, given.address)
                 found = run(folder, line, given.epochs, depth, dtype)
+                gloo_s = bare(line, given.epochs, depth, dtype)
                 allowed = allowed_s(given, depth, dtype, local.step_s)
                 print(
                     f"| {dtype} | {depth} | {1 / found.step_s:.1f} | {1 / allowed:.1f} "
-                    f"| {allowed / found.step_s:.2f} | {1 / local.step_s:.1f} "
+                    f"| {allowed / found.step_s:.2f} | {1 / gloo_s:.1f} "
+                    f"| {gloo_s / found.step_s:.2f} | {1 / local.step_s:.1f} "
                     f"| {found.between_s:.2f} s |",
                     flush=True,
                 )

@@ -23,9 +23,7 @@ per step at most 1.35 of gloo's (insecure), 1.6 (mtls).
 
 import argparse
 import json
-import multiprocessing
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -41,18 +39,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import yaml
-from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn.functional import binary_cross_entropy_with_logits
 
+from benchmarks.bare_gloo import BATCH, EPOCHS, MARKS, ROWS, STEPS, cost_of_mark, free_port, table
 from benchmarks.environment import print_environment
 from splitveil.deploy.authority import PartyFolder, make_certificates
 
-ROWS, FEATURES, BATCH, EPOCHS = 67_000, 64, 1024, 20
-TRAINING = ROWS * 9 // 10
-STEPS = -(-TRAINING // BATCH)
 NO_AUDITS: dict[str, Any] = {"leak_monitor": None}
 LEFT_OUT: dict[str, dict[str, Any]] = {
     "defense": {"defense": {"name": "none"}},
@@ -78,161 +70,11 @@ class Cost(NamedTuple):
     """CPU milliseconds for one step, by party and thread."""
 
 
-# ---- the marks to beat --------------------------------------------------------------------------
-
-
-def halves() -> tuple[nn.Module, nn.Module]:
-    torch.manual_seed(0)
-    bottom = nn.Sequential(nn.Linear(FEATURES, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU())
-    return bottom, nn.Sequential(nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 1))
-
-
-def table() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(ROWS, FEATURES, generator=generator)
-    return x, (x[:, 0] + torch.randn(ROWS, generator=generator) > 1).float()
-
-
-def batches(epoch: int) -> tuple[Tensor, ...]:
-    """Return the rows of each batch of an epoch; both processes draw the same order."""
-    generator = torch.Generator().manual_seed(epoch)
-    return torch.split(torch.randperm(TRAINING, generator=generator), BATCH)
-
-
-def timed_epochs(epoch: Callable[[int], None]) -> tuple[float, float]:
-    """Return wall and CPU seconds of all epochs but the first."""
-    epoch(0)
-    wall, cpu = time.perf_counter(), time.process_time()
-    for number in range(1, EPOCHS):
-        epoch(number)
-    return time.perf_counter() - wall, time.process_time() - cpu
-
-
-def monolithic(_rank: int, _port: int) -> tuple[float, float]:
-    model = nn.Sequential(*halves())
-    optimizer = torch.optim.Adam(model.parameters())
-    x, labels = table()
-
-    def epoch(number: int) -> None:
-        for rows in batches(number):
-            loss = binary_cross_entropy_with_logits(model(x[rows])[:, 0], labels[rows])
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-        with torch.no_grad():
-            model(x[TRAINING:])
-
-    return timed_epochs(epoch)
-
-
-def gloo(rank: int, port: int, ahead: int = 0) -> tuple[float, float]:
-    """Train one half; rank 0 is the passive party."""
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    half = halves()[rank]
-    optimizer = torch.optim.Adam(half.parameters())
-    x, labels = table()
-    if rank:
-        return timed_epochs(partial(gloo_active, half, optimizer, labels))
-    return timed_epochs(partial(gloo_passive, half, optimizer, x, ahead))
-
-
-class Sent(NamedTuple):
-    """A batch whose gradient is awaited."""
-
-    activation: Tensor
-    sending: Any
-    weights: dict[str, Tensor]
-
-
-def gloo_passive(
-    half: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, ahead: int, number: int
-) -> None:
-    under_way: list[Sent] = []
-    for rows in batches(number):
-        weights: dict[str, Tensor] = dict(half.named_parameters())
-        if ahead:  # the weights change before this batch's gradient is here
-            weights = {name: w.detach().clone().requires_grad_() for name, w in weights.items()}
-        activation = functional_call(half, weights, x[rows])
-        # A send returns when it was received; the peer may still be sending a gradient itself.
-        under_way.append(Sent(activation, dist.isend(activation.detach(), 1), weights))
-        if len(under_way) > ahead:
-            gloo_learn(half, optimizer, under_way.pop(0))
-    for sent in under_way:
-        gloo_learn(half, optimizer, sent)
-    with torch.no_grad():
-        dist.send(half(x[TRAINING:]), 1)
-
-
-def gloo_learn(half: nn.Module, optimizer: torch.optim.Optimizer, sent: Sent) -> None:
-    gradient = torch.empty_like(sent.activation)
-    dist.recv(gradient, 1)
-    sent.sending.wait()
-    optimizer.zero_grad()
-    sent.activation.backward(gradient)  # type: ignore[no-untyped-call]
-    for name, parameter in half.named_parameters():
-        parameter.grad = sent.weights[name].grad
-    optimizer.step()
-
-
-def gloo_active(
-    half: nn.Module, optimizer: torch.optim.Optimizer, labels: Tensor, number: int
-) -> None:
-    for rows in batches(number):
-        cut = torch.empty(len(rows), 128)
-        dist.recv(cut, 0)
-        cut.requires_grad_()
-        optimizer.zero_grad()
-        loss = binary_cross_entropy_with_logits(half(cut)[:, 0], labels[rows])
-        loss.backward()  # type: ignore[no-untyped-call]
-        dist.send(cut.grad if cut.grad is not None else torch.zeros_like(cut), 0)
-        optimizer.step()
-    held_out = torch.empty(ROWS - TRAINING, 128)
-    dist.recv(held_out, 0)
-    with torch.no_grad():
-        half(held_out)
-
-
-def gloo_ahead(rank: int, port: int) -> tuple[float, float]:
-    return gloo(rank, port, ahead=1)
-
-
-Mark = Callable[[int, int], tuple[float, float]]
-MARKS: dict[str, tuple[Mark, int]] = {
-    "monolithic": (monolithic, 1),
-    "gloo": (gloo, 2),
-    "gloo ahead": (gloo_ahead, 2),
-}
-
-
-def in_process(mark: Mark, rank: int, port: int, into: Any) -> None:
-    torch.set_num_threads(1)
-    into.put(mark(rank, port))
-
-
-def cost_of_mark(mark: Mark, processes: int) -> Cost:
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    port = free_port()
-    started = [
-        context.Process(target=in_process, args=(mark, rank, port, results))
-        for rank in range(processes)
-    ]
-    for process in started:
-        process.start()
-    taken = [results.get(timeout=120) for _ in started]
-    for process in started:
-        process.join()
+def cost_of(mark: str) -> Cost:
+    taken = cost_of_mark(mark)
     steps = STEPS * (EPOCHS - 1)
-    return Cost(steps / max(wall for wall, _ in taken), 1e3 * sum(cpu for _, cpu in taken) / steps)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
-
-
-# ---- ours ---------------------------------------------------------------------------------------
+    wall_s, cpu_s = max(of.wall_s for of in taken), sum(of.cpu_s for of in taken)
+    return Cost(steps / wall_s, 1e3 * cpu_s / steps)
 
 
 def write_settings(folder: Path) -> None:
@@ -401,7 +243,7 @@ def prepared() -> Iterator[dict[str, Run]]:
             )
 
         yield {
-            **{name: partial(cost_of_mark, *given) for name, given in MARKS.items()},
+            **{name: partial(cost_of, name) for name in MARKS},
             "insecure": run(none, secure=False, audited=False),
             "mtls": run(none, audited=False),
             "mtls, depth 2": run(none, audited=False, depth=2),

@@ -169,11 +169,11 @@ def _train(
         session.reopen()
         # From the first answer until this process ends, no file may pass for the whole account.
         delete_saved(folder, LEDGER)
-        most = contract.alignment.max_set_size
-        tried = TriedIds.beside(folder, most, settings.alignment_attempts)
-        service = ActiveService(
-            session, engine, settings.reconnect.deadline_s, tried, status, KeptExchanges(folder)
+        tried = TriedIds.beside(
+            folder, contract.alignment.max_set_size, settings.alignment_attempts
         )
+        kept = KeptExchanges(folder, settings.alignment_memory_limit)
+        service = ActiveService(session, engine, settings.reconnect.deadline_s, tried, status, kept)
         notes = status if transcript is None else AllNotes(transcript, status)
         desk = ProbeDesk(contract, form_of(data.ids))
         server = start_server(service, contract, settings.listen, credentials, notes, desk)

@@ -87,7 +87,7 @@ def _find_common_order(
         )
         most = contract.alignment.max_set_size
         tried = TriedIds.beside(folder, most, settings.alignment_attempts)
-        kept = KeptExchanges(folder)
+        kept = KeptExchanges(folder, settings.alignment_memory_limit)
         service = ActiveService(session, engine, settings.reconnect.deadline_s, tried, status, kept)
         server = start_server(
             service,

@@ -7,7 +7,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
-from pydantic import AfterValidator, Tag
+from pydantic import AfterValidator, ByteSize, Tag
 from pydantic.fields import FieldInfo
 
 from splitveil.common.settings import Section
@@ -18,6 +18,7 @@ _WORDS: dict[Any, str] = {
     float: "number",
     bool: "`true` or `false`",
     str: "text",
+    ByteSize: "bytes, such as `128MB` or `1GiB`",
     Path: "path",
     Any: "any value",
 }

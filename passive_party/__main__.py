@@ -193,7 +193,7 @@ def _begin_to_wait(status: RunStatus) -> None:
 
 def _aligner(settings: PassiveSettings, data: PartyData, folder: Path, *, fresh: bool) -> Aligner:
     """Build the aligner. Call it before the first gRPC channel, because it may start processes."""
-    kept = KeptExchanges(folder)
+    kept = KeptExchanges(folder, settings.alignment_memory_limit)
     if fresh:
         kept.discard()
     alignment = settings.contract.alignment

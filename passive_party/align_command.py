@@ -80,7 +80,7 @@ def _find_common_order(
         build_engine(alignment, AlignmentResources(workers=settings.alignment_workers)),
         partial(command_line.draw_nonce, settings),
         TriedIds.beside(folder, alignment.max_set_size, settings.alignment_attempts),
-        KeptExchanges(folder),
+        KeptExchanges(folder, settings.alignment_memory_limit),
     )
 
     def show(done_ids: int, total_ids: int) -> None:

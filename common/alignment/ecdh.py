@@ -29,17 +29,23 @@ import hashlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from typing import Protocol
-
-import numpy as np
 
 from splitveil.common.alignment import ristretto
 from splitveil.common.alignment.hello import check_hello, number_of_exchange
 from splitveil.common.alignment.interface import RowIndices, Splits
-from splitveil.common.alignment.kept import Begun, ExchangeFiles, Kept, digest_of_ids, forgetting
-from splitveil.common.alignment.tag_sets import common_tags, secret_permutation, tags_of
+from splitveil.common.alignment.kept import (
+    Begun,
+    ExchangeFiles,
+    Kept,
+    KeptTags,
+    digest_of_ids,
+    forgetting,
+)
+from splitveil.common.alignment.room import Room, RoomInMemory, room_of
+from splitveil.common.alignment.tag_lists import SecretOrder
+from splitveil.common.alignment.tag_sets import tags_of
 from splitveil.common.alignment.turns import TagTurns, check_chunk, check_length, part_of
-from splitveil.common.alignment.workers import WorkerPool
+from splitveil.common.alignment.workers import GroupOperations, WorkerPool
 from splitveil.common.data.ids import NORMALISATION
 from splitveil.common.errors import (
     AlignmentError,
@@ -57,19 +63,6 @@ ENGINE = "ecdh-ristretto255"
 VERSION = 2
 TAG_BYTES = limits.TAG_BYTES
 CHUNK_IDS = limits.CHUNK_IDS
-
-
-class GroupOperations(Protocol):
-    """The operations that the engine needs, of one ``Ristretto`` or a ``WorkerPool`` of them."""
-
-    def mask(self, digests: bytes, scalar: bytes) -> bytes:
-        """Hash each digest to the group and multiply it by the scalar."""
-
-    def multiply(self, points: bytes, scalar: bytes) -> bytes:
-        """Multiply each point by the scalar, or raise NotInGroupError."""
-
-    def close(self) -> None:
-        """Release the resources."""
 
 
 class EcdhEngine:
@@ -168,7 +161,8 @@ class EcdhExchange:
         self._min_aligned = min_aligned
         self._max_set_size = max_set_size
         self._shuffle_seed = os.urandom(32)
-        self._shuffled_rows = secret_permutation(len(ids), self._shuffle_seed)
+        self._room: Room = RoomInMemory()
+        self._order: SecretOrder | None = None
         self._peer_hello: pb.AlignHello | None = None
         self._tags = TagTurns(len(ids), CHUNK_IDS, lambda: pb.AlignFrame(done=self._intersect()))
         self._files: ExchangeFiles | None = None
@@ -217,6 +211,7 @@ class EcdhExchange:
     def keep_in(self, files: ExchangeFiles) -> None:
         """Keep the exchange in files, and resume the one that they hold; call it first of all."""
         self._files, self._ids_digest = files, digest_of_ids(self._ids)
+        self._room = room_of(files)
         self._kept = files.load(self._ids_digest, CHUNK_IDS, part_of(CHUNK_IDS))
         if self._kept is not None:
             kept = self._kept
@@ -224,7 +219,7 @@ class EcdhExchange:
                 exchange=kept.begun.exchange,
                 points=kept.peer_points.num_points,
                 points_digest=kept.peer_points.all().digest(),
-                tags=len(kept.own_tags) // TAG_BYTES,
+                tags=kept.own_tags.num_tags,
             )
             self._hello.resume.CopyFrom(held)
 
@@ -239,9 +234,9 @@ class EcdhExchange:
 
     def own_frames(self) -> Iterator[pb.AlignFrame]:
         """Mask this party's ids, chunk by chunk. Call it after the peer's hello was received."""
-        self._require_hello()
+        order = self._require_order()
         for first in range(self._tags.num_sent, len(self._ids), CHUNK_IDS):
-            rows = self._shuffled_rows[first : first + CHUNK_IDS].tolist()
+            rows = order.rows(first, CHUNK_IDS).tolist()
             digests = ristretto.digest_ids([self._ids[row] for row in rows])
             points = self._group.mask(digests, self._scalar)
             self._tags.note_sent(points)
@@ -319,6 +314,7 @@ class EcdhExchange:
         self._tags.num_peer = int(peer.set_size)
         if self._files is not None:
             self._begin_or_resume(self._files, peer)
+        self._order = self._room.order(len(self._ids), self._shuffle_seed)
 
     def _begin_or_resume(self, files: ExchangeFiles, peer: pb.AlignHello) -> None:
         """Resume the kept exchange if the peer has kept it too, and keep a new one otherwise."""
@@ -336,11 +332,13 @@ class EcdhExchange:
             )
             files.begin(begun)
             self._tags.keeper = files
+            self._hold(KeptTags(files.path("own.tags"), 0), KeptTags(files.path("peer.tags"), 0))
         else:
             if peer.set_size != kept.begun.peer_size:
                 raise InvalidMessage("the other party resumes with another number of ids")
             self._exchange, self._scalar = kept.begun.exchange, kept.begun.scalar
-            self._shuffled_rows = secret_permutation(len(self._ids), kept.begun.shuffle_seed)
+            self._shuffle_seed = kept.begun.shuffle_seed
+            self._hold(kept.own_tags, kept.peer_tags)
             self._tags.restore(kept, peer.resume, files)
             logger.info(
                 "resuming an exchange of ids: %d of %d own points were sent, %d of %d answered",
@@ -349,6 +347,9 @@ class EcdhExchange:
                 self._tags.num_computed,
                 self._tags.num_peer,
             )
+
+    def _hold(self, own: KeptTags, of_peer: KeptTags) -> None:
+        self._tags.hold(self._room.tags(own), self._room.tags(of_peer))
 
     def _answer_points(self, message: pb.MaskedPoints) -> None:
         received = self._tags.num_computed
@@ -375,21 +376,21 @@ class EcdhExchange:
 
     def _intersect(self) -> pb.AlignDone:
         """Find the common ids once all tags have arrived."""
-        common = common_tags(self._tags.own, self._tags.of_peer)
-        self._common_rows = self._shuffled_rows[common.positions]
-        digest = hashlib.sha256(common.tags.tobytes())
+        order = self._require_order()
+        found = self._room.common_rows(self._tags.own, self._tags.of_peer, order)
+        self._common_rows = found.rows
         self._own_done = pb.AlignDone(
-            count=len(common.tags), digest=digest.digest(), split_digest=self._split_digest(digest)
+            count=len(found.rows),
+            digest=found.digest.digest(),
+            split_digest=found.split_digest(self._splits),
         )
         return self._own_done
 
-    def _split_digest(self, of_tags: "hashlib._Hash") -> bytes:
-        """Digest the splits of the common ids after their tags, which differ in every alignment."""
-        if self._splits is None:
-            return b""
-        found = of_tags.copy()
-        found.update(self._splits[self._common_rows].astype(np.int8).tobytes())
-        return found.digest()
+    def _require_order(self) -> SecretOrder:
+        self._require_hello()
+        if self._order is None:
+            raise OutOfStep("the alignment hello was refused")
+        return self._order
 
     def _require_hello(self) -> pb.AlignHello:
         if self._peer_hello is None:

@@ -6,6 +6,7 @@
     peer.tags        their tags, which this party has computed, 16 bytes each
     peer.commitment  the peer's commitment to the tags of this party's ids, once it has arrived
     own.tags         tags of this party's ids, as the peer has shown them
+    order, parts     with a memory limit: the shuffled order, and tags sorted into parts
 
 Who reads the scalar can test any id against the points, so the files lie in a folder of their own
 (mode 0700, files 0600) beside the run's results, one for each peer, and are deleted as soon as the
@@ -31,7 +32,11 @@ logger = logging.getLogger(__name__)
 
 KeptName = Literal["own.points", "peer.points", "peer.tags", "peer.commitment", "own.tags"]
 
+OwnName = Literal["order", "parts"]
+"""Files of an exchange with a memory limit, which are written again if it is resumed."""
+
 _STATE = "state"
+_IDS_DOMAIN = b"splitveil alignment ids 2\x00"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _READ_BYTES = 1 << 20
 _LENGTHS: dict[KeptName, int] = {
@@ -78,7 +83,7 @@ class KeptPoints(NamedTuple):
         digest, left = hashlib.sha256(), count * POINT_BYTES
         if not left:
             return digest  # there may be no file yet
-        with _storing(self.path), self.path.open("rb") as file:
+        with storing(self.path), self.path.open("rb") as file:
             while left:
                 data = file.read(min(left, _READ_BYTES))
                 if not data:
@@ -88,14 +93,21 @@ class KeptPoints(NamedTuple):
         return digest
 
 
+class KeptTags(NamedTuple):
+    """Tags in a file, which need not exist if there are none."""
+
+    path: Path
+    num_tags: int
+
+
 class Kept(NamedTuple):
     """An exchange that broke off."""
 
     begun: Begun
     own_points: KeptPoints
     peer_points: KeptPoints
-    peer_tags: bytearray
-    own_tags: bytearray
+    peer_tags: "KeptTags"
+    own_tags: "KeptTags"
     peer_commitment: bytes
     """Empty if it had not arrived."""
 
@@ -134,10 +146,13 @@ class ExchangeFiles:
 
     Args:
         folder: their folder, which need not exist.
+        memory_limit_bytes: memory for the exchange, which reads its tags from the files then; by
+            default it holds them in memory as well.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, memory_limit_bytes: int | None = None) -> None:
         self._folder = folder
+        self.memory_limit_bytes = memory_limit_bytes
 
     def load(self, ids_digest: bytes, chunk_ids: int, part_of: Callable[[int], int]) -> Kept | None:
         """Return the exchange that was kept; None if there is none that these ids can resume.
@@ -176,8 +191,8 @@ class ExchangeFiles:
             begun,
             KeptPoints(self._folder / "own.points", sent),
             KeptPoints(self._folder / "peer.points", answered),
-            self._read("peer.tags"),
-            self._read("own.tags"),
+            KeptTags(self.path("peer.tags"), answered),
+            KeptTags(self.path("own.tags"), shown),
             bytes(commitment),
         )
 
@@ -188,7 +203,7 @@ class ExchangeFiles:
             StorageError: it cannot be written.
         """
         self.discard()
-        with _storing(self._folder):
+        with storing(self._folder):
             self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._folder.mkdir(mode=0o700)
         stored = {
@@ -197,6 +212,10 @@ class ExchangeFiles:
         }
         write_bytes_atomically(self._folder / _STATE, json.dumps(stored).encode(), 0o600)
 
+    def path(self, name: KeptName | OwnName) -> Path:
+        """Return the path of a file."""
+        return self._folder / name
+
     def append(self, name: KeptName, data: bytes) -> None:
         """Append to one of the files.
 
@@ -204,7 +223,7 @@ class ExchangeFiles:
             StorageError: it cannot be written.
         """
         path = self._folder / name
-        with _storing(path), _opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as descriptor:
+        with storing(path), _opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND) as descriptor:
             rest = memoryview(data)
             while rest:
                 rest = rest[os.write(descriptor, rest) :]
@@ -217,7 +236,7 @@ class ExchangeFiles:
         """
         path = self._folder / name
         if path.exists():
-            with _storing(path), _opened(path, os.O_WRONLY) as descriptor:
+            with storing(path), _opened(path, os.O_WRONLY) as descriptor:
                 os.ftruncate(descriptor, min(count * _LENGTHS[name], os.fstat(descriptor).st_size))
 
     def sync(self) -> None:
@@ -228,7 +247,7 @@ class ExchangeFiles:
         """
         for path in (*(self._folder / name for name in _LENGTHS), self._folder):
             if path.exists():
-                with _storing(path), _opened(path, os.O_RDONLY) as descriptor:
+                with storing(path), _opened(path, os.O_RDONLY) as descriptor:
                     os.fsync(descriptor)
 
     def discard(self) -> None:
@@ -243,7 +262,7 @@ class ExchangeFiles:
     def _begun(self) -> Begun | None:
         path = self._folder / _STATE
         try:
-            with _storing(path):
+            with storing(path):
                 stored = json.loads(path.read_bytes()) if path.exists() else None
             if stored is None:
                 return None
@@ -259,13 +278,13 @@ class ExchangeFiles:
 
     def _read(self, name: KeptName) -> bytearray:
         path = self._folder / name
-        with _storing(path):
+        with storing(path):
             return bytearray(path.read_bytes()) if path.exists() else bytearray()
 
     def _whole(self, names: Iterable[KeptName], size: int, step: int) -> int:
         """Return how many of ``size`` elements each file has, in whole steps or all of them."""
         paths = {name: self._folder / name for name in names}
-        with _storing(self._folder):
+        with storing(self._folder):
             counts = [
                 path.stat().st_size // _LENGTHS[name] if path.exists() else 0
                 for name, path in paths.items()
@@ -280,14 +299,16 @@ class KeptExchanges:
     Args:
         folder: the party's folder of the run; the exchanges lie beside it, because starting over
             moves it aside.
+        memory_limit_bytes: memory for each exchange.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, memory_limit_bytes: int | None = None) -> None:
+        self._memory_limit_bytes = memory_limit_bytes
         self._folder = folder.with_name(f".{folder.name}.exchanges")
 
     def of(self, peer: str) -> ExchangeFiles:
         """Return the files of the exchange with a peer."""
-        return ExchangeFiles(self._folder / peer)
+        return ExchangeFiles(self._folder / peer, self._memory_limit_bytes)
 
     def discard(self) -> None:
         """Delete all of them."""
@@ -299,7 +320,7 @@ class KeptExchanges:
 
 def digest_of_ids(ids: Iterable[str]) -> bytes:
     """Return a digest of ids in their order, 32 bytes, to recognise them."""
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(_IDS_DOMAIN)
     for one in ids:
         text = one.encode("utf-8", "surrogatepass")
         digest.update(len(text).to_bytes(4, "big") + text)
@@ -327,7 +348,8 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
 
 
 @contextmanager
-def _storing(path: Path) -> Iterator[None]:
+def storing(path: Path) -> Iterator[None]:
+    """Convert errors of the operating system to StorageError, which names the file."""
     try:
         yield
     except OSError as error:

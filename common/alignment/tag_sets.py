@@ -1,31 +1,32 @@
-"""Works with whole sets: secret orders of ids, and the tags that two parties have in common."""
+"""Finds the tags that two parties have in common, at once or part by part."""
 
 import hashlib
+from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from splitveil.common.alignment.partitions import Records, UnevenError, partitions
 from splitveil.common.alignment.ristretto import POINT_BYTES
+from splitveil.common.alignment.tag_lists import (
+    PIECE_TAGS,
+    Rows,
+    SecretOrder,
+    TagList,
+    TagsInMemory,
+)
 from splitveil.common.errors import InvalidMessage
 from splitveil.common.wire.limits import TAG_BYTES
 
+Splits = npt.NDArray[np.int8]
+_Buffer = bytes | bytearray | memoryview
+
 _TAG = np.dtype(f"S{TAG_BYTES}")
-_SHUFFLE = b"splitveil alignment shuffle 1\x00"
-
-
-def secret_permutation(size: int, seed: bytes) -> npt.NDArray[np.int64]:
-    """Permute 0..size-1 by a secret seed, which gives the same permutation again.
-
-    Sorting by pseudo-random 64-bit keys is uniform unless two keys are equal, which has a
-    probability below 2^-18 for 10 million keys.
-
-    Args:
-        size: number of elements.
-        seed: 32 bytes from the operating system.
-    """
-    keys = np.frombuffer(hashlib.shake_256(_SHUFFLE + seed).digest(8 * size), np.uint64)
-    return np.argsort(keys).astype(np.int64, copy=False)
+_OWN = np.dtype([("tag", _TAG), ("row", "<i8")])
+_OWN_BYTES, _PEER_BYTES = 112, 48
+"""Memory that finding common tags takes for each tag: the records, and copies in order."""
 
 
 def tags_of(points: bytes) -> bytes:
@@ -44,12 +45,12 @@ class CommonTags(NamedTuple):
     """For each of them, its position among this party's tags, (common,)."""
 
 
-def common_tags(own: bytes | bytearray, of_peer: bytes | bytearray) -> CommonTags:
+def common_tags(own: _Buffer, of_peer: _Buffer) -> CommonTags:
     """Return the tags that are in both.
 
     Args:
         own: the tags of this party's ids, one after another, in any order.
-        of_peer: the tags of the peer's ids, in any order, at least one.
+        of_peer: the tags of the peer's ids, in any order.
 
     Raises:
         InvalidMessage: a tag is twice in one of them. Ids are distinct and so are their tags,
@@ -60,6 +61,91 @@ def common_tags(own: bytes | bytearray, of_peer: bytes | bytearray) -> CommonTag
     own_tags, peer_tags = own_tags[order], np.sort(peer_tags)
     if (own_tags[1:] == own_tags[:-1]).any() or (peer_tags[1:] == peer_tags[:-1]).any():
         raise InvalidMessage("two ids have the same tag")
+    if not len(peer_tags):
+        return CommonTags(own_tags[:0], order[:0].astype(np.int64, copy=False))
     places = np.searchsorted(peer_tags, own_tags)
     is_common = peer_tags[np.minimum(places, len(peer_tags) - 1)] == own_tags
     return CommonTags(own_tags[is_common], order[is_common].astype(np.int64, copy=False))
+
+
+class CommonRows(NamedTuple):
+    """This party's rows of the ids that both parties have."""
+
+    rows: Rows
+    """In the order of their tags, (common,)."""
+
+    digest: "hashlib._Hash"
+    """SHA-256 of the tags in this order."""
+
+    def split_digest(self, splits: Splits | None) -> bytes:
+        """Digest the splits of the rows after their tags, which differ in every alignment.
+
+        Args:
+            splits: of all rows of this party; nothing is digested without them.
+        """
+        if splits is None:
+            return b""
+        found = self.digest.copy()
+        found.update(splits[self.rows].astype(np.int8).tobytes())
+        return found.digest()
+
+
+def common_rows(own: TagList, of_peer: TagList, order: SecretOrder) -> CommonRows:
+    """Return the rows of the common ids, found in memory.
+
+    Args:
+        own: the tags of this party's ids, in the secret order.
+        of_peer: the tags of the peer's ids, in any order.
+        order: this party's secret order.
+
+    Raises:
+        InvalidMessage: a tag is twice in one of them.
+    """
+    found = common_tags(_all(own), _all(of_peer))
+    rows = order.rows(0, len(own))[found.positions]
+    return CommonRows(rows, hashlib.sha256(found.tags.tobytes()))
+
+
+def common_rows_by_parts(
+    own: TagList, of_peer: TagList, order: SecretOrder, scratch: Path, most_bytes: int
+) -> CommonRows:
+    """Return the same as ``common_rows``, with no more than some of the tags in memory at a time.
+
+    Args:
+        own: the tags of this party's ids, in the secret order.
+        of_peer: the tags of the peer's ids, in any order.
+        order: this party's secret order.
+        scratch: path of a file, which is replaced, and deleted in the end.
+        most_bytes: memory for the tags, besides the result.
+
+    Raises:
+        InvalidMessage: a tag is twice in one of them, or so many begin alike that they are not
+            tags of distinct ids.
+        StorageError: tags cannot be read, or the file cannot be written.
+    """
+
+    def own_blocks() -> Iterator[npt.NDArray[np.void]]:
+        for first in range(0, len(own), PIECE_TAGS):
+            tags = np.frombuffer(own.read(first, PIECE_TAGS), _TAG)
+            block = np.empty(len(tags), _OWN)
+            block["tag"], block["row"] = tags, order.rows(first, len(tags))
+            yield block
+
+    def peer_blocks() -> Iterator[npt.NDArray[np.bytes_]]:
+        for first in range(0, len(of_peer), PIECE_TAGS):
+            yield np.frombuffer(of_peer.read(first, PIECE_TAGS), _TAG)
+
+    digest, rows = hashlib.sha256(), [np.empty(0, np.int64)]
+    kinds = Records(_OWN, own_blocks, _OWN_BYTES), Records(_TAG, peer_blocks, _PEER_BYTES)
+    try:
+        for own_part, peer_part in partitions(kinds, scratch, most_bytes):
+            found = common_tags(own_part["tag"].tobytes(), peer_part.data)
+            digest.update(found.tags.tobytes())
+            rows.append(own_part["row"][found.positions].astype(np.int64, copy=False))
+    except UnevenError as error:
+        raise InvalidMessage("too many tags begin alike to be tags of distinct ids") from error
+    return CommonRows(np.concatenate(rows), digest)
+
+
+def _all(tags: TagList) -> _Buffer:
+    return tags.all() if isinstance(tags, TagsInMemory) else tags.read(0, len(tags))

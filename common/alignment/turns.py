@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 
 from splitveil.common.alignment.kept import NOTHING_KEPT, Keeper, Kept
+from splitveil.common.alignment.tag_lists import TagList, TagsInMemory, pieces
 from splitveil.common.errors import InvalidMessage, OutOfStep, TooLarge
 from splitveil.common.wire.limits import POINT_BYTES, TAG_BYTES
 from splitveil.protos import split_learning_pb2 as pb
@@ -30,10 +31,10 @@ class TagTurns:
     """
 
     def __init__(self, num_own: int, chunk_ids: int, finish: Callable[[], pb.AlignFrame]) -> None:
-        self.own = bytearray()
+        self.own: TagList = TagsInMemory()
         """Tags of this party's ids, in the order of its points, computed by the peer."""
 
-        self.of_peer = bytearray()
+        self.of_peer: TagList = TagsInMemory()
         """Tags of the peer's ids, in the order of its points, computed by this party."""
 
         self.num_peer = 0
@@ -63,12 +64,12 @@ class TagTurns:
     @property
     def num_received(self) -> int:
         """The number of this party's ids whose tags it was sent."""
-        return len(self.own) // TAG_BYTES
+        return len(self.own)
 
     @property
     def num_computed(self) -> int:
         """The number of the peer's ids whose tags this party has computed."""
-        return len(self.of_peer) // TAG_BYTES
+        return len(self.of_peer)
 
     @property
     def num_sent(self) -> int:
@@ -93,10 +94,15 @@ class TagTurns:
             self.keeper.append("peer.points", points)
             self.keeper.append("peer.tags", tags)
             self._peer_points.update(points)
-            self.of_peer += tags
+            self.of_peer.append(tags)
+
+    def hold(self, own: TagList, of_peer: TagList) -> None:
+        """Hold tags in these lists from now on; some may be in them."""
+        with self._lock:
+            self.own, self.of_peer = own, of_peer
 
     def restore(self, kept: Kept, peer: pb.AlignResume, keeper: Keeper) -> None:
-        """Continue a kept exchange where both parties have what was sent.
+        """Continue a kept exchange, of which the tags are held, where both have what was sent.
 
         A peer that understates what it has is sent the same bytes again, which tell it nothing new.
 
@@ -121,7 +127,6 @@ class TagTurns:
             self.keeper = keeper
             self._own_points, self._points_sent = sent, num_held * POINT_BYTES
             self._peer_points = kept.peer_points.all()
-            self.of_peer, self.own = kept.peer_tags, kept.own_tags
             self.num_shown = num_taken
             self._kept_commitment = kept.peer_commitment
             if self._kept_commitment:
@@ -183,7 +188,7 @@ class TagTurns:
             check_chunk("tags", message.chunk, self.num_received // part)
             check_length("tags", message.tags, expected * TAG_BYTES)
             self.keeper.append("own.tags", message.tags)
-            self.own += message.tags
+            self.own.append(message.tags)
             return self._show()
 
     def _check_commitment(self) -> None:
@@ -205,7 +210,7 @@ class TagTurns:
             self._check_commitment()
         part = self._part(self.num_peer)
         for first in range(self.num_shown, self._due(self.num_shown), part):
-            tags = bytes(self.of_peer[first * TAG_BYTES : (first + part) * TAG_BYTES])
+            tags = self.of_peer.read(first, part)
             self.num_shown = min(first + part, self.num_peer)
             frames.append(pb.AlignFrame(tags=pb.Tags(chunk=first // part, tags=tags)))
         # In the same call as the last tags: another thread would send it before them.
@@ -227,8 +232,11 @@ def part_of(chunk_ids: int) -> Callable[[int], int]:
     return lambda size: min(chunk_ids, -(-size // TURNS))
 
 
-def _commitment(points_digest: bytes, tags: bytes | bytearray) -> bytes:
-    return hashlib.sha256(_DOMAIN + points_digest + tags).digest()
+def _commitment(points_digest: bytes, tags: TagList) -> bytes:
+    digest = hashlib.sha256(_DOMAIN + points_digest)
+    for piece in pieces(tags):
+        digest.update(piece)
+    return digest.digest()
 
 
 def check_chunk(what: str, number: int, expected: int) -> None:

@@ -13,9 +13,23 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from queue import SimpleQueue
+from typing import Protocol
 
 from splitveil.common.alignment import ristretto
 from splitveil.common.errors import SplitveilError
+
+
+class GroupOperations(Protocol):
+    """The operations that the engine needs, of one ``Ristretto`` or a ``WorkerPool`` of them."""
+
+    def mask(self, digests: bytes, scalar: bytes) -> bytes:
+        """Hash each digest to the group and multiply it by the scalar."""
+
+    def multiply(self, points: bytes, scalar: bytes) -> bytes:
+        """Multiply each point by the scalar, or raise NotInGroupError."""
+
+    def close(self) -> None:
+        """Release the resources."""
 
 
 class WorkerPool:

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 MAY_CHANGE = frozenset(
     {
         "alignment_attempts",
+        "alignment_memory_limit",
         "alignment_workers",
         "allow_audits",
         "answers",

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, StringConstraints, Tag
+from pydantic import AfterValidator, ByteSize, Field, StringConstraints, Tag
 
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import SettingsError
@@ -19,6 +19,10 @@ Address = Annotated[str, AfterValidator(usable)]
 
 ALIGNMENT_ATTEMPTS = 3
 """Default number of times that a peer may try the largest set."""
+
+
+LEAST_ALIGNMENT_MEMORY = 16_000_000
+"""Smallest limit for the memory of an alignment: the chunks under way take some megabytes."""
 
 
 class MutualTls(Section):
@@ -107,6 +111,14 @@ class PartySettings(Section):
 
     alignment_workers: int = Field(default=0, ge=0, le=1024)
     """Number of worker processes for the alignment; with 0, this process does the arithmetic."""
+
+    alignment_memory_limit: ByteSize | None = Field(default=None, ge=LEAST_ALIGNMENT_MEMORY)
+    """Memory that an exchange of ids may take, such as ``128MB`` or ``1GiB``; a number without a
+    unit is bytes. It bounds what the exchange holds besides the ids themselves and the 8 bytes for
+    each common id that it returns. Tags and the secret order of the ids are then read from the
+    files in which an unfinished exchange is kept, and compared part by part. By default there is no
+    limit, and an exchange takes about 120 bytes for each id of the larger set. The other party need
+    not have a limit, and the result does not depend on it."""
 
     alignment_attempts: int = Field(default=ALIGNMENT_ATTEMPTS, ge=1, le=1000)
     """Number of ids that the other party may try before a run has finished, in multiples of

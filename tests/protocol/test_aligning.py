@@ -13,8 +13,9 @@ from splitveil.active_party.run.aligning import AlignmentSession
 from splitveil.active_party.run.preparation import OwnRows
 from splitveil.active_party.run.stages import Stage
 from splitveil.common.alignment import AlignChannel, QueueChannel
-from splitveil.common.alignment.ecdh import EcdhEngine, GroupOperations
+from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.common.alignment.ristretto import load
+from splitveil.common.alignment.workers import GroupOperations
 from splitveil.common.errors import (
     AlignmentError,
     ContractMismatch,

@@ -20,7 +20,7 @@ from splitveil.common.alignment import (
     ecdh,
 )
 from splitveil.common.alignment.ecdh import CHUNK_IDS, EcdhEngine, EcdhExchange
-from splitveil.common.alignment.tag_sets import secret_permutation
+from splitveil.common.alignment.tag_lists import secret_permutation
 from splitveil.common.data.ids import canonical_ids
 from splitveil.common.errors import (
     AlignmentError,

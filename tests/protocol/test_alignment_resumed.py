@@ -86,6 +86,7 @@ class Pair:
         self.groups = Counting(), Counting()
         self.kept = [KeptExchanges(folder / name) for name in ("active", "passive")]
         self.files = [kept.of("peer") for kept in self.kept]
+        self.limits: list[int | None] = [None, None]
         self.tried = [TriedIds(200) for _ in ids]
         self.attempts = 0
         self._engines = [
@@ -110,7 +111,7 @@ class Pair:
                 nonce=bytes([index, self.attempts]) * 16,
                 run_id=run_id,
                 counting=partial(self.tried[index].counted, "peer"),
-                files=self.files[index],
+                files=ExchangeFiles(self.files[index]._folder, self.limits[index]),
             )
 
         with ThreadPoolExecutor(2) as executor:
@@ -124,9 +125,11 @@ class Pair:
 def test_a_line_that_breaks_off_again_and_again_costs_no_id_and_repeats_little(
     tmp_path: Path, seed: int
 ) -> None:
+    """Also if a party is given another memory limit, or none, between two attempts."""
     draw = random.Random(seed)
     pair = Pair(tmp_path)
     for frames in [draw.randrange(1, 30) for _ in range(6)]:
+        pair.limits = draw.choices([None, 2**15], k=2)
         first, second = pair.attempt(breaks_at=draw.choice([(frames, None), (None, frames)]))
         if first.error is None and second.error is None:
             break  # what was left fitted before the break
@@ -137,6 +140,20 @@ def test_a_line_that_breaks_off_again_and_again_costs_no_id_and_repeats_little(
     assert set(common_ids(OWN, first)) == COMMON
     assert common_ids(OWN, first) == common_ids(PEER, second)
     assert pair.is_kept() == [False, False]
+
+
+@pytest.mark.parametrize("frames", [20, 40])
+def test_a_limit_saves_no_chunk_and_costs_none(tmp_path: Path, frames: int) -> None:
+    """The tags that a limited party has on disk count like those of any other."""
+    pair = Pair(tmp_path)
+    pair.limits = [2**15, 2**15]
+    pair.attempt(breaks_at=(frames, None))
+    assert all(pair.is_kept())
+    first, second = pair.attempt()
+    assert common_ids(OWN, first) == common_ids(PEER, second)
+    assert set(common_ids(OWN, first)) == COMMON
+    assert pair.groups[0].multiplied == len(PEER)
+    assert pair.groups[1].multiplied == len(OWN)
 
 
 def test_what_the_peer_has_is_neither_computed_nor_sent_again(tmp_path: Path) -> None:

@@ -29,9 +29,11 @@ def kept_bytes(folder: Path, party: str, name: str) -> int:
 def test_parties_that_are_killed_resume_the_exchange_and_find_exactly_the_common_ids(
     tmp_path: Path, order: tuple[PartyName, PartyName]
 ) -> None:
+    """The one that is killed first has a memory limit: its tags and its order are on disk."""
     write_example(tmp_path, rows=ROWS)
     address = free_address()
     places = {"active": f"listen={address}", "passive": f"connect={address}"}
+    limits = dict(zip(order, ("16MB", "null"), strict=True))
     said: dict[PartyName, list[Party]] = {name: [] for name in PARTIES}
 
     with ExitStack() as stack:
@@ -41,6 +43,7 @@ def test_parties_that_are_killed_resume_the_exchange_and_find_exactly_the_common
                 name,
                 tmp_path,
                 places[name],
+                f"alignment_memory_limit={limits[name]}",
                 "insecure_nonce_seed=null",  # as in earnest: a new one per alignment
                 command="align",
                 options=["--output", str(tmp_path / f"{name}_out.csv")],
@@ -54,6 +57,7 @@ def test_parties_that_are_killed_resume_the_exchange_and_find_exactly_the_common
         for chunks, killed in enumerate(order, 1):
             least = chunks * CHUNK_IDS * POINT_BYTES
             wait_until(lambda: kept_bytes(tmp_path, killed, "peer.points") >= least)  # noqa: B023
+            assert (kept_bytes(tmp_path, killed, "order") > 0) == (killed == order[0])
             said[killed][-1].kill()
             start(killed)
         codes = {name: said[name][-1].wait() for name in PARTIES}

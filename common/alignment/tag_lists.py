@@ -1,0 +1,206 @@
+"""Holds the tags and the secret order of one exchange, in memory or in files.
+
+With a memory limit, tags stay in the files in which the exchange is kept (``kept.py``), and the
+secret order is in a file beside them. Both forms have the same content, so that an exchange that
+broke off may be resumed with another limit or with none.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from splitveil.common.alignment.kept import storing
+from splitveil.common.alignment.partitions import Records, partitions
+from splitveil.common.errors import StorageError
+from splitveil.common.wire.limits import TAG_BYTES
+
+Rows = npt.NDArray[np.int64]
+
+_SHUFFLE = b"splitveil alignment shuffle 2\x00"
+_KEYS_AT_ONCE = 2**13
+PIECE_TAGS = 2**14
+"""Tags that are read from a list at a time."""
+
+_ROW = np.dtype("<i8")
+_KEYED_ROW = np.dtype([("key", ">u8"), ("row", _ROW)])
+_SORTED_BYTES = 64
+"""Bytes that sorting takes for each key: the record, its key in native order, and the positions."""
+
+
+class TagList(Protocol):
+    """Tags one after another, in the order in which they were added."""
+
+    def __len__(self) -> int:
+        """Return the number of tags."""
+
+    def append(self, tags: bytes) -> None:
+        """Add tags that the exchange's keeper has stored already."""
+
+    def read(self, first: int, count: int) -> bytes:
+        """Return at most ``count`` tags.
+
+        Raises:
+            StorageError: they cannot be read.
+        """
+
+
+class TagsInMemory:
+    """Tags in memory."""
+
+    def __init__(self, tags: bytes = b"") -> None:
+        self._tags = bytearray(tags)
+
+    def __len__(self) -> int:
+        """Return the number of tags."""
+        return len(self._tags) // TAG_BYTES
+
+    def append(self, tags: bytes) -> None:
+        """Add tags."""
+        self._tags += tags
+
+    def read(self, first: int, count: int) -> bytes:
+        """Return at most ``count`` tags."""
+        with memoryview(self._tags) as tags:
+            return bytes(tags[first * TAG_BYTES : (first + count) * TAG_BYTES])
+
+    def all(self) -> bytearray:
+        """Return all tags themselves, not a copy."""
+        return self._tags
+
+
+class TagsInFile:
+    """Tags in a file to which the exchange's keeper appends them.
+
+    Args:
+        path: the file, which need not exist while there are no tags.
+        count: number of tags in it.
+    """
+
+    def __init__(self, path: Path, count: int = 0) -> None:
+        self._path, self._count = path, count
+
+    def __len__(self) -> int:
+        """Return the number of tags."""
+        return self._count
+
+    def append(self, tags: bytes) -> None:
+        """Count tags that were appended to the file."""
+        self._count += len(tags) // TAG_BYTES
+
+    def read(self, first: int, count: int) -> bytes:
+        """Return at most ``count`` tags.
+
+        Raises:
+            StorageError: they cannot be read.
+        """
+        wanted = max(min(count, self._count - first), 0) * TAG_BYTES
+        return _read(self._path, first * TAG_BYTES, wanted) if wanted else b""
+
+
+def pieces(tags: TagList) -> Iterator[bytes]:
+    """Yield all tags in their order, in pieces of at most 256 KiB."""
+    return (tags.read(first, PIECE_TAGS) for first in range(0, len(tags), PIECE_TAGS))
+
+
+class SecretOrder(Protocol):
+    """The secret order in which a party sends its ids."""
+
+    def rows(self, first: int, count: int) -> Rows:
+        """Return the rows of at most ``count`` ids, from the given place in the order on.
+
+        Raises:
+            StorageError: they cannot be read.
+        """
+
+
+class OrderInMemory:
+    """A secret order in memory; see ``secret_permutation``."""
+
+    def __init__(self, size: int, seed: bytes) -> None:
+        self._rows = secret_permutation(size, seed)
+
+    def rows(self, first: int, count: int) -> Rows:
+        """Return the rows of at most ``count`` ids."""
+        return self._rows[first : first + count]
+
+
+class OrderInFile:
+    """The same order in a file.
+
+    Args:
+        size: number of ids.
+        seed: 32 bytes from the operating system.
+        path: the file, which is replaced, mode 0600.
+        most_bytes: memory for sorting.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+
+    def __init__(self, size: int, seed: bytes, path: Path, most_bytes: int) -> None:
+        self._path, self._size = path, size
+
+        def blocks() -> Iterator[npt.NDArray[np.void]]:
+            for first, keys in _keys(size, seed):
+                block = np.empty(len(keys), _KEYED_ROW)
+                block["key"], block["row"] = keys, np.arange(first, first + len(keys))
+                yield block
+
+        records = Records(_KEYED_ROW, blocks, _SORTED_BYTES)
+        scratch = path.with_name(f"{path.name}.parts")
+        with storing(path), open(path, "wb", opener=_private) as file:
+            for (part,) in partitions([records], scratch, most_bytes):
+                order = np.argsort(part["key"].astype(np.uint64), kind="stable")
+                file.write(part["row"][order].tobytes())
+
+    def rows(self, first: int, count: int) -> Rows:
+        """Return the rows of at most ``count`` ids.
+
+        Raises:
+            StorageError: they cannot be read.
+        """
+        wanted = max(min(count, self._size - first), 0) * _ROW.itemsize
+        data = _read(self._path, first * _ROW.itemsize, wanted)
+        return np.frombuffer(data, _ROW).astype(np.int64, copy=False)
+
+
+def secret_permutation(size: int, seed: bytes) -> Rows:
+    """Permute 0..size-1 by a secret seed, which gives the same permutation again.
+
+    Sorting by pseudo-random 64-bit keys is uniform unless two keys are equal, which has a
+    probability below 2^-18 for 10 million keys.
+
+    Args:
+        size: number of elements.
+        seed: 32 bytes from the operating system.
+    """
+    keys = np.empty(size, np.uint64)
+    for first, some in _keys(size, seed):
+        keys[first : first + len(some)] = some
+    return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
+
+
+def _keys(size: int, seed: bytes) -> Iterator[tuple[int, npt.NDArray[np.uint64]]]:
+    """Yield the keys by which elements are sorted, in pieces, each after its first element."""
+    for first in range(0, size, _KEYS_AT_ONCE):
+        count = min(_KEYS_AT_ONCE, size - first)
+        digest = hashlib.shake_256(_SHUFFLE + seed + first.to_bytes(8, "big"))
+        yield first, np.frombuffer(digest.digest(8 * count), np.uint64)
+
+
+def _read(path: Path, offset: int, length: int) -> bytes:
+    with storing(path), path.open("rb") as file:
+        file.seek(offset)
+        data = file.read(length)
+    if len(data) < length:
+        raise StorageError(f"{path}: is damaged")
+    return data
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

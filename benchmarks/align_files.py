@@ -1,12 +1,13 @@
 """Aligns two files of a million ids each, half of them in common, with one command per party.
 
-    python -m benchmarks.align_files [--ids 1000000] [--workers 0]
+    python -m benchmarks.align_files [--ids 1000000] [--workers 0] [--memory-limit 128MB]
 
 Both parties run ``splitveil align`` as processes of their own, over the loopback interface, in
 plain text. The two files that they write are compared with the true intersection, which comes from
 how the tables are made: the same ids in both, in one order, each with the rest of its own row.
 The figures are of whole processes, with reading and writing the files: seconds, CPU seconds and
-the largest resident memory of each.
+the largest resident memory of each. pyarrow imports pandas where it is installed, which takes 37 MB
+and is not needed: environments without it show what an installation takes.
 """
 
 import argparse
@@ -45,7 +46,9 @@ class Cost(NamedTuple):
     max_mb: float
 
 
-def write_parties(folder: Path, num_ids: int, workers: int) -> None:
+def write_parties(
+    folder: Path, num_ids: int, workers: int, memory_limit: str | None = None
+) -> None:
     """Write two tables and their settings: the second half of one is the first of the other."""
     address, generator = free_address(), np.random.default_rng(1)
     numbers = {
@@ -71,6 +74,7 @@ def write_parties(folder: Path, num_ids: int, workers: int) -> None:
         if party == "active":
             data["label_column"] = "label"
         settings = PARTY | own_settings | {"data": data, "alignment_workers": workers}
+        settings["alignment_memory_limit"] = memory_limit
         (folder / f"{party}.yaml").write_text(yaml.safe_dump(settings))
 
 
@@ -88,7 +92,7 @@ def align(folder: Path) -> dict[str, Cost]:
         if status:
             raise SystemExit(f"{party}: ended with exit code {os.waitstatus_to_exitcode(status)}")
         seconds, cpu_s = time.monotonic() - begun, used.ru_utime + used.ru_stime
-        costs[party] = Cost(seconds, cpu_s, used.ru_maxrss / 1024)
+        costs[party] = Cost(seconds, cpu_s, used.ru_maxrss * 1024 / 1e6)
     return costs
 
 
@@ -123,13 +127,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ids", type=int, default=1_000_000, help="ids of each party")
     parser.add_argument("--workers", type=int, default=0, help="alignment_workers of each party")
+    parser.add_argument("--memory-limit", help="alignment_memory_limit of each party")
     options = parser.parse_args()
     print_environment("pyarrow")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         # In a process of its own: what a command's process took counts from this one's peak.
         writing = multiprocessing.get_context("spawn").Process(
-            target=write_parties, args=(folder, options.ids, options.workers)
+            target=write_parties,
+            args=(folder, options.ids, options.workers, options.memory_limit),
         )
         writing.start()
         writing.join()

@@ -8,6 +8,10 @@ shared machine is not steady.
 
     python -m benchmarks.alignment --ids 10000 100000 --workers 0 1 2
 
+With ``--memory-limit none 128MB`` each size is aligned with each limit, the exchange is kept in
+files of a temporary folder, and the common ids are compared with the true ones. ``grows by`` is
+the peak less what the process has in memory before the exchange, which includes its ids.
+
 With ``--openmined PYTHON``, an interpreter of an environment that has openmined-psi, each size is
 also aligned by that package (``other_psi.py``), right afterwards.
 """
@@ -26,22 +30,27 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib import metadata
+from itertools import product
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from queue import Queue
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import grpc
+import numpy as np
+from pydantic import ByteSize, TypeAdapter
 
 from splitveil.common.alignment import (
     Alignment,
     AlignmentResources,
+    ExchangeFiles,
     StreamChannel,
     align,
     build_engine,
     ristretto,
 )
-from splitveil.common.data.ids import canonical_ids
+from splitveil.common.data.stored_ids import StoredIds
 from splitveil.common.run.contract import EcdhAlignment
 from splitveil.common.wire.http_proxy import without_proxy
 from splitveil.protos.split_learning_pb2 import AlignFrame
@@ -60,6 +69,7 @@ class PartyCost(NamedTuple):
     worker_mib: float  # of the largest
     num_common: int
     sent_bytes: int  # of all frames, without what gRPC, TCP and TLS add
+    before_mib: float  # of the party, with its ids
 
 
 class CountingChannel(StreamChannel):
@@ -77,6 +87,7 @@ class Task(NamedTuple):
 
     num_ids: int
     workers: int
+    memory_limit: int | None
     barrier: Barrier
     ports: "multiprocessing.Queue[int]"
     results: "multiprocessing.Queue[tuple[str, PartyCost]]"
@@ -89,22 +100,26 @@ def main() -> None:
     parser.add_argument(
         "--workers", type=int, nargs="+", default=[0], help="worker processes per party"
     )
+    parser.add_argument(
+        "--memory-limit", nargs="+", default=["none"], metavar="SIZE", help="such as 128MB, or none"
+    )
     parser.add_argument("--openmined", metavar="PYTHON", help="interpreter with openmined-psi")
     arguments = parser.parse_args()
     _print_machine()
     for num_ids in arguments.ids:
-        for workers in arguments.workers:
-            _print(num_ids, workers, _align_once(num_ids, workers))
+        for workers, limit in product(arguments.workers, arguments.memory_limit):
+            limit_bytes = None if limit == "none" else TypeAdapter(ByteSize).validate_python(limit)
+            _print(num_ids, workers, limit, _align_once(num_ids, workers, limit_bytes))
         if arguments.openmined:
             _print_openmined(num_ids, _openmined(arguments.openmined, num_ids))
 
 
-def _align_once(num_ids: int, workers: int) -> dict[str, PartyCost]:
+def _align_once(num_ids: int, workers: int, limit: int | None) -> dict[str, PartyCost]:
     context = multiprocessing.get_context("spawn")
     results: multiprocessing.Queue[tuple[str, PartyCost]] = context.Queue()
     ports: multiprocessing.Queue[int] = context.Queue()
     barrier = context.Barrier(2)
-    task = Task(num_ids, workers, barrier, ports, results)
+    task = Task(num_ids, workers, limit, barrier, ports, results)
     parties = [context.Process(target=run, args=(task,)) for run in (_run_active, _run_passive)]
     for party in parties:
         party.start()
@@ -146,8 +161,7 @@ def _run_active(task: Task) -> None:
         server.stop(grace=5).wait()
         return result
 
-    ids = [f"customer-{number:09d}" for number in range(task.num_ids)]
-    task.results.put(("active", _measure(ids, task.workers, task.barrier, exchange)))
+    task.results.put(("active", _measure(task, 0, exchange)))
 
 
 def _run_passive(task: Task) -> None:
@@ -159,36 +173,43 @@ def _run_passive(task: Task) -> None:
             )
             return run(CountingChannel(call))
 
-    first = task.num_ids // 2
-    ids = [f"customer-{number:09d}" for number in range(first, first + task.num_ids)]
-    task.results.put(("passive", _measure(ids, task.workers, task.barrier, exchange)))
+    task.results.put(("passive", _measure(task, task.num_ids // 2, exchange)))
 
 
 def _measure(
-    ids: list[str],
-    workers: int,
-    barrier: Barrier,
+    task: Task,
+    first: int,
     exchange: Callable[[Callable[[CountingChannel], Alignment]], Alignment],
 ) -> PartyCost:
+    """Align the ids from a first number on, and return what it took."""
+    ids = _ids(first, task.num_ids)
+    barrier = task.barrier
     barrier.wait()
     floors = [_floor_s() for _ in range(3)]
     barrier.wait()
-    engine = build_engine(EcdhAlignment(), AlignmentResources(workers=workers))
+    engine = build_engine(EcdhAlignment(), AlignmentResources(workers=task.workers))
+    with suppress(OSError):  # begins a new peak, where that is allowed
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    before_mib = _mib("self", "VmRSS")
     started_cpu, started = _own_cpu_s(), time.perf_counter()
 
     sent = [0]
 
     def run(channel: CountingChannel) -> Alignment:
-        checked = canonical_ids(ids, "generated ids")
-        found = align(engine, checked, channel, nonce=os.urandom(32), run_id="benchmark")
+        with TemporaryDirectory() as folder:
+            files = ExchangeFiles(Path(folder) / "kept", task.memory_limit)
+            found = align(
+                engine, ids, channel, nonce=os.urandom(32), run_id="benchmark", files=files
+            )
         sent[0] = channel.sent_bytes
         return found
 
     alignment = exchange(run)
     wall_s = time.perf_counter() - started
     cpu_s = _own_cpu_s() - started_cpu
-    party_mib = _peak_mib("self")
-    worker_mib = max((_peak_mib(child) for child in _children()), default=0.0)
+    party_mib = _mib("self", "VmHWM")
+    worker_mib = max((_mib(child, "VmHWM") for child in _children()), default=0.0)
+    _check(alignment, first, task.num_ids)
     barrier.wait()
     floors += [_floor_s() for _ in range(3)]
     # Workers count once they have been waited for; their start-up counts too.
@@ -204,6 +225,7 @@ def _measure(
         worker_mib,
         len(alignment.rows),
         sent[0],
+        before_mib,
     )
 
 
@@ -232,10 +254,27 @@ def _own_cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def _peak_mib(process: str) -> float:
+def _ids(first: int, count: int) -> StoredIds:
+    """Make ids, as a party reads them: one text, and the end of each."""
+    text = bytearray()
+    for number in range(first, first + count):
+        text += f"customer-{number:09d}".encode()
+    ends = np.arange(1, count + 1) * (len(text) // count)  # all of one length
+    return StoredIds(np.frombuffer(text, np.uint8), ends)
+
+
+def _check(alignment: Alignment, first: int, num_ids: int) -> None:
+    """Compare the common rows with the true ones: the second half of one set is that of both."""
+    half = num_ids // 2
+    expected = np.arange(half, num_ids) - first
+    if not np.array_equal(np.sort(alignment.rows), expected):
+        raise SystemExit("the common ids are not the true ones")
+
+
+def _mib(process: str, name: str) -> float:
     # Not ru_maxrss: Linux carries the parent's peak over into a new program.
     status = Path(f"/proc/{process}/status").read_text(encoding="ascii")
-    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+    line = next(line for line in status.splitlines() if line.startswith(name))
     return int(line.split()[1]) / 1024
 
 
@@ -265,14 +304,15 @@ def _print_machine() -> None:
           f"grpcio {metadata.version('grpcio')}, {ristretto.load().name}")  # fmt: skip
 
 
-def _print(num_ids: int, workers: int, costs: dict[str, PartyCost]) -> None:
-    print(f"{num_ids} x {num_ids} ids, {workers} workers per party")
+def _print(num_ids: int, workers: int, limit: str, costs: dict[str, PartyCost]) -> None:
+    print(f"{num_ids} x {num_ids} ids, {workers} workers per party, memory limit: {limit}")
     for party, cost in sorted(costs.items()):
         rate, floor = num_ids / cost.cpu_s, 1 / cost.floor_s
         print(
             f"{party:8}{rate:8,.0f} ids/s/core = {rate / floor:.0%} of the floor {floor:,.0f}; "
             f"{num_ids / cost.wall_s:8,.0f} ids/s wall; "
-            f"sends {cost.sent_bytes / num_ids:.2f} bytes/id; peak {cost.party_mib:.0f} MiB"
+            f"sends {cost.sent_bytes / num_ids:.2f} bytes/id; peak {cost.party_mib:.0f} MiB, "
+            f"grows by {(cost.party_mib - cost.before_mib) * 2**20 / 1e6:.0f} MB"
             + (f" + {workers} x {cost.worker_mib:.0f} MiB" if workers else "")
             + f"; {cost.num_common} common"
         )

@@ -14,12 +14,20 @@ the mechanism is (epsilon, delta)-private for this delta and for no smaller one.
 """
 
 import math
-
-from scipy.special import erfc, erfcx, ndtr, ndtri
+from functools import cache
+from typing import Any
 
 from splitveil.active_party.defenses.root_finding import find_root
 
 _LARGEST_MU = 1e6
+
+
+@cache
+def _special() -> Any:
+    # Its import takes memory that a party which only aligns does not need.
+    import scipy.special  # noqa: PLC0415
+
+    return scipy.special
 
 
 def mu_of_leak_auc(leak_auc: float) -> float:
@@ -30,7 +38,7 @@ def mu_of_leak_auc(leak_auc: float) -> float:
     """
     if not 0.5 <= leak_auc < 1:
         raise ValueError(f"expected a leak AUC from 0.5 to less than 1, got {leak_auc}")
-    return math.sqrt(2) * float(ndtri(leak_auc))
+    return math.sqrt(2) * float(_special().ndtri(leak_auc))
 
 
 def leak_auc_of_mu(mu: float) -> float:
@@ -41,7 +49,7 @@ def leak_auc_of_mu(mu: float) -> float:
     """
     if not mu >= 0:
         raise ValueError(f"expected mu of at least 0, got {mu}")
-    return float(ndtr(mu / math.sqrt(2)))
+    return float(_special().ndtr(mu / math.sqrt(2)))
 
 
 def delta_of(mu: float, epsilon: float) -> float:
@@ -53,11 +61,12 @@ def delta_of(mu: float, epsilon: float) -> float:
     if not 0 < mu < math.inf or not 0 <= epsilon < math.inf:
         raise ValueError(f"expected finite mu > 0 and epsilon >= 0, got {mu} and {epsilon}")
     near, far = (epsilon / mu - mu / 2) / math.sqrt(2), (epsilon / mu + mu / 2) / math.sqrt(2)
+    special = _special()
     # exp(epsilon) Phi(-sqrt(2) far) without overflow: near^2 = far^2 - epsilon.
-    subtracted = 0.5 * math.exp(-(near**2)) * float(erfcx(far))
+    subtracted = 0.5 * math.exp(-(near**2)) * float(special.erfcx(far))
     if near > 0:  # both terms share the factor exp(-near^2): no digits cancel in a small delta
-        return 0.5 * math.exp(-(near**2)) * float(erfcx(near) - erfcx(far))
-    return max(0.0, 0.5 * float(erfc(near)) - subtracted)
+        return 0.5 * math.exp(-(near**2)) * float(special.erfcx(near) - special.erfcx(far))
+    return max(0.0, 0.5 * math.erfc(near) - subtracted)
 
 
 def epsilon_of(mu: float, delta: float) -> float:

@@ -94,14 +94,14 @@ def _ranges(block: Block) -> npt.NDArray[np.int64]:
 
 def _first_ranges(weights: _Counts, most_bytes: int) -> _Counts:
     """Return the first range of each part."""
-    firsts, weight = [0], 0
-    for at in np.flatnonzero(weights).tolist():
-        if weights[at] > most_bytes:
-            raise UnevenError(f"{weights[at]} bytes for one range of records, of {most_bytes}")
-        if weight + weights[at] > most_bytes:
-            firsts.append(at)
-            weight = 0
-        weight += int(weights[at])
+    largest = int(weights.max())
+    if largest > most_bytes:
+        raise UnevenError(f"{largest} bytes for one range of records, of {most_bytes}")
+    until = np.concatenate([[0], np.cumsum(weights)])
+    firsts = [0]
+    while until[-1] - until[firsts[-1]] > most_bytes:
+        # As many ranges as fit; one always does.
+        firsts.append(int(np.searchsorted(until, until[firsts[-1]] + most_bytes, "right")) - 1)
     return np.array(firsts)
 
 

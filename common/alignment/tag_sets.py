@@ -25,6 +25,9 @@ _Buffer = bytes | bytearray | memoryview
 
 _TAG = np.dtype(f"S{TAG_BYTES}")
 _OWN = np.dtype([("tag", _TAG), ("row", "<i8")])
+_STEP = 16
+"""First bytes that are compared at a time, so that copies in order are of a sixteenth of all."""
+
 _OWN_BYTES, _PEER_BYTES = 112, 48
 """Memory that finding common tags takes for each tag: the records, and copies in order."""
 
@@ -101,9 +104,18 @@ def common_rows(own: TagList, of_peer: TagList, order: SecretOrder) -> CommonRow
     Raises:
         InvalidMessage: a tag is twice in one of them.
     """
-    found = common_tags(_all(own), _all(of_peer))
-    rows = order.rows(0, len(own))[found.positions]
-    return CommonRows(rows, hashlib.sha256(found.tags.tobytes()))
+    own_tags, peer_tags = (np.frombuffer(_all(tags), _TAG) for tags in (own, of_peer))
+    own_bytes, peer_bytes = (tags.view(np.uint8)[::TAG_BYTES] for tags in (own_tags, peer_tags))
+    all_rows, digest, rows = order.rows(0, len(own)), hashlib.sha256(), []
+    for first in range(0, 256, _STEP):
+        places, of_peers = (
+            np.flatnonzero((leading >= first) & (leading < first + _STEP))
+            for leading in (own_bytes, peer_bytes)
+        )
+        found = common_tags(own_tags[places].data, peer_tags[of_peers].data)
+        digest.update(found.tags.tobytes())
+        rows.append(all_rows[places[found.positions]])
+    return CommonRows(np.concatenate(rows), digest)
 
 
 def common_rows_by_parts(

@@ -17,21 +17,14 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from splitveil.common.data.canonical_form import CanonicalForm, Effects
+from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.compaction import keep_rows
-from splitveil.common.data.id_columns import check_rules, part_ids
-from splitveil.common.data.id_forms import ColumnForms
-from splitveil.common.data.ids import (
-    Allowed,
-    IdReport,
-    Odd,
-    changes_in_words,
-    check_allowed,
-    odd_rows,
-)
+from splitveil.common.data.id_columns import check_rules
+from splitveil.common.data.id_parts import IdParts
+from splitveil.common.data.ids import IdReport
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.sources import Part, TableSource
-from splitveil.common.data.stored_ids import StoredIds, repeated_rows
+from splitveil.common.data.stored_ids import StoredIds
 from splitveil.common.data.table import (
     Selection,
     check_classes,
@@ -81,7 +74,7 @@ def convert(
     """
     check_rules(settings, id_rules)
     selection = select_columns(settings, source, split_column)
-    ids = _IdWriter(settings, source.name, folder, CanonicalForm(id_rules))
+    ids = IdParts(settings, source.name, CanonicalForm(id_rules))
     with _Writer(settings, source.name, selection, folder, split_column, ids) as writer:
         for part in source.parts(selection.needed):
             writer.add(part)
@@ -99,7 +92,7 @@ class _Writer:
         selection: Selection,
         folder: Path,
         split_column: str | None,
-        ids: "_IdWriter",
+        ids: IdParts,
     ) -> None:
         self._settings = settings
         self._ids = ids
@@ -147,7 +140,7 @@ class _Writer:
         if part.image is not None:
             self._add_image(part.image, first_row)
         if self._settings.id_column is not None:
-            self._ids.add(part, first_row, self._append)
+            self._add_ids(part, first_row)
         lengths = [len(column) for column in part.columns.values()]
         self._part_rows.append(lengths[0] if part.image is None else len(part.image))
 
@@ -163,7 +156,7 @@ class _Writer:
             labels = np.memmap(self._folder / "labels.bin", np.float32, "r")
             check_classes(self._settings, labels, self._source)
         if id_column is not None:
-            kept, report = self._ids.finish(num_rows)
+            kept, report = self._finish_ids(num_rows)
         self._number_categories(progress)
         if kept is not None:
             keep_rows(self._folder, num_rows, kept)
@@ -188,6 +181,22 @@ class _Writer:
         (self._folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
         for path in self._folder.iterdir():
             sync(path)
+
+    def _add_ids(self, part: Part, first_row: int) -> None:
+        ids = self._ids.add(part.columns, first_row)
+        self._append("ids.bin", ids.text)
+        self._append("id_ends.bin", ids.ends)
+        self._append(_HASHES, ids.hashes)
+        self._append(_RAW_HASHES, ids.raw_hashes)
+
+    def _finish_ids(self, num_rows: int) -> tuple[NDArray[np.int64] | None, IdReport]:
+        hashes, raw_hashes = (
+            np.memmap(self._folder / name, np.int64, "r") for name in (_HASHES, _RAW_HASHES)
+        )
+        found = self._ids.finish(open_ids(self._folder, num_rows), hashes, raw_hashes)
+        for name in (_HASHES, _RAW_HASHES):
+            (self._folder / name).unlink()
+        return found
 
     def _add_categories(self, part: Part, first_row: int) -> None:
         columns = part_categories(
@@ -265,67 +274,6 @@ class _Writer:
 
     def _part_texts(self, j: int) -> Path:
         return self._folder / f"part-texts-{j}"
-
-
-class _IdWriter:
-    """Writes the ids of one conversion, and finds the rows that are left out."""
-
-    def __init__(
-        self, settings: DataSettings, source: str, folder: Path, form: CanonicalForm
-    ) -> None:
-        self.forms = ColumnForms(settings.id_columns)
-        self._settings = settings
-        self._source = source
-        self._folder = folder
-        self._form = form
-        self._allowed = Allowed.by(settings)
-        self._effects = Effects()
-        self._num_bytes = 0
-
-    @property
-    def _where(self) -> str:
-        return f"{self._source}: {self._settings.place_of_ids}"
-
-    def add(self, part: Part, first_row: int, append: Callable[[str, NDArray[Any]], None]) -> None:
-        """Write the ids of some rows; a row that cannot be used has the empty text."""
-        offset = "" if first_row == 1 else f" (data rows counted after row {first_row - 1})"
-        raw = part_ids(self._settings, self._form.rules, part.columns, self._source, first_row)
-        ids = self._form.of(raw, self._effects)
-        odd = odd_rows(raw, ids, self._form)
-        check_allowed(odd, self._allowed, f"{self._where}{offset}", raw)
-        for row in odd.unusable:
-            ids[row] = ""
-        self.forms.add(self._form.columns_of([text for text in ids if text]))
-        encoded = [text.encode() for text in ids]
-        ends = self._num_bytes + np.cumsum([len(text) for text in encoded], dtype=np.int64)
-        self._num_bytes = int(ends[-1]) if len(ends) else self._num_bytes
-        append("ids.bin", np.frombuffer(b"".join(encoded), np.uint8))
-        append("id_ends.bin", ends)
-        append(_HASHES, np.fromiter(map(hash, ids), np.int64, len(ids)))
-        append(_RAW_HASHES, np.fromiter(map(hash, raw), np.int64, len(raw)))
-
-    def finish(self, num_rows: int) -> tuple[NDArray[np.int64] | None, IdReport]:
-        """Return the rows that are kept, None for all, and what became of the ids.
-
-        Raises:
-            DataError: ids occur twice, and the settings do not say that rows may be left out.
-        """
-        ids = open_ids(self._folder, num_rows)
-        written = np.memmap(self._folder / _RAW_HASHES, np.int64, "r")
-        twins = repeated_rows(ids, np.memmap(self._folder / _HASHES, np.int64, "r"))
-        same = [(row, first) for row, first in twins if written[row] == written[first]]
-        alike = [(row, first) for row, first in twins if written[row] != written[first]]
-        check_allowed(Odd(duplicates=same, alike=alike), self._allowed, self._where)
-        for name in (_HASHES, _RAW_HASHES):
-            (self._folder / name).unlink()
-        is_kept = np.diff(ids.ends, prepend=0) > 0
-        unusable = num_rows - int(np.count_nonzero(is_kept))
-        is_kept[[row for row, _ in twins]] = False
-        if not is_kept.any():
-            raise DataError(f"{self._where}: none of the {num_rows} rows has a usable id")
-        changes = changes_in_words(self._effects, self._settings.id_columns)
-        report = IdReport(num_rows, changes, unusable, len(same), len(alike))
-        return (np.flatnonzero(is_kept) if report.left_out else None), report
 
 
 _HASHES = "part-id-hashes"

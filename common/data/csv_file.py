@@ -29,6 +29,13 @@ class CsvFile:
         self._path = path
         self._separator = separator
         self._names = names
+        self._block_bytes: int | None = None
+
+    def in_blocks_of(self, block_bytes: int) -> "CsvFile":
+        """Return the same file, whose parts are no larger than this, in bytes of its text."""
+        file = CsvFile(self._path, self._separator, self._names)
+        file._block_bytes = block_bytes
+        return file
 
     def column_names(self) -> list[str]:
         """Return the names of all columns."""
@@ -117,7 +124,9 @@ class CsvFile:
         # number can be reported with its row.
         return {
             "read_options": arrow_csv.ReadOptions(
-                use_threads=not one_thread, column_names=self._names, block_size=sources.PART_BYTES
+                use_threads=not one_thread,
+                column_names=self._names,
+                block_size=self._block_bytes or sources.PART_BYTES,
             ),
             "parse_options": arrow_csv.ParseOptions(
                 delimiter=self._separator, invalid_row_handler=skip if one_thread else None

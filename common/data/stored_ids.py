@@ -39,7 +39,7 @@ class RowNumbers(CheckedIds):
 
 
 class StoredIds(CheckedIds):
-    """Ids in a memory-mapped file.
+    """Ids as one text, in a memory-mapped file or in memory.
 
     Args:
         text: all ids one after another, UTF-8, uint8.
@@ -76,6 +76,18 @@ class StoredIds(CheckedIds):
     def __iter__(self) -> Iterator[str]:
         for first in range(0, len(self), _CHUNK):
             yield from self._between(first, min(first + _CHUNK, len(self)))
+
+    def take(self, rows: NDArray[np.int64]) -> "StoredIds":
+        """Return the ids of some rows, in memory.
+
+        Args:
+            rows: ascending.
+        """
+        ends = np.cumsum(np.diff(self._ends, prepend=0)[rows])
+        text = bytearray()
+        for first in range(0, len(rows), _CHUNK):
+            text += "".join(self[row] for row in rows[first : first + _CHUNK].tolist()).encode()
+        return StoredIds(np.frombuffer(text, np.uint8), ends)
 
     def holds(self, rows: NDArray[np.int64], texts: Sequence[str]) -> bool:
         """Return whether some rows have these ids, comparing the text of all rows at once."""

@@ -8,13 +8,14 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from splitveil.common.data.id_parts import columns_in_parts, in_small_blocks
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.data.source_settings import FileSource
-from splitveil.common.data.sources import RowSource
+from splitveil.common.data.sources import TableSource
 from splitveil.common.data.table import open_table_source
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.party.json_output import print_json
-from splitveil.common.party.party_data import PartyData
+from splitveil.common.party.party_data import PartyData, read_ids_alone
 from splitveil.common.party.party_settings import PartySettings, PartySettingsT
 from splitveil.common.run.common_order import CommonOrder
 from splitveil.common.run.contract import AlignmentContract
@@ -22,7 +23,7 @@ from splitveil.common.storage.table_output import check_output, replacing, write
 
 _logger = logging.getLogger(__name__)
 
-_ROWS_AT_ONCE = 2**18
+_ROWS_AT_ONCE = 2**16
 
 FOLDER = "alignment"
 """Folder of a run's alignments, in which each party has its own."""
@@ -61,7 +62,7 @@ def read_own_ids(settings: PartySettings) -> OwnIds:
     """
     contract, stamps = settings.contract, _stamps(settings)
     data = _ids_alone(settings.data)
-    return OwnIds(PartyData.load(data, settings.base_dir, contract.split, contract.ids), stamps)
+    return OwnIds(read_ids_alone(data, settings.base_dir, contract.split, contract.ids), stamps)
 
 
 def _stamps(settings: PartySettings) -> tuple[tuple[int, int], ...]:
@@ -126,12 +127,14 @@ def write_aligned(
     """
     data = own.data
     rows = order.file_rows if data.kept is None else data.kept[order.file_rows]
-    table = _whole_table(open_table_source(settings.data, settings.base_dir))
+    source, ordered = open_table_source(settings.data, settings.base_dir), np.sort(rows)
+    table = in_small_blocks(source, lambda some: _rows_of(some, ordered))
     if _stamps(settings) != own.stamps:
         raise DataError(f"{data.table.source}: has changed since its ids were read: align again")
     with replacing(output) as file, writer_of(output, file, table.schema) as writer:
         for first in range(0, len(rows), _ROWS_AT_ONCE):
-            writer.write_table(table.take(_indices(rows[first : first + _ROWS_AT_ONCE])))
+            places = np.searchsorted(ordered, rows[first : first + _ROWS_AT_ONCE])
+            writer.write_table(table.take(_indices(places)))
     return AlignedTable(order, len(data.ids), output)
 
 
@@ -142,10 +145,25 @@ def print_aligned(found: AlignedTable, *, as_json: bool) -> None:
     _logger.info("%s", found.in_words())
 
 
-def _whole_table(source: RowSource) -> Any:
-    columns = source.read(source.column_names())
-    # In one piece each: `take` looks for every row in all pieces.
-    return pa.table(dict(columns)).combine_chunks()
+def _rows_of(source: TableSource, rows: NDArray[np.int64]) -> Any:
+    """Return some rows of a table, at least one, ascending; no others are held."""
+    names = source.column_names()
+    parts, done = [], 0
+    for part in columns_in_parts(source, names):
+        num_rows = len(next(iter(part.values())))
+        first, last = np.searchsorted(rows, (done, done + num_rows))
+        wanted = _indices(rows[first:last] - done)
+        parts.append(pa.table({name: part[name].take(wanted) for name in names}))
+        done += num_rows
+    if done <= rows[-1]:
+        raise DataError(f"{source.name}: has changed since its ids were read: align again")
+    columns = dict(zip(names, pa.concat_tables(parts).columns, strict=True))
+    del parts
+    for name in names:
+        # In one piece, because `take` looks for every row in all pieces. One column at a time, of
+        # which nothing else holds the pieces, so that no more than one is in memory twice.
+        columns[name] = columns[name].combine_chunks()
+    return pa.table(columns)
 
 
 def _indices(rows: NDArray[np.int64]) -> Any:

@@ -1,6 +1,7 @@
 """Imports, while the parties align, what only training needs.
 
-torch imports its compiler when the first optimizer is built, which takes more than a second of CPU
+scipy is imported where it is first used, because a party that only aligns does without it; torch
+imports its compiler when the first optimizer is built, which takes more than a second of CPU
 time. While the parties align, this process mostly waits: for its peer, and for the processes that
 do the arithmetic.
 """
@@ -22,4 +23,7 @@ def import_while_waiting() -> threading.Thread:
 
 
 def _build_an_optimizer() -> None:
+    import scipy.linalg  # noqa: PLC0415 - for attacks that look for the widest direction
+    import scipy.special  # noqa: F401, PLC0415 - for bounds
+
     torch.optim.Adam([torch.zeros(1, requires_grad=True)])

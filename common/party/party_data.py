@@ -18,6 +18,7 @@ from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.converted import MappedTable, open_converted
 from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.data.id_forms import ColumnForms, form_of
+from splitveil.common.data.id_parts import read_compact_ids
 from splitveil.common.data.ids import NOTHING_DONE, Allowed, IdReport, usable_ids
 from splitveil.common.data.mapped_features import MappedFeatures, RowEncoder
 from splitveil.common.data.settings import DataSettings
@@ -27,7 +28,7 @@ from splitveil.common.data.source_settings import (
     ParquetSource,
     expand_path,
 )
-from splitveil.common.data.table import Table, read_table
+from splitveil.common.data.table import Table, open_table_source, read_table
 from splitveil.common.errors import DataError, SplitveilError
 from splitveil.common.party.party_settings import PartySettings
 from splitveil.common.run.contract import ColumnSplit, SplitSettings
@@ -204,6 +205,34 @@ class PartyData:
                 f"{self.table.source}: {missing} of the {len(ids)} aligned ids have no label here"
             )
         return torch.from_numpy(self.table.labels[rows])
+
+
+def read_ids_alone(
+    settings: DataSettings,
+    base_dir: Path,
+    split: SplitSettings | None,
+    id_rules: Sequence[IdRule],
+) -> PartyData:
+    """Read the ids of a table, and the column by which the contract splits rows.
+
+    Args:
+        settings: name the file and its columns of ids, and no other columns.
+        base_dir: folder to which relative paths refer.
+        split: the contract's split.
+        id_rules: the contract's rules for each column of ids.
+
+    Raises:
+        DataError, SettingsError, StorageError: as ``PartyData.load``.
+    """
+    is_converted = getattr(settings.source, "cache_dir", None) is not None
+    if not settings.id_columns or is_converted:
+        return PartyData.load(settings, base_dir, split, id_rules)
+    split_column = split.column if isinstance(split, ColumnSplit) else None
+    source = open_table_source(settings, base_dir)
+    found = read_compact_ids(settings, source, split_column, id_rules)
+    _say(found.doubts, found.report, settings, source.name)
+    table = Table(source.name, found.ids, None, {}, {}, None, found.splits)
+    return PartyData(settings, table, found.ids, found.kept, found.report)
 
 
 def form_of_own_ids(settings: PartySettings) -> IdForm | None:

@@ -21,8 +21,9 @@ ALIGNMENT_ATTEMPTS = 3
 """Default number of times that a peer may try the largest set."""
 
 
-LEAST_ALIGNMENT_MEMORY = 16_000_000
-"""Smallest limit for the memory of an alignment: the chunks under way take some megabytes."""
+LEAST_ALIGNMENT_MEMORY = 32_000_000
+"""Smallest limit for the memory of an alignment: the chunks under way and the counts of a
+sort take ten megabytes, whatever the number of ids."""
 
 
 class MutualTls(Section):
@@ -117,7 +118,7 @@ class PartySettings(Section):
     unit is bytes. It bounds what the exchange holds besides the ids themselves and the 8 bytes for
     each common id that it returns. Tags and the secret order of the ids are then read from the
     files in which an unfinished exchange is kept, and compared part by part. By default there is no
-    limit, and an exchange takes about 120 bytes for each id of the larger set. The other party need
+    limit, and an exchange takes about 60 bytes for each id of the larger set. The other party need
     not have a limit, and the result does not depend on it."""
 
     alignment_attempts: int = Field(default=ALIGNMENT_ATTEMPTS, ge=1, le=1000)

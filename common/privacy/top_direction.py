@@ -10,7 +10,6 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import scipy.linalg
 import torch
 from torch import Tensor
 
@@ -133,6 +132,9 @@ def gram(values: Tensor) -> Tensor:
 
 def _top_eigenpair(gram: Tensor) -> tuple[Tensor, Tensor]:
     if gram.device.type == "cpu":
+        # Its import takes memory that a party which only aligns does not need.
+        import scipy.linalg  # noqa: PLC0415
+
         # Computing only this pair takes a third of the time of all pairs.
         last = len(gram) - 1
         values, vectors = scipy.linalg.eigh(

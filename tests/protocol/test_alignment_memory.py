@@ -271,7 +271,7 @@ def test_an_exchange_stays_within_its_limit(
     tmp_path: Path, limit: int | None, is_within: bool
 ) -> None:
     """Measured on what Python and numpy allocate for both parties, which are one process."""
-    num_ids = 160_000
+    num_ids = 240_000
     ids = names(range(num_ids)), names(range(num_ids // 2, num_ids + num_ids // 2))
     both = parties(tmp_path, (limit, limit), ids)
     tracemalloc.start()
@@ -293,8 +293,8 @@ def test_a_limit_has_a_unit_and_is_not_too_small_for_the_chunks_under_way(tmp_pa
         path = tmp_path / "passive.yaml"
         return load_party_settings(PassiveSettings, path, [override]).alignment_memory_limit
 
-    found = [limit(text) for text in ("128MB", "128MiB", "1.5 GB", "16000000", "null")]
-    assert found == [128_000_000, 2**27, 1_500_000_000, 16_000_000, None]
-    for text in ("15MB", "0", "-1GB", "much"):
+    found = [limit(text) for text in ("128MB", "128MiB", "1.5 GB", "32000000", "null")]
+    assert found == [128_000_000, 2**27, 1_500_000_000, 32_000_000, None]
+    for text in ("31MB", "0", "-1GB", "much"):
         with pytest.raises(SettingsError, match="alignment_memory_limit"):
             limit(text)

@@ -33,7 +33,7 @@ def test_parties_that_are_killed_resume_the_exchange_and_find_exactly_the_common
     write_example(tmp_path, rows=ROWS)
     address = free_address()
     places = {"active": f"listen={address}", "passive": f"connect={address}"}
-    limits = dict(zip(order, ("16MB", "null"), strict=True))
+    limits = dict(zip(order, ("32MB", "null"), strict=True))
     said: dict[PartyName, list[Party]] = {name: [] for name in PARTIES}
 
     with ExitStack() as stack:

@@ -1,12 +1,14 @@
-"""A party keeps the memory that it frees, so that no step asks the system for it again."""
+"""A party that trains keeps the memory that it frees, so that no step asks the system for it again;
+one that only aligns returns it."""
 
 import os
 import subprocess
 import sys
 
+import pyarrow as pa
 import pytest
 
-from splitveil.common.party.freed_memory import keep_freed_memory
+from splitveil.common.party.freed_memory import keep_freed_memory, return_freed_memory
 
 BLOCKS = """
 import resource, sys
@@ -58,3 +60,37 @@ def test_later_steps_ask_for_no_memory_again() -> None:
 @pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])
 def test_a_choice_of_the_environment_stays(name: str) -> None:
     assert not keep_freed_memory({name: "1"})
+    assert not return_freed_memory({name: "1"})
+
+
+TABLES = """
+import resource
+import pyarrow as pa
+from pathlib import Path
+from splitveil.common.party.freed_memory import return_freed_memory
+
+def held():
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in x)
+    return int(line.split()[1]) / 1024
+
+return_freed_memory({})
+pa.repeat(1, 10)  # the first one imports and starts much
+before = held()
+table = pa.repeat(1, 10_000_000)
+print(held() - before)
+del table
+print(held() - before)
+"""
+
+
+@glibc_only
+@pytest.mark.skipif(
+    "jemalloc" not in pa.supported_memory_backends(), reason="needs an allocator that returns all"
+)
+def test_a_party_that_only_aligns_returns_the_memory_of_tables() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TABLES], capture_output=True, text=True, check=True
+    )
+    held, left = map(float, done.stdout.split())
+    assert held > 70  # MiB of the numbers
+    assert left < 20

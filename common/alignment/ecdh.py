@@ -44,7 +44,7 @@ from splitveil.common.alignment.kept import (
 from splitveil.common.alignment.room import Room, RoomInMemory, room_of
 from splitveil.common.alignment.tag_lists import SecretOrder
 from splitveil.common.alignment.tag_sets import tags_of
-from splitveil.common.alignment.turns import TagTurns, check_chunk, check_length, part_of
+from splitveil.common.alignment.turns import Frames, TagTurns, check_chunk, check_length, part_of
 from splitveil.common.alignment.workers import GroupOperations, WorkerPool
 from splitveil.common.data.ids import NORMALISATION
 from splitveil.common.errors import (
@@ -246,7 +246,7 @@ class EcdhExchange:
             last = self._tags.commit()
         yield from last
 
-    def receive(self, frame: pb.AlignFrame) -> list[pb.AlignFrame]:
+    def receive(self, frame: pb.AlignFrame) -> Frames:
         """Process the peer's next frame and return the frames to send in reply.
 
         Raises:
@@ -257,11 +257,11 @@ class EcdhExchange:
         with forgetting(self.forget):
             return self._receive(frame)
 
-    def _receive(self, frame: pb.AlignFrame) -> list[pb.AlignFrame]:
+    def _receive(self, frame: pb.AlignFrame) -> Frames:
         match frame.WhichOneof("body"):
             case "hello":
                 self._receive_hello(frame.hello)
-                return []
+                return Frames()
             case "points":
                 self._answer_points(frame.points)
                 return self._tags.commit()
@@ -272,7 +272,7 @@ class EcdhExchange:
                 return self._tags.receive(frame.tags)
             case "done":
                 self._receive_done(frame.done)
-                return []
+                return Frames()
             case _:
                 raise InvalidMessage("the alignment frame is empty")
 

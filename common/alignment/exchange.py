@@ -1,7 +1,7 @@
 """Runs one alignment: moves frames between an exchange and a channel until both are complete."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from queue import SimpleQueue
 
@@ -82,10 +82,10 @@ def _transfer(
     """Receive in this thread and send in another.
 
     This thread never waits to send. If both parties did so with full buffers between them, each
-    would wait forever for the other to receive. The frames that queue up in ``replies`` instead
-    take no more memory than the exchange keeps anyway.
+    would wait forever for the other to receive. What queues up in ``replies`` instead makes its
+    frames only when they are sent.
     """
-    replies: SimpleQueue[AlignFrame | None] = SimpleQueue()
+    replies: SimpleQueue[Iterable[AlignFrame] | None] = SimpleQueue()
     failures: list[BaseException] = []
 
     def send() -> None:
@@ -99,8 +99,7 @@ def _transfer(
     sender.start()
     try:
         while not exchange.is_complete:
-            for reply in exchange.receive(channel.receive()):
-                replies.put(reply)
+            replies.put(exchange.receive(channel.receive()))
             progress(exchange.done_ids, exchange.total_ids)
     except BaseException as error:
         failures.append(error)
@@ -115,17 +114,22 @@ def _transfer(
 def _send_all(
     channel: AlignChannel,
     own_frames: Iterator[AlignFrame],
-    replies: SimpleQueue[AlignFrame | None],
+    replies: SimpleQueue[Iterable[AlignFrame] | None],
 ) -> None:
     for frame in own_frames:
         channel.send(frame)
         for _ in range(replies.qsize()):
-            reply = replies.get()
-            if reply is None:
+            some = replies.get()
+            if some is None:
                 return
-            channel.send(reply)
-    while (reply := replies.get()) is not None:
-        channel.send(reply)
+            _send_some(channel, some)
+    while (some := replies.get()) is not None:
+        _send_some(channel, some)
+
+
+def _send_some(channel: AlignChannel, frames: Iterable[AlignFrame]) -> None:
+    for frame in frames:
+        channel.send(frame)
 
 
 def _ignore(_done_ids: int, _total_ids: int) -> None:

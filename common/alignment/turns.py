@@ -7,7 +7,8 @@ and a party whose points are a copy of the other's is refused.
 
 import hashlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from splitveil.common.alignment.kept import NOTHING_KEPT, Keeper, Kept
 from splitveil.common.alignment.tag_lists import TagList, TagsInMemory, pieces
@@ -19,6 +20,24 @@ TURNS = 64
 """Number of parts in which each party shows its tags; more if a part would exceed a chunk."""
 
 _DOMAIN = b"splitveil alignment tags 2\x00"
+
+
+class Frames:
+    """Frames that are made one by one when they are sent: together, their tags may be many.
+
+    A party with few ids is shown many tags for each of its own.
+    """
+
+    def __init__(self, makers: Sequence[Callable[[], pb.AlignFrame]] = ()) -> None:
+        self._makers = makers
+
+    def __len__(self) -> int:
+        """Return the number of frames."""
+        return len(self._makers)
+
+    def __iter__(self) -> Iterator[pb.AlignFrame]:
+        """Make them."""
+        return (make() for make in self._makers)
 
 
 class TagTurns:
@@ -132,7 +151,7 @@ class TagTurns:
             if self._kept_commitment:
                 self._answered_before = self._due(num_taken)
 
-    def commit(self) -> list[pb.AlignFrame]:
+    def commit(self) -> Frames:
         """Commit to all tags, once, as soon as every point of both parties was sent and received.
 
         Raises:
@@ -142,15 +161,15 @@ class TagTurns:
             are_sent = self._points_sent == self._num_own * POINT_BYTES
             are_computed = self.num_computed == self.num_peer
             if self._has_committed or not are_sent or not are_computed:
-                return []
+                return Frames()
             if self._own_points.digest() == self._peer_points.digest():
                 raise InvalidMessage("the other party sends this party's own points back")
             self._has_committed = True
             digest = _commitment(self._own_points.digest(), self.of_peer)
             frame = pb.AlignFrame(commitment=pb.AlignCommitment(digest=digest))
-            return [frame, *self._show()]
+            return Frames([lambda: frame, *self._show()])
 
-    def receive_commitment(self, message: pb.AlignCommitment) -> list[pb.AlignFrame]:
+    def receive_commitment(self, message: pb.AlignCommitment) -> Frames:
         """Take the peer's commitment, and return the tags that may be shown now.
 
         Raises:
@@ -170,9 +189,9 @@ class TagTurns:
             elif message.digest != self._kept_commitment:
                 raise InvalidMessage("the other party commits to other tags than before")
             self._peer_commitment = message.digest
-            return self._show()
+            return Frames(self._show())
 
-    def receive(self, message: pb.Tags) -> list[pb.AlignFrame]:
+    def receive(self, message: pb.Tags) -> Frames:
         """Take tags of this party's ids, and return those whose turn it is then.
 
         Raises:
@@ -189,18 +208,18 @@ class TagTurns:
             check_length("tags", message.tags, expected * TAG_BYTES)
             self.keeper.append("own.tags", message.tags)
             self.own.append(message.tags)
-            return self._show()
+            return Frames(self._show())
 
     def _check_commitment(self) -> None:
         if _commitment(self._peer_points.digest(), self.own) != self._peer_commitment:
             raise InvalidMessage("the other party's tags are not those that it committed to")
 
-    def _show(self) -> list[pb.AlignFrame]:
+    def _show(self) -> list[Callable[[], pb.AlignFrame]]:
         """Show the tags whose turn it is, once both parties have committed to theirs.
 
         It is a party's turn while it has shown no larger share of its tags than the other.
         """
-        frames: list[pb.AlignFrame] = []
+        frames: list[Callable[[], pb.AlignFrame]] = []
         if not self._has_committed or self._peer_commitment is None:
             return frames
         if not self._is_on_disk:
@@ -210,14 +229,18 @@ class TagTurns:
             self._check_commitment()
         part = self._part(self.num_peer)
         for first in range(self.num_shown, self._due(self.num_shown), part):
-            tags = self.of_peer.read(first, part)
             self.num_shown = min(first + part, self.num_peer)
-            frames.append(pb.AlignFrame(tags=pb.Tags(chunk=first // part, tags=tags)))
+            frames.append(partial(self._tags_frame, first, part))
         # In the same call as the last tags: another thread would send it before them.
         if self.num_received == self._num_own and not self._is_finished:
             self._is_finished = True
-            frames.append(self._finish())
+            last = self._finish()
+            frames.append(lambda: last)
         return frames
+
+    def _tags_frame(self, first: int, part: int) -> pb.AlignFrame:
+        tags = pb.Tags(chunk=first // part, tags=self.of_peer.read(first, part))
+        return pb.AlignFrame(tags=tags)
 
     def _due(self, shown: int) -> int:
         """Return the number of tags that are to be shown by now, if so many have been."""

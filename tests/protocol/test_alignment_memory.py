@@ -203,6 +203,36 @@ def test_tags_that_begin_alike_are_refused_and_the_files_removed(tmp_path: Path)
     assert not (tmp_path / "kept").exists()
 
 
+@pytest.mark.usefixtures("small_chunks")
+def test_the_tags_that_follow_one_are_read_when_they_are_sent(tmp_path: Path) -> None:
+    """They are those of a whole set, to a party that has a single id."""
+    num_peer = 640
+    engine = EcdhEngine(min_aligned=1, max_set_size=10_000, group=Fast())
+    exchange = engine.start(["one"], nonce=NONCES[0], run_id="run")
+    exchange.keep_in(ExchangeFiles(tmp_path / "kept", SMALL))
+    exchange.receive(pb.AlignFrame(hello=peer_hello(num_peer)))
+    list(exchange.own_frames())
+    given = points(num_peer)
+    for chunk in range(num_peer // 16):
+        exchange.receive(points_frame(chunk, given[chunk * 512 : (chunk + 1) * 512]))
+    exchange.receive(commitment_frame(given, bytes(16)))
+    tags = exchange._tags.of_peer
+    read, places = tags.read, list[int]()
+
+    def noted(first: int, count: int) -> bytes:
+        places.append(first)
+        return read(first, count)
+
+    tags.read = noted  # type: ignore[method-assign]
+    frames = exchange.receive(tags_frame(0, bytes(16)))
+    compared = len(places)
+    assert len(frames) >= 60
+    sent = [frame.WhichOneof("body") for frame in frames]
+    assert sent == ["tags"] * (len(frames) - 1) + ["done"]
+    assert len(places) - compared == len(frames) - 1
+    assert compared <= 2  # to find the common ones: the set is read twice, in one piece
+
+
 def test_the_secret_order_is_the_same_in_a_file_and_in_memory(tmp_path: Path) -> None:
     size, seed = 20_000, b"s" * 32
     held = OrderInMemory(size, seed)

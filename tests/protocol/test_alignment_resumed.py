@@ -397,7 +397,7 @@ def test_tags_are_shown_only_after_what_they_follow_from_is_on_disk(tmp_path: Pa
         shown += exchange.receive(points_frame(chunk, given[at : at + 32 * CHUNK]))
     assert [frame.WhichOneof("body") for frame in shown] == ["commitment"]
     assert "sync" not in events
-    shown = exchange.receive(commitment_frame(given, bytes(1600)))
+    shown = list(exchange.receive(commitment_frame(given, bytes(1600))))
     assert [frame.WhichOneof("body") for frame in shown] == ["tags"]
     assert events.index("sync") == len(events) - 1
     assert set(events[:-1]) == {"own.points", "peer.points", "peer.tags", "peer.commitment"}

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from splitveil.common.data.features import Features
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.random_state import random_state, set_random_state
+from splitveil.common.run.host_copies import to_device
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
 from splitveil.passive_party.kept_weights import keeping_weights
@@ -112,7 +113,8 @@ class BottomTrainer:
             raise RuntimeError("backward without a forward")
         activation = self._waiting.popleft()
         self._optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(activation, gradient.to(activation.device, activation.dtype))
+        received = to_device(gradient, activation.device, activation.dtype)
+        torch.autograd.backward(activation, received)
         self._optimizer.step()
         self._schedule.step()
         taken = {name: tap.take() for name, tap in self._taps.items()}

@@ -15,6 +15,7 @@ from splitveil.common.errors import (
     ProtocolError,
 )
 from splitveil.common.run.course import AlignedRows, Batch, batch_in_words
+from splitveil.common.run.host_copies import to_host
 from splitveil.common.run.messages import Activation, Answer, AuditQuestion, Course
 from splitveil.common.run.phases import Phase, Phases
 from splitveil.common.run.progress import Progress, State, refusing_other_versions
@@ -228,7 +229,7 @@ class Training:
                 features, keeps_weights=self.progress.pipeline_depth > 1
             )
         self._unanswered.append(_Sent(batch, activation))
-        peer.send_activation(Activation(batch.identity(self._run_id), activation))
+        peer.send_activation(Activation(batch.identity(self._run_id), to_host(activation)))
 
     def _evaluate(self, peer: Peer, batch: Batch) -> None:
         """Send the held-out rows that are due, and receive the reply to the oldest of them."""
@@ -247,7 +248,8 @@ class Training:
     def _send_held_out(self, peer: Peer, batch: Batch) -> None:
         features = self._features_of(batch)
         with self._phases(Phase.EVALUATION):
-            held_out = Activation(batch.identity(self._run_id), self.trainer.embed(features))
+            embedded = to_host(self.trainer.embed(features))
+        held_out = Activation(batch.identity(self._run_id), embedded)
         peer.send_held_out(held_out)
         self._held_out_sent += 1
 

@@ -28,7 +28,14 @@ from splitveil.active_party.training.top_trainer import StepResult, TopTrainer
 from splitveil.common.errors import OtherAnswer, OutOfStep
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows, Batch, batch_in_words, run_course
-from splitveil.common.run.messages import Activation, Answer, AuditQuestion, Course
+from splitveil.common.run.host_copies import to_host
+from splitveil.common.run.messages import (
+    Activation,
+    Answer,
+    AuditQuestion,
+    Course,
+    DefendedGradient,
+)
 from splitveil.common.run.phases import Phase
 from splitveil.common.run.progress import Progress, State
 from splitveil.common.run.sample_order import Positions
@@ -218,8 +225,10 @@ class Answering:
         with self.changing():
             self._begin_stage(batch)
             result = self.trainer.gradient(batch.positions, cut, key)
-            self._admit(batch, result, fingerprints)
-            parts = parts_of(aggregation, result.defended, len(asked))
+            defended = DefendedGradient(to_host(result.defended))
+            tag = self.questions.reply_tag(self.batch_number, defended)
+            self._admit(batch, result, fingerprints, tag)
+            parts = parts_of(aggregation, defended, len(asked))
             replies = [Answer(q.activation.batch, p) for q, p in zip(asked, parts, strict=True)]
             self._reply(replies)
         self._unlearned = AnsweredStep(batch, result)
@@ -230,9 +239,10 @@ class Answering:
         if pending is not None:
             self._releases.begin(pending)
 
-    def _admit(self, batch: Batch, result: StepResult, fingerprints: list[bytes]) -> None:
+    def _admit(
+        self, batch: Batch, result: StepResult, fingerprints: list[bytes], reply: bytes
+    ) -> None:
         number, entry = self.batch_number, self.budget.entry_of(result.report.charge)
-        reply = self.questions.reply_tag(number, result.defended)
         is_repeated = self.questions.is_repeated(number, entry, reply)
         if self.questions.is_answered(number) and not is_repeated:
             raise OtherAnswer(

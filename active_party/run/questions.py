@@ -98,9 +98,9 @@ class AnsweredQuestions:
 
         Args:
             batch_number: number of batches of the run before it.
-            values: the answer that is about to leave.
+            values: the answer that is about to leave, on the CPU.
         """
-        return self._tag(batch_number, values.cpu(), b"reply")
+        return self._tag(batch_number, values, b"reply")
 
     def is_repeated(
         self, batch_number: int, charge: ChargedAnswer, reply: bytes = NO_REPLY

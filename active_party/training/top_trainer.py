@@ -29,6 +29,7 @@ from splitveil.common.data.features import Features
 from splitveil.common.errors import SplitveilError
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.random_state import random_state, set_random_state
+from splitveil.common.run.host_copies import to_device
 from splitveil.common.run.phases import Phase, Phases
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
@@ -198,7 +199,7 @@ class TopTrainer:
         if self._answer_keys is not None and answer_key is not None:
             self._answer_keys.begin(answer_key)
         rows = torch.from_numpy(positions.copy()).to(self._device)
-        cut = activation.to(self._device, torch.float32).requires_grad_()
+        cut = to_device(activation, self._device, torch.float32).requires_grad_()
         self._note(rows, cut)
         labels = self._labels[rows]
         values = cut.detach()
@@ -311,7 +312,7 @@ class TopTrainer:
         self.learn()
         rows = torch.from_numpy(positions.copy()).to(self._device)
         self._note(rows, activation)
-        logits = self._logits(rows, activation.to(self._device, torch.float32))
+        logits = self._logits(rows, to_device(activation, self._device, torch.float32))
         return logits.cpu(), self._labels[rows].cpu()
 
     def _logits(self, rows: Tensor, activation: Tensor) -> Tensor:

@@ -1,0 +1,57 @@
+"""The GPU benchmark without a GPU: what it counts, what it judges, and that its parts run."""
+
+import math
+
+import pytest
+import torch
+
+from benchmarks.gpu import NEEDS_GPU, CountingReads, copies, judged, steps
+from benchmarks.gpu import main as measure_gpu
+
+CPU = torch.device("cpu")
+
+
+def test_reads_are_counted_by_name_and_only_of_tensors_on_the_device() -> None:
+    """A tensor elsewhere does not count; one that only computes does not either."""
+    values = torch.arange(4.0)
+    with CountingReads(CPU) as reads:
+        total = (values * 2).sum()
+        assert float(total) == 12
+        assert bool(total > 0)
+        assert values.tolist() == [0, 1, 2, 3]
+        assert total.item() == 12
+    assert reads.counts == {"float": 1, "bool": 1, "tolist": 1, "item": 1}
+    with CountingReads(torch.device("cuda")) as elsewhere:
+        float(total)
+    assert not elsewhere.counts
+
+
+def test_an_aim_is_judged_on_a_gpu_alone() -> None:
+    assert judged(0.5, most=1, on="cuda") == "at most 1: met"
+    assert judged(1.5, most=1, on="cuda") == "at most 1: not met"
+    assert judged(math.nan, most=1, on="cuda") == "at most 1: not met"
+    assert judged(299, least=300, on="cuda") == "at least 300: not met"
+    assert judged(300, least=300, on="cuda") == "at least 300: met"
+    assert NEEDS_GPU in judged(0.5, most=1, on="cpu")
+
+
+def test_copies_say_nothing_without_a_gpu() -> None:
+    assert {row.found for row in copies(CPU, 1)} == {NEEDS_GPU}
+
+
+def test_the_reads_of_a_step_are_counted_in_a_whole_run() -> None:
+    """A step reads something, as the finiteness of the gradient, and not a value for each row."""
+    reads, memory = steps(CPU, 64)
+    assert 1 <= float(reads.found.split()[0]) < 64
+    assert memory.found == NEEDS_GPU
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is of a host without a GPU")
+def test_a_host_without_a_gpu_is_told_what_to_do(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu", "--repeats", "1"])
+    with pytest.raises(SystemExit) as stopped:
+        measure_gpu()
+    assert stopped.value.code == 2
+    assert "use --device cpu" in capsys.readouterr().err

@@ -41,7 +41,7 @@ from splitveil.active_party.watch.active_status import ActiveStatus
 from splitveil.active_party.watch.recorder import ActiveRecorder
 from splitveil.active_party.watch.status_observer import StatusObserver
 from splitveil.active_party.workers import check_settings, work_for
-from splitveil.common.alignment import AlignmentResources, KeptExchanges, TriedIds, build_engine
+from splitveil.common.alignment import KeptExchanges, TriedIds, engine_checks, engine_of
 from splitveil.common.data.id_forms import form_of
 from splitveil.common.errors import (
     EndedForGood,
@@ -149,9 +149,7 @@ def _train(
     folder = _open_folder(settings, fresh=parsed.fresh and not workers.place.restarts)
     if was_ended(settings, folder):
         return
-    engine = build_engine(
-        contract.alignment, AlignmentResources(workers=settings.alignment_workers)
-    )
+    engine = engine_of(settings)
     build_trainer = TrainerBuilder(settings, data, device, status.phases, workers.line)
     with ExitStack() as resources:
         transcript = resources.enter_context(_transcript(settings, folder))
@@ -307,6 +305,7 @@ def _check(parsed: argparse.Namespace) -> None:
             security,
             address,
             *status_checks(settings.status),
+            *engine_checks(settings),
             lambda: f"device: {command_line.torch_device(settings.device)}",
             noise_key,
             defense,

@@ -12,7 +12,7 @@ from splitveil.active_party.serving.service import ActiveService
 from splitveil.active_party.serving.supervisor import wait_for_end
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.watch.active_status import ActiveStatus
-from splitveil.common.alignment import AlignmentResources, KeptExchanges, TriedIds, build_engine
+from splitveil.common.alignment import KeptExchanges, TriedIds, engine_of
 from splitveil.common.data.id_forms import form_of
 from splitveil.common.party import command_line
 from splitveil.common.party.aligned_table import (
@@ -75,9 +75,7 @@ def _find_common_order(
     contract = settings.contract
     folder = open_run_folder(settings.runs_dir / contract.run_name, FOLDER, ACTIVE)
     command_line.save_resolved(settings, folder)
-    engine = build_engine(
-        contract.alignment, AlignmentResources(workers=settings.alignment_workers)
-    )
+    engine = engine_of(settings)
     with ExitStack() as resources:
         resources.callback(engine.close)
         wanted = Transcript(folder, ACTIVE) if settings.transcript else nullcontext()

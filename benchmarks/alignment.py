@@ -13,7 +13,8 @@ files of a temporary folder, and the common ids are compared with the true ones.
 the peak less what the process has in memory before the exchange, which includes its ids.
 
 With ``--openmined PYTHON``, an interpreter of an environment that has openmined-psi, each size is
-also aligned by that package (``other_psi.py``), right afterwards.
+also aligned by that package (``other_psi.py``), right afterwards. With ``--rr22 PYTHON``, one that
+has spu, each size is also aligned by the engine ``rr22``, whose worker's time and memory count.
 """
 
 import argparse
@@ -43,6 +44,7 @@ from pydantic import ByteSize, TypeAdapter
 
 from splitveil.common.alignment import (
     Alignment,
+    AlignmentEngine,
     AlignmentResources,
     ExchangeFiles,
     StreamChannel,
@@ -51,7 +53,7 @@ from splitveil.common.alignment import (
     ristretto,
 )
 from splitveil.common.data.stored_ids import StoredIds
-from splitveil.common.run.contract import EcdhAlignment
+from splitveil.common.run.contract import AlignmentSettings, EcdhAlignment, Rr22Alignment
 from splitveil.common.wire.http_proxy import without_proxy
 from splitveil.protos.split_learning_pb2 import AlignFrame
 
@@ -88,6 +90,7 @@ class Task(NamedTuple):
     num_ids: int
     workers: int
     memory_limit: int | None
+    rr22: str | None  # the interpreter, or None for ecdh
     barrier: Barrier
     ports: "multiprocessing.Queue[int]"
     results: "multiprocessing.Queue[tuple[str, PartyCost]]"
@@ -98,28 +101,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ids", type=int, nargs="+", default=[100_000], help="per party")
     parser.add_argument(
-        "--workers", type=int, nargs="+", default=[0], help="worker processes per party"
+        "--workers", type=int, nargs="*", default=[0], help="per party; without numbers, no ecdh"
     )
     parser.add_argument(
         "--memory-limit", nargs="+", default=["none"], metavar="SIZE", help="such as 128MB, or none"
     )
     parser.add_argument("--openmined", metavar="PYTHON", help="interpreter with openmined-psi")
+    parser.add_argument("--rr22", metavar="PYTHON", help="interpreter with spu")
     arguments = parser.parse_args()
     _print_machine()
     for num_ids in arguments.ids:
         for workers, limit in product(arguments.workers, arguments.memory_limit):
             limit_bytes = None if limit == "none" else TypeAdapter(ByteSize).validate_python(limit)
             _print(num_ids, workers, limit, _align_once(num_ids, workers, limit_bytes))
+        if arguments.rr22:
+            costs = _align_once(num_ids, 0, None, arguments.rr22)
+            _print(num_ids, 1, "none, engine rr22", costs)
         if arguments.openmined:
             _print_openmined(num_ids, _openmined(arguments.openmined, num_ids))
 
 
-def _align_once(num_ids: int, workers: int, limit: int | None) -> dict[str, PartyCost]:
+def _align_once(
+    num_ids: int, workers: int, limit: int | None, rr22: str | None = None
+) -> dict[str, PartyCost]:
     context = multiprocessing.get_context("spawn")
     results: multiprocessing.Queue[tuple[str, PartyCost]] = context.Queue()
     ports: multiprocessing.Queue[int] = context.Queue()
     barrier = context.Barrier(2)
-    task = Task(num_ids, workers, limit, barrier, ports, results)
+    task = Task(num_ids, workers, limit, rr22, barrier, ports, results)
     parties = [context.Process(target=run, args=(task,)) for run in (_run_active, _run_passive)]
     for party in parties:
         party.start()
@@ -187,7 +196,9 @@ def _measure(
     barrier.wait()
     floors = [_floor_s() for _ in range(3)]
     barrier.wait()
-    engine = build_engine(EcdhAlignment(), AlignmentResources(workers=task.workers))
+    engine = _engine(task)
+    # Workers count once they have been waited for; their start-up counts too.
+    waited = resource.getrusage(resource.RUSAGE_CHILDREN)
     with suppress(OSError):  # begins a new peak, where that is allowed
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before_mib = _mib("self", "VmRSS")
@@ -212,11 +223,11 @@ def _measure(
     _check(alignment, first, task.num_ids)
     barrier.wait()
     floors += [_floor_s() for _ in range(3)]
-    # Workers count once they have been waited for; their start-up counts too.
-    waited = resource.getrusage(resource.RUSAGE_CHILDREN)
     engine.close()
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s += ended.ru_utime + ended.ru_stime - waited.ru_utime - waited.ru_stime
+    if task.rr22 is not None:
+        worker_mib = ended.ru_maxrss / 1024
     return PartyCost(
         cpu_s,
         wall_s,
@@ -227,6 +238,16 @@ def _measure(
         sent[0],
         before_mib,
     )
+
+
+def _engine(task: Task) -> AlignmentEngine:
+    settings: AlignmentSettings = EcdhAlignment()
+    if task.rr22 is not None:
+        settings = Rr22Alignment(engine="rr22")
+    resources = AlignmentResources(
+        workers=task.workers, rr22_python=None if task.rr22 is None else Path(task.rr22)
+    )
+    return build_engine(settings, resources)
 
 
 def _floor_s() -> float:

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from splitveil.common.alignment import AlignmentResources, KeptExchanges, TriedIds, build_engine
+from splitveil.common.alignment import KeptExchanges, TriedIds, engine_checks, engine_of
 from splitveil.common.errors import (
     ContractMismatch,
     PeerEndedForGood,
@@ -199,7 +199,7 @@ def _aligner(settings: PassiveSettings, data: PartyData, folder: Path, *, fresh:
     alignment = settings.contract.alignment
     return Aligner(
         Participant(settings.contract, settings.party, data.ids, data.table.splits),
-        build_engine(alignment, AlignmentResources(workers=settings.alignment_workers)),
+        engine_of(settings),
         partial(command_line.draw_nonce, settings),
         TriedIds.beside(folder, alignment.max_set_size, settings.alignment_attempts),
         kept,
@@ -310,6 +310,7 @@ def _check(parsed: argparse.Namespace) -> None:
         [
             connection,
             *status_checks(settings.status),
+            *engine_checks(settings),
             lambda: f"device: {command_line.torch_device(settings.device)}",
             *([own_attacks] if adversary is not None and adversary.custom_attacks else []),
             data_and_model,

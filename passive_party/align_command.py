@@ -5,7 +5,7 @@ import logging
 from contextlib import ExitStack, nullcontext
 from functools import partial
 
-from splitveil.common.alignment import AlignmentResources, KeptExchanges, TriedIds, build_engine
+from splitveil.common.alignment import KeptExchanges, TriedIds, engine_of
 from splitveil.common.party import command_line
 from splitveil.common.party.aligned_table import (
     FOLDER,
@@ -79,7 +79,7 @@ def _find_common_order(
     command_line.save_resolved(settings, folder)
     aligner = Aligner(
         Participant(contract, settings.party, data.ids, data.table.splits),
-        build_engine(alignment, AlignmentResources(workers=settings.alignment_workers)),
+        engine_of(settings),
         partial(command_line.draw_nonce, settings),
         TriedIds.beside(folder, alignment.max_set_size, settings.alignment_attempts),
         KeptExchanges(folder, settings.alignment_memory_limit),

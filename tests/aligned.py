@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from splitveil.common.alignment import (
     AlignChannel,
     Alignment,
+    AlignmentEngine,
     align,
     channel_pair,
 )
@@ -55,7 +56,7 @@ class Outcome:
 
 def align_both(
     ids: tuple[Sequence[str], Sequence[str]],
-    engines: tuple[EcdhEngine, EcdhEngine] = (ENGINE, ENGINE),
+    engines: tuple[AlignmentEngine, AlignmentEngine] = (ENGINE, ENGINE),
     channels: tuple[AlignChannel, AlignChannel] | None = None,
     run_ids: tuple[str, str] = ("run", "run"),
 ) -> tuple[Outcome, Outcome]:

@@ -34,7 +34,6 @@ from splitveil.common.run.messages import (
     Answer,
     AuditQuestion,
     Course,
-    DefendedGradient,
 )
 from splitveil.common.run.phases import Phase
 from splitveil.common.run.progress import Progress, State
@@ -225,7 +224,7 @@ class Answering:
         with self.changing():
             self._begin_stage(batch)
             result = self.trainer.gradient(batch.positions, cut, key)
-            defended = DefendedGradient(to_host(result.defended))
+            defended = to_host(result.defended)
             tag = self.questions.reply_tag(self.batch_number, defended)
             self._admit(batch, result, fingerprints, tag)
             parts = parts_of(aggregation, defended, len(asked))

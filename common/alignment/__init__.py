@@ -11,7 +11,12 @@ from splitveil.common.alignment.channel import (
     StreamChannel,
     channel_pair,
 )
-from splitveil.common.alignment.engine import AlignmentResources, build_engine
+from splitveil.common.alignment.engine import (
+    AlignmentResources,
+    build_engine,
+    engine_checks,
+    engine_of,
+)
 from splitveil.common.alignment.exchange import align
 from splitveil.common.alignment.interface import (
     Agree,
@@ -50,6 +55,8 @@ __all__ = [
     "align",
     "build_engine",
     "channel_pair",
+    "engine_checks",
+    "engine_of",
     "file_of_count",
     "receive_share",
     "share_frames",

@@ -25,7 +25,6 @@ An exchange that was kept (``kept.py``) continues where it broke off, if both he
 the same scalars, points and commitments, so that it can tell nothing but what it would have told.
 """
 
-import hashlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -41,6 +40,7 @@ from splitveil.common.alignment.kept import (
     digest_of_ids,
     forgetting,
 )
+from splitveil.common.alignment.outcome import Sizes, agreed_rows, check_done
 from splitveil.common.alignment.room import Room, RoomInMemory, room_of
 from splitveil.common.alignment.tag_lists import SecretOrder
 from splitveil.common.alignment.tag_sets import tags_of
@@ -283,28 +283,11 @@ class EcdhExchange:
             AlignmentError: the parties disagree, or have too few ids in common.
             OutOfStep: the exchange is not complete.
         """
-        if self._common_rows is None or self._own_done is None or self._peer_done is None:
-            raise OutOfStep("the exchange of ids is not complete")
-        counts = (
-            f"{len(self._ids)} own ids, {self.peer_set_size} ids of the other party, "
-            f"{len(self._common_rows)} in common"
-        )
-        peer, own = self._peer_done, self._own_done
-        if (peer.count, peer.digest) != (own.count, own.digest):
-            raise AlignmentError(
-                f"the parties disagree on the intersection: {counts}, "
-                f"but the other party reports {self._peer_done.count}, or another order"
-            )
-        if len(self._common_rows) < self._min_aligned:
-            raise AlignmentError(
-                f"too few ids to train on: {counts}, expected at least {self._min_aligned}"
-            )
-        if self._peer_done.split_digest != self._own_done.split_digest:
-            raise AlignmentError(
-                f"the parties disagree on the split: {counts}, and the column named in "
-                f"contract.split does not give each of them the same split in both tables"
-            )
-        return self._common_rows
+        sizes = Sizes(len(self._ids), self.peer_set_size, self._min_aligned)
+        return agreed_rows(sizes, self._common_rows, self._own_done, self._peer_done)
+
+    def close(self) -> None:
+        """Do nothing: the engine owns the workers, and files stay to be resumed."""
 
     def _receive_hello(self, peer: pb.AlignHello) -> None:
         if self._peer_hello is not None:
@@ -365,13 +348,7 @@ class EcdhExchange:
         self._tags.note_answered(message.points, tags_of(products))
 
     def _receive_done(self, message: pb.AlignDone) -> None:
-        if self._own_done is None or self._peer_done is not None:
-            raise OutOfStep("the other party is done while points or tags are outstanding")
-        if len(message.digest) != hashlib.sha256().digest_size:
-            raise InvalidMessage(f"expected a digest of 32 bytes, got {len(message.digest)}")
-        if len(message.split_digest) not in {0, hashlib.sha256().digest_size}:
-            length = len(message.split_digest)
-            raise InvalidMessage(f"expected a split digest of 32 bytes or none, got {length}")
+        check_done(self._own_done, self._peer_done, message)
         self._peer_done = message
 
     def _intersect(self) -> pb.AlignDone:

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from queue import SimpleQueue
 
 from splitveil.common.alignment.channel import AlignChannel
@@ -55,8 +55,10 @@ def align(
         PeerError: the peer is silent or gone, or it breaks a rule.
         StorageError: the exchange cannot be kept.
     """
-    try:
+    with ExitStack() as ending:
+        ending.callback(channel.close)
         exchange = engine.start(ids, nonce=nonce, run_id=run_id, splits=splits)
+        ending.callback(exchange.close)
         if files is not None:
             exchange.keep_in(files)
         channel.send(exchange.hello())
@@ -72,8 +74,6 @@ def align(
             raise
         exchange.forget()
         return agreed
-    finally:
-        channel.close()
 
 
 def _transfer(

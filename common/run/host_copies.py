@@ -12,14 +12,17 @@ out here, and nothing has to be released. On the CPU both functions do what `Ten
 """
 
 import functools
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
+TensorT = TypeVar("TensorT", bound=Tensor)
+
 _CPU = torch.device("cpu")
 
 
-def to_host(values: Tensor) -> Tensor:
+def to_host(values: TensorT) -> TensorT:
     """Copy a tensor to the host's memory, and wait until it is there.
 
     Args:
@@ -29,12 +32,12 @@ def to_host(values: Tensor) -> Tensor:
         Of the same shape and dtype; ``values`` itself where it is on the CPU already.
     """
     if values.device.type != "cuda":
-        return values.to(_CPU)
+        return cast("TensorT", values.to(_CPU))
     found = _pinned(values).copy_(values, non_blocking=True)
     done = torch.cuda.Event()  # type: ignore[no-untyped-call]
     done.record(torch.cuda.current_stream(values.device))
     done.synchronize()
-    return found
+    return cast("TensorT", found)  # a defended gradient stays one
 
 
 def to_device(values: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -1,34 +1,25 @@
 """Simulated parties that meet over gRPC on loopback."""
 
-import secrets
-import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 
 from splitveil.active_party.serving.server import start_server
 from splitveil.active_party.serving.service import ActiveService
 from splitveil.common.party.credentials import credential_files
+from splitveil.common.party.loopback_ports import free_port
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.simulation.parties import ActiveParty, Simulation
 
-_PORTS = range(20_000, 30_000)
-"""Below those that systems give to outgoing connections, one of which could take a free port before
-its server does."""
-
 
 def free_address() -> str:
-    """Return a free address on loopback.
+    """Return a free address on loopback; see ``free_port``.
 
     Raises:
         OSError: none was found.
     """
-    for _ in range(100):
-        port = _PORTS[secrets.randbelow(len(_PORTS))]
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return f"127.0.0.1:{port}"
-    raise OSError("found no free port on loopback")
+    return f"127.0.0.1:{free_port()}"
 
 
 @contextmanager

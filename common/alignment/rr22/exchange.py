@@ -7,7 +7,6 @@ parties' results against each other, as in every engine.
 """
 
 import hashlib
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +25,7 @@ from splitveil.common.alignment.rr22.tunnel import Tunnel
 from splitveil.common.alignment.tag_sets import CommonRows
 from splitveil.common.data.ids import NORMALISATION
 from splitveil.common.errors import AlignmentError, InvalidMessage, OutOfStep, SplitveilError
+from splitveil.common.party.loopback_ports import free_port
 from splitveil.common.wire.limits import TAG_BYTES
 from splitveil.protos import split_learning_pb2 as pb
 
@@ -338,10 +338,3 @@ def tags_of(ids: Sequence[str], run_id: str, nonces: Sequence[bytes]) -> Tags:
         state.update(text.encode())
         tags[row] = state.hexdigest()[: 2 * TAG_BYTES].encode()
     return tags
-
-
-def free_port() -> int:
-    """Return a port of 127.0.0.1 at which nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port

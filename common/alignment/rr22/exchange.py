@@ -214,6 +214,7 @@ class Rr22Exchange:
         tunnel, worker = self._running()
         while (frame := tunnel.next(_BEAT_S)) is not None:
             if time.monotonic() > self._until:
+                worker.close()  # so that nobody waits for it to take bytes
                 raise SplitveilError("the rr22 worker took too long, and was ended")
             self._has_sent |= bool(frame.data)
             yield pb.AlignFrame(tunnel=frame)

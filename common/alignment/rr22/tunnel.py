@@ -8,11 +8,12 @@ connection has a number among those that the same party's worker has dialled.
 import contextlib
 import queue
 import socket
+import struct
 import threading
 import time
 from typing import NamedTuple
 
-from splitveil.common.errors import OutOfStep, TooLarge
+from splitveil.common.errors import OutOfStep, SplitveilError, TooLarge
 from splitveil.common.wire.limits import MOST_LINKS, TUNNEL_BYTES
 from splitveil.protos.split_learning_pb2 import AlignTunnel
 
@@ -20,6 +21,8 @@ _FRAMES = 8
 _DIAL_AGAIN_S = 0.05
 _DIAL_WITHIN_S = 60.0
 _HOST = "127.0.0.1"
+_TAKES_WITHIN = struct.pack("ll", 120, 0)
+"""Seconds and microseconds in which a worker has to take bytes, as the system wants them."""
 
 
 class _Link(NamedTuple):
@@ -70,6 +73,7 @@ class Tunnel:
 
         Raises:
             OutOfStep, TooLarge: the peer breaks a rule.
+            SplitveilError: the worker does not take the bytes.
         """
         if not frame.data and not frame.ends:
             return  # a sign of life
@@ -89,11 +93,14 @@ class Tunnel:
             if connection is None:
                 return
             self._add(link, connection)
-        # The worker may be done while the peer's still says goodbye.
-        with contextlib.suppress(OSError):
+        try:
             connection.sendall(frame.data)
             if frame.ends:
                 connection.shutdown(socket.SHUT_WR)
+        except BlockingIOError as error:
+            raise SplitveilError("the rr22 worker takes no more bytes") from error
+        except OSError:
+            pass  # it may be done while the peer's still says goodbye
 
     def end_with(self, ended: threading.Thread) -> None:
         """Let ``next`` return None after a thread has ended and all bytes are read."""
@@ -138,6 +145,7 @@ class Tunnel:
 
     def _add(self, link: _Link, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TAKES_WITHIN)
         reader = threading.Thread(
             target=self._read, args=(link, connection), name="rr22-read", daemon=True
         )

@@ -41,6 +41,7 @@ from splitveil.common.data.subjects import read_subjects
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.models.factory import build_top_model
 from splitveil.common.models.optimizers import build_optimizer
+from splitveil.common.models.speed import speed_up
 from splitveil.common.models.spread_model import SpreadModel
 from splitveil.common.models.worker_line import WorkerLine
 from splitveil.common.party.party_data import PartyData, open_earlier_model
@@ -123,6 +124,7 @@ class TrainerBuilder:
         if self._earlier is not None:
             self._earlier.put_into(model)
         model.to(self._device)
+        speed_up(model, settings.autocast, compiled=settings.compile)
         answer_keys = AnswerKeys()
         secrets = NoiseSecrets(self._noise_key, answer_keys)
         # Only if noise belongs to ids: many millions of texts take gigabytes.

@@ -12,6 +12,7 @@ from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.data.features import FeatureShapes
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import build_top_model
+from splitveil.common.models.speed import refuse_speed_ups
 from splitveil.common.models.spread_model import RowForm, SpreadModel, check_spreadable
 from splitveil.common.models.worker import Replica
 from splitveil.common.models.worker_line import WorkerLine
@@ -68,6 +69,7 @@ def spread(
         SettingsError: shares of a batch would not give what the whole batch does.
     """
     check_spreadable(model, _ROLE)
+    refuse_speed_ups(settings.autocast, compiled=settings.compile)
     form = RowForm(tuple(settings.contract.aggregate_shape), shapes)
     line.begin({"form": form.to_json(), "model": settings.top_model.model_dump(mode="json")})
     return SpreadModel(model, line)

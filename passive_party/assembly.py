@@ -8,6 +8,7 @@ from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import build_bottom_model
 from splitveil.common.models.optimizers import build_optimizer
+from splitveil.common.models.speed import speed_up
 from splitveil.common.models.spread_model import RowForm
 from splitveil.common.models.worker_line import WorkerLine
 from splitveil.common.party.party_data import PartyData, open_earlier_model
@@ -66,6 +67,7 @@ class TrainerBuilder:
         if self._earlier is not None:
             self._earlier.put_into(model)
         model.to(self._device)
+        speed_up(model, settings.autocast, compiled=settings.compile)
         training = self._training_pass(model, encoder)
         optimizer = build_optimizer(settings.optimizer, model)
         if settings.adversary is not None and settings.adversary.amplify:

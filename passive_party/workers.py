@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.factory import build_bottom_model
+from splitveil.common.models.speed import refuse_speed_ups
 from splitveil.common.models.spread_model import RowForm, SpreadModel, check_spreadable
 from splitveil.common.models.worker import Replica
 from splitveil.common.models.worker_line import WorkerLine
@@ -60,6 +61,7 @@ def spread(
         SettingsError: shares of a batch would not give what the whole batch does.
     """
     check_spreadable(model, _ROLE)
+    refuse_speed_ups(settings.autocast, compiled=settings.compile)
     taps = tapped(settings, model)
     found = SpreadModel(model, line, [tap.take for tap in taps.values()])
     line.begin({"form": form.to_json(), "model": settings.bottom_model.model_dump(mode="json")})

@@ -247,8 +247,8 @@ class Answering:
             raise OtherAnswer(
                 f"{batch_in_words(batch.epoch, batch.step)}: the same question would get another "
                 f"answer than before: the arithmetic has changed, as with another device, "
-                f"torch_threads or version of a library; restore those, or start over with "
-                f"--fresh at both parties"
+                f"torch_threads, autocast, compile or version of a library; restore those, or "
+                f"start over with --fresh at both parties"
             )
         self.budget.admit(
             batch.positions,

@@ -37,6 +37,7 @@ MAY_CHANGE = frozenset(
     {
         "alignment_attempts",
         "alignment_memory_limit",
+        "alignment_rr22_python",
         "alignment_workers",
         "allow_audits",
         "answers",

@@ -110,6 +110,16 @@ class PartySettings(Section):
     torch_threads: int | None = Field(default=None, ge=1, le=1024)
     """Number of cores that this party computes on; by default all that the process may use."""
 
+    autocast: Literal["none", "bfloat16"] = "none"
+    """Number format of matrix products and convolutions while this party's model trains;
+    ``bfloat16`` is about twice as fast on GPUs and processors that have it. Weights, gradients at
+    the cut layer, defenses, evaluations and predictions stay float32. Not with several
+    processes."""
+
+    compile: bool = False
+    """Whether torch compiles how this party's model computes training batches. The first batch then
+    takes seconds to minutes; needs a C++ compiler, or a GPU. Not with several processes."""
+
     alignment_workers: int = Field(default=0, ge=0, le=1024)
     """Number of worker processes for the alignment; with 0, this process does the arithmetic."""
 

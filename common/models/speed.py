@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from splitveil.common.errors import SettingsError
 
-Autocast = Literal["none", "bfloat16"]
+Autocast = Literal["bfloat16"] | None
 
 
 def speed_up(model: nn.Module, autocast: Autocast, *, compiled: bool = False) -> None:
@@ -25,13 +25,14 @@ def speed_up(model: nn.Module, autocast: Autocast, *, compiled: bool = False) ->
 
     Args:
         model: on the device on which it is trained; called with tensors or features.
-        autocast: the dtype of matrix products and convolutions while it is in training mode.
+        autocast: the dtype of matrix products and convolutions while it is in training mode; None
+            for that of the weights.
         compiled: whether torch compiles it, at its first batch.
 
     Raises:
         SettingsError: there is no compiler.
     """
-    if autocast != "none":
+    if autocast is not None:
         casting = _Casting()
         model.register_forward_pre_hook(casting.enter)
         model.register_forward_hook(casting.leave, always_call=True)
@@ -45,7 +46,7 @@ def refuse_speed_ups(autocast: Autocast, *, compiled: bool) -> None:
     Raises:
         SettingsError: one of them is asked for.
     """
-    if autocast != "none" or compiled:
+    if autocast is not None or compiled:
         raise SettingsError("autocast, compile: not where several processes compute a model")
 
 

@@ -110,11 +110,11 @@ class PartySettings(Section):
     torch_threads: int | None = Field(default=None, ge=1, le=1024)
     """Number of cores that this party computes on; by default all that the process may use."""
 
-    autocast: Literal["none", "bfloat16"] = "none"
-    """Number format of matrix products and convolutions while this party's model trains;
-    ``bfloat16`` is about twice as fast on GPUs and processors that have it. Weights, gradients at
-    the cut layer, defenses, evaluations and predictions stay float32. Not with several
-    processes."""
+    autocast: Literal["bfloat16"] | None = None
+    """Number format of matrix products and convolutions while this party's model trains; by
+    default float32. ``bfloat16`` is about twice as fast on GPUs and processors that have it.
+    Weights, gradients at the cut layer, defenses, evaluations and predictions stay float32. Not
+    with several processes."""
 
     compile: bool = False
     """Whether torch compiles how this party's model computes training batches. The first batch then

@@ -94,10 +94,10 @@ def test_autocast_ends_also_after_an_error() -> None:
 def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _name: None)
     with pytest.raises(SettingsError, match=r"compile: there is no C\+\+ compiler"):
-        speed_up(model(), "none", compiled=True)
+        speed_up(model(), None, compiled=True)
 
 
-@pytest.mark.parametrize(("autocast", "compiled"), [("bfloat16", False), ("none", True)])
+@pytest.mark.parametrize(("autocast", "compiled"), [("bfloat16", False), (None, True)])
 def test_several_processes_are_refused(autocast: Autocast, compiled: bool) -> None:
     settings: Any = SimpleNamespace(autocast=autocast, compile=compiled)
     nothing: Any = None
@@ -110,7 +110,7 @@ def test_several_processes_are_refused(autocast: Autocast, compiled: bool) -> No
 def test_a_compiled_model_trains_alike_and_evaluates_with_the_same_bits() -> None:
     """For any number of rows, and with two backward passes through one graph, as in a step."""
     plain, fast = model(), model()
-    speed_up(fast, "none", compiled=True)
+    speed_up(fast, None, compiled=True)
     for count in (5, 3, 8):
         given = rows(count).requires_grad_()
         found = fast(given)
